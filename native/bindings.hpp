@@ -14,6 +14,7 @@ void bind_shm_rings(nanobind::module_& m);
 void bind_grpc(nanobind::module_& m);
 void bind_weights(nanobind::module_& m);
 void bind_zmtp(nanobind::module_& m);
+void bind_pictures(nanobind::module_& m);
 void bind_replay(nanobind::module_& m);
 void bind_replay_archive(nanobind::module_& m);
 

@@ -1,10 +1,13 @@
 """Single-picture requests of 32 callers, per dialect, against decoding and one batched forward in one process.
 
-``python -m benchmarks.rewards [--seconds N] [--rounds N]`` takes four minutes, and ends with what is asked of it and
+``python -m benchmarks.rewards [--seconds N] [--rounds N]`` takes five minutes, and ends with what is asked of it and
 what came out. A picture is a JPEG of 512 x 512 and about 60 KB, the juror a convolutional network of about 10 ms.
 Contenders take turns in short windows, so that a neighbour's load falls on all of them; every row is printed. The
 callers share the machine with the server, the ceiling has none. Beside the rate stands the processors' time that a
 server's processes took for each picture, which a loaded machine leaves alone.
+
+The ceiling and the servers of all dialects compute in half of the cores, as an engine does by default. Two rows more
+show one dialect with engines of every core: in one engine's threads, and in an engine for each.
 
 Peers are a FastAPI script without batching, and (where flask and gunicorn are installed) the server that image trainers
 ship: Flask behind gunicorn with one synchronous worker for the one device.
@@ -191,12 +194,17 @@ def lone(server: tuple[str, int], path: str, body: bytes, n: int) -> float:
 
 
 @contextlib.contextmanager
-def jurybox() -> Iterator[tuple[str, int]]:
-    """A server with the juror and all dialects that take pictures: where it listens, and its process."""
+def jurybox(threads: int, replicas: int = 1) -> Iterator[tuple[str, int]]:
+    """A server with the juror and all dialects that take pictures: where it listens, and its process.
+
+    Args:
+        threads: of each engine.
+        replicas: engines.
+    """
     with tempfile.TemporaryDirectory() as folder:
         address = f"ipc://{folder}/engine"
         lines = ["[server]", f'address = "{address}"', 'http = "127.0.0.1:0"', 'grpc = ""', 'devices = ["cpu"]']
-        lines += [f"threads = {torch.get_num_threads()}"]
+        lines += [f"threads = {threads}", f"replicas = {replicas}"]
         lines += [
             "[models.conv]",
             'factory = "benchmarks.rewards.jurors:convolutions"',
@@ -270,8 +278,15 @@ def main() -> None:
     data = jpeg()
     print(f"JPEG of {len(data) / 1000:.0f} KB, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}", flush=True)
     with contextlib.ExitStack() as stack:
-        where, plain = (stack.enter_context(one) for one in (jurybox(), script("script")))
+        cores, threads = os.cpu_count() or 1, torch.get_num_threads()
+        where, plain = (stack.enter_context(one) for one in (jurybox(threads), script("script")))
         asked = {name: (where, *one) for name, one in bodies(data).items()}
+        # Engines of every core, as the script has them, which computes in as many threads as pictures come.
+        for name, other in (
+            (f"flow_grpo, {cores} threads", jurybox(cores)),
+            (f"flow_grpo, {cores} engines", jurybox(1, cores)),
+        ):
+            asked[name] = (stack.enter_context(other), *bodies(data)["flow_grpo"])
         asked["FastAPI script"] = (plain, "/", data)
         if find_spec("flask") and find_spec("gunicorn"):
             body = pickle.dumps({"images": [data], "prompts": ["a"], "metadata": {}}, 4)
@@ -312,6 +327,8 @@ def main() -> None:
         share = statistics.median(r / c for (r, _), (c, _) in zip(found[name], found["ceiling"], strict=True))
         added = statistics.median(a - b for a, b in zip(waits[name], waits["decode + forward"], strict=True))
         marks = ["reached" if good else "MISSED" for good in (share >= CEILING, added <= ALONE)]
+        if added < 0:  # nothing is faster than nothing: somebody else had the cores while that was measured
+            marks[1] = "NOT MEASURED, others load this machine"
         print(f"{name}: {100 * share:.0f} % of the ceiling (asked: {100 * CEILING:.0f} %, {marks[0]})", end=", ")
         print(f"{added:.2f} ms added to a lone picture (asked: {ALONE} ms, {marks[1]})")
 

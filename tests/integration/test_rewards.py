@@ -344,3 +344,51 @@ def test_a_killed_member_makes_the_total_missing_never_smaller(server, tmp_path)
 def test_a_panel_that_is_none_is_refused_at_once(panel):
     with pytest.raises(ValueError, match="expected"):
         Juror(panel)
+
+
+def test_a_lone_request_is_asked_by_the_thread_that_has_it(where, server):
+    """It saves two changes of threads, and is answered as every other is: a score, or why there is none."""
+    juror = Juror("text_length", **where)
+    assert juror.scores_here({"text": ["abc"]}, 1) is None  # it connects in its own thread
+    assert juror.scores({"text": ["abc"]}, 1) == [3.0]
+    for texts, scores in ((["abc"], [3.0]), (["bad"], ["a bad text"]), (["nan"], ["the score is nan"]), ([], [])):
+        assert juror.scores_here({"text": texts}, len(texts)) == juror.scores({"text": texts}, len(texts)) == scores
+    assert juror.scores_here({"text": ["abc", "bad", "x"]}, 3) == [3.0, "a bad text", 1.0]
+    (why,) = juror.scores_here({"text": ["x" * 10_000]}, 1)
+    assert "the model takes at most" in why
+    with pytest.raises(SpecMismatch, match="expected a column"):
+        juror.scores_here({"image": ["abc"]}, 1)
+    pictures = Juror("brightness_and_prompt", **where)
+    given = {"image": [np.full((5, 7, 3), 51, np.uint8)], "prompt": ["ab"]}
+    pictures.scores(given, 1)
+    np.testing.assert_allclose(pictures.scores_here(given, 1), [2.2], rtol=1e-5)
+    assert Juror("lengths", address=server.address).scores_here({"text": ["abc"]}, 1) is None  # a panel
+
+
+def test_requests_that_come_while_a_lone_one_waits_go_together_behind_it(where):
+    juror = Juror("text_length", **{**where, "output": "batch"})
+    juror.scores({"text": ["abc"]}, 1)
+    found: list[float] = []
+    with juror._answering:  # a lone one waits for its answer
+        assert juror.scores_here({"text": ["abc"]}, 1) is None
+        threads = [threading.Thread(target=lambda: found.extend(juror.scores({"text": ["abc"]}, 1))) for _ in range(16)]
+        for thread in threads:
+            thread.start()
+        wait_until(lambda: juror._queue.qsize() >= 15, 30, "all requests")  # the juror's thread has the first
+    for thread in threads:
+        thread.join(60)
+    assert found == [16.0] * 16
+
+
+def test_a_lone_request_outlives_an_engine_and_never_gets_a_number_for_nothing(where, server):
+    juror, impatient = Juror("text_length", **where), Juror("text_length", **{**where, "timeout": 1.0})
+    for one in (juror, impatient):
+        one.scores({"text": ["abc"]}, 1)
+        assert one.scores_here({"text": ["abc"]}, 1) == [3.0]
+    engine = server.pids()["engine-0"]
+    os.kill(engine, signal.SIGSTOP)
+    (late,) = impatient.scores_here({"text": ["abc"]}, 1)
+    assert isinstance(late, Passing)
+    os.kill(engine, signal.SIGKILL)
+    assert juror.scores_here({"text": ["abcd"]}, 1) == [4.0]
+    wait_until(lambda: impatient.scores_here({"text": ["abcde"]}, 1) == [5.0], 60, "an answer in time")

@@ -92,6 +92,26 @@ class Model:
         outputs = self._asked(lambda: self._codec.one(row), timeout, 0).outputs
         return {name: value[0] for name, value in outputs.items()} if isinstance(outputs, dict) else outputs[0]
 
+    def row_reply(self, row: Any, timeout: float) -> Reply:
+        """As a call, of one row as the spec has it, with the weights version; outputs may have a dimension of rows."""
+        fits = type(row) is bytes if self._call_text else type(row) is np.ndarray and row.dtype == self._call_dtype
+        ready: Any = row if fits and (self._call_text or row.flags.c_contiguous) else self._codec.one(row)[0]
+        self._require_stateless()
+        deadline = self.deadline(timeout)
+        try:
+            with self.turns.now:
+                kept = self._keep_row()
+                if kept is not None:
+                    kept.answer = None
+                    outputs = kept.ask(ready, seconds(timeout))
+                    return Reply(outputs, kept.version)
+        except Taken:
+            pass
+        except Refused as error:
+            if error.code != Code.STALE_LEASE:
+                raise
+        return self._asked(lambda: self._codec.one(row), (deadline - time.monotonic_ns()) / 1e9, 0)
+
     def infer(self, inputs: Arrays, *, timeout: float | None = None, version: int = 0) -> Any:
         """Answer n rows; more than the lane or a batch holds go in pieces, several in flight.
 

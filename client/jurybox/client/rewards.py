@@ -18,6 +18,7 @@ Example:
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import math
 import os
@@ -25,7 +26,7 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from functools import partial
@@ -122,6 +123,7 @@ class Juror:
     def _start(self) -> None:
         self._pid = os.getpid()
         self._lock = threading.Lock()
+        self._answering = threading.Lock()  # held by the thread that asks just now
         self._queue: queue.SimpleQueue[_Asked | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._model: Model | None = None
@@ -169,6 +171,30 @@ class Juror:
         asked = _Asked(dict(columns), n, time.monotonic() + self._timeout)
         self._hand_over([asked])
         return partial(self._scored, asked)
+
+    def scores_here(self, columns: Mapping[str, Any], n: int) -> Scores | None:
+        """As `scores`, asked by the calling thread itself: a lone request saves two changes of threads by it.
+
+        Only where nothing else is being asked: calls that come meanwhile wait for it, and then go together.
+
+        Returns:
+            The scores; None, and nothing was asked, where others are being asked or wait, and of a panel, and before
+            the first connection.
+
+        Raises:
+            As `scores`.
+        """
+        if not self._answering.acquire(blocking=False):
+            return None
+        try:
+            if self._model is None or self._pid != os.getpid() or not self._queue.empty():
+                return None
+            call = _Call(dict(columns), n, time.monotonic() + self._timeout)
+            call.fit(self._model.spec, self._inputs, partial=self._partial)
+            (scores,) = self._fitting_answered(self._model, [call])
+            return scores
+        finally:
+            self._answering.release()
 
     async def _scored(self, asked: _Asked) -> Scores:
         try:
@@ -239,8 +265,6 @@ class Juror:
             for asked in taken:
                 _Vote(asked, self._members)
             return
-        rows: list[dict[str, Any]] = []
-        answers: Iterator[Scored]
         fitting: list[_Asked] = []
         for asked in taken:
             try:
@@ -248,28 +272,33 @@ class Juror:
             except Exception as error:  # noqa: BLE001  a mistake of this caller, or of its function
                 asked.answer.set_exception(error)
             else:
-                rows += [row for row in asked.rows if isinstance(row, dict)]
                 fitting.append(asked)
-        until = max((asked.until for asked in fitting), default=0.0)
-        versions: list[int] = []
-        answers = iter(self._ask(model, rows, until, versions) if rows else [])
-        for asked in fitting:
-            scores = Scores(next(answers) if isinstance(row, dict) else row for row in asked.rows)
-            scores.version = min(versions, default=0)
+        for asked, scores in zip(fitting, self._fitting_answered(model, fitting), strict=True):
             asked.answer.set_result(scores)
 
+    def _fitting_answered(self, model: Model, calls: Sequence[_Call]) -> list[Scores]:
+        """The scores of calls, which go as one request; those rows that do not fit have their reasons already."""
+        rows = [row for call in calls for row in call.rows if isinstance(row, dict)]
+        until = max((call.until for call in calls), default=0.0)
+        versions: list[int] = []
+        answers = iter(self._ask(model, rows, until, versions) if rows else [])
+        found = [Scores(next(answers) if isinstance(row, dict) else row for row in call.rows) for call in calls]
+        for scores in found:
+            scores.version = min(versions, default=0)
+        return found
+
     def _ask(self, model: Model, rows: list[dict[str, Any]], until: float, versions: list[int]) -> list[Scored]:
-        inputs: dict[str, Any] = {
-            name: [row[name] for row in rows]
-            if spec.variable
-            else rows[0][name][None]  # not copied before it is written to the lane
-            if len(rows) == 1
-            else np.stack([row[name] for row in rows])
-            for name, spec in model.spec.inputs.items()
-        }
         failed: Mapping[int, str] = {}
         try:
-            reply = model.infer_reply(inputs, timeout=max(0.0, until - time.monotonic()))
+            if len(rows) == 1:  # the short way, which copies a row once
+                (row,) = rows
+                reply = model.row_reply(row if len(row) > 1 else next(iter(row.values())), until - time.monotonic())
+            else:
+                inputs: dict[str, Any] = {
+                    name: [row[name] for row in rows] if spec.variable else np.stack([row[name] for row in rows])
+                    for name, spec in model.spec.inputs.items()
+                }
+                reply = model.infer_reply(inputs, timeout=max(0.0, until - time.monotonic()))
             outputs, version = reply.outputs, reply.version
         except RowFailed as error:
             outputs, failed, version = error.outputs, error.errors, error.version
@@ -320,23 +349,14 @@ class Juror:
 def _work(of: weakref.ref[Juror], waiting: queue.SimpleQueue[_Asked | None]) -> None:
     """A juror's thread: ask for all that waits, again and again; None ends it."""
     while (first := waiting.get()) is not None:
-        taken = [first]
-        rows = first.n
-        more: _Asked | None
-        while rows < _TOGETHER:
-            try:
-                if (more := waiting.get_nowait()) is None:
-                    waiting.put(None)
-                    break
-            except queue.Empty:
-                break
-            taken.append(more)
-            rows += more.n
-        taken = [asked for asked in taken if asked.answer.set_running_or_notify_cancel()]
+        taken: list[_Asked] = []
         try:
-            if (juror := of()) is not None:
-                juror._answer(taken)
-                del juror
+            juror = of()
+            with contextlib.nullcontext() if juror is None else juror._answering:
+                taken = _taken(first, waiting)
+                if juror is not None:
+                    juror._answer(taken)
+            del juror
             failure: BaseException = ServerGone("this juror was closed")
         except BaseException as error:  # noqa: BLE001  somebody waits for each of them
             failure = error
@@ -344,6 +364,21 @@ def _work(of: weakref.ref[Juror], waiting: queue.SimpleQueue[_Asked | None]) -> 
             if not asked.answer.done() and not asked.waits_for:
                 asked.answer.set_exception(failure)
         del first, taken, asked, failure
+
+
+def _taken(first: _Asked, waiting: queue.SimpleQueue[_Asked | None]) -> list[_Asked]:
+    """What goes as one request: the first, and what waits behind it, less what nobody wants any more."""
+    taken, rows = [first], first.n
+    while rows < _TOGETHER:
+        try:
+            if (more := waiting.get_nowait()) is None:
+                waiting.put(None)
+                break
+        except queue.Empty:
+            break
+        taken.append(more)
+        rows += more.n
+    return [asked for asked in taken if asked.answer.set_running_or_notify_cancel()]
 
 
 class _Vote:
@@ -408,7 +443,7 @@ class _Vote:
         return total if math.isfinite(total) else f"the total is {total}"
 
 
-class _Asked:
+class _Call:
     """Rows of one call. After `fit` each of `rows` is a dict of inputs, or the reason why it fits none."""
 
     def __init__(self, columns: dict[str, Any], n: int, until: float) -> None:
@@ -416,16 +451,6 @@ class _Asked:
         self.n = n
         self.until = until
         self.rows: list[dict[str, Any] | str] = []
-        self.waits_for: list[_Asked] = []  # a panel's members
-        self.answer: Future[Scores] = Future()
-
-    def late(self, timeout: float) -> Scores:
-        """What a caller gets who cannot wait any longer; raises where the call itself failed."""
-        if not self.answer.cancel() and self.answer.done():
-            return self.answer.result()
-        for vote in self.waits_for:
-            vote.answer.cancel()
-        return Scores([Passing(f"no score came within {timeout} s: others' requests took too long")] * self.n)
 
     def fit(self, spec: ModelSpec, inputs: Inputs, *, partial: bool = False) -> None:
         if (unknown := inputs.keys() - spec.inputs.keys()) and not partial:
@@ -455,6 +480,23 @@ class _Asked:
         if len(column) != self.n:
             raise SpecMismatch(f"input {name!r} of model {model!r}: expected {self.n} values, came {len(column)}")
         return column  # type: ignore[no-any-return]
+
+
+class _Asked(_Call):
+    """A call that waits for its scores."""
+
+    def __init__(self, columns: dict[str, Any], n: int, until: float) -> None:
+        super().__init__(columns, n, until)
+        self.waits_for: list[_Asked] = []  # a panel's members
+        self.answer: Future[Scores] = Future()
+
+    def late(self, timeout: float) -> Scores:
+        """What a caller gets who cannot wait any longer; raises where the call itself failed."""
+        if not self.answer.cancel() and self.answer.done():
+            return self.answer.result()
+        for vote in self.waits_for:
+            vote.answer.cancel()
+        return Scores([Passing(f"no score came within {timeout} s: others' requests took too long")] * self.n)
 
 
 def _fitted(name: str, spec: TensorSpec, value: Any) -> Any:

@@ -242,13 +242,18 @@ def test_heads_that_say_something_special_are_not_taken_as_known(line):
             web.socket.close()
 
 
-def test_the_body_begins_where_the_head_ends_for_everybody(line):
+def test_the_body_begins_where_the_head_ends_for_everybody(gateway):
     head, body = asked(np.ones((1, 4), np.float32)).split(b"\r\n\r\n", 1)
-    bare = head + b"\n\n" + body  # h11 takes that end of a line, too
+    bare = head + b"\n\n" + body  # httptools refuses that end of a line, and h11 takes it
+    told = []
     for whole in (bare, bare, head + b"\r\n\r\n" + body, bare):
+        line = Web(gateway.http)
         line.socket.sendall(whole)
         status, _, answer = line.answer()
-        assert status == 200 and np.frombuffer(answer[-16:], np.float32).tolist() == [3.0] * 4
+        line.socket.close()
+        assert status == 400 or np.frombuffer(answer[-16:], np.float32).tolist() == [3.0] * 4
+        told.append(status)
+    assert told[2] == 200 and told[0] == told[1] == told[3]
 
 
 def test_a_client_that_leaves_gives_the_room_of_its_body_back(gateway):

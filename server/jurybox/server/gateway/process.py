@@ -59,12 +59,10 @@ async def serve(control_pipe: ControlPipe, orders: dict[str, Any], log: Log) -> 
             routers.append(spoken.paths)
         robots = _robot_servers(orders, access)
         app = create_app(source, oip.reasons, routers, {name: robot.counters for name, robot in robots.items()})
-        if spoken is not None:
-            app.add_middleware(Paths, endpoints=spoken.endpoints)
         http = None
         if orders["http"]:
-            room = access.room()
-            http = HttpServer(orders["http"], app, access, protocol=protocol_of(oip, room), room=room)
+            room, whole = access.room(), app if spoken is None else Paths(app, spoken.endpoints)
+            http = HttpServer(orders["http"], whole, access, protocol=protocol_of(oip, room), room=room)
         dialects = {
             name: HttpServer(orders["dialects"][name]["listen"], its_app, access, f"dialects.{name}")
             for name, its_app in (spoken.ports if spoken else {}).items()

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 from urllib.parse import urlsplit
 
-from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jurybox.protocol.errors import Code, Refused
@@ -23,6 +23,7 @@ SECURITY_HEADERS = {
     "Cross-Origin-Resource-Policy": "same-origin",
     "Cross-Origin-Opener-Policy": "same-origin",
 }
+_SECURITY_HEADERS = [(name.lower().encode(), value.encode()) for name, value in SECURITY_HEADERS.items()]
 _READING = ("GET", "HEAD", "OPTIONS")
 
 
@@ -75,9 +76,10 @@ class SecurityHeaders:
 
         async def send_marked(message: Message) -> None:
             if message["type"] == "http.response.start":
-                headers = MutableHeaders(scope=message)
-                for name, value in SECURITY_HEADERS.items():
-                    headers.setdefault(name, value)
+                headers = list(message.get("headers", ()))
+                there = {name.lower() for name, _ in headers}
+                headers += [header for header in _SECURITY_HEADERS if header[0] not in there]
+                message = {**message, "headers": headers}
             await send(message)
 
         await self._app(scope, receive, send_marked)
@@ -95,8 +97,8 @@ class LoopbackHost:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """As ASGI asks."""
-        given = _header(scope, "host")
-        if scope["type"] == "http" and not is_loopback(_host_of(given)):
+        given = _header(scope, b"host")
+        if scope["type"] == "http" and not _names_loopback(given):
             await _refuse(
                 send, 421, Code.REFUSED, f"Host {given!r} is not this server: expected localhost, 127.0.0.1 or [::1]"
             )
@@ -113,8 +115,8 @@ class SameOrigin:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """As ASGI asks."""
         if scope["type"] == "http" and scope["method"] not in _READING:
-            origin = _header(scope, "origin")
-            if origin and _netloc_of(origin) != _header(scope, "host").lower():
+            origin = _header(scope, b"origin")
+            if origin and _netloc_of(origin) != _header(scope, b"host").lower():
                 await _refuse(send, 403, Code.REFUSED, f"a page of {origin!r} may not use this server in its name")
                 return
         await self._app(scope, receive, send)
@@ -129,7 +131,7 @@ class TokenAsked:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """As ASGI asks."""
-        if scope["type"] != "http" or self._token.is_shown_by(_header(scope, "authorization")):
+        if scope["type"] != "http" or self._token.is_shown_by(_header(scope, b"authorization")):
             await self._app(scope, receive, send)
         elif scope["path"] in OPEN_PATHS and scope["method"] in _READING:
             await self._app(scope, receive, _without_reasons(send))
@@ -160,7 +162,7 @@ class BodyLimit:
             await self._app(scope, receive, send)
             return
         says = f"a body of at most {self._most} bytes is taken: send less, or raise server.max_message_mib"
-        claimed = _header(scope, "content-length")
+        claimed = _header(scope, b"content-length")
         if claimed.isascii() and claimed.isdigit() and (len(claimed) > 20 or int(claimed) > self._most):
             await _refuse(send, 413, Code.TOO_LARGE, says)
             return
@@ -233,8 +235,19 @@ async def _answer(send: Send, status: int, content: dict[str, object], headers: 
     await send({"type": "http.response.body", "body": body})
 
 
-def _header(scope: Scope, name: str) -> str:
-    return Headers(scope=scope).get(name, "") if scope["type"] == "http" else ""
+def _header(scope: Scope, name: bytes) -> str:
+    """The first header of a name in lower case, as ASGI has them; "" without it."""
+    if scope["type"] == "http":
+        for key, value in scope["headers"]:
+            if key == name:
+                return str(value, "latin-1")
+    return ""
+
+
+@functools.lru_cache(maxsize=64)
+def _names_loopback(host: str) -> bool:
+    """Whether a Host header names a loopback address. Remembered: a client sends the same one with each request."""
+    return is_loopback(_host_of(host))
 
 
 def _host_of(given: str) -> str:

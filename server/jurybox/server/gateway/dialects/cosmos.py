@@ -89,6 +89,7 @@ class Cosmos:
         columns = {"prompt": prompts, "text": prompts}
         scoring = asyncio.create_task(self._scored(Request(columns, len(pictures), {"image": list(pictures)})))
         self._sent[key] = _Sent(scoring, pictures.nbytes, self._clock())
+        await asyncio.sleep(0)  # so that scoring begins now, and not after the answer was sent
         return Response(json.dumps({"uuid": key}), media_type=MEDIA)
 
     async def pull(self, body: bytes) -> Response:

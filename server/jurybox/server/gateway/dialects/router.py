@@ -16,7 +16,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from jurybox.protocol.errors import TABLE, Code, Error, ModelFailed, said
 from jurybox.server.gateway.app import NeverCached
 from jurybox.server.gateway.dialects import chat, cosmos, json_dialects, pickle_dialects
-from jurybox.server.gateway.dialects.intake import Intake, thread_pool
+from jurybox.server.gateway.dialects.intake import Intake, ThreadPool
 from jurybox.server.logs import Log
 
 Answer = Callable[[bytes], Awaitable[Response]]
@@ -60,6 +60,7 @@ _DIALECTS = {
 # The server is busy, or an engine is starting: the same request may be answered a moment later.
 _PASSING = (Code.BUSY, Code.TIMEOUT, Code.SERVER_GONE, Code.NOT_READY, Code.DRAINING)
 _AGAIN = "2"  # seconds
+_NEVER_CACHED = (b"cache-control", b"no-store")
 
 
 Endpoint = Callable[[Request], Awaitable[Response]]
@@ -87,8 +88,9 @@ class Paths:
             response = await endpoint(Request(scope, receive))
         except ClientDisconnect:
             return  # nobody is there to be answered
-        response.headers["Cache-Control"] = "no-store"
-        await response(scope, receive, send)
+        headers = [*response.raw_headers, _NEVER_CACHED]
+        await send({"type": "http.response.start", "status": response.status_code, "headers": headers})
+        await send({"type": "http.response.body", "body": response.body})
 
 
 class Spoken(NamedTuple):
@@ -103,7 +105,7 @@ class Spoken(NamedTuple):
 
     paths: APIRouter
     endpoints: dict[str, Endpoint]
-    ports: dict[str, FastAPI]
+    ports: dict[str, ASGIApp]
     intakes: list[Intake]
 
 
@@ -116,9 +118,9 @@ def applications(dialects: Mapping[str, Mapping[str, Any]], address: str, log: L
     """
     paths = APIRouter(tags=["dialects"])
     endpoints: dict[str, Endpoint] = {}
-    ports: dict[str, FastAPI] = {}
+    ports: dict[str, ASGIApp] = {}
     intakes: list[Intake] = []
-    pool = thread_pool()
+    pool = ThreadPool(len(dialects))
     for name, settings in dialects.items():
         size = settings["resize"]
         intake = Intake(
@@ -139,10 +141,10 @@ def applications(dialects: Mapping[str, Mapping[str, Any]], address: str, log: L
         if settings["port"] is not None:
             own = APIRouter()
             its = _add(own, "", name, dialect, intake, answers, log)
-            ports[name] = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
-            ports[name].add_middleware(NeverCached)
-            ports[name].add_middleware(Paths, endpoints=its)
-            ports[name].include_router(own)
+            app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
+            app.add_middleware(NeverCached)
+            app.include_router(own)
+            ports[name] = Paths(app, its)
     return Spoken(paths, endpoints, ports, intakes)
 
 
@@ -174,7 +176,7 @@ def _add(
 
 async def _answered(name: str, dialect: Dialect, answer: Answer, request: Request, log: Log) -> Response:
     try:
-        return await answer(await request.body())
+        return await answer(await _body(request.receive))
     except ClientDisconnect:
         raise
     except Error as error:
@@ -188,6 +190,19 @@ async def _answered(name: str, dialect: Dialect, answer: Answer, request: Reques
         return Response(body, 503, {"Retry-After": _AGAIN}, media)
     status = TABLE[failure.code].http
     return Response(body, dialect.status or (status if status < 500 else 422), media_type=media)
+
+
+async def _body(receive: Receive) -> bytes:
+    """A request's whole body; not copied where it came as one part. Raises ClientDisconnect."""
+    parts: list[bytes] = []
+    more = True
+    while more:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientDisconnect
+        parts.append(message.get("body", b""))
+        more = message.get("more_body", False)
+    return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
 def _telling(log: Log, name: str) -> Callable[[str], None]:

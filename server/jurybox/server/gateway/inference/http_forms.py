@@ -14,10 +14,8 @@ from collections.abc import Sequence
 from http import HTTPStatus
 from typing import Any, NamedTuple
 
-import h11
-from uvicorn.protocols.http.h11_impl import H11Protocol
-
 from jurybox.protocol.errors import TABLE, Code, Error, Refused, said
+from jurybox.server.gateway.http_server import Connection
 from jurybox.server.gateway.inference import http_inference
 from jurybox.server.gateway.inference.forms import Forms
 from jurybox.server.gateway.inference.inference import InferRequest, OpenInference, Output
@@ -28,7 +26,7 @@ _MOST_HEADS = 1024
 _MOST_HEAD = 8 << 10  # bytes of one
 _MOST_BODY = 4 << 20  # bytes; larger ones go the usual way
 _BEGINS = b"POST /v2/models/"
-_ENDS = re.compile(rb"\n\r?\n")  # as h11 finds the end of a head
+_ENDS = re.compile(rb"\n\r?\n")  # as h11 and httptools find the end of a head
 _SPECIAL = frozenset({b"transfer-encoding", b"content-encoding", b"expect", b"upgrade", b"trailer"})
 _HEADERS = "".join(f"{name.lower()}: {value}\r\n" for name, value in SECURITY_HEADERS.items())
 _HEADERS = f"cache-control: no-store\r\n{_HEADERS}\r\n"
@@ -93,7 +91,7 @@ def _written_heads(model: str, version: str, outputs: Sequence[Output], sizes: S
     return [head.encode(), *[b""] * (len(sizes) - 1)]
 
 
-class InferProtocol(H11Protocol):
+class InferProtocol(Connection):
     """uvicorn's connection, which answers requests with known heads by itself. To forms.py it is the asker."""
 
     known: KnownHeads  # of a subclass, as `protocol_of` makes it
@@ -131,9 +129,8 @@ class InferProtocol(H11Protocol):
             super().shutdown()
 
     def _idle(self) -> bool:
-        conn, most = self.conn, self.limit_concurrency
-        between = conn.our_state is h11.IDLE and conn.their_state is h11.IDLE and not conn.trailing_data[0]
-        return between and not self._leaving and (most is None or len(self.connections) < most)
+        most = self.limit_concurrency
+        return self.between and not self._leaving and (most is None or len(self.connections) < most)
 
     def _begin(self, data: bytes, head: bytes) -> None:
         known = self.known
