@@ -7,6 +7,7 @@ it PACK_REPLY with the message, UTF-8, of a failure. docs/protocol.md has both a
 
 from __future__ import annotations
 
+import functools
 import struct
 
 import numpy as np
@@ -39,6 +40,7 @@ def require_control_size(body: bytes) -> None:
         raise Refused(f"a control request has at most {MAX_CONTROL} bytes, {len(body)} came", Code.TOO_LARGE)
 
 
+@functools.cache
 def build_version() -> str:
     """The installed distribution's version."""
     from importlib.metadata import PackageNotFoundError, version  # half of what importing the client would cost

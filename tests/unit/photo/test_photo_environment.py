@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pickle
 import warnings
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -18,6 +19,9 @@ from jurybox.training.environments.photo import (
     no_edits,
 )
 from jurybox.training.environments.photo.environment import STEP_SIZES
+from jurybox.training.recipes.photo import PhotoTraining
+from jurybox.training.runtime.plan import ConfigError
+from jurybox.training.runtime.settings import changes_of
 
 FAULTS = ("exposure", "haze", "saturation", "temperature", "blur", "noise", "tilt")
 
@@ -274,3 +278,10 @@ def test_the_price_is_of_the_distance_and_comes_back_with_the_edit(make, actions
     assert paid == pytest.approx(10.0 * 0.01 * environment.moved())
     back = rollout(make(price=0.01), 1, [actions[0] / 4, -actions[0] / 4])
     assert sum(step[1] for step in back) == pytest.approx(0.0, abs=0.02)
+
+
+def test_one_setting_of_the_environment_names_no_earlier_one() -> None:
+    read = PhotoTraining.read(None, changes_of(["environment.price = 0.004"], {}))
+    assert read.environment == replace(PhotoTraining().environment, price=0.004)
+    with pytest.raises(ConfigError, match=r"environment\.seed is now seed"):
+        PhotoTraining.read(None, changes_of(["environment.seed = 3"], {}))

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 MOST_BYTES = 1 << 30  # of a frame that a server may send
 _TIMEOUT = 10.0  # seconds without a connection after which the server counts as gone
 _BEAT_MS, _SILENCE_MS = 2000, 10_000  # libzmq's own pings, and the silence that ends a connection
+_FILES_OF_OWN = 3  # of a socket of the caller's own, and what watches it
 _FILES = 10  # of a socket and its monitor; libzmq ends the process where they run out in its midst
 _REDIAL = 0.05  # seconds between two attempts to connect
 _HANDSHAKE = 5.0  # seconds that one may take
@@ -148,6 +149,7 @@ class DirectConnection:
     """
 
     def __init__(self, address: str) -> None:
+        require(_FILES_OF_OWN, f"a connection to {address}")
         self._address = address
         self.engines = np.zeros(1, ENGINE)
         self.engines["state"], self.engines["incarnation"] = EngineState.SERVING, 1

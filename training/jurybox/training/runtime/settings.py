@@ -36,20 +36,14 @@ class Settings(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _refuse_renamed(cls, said: Any) -> Any:
-        if isinstance(said, Mapping):
-            old = [f"{name} is now {cls.renamed[name]}" for name in flat_names(said) if name in cls.renamed]
-            old += [f"{name} is now {cls.renamed[name]}" for name in said if name in cls.renamed and "." not in name]
-            if old:
-                raise ValueError("; ".join(dict.fromkeys(old)))
-        return said
-
-    @model_validator(mode="before")
-    @classmethod
-    def _complete_parts(cls, said: Any) -> Any:
-        """``part.NAME`` changes that one alone: the part's others are the training's defaults, not its class's."""
+    def _as_said(cls, said: Any) -> Any:
+        """Refuse earlier names; ``part.NAME`` changes that one alone: the others are the training's, not the class's."""
         if not isinstance(said, Mapping):
             return said
+        old = [f"{name} is now {cls.renamed[name]}" for name in flat_names(said) if name in cls.renamed]
+        old += [f"{name} is now {cls.renamed[name]}" for name in said if name in cls.renamed and "." not in name]
+        if old:
+            raise ValueError("; ".join(dict.fromkeys(old)))
         found = dict(said)
         for name, field in cls.model_fields.items():
             part, usual = said.get(name), field.default
