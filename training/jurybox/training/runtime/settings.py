@@ -37,7 +37,7 @@ class Settings(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _as_said(cls, said: Any) -> Any:
-        """Refuse earlier names; ``part.NAME`` changes that one alone: the others are the training's, not the class's."""
+        """Refuse earlier names. ``part.NAME`` changes it alone: others stay the training's, not the class's."""
         if not isinstance(said, Mapping):
             return said
         old = [f"{name} is now {cls.renamed[name]}" for name in flat_names(said) if name in cls.renamed]
