@@ -30,7 +30,7 @@ from jurybox.client.rewards import (
 )
 
 MODELS = {
-    name: {"factory": f"tests.reward_models:{name}", "max_batch": 64, "rows": 256, "lane_rows": 64}
+    name: {"factory": f"tests.reward_models:{name}", "max_batch": 64, "rows": 1024, "lane_rows": 64}
     for name in ("text_length", "brightness", "brightness_and_prompt")
 }
 MODELS["corner"] = {"factory": "tests.models:affine"}  # four outputs in one: no score
@@ -270,7 +270,7 @@ def test_mistakes_in_the_wiring_raise_and_say_what_to_do(where, tmp_path):
 
 def test_a_juror_that_nobody_refers_to_gives_its_rows_and_its_thread_back(where, server):
     threads = threading.active_count()
-    for _ in range(12):  # more than there are rows for
+    for _ in range(20):  # more than there are rows for
         assert Juror("text_length", **where).scores({"text": ["abc"] * 40}, 40) == [3.0] * 40
     gc.collect()
     wait_until(lambda: threading.active_count() <= threads + 1, 30, "the end of the threads")

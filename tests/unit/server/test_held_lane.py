@@ -26,6 +26,7 @@ class Lane:
         one = TensorSpec("float32", (1,))
         self.columns = Columns.here(ModelSpec("m", {"x": one}, {"y": one}), 8)
         self.sent = []
+        self.transport = None
 
     def submit(self, first, rows, deadline, version, owner=None):
         self.sent.append(Sent(first, rows))
