@@ -14,6 +14,8 @@ from jurybox.client.model import Reply
 from jurybox.protocol import ModelSpec, TensorSpec
 from jurybox.protocol.errors import Code, Refused
 from jurybox.server.gateway.inference.coalescer import RequestCoalescer
+from jurybox.server.gateway.inference.forms import Form
+from jurybox.server.gateway.inference.inference import InferRequest, Input
 from jurybox.server.gateway.inference.lanes import Held
 
 SPEC = ModelSpec("m", {"x": TensorSpec("float32", (2,))}, {"y": TensorSpec("float32", (2,))})
@@ -273,3 +275,45 @@ async def test_rows_of_many_sessions_share_tickets_and_each_is_told_its_own():
     sessions.lost.clear()
     again = await asyncio.gather(*(ask(100, 3) for _ in range(3)))  # the second needs the first one's answer
     assert [float(outputs["y"][0, 0]) for outputs, _ in again] == [113, 213, 313]
+
+
+class Line:
+    """A connection that asks one request after another, as HTTP's does; to forms.py the asker of all of them."""
+
+    source = None
+
+    def __init__(self):
+        self.told = []
+
+    def done(self):
+        return False
+
+    def reply(self, pieces):
+        self.told.append(b"".join(pieces))
+
+    def fail(self, error):
+        self.told.append(error.code)
+
+
+class SlowOnce(Lane):
+    """The first answer comes after its request's time-out."""
+
+    async def infer_reply_async(self, inputs, *, timeout, version):
+        self.tickets += 1
+        await asyncio.sleep(0.3 if self.tickets == 1 else 0.0)
+        return Reply(inputs["x"] * 2, 7)
+
+
+async def test_what_comes_after_its_time_out_is_no_answer_to_the_connections_next_request():
+    together, _ = coalescer(SlowOnce())
+    oip = SimpleNamespace(inference=SimpleNamespace(told=lambda *_: None))
+    held = SimpleNamespace(spec=SPEC, coalescer=together)
+    request = InferRequest("m", "", "", [Input("x", "FP32", (1, 2), None, True, {})], [], {}, None)
+    form = Form(oip, held, request, 1, ["y"], lambda *_: [b""])
+    line = Line()
+    form.ask(ROW, 0.05, line)
+    await asyncio.sleep(0.15)
+    assert line.told == [Code.TIMEOUT]
+    form.ask({"x": ROW["x"] * 3}, 5.0, line)
+    await asyncio.sleep(0.5)
+    assert line.told == [Code.TIMEOUT, np.full(2, 6, np.float32).tobytes()]

@@ -138,7 +138,8 @@ class _Answer:
         self.late: TimerHandle | None = None
 
     def done(self) -> bool:
-        return self._asker.done()
+        # A connection asks again after this answer, and what comes late must not be taken as the answer to that.
+        return self.given or self._asker.done()
 
     def set_result(self, result: tuple[Arrays, int]) -> None:
         self._given()

@@ -144,11 +144,14 @@ class InferProtocol(Connection):
                 self._head, self._came, self._begins = found, bytearray(head), len(head)
                 self._more(found, data[len(head) :])
                 return
-        earlier = self.scope
-        super().data_received(data)
+        # The head alone: what came behind it may be another request, whose scope would be taken for this one's.
+        earlier, rest = self.scope, data[len(head) :]
+        super().data_received(head)
         if (scope := self.scope) is not earlier:
             told: Any = scope
             told[http_inference.ANSWERED] = lambda *answered: known.learn(head, scope, *answered)
+        if rest and not self.transport.is_closing():
+            super().data_received(rest)
 
     def _more(self, head: _Head, data: bytes) -> None:
         whole = self._begins + head.length
