@@ -102,16 +102,18 @@ void bind_zmtp(nb::module_& m) {
             "`holds` tells. Other answers stay for receive.")
         .def(
             "receive",
-            [](Zmtp& self, double timeout) {
+            [](Zmtp& self, double timeout, std::size_t most) {
                 {
                     nb::gil_scoped_release release;
                     self.receive(static_cast<std::int64_t>(timeout * 1e9));
                 }
                 nb::list messages;
-                for (Zmtp::Message message; self.take(message);) messages.append(frames_of(message));
+                for (Zmtp::Message message; messages.size() < most && self.take(message);) messages.append(frames_of(message));
                 return messages;
             },
-            nb::arg("timeout"), nb::lock_self(), "Messages that came within so many seconds, each a list of frames: bytes, or arrays of uint8 where they are large.")
+            nb::arg("timeout"), nb::arg("most") = SIZE_MAX, nb::lock_self(),
+            "Messages that came within so many seconds, `most` of them, each a list of frames: bytes, or arrays of uint8 where they are "
+            "large.")
         .def(
             "look", [](Zmtp& self) { return self.receive(0); }, nb::lock_self(),
             "Go on with the handshake, and with what was kept; whether messages are there, which stay for receive.")

@@ -7,6 +7,7 @@
 // what the kernel did not take is kept and sent on by the next call.
 #pragma once
 #include <poll.h>
+#include <strings.h>
 #include <sys/epoll.h>
 #include <sys/socket.h>
 #include <sys/uio.h>
@@ -36,24 +37,24 @@ class Zmtp {
         std::size_t size;
     };
 
-    // Args: a connected stream socket, which is this object's from now on; the routing id, empty: the peer's choice; bytes of
+    // Args: a connected stream socket, which is this object's from now on (the caller's still, where this throws); the routing id, empty: the peer's choice; bytes of
     // the longest frame that the peer may send; for how long a send that the kernel does not take at once may wait; whether it
     // is a ROUTER's, whose peer is to say its own routing id.
     Zmtp(int fd, std::string_view identity, std::size_t most, std::int64_t patience_ns, bool router = false)
         : fd_(fd), most_(most), patience_ns_(patience_ns), heard_(monotonic_ns()) {
-        epoll_ = ::epoll_create1(EPOLL_CLOEXEC);
-        epoll_event interest{};
-        interest.events = EPOLLIN;
-        if (epoll_ < 0 || ::epoll_ctl(epoll_, EPOLL_CTL_ADD, fd_, &interest) != 0) {
-            const int why = errno;
-            close();
-            throw std::system_error(why, std::generic_category(), "epoll");
-        }
         out_.append("\xFF\0\0\0\0\0\0\0\1\x7F\3\1NULL", 16).append(48, '\0');
         std::string ready("\5READY", 6);
         property(ready, "Socket-Type", router ? "ROUTER" : "DEALER");
         property(ready, "Identity", identity);
         put(out_, kCommand, {ready.data(), ready.size()});
+        epoll_ = ::epoll_create1(EPOLL_CLOEXEC);
+        epoll_event interest{};
+        interest.events = EPOLLIN;
+        if (epoll_ < 0 || ::epoll_ctl(epoll_, EPOLL_CTL_ADD, fd_, &interest) != 0) {
+            const int why = errno;
+            if (epoll_ >= 0) ::close(epoll_);
+            throw std::system_error(why, std::generic_category(), "epoll");
+        }
         flush();
     }
     ~Zmtp() { close(); }
@@ -71,12 +72,14 @@ class Zmtp {
     // Send a message that has no answer, or is one.
     bool post(const Part* parts, std::size_t n) {
         if (broken()) return false;
-        if (ready_ && out_.empty()) {
-            write(parts, n);
-        } else {
-            append(ready_ ? out_ : held_, parts, n);
-            flush();
-        }
+        whole_or_broken([&] {
+            if (ready_ && out_.empty()) {
+                write(parts, n);
+            } else {
+                append(ready_ ? out_ : held_, parts, n);
+                flush();
+            }
+        });
         // Where nobody watches for room, nobody would go on sending until the next call.
         if (unsent() > 0 && ready_ && !watched_) wait_for(POLLOUT, patience_ns_, [this] { return unsent() == 0; });
         return !broken();
@@ -161,7 +164,10 @@ class Zmtp {
   private:
     static constexpr unsigned char kMore = 1, kLong = 2, kCommand = 4;
     static constexpr std::size_t kGreeting = 64, kChunk = 64 << 10, kSmall = 4 << 10, kPiece = 512 << 10, kMostFrames = 4096, kFrames = 8;  // of a message: so many times the longest frame
-    static constexpr int kTurns = 4;  // reads of one call: who sends without end takes its part, and no more
+    // What one call takes in: who sends without end takes its part, and no more.
+    static constexpr int kTurns = 4;  // reads; more only while a frame is not whole
+    static constexpr std::size_t kMostTaken = 4u << 20, kMostArrived = 64;  // bytes, and messages after which no more is read
+    static constexpr std::size_t kMostCommand = 16u << 10;  // bytes of one, and of any frame before the handshake is over
     static constexpr std::size_t kSequence = 2;  // where a reply has it: behind the prefix
 
     static std::uint64_t sequence_of(const Message& message) {
@@ -265,11 +271,28 @@ class Zmtp {
         if (::epoll_ctl(epoll_, EPOLL_CTL_MOD, fd_, &interest) == 0) wants_room_ = wanted;
     }
 
+    // Where memory runs out in the midst of a message, what follows would be read, here or there, as the rest of it.
+    template <class Action>
+    void whole_or_broken(Action action) {
+        try {
+            action();
+        } catch (...) {
+            fail("no memory was left for a message");
+            throw;
+        }
+    }
+
     // Read what is there, and handle every whole frame of it.
     void read() {
-        for (int turn = 0; !broken() && (turn < kTurns || wanted_ > 0 || large_ > 0); ++turn) {
+        whole_or_broken([this] { read_some(); });
+    }
+
+    void read_some() {
+        const std::size_t full = arrived_.size() + kMostArrived;
+        std::size_t left = kMostTaken;
+        for (int turn = 0; !broken() && left > 0 && arrived_.size() < full && (turn < kTurns || wanted_ > 0 || large_ > 0); ++turn) {
             if (large_ > 0) {
-                if (!read_large()) return;
+                if (!read_large(left)) return;
                 continue;
             }
             if (in_.size() - end_ < kSmall || begin_ + wanted_ > in_.size()) in_.resize(std::max(end_ + kChunk, begin_ + wanted_));
@@ -279,6 +302,7 @@ class Zmtp {
             if (came < 0 && errno == EAGAIN) return;
             if (came <= 0) return fail(came == 0 ? "the peer closed the connection" : std::strerror(errno));
             end_ += static_cast<std::size_t>(came);
+            left -= std::min(left, static_cast<std::size_t>(came));
             heard_ = monotonic_ns();
             while (!broken() && frame()) {
             }
@@ -293,13 +317,17 @@ class Zmtp {
         }
     }
 
-    // Read of a large frame what is there, to where it stays; false where that is not all. Memory for it is taken as it comes: who
-    // only says how much will come holds none.
-    bool read_large() {
+    // Read of a large frame what is there, `left` at most, to where it stays; false where that is not all. Memory for it is taken as
+    // it comes: who only says how much will come holds none.
+    bool read_large(std::size_t& left) {
         std::string& frame = partial_.back();
         while (got_ < large_) {
+            if (left == 0) {
+                at_least(std::min(large_ - got_, kPiece));
+                return false;
+            }
             if (got_ == frame.size()) frame.resize(std::min(large_, std::max(4 * got_, kChunk)));
-            const ssize_t came = ::recv(fd_, frame.data() + got_, frame.size() - got_, MSG_DONTWAIT);
+            const ssize_t came = ::recv(fd_, frame.data() + got_, std::min(left, frame.size() - got_), MSG_DONTWAIT);
             if (came < 0 && errno == EINTR) continue;
             if (came < 0 && errno == EAGAIN) {
                 at_least(std::min(large_ - got_, kPiece));
@@ -311,6 +339,7 @@ class Zmtp {
             }
             heard_ = monotonic_ns();
             got_ += static_cast<std::size_t>(came);
+            left -= static_cast<std::size_t>(came);
         }
         large_ = 0;
         at_least(1);
@@ -355,6 +384,7 @@ class Zmtp {
             head = 9, size = 0;
             for (int i = 1; i < 9; ++i) size = size << 8 | static_cast<unsigned char>(at[i]);
         }
+        if (size > kMostCommand && (flags & kCommand || !ready_)) return broke("a command came that is longer than allowed");
         if (size > most_ || taken_ + size > kFrames * most_) return broke("a message came that is longer than allowed");
         if (there < head + size) {
             if (size < kChunk || flags & kCommand || !ready_) {
@@ -391,6 +421,7 @@ class Zmtp {
             held_.clear();
             flush();
         } else if (name == "PING" && body.size() >= 7) {
+            if (unsent() > kChunk) return true;  // it reads nothing, or hears from us anyway
             const std::string answer = "\4PONG" + std::string(body.substr(7, 16));
             put(out_, kCommand, {answer.data(), answer.size()});
             flush();
@@ -408,7 +439,7 @@ class Zmtp {
             std::size_t value = 0;
             for (std::size_t i = 0; i < 4; ++i) value = value << 8 | static_cast<unsigned char>(rest[1 + name + i]);
             if (rest.size() - (1 + name + 4) < value) return false;
-            if (rest.substr(1, name) == "Identity") peer_ = rest.substr(1 + name + 4, value);
+            if (name == 8 && ::strncasecmp(rest.data() + 1, "Identity", 8) == 0) peer_ = rest.substr(1 + name + 4, value);
             rest.remove_prefix(1 + name + 4 + value);
         }
         return peer_.size() <= 255;

@@ -1,9 +1,13 @@
 // A connection carries whole messages, whatever pieces their bytes come in, and ends where a peer sends what is none.
+#include <fcntl.h>
+#include <sys/mman.h>
 #include <sys/socket.h>
 
+#include <cstdlib>
 #include <memory>
 #include <random>
 #include <string>
+#include <thread>
 
 #include "check.hpp"
 #include "serving/zmtp.hpp"
@@ -129,6 +133,163 @@ void test_any_bytes_in_any_pieces_are_messages_or_an_end() {
     }
 }
 
+void greet(int end, const std::string& behind = "") {
+    const std::string bytes = greeting() + behind;
+    CHECK(::write(end, bytes.data(), bytes.size()) == static_cast<ssize_t>(bytes.size()));
+}
+
+void test_who_sends_without_end_takes_its_part_of_a_call_and_no_more() {
+    for (const std::size_t size : {std::size_t{0}, std::size_t{60'000}, std::size_t{200'000}, kMost}) {
+        Pair pair;
+        Zmtp router(pair.ends[1], "", kMost, 0, true);
+        greet(pair.ends[0]);
+        router.receive(0);
+        std::thread sender([&] {
+            std::string frame(1, size > 255 ? '\2' : '\0');
+            for (int shift = size > 255 ? 56 : 0; shift >= 0; shift -= 8) frame.push_back(static_cast<char>(size >> shift & 0xFF));
+            frame += std::string(size, 'x');
+            std::string many;
+            while (many.size() < 1 << 20) many += frame;
+            for (std::size_t sent = 0; sent < 100 << 20; sent += many.size())
+                if (::send(pair.ends[0], many.data(), many.size(), MSG_NOSIGNAL) < 0) break;
+        });
+        for (int call = 0; call < 5; ++call) {
+            std::size_t messages = 0;
+            router.receive(kSecond);
+            for (Zmtp::Message message; router.take(message);) ++messages;
+            CHECK(!router.broken() && (messages < 2 || messages * size <= 5 << 20) && messages <= 70'000);
+        }
+        router.close();
+        sender.join();
+        ::close(pair.ends[0]);
+    }
+}
+
+void test_every_answer_is_found_however_many_others_nobody_has_taken() {
+    Pair pair;
+    Zmtp dealer(pair.ends[0], "", kMost, kSecond), router(pair.ends[1], "", kMost, 0, true);
+    router.receive(0), dealer.receive(0), router.receive(0);
+    Zmtp::Message message;
+    for (std::uint64_t n = 1; n <= 300; ++n) {
+        send(dealer, n, {ticket(n)});
+        send(router, 0, {ticket(n)});
+        if (n % 60 == 0) dealer.receive(0);
+        while (router.receive(0) && router.take(message)) {
+        }
+    }
+    CHECK(dealer.await(300, 10 * kSecond, message) && message[0] == ticket(300));
+    for (std::uint64_t n = 1; n < 300; ++n) CHECK(dealer.receive(kSecond) && dealer.take(message) && message[0] == ticket(n));
+}
+
+void test_who_says_how_much_will_come_takes_no_memory_by_it() {
+    for (const bool ready : {false, true}) {
+        Pair pair;
+        Zmtp router(pair.ends[1], "", 1 << 30, 0, true);
+        std::string bytes = greeting().substr(0, ready ? std::string::npos : 64);
+        bytes += std::string("\6\0\0\0\0\x30\0\0\0", 9);
+        CHECK(::write(pair.ends[0], bytes.data(), bytes.size()) == static_cast<ssize_t>(bytes.size()));
+        router.receive(0);
+        CHECK(router.broken());
+        ::close(pair.ends[0]);
+    }
+}
+
+void test_pings_that_nobody_hears_the_answers_of_are_not_kept_without_end() {
+    Pair pair;
+    Zmtp router(pair.ends[1], "", kMost, 0, true);
+    greet(pair.ends[0]);
+    router.receive(0);
+    std::string pings;
+    for (int i = 0; i < 2000; ++i) pings += std::string("\4\27\4PING\0\1", 9) + std::string(16, 'c');
+    for (int i = 0; i < 40 && !router.broken(); ++i) {
+        for (std::size_t at = 0; at < pings.size();) {
+            const ssize_t went = ::send(pair.ends[0], pings.data() + at, pings.size() - at, MSG_DONTWAIT | MSG_NOSIGNAL);
+            at += static_cast<std::size_t>(std::max<ssize_t>(went, 0));
+            router.receive(0);
+        }
+    }
+    CHECK(!router.broken() && router.pending() < 128 << 10);
+    ::close(pair.ends[0]);
+}
+
+void test_names_of_properties_have_no_case() {
+    Pair pair;
+    Zmtp router(pair.ends[1], "", kMost, 0, true);
+    const std::string bytes = greeting().substr(0, 64) + std::string("\4\27\5READY\10IDENTITY\0\0\0\4Rone", 25);
+    CHECK(::write(pair.ends[0], bytes.data(), bytes.size()) == static_cast<ssize_t>(bytes.size()));
+    router.receive(0);
+    CHECK(router.ready() && router.peer() == "Rone");
+    ::close(pair.ends[0]);
+}
+
+void test_a_socket_that_was_not_taken_is_still_its_owners() {
+    const int file = ::memfd_create("no socket", MFD_CLOEXEC);  // which epoll refuses
+    bool failed = false;
+    try {
+        Zmtp link(file, "", kMost, 0);
+    } catch (const std::system_error&) {
+        failed = true;
+    }
+    CHECK(failed && ::fcntl(file, F_GETFD) >= 0);
+    ::close(file);
+}
+
+// Bytes that were right, bent: cut, repeated, shuffled, with lengths and flags changed, in pieces of any size.
+void test_messages_bent_in_any_way_are_messages_or_an_end(int rounds) {
+    std::mt19937 random(7);
+    const auto below = [&](std::size_t n) { return static_cast<std::size_t>(random() % n); };
+    for (int round = 0; round < rounds; ++round) {
+        Pair pair;
+        const std::size_t most = below(2) ? 1 << 16 : 1 << 19;
+        const bool is_dealer = below(2);
+        Zmtp link(pair.ends[1], "", most, 0, !is_dealer);
+        std::string bytes = greeting();
+        const std::size_t whole = bytes.size();
+        for (std::size_t i = below(12); i > 0; --i) {
+            const std::size_t kind = below(8);
+            if (kind == 0) {
+                bytes += std::string("\4\27\4PING\0\1", 9) + std::string(16, 'c');
+            } else if (kind == 1) {
+                bytes += std::string("\4\12\11SUBSCRIBE", 12);
+            } else {
+                const std::size_t size = kind == 2 ? below(200'000) : kind == 3 ? below(3) : below(300);
+                const bool is_long = size > 255 || below(4) == 0;
+                bytes.push_back(static_cast<char>((is_long ? 2 : 0) | (below(2) ? 1 : 0)));
+                for (int shift = is_long ? 56 : 0; shift >= 0; shift -= 8) bytes.push_back(static_cast<char>(size >> shift & 0xFF));
+                bytes += std::string(size, static_cast<char>(kind));
+            }
+        }
+        for (std::size_t i = below(4); i > 0; --i) {
+            const std::size_t from = below(3) ? whole : 0, at = from + below(bytes.size() - from + 1);
+            switch (below(4)) {
+                case 0: bytes.insert(at, 1, static_cast<char>(below(256))); break;
+                case 1: bytes.erase(at, 1 + below(9)); break;
+                case 2: if (at < bytes.size()) bytes[at] = static_cast<char>(below(2) ? below(256) : below(8)); break;
+                default: bytes.insert(at, bytes.substr(whole, below(40))); break;
+            }
+            if (bytes.size() < whole) bytes.resize(whole, '\0');
+        }
+        ::fcntl(pair.ends[0], F_SETFL, O_NONBLOCK);
+        std::size_t taken = 0;
+        for (std::size_t at = 0; at < bytes.size() && !link.broken();) {
+            const std::size_t size = std::min<std::size_t>(below(2) ? 1 + below(12) : 1 + below(100'000), bytes.size() - at);
+            const ssize_t went = ::send(pair.ends[0], bytes.data() + at, size, MSG_NOSIGNAL);
+            at += static_cast<std::size_t>(std::max<ssize_t>(went, 0));
+            link.receive(0);
+            Zmtp::Message message;
+            while (below(3) ? link.take(message) : link.take(below(3), message)) {
+                CHECK(!message.empty());
+                for (const std::string& frame : message) {
+                    CHECK(frame.size() <= most);
+                    taken += frame.size();
+                }
+            }
+            CHECK(taken <= at && link.pending() < 1 << 20);
+        }
+        ::close(pair.ends[0]);
+    }
+}
+
 }  // namespace
 
 int main() {
@@ -139,4 +300,12 @@ int main() {
     test_a_sign_of_life_is_answered();
     test_a_message_that_is_too_long_ends_the_connection_before_it_is_there();
     test_any_bytes_in_any_pieces_are_messages_or_an_end();
+    test_who_sends_without_end_takes_its_part_of_a_call_and_no_more();
+    test_every_answer_is_found_however_many_others_nobody_has_taken();
+    test_who_says_how_much_will_come_takes_no_memory_by_it();
+    test_pings_that_nobody_hears_the_answers_of_are_not_kept_without_end();
+    test_names_of_properties_have_no_case();
+    test_a_socket_that_was_not_taken_is_still_its_owners();
+    const char* rounds = std::getenv("JURYBOX_FUZZ_ROUNDS");
+    test_messages_bent_in_any_way_are_messages_or_an_end(rounds ? std::atoi(rounds) : 2000);
 }

@@ -1,23 +1,31 @@
 """ZeroMQ over a socket of the caller's own: what libzmq sees of it, and what becomes of tickets when it breaks."""
 
+import contextlib
 import os
 import socket
+import struct
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import zmq
 from tests.serving import wait_until
 
+from jurybox.client.link import RowsHere
 from jurybox.client.remote.connection import DirectConnection
 from jurybox.client.transports.direct import DirectEngine, dial
-from jurybox.client.transports.transport import InFlight
+from jurybox.client.transports.transport import Answer, InFlight
+from jurybox.protocol import ModelSpec, TensorSpec
 from jurybox.protocol.errors import Code
 from jurybox.protocol.scoreboard import EngineState
 from jurybox.protocol.wire import PACK_REPLY, PACK_TICKET, PREFIX, lane_identity
 from jurybox.server.relay.open_front import OpenFront
+from jurybox.server.relay.remote_clients import HeldLane, InlineTicket
 
 LANE, LEASE, LIFE = 3, 77, 9
+# What opens a connection of ZeroMQ's (rfc.zeromq.org/spec/37).
+GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x01NULL" + bytes(48) + b"\x04\x06\x05READY"
 
 
 @pytest.fixture
@@ -294,3 +302,66 @@ def test_who_speaks_no_zeromq_or_too_much_is_shown_out(front):
 
             wait_until(ended, 20, "the connection ends")
     assert not front._named
+
+
+def test_a_flood_of_small_messages_keeps_nobody_else_waiting(front, dealer):
+    host, port = front.bound.rsplit(":", 1)
+    honest = dealer(b"Rhonest")
+    honest.send(b"here")
+    assert received(front) == [b"Rhonest", b"here"]
+    with socket.create_connection((host, int(port))) as flood:
+        flood.settimeout(0.2)
+        with contextlib.suppress(TimeoutError):
+            flood.sendall(GREETING + b"\x00\x00" * (1 << 20))
+        honest.send(b"me, too")
+        before = 0
+        until = time.monotonic() + 20
+        while (frames := received(front, 1.0)) != [b"Rhonest", b"me, too"]:
+            before += 1
+            assert frames is not None and time.monotonic() < until
+            if before % 500 == 0:
+                time.sleep(0.05)  # the honest one's thread may have its turn
+        assert before < 15_000
+        # All that came is handed out, also after the flood's end.
+        flood.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 0, 0))
+    while front.receive(len) is not None:
+        before += 1
+    assert before > 20_000
+    wait_until(lambda: (front.receive(len), front.forget_sent(), len(front._connections))[2] == 1, 20, "it is gone")
+
+
+def test_a_large_frame_that_comes_slowly_is_no_silence(front, monkeypatch):
+    monkeypatch.setattr("jurybox.server.relay.open_front._BEAT", 0.1)
+    monkeypatch.setattr("jurybox.server.relay.open_front._SILENCE", 0.5)
+    host, port = front.bound.rsplit(":", 1)
+    with socket.create_connection((host, int(port))) as slow:
+        slow.sendall(GREETING + b"\x02" + (800_000).to_bytes(8, "big") + bytes(200_000))
+        until = time.monotonic() + 1.5
+        sent = 200_000
+        while time.monotonic() < until:
+            slow.sendall(bytes(100))
+            sent += 100
+            assert front.receive(len) is None
+            front.forget_sent()
+            time.sleep(0.02)
+        slow.sendall(bytes(800_000 - sent))
+        assert len(received(front)[1]) == 800_000
+
+
+@pytest.mark.parametrize("code", [Code.OK, Code.ROW_FAILED, Code.MODEL_FAILED])
+def test_an_answer_leaves_its_rows_only_where_all_of_it_has_room(code):
+    """What a front has no room for it drops, so that the whole answer has to be asked for, head and reasons, too."""
+    spec = ModelSpec("m", {"x": TensorSpec("float32", (2,))}, {"y": TensorSpec("float32", (2,))})
+    rows = RowsHere(spec, 4)
+    sent = InFlight(1, 0, 4, 0, 0)
+    lane = SimpleNamespace(
+        columns=rows.columns, transport=None, submit=lambda *_: sent, receive_now=lambda: None, rows=4
+    )
+    for room in (*range(0, 400, 3), *range(400, 12_000, 100)):
+        held = HeldLane(lane, b"Rone", b"", None, 0, 4)
+        held.submit(InlineTicket(b"Rone", 9, 10**9, 0, 4, 0, 1), [bytes(32)])
+        sent.answer = Answer(1, int(code), "why", 0, 1)
+        came = list(held.answers(lambda _, size, room=room: size <= room))
+        assert all(sum(map(len, frames)) <= room for frames in came)
+        assert held.waits == (not came)
+    assert came

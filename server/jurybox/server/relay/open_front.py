@@ -20,6 +20,7 @@ _MOST_CONNECTIONS = 8192  # of lanes and control sockets; more are closed at onc
 _BACKLOG = 128
 _BEAT, _SILENCE, _HANDSHAKE = 2.0, 10.0, 5.0  # seconds: as Front's
 _CLIENTS = 8  # clients that may leave as much unread as one may, before all others are held to one message each
+_TURN = 64  # messages of one connection before others get a turn
 _PROBE = (PREFIX, bytes(8), b"")  # a control reply to call number 0, which nobody has made
 
 
@@ -62,6 +63,7 @@ class OpenFront:
         self._named: dict[bytes, _Connection] = {}
         self._parked: dict[int, _Connection] = {}  # by socket: they wait for the end of another of their name
         self._messages: deque[list[Any]] = deque()
+        self._more: dict[bytes, _Connection] = {}  # of those that sent more than they get in one turn
         self._numbers = itertools.count(1)
         try:
             self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -83,7 +85,7 @@ class OpenFront:
 
     def has_news(self) -> bool:
         """Whether messages are waiting. `fileno` tells of all others."""
-        return bool(self._messages)
+        return bool(self._messages or self._more)
 
     def receive(self, sizes: Callable[[bytes], int]) -> list[Any] | None:
         """A client's message, its routing id and frames: bytes, or arrays of uint8 where they are large. None: none."""
@@ -120,6 +122,9 @@ class OpenFront:
             link = connection.link
             if connection.descriptor in self._parked:
                 continue
+            if connection.name is not None and link.silence > _BEAT and link.look():
+                # It was not silent: of a large frame that comes slowly, the kernel tells when there is enough of it.
+                self._more[connection.name] = connection
             if link.broken or link.silence > _SILENCE or (not link.ready and now - connection.since > _HANDSHAKE):
                 self._end(connection)
             elif link.ready and link.silence > _BEAT:
@@ -136,11 +141,18 @@ class OpenFront:
             connection.link.close()
         self._connections.clear()
         self._named.clear()
+        self._more.clear()
         self._epoll.close()
         self._listener.close()
 
     def _look(self) -> None:
         """Read what has come; accept who wants to connect."""
+        more, self._more = self._more, {}
+        for name, connection in more.items():
+            if self._named.get(name) is connection:
+                self._take(name, connection)
+                if connection.link.broken and name not in self._more:
+                    self._end(connection)
         for descriptor, _ in self._epoll.poll(0, 64):
             if descriptor in self._parked:
                 self._end(self._parked[descriptor])
@@ -155,10 +167,17 @@ class OpenFront:
             if connection.name is None and link.ready and not self._name(connection):
                 continue
             name = connection.name
-            if name is not None:
-                self._messages.extend([name, *frames] for frames in link.receive(0))
-            if link.broken:
+            if name is not None and name not in more:
+                self._take(name, connection)
+            if link.broken and name not in self._more:
                 self._end(connection)
+
+    def _take(self, name: bytes, connection: _Connection) -> None:
+        """Hand out some of what came by a connection: one that floods the relay must not keep it from others."""
+        messages = connection.link.receive(0, _TURN)
+        self._messages.extend([name, *frames] for frames in messages)
+        if len(messages) == _TURN:
+            self._more[name] = connection
 
     def _name(self, connection: _Connection) -> bool:
         """Know a connection by its name; False where it has to wait for the end of another, or has a wrong one."""
@@ -223,5 +242,5 @@ class OpenFront:
                 self._named[name] = other
                 self._epoll.unregister(other.descriptor)
                 self._epoll.register(other.link.descriptor, select.EPOLLIN)
-                self._messages.extend([name, *frames] for frames in other.link.receive(0))
+                self._take(name, other)
                 break

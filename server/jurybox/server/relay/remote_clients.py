@@ -33,6 +33,7 @@ _SEND_HIGH_WATER, _RECEIVE_HIGH_WATER = 1024, 64  # messages a client may leave 
 _BEAT_MS, _SILENCE_MS = 2000, 10_000  # libzmq's own pings, and the silence that ends a connection
 _HANDSHAKE_MS = 5000
 _DOMAIN = "jurybox"
+_MOST_HEAD = 255 + len(PREFIX) + PACK_REPLY.size + MOST_TEXT  # bytes of an answer's first frames: its client, its head
 _PROBE = (PREFIX, bytes(8), b"")  # a control reply to call number 0, which nobody has made
 
 
@@ -295,13 +296,19 @@ class HeldLane:
         An answer for which its client has left no room stays in its rows, which are the client's own, until it has.
         """
         self.lane.receive_now()
-        answered = [(came, sent) for came, sent in self._in_flight.values() if sent.answer is not None]
-        for came, sent in answered:
+        answered = [(*each, each[1].answer.code) for each in self._in_flight.values() if each[1].answer is not None]
+        for came, sent, code in answered:
             size = self._outputs.row_bytes * sent.rows or row_frames.size(
                 self.lane.columns, "outputs", sent.first, sent.rows
             )
-            if has_room(came.sender, size):
-                yield self._reply(came, sent)
+            if not has_room(came.sender, size + _MOST_HEAD):
+                continue
+            frames = self._frames(came, sent)
+            # Sizes, state and reasons of failed rows come on top: what there is no room for would be lost.
+            plain = self._outputs and code in (Code.OK, Code.MODEL_FAILED)
+            if plain or has_room(came.sender, sum(map(len, frames))):
+                self._settle(came)
+                yield frames
 
     @property
     def owes(self) -> bool:
@@ -323,9 +330,11 @@ class HeldLane:
         self._outputs.close()
         self.lane.close()
 
-    def _reply(self, came: InlineTicket, sent: InFlight) -> list[Any]:
+    def _settle(self, came: InlineTicket) -> None:
         del self._in_flight[came.sequence]
         self._busy[came.first : came.first + came.rows] = bytes(came.rows)
+
+    def _frames(self, came: InlineTicket, sent: InFlight) -> list[Any]:
         answer = sent.answer
         assert answer is not None
         frames: list[Any] = [came.sender, head(came, answer.code, answer.message, answer.version)]
