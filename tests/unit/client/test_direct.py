@@ -313,6 +313,7 @@ def test_a_flood_of_small_messages_keeps_nobody_else_waiting(front, dealer):
         flood.settimeout(0.2)
         with contextlib.suppress(TimeoutError):
             flood.sendall(GREETING + b"\x00\x00" * (1 << 20))
+        assert received(front)[1] == b""
         honest.send(b"me, too")
         before = 0
         until = time.monotonic() + 20
