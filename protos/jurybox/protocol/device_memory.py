@@ -9,7 +9,6 @@ the same refusals, the same lifetimes. So the protocol is tested where there is 
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import functools
 import mmap
@@ -17,7 +16,6 @@ import os
 import secrets
 import struct
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -103,7 +101,7 @@ class DeviceArray:
         }
 
 
-class CudaDriver:
+class CudaDriver(Driver):
     """A device by libcuda.so.1, which comes with the driver.
 
     Args:
@@ -131,108 +129,73 @@ class CudaDriver:
             self._cuda.cuGetErrorString(ctypes.c_int(status), ctypes.byref(text))
             raise Refused(f"{name} gave {status} ({(text.value or b'unknown').decode()})")
 
-    @contextlib.contextmanager
-    def _here(self) -> Iterator[None]:
-        """The context, current in this thread."""
+    def _here(self, name: str, *arguments: Any) -> None:
+        """A call with the context current in this thread."""
         self._call("cuCtxPushCurrent_v2", self._context)
         try:
-            yield
+            self._call(name, *arguments)
         finally:
             self._cuda.cuCtxPopCurrent_v2(ctypes.byref(ctypes.c_void_p()))
 
     def allocate(self, size: int) -> int:
-        """As Driver.allocate."""
         pointer, whole = ctypes.c_uint64(), -(-size // _BLOCK) * _BLOCK
-        with self._here():
-            self._call("cuMemAlloc_v2", ctypes.byref(pointer), ctypes.c_size_t(whole))
+        self._here("cuMemAlloc_v2", ctypes.byref(pointer), ctypes.c_size_t(whole))
         return pointer.value
 
     def free(self, pointer: int) -> None:
-        """As Driver.free."""
-        with self._here():
-            self._call("cuMemFree_v2", ctypes.c_uint64(pointer))
+        self._here("cuMemFree_v2", ctypes.c_uint64(pointer))
 
     def extent(self, pointer: int) -> tuple[int, int]:
-        """As Driver.extent."""
         base, size = ctypes.c_uint64(), ctypes.c_size_t()
-        with self._here():
-            self._call("cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(size), ctypes.c_uint64(pointer))
+        self._here("cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(size), ctypes.c_uint64(pointer))
         return base.value, size.value
 
     def export(self, pointer: int) -> bytes:
-        """As Driver.export."""
         handle = (ctypes.c_char * HANDLE)()
-        with self._here():
-            self._call("cuIpcGetMemHandle", ctypes.byref(handle), ctypes.c_uint64(pointer))
+        self._here("cuIpcGetMemHandle", ctypes.byref(handle), ctypes.c_uint64(pointer))
         return bytes(handle.raw)
 
     def open(self, handle: bytes) -> int:
-        """As Driver.open."""
         pointer = ctypes.c_uint64()
-        with self._here():
-            lazily = ctypes.c_uint(1)  # peers' access
-            self._call("cuIpcOpenMemHandle_v2", ctypes.byref(pointer), _struct(handle), lazily)
+        lazily = ctypes.c_uint(1)  # peers' access
+        self._here("cuIpcOpenMemHandle_v2", ctypes.byref(pointer), _struct(handle), lazily)
         return pointer.value
 
     def close(self, pointer: int) -> None:
-        """As Driver.close."""
-        with self._here():
-            self._call("cuIpcCloseMemHandle", ctypes.c_uint64(pointer))
+        self._here("cuIpcCloseMemHandle", ctypes.c_uint64(pointer))
 
     def event(self) -> int:
-        """As Driver.event."""
         event = ctypes.c_void_p()
-        with self._here():
-            self._call("cuEventCreate", ctypes.byref(event), ctypes.c_uint(2 | 4))  # no timing, interprocess
+        self._here("cuEventCreate", ctypes.byref(event), ctypes.c_uint(2 | 4))  # no timing, interprocess
         return int(event.value or 0)
 
     def export_event(self, event: int) -> bytes:
-        """As Driver.export_event."""
         handle = (ctypes.c_char * HANDLE)()
-        with self._here():
-            self._call("cuIpcGetEventHandle", ctypes.byref(handle), ctypes.c_void_p(event))
+        self._here("cuIpcGetEventHandle", ctypes.byref(handle), ctypes.c_void_p(event))
         return bytes(handle.raw)
 
     def open_event(self, handle: bytes) -> int:
-        """As Driver.open_event."""
         event = ctypes.c_void_p()
-        with self._here():
-            self._call("cuIpcOpenEventHandle", ctypes.byref(event), _struct(handle))
+        self._here("cuIpcOpenEventHandle", ctypes.byref(event), _struct(handle))
         return int(event.value or 0)
 
     def record(self, event: int, stream: int) -> None:
-        """As Driver.record."""
-        with self._here():
-            self._call("cuEventRecord", ctypes.c_void_p(event), ctypes.c_void_p(stream))
+        self._here("cuEventRecord", ctypes.c_void_p(event), ctypes.c_void_p(stream))
 
     def wait(self, event: int, stream: int) -> None:
-        """As Driver.wait."""
-        with self._here():
-            self._call("cuStreamWaitEvent", ctypes.c_void_p(stream), ctypes.c_void_p(event), ctypes.c_uint(0))
+        self._here("cuStreamWaitEvent", ctypes.c_void_p(stream), ctypes.c_void_p(event), ctypes.c_uint(0))
 
     def destroy_event(self, event: int) -> None:
-        """As Driver.destroy_event."""
-        with self._here():
-            self._call("cuEventDestroy_v2", ctypes.c_void_p(event))
+        self._here("cuEventDestroy_v2", ctypes.c_void_p(event))
 
     def copy(self, target: int, source: int, size: int, stream: int) -> None:
-        """As Driver.copy."""
-        with self._here():
-            self._call(
-                "cuMemcpyDtoDAsync_v2",
-                ctypes.c_uint64(target),
-                ctypes.c_uint64(source),
-                ctypes.c_size_t(size),
-                ctypes.c_void_p(stream),
-            )
+        places = ctypes.c_uint64(target), ctypes.c_uint64(source)
+        self._here("cuMemcpyDtoDAsync_v2", *places, ctypes.c_size_t(size), ctypes.c_void_p(stream))
 
     def synchronize(self, stream: int) -> None:
-        """As Driver.synchronize."""
-        with self._here():
-            self._call("cuStreamSynchronize", ctypes.c_void_p(stream))
+        self._here("cuStreamSynchronize", ctypes.c_void_p(stream))
 
     def array(self, pointer: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> DeviceArray:
-        """As Driver.array."""
         return DeviceArray(pointer, shape, dtype)
 
 
@@ -255,7 +218,7 @@ _WAIT = 10.0  # seconds that the fake stream waits for an event
 assert _FAKE.size == HANDLE
 
 
-class FakeDriver:
+class FakeDriver(Driver):
     """Device memory that is files; an address of it is where this process has the file mapped.
 
     As with CUDA, a process cannot open what it exported itself, and memory that its owner freed while another has it
@@ -270,7 +233,6 @@ class FakeDriver:
         self._own: set[int] = set()
 
     def allocate(self, size: int) -> int:
-        """As Driver.allocate."""
         name = secrets.token_hex(8)
         with (self._folder / name).open("xb") as file:
             file.truncate(size)
@@ -279,29 +241,24 @@ class FakeDriver:
         return pointer
 
     def free(self, pointer: int) -> None:
-        """As Driver.free."""
         _, name = self._found(pointer)
         self._own.discard(pointer)
         del self._maps[pointer]  # unmapped with the last array of it
         (self._folder / name).unlink(missing_ok=True)
 
     def extent(self, pointer: int) -> tuple[int, int]:
-        """As Driver.extent."""
         for base, (memory, _) in self._maps.items():
             if base <= pointer < base + len(memory):
                 return base, len(memory)
         raise Refused(f"{pointer:#x} is no device memory of this process")
 
     def export(self, pointer: int) -> bytes:
-        """As Driver.export."""
         return _FAKE.pack(b"fakemem", self._found(pointer)[1].encode(), os.getpid())
 
     def open(self, handle: bytes) -> int:
-        """As Driver.open."""
         return self._opened(handle, b"fakemem")
 
     def close(self, pointer: int) -> None:
-        """As Driver.close."""
         self._found(pointer)
         del self._maps[pointer]
 
@@ -310,11 +267,9 @@ class FakeDriver:
         return self.allocate(16)
 
     def export_event(self, event: int) -> bytes:
-        """As Driver.export_event."""
         return _FAKE.pack(b"fakeevt", self._found(event)[1].encode(), os.getpid())
 
     def open_event(self, handle: bytes) -> int:
-        """As Driver.open_event."""
         return self._opened(handle, b"fakeevt")
 
     def record(self, event: int, stream: int) -> None:
@@ -330,7 +285,6 @@ class FakeDriver:
         counts[1] = counts[0]
 
     def wait(self, event: int, stream: int) -> None:
-        """As Driver.wait."""
         counts = self._counts(event)
         recorded, until = counts[0], time.monotonic() + _WAIT
         while counts[1] < recorded:
@@ -339,22 +293,19 @@ class FakeDriver:
             time.sleep(0.001)
 
     def destroy_event(self, event: int) -> None:
-        """As Driver.destroy_event."""
         if event in self._own:
             self.free(event)
         else:
             self.close(event)
 
     def copy(self, target: int, source: int, size: int, stream: int) -> None:
-        """As Driver.copy."""
         one = np.dtype(np.uint8)
         self.array(target, (size,), one)[:] = self.array(source, (size,), one)
 
     def synchronize(self, stream: int) -> None:
-        """As Driver.synchronize."""
+        pass
 
     def array(self, pointer: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
-        """As Driver.array."""
         base, size = self.extent(pointer)
         flat = np.frombuffer(self._maps[base][0], np.uint8, size)[pointer - base :]
         return flat[: int(np.prod(shape)) * dtype.itemsize].view(dtype).reshape(shape)
