@@ -178,6 +178,4 @@ class Arena:
         """Close the segment; the owner also removes it."""
         self.inputs, self.outputs = {}, {}
         self.columns = self.columns.nothing()
-        self.segment.close()
-        if self.segment.owned:
-            self.segment.unlink()
+        self.segment.release()

@@ -223,6 +223,4 @@ class Scoreboard:
 
     def close(self) -> None:
         """Close the segment; the owner also removes it."""
-        self.segment.close()
-        if self.segment.owned:
-            self.segment.unlink()
+        self.segment.release()

@@ -271,13 +271,17 @@ class Segment:
         else:
             (directory() / self.name).unlink(missing_ok=True)
 
+    def release(self) -> None:
+        """Close the segment; the owner also removes it."""
+        self.close()
+        if self.owned:
+            self.unlink()
+
     def __enter__(self) -> Segment:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
-        if self.owned:
-            self.unlink()
+        self.release()
 
 
 def sweep(owner_id: str | None = None) -> list[str]:

@@ -39,6 +39,4 @@ class ShmRings:
         if self.pipe >= 0:
             os.close(self.pipe)
             self.pipe = -1
-        self.segment.close()
-        if self.segment.owned:
-            self.segment.unlink()
+        self.segment.release()

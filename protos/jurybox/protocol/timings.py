@@ -65,6 +65,4 @@ class Timings:
 
     def close(self) -> None:
         """Close the segment; the owner also removes it."""
-        self.segment.close()
-        if self.segment.owned:
-            self.segment.unlink()
+        self.segment.release()

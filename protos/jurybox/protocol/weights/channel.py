@@ -148,8 +148,7 @@ class WeightsChannel:
             channel._kept = {0: bytes(segment.buffer[: _HEAD.size]), _LAYOUT: text}
             return channel
         except BaseException:
-            segment.close()
-            segment.unlink()
+            segment.release()
             raise
 
     @classmethod
@@ -259,11 +258,9 @@ class WeightsChannel:
 
     def close(self) -> None:
         """Close the segment; its owner also removes the name. Other processes can still read."""
-        self.segment.close()
+        self.segment.release()
         for name in _MAPPED:
             vars(self).pop(name, None)
-        if self.segment.owned:
-            self.segment.unlink()
 
     def __getattr__(self, name: str) -> Any:
         """Raises Refused: the channel was closed."""

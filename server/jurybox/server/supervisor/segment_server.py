@@ -131,8 +131,7 @@ class SegmentServer:
             # Its users get both ends in one descriptor, so that nobody writes to a pipe without a reader.
             reading, writing = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         except OSError as error:
-            segment.close()
-            segment.unlink()
+            segment.release()
             if exhausted(error):
                 raise TooManyFiles(f"cannot make the pipe of {name}: {remedy()}") from error
             raise SharedMemoryError(f"cannot make the pipe of {name}: {error.strerror}") from error
