@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from opentelemetry import trace
 from opentelemetry.trace import ProxyTracerProvider, Span, SpanKind, Status, StatusCode, Tracer, set_span_in_context
 
-from jurybox.client.transports.transport import Answer, InFlight, RowPlace, Transport
+from jurybox.client.transports.transport import Answer, InFlight, Transport
 from jurybox.protocol.errors import Code, SharedMemoryError
 from jurybox.protocol.segment import sibling
 from jurybox.protocol.timings import Timings
@@ -45,8 +45,8 @@ def traced(transport: Transport, model: str, scoreboard: str, lane: int) -> Tran
     return TracedTransport(transport, model, lane, timings, trace.get_tracer("jurybox", build_version()))
 
 
-class TracedTransport:
-    """A transport around a transport.
+class TracedTransport(Transport):
+    """A transport around a transport. It has no `caller`: every ticket is to be seen here.
 
     Args:
         model: name for the spans.
@@ -63,38 +63,29 @@ class TracedTransport:
         self._open: dict[int, tuple[Span, InFlight, int]] = {}  # by sequence; with the offset to seconds since 1970
 
     def send(self, ticket: InFlight) -> None:
-        """As Transport.send."""
         self._begin(ticket)
         self._transport.send(ticket)
 
     def exchange(self, ticket: InFlight, timeout: float) -> Answer | None:
-        """As Transport.exchange."""
         self._begin(ticket)
         answer = self._transport.exchange(ticket, timeout)
         if answer is not None:
             self._end(answer)
         return answer
 
-    def caller(self, place: RowPlace) -> None:
-        """As Transport.caller: none, since every ticket is to be seen here."""
-
     def receive(self, timeout: float) -> Sequence[Answer]:
-        """As Transport.receive."""
         answers = self._transport.receive(timeout)
         for answer in answers:
             self._end(answer)
         return answers
 
     def holds(self, ticket: InFlight) -> bool:
-        """As Transport.holds."""
         return self._transport.holds(ticket)
 
     def watch(self, loop: asyncio.AbstractEventLoop, arrived: Callable[[], None]) -> None:
-        """As Transport.watch."""
         self._transport.watch(loop, arrived)
 
     def close(self) -> None:
-        """As Transport.close."""
         for sequence in list(self._open):
             self._give_up(sequence)
         if self._timings is not None:

@@ -15,7 +15,6 @@ import socket
 import struct
 import time
 from collections import deque
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from numpy.typing import NDArray
@@ -28,10 +27,11 @@ from jurybox.client.transports.transport import (
     Answer,
     InFlight,
     RowPlace,
+    SocketCaller,
     read_reply,
 )
 from jurybox.protocol.descriptors import exhausted, remedy
-from jurybox.protocol.errors import Code, TooManyFiles
+from jurybox.protocol.errors import Code, ProtocolMismatch, TooManyFiles
 from jurybox.protocol.scoreboard import EngineState
 from jurybox.protocol.wire import PACK_REPLY, PACK_TICKET, PREFIX, lane_identity
 
@@ -117,30 +117,89 @@ def _remote(address: str, attempt: int) -> socket.socket:
     return made
 
 
-class DirectEngine:
-    """The connection to one engine in one of its lives; anew when it breaks, which it does only when the engine ends.
+class EngineLink:
+    """The tickets that one engine was sent in one of its lives, and those of them that were sent twice.
 
-    Should it break while the engine lives on, nobody knows of what was in flight whether the engine has it. Such
-    tickets are sent once more, under another number. An engine answers the tickets of a lane for the same weights in
-    the order in which they came. So when the second is answered, the first is done with as well, and nothing writes to
-    its rows any more.
+    Where a connection or a call broke off, nobody knows of what was in flight whether the engine has it. Such tickets
+    are sent once more, under another number. An engine answers the tickets of a lane for the same weights in the order
+    in which they came. So when the second is answered, the first is done with as well, and nothing writes to its rows
+    any more.
 
     Attributes:
-        link: None where nobody listened.
         arrived: messages that were taken in and not read.
     """
 
-    def __init__(self, address: str, lane: int, lease: int, incarnation: int) -> None:
+    def __init__(self, lane: int, lease: int, incarnation: int) -> None:
         self.incarnation = incarnation
-        self.link: Zmtp | None = None
-        self.arrived: deque[list[Any]] = deque()
-        self._address = address
+        self.arrived: deque[Any] = deque()
         self._lane = lane
         self._lease = lease
-        self._doubtful: set[int] = set()  # sequences in flight on an earlier connection
+        self._doubtful: set[int] = set()  # sequences that may be answered, or were never sent
         self._again: dict[int, int] = {}  # second numbers -> sequence
         self._settled_again: set[int] = set()  # sequences that were sent again: the second answer counts
         self._numbers = itertools.count((((lease & 0xFFFFFFFF) ^ 0x80000000) << 32) + 1)
+
+    def frame(self, sequence: int, first: int, rows: int, submitted: int, deadline: int, version: int) -> bytes:
+        """A ticket's bytes."""
+        lane, lease = self._lane, self._lease
+        return FRAME.pack(PREFIX, sequence, lease, deadline, submitted, lane, first, rows, 0, version, self.incarnation)
+
+    def send(self, sequence: int, first: int, rows: int, submitted: int, deadline: int, version: int) -> None:
+        """Send a ticket."""
+        raise NotImplementedError
+
+    def answers(self) -> list[Answer]:
+        """What the replies say that were taken in."""
+        answers: list[Answer] = []
+        while self.arrived:
+            try:
+                answer = read_reply(self._reply_in(self.arrived[0]), "an engine")
+            except ProtocolMismatch:
+                self.arrived.popleft()
+                raise
+            sequence = self._again.get(answer.sequence)
+            if sequence is not None:
+                if answer.code in _COMPUTED:
+                    answers.append(answer._replace(sequence=sequence))
+                    self._forget(sequence)
+                self._again.pop(answer.sequence, None)  # refused, it is sent again when looked after
+            elif answer.code == Code.BUSY:
+                # The engine still has what was sent twice: sent again when looked after.
+                self._doubtful.add(answer.sequence)
+            elif answer.sequence not in self._settled_again:
+                answers.append(answer)
+                self._forget(answer.sequence)
+            self.arrived.popleft()  # once it was read: a KeyboardInterrupt before loses nothing
+        return answers
+
+    def _reply_in(self, message: Any) -> bytes:
+        """The reply in a message that was taken in."""
+        return message  # type: ignore[no-any-return]
+
+    def _send_again(self, ticket: InFlight) -> int:
+        """Send a ticket once more; gives its second number."""
+        self._settled_again.add(ticket.sequence)
+        number = next(self._numbers)
+        self._again[number] = ticket.sequence
+        self.send(number, ticket.first, ticket.rows, time.monotonic_ns(), 0, ticket.version)
+        return number
+
+    def _forget(self, sequence: int) -> None:
+        self._doubtful.discard(sequence)
+        self._settled_again.discard(sequence)
+
+
+class DirectEngine(EngineLink):
+    """The connection to one engine in one of its lives; anew when it breaks, which it does only when the engine ends.
+
+    Attributes:
+        link: None where nobody listened.
+    """
+
+    def __init__(self, address: str, lane: int, lease: int, incarnation: int) -> None:
+        super().__init__(lane, lease, incarnation)
+        self.link: Zmtp | None = None
+        self._address = address
         self.dial()
 
     @property
@@ -156,28 +215,12 @@ class DirectEngine:
     def dial(self) -> None:
         """Connect, again where a connection broke."""
         if self.link is not None:
-            self.arrived.extend(self.link.receive(0))
+            self.receive()
             self._doubtful.update(self.link.unanswered)
             self._doubtful.difference_update(self._again)
             self._again.clear()
             self.link.close()
         self.link = dial(self._address, lane_identity(self._lane, self._lease), _MOST_REPLY)
-
-    def frame(self, sequence: int, first: int, rows: int, submitted: int, deadline: int, version: int) -> bytes:
-        """A ticket's bytes."""
-        return FRAME.pack(
-            PREFIX,
-            sequence,
-            self._lease,
-            deadline,
-            submitted,
-            self._lane,
-            first,
-            rows,
-            0,
-            version,
-            self.incarnation,
-        )
 
     def send(self, sequence: int, first: int, rows: int, submitted: int, deadline: int, version: int) -> None:
         """Send a ticket; where the connection is broken it is not sent, and `has` says so."""
@@ -205,10 +248,6 @@ class DirectEngine:
         if self.link is not None:
             self.arrived.extend(self.link.receive(0))
 
-    def answers(self) -> list[Answer]:
-        """What the messages say that were taken in."""
-        return list(self._answers()) if self.arrived else []
-
     def has(self, ticket: InFlight) -> bool:
         """Whether the engine may have the ticket, or its answer be on its way."""
         sequence, link = ticket.sequence, self.link
@@ -217,50 +256,26 @@ class DirectEngine:
         if sequence not in self._doubtful:
             return False
         if link is None or not any(of == sequence and link.holds(number) for number, of in self._again.items()):
-            self._settled_again.add(sequence)
-            number = next(self._numbers)
-            self._again[number] = sequence
-            self.send(number, ticket.first, ticket.rows, time.monotonic_ns(), 0, ticket.version)
+            self._send_again(ticket)
         return True
+
+    def _reply_in(self, message: Any) -> bytes:
+        return bytes(message[0])
 
     def close(self) -> None:
         """Close the connection; what is in flight stays unanswered."""
         if self.link is not None:
             self.link.close()
 
-    def _answers(self) -> Iterator[Answer]:
-        while self.arrived:
-            answer = read_reply(bytes(self.arrived.popleft()[0]), "an engine")
-            sequence = self._again.pop(answer.sequence, None)
-            if sequence is not None:
-                if answer.code in _COMPUTED:  # refused, it is sent again when looked after
-                    self._forget(sequence)
-                    yield answer._replace(sequence=sequence)
-            elif answer.code == Code.BUSY:
-                # The engine still has what was sent twice: sent again when looked after.
-                self._doubtful.add(answer.sequence)
-            elif answer.sequence not in self._settled_again:
-                self._forget(answer.sequence)
-                yield answer
 
-    def _forget(self, sequence: int) -> None:
-        self._doubtful.discard(sequence)
-        self._settled_again.discard(sequence)
-
-
-class DirectCaller:
-    """As jurybox.client.transports.transport.Caller, over the connection to one engine in one of its lives."""
+class DirectCaller(SocketCaller):
+    """Over the connection to one engine in one of its lives."""
 
     def __init__(self, engine: DirectEngine, place: RowPlace) -> None:
+        super().__init__(place, place.engine)
         self._engine = engine
-        self._place = place
-        self._states = place.engine["state"]
-        self._incarnations = place.engine["incarnation"]
-        self._message = ""
-        self._reply: bytes | Answer = b""  # the last one; parsed where somebody asks for its version
 
     def __call__(self, row: NDArray[Any] | bytes | None, sequence: int, seconds: float) -> Any:
-        """As Caller."""
         engine, place = self._engine, self._place
         link = engine.link
         if self._incarnations.item(0) != engine.incarnation or self._states.item(0) != _SERVING:
@@ -283,13 +298,3 @@ class DirectCaller:
             self._message, self._reply = answer.message, answer
             return answer.code
         return NOT_ANSWERED  # yet: it is sent again
-
-    @property
-    def version(self) -> int:
-        """As Caller."""
-        reply = self._reply
-        return reply.version if isinstance(reply, Answer) else read_reply(reply, "an engine").version
-
-    def message(self) -> str:
-        """As Caller."""
-        return self._message

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from jurybox import native
-from jurybox.client.transports.transport import LOOK_AFTER, Answer, InFlight, RowPlace, Watching
+from jurybox.client.transports.transport import LOOK_AFTER, Answer, InFlight, RowPlace, Transport, Watching
 from jurybox.protocol.errors import SharedMemoryError
 from jurybox.protocol.scoreboard import Scoreboard
 from jurybox.protocol.segment import sibling
@@ -25,7 +25,7 @@ _TURN = 0.002  # seconds to wait for one engine while others may answer as well
 _WATCH = 0.5  # seconds between two looks of a watching thread whether it is still wanted
 
 
-class ShmTransport:
+class ShmTransport(Transport):
     """A lane's side of the engines' rings, each attached when its engine is first chosen, anew when it has restarted.
 
     Args:
@@ -61,7 +61,6 @@ class ShmTransport:
             self._unsent.append(ticket)
 
     def exchange(self, ticket: InFlight, timeout: float) -> Answer | None:
-        """As Transport.exchange."""
         rings = self._attached(ticket.engine, ticket.incarnation)
         if rings is None:
             return None
@@ -78,7 +77,6 @@ class ShmTransport:
         return None if answer is None else Answer(ticket.sequence, *answer, ticket.incarnation)
 
     def caller(self, place: RowPlace) -> native.ShmRingsCaller | None:
-        """As Transport.caller."""
         if (rings := self._attached(place.number, place.incarnation)) is None:
             return None
         spec = place.spec
@@ -97,7 +95,6 @@ class ShmTransport:
         )
 
     def receive(self, timeout: float) -> Sequence[Answer]:
-        """As Transport.receive."""
         if len(self._rings) == 1:
             (only,) = self._rings.values()
             busy = [only]
@@ -118,7 +115,6 @@ class ShmTransport:
         return answers
 
     def holds(self, ticket: InFlight) -> bool:
-        """As Transport.holds."""
         rings = self._rings.get(ticket.engine)
         if rings is None or rings.incarnation != ticket.incarnation:
             return False
@@ -147,7 +143,6 @@ class ShmTransport:
         return any(rings.client.spin() for rings in self._rings.values() if rings.client.in_flight)
 
     def close(self) -> None:
-        """As Transport.close."""
         if self._watching is not None:
             self._watching.stop()
         self.forked()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
@@ -214,6 +215,25 @@ class Caller(Protocol):
         """What the last failure said."""
 
 
+class SocketCaller(Caller):
+    """A caller that reads replies from a socket: the engine's record, and what the last reply was."""
+
+    def __init__(self, place: RowPlace, engine: NDArray[Any]) -> None:
+        self._place = place
+        self._states = engine["state"]
+        self._incarnations = engine["incarnation"]
+        self._message = ""
+        self._reply: bytes | Answer = b""  # the last one; parsed where somebody asks for its version
+
+    @property
+    def version(self) -> int:
+        reply = self._reply
+        return reply.version if isinstance(reply, Answer) else read_reply(reply, "an engine").version
+
+    def message(self) -> str:
+        return self._message
+
+
 class Transport(Protocol):
     """Carries tickets of one lane to engines and answers back. Not thread-safe: the model sees to that.
 
@@ -228,9 +248,20 @@ class Transport(Protocol):
 
     def exchange(self, ticket: InFlight, timeout: float) -> Answer | None:
         """Send a ticket while no other is waited for and wait for its answer; None when none came in time."""
+        self.send(ticket)
+        until = time.monotonic() + timeout
+        while (left := until - time.monotonic()) > 0:
+            for answer in self.receive(left):
+                if answer.sequence in (ticket.sequence, 0):
+                    return answer  # nothing else is waited for
+        return None
 
     def caller(self, place: RowPlace) -> Caller | None:
-        """What makes whole calls for these rows to the only engine there is; None where there are several."""
+        """What makes whole calls for these rows to the only engine there is.
+
+        None where there are several, and where nothing would be gained by it, as over a network.
+        """
+        return None
 
     def receive(self, timeout: float) -> Sequence[Answer]:
         """Answers that came, after at most `timeout` seconds; empty when none did."""

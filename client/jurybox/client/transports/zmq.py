@@ -6,9 +6,7 @@ Over sockets of its own where the native core is there (direct.py), else over li
 from __future__ import annotations
 
 import contextlib
-import itertools
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -18,7 +16,7 @@ from numpy.typing import NDArray
 from zmq.backend import Socket as Bare  # its methods without what zmq.Socket adds, which costs as much as they do
 
 from jurybox.client.control import new_socket
-from jurybox.client.transports.direct import FRAME, DirectCaller, DirectEngine, can_dial
+from jurybox.client.transports.direct import DirectCaller, DirectEngine, EngineLink, can_dial
 from jurybox.client.transports.transport import (
     LOOK_AFTER,
     NOT_ANSWERED,
@@ -27,10 +25,10 @@ from jurybox.client.transports.transport import (
     Answer,
     InFlight,
     RowPlace,
+    SocketCaller,
+    Transport,
     Watching,
-    read_reply,
 )
-from jurybox.protocol.errors import Code, ProtocolMismatch
 from jurybox.protocol.scoreboard import EngineState
 from jurybox.protocol.wire import PACK_REPLY, PREFIX, lane_identity
 
@@ -43,10 +41,9 @@ _HEAD = len(PREFIX) + PACK_REPLY.size
 _SEQUENCE, _CODE = slice(0, len(PREFIX) + 8), slice(_HEAD - 4, None)  # of a reply's bytes, the prefix with the former
 _OK = bytes(4)
 _WAITING = (0,)  # flags of one receive that waits
-_COMPUTED = (Code.OK, Code.MODEL_FAILED)
 
 
-class ZmqTransport:
+class ZmqTransport(Transport):
     """One DEALER socket an engine, opened when the engine is first chosen, anew when it has restarted.
 
     Args:
@@ -65,7 +62,6 @@ class ZmqTransport:
         self._watching: Watching | None = None
 
     def send(self, ticket: InFlight) -> None:
-        """As Transport.send."""
         t = ticket
         engine = self._attached(t.engine, t.incarnation)
         engine.send(t.sequence, t.first, t.rows, t.submitted, t.deadline, t.version)
@@ -74,7 +70,6 @@ class ZmqTransport:
             watching.tell()
 
     def exchange(self, ticket: InFlight, timeout: float) -> Answer | None:
-        """As Transport.exchange."""
         engine = self._attached(ticket.engine, ticket.incarnation)
         engine.exchange(ticket, timeout)
         for answer in engine.answers():
@@ -83,12 +78,10 @@ class ZmqTransport:
         return None
 
     def caller(self, place: RowPlace) -> DirectCaller | _Caller | None:
-        """As Transport.caller."""
         engine = self._attached(place.number, place.incarnation)
         return DirectCaller(engine, place) if isinstance(engine, DirectEngine) else _Caller(engine, place)
 
     def receive(self, timeout: float) -> Sequence[Answer]:
-        """As Transport.receive."""
         engines = list(self._engines.values())
         if timeout and not any(engine.arrived for engine in engines):
             if len(engines) == 1:
@@ -102,14 +95,12 @@ class ZmqTransport:
         return answers
 
     def holds(self, ticket: InFlight) -> bool:
-        """As Transport.holds."""
         engine = self._engines.get(ticket.engine)
         if engine is None or engine.incarnation != ticket.incarnation:
             return False
         return self._whole(ticket.engine, engine).has(ticket)
 
     def watch(self, loop: asyncio.AbstractEventLoop, arrived: Callable[[], None]) -> None:
-        """As Transport.watch."""
         earlier = self._watching
         if earlier is None or earlier.loop is not loop:
             self._watching = watching = Watching(loop, arrived)
@@ -119,7 +110,6 @@ class ZmqTransport:
                 self._watch(engine, watching)
 
     def close(self) -> None:
-        """As Transport.close."""
         for engine in list(self._engines):
             self._drop(engine)
 
@@ -197,44 +187,30 @@ class ZmqTransport:
                 engine.link.watched(on=False)
 
 
-class _Attached:
+class _Attached(EngineLink):
     """The socket to one engine in one of its lives.
 
     pyzmq looks for signals at the end of each call, so a KeyboardInterrupt can take a frame with it that was received,
     or hide that one was sent. `torn` is set while that may happen. Who finds it set does not know of any unanswered
-    ticket whether the engine still has it; those whose answers do not come are sent once more, under another number.
-    An engine answers the tickets of a lane for the same weights in the order in which they came. So when the second is
-    answered, the first is done with as well, and nothing writes to its rows any more.
+    ticket whether the engine still has it.
 
     Attributes:
         unanswered: sequence numbers of what was sent and is not answered.
-        arrived: frames that were taken in and not read.
         torn: whether sending or receiving was broken off.
     """
 
     def __init__(self, socket: zmq.Socket[bytes], lane: int, lease: int, incarnation: int) -> None:
+        super().__init__(lane, lease, incarnation)
         self.socket = socket
-        self.incarnation = incarnation
         self.descriptor = int(socket.getsockopt(zmq.FD))
         self.unanswered: dict[int, None] = {}
-        self.arrived: deque[bytes] = deque()
         self.torn = False
-        self._lane = lane
-        self._lease = lease
-        self._doubtful: set[int] = set()  # of the unanswered, those that may be answered, or were never sent
-        self._again: dict[int, int] = {}  # second numbers -> sequence
-        self._settled_again: set[int] = set()  # sequences that were sent again: the second answer counts
-        self._numbers = itertools.count((((lease & 0xFFFFFFFF) ^ 0x80000000) << 32) + 1)
         self._send = partial(Bare.send, socket)
         self._receive = partial(Bare.recv, socket)
         self._receive_now = partial(Bare.recv, socket, _NOBLOCK)
 
     def send(self, sequence: int, first: int, rows: int, submitted: int, deadline: int, version: int) -> None:
-        """Send a ticket."""
-        lane, lease = self._lane, self._lease
-        frame = FRAME.pack(
-            PREFIX, sequence, lease, deadline, submitted, lane, first, rows, 0, version, self.incarnation
-        )
+        frame = self.frame(sequence, first, rows, submitted, deadline, version)
         if self.torn:
             self.doubt()
         self.torn = True
@@ -278,30 +254,6 @@ class _Attached:
             self.arrived.extend(iter(self._receive_now, None))
         self.torn = False
 
-    def answers(self) -> list[Answer]:
-        """What the frames say that were taken in."""
-        answers: list[Answer] = []
-        while self.arrived:
-            try:
-                answer = read_reply(self.arrived[0], "an engine")
-            except ProtocolMismatch:
-                self.arrived.popleft()
-                raise
-            sequence = self._again.get(answer.sequence)
-            if sequence is not None:
-                if answer.code in _COMPUTED:
-                    answers.append(answer._replace(sequence=sequence))
-                    self._forget(sequence)
-                self._again.pop(answer.sequence, None)  # refused, it is sent again when looked after
-            elif answer.code == Code.BUSY:
-                # The engine still has what was sent twice after an interrupted call: sent again when looked after.
-                self._doubtful.add(answer.sequence)
-            elif answer.sequence not in self._settled_again:
-                answers.append(answer)
-                self._forget(answer.sequence)
-            self.arrived.popleft()
-        return answers
-
     def has(self, ticket: InFlight) -> bool:
         """Whether the engine may have the ticket, or its answer be on its way."""
         if self.torn:
@@ -310,11 +262,7 @@ class _Attached:
         if sequence not in self.unanswered:
             return False
         if sequence in self._doubtful and sequence not in self._again.values():
-            self._settled_again.add(sequence)
-            number = next(self._numbers)
-            self._again[number] = sequence
-            self.send(number, ticket.first, ticket.rows, time.monotonic_ns(), 0, ticket.version)
-            self.unanswered.pop(number, None)
+            self.unanswered.pop(self._send_again(ticket), None)
         return True
 
     def doubt(self) -> None:
@@ -326,25 +274,19 @@ class _Attached:
         self.torn = False
 
     def _forget(self, sequence: int) -> None:
-        self._doubtful.discard(sequence)
-        self._settled_again.discard(sequence)
+        super()._forget(sequence)
         self.unanswered.pop(sequence, None)
 
 
-class _Caller:
-    """As jurybox.client.transports.transport.Caller, over the socket of one engine in one of its lives."""
+class _Caller(SocketCaller):
+    """Over the socket of one engine in one of its lives."""
 
     def __init__(self, engine: _Attached, place: RowPlace) -> None:
+        super().__init__(place, place.engine)
         self._engine = engine
         self._socket = engine.socket
-        self._place = place
-        self._states = place.engine["state"]
-        self._incarnations = place.engine["incarnation"]
-        self._message = ""
-        self._reply: bytes | Answer = b""  # the last one; parsed where somebody asks for its version
 
     def __call__(self, row: NDArray[Any] | bytes | None, sequence: int, seconds: float) -> Any:
-        """As Caller."""
         engine, place = self._engine, self._place
         incarnation, arrived = engine.incarnation, engine.arrived
         if self._incarnations.item(0) != incarnation or self._states.item(0) != _SERVING:
@@ -366,13 +308,3 @@ class _Caller:
         engine.unanswered.pop(sequence, None)
         self._reply = arrived.popleft()
         return place.copied()
-
-    @property
-    def version(self) -> int:
-        """As Caller."""
-        reply = self._reply
-        return reply.version if isinstance(reply, Answer) else read_reply(reply, "an engine").version
-
-    def message(self) -> str:
-        """As Caller."""
-        return self._message
