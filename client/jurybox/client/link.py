@@ -9,6 +9,8 @@ import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 
+import numpy as np
+
 from jurybox.client.control import Control, Wires
 from jurybox.client.lane import Lane
 from jurybox.protocol import forks
@@ -31,6 +33,7 @@ from jurybox.protocol.control_pb2 import (
 from jurybox.protocol.descriptors import require
 from jurybox.protocol.device_memory import Driver
 from jurybox.protocol.errors import Busy, Code, Refused, Timeout
+from jurybox.protocol.scoreboard import ENGINE, EngineState
 from jurybox.protocol.spec import ModelSpec, TensorSpec
 from jurybox.protocol.wire import build_version
 
@@ -47,6 +50,8 @@ POLL = 0.05  # seconds between two questions whether a model is ready
 
 class Link(Protocol):
     """A way to a server: on this host through shared memory, or to another through a network."""
+
+    _closed: bool = False
 
     def models(self, timeout: float) -> list[str]:
         """Names of the models the server holds."""
@@ -74,9 +79,11 @@ class Link(Protocol):
 
     def pause(self, timeout: float) -> Callable[[], None]:
         """Have the engines pause; gives what lets them go on."""
+        raise Refused("engines pause for processes of their own host, which share the device: connect over ipc://")
 
     def bind(self, request: BindRequest, timeout: float) -> None:
         """Bind rows to device memory in every engine, or end that; returns when it is done."""
+        raise Refused("device memory is handed over on one host: connect over ipc://")
 
     def lease(self, name: str, rows: int, timeout: float) -> tuple[Lane, ModelSpec, int]:
         """A lane of so many rows (0: the server's default), the model's spec, its largest batch."""
@@ -90,7 +97,9 @@ class Link(Protocol):
         """An actor's end of it."""
 
     @property
-    def closed(self) -> bool: ...
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._closed
 
     def close(self) -> None:
         """Close every socket."""
@@ -111,7 +120,27 @@ class RowsHere:
         self.columns = self.columns.nothing()
 
 
-class ControlLink:
+class OneEngine:
+    """To a lane the scoreboard of a server with one engine, here one that stands for all of a server elsewhere.
+
+    Attributes:
+        engines: one record of scoreboard.ENGINE.
+    """
+
+    def __init__(self) -> None:
+        self.engines = np.zeros(1, ENGINE)
+        self.engines["state"], self.engines["incarnation"] = EngineState.SERVING, 1
+
+    @property
+    def incarnation(self) -> int:
+        return int(self.engines["incarnation"][0])
+
+    def server_lives(self) -> bool:
+        """As Scoreboard.server_lives."""
+        return True
+
+
+class ControlLink(Link):
     """The part of a link that is calls on the control socket.
 
     A link that is lost without `close` closes its sockets when it is collected. In a forked child it opens its own, as
@@ -124,15 +153,9 @@ class ControlLink:
     def __init__(self, open_control: Callable[[Wires], Control]) -> None:
         self._open_control = open_control
         self._lock = threading.RLock()
-        self._closed = False
         self._wires: Wires | None = None
         self._last_resort: weakref.finalize[[], ControlLink] | None = None
         forks.register(self)
-
-    @property
-    def closed(self) -> bool:
-        """Whether `close` was called."""
-        return self._closed
 
     @property
     def _control(self) -> Control:
@@ -166,44 +189,28 @@ class ControlLink:
         self._wires = None  # without a word: its sockets are the parent's
 
     def models(self, timeout: float) -> list[str]:
-        """As Link.models."""
         return list(self._call(timeout, hello=self.hello()).server.models)
 
     def describe(self, name: str, timeout: float) -> ModelMessage:
-        """As Link.describe."""
         return self._call(timeout, model=ModelRequest(model=name)).model
 
     def status(self, timeout: float) -> str:
-        """As Link.status."""
         return self._call(timeout, status=StatusRequest()).status.json
 
     def load(self, name: str, settings_json: str, timeout: float, *, keep: float, remote: bool) -> None:
-        """As Link.load."""
         self._call(timeout, load=LoadRequest(model=name, settings_json=settings_json, keep=keep, remote=remote))
 
     def keep(self, name: str, seconds: float, timeout: float) -> None:
-        """As Link.keep."""
         self._call(timeout, keep=KeepRequest(model=name, keep=seconds))
 
     def unload(self, name: str, timeout: float) -> None:
-        """As Link.unload."""
         self._call(timeout, unload=UnloadRequest(model=name))
 
     def sleep(self, name: str, timeout: float) -> None:
-        """As Link.sleep."""
         self._call(timeout, sleep=SleepRequest(model=name))
 
     def wake(self, name: str, timeout: float) -> None:
-        """As Link.wake."""
         self._call(timeout, wake=WakeRequest(model=name))
-
-    def pause(self, timeout: float) -> Callable[[], None]:
-        """As Link.pause."""
-        raise Refused("engines pause for processes of their own host, which share the device: connect over ipc://")
-
-    def bind(self, request: BindRequest, timeout: float) -> None:
-        """As Link.bind."""
-        raise Refused("device memory is handed over on one host: connect over ipc://")
 
     def hello(self) -> Hello:
         """How this client introduces itself."""

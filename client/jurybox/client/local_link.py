@@ -61,7 +61,6 @@ class LocalLink(ControlLink):
             raise
 
     def close(self) -> None:
-        """As Link.close."""
         for channel in list(self._channels):
             channel.close()
         self.scoreboard = None
@@ -83,7 +82,6 @@ class LocalLink(ControlLink):
         return Publisher(self._channel(name, timeout)[0], owns=True, driver=driver)
 
     def weights(self, name: str, timeout: float) -> WeightsReader:
-        """As Link.weights."""
         channel, message = self._channel(name, timeout)
         in_use = functools.partial(self._version_in_use, message.index, list(message.engines))
         return WeightsReader(channel, message.max_lag, in_use, channel.owner_lives, owns=True)
@@ -154,7 +152,6 @@ class LocalLink(ControlLink):
         return go_on
 
     def bind(self, request: BindRequest, timeout: float) -> None:
-        """As Link.bind."""
         deadline = time.monotonic() + timeout
         while not (told := self._call(max(0.1, deadline - time.monotonic()), bind=request).binding).settled:
             if time.monotonic() > deadline:

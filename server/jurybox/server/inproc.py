@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from jurybox.client.lane import Lane
 from jurybox.client.model import Model
-from jurybox.client.transports.transport import Answer, InFlight, RowPlace
+from jurybox.client.transports.transport import Answer, InFlight, Transport
 from jurybox.protocol.arena import Arena, ArenaLayout
 from jurybox.protocol.errors import ModelNotFound
 from jurybox.protocol.scoreboard import EngineState, Scoreboard
@@ -38,7 +38,7 @@ __all__ = ["InprocServer"]
 _INCARNATION = 1
 
 
-class InprocTransport:
+class InprocTransport(Transport):
     """Both sides of a transport: the client's calls queue tickets that the engine's core collects."""
 
     number = 0
@@ -64,7 +64,6 @@ class InprocTransport:
         self._answers.extend(Answer(n, code, message, version, _INCARNATION) for n in tickets["sequence"].tolist())
 
     def send(self, ticket: InFlight) -> None:
-        """As the client's Transport.send."""
         t = ticket
         self._unanswered.add(t.sequence)
         self._tickets.append(
@@ -74,15 +73,11 @@ class InprocTransport:
         )
 
     def exchange(self, ticket: InFlight, timeout: float) -> Answer | None:
-        """As the client's Transport.exchange."""
         self.send(ticket)
         return next(iter(self.receive(timeout)), None)
 
-    def caller(self, place: RowPlace) -> None:
-        """As the client's Transport.caller; `exchange` is used."""
-
     def receive(self, timeout: float) -> Sequence[Answer]:
-        """As the client's Transport.receive; runs the engine until there is an answer."""
+        """Run the engine until there is an answer."""
         until = time.monotonic() + timeout
         while not self._answers and (self._turn() or time.monotonic() < until):
             pass
@@ -91,17 +86,16 @@ class InprocTransport:
         return answers
 
     def holds(self, ticket: InFlight) -> bool:
-        """As the client's Transport.holds."""
         return ticket.sequence in self._unanswered
 
     def watch(self, loop: asyncio.AbstractEventLoop, arrived: Callable[[], None]) -> None:
-        """As the client's Transport.watch; does nothing."""
+        """Answers come in the caller's thread: there is nothing to tell a loop of."""
 
     def close(self) -> None:
-        """As the client's Transport.close."""
+        """Nothing is open."""
 
     def forked(self) -> None:
-        """As the client's Transport.forked: a child has the engine's core, too, and its clients do not share it."""
+        """A child has the engine's core, too, and its clients do not share it."""
 
 
 class InprocServer:

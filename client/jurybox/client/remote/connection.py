@@ -11,16 +11,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-import numpy as np
 import zmq
 import zmq.auth
 from zmq.utils.monitor import recv_monitor_message
 
 from jurybox.client import control
+from jurybox.client.link import OneEngine
 from jurybox.client.transports.direct import dial
 from jurybox.protocol.descriptors import require
 from jurybox.protocol.errors import Refused
-from jurybox.protocol.scoreboard import ENGINE, EngineState
+from jurybox.protocol.scoreboard import EngineState
 
 if TYPE_CHECKING:
     from jurybox.native import Zmtp
@@ -74,23 +74,21 @@ def new_identity() -> bytes:
     return b"R" + secrets.token_bytes(15)
 
 
-class Connection:
-    """A connection for one lane; to the lane it is the scoreboard of a server with one engine, the server's relay.
+class Connection(OneEngine):
+    """A connection for one lane, to the server's relay.
 
     The engine's incarnation grows whenever the connection breaks, so that the lane sends its tickets again.
 
     Attributes:
-        engines: one record of scoreboard.ENGINE.
         torn: set while a message of several frames is sent or taken in. Who finds it set knows that this was broken
             off, by a KeyboardInterrupt perhaps, and renews the connection.
     """
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str, keys: Keys | None) -> None:
+        super().__init__()
         self._context = context
         self._address = address
         self._keys = keys
-        self.engines = np.zeros(1, ENGINE)
-        self.engines["state"], self.engines["incarnation"] = EngineState.SERVING, 1
         self.torn = False
         self._open()
 
@@ -111,10 +109,6 @@ class Connection:
         self.engines["state"] = EngineState.SERVING
         self._open()
         self.torn = False
-
-    @property
-    def incarnation(self) -> int:
-        return int(self.engines["incarnation"][0])
 
     def server_lives(self) -> bool:
         """As Scoreboard.server_lives: whether the connection stands, or began or broke only a moment ago."""
@@ -138,7 +132,7 @@ class Connection:
         self.socket.close()
 
 
-class DirectConnection:
+class DirectConnection(OneEngine):
     """As Connection, over a socket of the caller's own (transports/direct.py): in the open, since it speaks no CURVE.
 
     Nobody reads it while nobody calls. So the relay ends it after ten idle seconds, and the next call makes another.
@@ -149,10 +143,9 @@ class DirectConnection:
     """
 
     def __init__(self, address: str) -> None:
+        super().__init__()
         require(_FILES_OF_OWN, f"a connection to {address}")
         self._address = address
-        self.engines = np.zeros(1, ENGINE)
-        self.engines["state"], self.engines["incarnation"] = EngineState.SERVING, 1
         self.renewed: Callable[[Zmtp | None], None] = lambda before: None
         self.link: Zmtp | None = None
         self._attempt = 0
@@ -170,10 +163,6 @@ class DirectConnection:
         self.renewed(before)
         if before is not None:
             before.close()
-
-    @property
-    def incarnation(self) -> int:
-        return int(self.engines["incarnation"][0])
 
     def server_lives(self) -> bool:
         """As Scoreboard.server_lives: whether the connection stands, or began or broke only a moment ago.

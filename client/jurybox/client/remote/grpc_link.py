@@ -5,19 +5,18 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable
 from queue import Empty, SimpleQueue
 from typing import Any
 
 import grpc
 
 from jurybox.client.lane import Lane
-from jurybox.client.link import POLL, RowsHere, Transfer, spec_of
+from jurybox.client.link import POLL, Link, OneEngine, RowsHere, Transfer, spec_of
 from jurybox.client.remote.grpc_channel import CORE, Asker, open_channel, raised, token_metadata
-from jurybox.client.remote.grpc_transport import Gateway, GrpcTransport
+from jurybox.client.remote.grpc_transport import GrpcTransport
 from jurybox.client.remote.weights import RemotePublisher, RemoteWeightsReader
 from jurybox.protocol import open_inference_pb2 as pb
-from jurybox.protocol.control_pb2 import BindRequest, ModelMessage, StatusRequest, TensorSpecMessage
+from jurybox.protocol.control_pb2 import ModelMessage, StatusRequest, TensorSpecMessage
 from jurybox.protocol.control_pb2_grpc import ServerStatusStub
 from jurybox.protocol.device_memory import Driver
 from jurybox.protocol.errors import (
@@ -41,8 +40,8 @@ _LATE = 5.0  # seconds that gRPC may need to notice a time-out of its own
 _LOAD = 120.0  # seconds: the gateway answers when the model has loaded
 
 
-class GrpcLink:
-    """As Link. Lanes are this client's own affair, rows in its memory; of the server's the gateway has some for all.
+class GrpcLink(Link):
+    """Lanes are this client's own affair, rows in its memory; of the server's the gateway has some for all.
 
     Args:
         address: grpc://host:port, grpcs:// with TLS.
@@ -58,7 +57,6 @@ class GrpcLink:
         self._stub: Any = GRPCInferenceServiceStub(self._channel)  # type: ignore[no-untyped-call]
         self._status_stub: Any = ServerStatusStub(self._channel)  # type: ignore[no-untyped-call]
         self._asker = Asker()
-        self.closed = False
         try:
             try:
                 self._stub.ServerLive(pb.ServerLiveRequest(), timeout=timeout, wait_for_ready=True)
@@ -73,13 +71,11 @@ class GrpcLink:
             raise
 
     def close(self) -> None:
-        """As Link.close."""
-        self.closed = True
+        self._closed = True
         if not CORE.forked:
             self._channel.close()
 
     def models(self, timeout: float) -> list[str]:
-        """As Link.models."""
         return [model.name for model in self._index(timeout)]
 
     def describe(self, name: str, timeout: float) -> ModelMessage:
@@ -119,13 +115,11 @@ class GrpcLink:
         self._call("RepositoryModelLoad", request, max(timeout, _LOAD))
 
     def keep(self, name: str, seconds: float, timeout: float) -> None:
-        """As Link.keep."""
         request = pb.RepositoryModelLoadRequest(model_name=name)
         request.parameters["keep"].int64_param = math.ceil(seconds)
         self._call("RepositoryModelLoad", request, timeout)
 
     def unload(self, name: str, timeout: float) -> None:
-        """As Link.unload."""
         self._call("RepositoryModelUnload", pb.RepositoryModelUnloadRequest(model_name=name), timeout)
 
     def sleep(self, name: str, timeout: float) -> None:
@@ -140,16 +134,7 @@ class GrpcLink:
         request.parameters["wake"].bool_param = True
         self._call("RepositoryModelLoad", request, max(timeout, _LOAD))
 
-    def pause(self, timeout: float) -> Callable[[], None]:
-        """As Link.pause."""
-        raise Refused("engines pause for processes of their own host, which share the device: connect over ipc://")
-
-    def bind(self, request: BindRequest, timeout: float) -> None:
-        """As Link.bind."""
-        raise Refused("device memory is handed over on one host: connect over ipc://")
-
     def publisher(self, name: str, transfer: Transfer, timeout: float, driver: Driver | None = None) -> RemotePublisher:
-        """As Link.publisher."""
         if driver is not None:
             raise Refused("device memory is handed over on one host: connect over ipc://, or publish without device")
         CORE.check()
@@ -163,7 +148,6 @@ class GrpcLink:
         )
 
     def weights(self, name: str, timeout: float) -> RemoteWeightsReader:
-        """As Link.weights."""
         CORE.check()
         return RemoteWeightsReader(self._channel, name, metadata=tuple(self._metadata), timeout=timeout)
 
@@ -181,7 +165,7 @@ class GrpcLink:
         spec = spec_of(message)
         memory = RowsHere(spec, rows or message.max_batch)
         transport = GrpcTransport(self._asker, self._stub.ModelInfer, self._metadata, spec, memory)
-        lane = Lane(name, Gateway(), memory, transport, 0, 0, memory.rows, transport.end_sessions, far=True)
+        lane = Lane(name, OneEngine(), memory, transport, 0, 0, memory.rows, transport.end_sessions, far=True)
         return lane, spec, message.max_batch
 
     def _index(self, timeout: float) -> Any:

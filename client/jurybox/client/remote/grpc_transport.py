@@ -21,12 +21,11 @@ from numpy.typing import NDArray
 
 from jurybox.client.link import RowsHere
 from jurybox.client.remote.grpc_channel import Asker, failure
-from jurybox.client.transports.transport import Answer, InFlight, RowPlace, Watching
+from jurybox.client.transports.transport import Answer, InFlight, Transport, Watching
 from jurybox.protocol import open_inference_pb2 as pb
 from jurybox.protocol.arena import LOAD, STORE
 from jurybox.protocol.errors import Code, Error, plain
 from jurybox.protocol.row_frames import elements, extents_of_text, extents_text, joined_strings, split_strings
-from jurybox.protocol.scoreboard import ENGINE, EngineState
 from jurybox.protocol.spec import BYTES, OIP_NAMES, ModelSpec, TensorSpec
 
 if TYPE_CHECKING:
@@ -36,20 +35,8 @@ _FAREWELL = 0.5  # seconds that telling the gateway of closed sessions may take
 _parents: list[Any] = []  # in a forked child: what gRPC would try to end in its parent's name, were it collected
 
 
-class Gateway:
-    """A lane's scoreboard with one engine: gRPC connects again by itself, and failures come as answers."""
-
-    def __init__(self) -> None:
-        self.engines = np.zeros(1, ENGINE)
-        self.engines["state"], self.engines["incarnation"] = EngineState.SERVING, 1
-
-    def server_lives(self) -> bool:
-        """As Scoreboard.server_lives."""
-        return True
-
-
-class GrpcTransport:
-    """As Transport.
+class GrpcTransport(Transport):
+    """Every ticket a call.
 
     Args:
         asker: starts calls.
@@ -78,7 +65,6 @@ class GrpcTransport:
             self._base.parameters["extents"].bool_param = True
 
     def send(self, ticket: InFlight) -> None:
-        """As Transport.send."""
         asked = object()
         request = pb.ModelInferRequest()
         request.CopyFrom(self._base)
@@ -146,21 +132,7 @@ class GrpcTransport:
         self._asker.ask(self._method, request, _FAREWELL, self._metadata, lambda _: told.release())
         told.acquire(timeout=_FAREWELL)
 
-    def exchange(self, ticket: InFlight, timeout: float) -> Answer | None:
-        """As Transport.exchange."""
-        self.send(ticket)
-        until = time.monotonic() + timeout
-        while (left := until - time.monotonic()) > 0:
-            for answer in self.receive(left):
-                if answer.sequence == ticket.sequence:
-                    return answer  # nothing else is waited for
-        return None
-
-    def caller(self, place: RowPlace) -> None:
-        """As Transport.caller: a network call gains nothing by it."""
-
     def receive(self, timeout: float) -> Sequence[Answer]:
-        """As Transport.receive."""
         until = time.monotonic() + timeout
         while not self._done and (left := until - time.monotonic()) > 0:
             self._news.acquire(timeout=left)
@@ -174,11 +146,9 @@ class GrpcTransport:
         return answers
 
     def holds(self, ticket: InFlight) -> bool:
-        """As Transport.holds."""
         return ticket.sequence in self._calls
 
     def watch(self, loop: asyncio.AbstractEventLoop, arrived: Callable[[], None]) -> None:
-        """As Transport.watch."""
         self._watching = Watching(loop, arrived)
 
     def close(self) -> None:

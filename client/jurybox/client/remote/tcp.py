@@ -25,6 +25,8 @@ from jurybox.client.transports.transport import (
     Answer,
     InFlight,
     RowPlace,
+    SocketCaller,
+    Transport,
     Watching,
     read_reply,
 )
@@ -69,7 +71,6 @@ class TcpLink(ControlLink):
             raise
 
     def close(self) -> None:
-        """As Link.close."""
         if self._wires is not None:
             self._control.close()
         self._unwire()
@@ -84,7 +85,6 @@ class TcpLink(ControlLink):
         raise _out_of_reach(name)
 
     def lease(self, name: str, rows: int, timeout: float) -> tuple[Lane, ModelSpec, int]:
-        """As Link.lease."""
         deadline = time.monotonic() + timeout
         with self._lock:
             lease = self._grant(name, rows, deadline, timeout)
@@ -171,43 +171,67 @@ def _out_of_reach(model: str) -> Refused:
     )
 
 
-class TcpTransport:
-    """As Transport, to the relay of a tcp:// server.
-
-    A message has several frames, each sent and taken in by a call of its own. So whatever breaks off in the midst of
-    one, such as a KeyboardInterrupt, costs the connection: the lane sends its tickets again over the next, and the
-    relay, which knows them by their numbers, computes none twice.
+class _RelayTransport(Transport):
+    """To the relay of a tcp:// server.
 
     Args:
         rows: where tickets find their inputs and answers leave their outputs.
         lease: the relay's name for the lane.
     """
 
-    def __init__(self, connection: Connection, rows: RowsHere, lease: int) -> None:
-        self._connection = connection
+    def __init__(self, connection: Connection | DirectConnection, rows: RowsHere, lease: int) -> None:
         self._rows = rows
         self._lease = lease
         self._in_flight: dict[int, tuple[int, int]] = {}  # sequence -> (first row, rows), of this incarnation
         self._incarnation = connection.incarnation
         self._watching: Watching | None = None
+
+    def watch(self, loop: asyncio.AbstractEventLoop, arrived: Callable[[], None]) -> None:
+        earlier = self._watching
+        if earlier is None or earlier.loop is not loop:
+            if earlier is not None:
+                self._unwatch(earlier)
+            self._watching = watching = Watching(loop, arrived)
+            self._watch(watching)
+
+    def _watch(self, watching: Watching) -> None:
+        """Have the loop read the connection."""
+        raise NotImplementedError
+
+    def _unwatch(self, watching: Watching) -> None:
+        """No longer, since it is about to be closed."""
+        raise NotImplementedError
+
+    def _meant_for(self, ticket: InFlight) -> None:
+        """What was sent over an earlier connection may be answered, to others' rows."""
+        if ticket.incarnation != self._incarnation:
+            self._in_flight.clear()
+            self._incarnation = ticket.incarnation
+
+
+class TcpTransport(_RelayTransport):
+    """Over libzmq.
+
+    A message has several frames, each sent and taken in by a call of its own. So whatever breaks off in the midst of
+    one, such as a KeyboardInterrupt, costs the connection: the lane sends its tickets again over the next, and the
+    relay, which knows them by their numbers, computes none twice.
+    """
+
+    def __init__(self, connection: Connection, rows: RowsHere, lease: int) -> None:
+        super().__init__(connection, rows, lease)
+        self._connection = connection
         self._watched = -1  # descriptor that the loop reads
 
     def send(self, ticket: InFlight) -> None:
-        """As Transport.send."""
         self._mend()
-        if (
-            ticket.incarnation != self._incarnation
-        ):  # what was sent over the broken connection may be answered, to others' rows
-            self._in_flight.clear()
-            self._incarnation = ticket.incarnation
+        self._meant_for(ticket)
         if ticket.incarnation != self._connection.incarnation:
             return  # it broke just now: the lane's next look finds that
-        first, rows = ticket.first, ticket.rows
         parts = _frames(self._lease, self._rows, ticket)
         self._connection.torn = True
         try:
             self._connection.socket.send_multipart(parts, zmq.NOBLOCK)
-            self._in_flight[ticket.sequence] = (first, rows)
+            self._in_flight[ticket.sequence] = (ticket.first, ticket.rows)
         except zmq.Again:
             pass  # nothing moves any more: the lane's next look finds the connection broken
         self._connection.torn = False
@@ -215,21 +239,7 @@ class TcpTransport:
             # Sending reads the socket's signal, and with it perhaps the news of an answer.
             watching.tell()
 
-    def exchange(self, ticket: InFlight, timeout: float) -> Answer | None:
-        """As Transport.exchange."""
-        self.send(ticket)
-        until = time.monotonic() + timeout
-        while (left := until - time.monotonic()) > 0:
-            for answer in self.receive(left):
-                if answer.sequence in (ticket.sequence, 0):
-                    return answer  # nothing else is waited for
-        return None
-
-    def caller(self, place: RowPlace) -> None:
-        """As Transport.caller: a network call gains nothing by it."""
-
     def receive(self, timeout: float) -> Sequence[Answer]:
-        """As Transport.receive."""
         self._mend()
         socket = self._connection.socket
         if timeout and not socket.poll(int(timeout * 1000 + 0.999)):
@@ -252,22 +262,11 @@ class TcpTransport:
                 answers.append(answer)
 
     def holds(self, ticket: InFlight) -> bool:
-        """As Transport.holds."""
         return ticket.incarnation == self._incarnation and ticket.sequence in self._in_flight
 
-    def watch(self, loop: asyncio.AbstractEventLoop, arrived: Callable[[], None]) -> None:
-        """As Transport.watch."""
-        earlier = self._watching
-        if earlier is None or earlier.loop is not loop:
-            if earlier is not None:
-                earlier.unread(self._watched)
-            self._watching = Watching(loop, arrived)
-            self._watch_socket()
-
     def close(self) -> None:
-        """As Transport.close."""
         if self._watching is not None:
-            self._watching.unread(self._watched)
+            self._unwatch(self._watching)
         self._connection.close()
 
     def forked(self) -> None:
@@ -279,15 +278,17 @@ class TcpTransport:
         if not self._connection.torn:
             return
         if self._watching is not None:
-            self._watching.unread(self._watched)
+            self._unwatch(self._watching)
         self._connection.renew()
         if self._watching is not None:
-            self._watch_socket()
+            self._watch(self._watching)
 
-    def _watch_socket(self) -> None:
-        assert self._watching is not None
+    def _watch(self, watching: Watching) -> None:
         self._watched = int(self._connection.socket.getsockopt(zmq.FD))
-        self._watching.read(self._watched)
+        watching.read(self._watched)
+
+    def _unwatch(self, watching: Watching) -> None:
+        watching.unread(self._watched)
 
     def _read(self, frames: Sequence[zmq.Frame]) -> Answer | None:
         """The answer in these frames, its outputs copied to their rows; None when nobody waits for it any more."""
@@ -295,21 +296,12 @@ class TcpTransport:
         return _read(bodies, self._rows, self._in_flight, self._connection.incarnation)
 
 
-class DirectTcpTransport:
-    """As TcpTransport, over a connection that has no thread of its own. No message is ever broken off in its midst.
-
-    Args:
-        rows: where tickets find their inputs and answers leave their outputs.
-        lease: the relay's name for the lane.
-    """
+class DirectTcpTransport(_RelayTransport):
+    """Over a connection that has no thread of its own. No message is ever broken off in its midst."""
 
     def __init__(self, connection: DirectConnection, rows: RowsHere, lease: int) -> None:
+        super().__init__(connection, rows, lease)
         self._connection = connection
-        self._rows = rows
-        self._lease = lease
-        self._in_flight: dict[int, tuple[int, int]] = {}  # sequence -> (first row, rows), of this incarnation
-        self._incarnation = connection.incarnation
-        self._watching: Watching | None = None
         # Of weak references: a lane that is lost is closed when it is collected, and must not wait for the collector.
         this = weakref.ref(self)
 
@@ -320,13 +312,11 @@ class DirectTcpTransport:
         connection.renewed = renewed
 
     def send(self, ticket: InFlight) -> None:
-        """As Transport.send."""
         if (link := self._ready_for(ticket)) is not None:
             self._in_flight[ticket.sequence] = (ticket.first, ticket.rows)
             link.send(ticket.sequence, _frames(self._lease, self._rows, ticket))
 
     def exchange(self, ticket: InFlight, timeout: float) -> Answer | None:
-        """As Transport.exchange."""
         until = time.monotonic() + timeout
         if (link := self._ready_for(ticket)) is None:
             return None
@@ -342,7 +332,6 @@ class DirectTcpTransport:
         return _DirectCaller(self._connection, self._rows, self._lease, place)
 
     def receive(self, timeout: float) -> Sequence[Answer]:
-        """As Transport.receive."""
         link = self._connection.link
         if link is None or link.broken:
             time.sleep(min(timeout, _ATTEMPT_AGAIN))
@@ -350,24 +339,12 @@ class DirectTcpTransport:
         return [answer for message in link.receive(timeout) if (answer := self._read(message)) is not None]
 
     def holds(self, ticket: InFlight) -> bool:
-        """As Transport.holds."""
         link = self._connection.link
         return ticket.incarnation == self._connection.incarnation and link is not None and link.holds(ticket.sequence)
 
-    def watch(self, loop: asyncio.AbstractEventLoop, arrived: Callable[[], None]) -> None:
-        """As Transport.watch."""
-        earlier = self._watching
-        if earlier is None or earlier.loop is not loop:
-            link = self._connection.link
-            if earlier is not None and link is not None:
-                earlier.unread(link.descriptor)
-            self._watching = Watching(loop, arrived)
-            self._renewed(None)
-
     def close(self) -> None:
-        """As Transport.close."""
-        if self._watching is not None and (link := self._connection.link) is not None:
-            self._watching.unread(link.descriptor)
+        if self._watching is not None:
+            self._unwatch(self._watching)
         self._connection.close()
 
     def forked(self) -> None:
@@ -377,9 +354,7 @@ class DirectTcpTransport:
 
     def _ready_for(self, ticket: InFlight) -> Zmtp | None:
         """The link, where the ticket is for the connection that stands."""
-        if ticket.incarnation != self._incarnation:  # what was sent before may be answered, to others' rows
-            self._in_flight.clear()
-            self._incarnation = ticket.incarnation
+        self._meant_for(ticket)
         connection = self._connection
         if (link := connection.link) is not None and link.ready and link.silence >= IDLE:
             if not connection.stands():
@@ -393,33 +368,35 @@ class DirectTcpTransport:
             return
         if before is not None:
             self._watching.unread(before.descriptor)
+        self._watch(self._watching)
+
+    def _watch(self, watching: Watching) -> None:
         if (link := self._connection.link) is not None:
-            self._watching.read(link.descriptor)
+            watching.read(link.descriptor)
             link.watched(on=True)
+
+    def _unwatch(self, watching: Watching) -> None:
+        if (link := self._connection.link) is not None:
+            watching.unread(link.descriptor)
 
     def _read(self, message: Sequence[Any]) -> Answer | None:
         return _read(message, self._rows, self._in_flight, self._connection.incarnation)
 
 
-class _DirectCaller:
-    """As jurybox.client.transports.transport.Caller: a row goes from the caller's array, and comes back as new ones."""
+class _DirectCaller(SocketCaller):
+    """A row goes from the caller's array, and comes back as new ones."""
 
     def __init__(self, connection: DirectConnection, rows: RowsHere, lease: int, place: RowPlace) -> None:
+        super().__init__(place, connection.engines)
         self._connection = connection
         self._rows = rows
         self._lease = lease
-        self._place = place
         outputs: Any = place.outputs
         self._alone = type(outputs) is not dict
         named = {"": outputs} if self._alone else outputs
         self._outputs = [(name, array.dtype, array.shape, array.nbytes) for name, array in named.items()]
-        self._states = connection.engines["state"]
-        self._incarnations = connection.engines["incarnation"]
-        self._answer: Answer | None = None
-        self._reply = b""
 
     def __call__(self, row: Any, sequence: int, seconds: float) -> Any:
-        """As Caller."""
         place, connection, link = self._place, self._connection, self._connection.link
         if self._incarnations.item(0) != place.incarnation or self._states.item(0) != _SERVING:
             return NOT_SENT
@@ -441,7 +418,8 @@ class _DirectCaller:
         reply = self._reply = bytes(message[0])
         if reply[-4:] == _OK and len(reply) == HEAD and reply[:_NAMED] == ticket[:_NAMED]:
             return self._outputs_of(message)
-        answer = self._answer = read_reply(reply, "the server")
+        answer = read_reply(reply, "the server")
+        self._message = answer.message
         if answer.sequence == 0:
             raise ProtocolMismatch(answer.message)
         _read(message, self._rows, {sequence: (place.first, 1)}, place.incarnation)  # reasons of a row that failed
@@ -456,15 +434,6 @@ class _DirectCaller:
                 raise ProtocolMismatch(f"output {name!r}: {len(body)} bytes came, {size} were expected")
             outputs[name] = np.frombuffer(body, dtype).reshape(shape).copy()
         return outputs[""] if self._alone else outputs
-
-    @property
-    def version(self) -> int:
-        """As Caller."""
-        return read_reply(self._reply, "the server").version
-
-    def message(self) -> str:
-        """As Caller."""
-        return "" if self._answer is None else self._answer.message
 
 
 def _frames(lease: int, rows: RowsHere, ticket: InFlight) -> list[Any]:
