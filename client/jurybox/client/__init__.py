@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from jurybox.client.model import Model
@@ -53,18 +54,15 @@ __all__ = [
 ]
 
 
+_LATER = {
+    "Publisher": "jurybox.protocol.weights.publisher",
+    "Sessions": "jurybox.client.sessions",
+    "WeightsReader": "jurybox.protocol.weights.reader",
+}
+
+
 def __getattr__(name: str) -> Any:
     """Ends of a weights channel and sessions, imported when they are named: most clients have none."""
-    if name == "Sessions":
-        from jurybox.client.sessions import Sessions
-
-        return Sessions
-    if name == "Publisher":
-        from jurybox.protocol.weights.publisher import Publisher
-
-        return Publisher
-    if name == "WeightsReader":
-        from jurybox.protocol.weights.reader import WeightsReader
-
-        return WeightsReader
+    if name in _LATER:
+        return getattr(import_module(_LATER[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -64,15 +64,11 @@ class PlainRows:
         for name, rows in outputs.items():
             rows[at : at + n] = given[name] if len(outputs) > 1 else given
 
-    def words(self) -> str:
-        """The spec in words."""
-        return words(self.spec)
-
     def _named(self, inputs: Any) -> Mapping[str, Any]:
         specs = self.spec.inputs
         if not isinstance(inputs, Mapping):
             if len(specs) != 1:
-                raise SpecMismatch(f"{self.spec.name!r} takes {self.words()}: give a dict with an array for each")
+                raise SpecMismatch(f"{self.spec.name!r} takes {words(self.spec)}: give a dict with an array for each")
             return {next(iter(specs)): inputs}
         if inputs.keys() != specs.keys():
             raise SpecMismatch(f"{self.spec.name!r} takes inputs {sorted(specs)}, {sorted(map(plain, inputs))} came")
@@ -124,7 +120,6 @@ class OpenRows(PlainRows):
         return given, next(iter(counts.values()))
 
     def one(self, row: Any) -> tuple[Checked, int]:
-        """As PlainRows.one."""
         named = self._named(row)
         given: Checked = {}
         for name, spec in self.spec.inputs.items():
@@ -137,7 +132,6 @@ class OpenRows(PlainRows):
         return given, 1
 
     def put(self, columns: Columns, given: Checked, at: int, n: int, first: int) -> None:
-        """As PlainRows.put."""
         for name, rows in given.items():
             if name == SESSIONS:
                 assert columns.sessions is not None
@@ -152,7 +146,6 @@ class OpenRows(PlainRows):
                 columns.inputs[name][first : first + n] = rows[at : at + n]
 
     def take(self, columns: Columns, first: int, n: int) -> dict[str, Any]:
-        """As PlainRows.take."""
         return {
             name: self._taken(columns, name, spec, first, n)
             if spec.variable
@@ -161,14 +154,12 @@ class OpenRows(PlainRows):
         }
 
     def room(self, n: int) -> dict[str, Any]:
-        """As PlainRows.room."""
         return {
             name: [None] * n if spec.variable else np.empty((n, *spec.shape), spec.numpy_dtype)
             for name, spec in self.spec.outputs.items()
         }
 
     def take_into(self, columns: Columns, first: int, n: int, outputs: dict[str, Any], at: int) -> None:
-        """As PlainRows.take_into."""
         for name, rows in self.take(columns, first, n).items():
             outputs[name][at : at + n] = rows
 

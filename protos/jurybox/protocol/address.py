@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import stat
 import sys
@@ -105,3 +106,11 @@ def where_to(folder: Path) -> str:
     """What to do where a server's folder cannot be written to."""
     mount = f"docker run --tmpfs {folder}:mode=0700,uid={os.getuid()},gid={os.getgid()}"
     return f"In a container mount a volume or a tmpfs there ({mount}), {_ELSEWHERE}"
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only processes of this host reach `host`. A name other than localhost counts as reachable."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

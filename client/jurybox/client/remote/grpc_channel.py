@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import json
 import os
 import queue
@@ -18,6 +17,7 @@ import grpc
 from google.protobuf.message import Message
 
 from jurybox.protocol import forks
+from jurybox.protocol.address import is_loopback
 from jurybox.protocol.errors import TABLE, Busy, Code, Error, Refused, ServerGone, Timeout, error_for
 from jurybox.protocol.remote_weights_pb2 import WeightsRefusal
 
@@ -150,7 +150,8 @@ def token_metadata(address: str, token: str | None) -> list[tuple[str, str]]:
     Args:
         token: as the caller gave it; JURYBOX_TOKEN without it.
     """
-    if token is None and (address.startswith("grpcs://") or _is_loopback(address)):
+    host = address.partition("://")[2].rpartition(":")[0].strip("[]")
+    if token is None and (address.startswith("grpcs://") or is_loopback(host)):
         token = os.environ.get("JURYBOX_TOKEN")
     return [("authorization", f"Bearer {token}")] if token else []
 
@@ -167,14 +168,6 @@ def raised(error: Any, address: str) -> Error:
     """The exception that a failed call stands for."""
     code, message = failure(error)
     return error_for(code, f"{address}: {message}" if code in (Code.SERVER_GONE, Code.UNAUTHENTICATED) else message)
-
-
-def _is_loopback(address: str) -> bool:
-    host = address.partition("://")[2].rpartition(":")[0].strip("[]")
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 # ----

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -163,6 +164,12 @@ class WeightsLayout:
         return {
             name: np.ndarray(place.shape, place.stored, flat.data, place.offset) for name, place in self.places.items()
         }
+
+    def tensors(self, block: Any) -> dict[str, Any]:
+        """As `views`, torch's own over a uint8 tensor of the `nbytes` bytes, wherever that is."""
+        torch = sys.modules["torch"]
+        parts = ((place, block[place.offset : place.offset + place.nbytes]) for place in self.places.values())
+        return {place.name: part.view(getattr(torch, place.dtype)).reshape(place.shape) for place, part in parts}
 
     def parts(self) -> npt.NDArray[np.uint64]:
         """The table for the native copy: (address, offset, bytes, width, mask) per tensor; addresses are 0."""

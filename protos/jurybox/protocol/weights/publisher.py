@@ -318,12 +318,7 @@ class DeviceStage:
         self._channel = channel
         places = channel.layout.places.values()
         self._flat = torch.empty(channel.layout.nbytes, dtype=torch.uint8, device=device)
-        self._views = {
-            place.name: self._flat[place.offset : place.offset + place.nbytes]
-            .view(getattr(torch, place.dtype))
-            .view(place.shape)
-            for place in places
-        }
+        self._views = channel.layout.tensors(self._flat)
         self._floating = [place.name for place in places if DTYPES[place.dtype].width]
         self._targets = [
             torch.from_numpy(channel.writable_slot(number)) for number in range(1 + (channel.mode == "double_buffer"))

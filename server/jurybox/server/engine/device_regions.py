@@ -103,14 +103,7 @@ class PublishedOnDevice:
                     raise Refused(f"{size} bytes are there, the weights take {layout.nbytes}")
                 array = self._driver.array(pointer, (layout.nbytes,), np.dtype(np.uint8))
                 flat = torch.as_tensor(array, device=self._device)
-                slots.append(
-                    {
-                        place.name: flat[place.offset : place.offset + place.nbytes]
-                        .view(getattr(torch, place.dtype))
-                        .reshape(place.shape)
-                        for place in layout.places.values()
-                    }
-                )
+                slots.append(layout.tensors(flat))
         except Error:  # of another device, or its learner is gone: the host has the same weights
             self.close()
             return

@@ -43,14 +43,11 @@ class Copy:
         self._reader = reader
         memory = staging(reader.layout.nbytes, (), np.dtype(np.uint8), device)
         self._flat = memory.numpy()
-        self._host: dict[str, torch.Tensor] = {}
+        self._host: dict[str, torch.Tensor] = reader.layout.tensors(memory)
         self.tensors: dict[str, torch.Tensor] = {}
         for name, target in module.state_dict(keep_vars=True).items():
-            place = reader.layout.places[name]
-            part = memory[place.offset : place.offset + place.nbytes]
-            host = part.view(getattr(torch, place.dtype)).reshape(place.shape)
+            host = self._host[name]
             same = host.dtype == target.dtype and target.is_cpu
-            self._host[name] = host
             self.tensors[name] = host if same else torch.empty_like(target.data)
 
     def fill(self, timeout: float) -> float:

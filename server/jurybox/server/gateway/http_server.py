@@ -16,9 +16,10 @@ from typing import Any
 import uvicorn
 from starlette.types import ASGIApp
 
+from jurybox.protocol.address import is_loopback
 from jurybox.server.security.access import Access, Room
 from jurybox.server.security.http import guarded
-from jurybox.server.settings.endpoints import is_loopback, split_host
+from jurybox.server.settings.endpoints import split_host
 
 _BACKLOG = 512
 

@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from jurybox.processes import ControlPipe, configuration, keep_freed_memory, signs_of_life, stop_event
+from jurybox.protocol.address import is_loopback
 from jurybox.protocol.errors import said
 from jurybox.server.gateway.app import create_app
 from jurybox.server.gateway.http_server import HttpServer
@@ -20,7 +21,7 @@ from jurybox.server.gateway.inference.sequences import IDLE
 from jurybox.server.gateway.live import ClientSource, StatusSource
 from jurybox.server.logs import Log, configure
 from jurybox.server.security.access import Access
-from jurybox.server.settings.endpoints import is_loopback, split_host
+from jurybox.server.settings.endpoints import split_host
 
 if TYPE_CHECKING:
     from jurybox.server.gateway.dialects.router import Spoken

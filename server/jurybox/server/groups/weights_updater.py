@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from jurybox.protocol.errors import Error, Timeout, said
-from jurybox.protocol.weights import WeightsChannel, WeightsLayout
+from jurybox.protocol.weights import WeightsChannel
 from jurybox.protocol.weights.reader import WeightsReader
 from jurybox.server.groups.group import Grouped, Member, Stacks
 
@@ -189,7 +189,7 @@ class _Reader:
         flat = np.empty(self.reader.layout.nbytes, np.uint8) if self._flat is None else self._flat
         self._flat = flat
         version, _ = self.reader.read_bytes(flat, timeout=timeout)
-        fill(place, _tensors(self.reader.layout, flat), version)
+        fill(place, self.reader.layout.tensors(torch.from_numpy(flat)), version)
         return self.reader.age_seconds
 
     def _listen(self) -> None:
@@ -202,11 +202,3 @@ class _Reader:
             if newer:
                 seen = self.reader.newest
                 self._news.set()
-
-
-def _tensors(layout: WeightsLayout, flat: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> dict[str, torch.Tensor]:
-    memory = torch.from_numpy(flat)
-    return {
-        name: memory[place.offset : place.offset + place.nbytes].view(getattr(torch, place.dtype)).reshape(place.shape)
-        for name, place in layout.places.items()
-    }

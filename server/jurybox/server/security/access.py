@@ -18,8 +18,9 @@ import zmq
 import zmq.auth
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr, model_validator
 
+from jurybox.protocol.address import is_loopback
 from jurybox.protocol.errors import Code, Refused
-from jurybox.server.settings.endpoints import is_loopback, split_host
+from jurybox.server.settings.endpoints import split_host
 
 _OTHERS = stat.S_IRWXO | stat.S_IWGRP  # a group may read: that is how orchestrators mount a secret
 _MOST_BYTES = 1 << 20

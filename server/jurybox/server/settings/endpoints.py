@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import os
 import re
 
@@ -28,14 +27,6 @@ def check_host_port(text: str) -> str:
     """Validate a "host:port". Raises ValueError."""
     split_host(text)
     return text
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only processes of this host reach `host`. A name other than localhost counts as reachable."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def check_listen(text: str) -> str:
