@@ -283,11 +283,8 @@ class Lane:
         """The number of the first engine that computes the model."""
         return self._first_engine
 
-    def wait(self, ticket: InFlight, deadline: int, others: Iterable[InFlight] = ()) -> Answer:
+    def wait(self, ticket: InFlight, deadline: int) -> Answer:
         """Wait for a ticket's answer until `deadline`, ns of CLOCK_MONOTONIC.
-
-        Args:
-            others: tickets that the caller will wait for next.
 
         Raises:
             Timeout: none came; the ticket keeps its rows until the engine answers or is gone.
@@ -297,7 +294,7 @@ class Lane:
             left = deadline - time.monotonic_ns()
             if left <= 0:
                 raise Timeout(self.why_late(ticket))
-            self.receive(min(left / 1e9, LOOK_AFTER), (ticket, *others))
+            self.receive(min(left / 1e9, LOOK_AFTER), (ticket,))
         return ticket.answer
 
     def wait_for_rows(self, deadline: int) -> bool:

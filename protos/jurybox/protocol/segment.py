@@ -217,21 +217,19 @@ class Segment:
                 raise _no_room(directory(), self.name, self.size) from error
             raise
 
-    def populate(self, offset: int = 0, size: int | None = None) -> None:
-        """Map the pages of bytes [offset, offset + size) now: slower now, but without page faults later.
+    def populate(self) -> None:
+        """Map all pages now: slower now, but without page faults later.
 
         madvise(2), MADV_POPULATE_WRITE, Linux 5.14; an older kernel is made to by reading a byte of every page.
         """
         if self._map is None:
             raise SharedMemoryError(f"shared memory {self.name} was closed in this process")
-        first = offset // mmap.PAGESIZE * mmap.PAGESIZE
-        last = self.size if size is None else offset + size
         try:
-            self._map.madvise(_MADV_POPULATE_WRITE, first, last - first)
+            self._map.madvise(_MADV_POPULATE_WRITE, 0, self.size)
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise
-            self.array(np.uint8, (last - first,), first)[:: mmap.PAGESIZE].sum()
+            self.array(np.uint8, (self.size,))[:: mmap.PAGESIZE].sum()
 
     def owner_lives(self) -> bool:
         """Whether another open file holds the segment."""
@@ -284,13 +282,10 @@ class Segment:
         self.release()
 
 
-def sweep(owner_id: str | None = None) -> list[str]:
-    """Remove this user's segments and sockets whose owners are dead; only those of `owner_id` where one is named.
-
-    Returns the names removed.
-    """
-    pattern = f"{_PREFIX}-{os.getuid()}-{owner_id}-*" if owner_id else f"{_PREFIX}-{os.getuid()}-*"
-    return [path.name for path in sorted(directory().glob(pattern)) if _remove_if_dead(path)]
+def sweep() -> list[str]:
+    """Remove this user's segments and sockets whose owners are dead; returns the names removed."""
+    files = sorted(directory().glob(f"{_PREFIX}-{os.getuid()}-*"))
+    return [path.name for path in files if _remove_if_dead(path)]
 
 
 def dead(path: Path) -> bool:
@@ -485,16 +480,16 @@ _FLOCK = struct.Struct("hhqqi4x")
 _F_OFD_GETLK, _F_OFD_SETLK = 36, 37
 
 
-def _call(fd: int, command: int, kind: int, start: int, length: int) -> int:
+def _call(fd: int, command: int, kind: int, at: int) -> int:
     """Run one lock command; returns the lock type the kernel wrote back."""
-    request = _FLOCK.pack(kind, 0, start, length, 0)
+    request = _FLOCK.pack(kind, 0, at, 1, 0)
     return int(_FLOCK.unpack(fcntl.fcntl(fd, command, request))[0])
 
 
-def try_lock(fd: int, start: int, length: int = 1, *, shared: bool = False) -> bool:
-    """Lock bytes [start, start + length) of the open file `fd`, without waiting; False when another has them."""
+def try_lock(fd: int, at: int, *, shared: bool = False) -> bool:
+    """Lock a byte of the open file `fd`, without waiting; False when another has it."""
     try:
-        _call(fd, _F_OFD_SETLK, fcntl.F_RDLCK if shared else fcntl.F_WRLCK, start, length)
+        _call(fd, _F_OFD_SETLK, fcntl.F_RDLCK if shared else fcntl.F_WRLCK, at)
     except OSError as error:
         if error.errno in (errno.EAGAIN, errno.EACCES):
             return False
@@ -502,11 +497,11 @@ def try_lock(fd: int, start: int, length: int = 1, *, shared: bool = False) -> b
     return True
 
 
-def unlock(fd: int, start: int, length: int = 1) -> None:
-    """Give up the lock on [start, start + length)."""
-    _call(fd, _F_OFD_SETLK, fcntl.F_UNLCK, start, length)
+def unlock(fd: int, at: int) -> None:
+    """Give up the lock on a byte."""
+    _call(fd, _F_OFD_SETLK, fcntl.F_UNLCK, at)
 
 
-def is_locked(fd: int, start: int, length: int = 1) -> bool:
-    """Whether any other open file holds a lock, shared or not, on a byte of [start, start + length)."""
-    return _call(fd, _F_OFD_GETLK, fcntl.F_WRLCK, start, length) != fcntl.F_UNLCK
+def is_locked(fd: int, at: int) -> bool:
+    """Whether any other open file holds a lock, shared or not, on a byte."""
+    return _call(fd, _F_OFD_GETLK, fcntl.F_WRLCK, at) != fcntl.F_UNLCK

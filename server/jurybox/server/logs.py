@@ -25,6 +25,7 @@ from jurybox.protocol.errors import plain
 _LONGEST = 20_000  # characters of a value in a line
 _TRACEBACK = 6000  # characters of a traceback: its end says where it happened
 _KINDS = 256
+_EVERY = 1.0  # seconds
 
 LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
 _NAMES = {number: name for name, number in LEVELS.items()} | {logging.CRITICAL: "critical"}
@@ -146,18 +147,15 @@ def _escaped(text: str) -> str:
 
 
 class LogLimiter:
-    """Limits frequent log events: one for each model and event in `every` seconds, with a count.
+    """Limits frequent log events: one for each model and event in a second, with a count.
 
     Args:
         report: called with (event, fields), and "times" where it came more than once.
         clock: seconds, monotonic.
     """
 
-    def __init__(
-        self, report: Callable[..., None], every: float = 1.0, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, report: Callable[..., None], clock: Callable[[], float] = time.monotonic) -> None:
         self._report = report
-        self._every = every
         self._clock = clock
         self._kinds: dict[tuple[str, object], tuple[float, int, dict[str, Any]]] = {}  # when next, how many wait, last
 
@@ -169,7 +167,7 @@ class LogLimiter:
             return
         if len(self._kinds) >= _KINDS:
             self._kinds.clear()
-        self._kinds[kind] = now + self._every, 0, {}
+        self._kinds[kind] = now + _EVERY, 0, {}
         self._say(event, times + 1, fields)
 
     def flush(self) -> None:

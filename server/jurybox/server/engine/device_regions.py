@@ -9,6 +9,7 @@ itself, is refused: what stands in the arena there is nobody's input.
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -55,10 +56,9 @@ class PublishedOnDevice:
         device: of the engine.
     """
 
-    def __init__(self, channel: WeightsChannel, device: torch.device, open_driver: Any = driver) -> None:
+    def __init__(self, channel: WeightsChannel, device: torch.device) -> None:
         self._channel = channel
         self._device = device
-        self._open_driver = open_driver
         self._generation = 0
         self._driver: Driver | None = None
         self._pointers: list[int] = []
@@ -93,7 +93,7 @@ class PublishedOnDevice:
         record, layout = self._channel.device[0].copy(), self._channel.layout
         try:
             if self._driver is None:
-                self._driver = self._open_driver(self._device.index or 0)
+                self._driver = driver(self._device.index or 0)
             slots = []
             for number in range(SLOTS[self._channel.mode]):
                 pointer = self._driver.open(bytes(record["handles"][number]))
@@ -115,25 +115,20 @@ class DeviceRegions:
 
     Args:
         device: of the engine.
-        open_driver: gives the device's driver; it is asked when something is bound first.
     """
 
-    def __init__(self, device: torch.device, open_driver: Any = driver) -> None:
+    def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._open_driver = open_driver
-        self._driver: Driver | None = None
         self._bound: dict[int, list[Binding]] = {}  # by lease
         self._open: dict[tuple[int, bytes], tuple[int, int]] = {}  # lease and handle: pointer, and how often it is used
 
     def __bool__(self) -> bool:
         return bool(self._bound)
 
-    @property
+    @functools.cached_property
     def driver(self) -> Driver:
         """The device's driver."""
-        if self._driver is None:
-            self._driver = self._open_driver(self._device.index or 0)
-        return self._driver
+        return driver(self._device.index or 0)
 
     def bind(self, order: Mapping[str, Any]) -> None:
         """Open what an order names.

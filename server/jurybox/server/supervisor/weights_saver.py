@@ -97,14 +97,14 @@ class WeightsFiles:
         newest = self.channel.newest
         return newest >= self.last_version + self.every or (newest > 0 and not self.saved)
 
-    def save_if_due(self, timeout: float = 1.0) -> int | None:
+    def save_if_due(self) -> int | None:
         """Save the newest publication if one is due; returns its version. May wait for the disk.
 
         Raises:
             Timeout: the publisher did not let a whole version be read in time.
             OSError: the folder cannot be written; the file and manifest of before still stand.
         """
-        return self.save(timeout) if self.due() else None
+        return self.save() if self.due() else None
 
     def save(self, timeout: float = 1.0) -> int:
         """Save the newest publication now; returns its version."""

@@ -20,7 +20,7 @@ from jurybox.client import Server
 from jurybox.client.device_rows import BoundRows
 from jurybox.protocol.device_memory import HANDLE
 from jurybox.protocol.errors import Code, Error, Refused
-from jurybox.protocol.spec import ModelSpec, TensorSpec
+from jurybox.protocol.spec import ModelSpec
 from jurybox.server.gateway.inference.lanes import Lanes
 from jurybox.server.gateway.inference.shared_memory import Registry
 from jurybox.server.gateway.inference.tensors import Place, datatype_of, malformed
@@ -111,7 +111,7 @@ class CudaRegions(Registry[CudaRegion]):
         """
         rows = self._checked(spec, inputs)
         for name, place in outputs.items():
-            self._check(name, spec.outputs[name], rows, place)
+            self.check(place, rows * spec.outputs[name].row_bytes, name)
         places = tuple((name, place) for name, (_, _, place) in sorted(inputs.items()))
         key = spec.name, rows, places, tuple(sorted(outputs.items(), key=lambda item: item[0]))
         async with asyncio.timeout(seconds):
@@ -174,17 +174,7 @@ class CudaRegions(Registry[CudaRegion]):
                     f"{['rows', *tensor.shape]}"
                 )
             counts.add(int(shape[0]))
-            self._check(name, tensor, int(shape[0]), place)
+            self.check(place, int(shape[0]) * tensor.row_bytes, name)
         if len(counts) != 1:
             raise malformed(f"inputs have {sorted(counts)} rows, expected the same number in each")
         return counts.pop()
-
-    def _check(self, name: str, tensor: TensorSpec, rows: int, place: Place) -> None:
-        region = self._named(place.region)
-        if place.offset + place.size > region.size:
-            raise malformed(
-                f"tensor {name!r}: bytes {place.offset} to {place.offset + place.size} of region {region.name!r} were "
-                f"asked for, it has {region.size}"
-            )
-        if place.size < rows * tensor.row_bytes:
-            raise malformed(f"tensor {name!r} has {rows * tensor.row_bytes} bytes, {place.size} were given")

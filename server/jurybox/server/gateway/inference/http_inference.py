@@ -22,7 +22,7 @@ from jurybox.server.gateway.app import AnyText
 from jurybox.server.gateway.inference import models
 from jurybox.server.gateway.inference.inference import InferRequest, InferResponse, Input, OpenInference, Output, Wanted
 from jurybox.server.gateway.inference.shared_memory import Region
-from jurybox.server.gateway.inference.tensors import MOST_TENSORS, malformed, read_json, shown
+from jurybox.server.gateway.inference.tensors import MOST_TENSORS, malformed, read_json, shown, truth
 from jurybox.server.security.http import TAKEN, Taken
 
 LENGTH = "Inference-Header-Content-Length"
@@ -58,14 +58,14 @@ def request_of(model: str, version: str, body: bytes, json_length: str | None) -
     if len(binary):
         raise malformed(f"{len(binary)} bytes came after the tensors that {_SIZE} tells of: expected none")
     parameters = _parameters(given, "request")
-    all_binary = _flag(parameters.pop(_ALL_BINARY, False), _ALL_BINARY)
+    all_binary = truth(_ALL_BINARY, parameters.pop(_ALL_BINARY, False))
     names: set[str] = set()
     outputs: list[Wanted] = []
     for part in _objects(given, "outputs") if "outputs" in given else []:
         _fields(part, "output", ("name", "parameters"))
         told = _parameters(part, "output")
         name = _text(part, "name", "output")
-        if _flag(told.pop(_BINARY, all_binary), _BINARY):
+        if truth(_BINARY, told.pop(_BINARY, all_binary)):
             names.add(name)
         outputs.append(Wanted(name, told))
     identity = _text(given, "id", "request") if "id" in given else ""
@@ -189,12 +189,6 @@ def _parameters(given: dict[str, Any], where: str) -> dict[str, Any]:
     if len(value) > MOST_TENSORS:
         raise malformed(f"{where}: {len(value)} parameters came, expected at most {MOST_TENSORS}")
     return dict(value)
-
-
-def _flag(value: object, name: str) -> bool:
-    if type(value) is not bool:
-        raise malformed(f"parameter {name}={shown(value)}: expected true or false")
-    return value
 
 
 MAX_BODY_BYTES = 64 << 20

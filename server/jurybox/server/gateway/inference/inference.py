@@ -234,11 +234,7 @@ class Inference:
                 datatype_of(spec.outputs[name]),
                 (rows, *spec.outputs[name].shape),
                 None,
-                {
-                    REGION: place.region,
-                    "shared_memory_byte_size": place.size,
-                    **({"shared_memory_offset": place.offset} if place.offset else {}),
-                },
+                place.told(),
             )
             for name, place in outputs.items()
         ]
@@ -447,10 +443,7 @@ class Inference:
         written = np.frombuffer(output.raw(), np.uint8) if isinstance(array, list) else array
         assert written is not None
         self._regions.write(place, written, name)
-        told = {**output.parameters, "shared_memory_region": place.region, "shared_memory_byte_size": place.size}
-        if place.offset:
-            told["shared_memory_offset"] = place.offset
-        return Output(name, output.datatype, output.shape, None, told)
+        return Output(name, output.datatype, output.shape, None, {**output.parameters, **place.told()})
 
 
 async def _kept(answer: Coroutine[Any, Any, InferResponse]) -> InferResponse | Error:

@@ -65,6 +65,17 @@ class Held:
         )
         self.in_use = 0  # callers that are waited for
         self.retired = self.closed = False
+        self._lanes = lanes
+
+    def __enter__(self) -> None:
+        """It stays open inside the ``with``. Raises Refused (code STALE_LEASE) where it is given up already."""
+        if self.retired:
+            raise Refused(f"the lane of {self.spec.name!r} was given up just now", Code.STALE_LEASE)
+        self.in_use += 1
+
+    def __exit__(self, *_: object) -> None:
+        self.in_use -= 1
+        self._lanes.let_go(self)
 
     @property
     def has_sequence(self) -> bool:
@@ -77,12 +88,10 @@ class Lanes:
 
     Args:
         address: the server's.
-        open_connection: makes a connection to that address.
     """
 
-    def __init__(self, address: str, *, open_connection: Callable[[str, float], Server] | None = None) -> None:
+    def __init__(self, address: str) -> None:
         self._address = address
-        self._open = open_connection or (lambda address, timeout: connect(address, timeout=timeout))
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="lanes")  # what waits, waits there
         self._connecting = threading.Lock()
         self._server: Server | None = None
@@ -143,16 +152,10 @@ class Lanes:
             Refused (code STALE_LEASE): the lane is over; hold anew and ask once more.
             Timeout, Busy, ModelFailed, Refused, ServerGone.
         """
-        if held.retired:
-            raise Refused(f"the lane of {held.spec.name!r} was given up just now", Code.STALE_LEASE)
-        held.in_use += 1
-        try:
+        with held:
             if n <= held.piece:
                 return await held.coalescer.ask(inputs, n, seconds, version)
             return await self._in_pieces(held, inputs, n, time.monotonic() + seconds, version)
-        finally:
-            held.in_use -= 1
-            self.let_go(held)
 
     async def ask_sessions(
         self, held: Held, inputs: Arrays, sessions: list[int], begin: list[bool], seconds: float, version: int
@@ -162,31 +165,17 @@ class Lanes:
         Raises:
             SessionLost: `sessions` of it are those that have lost their state. As `ask`.
         """
-        assert held.sessions is not None
-        if held.retired:
-            raise Refused(f"the lane of {held.spec.name!r} was given up just now", Code.STALE_LEASE)
-        held.in_use += 1
-        try:
-            return await held.coalescer.ask(
-                inputs, len(sessions), seconds, version, dict(zip(sessions, begin, strict=True))
-            )
-        finally:
-            held.in_use -= 1
-            self.let_go(held)
+        begins = dict(zip(sessions, begin, strict=True))
+        with held:
+            return await held.coalescer.ask(inputs, len(sessions), seconds, version, begins)
 
     async def exchange_state(
         self, held: Held, sessions: list[int], begin: list[bool], state: Arrays | None, seconds: float
     ) -> Arrays:
         """The state of some sessions, by name; or write it, where one is given. Raises as `ask_sessions`."""
         assert held.sessions is not None
-        if held.retired:
-            raise Refused(f"the lane of {held.spec.name!r} was given up just now", Code.STALE_LEASE)
-        held.in_use += 1
-        try:
+        with held:
             return await held.sessions.exchange_state_async(sessions, begin, state, seconds)
-        finally:
-            held.in_use -= 1
-            self.let_go(held)
 
     async def probe(self, held: Held, seconds: float, version: int) -> None:
         """Request one row of zeros. Raises as `ask`."""
@@ -318,7 +307,7 @@ class Lanes:
     def _connected(self) -> Server:
         with self._connecting:
             if self._server is None:
-                self._server = self._open(self._address, _CONNECT)
+                self._server = connect(self._address, timeout=_CONNECT)
             return self._server
 
     def _disconnect(self) -> None:

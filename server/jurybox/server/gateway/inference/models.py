@@ -13,7 +13,7 @@ from jurybox.protocol.errors import SLEEPS, Code, ModelNotFound, Refused, plain
 from jurybox.protocol.spec import BYTES, OIP_NAMES
 from jurybox.protocol.wire import build_version, require_name
 from jurybox.server.gateway.inference.lanes import Lanes
-from jurybox.server.gateway.inference.tensors import Parameters, malformed, read_json, weights_version
+from jurybox.server.gateway.inference.tensors import Parameters, malformed, read_json, truth, weights_version
 
 Document = dict[str, Any]
 
@@ -229,7 +229,7 @@ class Repository:
         """
         _only_ours(repository)
         given = dict(parameters)
-        if _flag(given, "wake"):
+        if truth("wake", given.pop("wake", False)):
             if given:
                 raise malformed("wake brings back a model as it was: expected no other parameter with it")
             await self.wake(model)
@@ -256,7 +256,7 @@ class Repository:
         """Unload a model; with the parameter `sleep`, true, put it to sleep. Raises ModelNotFound."""
         _only_ours(repository)
         given = dict(parameters)
-        sleeps = _flag(given, "sleep")
+        sleeps = truth("sleep", given.pop("sleep", False))
         for name in given:
             if name != "unload_dependents":  # no model depends on another here
                 raise Refused(
@@ -274,13 +274,6 @@ class Repository:
     async def wake(self, model: str) -> None:
         """Move them back. Raises ModelNotFound, ModelFailed."""
         await self._lanes.call(lambda server: server.wake(model, timeout=_LOAD))
-
-
-def _flag(given: dict[str, Any], name: str) -> bool:
-    """Take a parameter that is true or false."""
-    if type(value := given.pop(name, False)) is not bool:
-        raise malformed(f"parameter {name!r} is {plain(value, 50)!r}, expected true or false")
-    return value
 
 
 def _only_ours(repository: str) -> None:

@@ -15,7 +15,7 @@ import re
 import stat
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,7 +42,17 @@ class Region:
     fd: int
 
 
-R = TypeVar("R")
+class Sized(Protocol):
+    """A registered region."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def size(self) -> int: ...
+
+
+R = TypeVar("R", bound=Sized)
 
 
 class Registry(Generic[R]):
@@ -73,6 +83,21 @@ class Registry(Generic[R]):
         """The names of a region, or of all without a name; none of an unknown one."""
         return [name] if name in self._regions else [] if name else list(self._regions)
 
+    def check(self, place: Place, size: int, tensor: str) -> None:
+        """Check that `size` bytes fit into the region.
+
+        Raises:
+            Refused: no such region. ProtocolMismatch (code MALFORMED): the place lies outside of it, or is too small.
+        """
+        region = self._named(place.region)
+        if place.offset + place.size > region.size:
+            raise malformed(
+                f"tensor {tensor!r}: bytes {place.offset} to {place.offset + place.size} of region {region.name!r} "
+                f"were asked for, it has {region.size}"
+            )
+        if place.size < size:
+            raise malformed(f"tensor {tensor!r} has {size} bytes, {place.size} of region {region.name!r} were given")
+
     def _named(self, name: str) -> R:
         if name not in self._regions:
             there = ", ".join(sorted(self._regions)[:20]) or "none"
@@ -85,17 +110,15 @@ class Regions(Registry[Region]):
 
     Args:
         prefix: what the names of regions begin with; empty: none can be registered.
-        folder: of the shared-memory file system.
 
     Attributes:
         allowed: whether regions can be registered.
     """
 
-    def __init__(self, prefix: str, *, folder: Path = _POSIX) -> None:
+    def __init__(self, prefix: str) -> None:
         super().__init__("region")
         self._prefix = prefix
         self.allowed = bool(prefix)
-        self._folder = folder
 
     def register(self, name: str, key: str, offset: int, size: int) -> None:
         """Register a region.
@@ -127,21 +150,6 @@ class Regions(Registry[Region]):
         """Unregister a region, or all without a name. An unknown name is ignored."""
         for chosen in self._chosen(name):
             os.close(self._regions.pop(chosen).fd)
-
-    def check(self, place: Place, size: int, tensor: str) -> None:
-        """Check that `size` bytes fit into the region.
-
-        Raises:
-            Refused: no such region. ProtocolMismatch (code MALFORMED): the place lies outside of it, or is too small.
-        """
-        region = self._named(place.region)
-        if place.offset + place.size > region.size:
-            raise malformed(
-                f"tensor {tensor!r}: bytes {place.offset} to {place.offset + place.size} of region {region.name!r} "
-                f"were asked for, it has {region.size}"
-            )
-        if place.size < size:
-            raise malformed(f"tensor {tensor!r} has {size} bytes, {place.size} of region {region.name!r} were given")
 
     def read(self, place: Place, shape: tuple[int, ...], dtype: np.dtype[Any], tensor: str) -> NDArray[Any]:
         """Read a copy of the tensor. Raises as `check`, and if the memory has been shrunk since."""
@@ -176,10 +184,10 @@ class Regions(Registry[Region]):
         if not name.startswith(self._prefix) or name.startswith(OWN_PREFIX):
             raise Refused(f"{key!r} may not be registered: expected a name that begins with {self._prefix!r}")
         try:
-            fd = os.open(self._folder / name, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+            fd = os.open(_POSIX / name, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         except OSError as error:
             raise Refused(
-                f"shared memory {key!r} cannot be opened in {self._folder}: {error.strerror}; the client makes it, on "
+                f"shared memory {key!r} cannot be opened in {_POSIX}: {error.strerror}; the client makes it, on "
                 "this host and as the server's user",
                 Code.MALFORMED,
             ) from error

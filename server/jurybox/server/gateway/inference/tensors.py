@@ -284,6 +284,11 @@ class Place:
     size: int
     offset: int
 
+    def told(self) -> dict[str, Any]:
+        """The parameters of a tensor that lies there."""
+        where = {REGION: self.region, _SIZE: self.size}
+        return where | {_OFFSET: self.offset} if self.offset else where
+
 
 NOTHING = Asked()
 
@@ -304,7 +309,7 @@ def of_request(parameters: Parameters) -> Asked:
         elif name == "sequence_id":
             sequence = _sequence_id(value)
         elif name in flags:
-            flags[name] = _truth(name, value)
+            flags[name] = truth(name, value)
         elif name == "session_client":
             if not isinstance(value, str) or not _CLIENT.fullmatch(value):
                 raise malformed(f"parameter {name}={shown(value)}: expected 32 hexadecimal digits")
@@ -411,7 +416,8 @@ def _whole(name: str, value: object, most: int) -> int:
     return value
 
 
-def _truth(name: str, value: object) -> bool:
+def truth(name: str, value: object) -> bool:
+    """A parameter that is true or false. Raises ProtocolMismatch."""
     if type(value) is not bool:
         raise malformed(f"parameter {name}={shown(value)}: expected true or false")
     return value
