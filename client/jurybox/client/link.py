@@ -13,23 +13,9 @@ import numpy as np
 
 from jurybox.client.control import Control, Wires
 from jurybox.client.lane import Lane
+from jurybox.protocol import control_pb2 as pb
 from jurybox.protocol import forks
 from jurybox.protocol.arena import Columns
-from jurybox.protocol.control_pb2 import (
-    BindRequest,
-    ControlReply,
-    Hello,
-    KeepRequest,
-    Lease,
-    LeaseRequest,
-    LoadRequest,
-    ModelMessage,
-    ModelRequest,
-    SleepRequest,
-    StatusRequest,
-    UnloadRequest,
-    WakeRequest,
-)
 from jurybox.protocol.descriptors import require
 from jurybox.protocol.device_memory import Driver
 from jurybox.protocol.errors import Busy, Code, Refused, Timeout
@@ -56,7 +42,7 @@ class Link(Protocol):
     def models(self, timeout: float) -> list[str]:
         """Names of the models the server holds."""
 
-    def describe(self, name: str, timeout: float) -> ModelMessage:
+    def describe(self, name: str, timeout: float) -> pb.ModelMessage:
         """State, spec and digest of a model."""
 
     def status(self, timeout: float) -> str:
@@ -81,7 +67,7 @@ class Link(Protocol):
         """Have the engines pause; gives what lets them go on."""
         raise Refused("engines pause for processes of their own host, which share the device: connect over ipc://")
 
-    def bind(self, request: BindRequest, timeout: float) -> None:
+    def bind(self, request: pb.BindRequest, timeout: float) -> None:
         """Bind rows to device memory in every engine, or end that; returns when it is done."""
         raise Refused("device memory is handed over on one host: connect over ipc://")
 
@@ -191,42 +177,42 @@ class ControlLink(Link):
     def models(self, timeout: float) -> list[str]:
         return list(self._call(timeout, hello=self.hello()).server.models)
 
-    def describe(self, name: str, timeout: float) -> ModelMessage:
-        return self._call(timeout, model=ModelRequest(model=name)).model
+    def describe(self, name: str, timeout: float) -> pb.ModelMessage:
+        return self._call(timeout, model=pb.ModelRequest(model=name)).model
 
     def status(self, timeout: float) -> str:
-        return self._call(timeout, status=StatusRequest()).status.json
+        return self._call(timeout, status=pb.StatusRequest()).status.json
 
     def load(self, name: str, settings_json: str, timeout: float, *, keep: float, remote: bool) -> None:
-        self._call(timeout, load=LoadRequest(model=name, settings_json=settings_json, keep=keep, remote=remote))
+        self._call(timeout, load=pb.LoadRequest(model=name, settings_json=settings_json, keep=keep, remote=remote))
 
     def keep(self, name: str, seconds: float, timeout: float) -> None:
-        self._call(timeout, keep=KeepRequest(model=name, keep=seconds))
+        self._call(timeout, keep=pb.KeepRequest(model=name, keep=seconds))
 
     def unload(self, name: str, timeout: float) -> None:
-        self._call(timeout, unload=UnloadRequest(model=name))
+        self._call(timeout, unload=pb.UnloadRequest(model=name))
 
     def sleep(self, name: str, timeout: float) -> None:
-        self._call(timeout, sleep=SleepRequest(model=name))
+        self._call(timeout, sleep=pb.SleepRequest(model=name))
 
     def wake(self, name: str, timeout: float) -> None:
-        self._call(timeout, wake=WakeRequest(model=name))
+        self._call(timeout, wake=pb.WakeRequest(model=name))
 
-    def hello(self) -> Hello:
+    def hello(self) -> pb.Hello:
         """How this client introduces itself."""
-        return Hello(client=build_version(), pid=os.getpid())
+        return pb.Hello(client=build_version(), pid=os.getpid())
 
-    def _call(self, timeout: float, **request: Any) -> ControlReply:
+    def _call(self, timeout: float, **request: Any) -> pb.ControlReply:
         return self._control.call(timeout, **request)
 
-    def _grant(self, name: str, rows: int, deadline: float, timeout: float) -> Lease:
+    def _grant(self, name: str, rows: int, deadline: float, timeout: float) -> pb.Lease:
         """A lease, waited for while the model loads or other clients have the rows."""
         return patiently(
-            lambda left: self._call(left, lease=LeaseRequest(model=name, rows=rows)).lease, deadline, timeout
+            lambda left: self._call(left, lease=pb.LeaseRequest(model=name, rows=rows)).lease, deadline, timeout
         )
 
 
-def patiently(ask: Callable[[float], Lease], deadline: float, timeout: float) -> Lease:
+def patiently(ask: Callable[[float], pb.Lease], deadline: float, timeout: float) -> pb.Lease:
     """Ask for a lease until it is granted.
 
     Raises:
@@ -243,7 +229,7 @@ def patiently(ask: Callable[[float], Lease], deadline: float, timeout: float) ->
         time.sleep(POLL)  # loading takes seconds; being told would need a channel of its own
 
 
-def spec_of(message: ModelMessage) -> ModelSpec:
+def spec_of(message: pb.ModelMessage) -> ModelSpec:
     """The spec that a model's message carries."""
     return ModelSpec(message.name, _specs(message.inputs), _specs(message.outputs), _specs(message.session_state))
 

@@ -14,17 +14,8 @@ import numpy as np
 
 from jurybox.client.remote.grpc_channel import RemoteStream
 from jurybox.protocol import forks
+from jurybox.protocol import remote_weights_pb2 as pb
 from jurybox.protocol.errors import Code, Error, ProtocolMismatch, Refused, ServerGone, SpecMismatch, Timeout
-from jurybox.protocol.remote_weights_pb2 import (
-    BeginPublication,
-    EndPublication,
-    Opened,
-    OpenPublisher,
-    PublishReply,
-    PublishRequest,
-    ReadReply,
-    ReadRequest,
-)
 from jurybox.protocol.weights import WeightsLayout
 from jurybox.protocol.weights.channel import decode_extra, encode_extra
 from jurybox.protocol.weights.layout import TensorPlace, dtype_name
@@ -119,7 +110,7 @@ class RemotePublisher:
             flat = self._flatten(tensors)
             base = self._base if self._changed_only else None
             self._base = None
-            begin = BeginPublication(
+            begin = pb.BeginPublication(
                 layout_hash=bytes.fromhex(self._travelling.hash),
                 bfloat16=self._bfloat16,
                 changed_only=base is not None,
@@ -128,12 +119,12 @@ class RemotePublisher:
                 extra=packed,
             )
             try:
-                self._stream.send(PublishRequest(begin=begin))
+                self._stream.send(pb.PublishRequest(begin=begin))
                 sent = 0
                 for chunk in chunks(flat, base):
-                    self._stream.send(PublishRequest(chunk=chunk))
+                    self._stream.send(pb.PublishRequest(chunk=chunk))
                     sent += len(chunk.data)
-                self._stream.send(PublishRequest(end=EndPublication(bytes=sent)))
+                self._stream.send(pb.PublishRequest(end=pb.EndPublication(bytes=sent)))
                 self.version = int(self._stream.receive().published)
             except BaseException as error:
                 if not isinstance(error, Error) or error.code not in (Code.REFUSED, Code.SPEC_MISMATCH):
@@ -153,7 +144,7 @@ class RemotePublisher:
     def _after_fork_in_child(self) -> None:
         self._forked, self._turn = True, threading.Lock()
 
-    def _open_again(self) -> tuple[RemoteStream, Opened]:
+    def _open_again(self) -> tuple[RemoteStream, pb.Opened]:
         until = time.monotonic() + min(_BACK, self._timeout)
         while True:
             try:
@@ -163,16 +154,16 @@ class RemotePublisher:
                     raise
             time.sleep(_AGAIN)
 
-    def _open(self) -> tuple[RemoteStream, Opened]:
-        stream = RemoteStream(self._channel, PUBLISH, PublishReply.FromString, self._metadata, self._timeout)
+    def _open(self) -> tuple[RemoteStream, pb.Opened]:
+        stream = RemoteStream(self._channel, PUBLISH, pb.PublishReply.FromString, self._metadata, self._timeout)
         try:
-            stream.send(PublishRequest(open=OpenPublisher(model=self._model)))
+            stream.send(pb.PublishRequest(open=pb.OpenPublisher(model=self._model)))
             return stream, stream.receive().opened
         except BaseException:
             stream.close()
             raise
 
-    def _adopt(self, opened: Opened) -> None:
+    def _adopt(self, opened: pb.Opened) -> None:
         self.layout = WeightsLayout.from_json(opened.layout)
         self.version = int(opened.newest)
         self._extra_bytes: int = int(opened.extra_bytes)
@@ -299,7 +290,7 @@ class RemoteWeightsReader:
         self._require_open()
         stream = self._stream
         if stream is None or not stream.alive:
-            stream = RemoteStream(self._channel, READ, ReadReply.FromString, self._metadata, self._timeout)
+            stream = RemoteStream(self._channel, READ, pb.ReadReply.FromString, self._metadata, self._timeout)
             self._stream = stream
             if self._closed:  # by another thread, in this very moment
                 stream.close()
@@ -329,7 +320,7 @@ class RemoteWeightsReader:
         return Weights(state, int(head.version), decode_extra(head.extra))
 
     def _head(self, stream: RemoteStream, until: float | None, *, look: bool = False) -> Any:
-        stream.send(ReadRequest(model=self._model, look=look), until)
+        stream.send(pb.ReadRequest(model=self._model, look=look), until)
         reply = stream.receive(until)
         if reply.WhichOneof("part") != "head":
             raise ProtocolMismatch(f"the gateway answered with {reply.WhichOneof('part')!r}, expected 'head'")

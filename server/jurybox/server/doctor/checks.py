@@ -21,7 +21,7 @@ from jurybox.protocol.errors import Error
 from jurybox.protocol.segment import OWNER_LOCK, Segment, dead, directory, is_locked, segment_name, sweep, try_lock
 from jurybox.protocol.wire import PROTOCOL_VERSION, build_version
 from jurybox.server.doctor import host
-from jurybox.server.doctor.host import Finding, Level
+from jurybox.server.doctor.host import Finding, fail, ok, warn
 from jurybox.server.supervisor.segment_server import SegmentServer, available_memory
 
 _MIB = 1 << 20
@@ -64,10 +64,10 @@ def check_python(found: tuple[int, int, int], platform: str) -> Finding:
     """Python 3.11 on Linux."""
     text = f"Python {'.'.join(map(str, found))} on {platform}"
     if platform != "linux":
-        return Finding("python", Level.FAIL, text, "a server needs Linux: run it there, or in a container")
+        return fail("python", text, "a server needs Linux: run it there, or in a container")
     if found < (3, 11, 0):
-        return Finding("python", Level.FAIL, text, "install Python 3.11 or newer")
-    return Finding("python", Level.OK, text)
+        return fail("python", text, "install Python 3.11 or newer")
+    return ok("python", text)
 
 
 def check_packages(installed: Mapping[str, str | None]) -> Finding:
@@ -76,17 +76,15 @@ def check_packages(installed: Mapping[str, str | None]) -> Finding:
     text = ", ".join(f"{name} {found}" for name, found in installed.items() if found is not None)
     text = f"jurybox {build_version()} (protocol {PROTOCOL_VERSION}), {text}"
     if missing:
-        return Finding(
-            "packages", Level.FAIL, f"{', '.join(missing)} not installed; {text}", "pip install 'jurybox[server]'"
-        )
-    return Finding("packages", Level.OK, text)
+        return fail("packages", f"{', '.join(missing)} not installed; {text}", "pip install 'jurybox[server]'")
+    return ok("packages", text)
 
 
 def _check_conflicts() -> Finding:
     try:
         from jurybox.server.doctor import packages
     except ModuleNotFoundError as error:
-        return Finding("versions", Level.WARN, f"not looked at: no {error.name}", "pip install 'jurybox[server]'")
+        return warn("versions", f"not looked at: no {error.name}", "pip install 'jurybox[server]'")
     return packages.check_conflicts(packages.installed())
 
 
@@ -95,21 +93,16 @@ def check_native() -> Finding:
     try:
         module = importlib.import_module("jurybox.native")
     except ImportError as error:
-        return Finding(
-            "native core",
-            Level.FAIL,
-            str(error),
-            "install a wheel for this platform, or a C++17 compiler and reinstall",
-        )
-    return Finding("native core", Level.OK, str(module.__file__))
+        return fail("native core", str(error), "install a wheel for this platform, or a C++17 compiler and reinstall")
+    return ok("native core", str(module.__file__))
 
 
 def check_http2(version: str, missing: str) -> Finding:
     """What speaks HTTP/2 for gRPC: the system's library, or grpcio. One of the arguments is empty."""
     if version:
-        return Finding("gRPC", Level.OK, f"HTTP/2 by libnghttp2 {version}")
+        return ok("gRPC", f"HTTP/2 by libnghttp2 {version}")
     text = f"HTTP/2 by grpcio, which takes several times the CPU time a request: {missing}"
-    return Finding("gRPC", Level.WARN, text, "apt install libnghttp2-14, or dnf install libnghttp2")
+    return warn("gRPC", text, "apt install libnghttp2-14, or dnf install libnghttp2")
 
 
 def _nghttp2() -> tuple[str, str]:
@@ -125,10 +118,10 @@ def check_memory(free: int, where: str) -> Finding:
     text = f"{free / _MIB:.0f} MiB left of {where}"
     remedy = "stop what takes memory, or give it more (docker run --memory); or set a smaller 'rows' for each model"
     if free < _ARENA:
-        return Finding("memory", Level.FAIL, f"{text}; one model's arena takes up to {_ARENA // _MIB}", remedy)
+        return fail("memory", f"{text}; one model's arena takes up to {_ARENA // _MIB}", remedy)
     if free < _COMFORT:
-        return Finding("memory", Level.WARN, f"{text}; enough for {free // _ARENA} models' arenas", remedy)
-    return Finding("memory", Level.OK, text)
+        return warn("memory", f"{text}; enough for {free // _ARENA} models' arenas", remedy)
+    return ok("memory", text)
 
 
 def check_room(total: int, free: int, folder: Path) -> Finding:
@@ -139,10 +132,10 @@ def check_room(total: int, free: int, folder: Path) -> Finding:
         f"{folder}, or point JURYBOX_SHM_DIR at a larger tmpfs"
     )
     if free < _MIB:
-        return Finding("shared memory", Level.FAIL, text, remedy)
+        return fail("shared memory", text, remedy)
     if free < _ARENA:
-        return Finding("shared memory", Level.WARN, f"{text}; a training's weights and replay may need more", remedy)
-    return Finding("shared memory", Level.OK, text)
+        return warn("shared memory", f"{text}; a training's weights and replay may need more", remedy)
+    return ok("shared memory", text)
 
 
 def check_segment() -> Finding:
@@ -151,13 +144,12 @@ def check_segment() -> Finding:
         with Segment.create(segment_name(f"doctor{secrets.token_hex(4)}", "probe"), 4096):
             pass
     except (Error, OSError) as error:
-        return Finding(
+        return fail(
             "segments",
-            Level.FAIL,
             f"{directory()}: {error}",
             "expected a writable tmpfs with O_TMPFILE and a mounted /proc; point JURYBOX_SHM_DIR at one",
         )
-    return Finding("segments", Level.OK, f"can be made in {directory()}")
+    return ok("segments", f"can be made in {directory()}")
 
 
 def check_sealed() -> Finding:
@@ -167,13 +159,12 @@ def check_sealed() -> Finding:
         with SegmentServer(owner) as server, server.create(segment_name(owner, "probe"), 4096) as segment:
             Segment.attach(segment.name).close()
     except (Error, OSError) as error:
-        return Finding(
+        return fail(
             "sealed memory",
-            Level.FAIL,
             str(error),
             "a server needs memfd_create with seals (Linux 3.17), and a socket in the folder of shared memory",
         )
-    return Finding("sealed memory", Level.OK, "can be made and handed over")
+    return ok("sealed memory", "can be made and handed over")
 
 
 def check_locks() -> Finding:
@@ -190,8 +181,8 @@ def check_locks() -> Finding:
     except OSError as error:
         works, text = False, f"kernel {kernel}: {error}"
     if not works:
-        return Finding("locks", Level.FAIL, text, f"leases need fcntl's F_OFD_SETLK in {directory()}: use a tmpfs")
-    return Finding("locks", Level.OK, f"{text} has open-file-description locks")
+        return fail("locks", text, f"leases need fcntl's F_OFD_SETLK in {directory()}: use a tmpfs")
+    return ok("locks", f"{text} has open-file-description locks")
 
 
 def stale_segments() -> list[str]:
@@ -202,13 +193,11 @@ def stale_segments() -> list[str]:
 def check_stale(stale: list[str], remove: Callable[[], list[str]] | None) -> Finding:
     """Check for shared memory of dead owners; `remove` removes it."""
     if not stale:
-        return Finding("stale segments", Level.OK, "none")
+        return ok("stale segments", "none")
     if remove is None:
         some = ", ".join(stale[:3]) + (", ..." if len(stale) > 3 else "")
-        return Finding(
-            "stale segments", Level.WARN, f"{len(stale)}: {some}", "jurybox doctor --fix removes them, as a start does"
-        )
-    return Finding("stale segments", Level.OK, f"{len(remove())} removed")
+        return warn("stale segments", f"{len(stale)}: {some}", "jurybox doctor --fix removes them, as a start does")
+    return ok("stale segments", f"{len(remove())} removed")
 
 
 def check_files(limits: tuple[int, int]) -> Finding:
@@ -220,10 +209,10 @@ def check_files(limits: tuple[int, int]) -> Finding:
         text = "no limit of open files"
     remedy = "raise the hard limit (limits.conf; systemd: LimitNOFILE=65536; docker: --ulimit nofile=65536)"
     if hard < 256:
-        return Finding("open files", Level.FAIL, text, remedy)
+        return fail("open files", text, remedy)
     if hard < 4096:
-        return Finding("open files", Level.WARN, text, remedy)
-    return Finding("open files", Level.OK, text)
+        return warn("open files", text, remedy)
+    return ok("open files", text)
 
 
 def check_cores(cores: float, environ: Mapping[str, str]) -> Finding:
@@ -231,16 +220,10 @@ def check_cores(cores: float, environ: Mapping[str, str]) -> Finding:
     text = f"{cores:g} cores"
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
         if environ.get(name, "").isdecimal() and int(environ[name]) > cores:
-            return Finding(
-                "cores", Level.WARN, f"{text}, {name}={environ[name]}", f"unset {name}: more threads than cores wait"
-            )
+            return warn("cores", f"{text}, {name}={environ[name]}", f"unset {name}: more threads than cores wait")
     if cores < 2:
-        return Finding(
-            "cores", Level.WARN, text, "clients and engine share one core: latencies will be those of its scheduler"
-        )
-    return Finding(
-        "cores", Level.OK, f"{text}; an engine on the CPU takes {max(1, int(cores) // 2)} threads by default"
-    )
+        return warn("cores", text, "clients and engine share one core: latencies will be those of its scheduler")
+    return ok("cores", f"{text}; an engine on the CPU takes {max(1, int(cores) // 2)} threads by default")
 
 
 def check_torch() -> Finding:
@@ -249,47 +232,43 @@ def check_torch() -> Finding:
     try:
         torch = importlib.import_module("torch")
     except (ImportError, OSError) as error:
-        return Finding("torch", Level.FAIL, str(error), "pip install 'jurybox[server]'; clients do without it")
+        return fail("torch", str(error), "pip install 'jurybox[server]'; clients do without it")
     if torch.cuda.is_available():
         names = [torch.cuda.get_device_name(n) for n in range(torch.cuda.device_count())]
-        return Finding("torch", Level.OK, f"torch {torch.__version__}, {len(names)} CUDA devices: {', '.join(names)}")
+        return ok("torch", f"torch {torch.__version__}, {len(names)} CUDA devices: {', '.join(names)}")
     if nodes:
         built = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "a CPU build"
-        return Finding(
+        return warn(
             "torch",
-            Level.WARN,
             f"torch {torch.__version__} ({built}) uses no GPU, though there are {', '.join(nodes)}; "
             f"CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES', 'unset')}",
             "install torch for the driver's CUDA version (pytorch.org), or update the driver",
         )
-    return Finding("torch", Level.OK, f"torch {torch.__version__}, no GPU: engines run on the CPU")
+    return ok("torch", f"torch {torch.__version__}, no GPU: engines run on the CPU")
 
 
 def check_runtime_folder(address: str) -> Finding:
     """Check that the folder of the default address belongs to this user, or can be made."""
     path = ipc_path(address)
     if path is None:
-        return Finding("runtime folder", Level.OK, f"none needed for {address}")
+        return ok("runtime folder", f"none needed for {address}")
     folder = path.parent
     if not folder.exists():
         parent = next(above for above in folder.parents if above.exists())
         if os.access(parent, os.W_OK | os.X_OK):
-            return Finding("runtime folder", Level.OK, f"{folder} will be made")
-        return Finding(
-            "runtime folder", Level.FAIL, f"{folder} cannot be made in {parent}", "set JURYBOX_ADDRESS=ipc://..."
-        )
+            return ok("runtime folder", f"{folder} will be made")
+        return fail("runtime folder", f"{folder} cannot be made in {parent}", "set JURYBOX_ADDRESS=ipc://...")
     found = folder.stat()
     text = f"{folder}, mode {found.st_mode & 0o7777:o}, user {found.st_uid}"
     if found.st_uid not in (os.getuid(), 0) or not os.access(folder, os.W_OK | os.X_OK):
-        return Finding(
+        return fail(
             "runtime folder",
-            Level.FAIL,
             text,
             f"it must be writable and belong to user {os.getuid()}: set JURYBOX_ADDRESS=ipc://... to another",
         )
     if found.st_mode & 0o077:
-        return Finding("runtime folder", Level.FAIL, text, f"others may enter it, a server refuses: chmod 700 {folder}")
-    return Finding("runtime folder", Level.OK, text)
+        return fail("runtime folder", text, f"others may enter it, a server refuses: chmod 700 {folder}")
+    return ok("runtime folder", text)
 
 
 def check_memlock(limit: int, *, has_gpu: bool) -> Finding:
@@ -300,13 +279,8 @@ def check_memlock(limit: int, *, has_gpu: bool) -> Finding:
         else f"{limit / _MIB:.0f} MiB of locked memory"
     )
     if has_gpu and 0 <= limit < _ARENA:
-        return Finding(
-            "locked memory",
-            Level.WARN,
-            text,
-            "ulimit -l unlimited (docker: --ulimit memlock=-1): copies are slower else",
-        )
-    return Finding("locked memory", Level.OK, text)
+        return warn("locked memory", text, "ulimit -l unlimited (docker: --ulimit memlock=-1): copies are slower else")
+    return ok("locked memory", text)
 
 
 def available_cores(group: Path = Path("/sys/fs/cgroup")) -> float:

@@ -37,6 +37,21 @@ class Finding:
     remedy: str = ""
 
 
+def ok(subject: str, found: str) -> Finding:
+    """Nothing to do."""
+    return Finding(subject, Level.OK, found)
+
+
+def warn(subject: str, found: str, remedy: str) -> Finding:
+    """A server runs, with limits."""
+    return Finding(subject, Level.WARN, found, remedy)
+
+
+def fail(subject: str, found: str, remedy: str) -> Finding:
+    """A server does not run."""
+    return Finding(subject, Level.FAIL, found, remedy)
+
+
 _TIMEOUT = 30.0  # seconds; a driver that has to load its modules first takes a few
 
 
@@ -100,13 +115,12 @@ def inodes(folder: Path) -> tuple[int, int]:
 def check_inodes(total: int, free: int, folder: Path) -> Finding:
     """Check for free inodes: a tmpfs holds a limited number of files."""
     if total and free < _FILES:
-        return Finding(
+        return fail(
             "inodes",
-            Level.FAIL,
             f"{folder}: {free} more files of {total} fit",
             f"remove what is left there (jurybox doctor --fix), or: mount -o remount,nr_inodes=1m {folder}",
         )
-    return Finding("inodes", Level.OK, f"{free} more files fit" if total else "as many files as fit")
+    return ok("inodes", f"{free} more files fit" if total else "as many files as fit")
 
 
 def dead_sockets(address: str) -> list[Path]:
@@ -120,14 +134,13 @@ def dead_sockets(address: str) -> list[Path]:
 def check_sockets(dead: list[Path], *, fix: bool) -> Finding:
     """Sockets of dead servers; removed with `fix`. Clients that try them wait until their time-out."""
     if not dead:
-        return Finding("stale sockets", Level.OK, "none")
+        return ok("stale sockets", "none")
     if fix:
         for path in dead:
             path.unlink(missing_ok=True)
-        return Finding("stale sockets", Level.OK, f"{len(dead)} removed")
-    return Finding(
+        return ok("stale sockets", f"{len(dead)} removed")
+    return warn(
         "stale sockets",
-        Level.WARN,
         f"{len(dead)}: {', '.join(map(str, dead[:3]))}",
         "a server there was killed: start it again (jurybox serve), or jurybox doctor --fix removes them",
     )
@@ -144,14 +157,13 @@ def clock_source() -> str:
 def check_clock(source: str) -> Finding:
     """The monotonic clock is read several times a request."""
     if source in _SLOW_CLOCKS:
-        return Finding(
+        return warn(
             "clock",
-            Level.WARN,
             f"the kernel reads the time from {source}, which takes microseconds",
             f"choose a faster one, where there is one (cat {_CLOCK.with_name('available_clocksource')}): echo tsc > "
             f"{_CLOCK}",
         )
-    return Finding("clock", Level.OK, f"{source or 'unknown source'}; time-outs go by the monotonic clock")
+    return ok("clock", f"{source or 'unknown source'}; time-outs go by the monotonic clock")
 
 
 def check_kernel(release: str) -> Finding:
@@ -159,15 +171,14 @@ def check_kernel(release: str) -> Finding:
     numbers = re.match(r"(\d+)\.(\d+)", release)
     version = tuple(map(int, numbers.groups())) if numbers else (0, 0)
     if version < _OLDEST:
-        return Finding("kernel", Level.FAIL, release, "Linux 3.17 or newer is needed, 5.14 or newer is well")
+        return fail("kernel", release, "Linux 3.17 or newer is needed, 5.14 or newer is well")
     if version < _FULL:
-        return Finding(
+        return warn(
             "kernel",
-            Level.WARN,
             f"{release}: pages of weights and replay are mapped at their first use",
             "Linux 5.14 or newer maps them ahead (MADV_POPULATE_WRITE); nothing else is missing",
         )
-    return Finding("kernel", Level.OK, release)
+    return ok("kernel", release)
 
 
 def _held(lock: Path) -> bool:
@@ -219,16 +230,14 @@ def check_gpu_sharing(environ: Mapping[str, str], mps: Path, instances: int) -> 
     subject, visible = "GPU sharing", environ.get("CUDA_VISIBLE_DEVICES", "")
     running = (mps / "control").exists()
     if environ.get("CUDA_MPS_PIPE_DIRECTORY") and not running:
-        return Finding(
+        return warn(
             subject,
-            Level.WARN,
             f"CUDA_MPS_PIPE_DIRECTORY={mps}, and no MPS daemon runs there: processes take turns on the GPU",
             "start it as the same user (nvidia-cuda-mps-control -d), or unset the variable",
         )
     if instances and "MIG-" not in visible:
-        return Finding(
+        return warn(
             subject,
-            Level.WARN,
             f"{instances} MIG instances, CUDA_VISIBLE_DEVICES={visible or 'unset'}: processes get the first one",
             "name one: CUDA_VISIBLE_DEVICES=MIG-..., as nvidia-smi -L lists them",
         )
@@ -238,4 +247,4 @@ def check_gpu_sharing(environ: Mapping[str, str], mps: Path, instances: int) -> 
     if running:
         share = environ.get("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE")
         parts.append(f"MPS in {mps}" + (f", {share} % of the GPU's threads" if share else ""))
-    return Finding(subject, Level.OK, "; ".join(parts) or "none set up: processes on one GPU take turns")
+    return ok(subject, "; ".join(parts) or "none set up: processes on one GPU take turns")

@@ -12,7 +12,7 @@ from packaging.specifiers import InvalidSpecifier, SpecifierSet
 from packaging.utils import canonicalize_name
 from packaging.version import InvalidVersion, Version
 
-from jurybox.server.doctor.host import Finding, Level
+from jurybox.server.doctor.host import Finding, Level, ok
 
 OURS = "jurybox"
 _MOST = 4  # conflicts that one finding names
@@ -114,7 +114,7 @@ def check_conflicts(packages: Mapping[str, Installed]) -> Finding:
     """Check that the versions of Jurybox's dependencies satisfy all requirements."""
     found = conflicts(packages)
     if not found:
-        return Finding("versions", Level.OK, "every package that Jurybox needs suits those that ask for it")
+        return ok("versions", "every package that Jurybox needs suits those that ask for it")
     rest = f"; and {len(found) - _MOST} more (pip check)" if len(found) > _MOST else ""
     level = Level.FAIL if canonicalize_name(found[0].asker.name) == OURS else Level.WARN
     return Finding("versions", level, "; ".join(map(str, found[:_MOST])) + rest, mending(found, packages))

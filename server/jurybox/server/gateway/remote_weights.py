@@ -22,17 +22,8 @@ import numpy as np
 
 from jurybox.client import connect
 from jurybox.protocol import remote_weights_pb2
+from jurybox.protocol import remote_weights_pb2 as pb
 from jurybox.protocol.errors import Busy, Code, Error, Refused, Timeout
-from jurybox.protocol.remote_weights_pb2 import (
-    BeginPublication,
-    Opened,
-    PublishReply,
-    PublishRequest,
-    ReadReply,
-    ReadRequest,
-    WeightsHead,
-    WeightsRefusal,
-)
 from jurybox.protocol.weights.channel import decode_extra
 from jurybox.protocol.weights.publisher import Publisher
 from jurybox.protocol.weights.reader import WeightsReader
@@ -100,15 +91,15 @@ class RemoteWeights:
         """Add the service to a server, before it starts."""
         handlers = {
             PUBLISH.rpartition("/")[2]: grpc.stream_stream_rpc_method_handler(
-                self.publish, PublishRequest.FromString, PublishReply.SerializeToString
+                self.publish, pb.PublishRequest.FromString, pb.PublishReply.SerializeToString
             ),
             READ.rpartition("/")[2]: grpc.stream_stream_rpc_method_handler(
-                self.read, ReadRequest.FromString, _serialized
+                self.read, pb.ReadRequest.FromString, _serialized
             ),
         }
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(_NAME, handlers),))
 
-    async def publish(self, requests: AsyncIterator[PublishRequest], context: Any) -> AsyncIterator[PublishReply]:
+    async def publish(self, requests: AsyncIterator[pb.PublishRequest], context: Any) -> AsyncIterator[pb.PublishReply]:
         """Serve one publisher."""
         publisher: _Publisher | None = None
         await self._come("publishers", context)
@@ -117,11 +108,11 @@ class RemoteWeights:
                 try:
                     if publisher is None:
                         publisher = await self._in_thread(_Publisher, self._address, request, self._most_bytes)
-                        reply: PublishReply | None = PublishReply(opened=publisher.opened())
+                        reply: pb.PublishReply | None = pb.PublishReply(opened=publisher.opened())
                     else:
                         reply = await self._in_thread(publisher.take, request)
                 except Error as error:
-                    yield PublishReply(refusal=_refusal(error))
+                    yield pb.PublishReply(refusal=_refusal(error))
                     if publisher is None or publisher.broken:
                         return
                 else:
@@ -132,7 +123,7 @@ class RemoteWeights:
             if publisher is not None:
                 self._threads.submit(publisher.close)  # not awaited: a stream that is cancelled must not wait
 
-    async def read(self, requests: AsyncIterator[ReadRequest], context: Any) -> AsyncIterator[ReadReply | bytes]:
+    async def read(self, requests: AsyncIterator[pb.ReadRequest], context: Any) -> AsyncIterator[pb.ReadReply | bytes]:
         """Serve one reader."""
         shared: _Shared | None = None
         source: _Source | None = None
@@ -148,7 +139,7 @@ class RemoteWeights:
                         source = await asyncio.shield(shared.opening)
                     head, kept = await self._in_thread(source.answer, request)
                 except Error as error:
-                    yield ReadReply(refusal=_refusal(error))
+                    yield pb.ReadReply(refusal=_refusal(error))
                     # Over a new stream there may be an answer: from the next server, or the model as it is now.
                     if source is None or error.code == Code.SERVER_GONE:
                         self._forget(shared)
@@ -156,7 +147,7 @@ class RemoteWeights:
                     continue
                 if not told:
                     head.layout, told = source.layout, True
-                yield ReadReply(head=head)
+                yield pb.ReadReply(head=head)
                 if kept is not None:
                     for piece in kept.pieces:
                         with self._stalling():
@@ -179,8 +170,8 @@ class RemoteWeights:
         self._streams[kind] += 1
 
     async def _next(
-        self, requests: AsyncIterator[PublishRequest], publisher: _Publisher | None
-    ) -> PublishRequest | None:
+        self, requests: AsyncIterator[pb.PublishRequest], publisher: _Publisher | None
+    ) -> pb.PublishRequest | None:
         """The next message; None at the end, and if a publication is incomplete.
 
         Between publications a learner may take as long as it likes; HTTP/2's pings tell whether it is still there.
@@ -237,14 +228,14 @@ class RemoteWeights:
             self._threads.submit(opening.result().close)
 
 
-def _serialized(reply: ReadReply | bytes) -> bytes:
+def _serialized(reply: pb.ReadReply | bytes) -> bytes:
     return reply if isinstance(reply, bytes) else reply.SerializeToString()
 
 
-def _refusal(error: Error) -> WeightsRefusal:
+def _refusal(error: Error) -> pb.WeightsRefusal:
     """An error as a message; its text is escaped."""
     message = str(error)[:_MOST_SAID].encode("utf-8", "replace").decode()
-    return WeightsRefusal(code=error.code, message=message)
+    return pb.WeightsRefusal(code=error.code, message=message)
 
 
 class _Publisher:
@@ -255,7 +246,7 @@ class _Publisher:
         broken: what came cannot be trusted; the stream must end.
     """
 
-    def __init__(self, address: str, request: PublishRequest, most_bytes: int) -> None:
+    def __init__(self, address: str, request: pb.PublishRequest, most_bytes: int) -> None:
         if request.WhichOneof("part") != "open":
             raise Error("expected 'open' as the first message of a publisher's stream", Code.MALFORMED)
         require_name(request.open.model)
@@ -276,21 +267,21 @@ class _Publisher:
             raise
         self.receiving = False
         self.broken = False
-        self._begin = BeginPublication()
+        self._begin = pb.BeginPublication()
         self._assembly: Assembly | None = None
         # What came last, whole, by what it came as: changed chunks go on top of it.
         self._base: dict[bool, np.ndarray[Any, np.dtype[np.uint8]]] = {}
 
-    def opened(self) -> Opened:
+    def opened(self) -> pb.Opened:
         channel = self._publisher.channel
-        return Opened(
+        return pb.Opened(
             layout=self._layout.to_json(),
             newest=channel.newest,
             extra_bytes=channel.extra_bytes,
             chunk_bytes=CHUNK_BYTES,
         )
 
-    def take(self, request: PublishRequest) -> PublishReply | None:
+    def take(self, request: pb.PublishRequest) -> pb.PublishReply | None:
         """Take one message of a publication; returns the reply after the last. Raises Error."""
         kind = request.WhichOneof("part")
         try:
@@ -301,14 +292,14 @@ class _Publisher:
                 self._assembly.put(request.chunk)
                 return None
             if kind == "end" and self._assembly is not None:
-                return PublishReply(published=self._finish(request.end.bytes))
+                return pb.PublishReply(published=self._finish(request.end.bytes))
         except Error as error:
             self.broken = error.code in (Code.MALFORMED, Code.TOO_LARGE)
             raise
         self.broken = True
         raise Error(f"{kind!r} has no place here: expected begin, chunks, end", Code.MALFORMED)
 
-    def _start(self, begin: BeginPublication) -> None:
+    def _start(self, begin: pb.BeginPublication) -> None:
         travelling = transfer_layout(self._layout, bfloat16=begin.bfloat16)
         if begin.layout_hash.hex() != travelling.hash:
             raise Error(
@@ -361,7 +352,7 @@ class _Kept:
 
     def __init__(self, version: int, extra: bytes, published: float, flat: np.ndarray[Any, Any]) -> None:
         self.version, self.extra, self.published = version, extra, published
-        self.pieces = [ReadReply(chunk=chunk).SerializeToString() for chunk in chunks(flat, size=_PIECE_BYTES)]
+        self.pieces = [pb.ReadReply(chunk=chunk).SerializeToString() for chunk in chunks(flat, size=_PIECE_BYTES)]
 
 
 class _Source:
@@ -382,12 +373,12 @@ class _Source:
         self._newest: _Kept | None = None
         self._alive: weakref.WeakSet[_Kept] = weakref.WeakSet()
 
-    def answer(self, request: ReadRequest) -> tuple[WeightsHead, _Kept | None]:
+    def answer(self, request: pb.ReadRequest) -> tuple[pb.WeightsHead, _Kept | None]:
         """The answer, and the publication that follows it. Raises Timeout, ServerGone."""
         reader = self._reader
         reader.require_owner()
         newer = reader.newer_than(request.newer_than)
-        head = WeightsHead(newest=reader.newest, max_lag=reader.max_lag)
+        head = pb.WeightsHead(newest=reader.newest, max_lag=reader.max_lag)
         if request.look:
             return head, None
         if not head.newest:

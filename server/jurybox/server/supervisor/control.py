@@ -12,29 +12,7 @@ from typing import Any
 import zmq
 from google.protobuf.message import DecodeError, Message
 
-from jurybox.protocol.control_pb2 import (
-    BindingMessage,
-    BindRequest,
-    ControlReply,
-    ControlRequest,
-    Done,
-    ErrorMessage,
-    Hello,
-    KeepRequest,
-    Lease,
-    LeaseRequest,
-    LoadRequest,
-    ModelMessage,
-    ModelRequest,
-    PauseRequest,
-    ReleaseRequest,
-    ServerMessage,
-    SleepRequest,
-    StatusMessage,
-    StatusRequest,
-    UnloadRequest,
-    WakeRequest,
-)
+from jurybox.protocol import control_pb2 as pb
 from jurybox.protocol.errors import Busy, Code, Error, ModelFailed, Refused, asleep, plain, said
 from jurybox.protocol.scoreboard import PAUSE_LOCK, Scoreboard
 from jurybox.protocol.segment import is_locked
@@ -94,7 +72,7 @@ class ControlSocket:
 
     Args:
         address: where to bind.
-        handlers: by the field of ControlRequest's oneof: takes that message, gives the reply's (None: Done). An
+        handlers: by the field of pb.ControlRequest's oneof: takes that message, gives the reply's (None: pb.Done). An
             `Error` it raises goes to whoever asked.
         report: called with (event, fields) for what should be logged.
     """
@@ -149,9 +127,9 @@ class ControlSocket:
         except zmq.ZMQError as error:
             self._report("reply not sent", error=said(error))
 
-    def _handle(self, body: bytes) -> ControlReply:
+    def _handle(self, body: bytes) -> pb.ControlReply:
         try:
-            request = ControlRequest.FromString(body)
+            request = pb.ControlRequest.FromString(body)
         except DecodeError as error:
             raise Error(f"not a control request: {error}", Code.MALFORMED) from error
         kind = request.WhichOneof("request")
@@ -159,9 +137,9 @@ class ControlSocket:
             raise Error(f"unknown control request {kind!r}: a newer client?", Code.MALFORMED)
         asked = getattr(request, kind)
         require_name(getattr(asked, "model", ""))
-        result = self._handlers[kind](asked) or Done()
-        field = next(item.name for item in ControlReply.DESCRIPTOR.fields if item.message_type is result.DESCRIPTOR)
-        reply = ControlReply()
+        result = self._handlers[kind](asked) or pb.Done()
+        field = next(item.name for item in pb.ControlReply.DESCRIPTOR.fields if item.message_type is result.DESCRIPTOR)
+        reply = pb.ControlReply()
         getattr(reply, field).CopyFrom(result)
         # A message without content would otherwise not count as set.
         getattr(reply, field).SetInParent()
@@ -169,14 +147,14 @@ class ControlSocket:
 
 
 def _failed(code: Code, message: str) -> bytes:
-    return ControlReply(error=ErrorMessage(code=code, message=plain(message))).SerializeToString()
+    return pb.ControlReply(error=pb.ErrorMessage(code=code, message=plain(message))).SerializeToString()
 
 
 _ORDERS = 256  # that may wait for an engine
 
 
 class ControlHandlers:
-    """Handlers of the control requests, by the field of ControlRequest that carries them."""
+    """Handlers of the control requests, by the field of pb.ControlRequest that carries them."""
 
     def __init__(
         self,
@@ -233,8 +211,8 @@ class ControlHandlers:
         self._engines.bindings.forget(lane.lease)
         self._engines.order("retire", lane=lane.lane, lease=lane.lease)
 
-    def _hello(self, request: Hello) -> ServerMessage:
-        return ServerMessage(
+    def _hello(self, request: pb.Hello) -> pb.ServerMessage:
+        return pb.ServerMessage(
             server_id=self._server_id,
             build=build_version(),
             scoreboard=self._scoreboard.segment.name,
@@ -242,7 +220,7 @@ class ControlHandlers:
             models=[held.name for held in self._models],
         )
 
-    def _lease(self, request: LeaseRequest) -> Lease:
+    def _lease(self, request: pb.LeaseRequest) -> pb.Lease:
         held = self._models.described(request.model)
         if self.draining:
             raise Refused("the server is stopping; it takes no new clients", Code.DRAINING)
@@ -261,15 +239,15 @@ class ControlHandlers:
                 f"raise models.{held.name}.rows"
             )
         lane = self._leases.grant(held.index, rows, held.arena.rows, held.arena_number)
-        return Lease(model=held.message(), lane=lane.lane, lease=lane.lease, first_row=lane.first, rows=lane.rows)
+        return pb.Lease(model=held.message(), lane=lane.lane, lease=lane.lease, first_row=lane.first, rows=lane.rows)
 
-    def _release(self, request: ReleaseRequest) -> None:
+    def _release(self, request: pb.ReleaseRequest) -> None:
         lane = self._leases.release(request.lane, request.lease, self._engines.living())
         if lane is not None:
             self.forget(lane)
 
-    def _status(self, request: StatusRequest) -> StatusMessage:
-        return StatusMessage(
+    def _status(self, request: pb.StatusRequest) -> pb.StatusMessage:
+        return pb.StatusMessage(
             json=status_json(
                 self._scoreboard,
                 list(self._models),
@@ -287,10 +265,10 @@ class ControlHandlers:
             )
         )
 
-    def _model(self, request: ModelRequest) -> ModelMessage:
+    def _model(self, request: pb.ModelRequest) -> pb.ModelMessage:
         return self._models.described(request.model).message()
 
-    def _load(self, request: LoadRequest) -> ModelMessage:
+    def _load(self, request: pb.LoadRequest) -> pb.ModelMessage:
         """Load or reload a model; the client polls its state with model requests."""
         if request.settings_json:
             settings = model_settings_from_json(request.model, request.settings_json)
@@ -315,7 +293,7 @@ class ControlHandlers:
         self._engines.load(held)
         return held.message()
 
-    def _sleep(self, request: SleepRequest) -> None:
+    def _sleep(self, request: pb.SleepRequest) -> None:
         """Have every engine move a model's weights to host memory; the client polls its state."""
         held = self._models.named(request.model)
         if held.sleeping:
@@ -331,7 +309,7 @@ class ControlHandlers:
         for index, load in held.fall_asleep().items():
             self._engines.engines[index].send("sleep", model=held.index, load=load, reason=str(asleep(held.name)))
 
-    def _wake(self, request: WakeRequest) -> None:
+    def _wake(self, request: pb.WakeRequest) -> None:
         """Have every engine move a model's weights back, or load it where it was restarted meanwhile."""
         held = self._models.named(request.model)
         if held.turning:
@@ -342,18 +320,18 @@ class ControlHandlers:
             self._engines.engines[index].send("wake", model=held.index, load=load)
         self._engines.load(held, [index for index in held.asleep_in if index not in held.turning])
 
-    def _bind(self, request: BindRequest) -> BindingMessage:
+    def _bind(self, request: pb.BindRequest) -> pb.BindingMessage:
         """Bind rows of a lease to device memory, in every engine of its model, or end that."""
         lane = self._leases.held(request.lane, request.lease)
         held = None if lane is None else self._models.numbered(lane.model)
         if lane is None or held is None:
             if request.end:
-                return BindingMessage(settled=True)  # with the lease
+                return pb.BindingMessage(settled=True)  # with the lease
             raise Refused("the lane is not leased to the sender (any more): lease one again", Code.STALE_LEASE)
         living = [index for index in self._engines.living() if index in self._engines.of(held)]
         return self._engines.bindings.handle(request, lane, held, living)
 
-    def _pause(self, request: PauseRequest) -> None:
+    def _pause(self, request: pb.PauseRequest) -> None:
         """Have the engines pause, or go on."""
         if request.pause and not is_locked(self._scoreboard.segment.fd, PAUSE_LOCK):
             raise Refused("engines pause for who holds the scoreboard's lock: use Server.pause")
@@ -384,7 +362,7 @@ class ControlHandlers:
                 "is, without settings, or another one under a name of its own"
             )
 
-    def _keep(self, request: KeepRequest) -> None:
+    def _keep(self, request: pb.KeepRequest) -> None:
         """Hold a model on whose client still wants it."""
         held = self._models.named(request.model)
         until = self._until(request.model, request.keep)
@@ -392,7 +370,7 @@ class ControlHandlers:
             raise Refused(f"model {request.model!r} was loaded without keep: it stays until it is unloaded")
         held.until = until
 
-    def _require_said(self, request: LoadRequest) -> None:
+    def _require_said(self, request: pb.LoadRequest) -> None:
         """Refuse settings that would silently end a model's publications or their saving."""
         held, given = self._models.get(request.model), None
         with contextlib.suppress(ValueError, RecursionError):  # which was told where settings are checked
@@ -429,7 +407,7 @@ class ControlHandlers:
             return configured
         return self._models.named(name).settings
 
-    def _unload(self, request: UnloadRequest) -> None:
+    def _unload(self, request: pb.UnloadRequest) -> None:
         if not self._models.forget_failed(request.model):
             self.let_go(self._models.named(request.model))
 
