@@ -128,7 +128,7 @@ class _Request:
     told: dict[str, int] | None = None  # what will have been reported once it is answered
 
 
-class AsyncChunkPolicy:
+class AsyncChunkPolicy(forks.Closing):
     """Executes chunks while the next one is computed. `act` is called once a control step, and never waits.
 
     One request is on its way at a time, in a thread of the policy's own. Its answer's first action is of the step at
@@ -261,12 +261,6 @@ class AsyncChunkPolicy:
             self._changed.notify_all()
         if not self._forked and threading.current_thread() is not self._thread:
             self._thread.join(timeout)
-
-    def __enter__(self) -> AsyncChunkPolicy:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     # ---- inside, under the lock
 

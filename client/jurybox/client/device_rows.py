@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from jurybox.protocol.control_pb2 import BindRequest, RegionPlace
 from jurybox.protocol.device_memory import Driver
 from jurybox.protocol.errors import Error, Refused
+from jurybox.protocol.forks import Closing
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -81,7 +82,7 @@ class BoundRows:
         return True
 
 
-class DeviceRows:
+class DeviceRows(Closing):
     """As `Rows`, on the device: write to `inputs`, `infer`, read `outputs`. Use it in a ``with``.
 
     The memory is this process's; every engine of the model has opened it. An answer means that the outputs are there.
@@ -161,12 +162,6 @@ class DeviceRows:
             self._driver.destroy_event(event)
         if pointer:
             self._driver.free(pointer)
-
-    def __enter__(self) -> DeviceRows:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def _arrays(self, specs: Mapping[str, TensorSpec], offsets: dict[str, int], rows: int) -> dict[str, Any]:
         return {

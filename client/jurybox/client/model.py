@@ -32,7 +32,7 @@ T = TypeVar("T")
 Outputs = NDArray[Any] | dict[str, NDArray[Any]]
 
 
-class Model:
+class Model(forks.Closing):
     """Inference on one model through a lane of the server's shared memory. Get it from `Server.model`.
 
     Calls from several threads are safe and go one after another; threads that should not wait for each other take
@@ -295,12 +295,6 @@ class Model:
         if not self._closed:
             self._closed = True
             self._lane.close()
-
-    def __enter__(self) -> Model:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     # ---- for tickets and rows
 

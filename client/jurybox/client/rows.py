@@ -13,12 +13,13 @@ from jurybox.client.lane import Lane, row_failed
 from jurybox.client.row_codec import Checked, shaped
 from jurybox.client.transports.transport import LOOK_AFTER, NOT_ANSWERED, NOT_FIT, NOT_SENT, Answer, InFlight, RowPlace
 from jurybox.protocol.errors import Busy, Code, Refused, SpecMismatch, error_for
+from jurybox.protocol.forks import Closing
 
 if TYPE_CHECKING:
     from jurybox.client.model import Model
 
 
-class Rows:
+class Rows(Closing):
     """Zero-copy use of a model: write to `inputs`, `infer`, read `outputs`. Use it in a ``with``.
 
     Attributes:
@@ -119,12 +120,6 @@ class Rows:
         """Give the rows back; those an engine may still write to go free when it has answered."""
         self.inputs, self.outputs = {}, {}
         self._lane.release(self)
-
-    def __enter__(self) -> Rows:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def _check(self) -> None:
         lane = self._lane

@@ -15,6 +15,7 @@ from jurybox.client.model import Model
 from jurybox.client.transports.transport import seconds
 from jurybox.protocol.address import NOT_LINUX, default_address
 from jurybox.protocol.errors import ModelFailed, Refused, Timeout
+from jurybox.protocol.forks import Closing
 from jurybox.protocol.spec import ModelSpec
 
 # ZeroMQ and protobuf come with the first connection: their import costs as much as the rest of the client's.
@@ -85,7 +86,7 @@ def connect(
     raise ValueError(f"{where!r} is no address: expected ipc:///path, tcp://host:port, grpc://host:port or grpcs://")
 
 
-class Server:
+class Server(Closing):
     """A connection to one server; close it, or use it in a ``with``.
 
     One that is lost without either closes itself when it is collected, and so does a model. In a forked child it
@@ -337,12 +338,6 @@ class Server:
         if used is not None:
             raise used
         self._link.close()
-
-    def __enter__(self) -> Server:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     # ---- inside
 

@@ -22,13 +22,14 @@ from jurybox.protocol.errors import (
     Refused,
     SpecMismatch,
 )
+from jurybox.protocol.forks import Closing
 
 if TYPE_CHECKING:
     from jurybox.client.lane import Lane
     from jurybox.client.rows import CallRow
 
 
-class Sessions:
+class Sessions(Closing):
     """n sessions of a model with state, from `Model.sessions`. A session begins with the model's initial state.
 
     A request takes each session one step further. Who does not learn what became of a request (a time-out, Ctrl-C) has
@@ -263,12 +264,6 @@ class Sessions:
     def close(self) -> None:
         """End the sessions; the server gives their rows to others."""
         self._model.close()
-
-    def __enter__(self) -> Sessions:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     # ---- inside
 

@@ -9,7 +9,23 @@ from __future__ import annotations
 import os
 import sys
 import weakref
-from typing import Protocol
+from typing import Protocol, TypeVar
+
+T = TypeVar("T", bound="Closing")
+
+
+class Closing:
+    """An object that holds such things and is closed at the end of a ``with``."""
+
+    def close(self) -> None:
+        """Let go of them."""
+        raise NotImplementedError
+
+    def __enter__(self: T) -> T:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 class Forked(Protocol):

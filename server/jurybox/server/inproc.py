@@ -20,6 +20,7 @@ from jurybox.client.model import Model
 from jurybox.client.transports.transport import Answer, InFlight, Transport
 from jurybox.protocol.arena import Arena, ArenaLayout
 from jurybox.protocol.errors import ModelNotFound
+from jurybox.protocol.forks import Closing
 from jurybox.protocol.scoreboard import EngineState, Scoreboard
 from jurybox.protocol.segment import segment_name
 from jurybox.protocol.spec import ModelSpec
@@ -98,7 +99,7 @@ class InprocTransport(Transport):
         """A child has the engine's core, too, and its clients do not share it."""
 
 
-class InprocServer:
+class InprocServer(Closing):
     """A server for the caller's own thread.
 
     Args:
@@ -142,12 +143,6 @@ class InprocServer:
             arena.close()
         self._scoreboard.close()
         self._owned.close()
-
-    def __enter__(self) -> InprocServer:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def _turn(self) -> bool:
         with torch.inference_mode():

@@ -29,7 +29,7 @@ _BACK = 5.0  # seconds: a gateway that was killed is back by then
 _AGAIN = 0.1  # seconds between two questions for what is not there yet
 
 
-class RemotePublisher:
+class RemotePublisher(forks.Closing):
     """`Publisher`, over gRPC. It holds the model's place of publisher while its stream lasts.
 
     Where the stream broke (the network, the gateway, the server), the publication in progress raises and did not happen
@@ -183,14 +183,8 @@ class RemotePublisher:
             view[...] = narrow(array) if view.dtype != array.dtype else array
         return flat
 
-    def __enter__(self) -> RemotePublisher:
-        return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-
-class RemoteWeightsReader:
+class RemoteWeightsReader(forks.Closing):
     """`WeightsReader`, over gRPC: every question is a round trip, so ask between episodes rather than every step.
 
     Where the stream broke, the next question opens a new one, and waits some seconds for a gateway that is being
@@ -347,12 +341,6 @@ class RemoteWeightsReader:
 
     def _after_fork_in_child(self) -> None:
         self._forked, self._turn = True, threading.Lock()
-
-    def __enter__(self) -> RemoteWeightsReader:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def _host_array(tensor: Any, place: TensorPlace) -> np.ndarray[Any, Any] | None:

@@ -53,7 +53,7 @@ PUBLISHER_LOCK = OWNER_LOCK + 1
 __all__ = ["PUBLISHER_LOCK", "SLOTS", "Mode", "WeightsChannel", "WeightsClaim", "mode_named"]
 
 
-class WeightsChannel:
+class WeightsChannel(forks.Closing):
     """A mapped weights channel. Make it with `create` (the owner) or `attach` (all others).
 
     A forked child may go on reading from its parent's; it owns nothing of it, and does not keep its owner alive.
@@ -268,12 +268,6 @@ class WeightsChannel:
 
     def _after_fork_in_child(self) -> None:
         self.segment.separate(hold=self._keep_alive)
-
-    def __enter__(self) -> WeightsChannel:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         return f"WeightsChannel({self.name}, {self.mode}, version {self.newest}, {self.layout!r})"

@@ -8,7 +8,6 @@ import sys
 import threading
 import weakref
 from collections.abc import Mapping
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -41,7 +40,7 @@ def tensors_of(source: Any) -> Mapping[str, Any]:
     return source
 
 
-class Publisher:
+class Publisher(forks.Closing):
     """Publishes weights, one version after another; there is one publisher to a channel at a time.
 
     A file lock holds the place. It goes when the publisher is closed or collected, and the kernel drops it when this
@@ -211,14 +210,6 @@ class Publisher:
     def _after_fork_in_child(self) -> None:
         self._turn = threading.Lock()  # a thread of the parent's may have been publishing
         self._place.leave_to_parent()
-
-    def __enter__(self) -> Publisher:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 class _Place:

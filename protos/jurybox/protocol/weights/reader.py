@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from jurybox.protocol.errors import ProtocolMismatch, Refused, ServerGone, SpecMismatch, Timeout
+from jurybox.protocol.forks import Closing
 from jurybox.protocol.weights import WeightsChannel, WeightsLayout
 from jurybox.protocol.weights.channel import decode_extra
 
@@ -29,7 +30,7 @@ class Weights(NamedTuple):
     extra: dict[str, Any]
 
 
-class WeightsReader:
+class WeightsReader(Closing):
     """Reads whole publications from a channel. Any number of readers, in any processes; none blocks the publisher.
 
     Threads may share a reader, and a forked child may go on with its parent's.
@@ -208,12 +209,6 @@ class WeightsReader:
         """Close the channel if this reader owns it. May be called again."""
         if self._owns:
             self.channel.close()
-
-    def __enter__(self) -> WeightsReader:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def _read_parts(self, parts: npt.NDArray[np.uint64], timeout: float, verify: bool = True) -> tuple[int, bytes]:
         self.require_owner()

@@ -26,6 +26,7 @@ from pathlib import Path
 
 from jurybox.protocol.descriptors import SocketPath, exhausted, peer_user, remedy
 from jurybox.protocol.errors import SharedMemoryError, TooManyFiles
+from jurybox.protocol.forks import Closing
 from jurybox.protocol.segment import (
     EXHAUSTED,
     HANDED,
@@ -51,7 +52,7 @@ _MIB = 1 << 20
 _GROUPS, _PROC = Path("/sys/fs/cgroup"), Path("/proc")
 
 
-class SegmentServer:
+class SegmentServer(Closing):
     """The segments of one owner, and a thread that serves them. Thread-safe.
 
     Example:
@@ -156,12 +157,6 @@ class SegmentServer:
         self._listener.close()
         for name in list(self._held):
             self._withdraw(name)
-
-    def __enter__(self) -> SegmentServer:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def _withdraw(self, name: str) -> None:
         with self._lock:
