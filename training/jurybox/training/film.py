@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
 
 import cv2
 import imageio.v3 as imageio
@@ -61,13 +60,11 @@ class Film:
     def __enter__(self) -> Film:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
             if self._writer is not None:
                 self._writer.release()
-            if error is None:
+            if kind is None:
                 self._finish()
                 self._scratch.replace(self._path)
         finally:

@@ -9,7 +9,6 @@ import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Protocol
 
 from jurybox.training.checkpoints import write_atomically
@@ -138,9 +137,7 @@ class RunLog:
     def __enter__(self) -> RunLog:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _kept(self, metrics: Path, resume_at: int) -> list[dict[str, str]]:

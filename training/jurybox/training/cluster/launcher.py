@@ -9,7 +9,6 @@ from collections import deque
 from collections.abc import Collection, Coroutine, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Any, TypeVar
 
 import ray
@@ -116,9 +115,7 @@ class RayLauncher:
         connect(self._address)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         disconnect()
 
     def serve(self, spec: EngineSpec, log: Path) -> None:

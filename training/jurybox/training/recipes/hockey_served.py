@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -87,9 +86,7 @@ class PastSelves:
     def __enter__(self) -> PastSelves:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._resources.close()
 
 
@@ -223,9 +220,7 @@ class ServedPolicies:
     def __enter__(self) -> ServedPolicies:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._resources.close()
 
     def _open(self) -> None:

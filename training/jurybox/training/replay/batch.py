@@ -7,7 +7,6 @@ import queue
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -230,9 +229,7 @@ class Prefetch:
     def __enter__(self) -> Prefetch:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _run(self) -> None:

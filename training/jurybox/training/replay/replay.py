@@ -7,7 +7,6 @@ import weakref
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -178,9 +177,7 @@ class Replay:
     def __enter__(self) -> Replay:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         owned = self._segment is not None and self._segment.owned
         if owned:
             self.unlink()

@@ -9,7 +9,6 @@ import json
 import secrets
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from jurybox.protocol.segment import segment_name
@@ -197,7 +196,5 @@ class SharedResources:
     def __enter__(self) -> SharedResources:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
