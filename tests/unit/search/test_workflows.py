@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from scipy.spatial.distance import cdist
 
 from jurybox.training.environments.cage import tables as t
 from jurybox.training.environments.cage.tables import UNIT_TYPES, Blue, action
 from jurybox.training.search.rollouts import Alignment, Doubts, Orders, judge, judge_changes, order_masks
-from jurybox.training.search.settings import ORDERS, describe, distances, encode, parse
+from jurybox.training.search.settings import ORDERS, describe, encode, parse, vectors
 
 USER_LAST = parse("defender, enterprise, op_server, op_host, user")
 USER_FIRST = parse("user > op_host > op_server > enterprise > defender")
@@ -45,10 +46,14 @@ def test_an_order_is_encoded_position_by_position() -> None:
     assert [UNIT_TYPES[kind] for kind in code.argmax(1)] == ["user", "op_host", "op_server", "enterprise", "defender"]
 
 
+def distances(left, right) -> np.ndarray:
+    return cdist(vectors(left), vectors(right), "sqeuclidean")
+
+
 def test_kendalls_distance_counts_pairs_the_other_way_round() -> None:
     swapped = (1, 0, 2, 3, 4)
     found = distances([USER_LAST], [USER_LAST, swapped, USER_FIRST])[0]
-    np.testing.assert_allclose(found, [0.0, 0.1, 1.0])
+    np.testing.assert_allclose(found, [0.0, 0.1, 1.0], atol=1e-15)
     matrix = distances(ORDERS, ORDERS)
     np.testing.assert_allclose(matrix, matrix.T)
     assert (matrix[~np.eye(120, dtype=bool)] > 0).all()

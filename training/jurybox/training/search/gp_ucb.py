@@ -3,7 +3,8 @@
 Srinivas et al. 2010, "Gaussian process optimization in the bandit setting". The design document asks for a Gaussian of
 the normalised Kendall distance d (length 0.5, noise 0.1). Over these 120 orders exp(-d^2 / (2 length^2)) is no kernel:
 its matrix has eigenvalues down to -0.7. With the root of d in the place of d it is one (Jiao & Vert 2015): the root is
-the Euclidean distance of the vectors that say of each pair of types which comes first. Both agree at d = 0 and d = 1.
+the Euclidean distance of the vectors that say of each pair of types which comes first (`vectors`), so it is the radial
+basis function of those. Both agree at d = 0 and d = 1.
 """
 
 from __future__ import annotations
@@ -15,38 +16,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from sklearn.gaussian_process import GaussianProcessRegressor
-from sklearn.gaussian_process.kernels import GenericKernelMixin, Hyperparameter, Kernel, WhiteKernel
+from sklearn.gaussian_process.kernels import RBF, WhiteKernel
 
-from jurybox.training.search.settings import ORDERS, Order, distances
+from jurybox.training.search.settings import ORDERS, Order, vectors
 
 Floats = npt.NDArray[np.float64]
-
-
-class KendallKernel(GenericKernelMixin, Kernel):  # type: ignore[misc]
-    """exp(-d / (2 length^2)) of the normalised Kendall distance d of orders (n, 5)."""
-
-    def __init__(self, length: float = 0.5, length_bounds: str | tuple[float, float] = "fixed") -> None:
-        self.length = length
-        self.length_bounds = length_bounds
-
-    @property
-    def hyperparameter_length(self) -> Hyperparameter:
-        return Hyperparameter("length", "numeric", self.length_bounds)
-
-    def __call__(self, X: Any, Y: Any = None, eval_gradient: bool = False) -> Any:  # noqa: N803 (scikit-learn's names)
-        squared = distances(X, X if Y is None else Y)  # of the Euclidean distance, normalised
-        values = np.exp(-squared / (2 * self.length**2))
-        if not eval_gradient:
-            return values
-        if self.hyperparameter_length.fixed:
-            return values, np.empty((*values.shape, 0))
-        return values, (values * squared / self.length**2)[:, :, None]
-
-    def diag(self, X: Any) -> Floats:  # noqa: N803 (scikit-learn's names)
-        return np.ones(len(X))
-
-    def is_stationary(self) -> bool:
-        return False
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,17 +34,10 @@ class Proposal:
 
 
 @dataclass(frozen=True, slots=True)
-class Trial:
+class Trial(Proposal):
     """A proposal and the score that it got."""
 
-    order: Order
-    mean: float
-    std: float
-    bound: float
     score: float
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 class WorkflowSearch:
@@ -89,7 +56,7 @@ class WorkflowSearch:
         self.beta = beta
         self.revisit = revisit
         self.trace: list[Trial] = []
-        self._kernel = KendallKernel(length) + WhiteKernel(noise, "fixed")
+        self._kernel = RBF(length, "fixed") + WhiteKernel(noise, "fixed")
         self._noise = noise
         self._places = np.random.default_rng(seed).permutation(len(ORDERS))
 
@@ -107,7 +74,7 @@ class WorkflowSearch:
 
     def tell(self, proposal: Proposal, score: float) -> Trial:
         """Record what a proposal scored."""
-        self.trace.append(Trial(proposal.order, proposal.mean, proposal.std, proposal.bound, float(score)))
+        self.trace.append(Trial(**asdict(proposal), score=float(score)))
         return self.trace[-1]
 
     def belief(self) -> tuple[Floats, Floats]:
@@ -117,13 +84,11 @@ class WorkflowSearch:
         scores = np.array([trial.score for trial in self.trace])
         scale = scores.std() or max(abs(scores[0]) * 0.1, 1e-9)
         process = GaussianProcessRegressor(self._kernel, optimizer=None)
-        process.fit(np.array([trial.order for trial in self.trace]), (scores - scores.mean()) / scale)
-        mean, std = process.predict(np.array(ORDERS), return_std=True)
+        process.fit(vectors([trial.order for trial in self.trace]), (scores - scores.mean()) / scale)
+        mean, std = process.predict(vectors(ORDERS), return_std=True)
         certain = np.sqrt(np.maximum(std**2 - self._noise, 0.0))
         return mean * scale + scores.mean(), certain * scale
 
     def restore(self, trials: Sequence[dict[str, Any]]) -> None:
-        """Take over a trace, as `Trial.as_dict` has its parts."""
-        self.trace = [
-            Trial(tuple(each["order"]), *(each[n] for n in ("mean", "std", "bound", "score"))) for each in trials
-        ]
+        """Take over a trace, of which each trial is a dict."""
+        self.trace = [Trial(**{**each, "order": tuple(each["order"])}) for each in trials]

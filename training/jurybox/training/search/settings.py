@@ -50,17 +50,16 @@ def parse(text: str) -> Order:
     return tuple(UNIT_TYPES.index(name) for name in names)
 
 
-def distances(left: npt.ArrayLike, right: npt.ArrayLike) -> npt.NDArray[np.float64]:
-    """Kendall's distance of orders (n, 5) and (m, 5): share of pairs that are the other way round, float64 (n, m)."""
-    mine, other = _signs(np.asarray(left, int)), _signs(np.asarray(right, int))
-    share: npt.NDArray[np.float64] = (len(_PAIRS) - mine @ other.T) / (2 * len(_PAIRS))
-    return share
+def vectors(orders: npt.ArrayLike) -> npt.NDArray[np.float64]:
+    """Of orders (n, 5) which type of each pair comes first, float64 (n, 10).
 
-
-def _signs(orders: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
-    """Per pair of types which one comes first, -1 or 1: (n, 10)."""
-    places = np.argsort(orders, axis=1)
-    return np.stack([np.sign(places[:, b] - places[:, a]) for a, b in _PAIRS], axis=1).astype(np.float64)
+    Squared Euclidean distances of these are the orders' normalised Kendall distances: the share of pairs that are the
+    other way round.
+    """
+    places = np.argsort(np.asarray(orders, int), axis=1)
+    signs = np.stack([np.sign(places[:, b] - places[:, a]) for a, b in _PAIRS], axis=1)
+    found: npt.NDArray[np.float64] = signs / (2.0 * len(_PAIRS) ** 0.5)
+    return found
 
 
 _CYBORGS = {"B_lineAgent": "B_line", "RedMeanderAgent": "Meander"}  # CybORG's names of the same attackers

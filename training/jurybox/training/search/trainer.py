@@ -18,7 +18,7 @@ import numpy.typing as npt
 from jurybox.training.algorithms.ppo import PPO, Rollout
 from jurybox.training.algorithms.torch_states import as_tensors
 from jurybox.training.environments.cage.tables import N_ACTIONS
-from jurybox.training.search.gp_ucb import Proposal, WorkflowSearch
+from jurybox.training.search.gp_ucb import Proposal, Trial, WorkflowSearch
 from jurybox.training.search.rollouts import INPUTS, Episodes, MaskedPolicy, Part, play, share
 from jurybox.training.search.settings import N_TYPES, ORDERS, Order, WorkflowTraining
 
@@ -79,14 +79,9 @@ class OrderEvaluation:
 
 
 @dataclass(frozen=True, slots=True)
-class TriedWorkflow:
-    """A tried workflow: its proposal, its training, its evaluation."""
+class TriedWorkflow(Trial):
+    """A tried workflow: its proposal and score, its training, its evaluation."""
 
-    order: Order
-    mean: float
-    std: float
-    bound: float
-    score: float
     episodes: int
     verdict: Verdict
     evaluated: Evaluated
@@ -298,7 +293,7 @@ class WorkflowTrainer:
             "phase": self.phase,
             "counted": [self.episodes, self.updates, self.env_steps, self._learner_steps, self._began],
             "recent": self.recent,
-            "trace": [trial.as_dict() for trial in self.search.trace],
+            "trace": [asdict(trial) for trial in self.search.trace],
             "tried": [asdict(each) for each in self.tried],
             "proposal": None if self._proposal is None else asdict(self._proposal),
             "evaluated": [None if each is None else asdict(each) for each in (self.reference, self.final)],
@@ -360,11 +355,9 @@ class WorkflowTrainer:
         verdict = self.verdict(found.judged, found.obeyed)
         kept = 0.0 if verdict == "not judged" else found.obedience
         score = found.returns - settings.shortfall_cost * max(0.0, settings.gate - kept)
-        self.search.tell(proposal, score)
+        trial = self.search.tell(proposal, score)
         spent = self.episodes - self._began
-        self.tried.append(
-            TriedWorkflow(proposal.order, proposal.mean, proposal.std, proposal.bound, score, spent, verdict, found)
-        )
+        self.tried.append(TriedWorkflow(**asdict(trial), episodes=spent, verdict=verdict, evaluated=found))
         self._proposal = None
 
     def _keep(self, judged: Episodes, shown: Episodes) -> None:
