@@ -6,7 +6,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from jurybox.training.algorithms.league import LEARNER, League, LeagueSettings, WinMatrix
+from jurybox.training.algorithms.league import League, LeagueSettings
 
 
 def league(**options) -> League:
@@ -75,39 +75,37 @@ def test_the_oldest_leaves_a_full_pool_and_its_games_with_it() -> None:
     play(of, "pool:1", 5, 0)
     assert of.add(3) == ("pool:3", "pool:1")
     assert of.pool == ["pool:2", "pool:3"]
-    assert of.matrix.games(LEARNER, "pool:1") == 0
+    assert of.games("pool:1") == 0
     of.record("pool:1", 1)  # a game that was still running
-    assert of.matrix.games(LEARNER, "pool:1") == 0
+    assert of.games("pool:1") == 0
 
 
 def test_old_results_fade() -> None:
-    matrix = WinMatrix(decay=0.9)
-    for _ in range(50):
-        matrix.record("a", "b", -1)
-    for _ in range(20):
-        matrix.record("a", "b", 1)
-    assert matrix.chance("a", "b") > 0.85
-    assert matrix.games("a", "b") == pytest.approx(10, abs=0.1)
-    assert matrix.chance("b", "a") == pytest.approx(1 - matrix.chance("a", "b"))
-
-
-def test_the_table_has_both_sides_and_gaps() -> None:
-    matrix = WinMatrix(1.0)
-    matrix.record("a", "b", 1)
-    matrix.record("a", "b", 0)
-    table = matrix.table(["a", "b", "c"])
-    assert table[0, 1] == 0.75 and table[1, 0] == 0.25
-    assert np.isnan(table[2]).all()
-    assert matrix.shares("a", "b") == (0.5, 0.5, 0.0)
-
-
-def test_a_snapshot_begins_with_the_learners_results() -> None:
-    of = league()
-    play(of, "anchor:weak", 6, 2)
-    name, _ = of.add(5)
-    assert of.matrix.chance(name, "anchor:weak") == of.matrix.chance(LEARNER, "anchor:weak") > 0.7
+    of = league(decay=0.9)
     play(of, "anchor:weak", 0, 50)
-    assert of.matrix.chance(name, "anchor:weak") > 0.7
+    play(of, "anchor:weak", 20, 0)
+    assert of.chance("anchor:weak") > 0.85
+    assert of.games("anchor:weak") == pytest.approx(10, abs=0.1)
+
+
+def test_a_tie_counts_half_and_no_game_says_nothing() -> None:
+    of = league(decay=1.0)
+    of.record("anchor:weak", 1)
+    of.record("anchor:weak", 0)
+    assert of.chance("anchor:weak") == 0.75 and of.row()["anchor:weak"] == [1.0, 1.0, 0.0]
+    assert of.chance("anchor:strong") == 0.5 and of.games("anchor:strong") == 0
+    with pytest.raises(ValueError, match="expected 1"):
+        of.record("anchor:weak", 2)
+
+
+def test_a_league_of_an_earlier_release_goes_on_with_the_learners_own_games() -> None:
+    of = league()
+    of.add(7)
+    play(of, "pool:7", 3, 2)
+    pairs = [["learner", "pool:7", *of.row()["pool:7"]], ["pool:7", "learner", 9.0, 9.0, 9.0]]
+    said = {**of.state_dict(), "matrix": {"decay": 0.99, "games": pairs}}
+    del said["games"]
+    assert League.from_state_dict(said).row() == of.row()
 
 
 def test_a_league_read_back_goes_on_the_same() -> None:
@@ -116,9 +114,9 @@ def test_a_league_read_back_goes_on_the_same() -> None:
         of.add(version)
         play(of, f"pool:{version}", version, 12)
     again = League.from_state_dict(json.loads(json.dumps(of.state_dict())))
-    assert again.settings == of.settings and again.players == of.players
+    assert again.settings == of.settings
     assert drawn(again, 300) == drawn(of, 300)
-    np.testing.assert_array_equal(again.matrix.table(again.players), of.matrix.table(of.players))
+    assert again.row() == of.row()
 
 
 @pytest.mark.parametrize("options", [{"anchors": ()}, {"anchor_share": 1.5}, {"decay": 0.0}, {"weighting": "easy"}])
@@ -145,4 +143,4 @@ def test_the_learners_row_is_all_that_its_successor_needs_to_choose_alike() -> N
     successor.take_over(json.loads(json.dumps(of.row())))
     assert successor.pool == of.pool and successor.odds() == of.odds()
     assert sum(of.odds().values()) == pytest.approx(1)
-    assert successor.matrix.chance("pool:1", LEARNER) == of.matrix.chance("pool:1", LEARNER)
+    assert successor.chance("pool:1") == of.chance("pool:1")

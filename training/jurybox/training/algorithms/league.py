@@ -17,11 +17,9 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["League", "LeagueSettings", "WinMatrix"]
+__all__ = ["League", "LeagueSettings"]
 
 Weighting = Literal["hard", "variance"]
-LEARNER = "learner"
-_WIN, _TIE, _LOSS = 0, 1, 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,81 +54,6 @@ class LeagueSettings:
             raise ValueError(f"weighting={self.weighting!r} is unknown: expected 'hard' or 'variance'")
 
 
-class WinMatrix:
-    """Games between players, by name: decayed counts of wins, ties and losses of each row against each column."""
-
-    def __init__(self, decay: float = 0.99) -> None:
-        self.decay = decay
-        self._games: dict[tuple[str, str], npt.NDArray[np.float64]] = {}
-
-    def record(self, player: str, opponent: str, outcome: int) -> None:
-        """Record that `player` won (1), tied (0) or lost (-1), for both sides."""
-        if outcome not in (-1, 0, 1):
-            raise ValueError(f"outcome={outcome!r}: expected 1 (won), 0 (tied) or -1 (lost)")
-        for pair, place in (((player, opponent), 1 - outcome), ((opponent, player), 1 + outcome)):
-            counts = self._games.setdefault(pair, np.zeros(3))
-            counts *= self.decay
-            counts[place] += 1.0
-
-    def games(self, player: str, opponent: str) -> float:
-        """Decayed number of games."""
-        return float(self._counts(player, opponent).sum())
-
-    def shares(self, player: str, opponent: str) -> tuple[float, float, float]:
-        """Shares of wins, ties and losses; equal without games."""
-        counts = self._counts(player, opponent)
-        total = counts.sum()
-        if total == 0:
-            return 0.0, 1.0, 0.0
-        return float(counts[_WIN] / total), float(counts[_TIE] / total), float(counts[_LOSS] / total)
-
-    def chance(self, player: str, opponent: str) -> float:
-        """Estimated probability of a win, ties counting half; 0.5 without games."""
-        won, tied, _ = self.shares(player, opponent)
-        return won + 0.5 * tied
-
-    def counts(self, player: str, opponent: str) -> list[float]:
-        """Decayed wins, ties and losses."""
-        return [float(count) for count in self._counts(player, opponent)]
-
-    def put(self, player: str, opponent: str, counts: Sequence[float]) -> None:
-        """Set `counts`, for both sides."""
-        self._games[player, opponent] = np.array(counts, np.float64)
-        self._games[opponent, player] = np.array(counts, np.float64)[::-1].copy()
-
-    def copy_row(self, source: str, target: str) -> None:
-        """Copy the results of `source` to `target`."""
-        for (player, opponent), counts in list(self._games.items()):
-            if player == source and opponent != target:
-                self._games[target, opponent] = counts.copy()
-                self._games[opponent, target] = self._games[opponent, source].copy()
-
-    def forget(self, name: str) -> None:
-        """Remove a player and its results."""
-        self._games = {pair: counts for pair, counts in self._games.items() if name not in pair}
-
-    def table(self, players: Sequence[str]) -> npt.NDArray[np.float64]:
-        """(n, n) probabilities of a win; NaN for pairs without games."""
-        out = np.full((len(players), len(players)), np.nan)
-        for i, player in enumerate(players):
-            for j, opponent in enumerate(players):
-                if (player, opponent) in self._games:
-                    out[i, j] = self.chance(player, opponent)
-        return out
-
-    def state_dict(self) -> dict[str, Any]:
-        """The whole state, as JSON values."""
-        return {"decay": self.decay, "games": [[*pair, *counts.tolist()] for pair, counts in self._games.items()]}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` gave."""
-        self.decay = float(state["decay"])
-        self._games = {(a, b): np.array(counts, np.float64) for a, b, *counts in state["games"]}
-
-    def _counts(self, player: str, opponent: str) -> npt.NDArray[np.float64]:
-        return self._games.get((player, opponent), np.zeros(3))
-
-
 def draw(odds: Mapping[str, float], rng: np.random.Generator) -> str:
     """Draw one of these names with the given probabilities."""
     return list(odds)[int(rng.choice(len(odds), p=list(odds.values())))]
@@ -145,9 +68,9 @@ class League:
 
     def __init__(self, settings: LeagueSettings | None = None) -> None:
         self.settings = settings or LeagueSettings()
-        self.matrix = WinMatrix(self.settings.decay)
         self.anchors = tuple(f"anchor:{name}" for name in self.settings.anchors)
         self.pool: list[str] = []
+        self._games: dict[str, npt.NDArray[np.float64]] = {}  # the learner's decayed wins, ties and losses
 
     def add(self, version: int) -> tuple[str, str | None]:
         """Add the current learner to the pool.
@@ -165,8 +88,7 @@ class League:
             raise ValueError("this league has no pool: make it with pool >= 1")
         left = self.pool.pop(0) if len(self.pool) >= self.settings.pool else None
         if left is not None:
-            self.matrix.forget(left)
-        self.matrix.copy_row(LEARNER, name)
+            self._games.pop(left, None)
         self.pool.append(name)
         return name, left
 
@@ -192,28 +114,36 @@ class League:
 
     def record(self, opponent: str, outcome: int) -> None:
         """Record that the learner won (1), tied (0) or lost (-1). Results of removed members are ignored."""
+        if outcome not in (-1, 0, 1):
+            raise ValueError(f"outcome={outcome!r}: expected 1 (won), 0 (tied) or -1 (lost)")
         if opponent in self.pool or opponent in self.anchors:
-            self.matrix.record(LEARNER, opponent, outcome)
+            counts = self._games.setdefault(opponent, np.zeros(3))
+            counts *= self.settings.decay
+            counts[1 - outcome] += 1.0
 
-    @property
-    def players(self) -> tuple[str, ...]:
-        """Names of everybody: the learner, the anchors, the pool."""
-        return (LEARNER, *self.anchors, *self.pool)
+    def games(self, opponent: str) -> float:
+        """The decayed number of games against an opponent."""
+        return float(self._counts(opponent).sum())
+
+    def chance(self, opponent: str) -> float:
+        """Estimated probability to win, ties counting half; 0.5 without games."""
+        won, tied, _ = self._counts(opponent).tolist()
+        total = self.games(opponent)
+        return won / total + 0.5 * (tied / total) if total else 0.5
 
     def row(self) -> dict[str, list[float]]:
-        """The learner's own (decayed) wins, ties and losses against each opponent: the input of the choice."""
-        return {name: self.matrix.counts(LEARNER, name) for name in (*self.anchors, *self.pool)}
+        """Decayed wins, ties and losses against each opponent: the input of the choice."""
+        return {name: self._counts(name).tolist() for name in (*self.anchors, *self.pool)}
 
     def take_over(self, row: Mapping[str, Sequence[float]]) -> None:
         """Continue from another league's `row`, with its pool."""
         self.pool = [name for name in row if name not in self.anchors]
-        for name, counts in row.items():
-            if name in self.players:
-                self.matrix.put(LEARNER, name, counts)
+        self._games |= {name: np.array(counts, np.float64) for name, counts in row.items()}
 
     def state_dict(self) -> dict[str, Any]:
         """The whole state, as JSON values."""
-        return {"settings": asdict(self.settings), "pool": list(self.pool), "matrix": self.matrix.state_dict()}
+        games = {name: counts.tolist() for name, counts in self._games.items()}
+        return {"settings": asdict(self.settings), "pool": list(self.pool), "games": games}
 
     @classmethod
     def from_state_dict(cls, state: Mapping[str, Any]) -> League:
@@ -221,12 +151,21 @@ class League:
         settings = dict(state["settings"])
         league = cls(LeagueSettings(**{**settings, "anchors": tuple(settings["anchors"])}))
         league.pool = list(state["pool"])
-        league.matrix.load_state_dict(state["matrix"])
+        # Earlier releases kept the games of all pairs, of which the learner's alone were ever read.
+        games = state["games"] if "games" in state else _own(state["matrix"]["games"])
+        league._games = {name: np.array(counts, np.float64) for name, counts in games.items()}
         return league
 
     def _weight(self, name: str) -> float:
         s = self.settings
-        if self.matrix.games(LEARNER, name) < s.least_games:
+        if self.games(name) < s.least_games:
             return 1.0
-        p = self.matrix.chance(LEARNER, name)
-        return float((1.0 - p) ** s.hardness) if s.weighting == "hard" else p * (1.0 - p)
+        p = self.chance(name)
+        return (1.0 - p) ** s.hardness if s.weighting == "hard" else p * (1.0 - p)
+
+    def _counts(self, opponent: str) -> npt.NDArray[np.float64]:
+        return self._games.get(opponent, np.zeros(3))
+
+
+def _own(pairs: Sequence[Sequence[Any]]) -> dict[str, Sequence[float]]:
+    return {opponent: counts for player, opponent, *counts in pairs if player == "learner"}
