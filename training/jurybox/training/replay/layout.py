@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import struct
-from dataclasses import dataclass, field
+from dataclasses import asdict, astuple, dataclass, field, fields
 from typing import Any
 
 import numpy as np
@@ -65,7 +65,12 @@ class PartLayout:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The layout that all processes of a replay share."""
+    """The layout that all processes of a replay share.
+
+    Attributes:
+        slot: places of the fields in a row. parts: the pool, then the anchor where there is one. Both follow from all
+            else.
+    """
 
     capacity: int
     fields: dict[str, Field]
@@ -76,6 +81,7 @@ class Layout:
     anchor: int = 0
     limiter: RateLimiter | None = None
     slot: SlotLayout = field(init=False)
+    parts: list[PartLayout] = field(init=False)
 
     def __post_init__(self) -> None:
         if self.capacity < 1 or self.anchor < 0:
@@ -87,40 +93,6 @@ class Layout:
         if not 0 <= self.alpha <= 1:
             raise ValueError(f"alpha={self.alpha} must be between 0 and 1")
         object.__setattr__(self, "slot", SlotLayout.of(self.fields))
-
-    def as_json(self) -> dict[str, Any]:
-        episodes, limiter = self.episodes, self.limiter
-        return {
-            "capacity": self.capacity,
-            "anchor": self.anchor,
-            "fields": {name: spec.as_json() for name, spec in self.fields.items()},
-            "prioritized": self.prioritized,
-            "alpha": self.alpha,
-            "full": self.full,
-            "episodes": episodes and [episodes.terminated, episodes.truncated, episodes.reward],
-            "limiter": limiter and [limiter.samples_per_insert, limiter.least_rows, limiter.error],
-        }
-
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> Layout:
-        return cls(
-            capacity=data["capacity"],
-            fields={name: Field.from_json(spec) for name, spec in data["fields"].items()},
-            prioritized=data["prioritized"],
-            alpha=data["alpha"],
-            full=data["full"],
-            episodes=Episodes(*data["episodes"]) if data["episodes"] else None,
-            anchor=data["anchor"],
-            limiter=RateLimiter(*data["limiter"]) if data["limiter"] else None,
-        )
-
-    def head(self) -> bytes:
-        text = json.dumps(self.as_json()).encode()
-        return _HEAD.pack(MAGIC, VERSION, len(text)) + text
-
-    @property
-    def parts(self) -> list[PartLayout]:
-        """The pool, then the anchor where there is one."""
         parts: list[PartLayout] = []
         at = _pages(len(self.head()))
         for capacity in (self.capacity, self.anchor) if self.anchor else (self.capacity,):
@@ -129,7 +101,25 @@ class Layout:
             links, at = (at, at + _pages(capacity * 16)) if self.episodes else (0, at)
             tree, at = (at, at + _pages(native.replay_tree_words(capacity) * 8)) if self.prioritized else (0, at)
             parts.append(PartLayout(capacity, control, slots, links, tree, at))
-        return parts
+        object.__setattr__(self, "parts", parts)
+
+    def as_json(self) -> dict[str, Any]:
+        said = {each.name: getattr(self, each.name) for each in fields(self) if each.init}
+        said |= {
+            name: each and astuple(each) for name, each in (("episodes", self.episodes), ("limiter", self.limiter))
+        }
+        return {**said, "fields": {name: asdict(spec) for name, spec in self.fields.items()}}
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Layout:
+        named = {name: Field(**spec) for name, spec in data["fields"].items()}
+        episodes = Episodes(*data["episodes"]) if data["episodes"] else None
+        limiter = RateLimiter(*data["limiter"]) if data["limiter"] else None
+        return cls(**{**data, "fields": named, "episodes": episodes, "limiter": limiter})
+
+    def head(self) -> bytes:
+        text = json.dumps(self.as_json()).encode()
+        return _HEAD.pack(MAGIC, VERSION, len(text)) + text
 
     @property
     def segment_bytes(self) -> int:

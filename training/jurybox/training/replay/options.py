@@ -148,21 +148,6 @@ class Field:
                 return 4 + 8 * (self.nonzero or 0)
         return self.row_bytes
 
-    def as_json(self) -> dict[str, Any]:
-        """As JSON values, for files and other processes."""
-        return {
-            "shape": list(self.shape),
-            "dtype": self.dtype,
-            "stored": self.stored,
-            "scale": self.scale,
-            "nonzero": self.nonzero,
-        }
-
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> Field:
-        """The field of what `as_json` gave."""
-        return cls(tuple(data["shape"]), data["dtype"], data["stored"], data["scale"], data["nonzero"])
-
 
 FullMode = Literal["overwrite", "block", "drop_newest"]
 FULL_MODES: tuple[FullMode, ...] = ("overwrite", "block", "drop_newest")
