@@ -241,7 +241,12 @@ class Child:
 
     def save_to(self, file: Path) -> None:
         """Make a paused role save to `file`; it answers with a message."""
-        self._say("save", file=str(file))
+        # A dead child's order is dropped: its death is noticed by `messages`.
+        if self.process is not None:
+            try:
+                self.process.send("save", file=str(file))
+            except OSError:
+                self.kill()
 
     def messages(self) -> Iterator[dict[str, Any]]:
         """New messages of the role; raises EOFError when it is dead."""
@@ -284,14 +289,6 @@ class Child:
     def finish(self, timeout: float) -> bool:
         """After the order to stop: wait for its end, or kill it; returns whether it ended by itself."""
         return self.process is None or self._end(timeout) == 0
-
-    def _say(self, kind: str, **fields: Any) -> None:
-        # A dead child's message is dropped: its death is noticed by `messages`.
-        if self.process is not None:
-            try:
-                self.process.send(kind, **fields)
-            except OSError:
-                self.kill()
 
     def _end(self, timeout: float) -> int:
         assert self.process is not None

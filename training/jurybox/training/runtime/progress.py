@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Protocol
@@ -194,8 +194,6 @@ class Timeline:
         first = min((int(rows["start"][0]) for rows in everything if len(rows)), default=0)
         lanes = []
         for number, rows in enumerate(everything):
-            words = scoreboard.words[number]
-            share = words[Word.BUSY] / max(1, words[Word.BUSY] + words[Word.WAITED])
             intervals = [
                 (
                     round((int(row["start"]) - first) / 1e9, 5),
@@ -204,24 +202,17 @@ class Timeline:
                 )
                 for row in rows
             ]
-            lanes.append(Lane(scoreboard.named.roles[number][0], share, intervals))
+            lanes.append(Lane(scoreboard.named.roles[number][0], busy(scoreboard, number), intervals))
         return cls(tuple(lanes))
 
     def save(self, path: Path) -> None:
         """Write it as JSON."""
-        text = json.dumps([{"role": lane.role, "busy": lane.busy, "intervals": lane.intervals} for lane in self.lanes])
-        write_atomically(path, text)
+        write_atomically(path, json.dumps([asdict(lane) for lane in self.lanes]))
 
     @classmethod
     def read(cls, path: Path) -> Timeline:
         """Read what `save` wrote."""
-        said = json.loads(path.read_text(encoding="utf-8"))
-        return cls(
-            tuple(
-                Lane(lane["role"], lane["busy"], [(start, end, what) for start, end, what in lane["intervals"]])
-                for lane in said
-            )
-        )
+        return cls(tuple(Lane(**lane) for lane in json.loads(path.read_text(encoding="utf-8"))))
 
 
 _LINE_EVERY = 10.0  # seconds between two lines where there is no terminal

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import numpy as np
 from rich.console import Console
 
 from jurybox.protocol.segment import sweep
-from jurybox.training.checkpoints import Checkpoint, Checkpoints, write_atomically
+from jurybox.training.checkpoints import Checkpoints, write_atomically
 from jurybox.training.interrupts import Signals, heard
 from jurybox.training.runtime.launching import Launcher, Local
 from jurybox.training.runtime.orchestrator import Orchestrator
@@ -69,73 +70,47 @@ def run(
             shared.restore(plan, resumed)
             metrics.restore(resumed.document["gathered"])
             _restore_best(plan, shared, checkpoints)
+        began = metrics.seconds
+
+        def ending() -> End | None:
+            if signals.count:
+                return End.SIGNAL
+            if metrics.target_reached:
+                return End.TARGET
+            if plan.budget.seconds is not None and metrics.seconds - began >= plan.budget.seconds:
+                return End.SECONDS
+            return None
+
         mark = folder / RUNNING
         write_atomically(mark, json.dumps({"scoreboard": shared.scoreboard.segment.name, "pid": os.getpid()}))
         try:
             with View(plan, shared.scoreboard, metrics, console, folder / "logs" / "run.log") as view:
                 metrics.keep = partial(_keep_best, checkpoints, view.say)
-                end, text, was_serial = _carry_out(
-                    plan, shared, metrics, view, folder, checkpoints, resumed, signals, serial, watch, launcher
-                )
+                run_of = plan, shared, metrics, view.say
+
+                def tick() -> None:
+                    view.tick()
+                    if watch is not None:
+                        watch(shared)
+
+                text = ""
+                if not serial:
+                    processes = Orchestrator(
+                        *run_of, folder / "logs", launcher or Local(), checkpoints=checkpoints, resumed=resumed
+                    )
+                    end = processes.run(ending, at_once=lambda: signals.count > 1, tick=tick)
+                    text, resumed = processes.text, processes.latest
+                    if end is End.FAILED and plan.on_failure == "serial":
+                        view.say("the run goes on in one process")
+                        serial = True
+                if serial:
+                    with closing(Serial(*run_of, checkpoints=checkpoints, resumed=resumed)) as driver:
+                        end = driver.run(ending, tick)
                 view.say(f"the run is over: {text or end.value}")
             Timeline.of(shared.scoreboard).save(folder / "timeline.json")
         finally:
             mark.unlink(missing_ok=True)
-        return _outcome(end, text, plan, shared, metrics, was_serial)
-
-
-def _carry_out(
-    plan: Plan,
-    shared: SharedResources,
-    metrics: RunMetrics,
-    view: View,
-    folder: Path,
-    checkpoints: Checkpoints,
-    resumed: Checkpoint | None,
-    signals: Signals,
-    serial: bool,
-    watch: Callable[[SharedResources], None] | None,
-    launcher: Launcher | None,
-) -> tuple[End, str, bool]:
-    began = metrics.seconds
-
-    def ending() -> End | None:
-        if signals.count:
-            return End.SIGNAL
-        if metrics.target_reached:
-            return End.TARGET
-        if plan.budget.seconds is not None and metrics.seconds - began >= plan.budget.seconds:
-            return End.SECONDS
-        return None
-
-    def tick() -> None:
-        view.tick()
-        if watch is not None:
-            watch(shared)
-
-    text = ""
-    if not serial:
-        orchestrator = Orchestrator(
-            plan,
-            shared,
-            metrics,
-            view.say,
-            folder / "logs",
-            launcher or Local(),
-            checkpoints=checkpoints,
-            resumed=resumed,
-        )
-        end = orchestrator.run(ending, at_once=lambda: signals.count > 1, tick=tick)
-        text = orchestrator.text
-        if end is not End.FAILED or plan.on_failure == "end":
-            return end, text, False
-        view.say("the run goes on in one process")
-        resumed = orchestrator.latest
-    driver = Serial(plan, shared, metrics, view.say, checkpoints=checkpoints, resumed=resumed)
-    try:
-        return driver.run(ending, tick), text, True
-    finally:
-        driver.close()
+        return _outcome(end, text, plan, shared, metrics, serial)
 
 
 def _keep_best(checkpoints: Checkpoints, told: Callable[[str], None], message: Message, better: bool) -> bool:
