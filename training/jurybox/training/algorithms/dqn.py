@@ -1,6 +1,7 @@
 """DQN (Mnih et al., Nature 518, 2015) and IQN (Dabney et al., 2018, arXiv:1806.06923).
 
-Both with double Q-learning (van Hasselt et al., 2016, arXiv:1509.06461) and n-step returns.
+Both with double Q-learning (van Hasselt et al., 2016, arXiv:1509.06461) and n-step returns. They differ in their
+networks and in `ValueLearner.loss`.
 """
 
 from __future__ import annotations
@@ -19,11 +20,6 @@ from torch import nn
 from jurybox.training.algorithms.torch_states import as_tensors, optimiser_state, perceptron, restore_optimiser
 
 __all__ = ["DQN", "IQN", "QNetwork", "QuantileNetwork", "ValueSettings"]
-
-# DQN (Mnih et al., 2015) with double Q-learning (van Hasselt et al., 2016) and n-step returns.
-#
-# The update knows nothing of environments, replays or processes: batches of arrays in, a loss out. What `iqn` does
-# differently is in `ValueLearner`'s two abstract methods.
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +48,9 @@ class ValueNetwork(nn.Module):
     """A network with action values for a greedy policy."""
 
     def values(self, seen: torch.Tensor) -> torch.Tensor:
-        """Action values: (n, actions)."""
-        raise NotImplementedError
+        """Action values: (n, actions). What the network gives, unless it gives more."""
+        out: torch.Tensor = self(seen)
+        return out
 
 
 class QNetwork(ValueNetwork):
@@ -72,11 +69,6 @@ class QNetwork(ValueNetwork):
         """Action values, float32 (n, actions)."""
         values: torch.Tensor = self.layers(as_floats(seen, self.scale))
         return values
-
-    def values(self, seen: torch.Tensor) -> torch.Tensor:
-        """The same, under the name that all value networks have."""
-        out: torch.Tensor = self(seen)
-        return out
 
 
 def as_floats(seen: torch.Tensor, scale: float) -> torch.Tensor:
@@ -178,11 +170,9 @@ class DQN(ValueLearner):
         return nn.functional.smooth_l1_loss(values, wanted)
 
 
-# IQN: implicit quantile networks (Dabney et al., 2018, arXiv:1806.06923), with double Q-learning and n-step returns.
-#
-# Instead of the mean of a return the network gives its value at any quantile tau, through an embedding of tau by
-# cosines (section 3.1 and eq. 4 there); it learns by quantile regression with the Huber loss between samples of its
-# own quantiles and of the target's (eq. 2 and 3).
+# IQN, implicit quantile networks: instead of the mean of a return the network gives its value at any quantile tau,
+# through an embedding of tau by cosines (section 3.1 and eq. 4 there); it learns by quantile regression with the Huber
+# loss between samples of its own quantiles and of the target's (eq. 2 and 3).
 
 
 COSINES = 64  # n in the paper

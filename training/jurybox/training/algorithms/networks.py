@@ -135,10 +135,6 @@ class QValues(ValueNetwork):
         values: Tensor = self.layers(self.features(rows))
         return values
 
-    def values(self, seen: Tensor) -> Tensor:
-        """The same, under the name that `QNetwork` has for it."""
-        return self.forward(seen)
-
 
 class DeterministicActor(nn.Module):
     """Of TD3: rows to actions (n, actions) in [-1, 1]."""

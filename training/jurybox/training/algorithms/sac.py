@@ -1,6 +1,7 @@
-"""Soft actor-critic (Haarnoja et al., 2018, arXiv:1812.05905), with twin critics and a temperature that is learned.
+"""Soft actor-critic (T. Haarnoja et al., "Soft Actor-Critic Algorithms and Applications", 2018, arXiv:1812.05905).
 
-The temperature keeps the policy's entropy at a target.
+With twin critics and a temperature that is learned, which keeps the policy's entropy at a target. Equations 5 and 6
+there are the critics', 9 the policy's, 18 the temperature's; appendix C corrects the density for the tanh.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from jurybox.training.algorithms.networks import (
     SeeingCritic,
@@ -20,12 +21,9 @@ from jurybox.training.algorithms.networks import (
     tanh_correction,
 )
 from jurybox.training.algorithms.td3 import Update
-from jurybox.training.algorithms.torch_states import as_tensors, optimiser_state, restore_optimiser
+from jurybox.training.algorithms.torch_states import as_tensors, descend, optimiser_state, restore_optimiser
 
 __all__ = ["SAC", "SACSettings"]
-
-# T. Haarnoja et al., "Soft Actor-Critic Algorithms and Applications" (arXiv:1812.05905): eq. 5 and 6 are the critics',
-# 9 the policy's, 18 the temperature's; appendix C corrects the density for the tanh.
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +108,7 @@ class SAC:
         if self._learns_temperature:
             # The gradient is by the temperature's logarithm, as if that were what the loss is linear in.
             loss = -(self.log_temperature * (density.detach() + self.target_entropy)).mean()
-            self._step(self._temperature_optimiser, [self.log_temperature], loss)
+            descend(self._temperature_optimiser, [self.log_temperature], loss)
         with torch.no_grad():
             next_action, next_density = self.draw(following)
             ahead = self.target(following, next_action).amin(0) - temperature * next_density
@@ -118,9 +116,9 @@ class SAC:
         values = self.critic(seen, batch["action"])
         errors = values - wanted
         critic_loss = 0.5 * errors.square().mean(1).sum()
-        self._step(self._critic_optimiser, self._live, critic_loss)
+        descend(self._critic_optimiser, self._live, critic_loss)
         actor_loss = (temperature * density - self.critic(seen, drawn).amin(0)).mean()
-        self._step(self._actor_optimiser, list(self.actor.parameters()), actor_loss)
+        descend(self._actor_optimiser, list(self.actor.parameters()), actor_loss)
         self.updates += 1
         if self.updates % s.target_update_interval == 0:
             with torch.no_grad():
@@ -157,13 +155,6 @@ class SAC:
         restore_optimiser(self._temperature_optimiser, state["temperature_optimiser"])
         self._generator.set_state(as_tensors(state["random"]).cpu())
         self.updates = int(state["updates"])
-
-    @staticmethod
-    def _step(optimiser: torch.optim.Optimizer, parameters: list[Tensor] | list[nn.Parameter], loss: Tensor) -> None:
-        # Only these parameters' gradients: the policy's loss runs through the critics, whose own are of no use then.
-        for parameter, gradient in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
-            parameter.grad = gradient
-        optimiser.step()
 
 
 def first_temperature(ent_coef: float | str) -> tuple[bool, float]:

@@ -1,4 +1,7 @@
-"""TD3 (Fujimoto et al., 2018, arXiv:1802.09477): networks, normaliser, and the learner, with n-step targets."""
+"""TD3, twin delayed deep deterministic policy gradients, with n-step targets and importance weights.
+
+S. Fujimoto et al., "Addressing Function Approximation Error in Actor-Critic Methods", ICML 2018, arXiv:1802.09477.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,9 @@ from torch.nn import functional
 
 from jurybox.training.algorithms.td3_actor import CLIP, NumpyActor, TD3Settings
 from jurybox.training.algorithms.td3_gradients import ClosedForm
-from jurybox.training.algorithms.torch_states import as_tensors, optimiser_state, perceptron, restore_optimiser
+from jurybox.training.algorithms.torch_states import as_tensors, descend, optimiser_state, perceptron, restore_optimiser
+
+__all__ = ["TD3", "TD3Settings", "Update"]
 
 
 class Normaliser:
@@ -168,21 +173,8 @@ class TwinCritic(nn.Module):
         return last.first(x).squeeze(-1)
 
 
-def _linears(actor: Actor) -> list[tuple[Tensor, Tensor]]:
-    return [(layer.weight, layer.bias) for layer in actor.layers if isinstance(layer, nn.Linear)]
-
-
-def _twins(critic: TwinCritic) -> list[tuple[Tensor, Tensor]]:
-    return [(layer.weight, layer.bias) for layer in critic.layers if isinstance(layer, TwinLinear)]
-
-
-# TD3, with n-step targets and importance weights.
-#
-# Twin delayed deep deterministic policy gradients: S. Fujimoto et al., "Addressing Function Approximation Error in
-# Actor-Critic Methods", ICML 2018.
-
-
-__all__ = ["TD3", "TD3Settings", "Update"]
+def _layers(network: Actor | TwinCritic) -> list[tuple[Tensor, Tensor]]:
+    return [(layer.weight, layer.bias) for layer in network.layers if isinstance(layer, nn.Linear | TwinLinear)]
 
 
 class Update(NamedTuple):
@@ -244,13 +236,8 @@ class TD3:
         self._critic_optimizer = torch.optim.Adam(self.critic.parameters(), s.critic_learning_rate, fused=True)
         self._actor_parameters = list(self.actor.parameters())
         self._critic_parameters = list(self.critic.parameters())
-        self._closed_form = (
-            None
-            if networks
-            else ClosedForm(
-                _linears(self.actor), _twins(self.critic), _linears(self.target_actor), _twins(self.target_critic)
-            )
-        )
+        learned = (self.actor, self.critic, self.target_actor, self.target_critic)
+        self._closed_form = None if networks else ClosedForm(*map(_layers, learned))
         self._live: list[Tensor] = [*self._actor_parameters, *self._critic_parameters]
         self._targets: list[Tensor] = [*self.target_actor.parameters(), *self.target_critic.parameters()]
 
@@ -286,7 +273,7 @@ class TD3:
         errors = values - target
         squares = errors.square() if weights is None else errors.square() * weights
         loss = squares.mean(1).sum()
-        self._step(self._critic_optimizer, self._critic_parameters, loss)
+        descend(self._critic_optimizer, self._critic_parameters, loss)
         metrics = {"critic_loss": loss.detach(), "value": values.detach().mean(), "target": target.mean()}
         self.updates += 1
         if self.updates % s.policy_delay == 0:
@@ -294,7 +281,7 @@ class TD3:
             actor_loss = -self.critic.first(observation, torch.tanh(raw)).mean()
             if s.pre_tanh_penalty:
                 actor_loss = actor_loss + s.pre_tanh_penalty * (raw.abs() - 1.0).relu_().square().mean()
-            self._step(self._actor_optimizer, self._actor_parameters, actor_loss)
+            descend(self._actor_optimizer, self._actor_parameters, actor_loss)
             metrics["actor_loss"] = actor_loss.detach()
             with torch.no_grad():
                 torch._foreach_lerp_(self._targets, self._live, s.tau)
@@ -318,13 +305,6 @@ class TD3:
             self._actor_optimizer.step()
             torch._foreach_lerp_(self._targets, self._live, s.tau)
         return Update(metrics, errors.abs_().mean(0))
-
-    @staticmethod
-    def _step(optimizer: torch.optim.Optimizer, parameters: list[torch.nn.Parameter], loss: Tensor) -> None:
-        # Only these parameters' gradients: the actor's loss runs through the critic, whose own are of no use then.
-        for parameter, gradient in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
-            parameter.grad = gradient
-        optimizer.step()
 
     def acting(self) -> Policy:
         """The module that is published: from raw observations to actions."""

@@ -1,8 +1,10 @@
-"""TD3's gradients in closed form, for its own perceptrons: the same numbers as autograd's in about half the time.
+"""TD3's gradients in closed form, for its own perceptrons: the same numbers as autograd's, 1.4 times as many a second.
 
-With networks of this size a learner step is some sixty small operations. Half of its time went into building the graph,
-walking it and allocating what it holds; here every product goes into memory that the last step used as well.
-`tests/unit/algorithms/test_td3.py` holds them against autograd.
+With networks of this size a learner step is some sixty small operations, and much of its time goes into building the
+graph, walking it and allocating what it holds; here every product goes into memory that the last step used as well. Of
+the hockey's networks and batches of 128 one thread makes 850 to 990 updates in a second of CPU time, and 590 to 700
+with autograd (1.40, 1.43 and 1.47 times, in three interleaved runs on two cores with torch 2). `tests/unit/algorithms/
+test_td3.py` holds them against autograd.
 """
 
 from __future__ import annotations

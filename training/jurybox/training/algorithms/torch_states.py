@@ -14,7 +14,7 @@ from jurybox.protocol.errors import SpecMismatch
 from jurybox.protocol.weights import WeightsLayout
 from jurybox.protocol.weights.reader import WeightsReader
 
-__all__ = ["TorchWeights", "as_tensors", "optimiser_state", "perceptron", "restore_optimiser"]
+__all__ = ["TorchWeights", "as_tensors", "descend", "optimiser_state", "perceptron", "restore_optimiser"]
 
 
 def perceptron(
@@ -59,6 +59,15 @@ def as_tensors(tree: Any) -> Any:
     if isinstance(tree, np.ndarray):
         return torch.from_numpy(tree if tree.flags.writeable else tree.copy())
     return tree
+
+
+def descend(optimiser: torch.optim.Optimizer, parameters: Sequence[torch.Tensor], loss: torch.Tensor) -> None:
+    """Make a step by the gradients of these parameters alone: a policy's loss runs through critics, whose own are of no
+    use then.
+    """
+    for parameter, gradient in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
+        parameter.grad = gradient
+    optimiser.step()
 
 
 def optimiser_state(optimiser: torch.optim.Optimizer) -> dict[str, Any]:
