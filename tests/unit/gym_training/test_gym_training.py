@@ -17,7 +17,7 @@ from jurybox.training.checkpoints import Checkpoints, read_state
 from jurybox.training.environments.gymnasium_env import Actions, make_environment
 from jurybox.training.recipes.gym import DEFAULTS, GymTraining, network_of, plan, spaces_of, train
 from jurybox.training.recipes.gym_actor import Choice, log_softmax
-from jurybox.training.recipes.gym_learner import _DQN, rollout
+from jurybox.training.recipes.gym_learner import PacedDQN, rollout
 from jurybox.training.run_folder import read_metrics
 from jurybox.training.runtime.plan import ConfigError
 
@@ -122,12 +122,13 @@ def test_dqns_target_moves_when_the_environments_have_made_so_many_steps() -> No
     s = settings("dqn", learning_starts=10, train_freq=4, gradient_steps=2, target_update_interval=8)
     seen, does = spaces_of(s)
     network = {"algorithm": "dqn", "numbers": seen.numbers, "pictures": [], "normalise": False, "discrete": True}
-    dqn = _DQN(s, {**network, "actions": does.size, "hidden": [8]}, 0)
+    dqn = PacedDQN(s, {**network, "actions": does.size, "hidden": [8]}, 0)
     moved = []
-    dqn._learner.move_target = lambda tau: moved.append(dqn._learner.steps)  # type: ignore[method-assign]
-    dqn._learner.learn = lambda batch: setattr(dqn._learner, "steps", dqn._learner.steps + 1)  # type: ignore
+    dqn.move_target = lambda tau: moved.append(dqn.steps)  # type: ignore[method-assign]
+    rows = torch.zeros(2, network["numbers"])
+    batch = {"observation": rows, "next_observation": rows, "action": torch.zeros(2), "reward": torch.ones(2)}
     for _ in range(10):
-        dqn.update({})
+        dqn.learn({**batch, "discount": torch.ones(2)})
     # Rounds are at 14, 18, 22, 26 and 30 env steps; 16 and 24 lie before the second and the fourth.
     assert moved == [2, 6]
 

@@ -13,7 +13,6 @@ from torch import nn
 from jurybox.protocol.weights.reader import WeightsReader
 from jurybox.training.algorithms.dqn import DQN, ValueNetwork, ValueSettings
 from jurybox.training.algorithms.networks import (
-    DeterministicActor,
     Features,
     SeeingActorCritic,
     SeeingCritic,
@@ -37,34 +36,9 @@ _TELL = 10  # learner steps between two whose losses are reported: reading a ten
 _LOOK, _GLANCE, _FIRST_GLANCE = 50, 256, 8192  # learner steps between two looks of the normaliser, and its rows
 
 
-class Algorithm:
-    """One of the algorithms that learn from a replay.
+class PacedDQN(DQN):
+    """DQN whose target network moves by the environments' steps, as Stable-Baselines3's does."""
 
-    Attributes:
-        acting: the network that is published.
-        seeing: all of its networks.
-    """
-
-    acting: nn.Module
-    seeing: tuple[nn.Module, ...]
-    _learner: Any
-
-    def update(self, batch: Batch) -> Mapping[str, Any]:
-        """Make one learner step; returns numbers to report."""
-        metrics: Mapping[str, Any] = self._learner.update(batch).metrics
-        return metrics
-
-    def state(self) -> dict[str, Any]:
-        """All that a resumed run needs."""
-        state: dict[str, Any] = self._learner.state()
-        return state
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state` returned."""
-        self._learner.restore(state)
-
-
-class _DQN(Algorithm):
     def __init__(self, settings: GymTraining, network: Mapping[str, Any], seed: int) -> None:
         s = settings
         made = acting_network(**network, seed=seed)
@@ -76,60 +50,42 @@ class _DQN(Algorithm):
             target_update_interval=0,
             max_grad_norm=s.of("max_grad_norm"),
         )
-        self._learner = DQN(made, values, s.device, seed)
-        self.acting = made
-        self.seeing = (made, self._learner.target)
+        super().__init__(made, values, s.device, seed)
         self._pace, self._tau = s.pace, s.of("tau")
         self._interval = s.of("target_update_interval") * s.envs
 
-    def update(self, batch: Batch) -> Mapping[str, Any]:
-        # Targets move by env steps: before the first learner step of a round, if the round's env steps reached one.
-        first, pace = self._learner.steps % self._pace.learn == 0, self._pace
-        reached = pace.warmup + (self._learner.steps // pace.learn + 1) * pace.collect
+    def learn(self, batch: Batch) -> torch.Tensor:
+        # Targets move before the first learner step of a round, if the round's env steps reached one.
+        first, pace = self.steps % self._pace.learn == 0, self._pace
+        reached = pace.warmup + (self.steps // pace.learn + 1) * pace.collect
         if first and reached // self._interval > (reached - pace.collect) // self._interval:
-            self._learner.move_target(self._tau)
-        return {"loss": self._learner.learn(batch)}
-
-    def adopt(self, state: Mapping[str, torch.Tensor], steps: int) -> None:
-        """Go on with these weights, for both networks, after so many steps."""
-        self.acting.load_state_dict(state)
-        self._learner.move_target()
-        self._learner.steps = steps
+            self.move_target(self._tau)
+        return super().learn(batch)
 
 
-class _TD3(Algorithm):
-    def __init__(self, settings: GymTraining, network: Mapping[str, Any], seed: int) -> None:
-        s = settings
-        actor = acting_network(**network, seed=seed)
-        assert isinstance(actor, DeterministicActor)
-        critic = _critic(network, seed)
-        told = TD3Settings(
-            actor_learning_rate=s.of("learning_rate"),
-            critic_learning_rate=s.of("learning_rate"),
-            tau=s.of("tau"),
-            policy_delay=s.of("policy_delay"),
-            target_policy_noise=s.of("target_policy_noise"),
-            target_noise_clip=s.of("target_noise_clip"),
-            pre_tanh_penalty=0.0,
-            reward_scale=1.0,
-        )
-        actions = int(network["actions"])
-        self._learner = TD3(1, actions, told, device=s.device, seed=seed, networks=(actor, critic))
-        self.acting = actor
-        self.seeing = (actor, critic, self._learner.target_actor, self._learner.target_critic)
+def _td3(settings: GymTraining, network: Mapping[str, Any], seed: int) -> TD3:
+    s = settings
+    told = TD3Settings(
+        actor_learning_rate=s.of("learning_rate"),
+        critic_learning_rate=s.of("learning_rate"),
+        tau=s.of("tau"),
+        policy_delay=s.of("policy_delay"),
+        target_policy_noise=s.of("target_policy_noise"),
+        target_noise_clip=s.of("target_noise_clip"),
+        pre_tanh_penalty=0.0,
+        reward_scale=1.0,
+    )
+    networks = acting_network(**network, seed=seed), _critic(network, seed)
+    return TD3(1, int(network["actions"]), told, device=s.device, seed=seed, networks=networks)
 
 
-class _SAC(Algorithm):
-    def __init__(self, settings: GymTraining, network: Mapping[str, Any], seed: int) -> None:
-        s = settings
-        actor = acting_network(**network, seed=seed)
-        assert isinstance(actor, SquashedGaussianActor)
-        critic = _critic(network, seed)
-        names = ("learning_rate", "tau", "target_update_interval", "ent_coef", "target_entropy")
-        told = SACSettings(**{name: s.of(name) for name in names})
-        self._learner = SAC(actor, critic, int(network["actions"]), told, device=s.device, seed=seed)
-        self.acting = actor
-        self.seeing = (actor, critic, self._learner.target)
+def _sac(settings: GymTraining, network: Mapping[str, Any], seed: int) -> SAC:
+    names = ("learning_rate", "tau", "target_update_interval", "ent_coef", "target_entropy")
+    told = SACSettings(**{name: settings.of(name) for name in names})
+    actor = acting_network(**network, seed=seed)
+    assert isinstance(actor, SquashedGaussianActor)
+    actions = int(network["actions"])
+    return SAC(actor, _critic(network, seed), actions, told, device=settings.device, seed=seed)
 
 
 def _critic(network: Mapping[str, Any], seed: int) -> SeeingCritic:
@@ -139,10 +95,10 @@ def _critic(network: Mapping[str, Any], seed: int) -> SeeingCritic:
         return SeeingCritic(features, int(network["actions"]), network["hidden"])
 
 
-_ALGORITHMS: Mapping[str, Callable[[GymTraining, Mapping[str, Any], int], Algorithm]] = {
-    "dqn": _DQN,
-    "td3": _TD3,
-    "sac": _SAC,
+_ALGORITHMS: Mapping[str, Callable[[GymTraining, Mapping[str, Any], int], PacedDQN | TD3 | SAC]] = {
+    "dqn": PacedDQN,
+    "td3": _td3,
+    "sac": _sac,
 }
 
 
@@ -199,8 +155,9 @@ class ReplayLearner(_Publishing):
         super().__init__(context, **told)
         s = self.settings
         self._replay = context.replay(ROWS)
-        self.algorithm: Algorithm = _ALGORITHMS[s.algorithm](s, told["network"], self.seed)
-        self.acting, self._features = self.algorithm.acting, features_of(*self.algorithm.seeing)
+        self.learner = _ALGORITHMS[s.algorithm](s, told["network"], self.seed)
+        self.acting = self.learner.network if isinstance(self.learner, PacedDQN) else self.learner.actor
+        self._features = features_of(*(part for part in vars(self.learner).values() if isinstance(part, nn.Module)))
         windows = Windows(n_step=s.of("n_steps"), gamma=s.gamma, next=("observation",))
         self._batch = self._replay.batch(s.of("batch_size"), windows, pinned=s.device != "cpu")
         self._tensors = self._batch.torch()
@@ -221,7 +178,8 @@ class ReplayLearner(_Publishing):
         tensors = self._tensors
         if s.device != "cpu":
             tensors = {name: tensor.to(s.device, non_blocking=True) for name, tensor in tensors.items()}
-        told = self.algorithm.update(tensors)
+        learner = self.learner
+        told = {"loss": learner.learn(tensors)} if isinstance(learner, PacedDQN) else learner.update(tensors).metrics
         self.updates += 1
         if own % _TELL == _TELL - 1:
             self.context.metrics(**{name: float(value) for name, value in told.items()})
@@ -229,17 +187,18 @@ class ReplayLearner(_Publishing):
     def adopt(self, published: WeightsReader) -> None:
         state, _, extra = published.read()
         self.updates = int(extra["updates"])
-        if isinstance(self.algorithm, _DQN):
-            self.algorithm.adopt(as_tensors(state), self.updates)
+        if isinstance(self.learner, PacedDQN):
+            self.learner.adopt(state)
+            self.learner.steps = self.updates
         elif self._restored:
             # A policy without critics would be ruined by new ones; before the first checkpoint little is lost.
             self.acting.load_state_dict(as_tensors(state))
 
     def save(self) -> dict[str, Any]:
-        return {"learner": self.algorithm.state(), "statistics": self.statistics(), "updates": self.updates}
+        return {"learner": self.learner.state(), "statistics": self.statistics(), "updates": self.updates}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        self.algorithm.restore(state["learner"])
+        self.learner.restore(state["learner"])
         self.put_back(state["statistics"])
         self.updates = int(state["updates"])
         self._restored = True
