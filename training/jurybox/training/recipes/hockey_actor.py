@@ -56,12 +56,16 @@ class Standing:
 
 
 def evaluate(games: Sequence[Game], policy: Policy, opponent: str, n: int, *, seed: int = 0) -> Standing:
-    """`n` games against a built-in opponent ("weak", "strong", "random"); the puck begins on either side in turn."""
-    matches = []
-    for number in range(n):
-        chance = int(np.random.default_rng((_SEED, seed, number)).integers(2**31))
-        player: Opponent = make_opponent(opponent, action_size=games[0].action_size)
-        matches.append(Match(chance, number % 2, opponent, player))
+    """`n` games against a built-in opponent ("weak", "strong", "random")."""
+    return standing(games, policy, lambda: make_opponent(opponent, action_size=games[0].action_size), n, (_SEED, seed))
+
+
+def standing(
+    games: Sequence[Game], policy: Policy, make: Callable[[], Opponent], n: int, seed: tuple[int, ...]
+) -> Standing:
+    """`n` games, each against an opponent that `make` gives; the puck begins on either side in turn."""
+    chances = [int(np.random.default_rng((*seed, number)).integers(2**31)) for number in range(n)]
+    matches = [Match(chance, number % 2, "", make()) for number, chance in enumerate(chances)]
     return Standing.of(play(games, matches, policy))
 
 

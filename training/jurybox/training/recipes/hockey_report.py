@@ -12,12 +12,10 @@ from jurybox.training.algorithms.td3_actor import NumpyActor
 from jurybox.training.checkpoints import read_state
 from jurybox.training.environments.hockey.bots import BOTS, Opponent, make_opponent
 from jurybox.training.environments.hockey.drawing import film
-from jurybox.training.environments.hockey.game import Game
-from jurybox.training.environments.hockey.matches import Match, play
 from jurybox.training.environments.hockey.original import make_game
 from jurybox.training.environments.hockey.rink import FPS
 from jurybox.training.film import save_film
-from jurybox.training.recipes.hockey_actor import Standing
+from jurybox.training.recipes.hockey_actor import Standing, standing
 from jurybox.training.recipes.hockey_opponents import PastSelf, Pool
 from jurybox.training.recipes.hockey_settings import HockeyTraining
 from jurybox.training.report import charts, page
@@ -85,30 +83,18 @@ def win_matrix(
     past = {f"at {int(name.removeprefix('pool:')) / 1000:.3g}k": pool.actor(name) for name in reversed(some)}
     actors = {"learned": actor, **past}
     games = [make_game(settings.environment, settings.mode) for _ in range(8)]
-    rows: list[list[Standing | None]] = []
-    for one in actors.values():
-        row: list[Standing | None] = []
-        for other in actors.values():
-            row.append(None if other is one else _standing(settings, games, one, partial(PastSelf, other)))
-        sizes = games[0].action_size
-        row += [_standing(settings, games, one, partial(make_opponent, bot, 0, sizes)) for bot in BOTS]
-        rows.append(row)
+    n, size = settings.matrix_games, games[0].action_size
+    others: list[tuple[NumpyActor | None, Callable[[], Opponent]]] = [
+        *((other, partial(PastSelf, other)) for other in actors.values()),
+        *((None, partial(make_opponent, bot, 0, size)) for bot in BOTS),
+    ]
+    rows = [
+        [None if other is one else standing(games, one, make, n, (_SEED,)) for other, make in others]
+        for one in actors.values()
+    ]
     for game in games:
         game.close()
     return list(actors), [*actors, *BOTS], rows
-
-
-def _standing(
-    settings: HockeyTraining,
-    games: Sequence[Game],
-    actor: NumpyActor,
-    make: Callable[[], Opponent],
-) -> Standing:
-    matches = []
-    for number in range(settings.matrix_games):
-        chance = int(np.random.default_rng((_SEED, number)).integers(2**31))
-        matches.append(Match(chance, number % 2, "", make()))
-    return Standing.of(play(games, matches, actor))
 
 
 def _headline(outcome: Outcome) -> str:

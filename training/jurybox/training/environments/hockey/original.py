@@ -30,10 +30,29 @@ def make_game(
     Args:
         environment: None for `HockeyGame`; ``module:Class`` for an environment with the original's interface, such as
             ``hockey.hockey_env:HockeyEnv`` where that is installed.
+
+    Raises:
+        ValueError: the name is of another form.
+        ImportError: the module is not installed, or has no such class; the message says which.
     """
     if environment is None:
         return HockeyGame(mode, keep=keep, time_out=time_out, seed=seed)
-    return OriginalGame.of(environment, mode, keep=keep, time_out=time_out, seed=seed)
+    module, colon, kind = environment.partition(":")
+    if not colon or not module or not kind:
+        raise ValueError(f"environment={environment!r}: expected module:Class, such as hockey.hockey_env:HockeyEnv")
+    try:
+        imported = importlib.import_module(module)
+        made = getattr(imported, kind)
+    except ImportError as error:
+        raise ImportError(
+            f"{environment} cannot be imported ({error}): install it (pip install "
+            "git+https://github.com/martius-lab/hockey-env), or leave the option out for the built-in game"
+        ) from error
+    except AttributeError as error:
+        raise ImportError(f"module {module} has no {kind!r}: expected a class with the hockey interface") from error
+    # The original's Mode is an Enum of its own with the same numbers; it takes the number's member.
+    own_mode = getattr(imported, "Mode", int)(int(mode))
+    return OriginalGame(made(keep_mode=keep, mode=own_mode), Mode(mode), time_out, seed)
 
 
 class OriginalGame:
@@ -49,53 +68,15 @@ class OriginalGame:
         seed: of the first game, and of what follows until `reset(seed)`.
     """
 
-    def __init__(
-        self,
-        environment: Any,
-        mode: Mode | int = Mode.NORMAL,
-        *,
-        time_out: TimeOut = "truncate",
-        seed: int | None = None,
-    ) -> None:
+    def __init__(self, environment: Any, mode: Mode, time_out: TimeOut, seed: int | None) -> None:
         self.environment = environment
-        self.mode = Mode(mode)
+        self.mode = mode
         self.time_out = time_out
         # Asked of a game: the space that the original declares has 18 values without keeping the puck as well.
         self.observation_size = len(environment.reset(seed=0)[0])
         self.action_size = int(environment.action_space.shape[0]) // 2
         self._taken = 0
         self._rng = np.random.default_rng(seed)
-
-    @classmethod
-    def of(
-        cls,
-        name: str,
-        mode: Mode | int = Mode.NORMAL,
-        *,
-        keep: bool = True,
-        time_out: TimeOut = "truncate",
-        seed: int | None = None,
-    ) -> OriginalGame:
-        """Import ``module:Class`` and make one of it.
-
-        Raises:
-            ValueError: the name is of another form.
-            ImportError: the module is not installed, or has no such class; the message says which.
-        """
-        module, colon, kind = name.partition(":")
-        if not colon or not module or not kind:
-            raise ValueError(f"environment={name!r}: expected module:Class, such as hockey.hockey_env:HockeyEnv")
-        try:
-            made = getattr(importlib.import_module(module), kind)
-        except ImportError as error:
-            raise ImportError(
-                f"{name} cannot be imported ({error}): install it (pip install "
-                "git+https://github.com/martius-lab/hockey-env), or leave the option out for the built-in game"
-            ) from error
-        except AttributeError as error:
-            raise ImportError(f"module {module} has no {kind!r}: expected a class with the hockey interface") from error
-        # The original's Mode is an Enum of its own with the same numbers; it takes the number's member.
-        return cls(made(keep_mode=keep, mode=_mode_of(module, mode)), mode, time_out=time_out, seed=seed)
 
     def reset(self, seed: int | None = None, *, first: int | None = None) -> Observation:
         self._taken = 0
@@ -126,8 +107,3 @@ class OriginalGame:
 
 def _reward(info: dict[str, Any]) -> float:
     return float(GOAL_REWARD * info["winner"] + info["reward_closeness_to_puck"])
-
-
-def _mode_of(module: str, mode: Mode | int) -> Any:
-    kinds = getattr(importlib.import_module(module), "Mode", None)
-    return int(mode) if kinds is None else kinds(int(mode))
