@@ -96,6 +96,22 @@ def _imported(module: str) -> ModuleType:
         return importlib.import_module(module)
 
 
+def reset_mask(options: Mapping[str, Any] | None, n: int) -> npt.NDArray[np.bool_]:
+    """Which of `n` environments ``options["reset_mask"]`` names, as Gymnasium's vector environments take it; else all.
+
+    Raises:
+        ValueError: it is no bool array (n,) with a True in it.
+    """
+    mask = (options or {}).get("reset_mask")
+    if mask is None:
+        return np.ones(n, np.bool_)
+    if not isinstance(mask, np.ndarray) or mask.shape != (n,) or mask.dtype != np.bool_ or not mask.any():
+        raise ValueError(
+            f"expected options['reset_mask'] as a bool array of shape ({n},) with a True in it, got {mask!r}"
+        )
+    return mask
+
+
 @dataclass(frozen=True, slots=True)
 class Seen:
     """The format of observation rows.
@@ -329,10 +345,6 @@ class Actions:
         if self._whole:
             numbers = np.rint(numbers)
         return numbers.astype(self._space.dtype).reshape(self._space.shape)
-
-
-# ----
-# The same environment for whoever plays a policy.
 
 
 class RowsEnv(gymnasium.Wrapper[Any, Any, Any, Any]):

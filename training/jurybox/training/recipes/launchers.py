@@ -35,11 +35,9 @@ def launcher_named(name: str, address: str | None = None) -> Iterator[Launcher]:
     Raises:
         LauncherMissing: the name is unknown, or its library is not here; NoCluster: nobody answers at `address`.
     """
-    if name == "local":
-        check_local(address)
+    if not wants_ray(name, address):
         yield Local()
         return
-    require_ray(name, address)
     from jurybox.training.cluster.launcher import RayLauncher
 
     with RayLauncher(address) as launcher:
@@ -55,20 +53,18 @@ def check_gpus(launcher: Launcher | None, gpus: Mapping[str, float]) -> None:
         refuse_unused([name for name, number in gpus.items() if number], dict.fromkeys(gpus, why))
 
 
-def check_local(address: str | None) -> None:
-    """Raises LauncherMissing if an address is given for "local"."""
-    if address is not None:
-        raise LauncherMissing(f"an address ({address}) goes with --launcher ray")
-
-
-def require_ray(name: str, address: str | None) -> None:
-    """Check that the launcher's name is "ray" and that Ray can be imported; make Ray listen on the right interface.
+def wants_ray(name: str, address: str | None) -> bool:
+    """Whether the launcher of that name is Ray, which can then be imported and listens on the right interface.
 
     Raises:
-        LauncherMissing: one of these is not so.
+        LauncherMissing: it is neither "ray" nor "local", "local" with an address, or Ray is not here.
     """
-    if name != "ray":
+    if name not in NAMES:
         raise LauncherMissing(f"--launcher {name!r}: expected {' or '.join(NAMES)}")
+    if name == "local":
+        if address is not None:
+            raise LauncherMissing(f"an address ({address}) goes with --launcher ray")
+        return False
     if address is None:
         _on_loopback()
     try:
@@ -77,6 +73,7 @@ def require_ray(name: str, address: str | None) -> None:
         raise LauncherMissing(
             f"--launcher ray needs Ray, which is not installed ({error}): pip install 'jurybox[ray]'"
         ) from error
+    return True
 
 
 def _on_loopback() -> None:
@@ -132,11 +129,9 @@ def spread_named(name: str, address: str | None = None, needs: Needs | None = No
     Raises:
         LauncherMissing: the name is unknown, or its library is not here; NoCluster: nobody answers at `address`.
     """
-    if name == "local":
-        check_local(address)
+    if not wants_ray(name, address):
         yield None
         return
-    require_ray(name, address)
     import ray
 
     from jurybox.training.cluster.connection import connect, disconnect

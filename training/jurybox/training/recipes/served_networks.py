@@ -6,7 +6,7 @@ A server has torch, and nothing of what trainings need beside: no environment is
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -21,13 +21,18 @@ from jurybox.training.algorithms.td3_actor import CLIP
 from jurybox.training.algorithms.torch_states import perceptron
 
 
+def _served(
+    module: nn.Module, row: Sequence[int], outputs: Mapping[str, tuple[int, ...]], dtype: str = "float32"
+) -> ServedModel:
+    """A network of rows of observations of that shape; shapes of its float32 outputs by name."""
+    given = {"observation": TensorSpec(dtype, tuple(row))}
+    return ServedModel(module, given, {name: TensorSpec("float32", shape) for name, shape in outputs.items()})
+
+
 def hockey_policy(observation: int, action: int, hidden: Sequence[int]) -> ServedModel:
     """Raw observations, float32 (observation,), to actions in [-1, 1], float32 (action,)."""
-    return ServedModel(
-        Policy(Actor(observation, action, hidden), observation, clip=CLIP),
-        {"observation": TensorSpec("float32", (observation,))},
-        {"action": TensorSpec("float32", (action,))},
-    )
+    policy = Policy(Actor(observation, action, hidden), observation, clip=CLIP)
+    return _served(policy, (observation,), {"action": (action,)})
 
 
 def gym_policy(
@@ -53,12 +58,9 @@ def gym_policy(
     if not explores:
         if isinstance(network, GaussianMean):
             network.bounds.copy_(torch.tensor(bounds))
-        outputs = {"action": TensorSpec("float32", (actions,))}
-        return ServedModel(network, {"observation": TensorSpec(dtype, (size,))}, outputs)
-    outputs = {
-        name: TensorSpec("float32", () if name == "value" else (actions,)) for name in outputs_of(algorithm, discrete)
-    }
-    return ServedModel(network, {"observation": TensorSpec(dtype, (size,))}, outputs)
+        return _served(network, (size,), {"action": (actions,)}, dtype)
+    outputs = {name: () if name == "value" else (actions,) for name in outputs_of(algorithm, discrete)}
+    return _served(network, (size,), outputs, dtype)
 
 
 class _Named(ActorCritic):
@@ -70,11 +72,7 @@ class _Named(ActorCritic):
 
 def actor_critic(observation: int, actions: int, hidden: Sequence[int]) -> ServedModel:
     """Float32 (observation,) to logits (actions,) and a value in the learner's scale."""
-    return ServedModel(
-        _Named(observation, actions, hidden),
-        {"observation": TensorSpec("float32", (observation,))},
-        {"logits": TensorSpec("float32", (actions,)), "value": TensorSpec("float32", ())},
-    )
+    return _served(_Named(observation, actions, hidden), (observation,), {"logits": (actions,), "value": ()})
 
 
 class _Masked(ActorCritic):
@@ -89,11 +87,7 @@ class _Masked(ActorCritic):
 
 def masked_policy(observation: int, actions: int, hidden: Sequence[int]) -> ServedModel:
     """Float32 (observation + actions,), the last of them 1 for each action that may be chosen, to logits (actions,)."""
-    return ServedModel(
-        _Masked(observation, actions, hidden),
-        {"observation": TensorSpec("float32", (observation + actions,))},
-        {"logits": TensorSpec("float32", (actions,))},
-    )
+    return _served(_Masked(observation, actions, hidden), (observation + actions,), {"logits": (actions,)})
 
 
 class _Quantiles(QuantileNetwork):
@@ -123,11 +117,7 @@ def choosing_policy(
         "iqn": lambda: _Quantiles(inputs, actions, widths, scale),
         "ppo": lambda: _Logits(inputs, actions, widths, scale),
     }
-    return ServedModel(
-        networks[algorithm](),
-        {"observation": TensorSpec(dtype, tuple(shape))},
-        {"logits" if algorithm == "ppo" else "values": TensorSpec("float32", (actions,))},
-    )
+    return _served(networks[algorithm](), shape, {"logits" if algorithm == "ppo" else "values": (actions,)}, dtype)
 
 
 class _Mean(nn.Module):
@@ -142,8 +132,4 @@ class _Mean(nn.Module):
 
 def gaussian_mean(observation: int, action: int, hidden: Sequence[int]) -> ServedModel:
     """Float32 (observation,) to actions (action,) before they are clipped to [-1, 1]."""
-    return ServedModel(
-        _Mean(observation, action, hidden),
-        {"observation": TensorSpec("float32", (observation,))},
-        {"action": TensorSpec("float32", (action,))},
-    )
+    return _served(_Mean(observation, action, hidden), (observation,), {"action": (action,)})

@@ -22,6 +22,7 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
 
 from jurybox.protocol.segment import Segment, segment_name
+from jurybox.training.environments.gymnasium_env import reset_mask
 from jurybox.training.vector.layout import InfoFields, Shared, add, arrange, put, shared_infos, take
 from jurybox.training.vector.worker import RESET, STEP, STEP_EACH
 from jurybox.training.vector.worker_pool import WorkerPool
@@ -105,8 +106,8 @@ class ProcessVectorEnv(VectorEnv[Any, Any, Any]):
     ) -> tuple[Any, dict[str, Any]]:
         """Reset all environments, or those of ``options["reset_mask"]``; seeds as Gymnasium spreads them: seed + i."""
         self._forget_what_runs()
-        options = dict(options or {})
-        which = np.flatnonzero(_mask(options.pop("reset_mask", None), self.num_envs)).tolist()
+        which = np.flatnonzero(reset_mask(options, self.num_envs)).tolist()
+        options = {name: value for name, value in (options or {}).items() if name != "reset_mask"}
         if isinstance(seed, int):
             seeds: list[int | None] = [seed + number for number in range(self.num_envs)]
         else:
@@ -355,13 +356,3 @@ class ProcessVectorEnv(VectorEnv[Any, Any, Any]):
                     if found[1]:
                         add(infos.setdefault("final_info", {}), found[1], row, n)
         return infos
-
-
-def _mask(mask: Any, n: int) -> npt.NDArray[np.bool_]:
-    if mask is None:
-        return np.ones(n, np.bool_)
-    if not isinstance(mask, np.ndarray) or mask.shape != (n,) or mask.dtype != np.bool_ or not mask.any():
-        raise ValueError(
-            f"expected options['reset_mask'] as a bool array of shape ({n},) with a True in it, got {mask!r}"
-        )
-    return mask

@@ -14,6 +14,7 @@ from gymnasium.vector.utils import batch_space
 
 from jurybox.training.environments.cage import tables as t
 from jurybox.training.environments.cage.network import Networks, RedName
+from jurybox.training.environments.gymnasium_env import reset_mask
 
 Observations = npt.NDArray[np.int8]
 Step = tuple[Observations, npt.NDArray[np.float64], npt.NDArray[np.bool_], npt.NDArray[np.bool_], dict[str, Any]]
@@ -70,7 +71,7 @@ class CageVectorEnv(VectorEnv[Observations, npt.NDArray[Any], Any]):
         if seed is not None:
             numbers = [seed] if isinstance(seed, int) else [number for number in seed if number is not None]
             self.networks.random = np.random.default_rng(numbers or None)
-        which = _reset_mask(options, self.num_envs)
+        which = reset_mask(options, self.num_envs)
         self._begin(which)
         return self._observations(), self._info()
 
@@ -198,17 +199,6 @@ class _RowsOfRandom(np.random.Generator):
     def random(self, size: Any = None, dtype: Any = np.float64, out: Any = None) -> Any:
         *lead, _ = (size,) if isinstance(size, int) else size
         return super().random((*lead, self._of), dtype, out)[..., self._rows]
-
-
-def _reset_mask(options: dict[str, Any] | None, n: int) -> npt.NDArray[np.bool_]:
-    if not options or "reset_mask" not in options:
-        return np.ones(n, np.bool_)
-    mask = options["reset_mask"]
-    if not isinstance(mask, np.ndarray) or mask.shape != (n,) or mask.dtype != np.bool_ or not mask.any():
-        raise ValueError(
-            f"expected options['reset_mask'] as a bool array of shape ({n},) with a True in it, got {mask!r}"
-        )
-    return mask
 
 
 class CageEnv(gymnasium.Env[Observations, Any]):
