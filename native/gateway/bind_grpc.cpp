@@ -51,7 +51,9 @@ nb::list feed(Connection& connection, nb::handle data, std::size_t size) {
     if (size > given.size()) throw std::invalid_argument("more bytes were named than came");
     const bool goes_on = connection.feed(reinterpret_cast<const std::uint8_t*>(given.bytes()), size);
     nb::list made;
-    auto& events = connection.events();
+    // Taken out of the connection: making objects may run the collector, and with it somebody who has this connection do something.
+    std::vector<Connection::Event> events;
+    events.swap(connection.events());
     for (auto& event : events) {
         const int kind = static_cast<int>(event.kind);
         switch (event.kind) {
@@ -66,6 +68,7 @@ nb::list feed(Connection& connection, nb::handle data, std::size_t size) {
         }
     }
     events.clear();
+    if (connection.events().empty()) connection.events().swap(events);  // its memory is kept
     if (!goes_on) made.append(nb::none());
     return made;
 }

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import itertools
 import random
 import socket
 import struct
@@ -336,3 +338,54 @@ def test_a_path_that_is_no_text_stops_nothing_that_is_not_begun_anew():
             with grpc.insecure_channel(served.bound) as channel:
                 assert channel.unary_unary("/t.T/echo")(b"x", timeout=20) == b"x"
             served.close()
+
+
+def frame(kind, flags, stream, body=b""):
+    return len(body).to_bytes(3, "big") + bytes([kind, flags]) + stream.to_bytes(4, "big") + body
+
+
+def head_of_a_call(stream):
+    fields = {
+        ":method": "POST",
+        ":scheme": "http",
+        ":path": "/t.T/echo",
+        ":authority": "x",
+        "content-type": "application/grpc",
+    }
+    literal = b"".join(
+        b"\0" + bytes([len(name)]) + name.encode() + bytes([len(text)]) + text.encode() for name, text in fields.items()
+    )
+    return frame(1, 4, stream, literal)
+
+
+def test_what_the_collector_runs_may_use_the_connection_whose_events_are_told():
+    """Making the events' objects may start the collector, in whose finalizers anything may happen."""
+    connection = native.GrpcConnection(MIB, 8192, 1000)
+    connection.feed(PREFACE + frame(4, 0, 0), len(PREFACE) + 9)
+    told = []
+    calls = itertools.count(1, 2)
+    again = []
+
+    class Dropped:
+        def __init__(self):
+            self.own = self  # freed by the collector alone
+
+        def __del__(self):
+            came = head_of_a_call(next(calls))
+            again.extend(connection.feed(came, len(came)))
+
+    thresholds = gc.get_threshold()
+    gc.set_threshold(20, 2, 2)
+    try:
+        for _ in range(10):
+            gc.disable()
+            for _ in range(5):
+                Dropped()
+            came = b"".join(head_of_a_call(next(calls)) for _ in range(50))
+            gc.enable()
+            told.extend(connection.feed(came, len(came)))
+    finally:
+        gc.set_threshold(*thresholds)
+        gc.collect()
+    assert len(again) == 50
+    assert sorted(event[1] for event in told + again) == list(range(1, next(calls), 2))

@@ -104,6 +104,33 @@ async def test_an_end_frees_the_row_and_nothing_is_kept_of_names_that_never_bega
     assert len(gateway.sequences) == 0 and sorted(gateway.held.free) == [0, 1, 2, 3]
 
 
+@pytest.mark.parametrize("end", [False, True])
+async def test_a_sequence_that_lost_its_state_keeps_no_row_from_others(gateway, lanes, end):
+    """After engines died, sequences of which a request got no answer would take all rows for a minute."""
+    lanes.gate = asyncio.Event()
+    for n in range(12):
+        with pytest.raises(TimeoutError):
+            await gateway.step(n, n, start=True, end=end, seconds=0.01)
+    assert sorted(gateway.held.free) == [0, 1, 2, 3]
+    lanes.gate = None
+    with pytest.raises(SessionLost):
+        await gateway.step(3, 0)
+    assert await gateway.step(3, 4, start=True) == [4]
+    assert await gateway.step(3, 5) == [4, 5]
+
+
+async def test_a_step_that_gave_up_waiting_takes_no_row_from_the_one_before_it(gateway, lanes):
+    assert await gateway.step("a", 1, start=True) == [1]
+    lanes.gate = asyncio.Event()
+    second = asyncio.create_task(gateway.step("a", 2))
+    await asyncio.sleep(0)
+    with pytest.raises(Timeout, match="an earlier request"):
+        await gateway.step("a", 3, seconds=0.02)
+    assert len(gateway.held.free) == 3
+    lanes.gate.set()
+    assert await second == [1, 2]
+
+
 async def test_nobody_gets_the_state_of_who_had_the_row_before(gateway, lanes):
     await gateway.step("a", 1, start=True, end=True)
     lanes.fail[666] = ModelFailed("broken")

@@ -101,6 +101,8 @@ class Turn:
             if refused and sequence.coming == step + 1:
                 sequence.coming = came
             sequence.pending -= 1
+            if error is not None and sequence.next is None and not sequence.pending:
+                self._all.release(sequence)  # its state is lost: the session is of use to others alone
             self._all.used(key, sequence)
 
     @property
