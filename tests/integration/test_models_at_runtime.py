@@ -1,5 +1,6 @@
 """Loading, reloading and unloading while clients ask."""
 
+import asyncio
 import threading
 
 import numpy as np
@@ -8,7 +9,7 @@ import torch
 from tests.models import Affine
 from tests.serving import serving, wait_until
 
-from jurybox.client import ModelFailed, ModelNotFound, Refused, SpecMismatch
+from jurybox.client import ModelFailed, ModelNotFound, Refused, SpecMismatch, connect
 
 X = np.ones((2, 4), np.float32)
 
@@ -19,7 +20,7 @@ def server(tmp_path_factory):
     (folder / "offset").write_text("1")
     models = {"file": {"factory": "tests.models:from_file", "args": {"path": str(folder / "offset")}, "rows": 64}}
     loadable = {"factories": ["tests.models:*"], "exported": [str(tmp_path_factory.getbasetemp())]}
-    with serving(folder, models, **loadable) as running:
+    with serving(folder, models, tcp="127.0.0.1:0", **loadable) as running:
         running.folder = folder
         yield running
 
@@ -55,6 +56,29 @@ def test_a_reload_drops_no_request_and_every_answer_is_of_one_of_both(server, cl
         thread.join()
     assert seen == {2.0, 6.0}
     assert client.describe("file").digest != before
+
+
+@pytest.mark.parametrize("transport", ["shm", "zmq", "tcp"])
+@pytest.mark.parametrize("call", ["__call__", "infer", "infer_async", "row_reply"])
+def test_whoever_asks_across_a_reload_is_answered_however_it_asks(server, client, transport, call):
+    address = f"tcp://{server.listening('tcp')}" if transport == "tcp" else server.address
+    with connect(address, transport="auto" if transport == "tcp" else transport, timeout=30) as mine:
+        model = mine.model("file", rows=4)
+
+        def ask():
+            if call == "infer_async":
+                return asyncio.run(model.infer_async(X))[0]
+            if call == "row_reply":
+                return model.row_reply(X[0], 20.0).outputs.reshape(-1)
+            return model(X[0]) if call == "__call__" else model.infer(X)[0]
+
+        assert ask().shape == ask().shape == (4,)
+        for offset in (3, 5):
+            (server.folder / "offset").write_text(str(offset))
+            client.unload("file")  # and with it its arena
+            client.load("file", {"factory": "tests.models:from_file", "args": {"path": str(server.folder / "offset")}})
+            for _ in range(2):
+                assert ask().tolist() == [1.0 + offset] * 4
 
 
 def test_a_failed_reload_leaves_the_earlier_one_serving(server, client):

@@ -89,6 +89,10 @@ class Model(forks.Closing):
                     return kept.ask(ready, self._default_timeout if timeout is None else seconds(timeout))
         except Taken:
             pass
+        except Refused as error:
+            if error.code != Code.STALE_LEASE:
+                raise
+            # As infer: once more, on a new lane. It has its whole time again, of which the first used next to nothing.
         outputs = self._asked(lambda: self._codec.one(row), timeout, 0).outputs
         return {name: value[0] for name, value in outputs.items()} if isinstance(outputs, dict) else outputs[0]
 
