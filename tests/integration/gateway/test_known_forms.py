@@ -275,8 +275,8 @@ def test_a_head_is_known_for_its_own_request_where_others_came_with_it(gateway):
     """Two heads that differ in their model alone, at once: neither must be answered by the other's model later."""
     rows = np.ones((1, 4), np.float32)
     affine, moody = asked(rows), asked(rows, "/v2/models/team%2Fmoody/infer")
-    for turn, (first, second) in enumerate(((affine, moody), (moody, affine))):
-        first, second = (one.replace(b"\r\n", b"\r\nTurn: %d\r\n" % turn, 1) for one in (first, second))  # new heads
+    for turn, both in enumerate(((affine, moody), (moody, affine))):
+        first, second = (one.replace(b"\r\n", b"\r\nTurn: %d\r\n" % turn, 1) for one in both)  # new heads
         web = Web(gateway.http)
         web.socket.sendall(first + second)
         web.answer(), web.answer()

@@ -1,5 +1,6 @@
 """ZeroMQ over a socket of the caller's own: what libzmq sees of it, and what becomes of tickets when it breaks."""
 
+import asyncio
 import contextlib
 import os
 import socket
@@ -14,8 +15,9 @@ from tests.serving import wait_until
 
 from jurybox.client.link import RowsHere
 from jurybox.client.remote.connection import DirectConnection
+from jurybox.client.remote.tcp import DirectTcpTransport
 from jurybox.client.transports.direct import DirectEngine, dial
-from jurybox.client.transports.transport import Answer, InFlight
+from jurybox.client.transports.transport import NOT_ANSWERED, Answer, InFlight, RowPlace
 from jurybox.protocol import ModelSpec, TensorSpec
 from jurybox.protocol.errors import Code
 from jurybox.protocol.scoreboard import EngineState
@@ -204,6 +206,57 @@ def test_a_host_that_vanished_is_noticed_while_an_answer_is_waited_for(router, m
     front.close()
 
 
+SPEC = ModelSpec("m", {"x": TensorSpec("float32", (2,))}, {"y": TensorSpec("float32", (2,))})
+
+
+def connected(router):
+    """A transport to what takes the relay's place, over a connection that stands."""
+    connection = DirectConnection(f"tcp://127.0.0.1:{router.bind_to_random_port('tcp://127.0.0.1')}")
+    rows = RowsHere(SPEC, 4)
+    wait_until(lambda: connection.server_lives() and connection.link.ready, 20, "it stands")
+    return connection, rows, DirectTcpTransport(connection, rows, LEASE)
+
+
+def row_place(connection, rows):
+    x, y = rows.columns.inputs["x"][0], rows.columns.outputs["y"][0]
+    return RowPlace(0, 1, SPEC.inputs["x"], x, None, y, connection.engines, connection.incarnation, 0)
+
+
+def test_an_answer_that_takes_longer_than_a_look_is_taken_when_it_comes(router):
+    """Dropped, its ticket would be sent again: every slow call would be computed twice."""
+    connection, rows, transport = connected(router)
+    call = transport.caller(row_place(connection, rows))
+    assert call(np.ones(2, np.float32), 5, 0.01) == NOT_ANSWERED
+    identity, record, _ = router.recv_multipart()
+    life = PACK_TICKET.unpack_from(record, len(PREFIX))[-1]
+    waiting = InFlight(5, 0, 1, 0, 0)
+    waiting.incarnation = connection.incarnation
+    assert transport.holds(waiting)
+    router.send_multipart((identity, PREFIX + PACK_REPLY.pack(5, 1, life, 0), np.full(2, 3, np.float32).tobytes()))
+    assert [answer.sequence for answer in transport.receive(20.0)] == [5]
+    assert rows.columns.outputs["y"][0].tolist() == [3.0, 3.0]
+    assert not transport.holds(waiting)
+    transport.close()
+
+
+async def test_a_loop_is_told_of_the_connection_that_follows_one_that_was_closed(router):
+    """The selector must not keep the number of a descriptor that another will get."""
+    connection, _, transport = connected(router)
+    told = asyncio.Event()
+    transport.watch(asyncio.get_running_loop(), told.set)
+    for _ in range(3):
+        connection.link.close()  # as one that gave no sign of life, or whose handshake did not end
+        wait_until(lambda: connection.server_lives() and connection.link.ready, 20, "it is back")
+        told.clear()
+        connection.link.send(1, (PREFIX + bytes(64),))
+        while not router.poll(10):
+            connection.link.look()
+        router.send_multipart((router.recv_multipart()[0], bytes(10)))
+        await asyncio.wait_for(told.wait(), 20)
+        connection.link.receive(0)
+    transport.close()
+
+
 # ---- the relay's side
 
 
@@ -352,8 +405,7 @@ def test_a_large_frame_that_comes_slowly_is_no_silence(front, monkeypatch):
 @pytest.mark.parametrize("code", [Code.OK, Code.ROW_FAILED, Code.MODEL_FAILED])
 def test_an_answer_leaves_its_rows_only_where_all_of_it_has_room(code):
     """What a front has no room for it drops, so that the whole answer has to be asked for, head and reasons, too."""
-    spec = ModelSpec("m", {"x": TensorSpec("float32", (2,))}, {"y": TensorSpec("float32", (2,))})
-    rows = RowsHere(spec, 4)
+    rows = RowsHere(SPEC, 4)
     sent = InFlight(1, 0, 4, 0, 0)
     lane = SimpleNamespace(
         columns=rows.columns, transport=None, submit=lambda *_: sent, receive_now=lambda: None, rows=4

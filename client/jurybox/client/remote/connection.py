@@ -139,14 +139,14 @@ class DirectConnection(OneEngine):
 
     Attributes:
         link: None where no address could be found just now.
-        renewed: called when `link` is another, with the one before it, which is closed afterwards.
+        renewed: called when `link` is another; the one before it may be closed already.
     """
 
     def __init__(self, address: str) -> None:
         super().__init__()
         require(_FILES_OF_OWN, f"a connection to {address}")
         self._address = address
-        self.renewed: Callable[[Zmtp | None], None] = lambda before: None
+        self.renewed: Callable[[], None] = lambda: None
         self.link: Zmtp | None = None
         self._attempt = 0
         self._pinged_at: float | None = None
@@ -160,7 +160,7 @@ class DirectConnection(OneEngine):
         self.link = dial(self._address, b"", MOST_BYTES, self._attempt)
         self._attempt += 1
         self._pinged_at = None
-        self.renewed(before)
+        self.renewed()
         if before is not None:
             before.close()
 

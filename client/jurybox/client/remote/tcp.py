@@ -302,12 +302,13 @@ class DirectTcpTransport(_RelayTransport):
     def __init__(self, connection: DirectConnection, rows: RowsHere, lease: int) -> None:
         super().__init__(connection, rows, lease)
         self._connection = connection
+        self._watched = -1  # descriptor that the loop reads; its link may be closed before the loop is told
         # Of weak references: a lane that is lost is closed when it is collected, and must not wait for the collector.
         this = weakref.ref(self)
 
-        def renewed(before: Zmtp | None) -> None:
+        def renewed() -> None:
             if (transport := this()) is not None:
-                transport._renewed(before)
+                transport._renewed()
 
         connection.renewed = renewed
 
@@ -329,7 +330,7 @@ class DirectTcpTransport(_RelayTransport):
         """As Transport.caller; None for rows of any size, which take more than their bytes."""
         if place.input is None or place.extents is not None or place.outputs is None or place.rows != 1:
             return None
-        return _DirectCaller(self._connection, self._rows, self._lease, place)
+        return _DirectCaller(self._connection, self._rows, self._lease, place, self._in_flight)
 
     def receive(self, timeout: float) -> Sequence[Answer]:
         link = self._connection.link
@@ -362,22 +363,23 @@ class DirectTcpTransport(_RelayTransport):
             self._incarnation = ticket.incarnation = connection.incarnation  # it was not sent over any before
         return connection.link if ticket.incarnation == connection.incarnation else None
 
-    def _renewed(self, before: Zmtp | None) -> None:
+    def _renewed(self) -> None:
         """The connection has another link: have the loop watch that."""
         if self._watching is None:
             return
-        if before is not None:
-            self._watching.unread(before.descriptor)
+        self._unwatch(self._watching)
         self._watch(self._watching)
 
     def _watch(self, watching: Watching) -> None:
         if (link := self._connection.link) is not None:
-            watching.read(link.descriptor)
+            self._watched = link.descriptor
+            watching.read(self._watched)
             link.watched(on=True)
 
     def _unwatch(self, watching: Watching) -> None:
-        if (link := self._connection.link) is not None:
-            watching.unread(link.descriptor)
+        if self._watched >= 0:
+            watching.unread(self._watched)
+        self._watched = -1
 
     def _read(self, message: Sequence[Any]) -> Answer | None:
         return _read(message, self._rows, self._in_flight, self._connection.incarnation)
@@ -386,11 +388,19 @@ class DirectTcpTransport(_RelayTransport):
 class _DirectCaller(SocketCaller):
     """A row goes from the caller's array, and comes back as new ones."""
 
-    def __init__(self, connection: DirectConnection, rows: RowsHere, lease: int, place: RowPlace) -> None:
+    def __init__(
+        self,
+        connection: DirectConnection,
+        rows: RowsHere,
+        lease: int,
+        place: RowPlace,
+        in_flight: dict[int, tuple[int, int]],
+    ) -> None:
         super().__init__(place, connection.engines)
         self._connection = connection
         self._rows = rows
         self._lease = lease
+        self._in_flight = in_flight  # the transport's
         outputs: Any = place.outputs
         self._alone = type(outputs) is not dict
         named = {"": outputs} if self._alone else outputs
@@ -414,6 +424,7 @@ class _DirectCaller(SocketCaller):
         message = link.exchange(sequence, (ticket, row), seconds if seconds < LOOK_AFTER else LOOK_AFTER)
         if message is None:
             place.write(row)  # should it have to be sent again
+            self._in_flight[sequence] = (place.first, 1)  # its answer comes by the transport
             return NOT_ANSWERED
         reply = self._reply = bytes(message[0])
         if reply[-4:] == _OK and len(reply) == HEAD and reply[:_NAMED] == ticket[:_NAMED]:

@@ -148,11 +148,11 @@ class OpenFront:
     def _look(self) -> None:
         """Read what has come; accept who wants to connect."""
         more, self._more = self._more, {}
-        for name, connection in more.items():
-            if self._named.get(name) is connection:
-                self._take(name, connection)
-                if connection.link.broken and name not in self._more:
-                    self._end(connection)
+        for sender, flooding in more.items():
+            if self._named.get(sender) is flooding:
+                self._take(sender, flooding)
+                if flooding.link.broken and sender not in self._more:
+                    self._end(flooding)
         for descriptor, _ in self._epoll.poll(0, 64):
             if descriptor in self._parked:
                 self._end(self._parked[descriptor])
