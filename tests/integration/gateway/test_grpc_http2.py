@@ -340,10 +340,6 @@ def test_a_path_that_is_no_text_stops_nothing_that_is_not_begun_anew():
             served.close()
 
 
-def frame(kind, flags, stream, body=b""):
-    return len(body).to_bytes(3, "big") + bytes([kind, flags]) + stream.to_bytes(4, "big") + body
-
-
 def head_of_a_call(stream):
     fields = {
         ":method": "POST",
