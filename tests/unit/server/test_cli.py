@@ -23,7 +23,7 @@ from jurybox.server.commands import app as commands
 from jurybox.server.commands.app import app
 from jurybox.server.commands.show import duration
 from jurybox.server.doctor import checks
-from jurybox.server.doctor.checks import Finding, Level
+from jurybox.server.doctor.host import Finding, Level
 
 MODEL = '[models.photo]\nfactory = "nets:photo"\n'
 

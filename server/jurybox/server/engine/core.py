@@ -55,6 +55,7 @@ class Engine:
         report: called with (event, fields) for what should be logged.
         interruptible: whether a KeyboardInterrupt that a model raises may be its user's, whose process this is: the
             batch is answered as failed and the interrupt goes on. Elsewhere it is a model's exception like another.
+        batches: makes what runs them.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class Engine:
         report: Callable[..., None] = lambda event, **fields: None,
         *,
         interruptible: bool = False,
+        batches: Callable[..., Batches] = Batches,
     ) -> None:
         self.scoreboard = scoreboard
         self.index = index
@@ -81,7 +83,7 @@ class Engine:
         self._tracker = native.ArrivalTracker(len(scoreboard.lanes))
         self._counters: dict[int, Counters] = {}
         self._admission = native.Admission(len(scoreboard.lanes))
-        self._batches = Batches(self._answer, self._tracker, clock, report, interruptible=interruptible)
+        self._batches = batches(self._answer, self._tracker, clock, report, interruptible=interruptible)
         self._limits = np.zeros(MAX_MODELS, np.uint32)
         self._arenas = np.zeros(MAX_MODELS, np.uint32)
         self._unserved: dict[int, tuple[Code, str]] = {}  # models that are refused in words of their own

@@ -120,7 +120,7 @@ _WARM_UPS = 3  # forwards before a capture: libraries choose their kernels and a
 
 
 def ladder(max_batch: int) -> list[int]:
-    """Batch sizes that get a graph: powers of two, and the largest batch."""
+    """Numbers of rows that get a graph, or that forward of a deterministic model is called with."""
     rungs = [1 << i for i in range(max_batch.bit_length()) if 1 << i < max_batch]
     return [*rungs, max_batch]
 

@@ -26,7 +26,7 @@ from jurybox.protocol.spec import plain_specs
 from jurybox.protocol.weights import WeightsChannel
 from jurybox.server.engine.compiled import Compiled
 from jurybox.server.engine.core import Engine
-from jurybox.server.engine.device import DeviceServed
+from jurybox.server.engine.device import DeviceServed, ladder
 from jurybox.server.engine.device_regions import DeviceRegions
 from jurybox.server.engine.model_code import LoadError, ModelOrder
 from jurybox.server.engine.model_code import load as load_model
@@ -37,11 +37,6 @@ from jurybox.server.groups.group import Member
 from jurybox.server.groups.groups import Groups
 from jurybox.server.logs import traced
 from jurybox.server.models import ServedModel
-
-
-def _ladder(max_batch: int) -> list[int]:
-    """The numbers of rows that forward of a deterministic model may be called with."""
-    return [*(1 << power for power in range(max_batch.bit_length()) if 1 << power < max_batch), max_batch]
 
 
 @dataclass(slots=True)
@@ -224,7 +219,7 @@ class ModelLoader:
                         "expected rows of fixed shape"
                     )
                 if not served.shapes:
-                    served.shapes, served.agreeing = tuple(_ladder(settings.max_batch)), False
+                    served.shapes, served.agreeing = tuple(ladder(settings.max_batch)), False
             served.warm_up(unplaced.model.example)
             if isinstance(unplaced.model.module, Compiled):
                 unplaced.model.module.seal()
@@ -281,7 +276,7 @@ class ModelLoader:
     def _served(self, unplaced: _LoadedModel, arena: Arena, compute: torch.dtype | None) -> Served:
         name, model, settings = unplaced.name, unplaced.model, unplaced.settings
         spec, columns = arena.layout.spec, arena.columns
-        shapes = _ladder(settings.max_batch) if settings.deterministic else ()
+        shapes = ladder(settings.max_batch) if settings.deterministic else ()
         if spec.open:
             if settings.group:
                 raise LoadError(f"model {name!r} has rows that differ in size, or state: it cannot be in a group")

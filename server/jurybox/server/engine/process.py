@@ -8,7 +8,8 @@ import secrets
 import select
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ import zmq
 from numpy.typing import NDArray
 
 from jurybox import native
-from jurybox.processes import ControlPipe, exact_sleeps, keep_freed_memory
+from jurybox.processes import ControlPipe, configuration, exact_sleeps, keep_freed_memory
 from jurybox.protocol.errors import Code, Refused, plain, said
 from jurybox.protocol.scoreboard import EngineState, Scoreboard
 from jurybox.protocol.timings import Timings
@@ -91,8 +92,8 @@ class TracedBatches(Batches):
         parts: of Batches.
     """
 
-    def __init__(self, timings: Timings, engine: int, *parts: Any) -> None:
-        super().__init__(*parts)
+    def __init__(self, timings: Timings, engine: int, *parts: Any, **more: Any) -> None:
+        super().__init__(*parts, **more)
         self._timings = timings
         self._engine = engine
 
@@ -108,26 +109,6 @@ class TracedBatches(Batches):
             batch_tickets=len(tickets),
         )
         super()._computed(slot, tickets, rows, version, began, outcome)
-
-
-class TracedEngine(Engine):
-    """As Engine, with what traces need.
-
-    Args:
-        timings: where to leave it; the engine does not close it.
-    """
-
-    def __init__(
-        self,
-        scoreboard: Scoreboard,
-        index: int,
-        transports: Sequence[Transport],
-        timings: Timings,
-        pause: Callable[[float, int], None],
-        report: Callable[..., None],
-    ) -> None:
-        super().__init__(scoreboard, index, transports, pause=pause, report=report)
-        self._batches = TracedBatches(timings, index, self._answer, self._tracker, self._clock, report)
 
 
 # ----
@@ -200,12 +181,8 @@ class EngineProcess:
 
     def _new_engine(self, index: int) -> Engine:
         transports: list[Transport] = [self._shm, self._zmq]
-        if self._timings is None:
-            return Engine(self._scoreboard, index, transports, pause=self._shm.pause, report=self._report)
-
-        return TracedEngine(
-            self._scoreboard, index, transports, self._timings, pause=self._shm.pause, report=self._report
-        )
+        batches = Batches if self._timings is None else partial(TracedBatches, self._timings, index)
+        return Engine(self._scoreboard, index, transports, pause=self._shm.pause, report=self._report, batches=batches)
 
     def _report(self, event: str, **fields: Any) -> None:
         (self._warnings if event in _MILD else self._errors)(event, **fields)
@@ -398,12 +375,6 @@ class EngineProcess:
 
 def run(control_pipe: ControlPipe) -> int:
     """The engine's main: the first message configures it, and may be long in coming to one on standby."""
-    try:
-        while (orders := control_pipe.receive(30.0)) is None:
-            continue
-    except EOFError:
-        return 0
-    if orders["kind"] != "configure":
-        return 3
-    EngineProcess(control_pipe, orders).serve()
+    if (orders := configuration(control_pipe)) is not None:
+        EngineProcess(control_pipe, orders).serve()
     return 0

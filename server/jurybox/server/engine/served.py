@@ -34,16 +34,20 @@ class WeightsSource(Protocol):
         """Compute with a version until told otherwise; 0: the newest. Raises VersionNotHeld."""
 
     def stop(self) -> None:
-        """Follow no longer."""
+        """Follow no longer. This, like what follows, does nothing where somebody else follows."""
+        return
 
     def join(self) -> None:
         """Wait for the end of the thread that was told to stop."""
+        return
 
     def sleep(self) -> None:
         """Follow no longer, and hold nothing on the device, until `wake`."""
+        return
 
     def wake(self) -> None:
         """Take the newest version, and follow what comes."""
+        return
 
 
 @dataclass(slots=True)

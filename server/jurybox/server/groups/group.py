@@ -20,7 +20,7 @@ from jurybox.protocol.scoreboard import MAX_MODELS
 from jurybox.protocol.spec import ModelSpec
 from jurybox.protocol.weights import WeightsChannel
 from jurybox.server.engine.batches import Counters
-from jurybox.server.engine.served import Served
+from jurybox.server.engine.served import Served, WeightsSource
 
 if TYPE_CHECKING:
     from jurybox.server.groups.weights_updater import GroupWeightsUpdater
@@ -289,8 +289,8 @@ class Grouped:
         self.members[0].served.free_memory()
 
 
-class MemberWeights:
-    """The `WeightsUpdater` of a member that is computed alone: its module uses its row of the active stack."""
+class MemberWeights(WeightsSource):
+    """Of a member that is computed alone: its module uses its row of the active stack. The group has the updater."""
 
     def __init__(self, grouped: Grouped, place: int) -> None:
         self._grouped = grouped
@@ -314,18 +314,6 @@ class MemberWeights:
             for name, tensor in stack.row(self._place).items():
                 self._targets[name].data = tensor
             self._seen = stack
-
-    def stop(self) -> None:
-        """Does nothing: the group has the updater."""
-
-    def join(self) -> None:
-        """As `stop`."""
-
-    def sleep(self) -> None:
-        """As `stop`: members do not sleep."""
-
-    def wake(self) -> None:
-        """As `stop`."""
 
 
 def plan(parts: Sequence[tuple[int, int]], hole: int, fewest: int) -> list[slice]:

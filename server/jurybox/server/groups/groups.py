@@ -187,24 +187,21 @@ class GroupCounters(Counters):
         self._anybody_waits = True
 
     def batch(self, tickets: NDArray[Any], rows: int, began: int, ended: int) -> None:
-        """As Counters.batch."""
         for part in self._grouped.split(tickets):
             self._grouped.members[part.place].counters.batch(part.tickets, part.rows, began, ended)
 
     def failed(self, tickets: NDArray[Any]) -> None:
-        """As Counters.failed."""
-        for part in self._grouped.split(tickets):
-            self._grouped.members[part.place].counters.failed(part.tickets)
+        self._each("failed", tickets)
 
     def not_held(self, tickets: NDArray[Any]) -> None:
-        """As Counters.not_held."""
-        for part in self._grouped.split(tickets):
-            self._grouped.members[part.place].counters.not_held(part.tickets)
+        self._each("not_held", tickets)
 
     def expired(self, tickets: NDArray[Any]) -> None:
-        """As Counters.expired."""
+        self._each("expired", tickets)
+
+    def _each(self, what: str, tickets: NDArray[Any]) -> None:
         for part in self._grouped.split(tickets):
-            self._grouped.members[part.place].counters.expired(part.tickets)
+            getattr(self._grouped.members[part.place].counters, what)(part.tickets)
 
     def waiting(self, rows: int) -> None:
         """As Counters.waiting, for each member: rows that did not fit into the batch."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from itertools import pairwise
 from pathlib import Path
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 
 from jurybox.protocol import TensorSpec
 from jurybox.server.jurors.panels import example_images
-from jurybox.server.jurors.ready import SCORE, Preprocessing, image_input
+from jurybox.server.jurors.ready import SCORE, Preprocessing, image_input, package, precision
 from jurybox.server.models import ServedModel
 
 _SHOWN = 5
@@ -102,19 +101,12 @@ def siglip(weights: str = "", dtype: str = "float32") -> ServedModel:
         ModuleNotFoundError: transformers is not installed.
         ValueError: weights of another model, or an unknown dtype.
     """
-    precisions = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-    if dtype not in precisions:
-        raise ValueError(f"dtype is {dtype!r}: expected one of {', '.join(precisions)}")
+    computed = precision(dtype)
     files = _weight_files(weights)
-    if importlib.util.find_spec("transformers") is None:
-        raise ModuleNotFoundError(
-            "the siglip juror needs transformers, which is not installed: pip install 'jurybox[siglip]'"
-        )
-    from transformers import SiglipVisionConfig, SiglipVisionModel
-
-    config = SiglipVisionConfig(**_encoder_config(Path(weights)))
+    transformers = package("transformers", "siglip", "siglip")
+    config = transformers.SiglipVisionConfig(**_encoder_config(Path(weights)))
     tensors = _read(files)
-    encoder = SiglipVisionModel(config)
+    encoder = transformers.SiglipVisionModel(config)
     # Older releases of transformers name the encoder's parameters with the prefix, newer ones without.
     prefixed = any(name.startswith(_ENCODER) for name in encoder.state_dict())
     _load(encoder, tensors, _ENCODER, keep_prefix=prefixed, where=weights)
@@ -122,7 +114,7 @@ def siglip(weights: str = "", dtype: str = "float32") -> ServedModel:
     _load(head, tensors, _HEAD, keep_prefix=True, where=weights)
     size = int(config.image_size)
     return ServedModel(
-        module=AestheticPredictor(encoder, head).to(precisions[dtype]).eval(),
+        module=AestheticPredictor(encoder, head).to(computed).eval(),
         inputs={"image": TensorSpec("uint8", (size, size, 3))},
         outputs={"score": TensorSpec("float32"), "rating": TensorSpec("float32")},
         example=lambda rows: {"image": example_images(rows, size)},

@@ -16,7 +16,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from jurybox.protocol import TensorSpec
-from jurybox.server.jurors.ready import SCORE, image_input
+from jurybox.server.jurors.ready import SCORE, answer, image_input
 from jurybox.server.models import RowErrors, ServedModel
 
 Reader = Callable[[NDArray[np.uint8]], str]
@@ -73,8 +73,7 @@ class _OcrMatch(nn.Module):
             except (ValueError, OSError, subprocess.SubprocessError) as error:
                 wrong[row] = str(error)
                 scores.append(0.0)
-        outputs = {"score": torch.tensor(scores, dtype=torch.float32)}
-        return RowErrors(wrong, outputs) if wrong else outputs
+        return answer(torch.tensor(scores, dtype=torch.float32), wrong)
 
 
 def wanted(prompt: str) -> str:

@@ -124,6 +124,14 @@ def package(name: str, juror: str, extra: str) -> Any:
         ) from error
 
 
+def precision(dtype: str) -> torch.dtype:
+    """The dtype that a model computes in. Raises ValueError for another."""
+    known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+    if dtype not in known:
+        raise ValueError(f"dtype is {dtype!r}: expected one of {', '.join(known)}")
+    return known[dtype]
+
+
 def folder_of(weights: str, juror: str, *files: str) -> Path:
     """The folder of weights. Raises FileNotFoundError, which says what is expected in it."""
     expected = ", ".join(files)
@@ -400,14 +408,12 @@ def text_reward(weights: str = "", dtype: str = "float32", max_length: int = 409
     """
     folder = folder_of(weights, "text_reward", "config.json", "*.safetensors", "tokenizer*.json")
     transformers = package("transformers", "text_reward", "jurors")
-    precisions = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-    if dtype not in precisions:
-        raise ValueError(f"dtype is {dtype!r}: expected one of {', '.join(precisions)}")
+    computed = precision(dtype)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
     if not tokenizer.chat_template:
         raise ValueError(f"the tokenizer in {weights} has no chat template: expected one (chat_template.jinja)")
     kind = transformers.AutoModelForSequenceClassification
-    model = kind.from_pretrained(folder, local_files_only=True, use_safetensors=True).to(precisions[dtype]).eval()
+    model = kind.from_pretrained(folder, local_files_only=True, use_safetensors=True).to(computed).eval()
     if tokenizer.pad_token_id is None:
         raise ValueError(f"the tokenizer in {weights} has no pad_token: set one in its tokenizer_config.json")
     # The model finds each row's last token by it.
