@@ -78,9 +78,11 @@ class Link(Protocol):
         self, name: str, transfer: Transfer, timeout: float, driver: Driver | None = None
     ) -> Publisher | RemotePublisher:
         """The learner's end of a model's weights channel."""
+        raise _out_of_reach(name)
 
     def weights(self, name: str, timeout: float) -> WeightsReader | RemoteWeightsReader:
         """An actor's end of it."""
+        raise _out_of_reach(name)
 
     @property
     def closed(self) -> bool:
@@ -89,6 +91,14 @@ class Link(Protocol):
 
     def close(self) -> None:
         """Close every socket."""
+
+
+def _out_of_reach(model: str) -> Refused:
+    """The error for whoever asks for a weights channel over tcp://."""
+    return Refused(
+        f"the weights of {model!r} are not published over tcp://: connect with the server's grpc:// address, or "
+        "with its ipc:// address on its host"
+    )
 
 
 class RowsHere:
@@ -151,6 +161,23 @@ class ControlLink(Link):
                 if self._wires is None:
                     self._wire()
         return self._opened
+
+    def _greet_first(self, timeout: float) -> None:
+        try:
+            self._greet(timeout)
+        except BaseException:
+            self.close()
+            raise
+
+    def _greet(self, timeout: float) -> None:
+        """Say hello to the server, for which it waits that long."""
+        raise NotImplementedError
+
+    def close(self, linger: int = 0) -> None:
+        if self._wires is not None:
+            self._control.close()
+        self._unwire(linger)
+        self._closed = True
 
     def _wire(self) -> None:
         if self._closed:

@@ -54,20 +54,13 @@ class LocalLink(ControlLink):
         self._channels: weakref.WeakSet[WeightsChannel] = weakref.WeakSet()  # each its publisher's or reader's
         self._info = ServerMessage()
         self._entering: tuple[Scoreboard, int] | None = None  # a lane that is locked, and not yet a Lane's
-        try:
-            self._greet(timeout)
-        except BaseException:
-            self.close()
-            raise
+        self._greet_first(timeout)
 
-    def close(self) -> None:
+    def close(self, linger: int = 200) -> None:
         for channel in list(self._channels):
             channel.close()
         self.scoreboard = None
-        if self._wires is not None:
-            self._control.close()
-        self._unwire(linger=200)
-        self._closed = True
+        super().close(linger)
 
     def _after_fork_in_child(self) -> None:
         super()._after_fork_in_child()

@@ -203,3 +203,14 @@ def plain_specs(specs: Mapping[str, TensorSpec]) -> list[list[Any]]:
 def specs_from_plain(plain: list[list[Any]]) -> dict[str, TensorSpec]:
     """The inverse of `plain_specs`."""
     return {name: TensorSpec(dtype, tuple(shape), *rest) for name, dtype, shape, *rest in plain}
+
+
+def tell_spec(message: Any, spec: ModelSpec) -> None:
+    """Write inputs, outputs and state to a model's message (ModelMessage of control.proto)."""
+    for target, specs in (
+        (message.inputs, spec.inputs),
+        (message.outputs, spec.outputs),
+        (message.session_state, spec.state),
+    ):
+        for name, one in specs.items():
+            target.add(name=name, dtype=one.dtype, shape=one.shape, capacity=one.capacity, finite=one.finite)

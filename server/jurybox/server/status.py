@@ -40,12 +40,6 @@ def status_document(
     segments: Mapping[str, int],
     server_id: str,
     address: str,
-    http: str = "",
-    grpc: str = "",
-    grpc_http2: str = "",
-    tcp: str = "",
-    robots: Mapping[str, str] | None = None,
-    dialects: Mapping[str, str] | None = None,
     panels: Mapping[str, Any] | None = None,
     draining: bool = False,
     engine_timeout: float = 60.0,
@@ -54,12 +48,11 @@ def status_document(
     pythons: Sequence[str] = (),
     now: float | None = None,
     monotonic_ns: int | None = None,
+    **listening: Any,
 ) -> dict[str, Any]:
     """The status of a server, as JSON values.
 
     Args:
-        grpc_http2: what speaks HTTP/2 for gRPC, with its version.
-        robots, dialects: where those with a port of their own listen, by name.
         panels: members of each by name.
         models: those it holds.
         lanes: those leased, or about to be free.
@@ -69,6 +62,8 @@ def status_document(
         devices, pythons: of the engines.
         now: seconds since 1970 instead of the clock's.
         monotonic_ns: of CLOCK_MONOTONIC instead of the clock's.
+        listening: where http, grpc and tcp listen; robots and dialects with a port of their own, by name; grpc_http2:
+            what speaks HTTP/2 for gRPC, with its version.
     """
     now = time.time() if now is None else now
     monotonic_ns = time.monotonic_ns() if monotonic_ns is None else monotonic_ns
@@ -80,12 +75,13 @@ def status_document(
             "id": server_id,
             "state": "draining" if draining else _state(engines),
             "address": address,
-            "http": http,
-            "grpc": grpc,
-            "grpc_http2": grpc_http2,
-            "tcp": tcp,
-            "robots": dict(robots or {}),
-            "dialects": dict(dialects or {}),
+            "http": "",
+            "grpc": "",
+            "grpc_http2": "",
+            "tcp": "",
+            "robots": {},
+            "dialects": {},
+            **listening,
             "build": build_version(),
             "protocol": PROTOCOL_VERSION,
             "started": started,

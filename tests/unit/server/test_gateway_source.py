@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from jurybox.protocol.errors import ServerGone, Timeout
+from jurybox.server.gateway import live
 from jurybox.server.gateway.live import ClientSource
 
 
@@ -23,7 +24,7 @@ class Server:
         self.may_answer = threading.Event()
         self.may_answer.set()
 
-    def open(self, address: str, timeout: float) -> Server:
+    def open(self, address: str, *, timeout: float) -> Server:
         self.opened.append(address)
         return self
 
@@ -39,14 +40,15 @@ class Server:
 
 
 @pytest.fixture
-def server():
+def server(monkeypatch):
     server = Server()
+    monkeypatch.setattr(live, "connect", server.open)
     yield server
     server.may_answer.set()
 
 
 def source(server: Server, **options: float) -> ClientSource:
-    return ClientSource("ipc:///x", open_connection=server.open, **options)
+    return ClientSource("ipc:///x", **options)
 
 
 async def test_many_probes_are_one_question(server):

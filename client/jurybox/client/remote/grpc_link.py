@@ -31,7 +31,7 @@ from jurybox.protocol.errors import (
     plain,
 )
 from jurybox.protocol.open_inference_pb2_grpc import GRPCInferenceServiceStub
-from jurybox.protocol.spec import OIP_NAMES, ModelSpec, specs_from_plain
+from jurybox.protocol.spec import OIP_NAMES, ModelSpec, specs_from_plain, tell_spec
 
 _DTYPES = {name: dtype for dtype, name in OIP_NAMES.items()}
 CONTRACT = "jurybox"  # of a model's configuration: the parameter that tells all of its contract
@@ -195,13 +195,8 @@ def _tell(message: ModelMessage, contract: str) -> None:
     """Write a model's inputs, outputs and state to its message. Raises Refused where they cannot be read."""
     try:
         told = json.loads(contract)
-        for target, kind in (
-            (message.inputs, "inputs"),
-            (message.outputs, "outputs"),
-            (message.session_state, "state"),
-        ):
-            for name, spec in specs_from_plain(told[kind]).items():
-                target.add(name=name, dtype=spec.dtype, shape=spec.shape, capacity=spec.capacity, finite=spec.finite)
+        specs = (specs_from_plain(told[kind]) for kind in ("inputs", "outputs", "state"))
+        tell_spec(message, ModelSpec(message.name, *specs))
     except (ValueError, TypeError, KeyError) as error:
         raise Refused(f"what the server says of model {message.name!r} cannot be read: {plain(error, 200)}") from None
 

@@ -7,14 +7,14 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import zmq
 
 from jurybox.client.control import Control, Wires
 from jurybox.client.lane import Lane
-from jurybox.client.link import ControlLink, RowsHere, Transfer, spec_of
+from jurybox.client.link import ControlLink, RowsHere, spec_of
 from jurybox.client.remote.connection import IDLE, Connection, DirectConnection, Keys, new_identity, open_socket
 from jurybox.client.transports.direct import HEAD, can_dial
 from jurybox.client.transports.transport import (
@@ -32,8 +32,7 @@ from jurybox.client.transports.transport import (
 )
 from jurybox.protocol import row_frames
 from jurybox.protocol.control_pb2 import ControlReply, Lease, ReleaseRequest
-from jurybox.protocol.device_memory import Driver
-from jurybox.protocol.errors import Code, Error, ProtocolMismatch, Refused, ServerGone
+from jurybox.protocol.errors import Code, Error, ProtocolMismatch, ServerGone
 from jurybox.protocol.scoreboard import EngineState
 from jurybox.protocol.spec import ModelSpec
 from jurybox.protocol.wire import PACK_TICKET, PREFIX
@@ -64,25 +63,7 @@ class TcpLink(ControlLink):
         self._keys = keys
         self._left: deque[ReleaseRequest] = deque()  # leases of lanes that were lost without a word
         super().__init__(self._control_anew())
-        try:
-            self._greet(timeout)
-        except BaseException:
-            self.close()
-            raise
-
-    def close(self) -> None:
-        if self._wires is not None:
-            self._control.close()
-        self._unwire()
-        self._closed = True
-
-    def publisher(self, name: str, transfer: Transfer, timeout: float, driver: Driver | None = None) -> NoReturn:
-        """As Link.publisher: there is none over tcp://."""
-        raise _out_of_reach(name)
-
-    def weights(self, name: str, timeout: float) -> NoReturn:
-        """As Link.weights: there is none over tcp://."""
-        raise _out_of_reach(name)
+        self._greet_first(timeout)
 
     def lease(self, name: str, rows: int, timeout: float) -> tuple[Lane, ModelSpec, int]:
         deadline = time.monotonic() + timeout
@@ -161,14 +142,6 @@ class TcpLink(ControlLink):
                     f"no answer from {self._address} within {timeout:.1f} s: is a server running there that listens "
                     f"with server.tcp? It was asked {asked} (server_key, client_key)"
                 ) from None
-
-
-def _out_of_reach(model: str) -> Refused:
-    """The error for whoever asks for a weights channel over tcp://."""
-    return Refused(
-        f"the weights of {model!r} are not published over tcp://: connect with the server's grpc:// address, or "
-        "with its ipc:// address on its host"
-    )
 
 
 class _RelayTransport(Transport):

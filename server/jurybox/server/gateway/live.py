@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import StreamingResponse
 
-from jurybox.client import Error, ServerGone, Timeout, connect
+from jurybox.client import Error, Server, ServerGone, Timeout, connect
 from jurybox.protocol.errors import Code, Refused, said
 from jurybox.server.gateway.metrics import exposition
 from jurybox.server.watch.history import History
@@ -38,14 +38,6 @@ class StatusSource(Protocol):
         ...
 
 
-class Connection(Protocol):
-    """The part of jurybox.client.Server that is used here."""
-
-    def status(self) -> Document: ...
-
-    def close(self) -> None: ...
-
-
 class ClientSource:
     """Gets the status through the client, in a single thread.
 
@@ -55,23 +47,14 @@ class ClientSource:
         address: the server's.
         timeout: seconds the server has for an answer.
         keep: seconds an answer is good for.
-        open_connection: makes a connection to that address.
     """
 
-    def __init__(
-        self,
-        address: str,
-        *,
-        timeout: float = 1.0,
-        keep: float = 0.1,
-        open_connection: Callable[[str, float], Connection] | None = None,
-    ) -> None:
+    def __init__(self, address: str, *, timeout: float = 1.0, keep: float = 0.1) -> None:
         self._address = address
         self._timeout = timeout
         self._keep = keep
-        self._open = open_connection or _connect
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="status")
-        self._connection: Connection | None = None  # belongs to the thread
+        self._connection: Server | None = None  # belongs to the thread
         self._question: asyncio.Future[Document] | None = None
         self._answered = 0.0
 
@@ -104,7 +87,7 @@ class ClientSource:
         """In the thread: get the status; after a failure the next call uses a new connection."""
         try:
             if self._connection is None:
-                self._connection = self._open(self._address, self._timeout)
+                self._connection = connect(self._address, timeout=self._timeout)
             return self._connection.status()
         except ServerGone:
             self._drop()
@@ -114,10 +97,6 @@ class ClientSource:
         connection, self._connection = self._connection, None
         if connection is not None:
             connection.close()
-
-
-def _connect(address: str, timeout: float) -> Connection:
-    return connect(address, timeout=timeout)
 
 
 _PAGE = Path(__file__).parent / "page"

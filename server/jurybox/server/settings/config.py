@@ -38,7 +38,6 @@ __all__ = ["ConfigError", "ModelSettings", "ServerSettings", "Settings", "load_s
 
 _AUTO_ARENA_BYTES, _AUTO_ROWS = 128 << 20, 4096
 _AUTO_CLIENTS, _AUTO_LANE_ROWS = 128, 64
-_MODEL_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)*", re.ASCII)
 _FILES = ("exported", "weights")  # settings of a model that name files
 _PATHS = (*_FILES, "save_dir", "python")  # those that name a place on disk, there or not
 
@@ -63,10 +62,15 @@ def _check_devices(value: object) -> list[str] | Literal["auto"]:
     return devices
 
 
-def _check_factory(text: str) -> str:
-    if not re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", text):
-        raise ValueError('expected "module:callable" such as "jurybox.server.jurors:panel"')
-    return text
+def _text(pattern: str, expected: str, most: int = 1 << 20) -> AfterValidator:
+    """Text of a pattern, so many characters at most; the error says what was expected."""
+
+    def check(text: str) -> str:
+        if len(text) > most or not re.fullmatch(pattern, text):
+            raise ValueError(f"expected {expected}")
+        return text
+
+    return AfterValidator(check)
 
 
 def _check_dtype(text: str) -> str:
@@ -77,13 +81,6 @@ def _check_dtype(text: str) -> str:
 
 class _Strict(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
-
-
-def _check_pattern(text: str) -> str:
-    module, _, name = text.partition(":")
-    if not re.fullmatch(r"[A-Za-z_][\w.]*", module) or not re.fullmatch(r"[A-Za-z_]\w*|\*", name):
-        raise ValueError('expected "module:callable", or "module:*" for all that the module defines')
-    return text
 
 
 def _check_absolute(text: str) -> str:
@@ -105,6 +102,20 @@ LONGEST_KEEP = 3600.0  # seconds that a model may be held without a word of whoe
 
 Seconds = Annotated[float, Field(gt=0, le=86400)]
 Listen = Annotated[str, AfterValidator(check_listen)]
+_NAMED = r"[A-Za-z_][\w.]*:[A-Za-z_]\w*"
+Factory = Annotated[str, _text(_NAMED, '"module:callable" such as "jurybox.server.jurors:panel"')]
+FactoryPattern = Annotated[
+    str, _text(rf"{_NAMED}|[A-Za-z_][\w.]*:\*", '"module:callable", or "module:*" for all that the module defines')
+]
+ModelName = Annotated[
+    str,
+    _text(
+        r"(?a)[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)*",
+        f'a name of letters, digits and "_.-", in parts divided by "/", at most {MAX_NAME} in all',
+        MAX_NAME,
+    ),
+]
+DialectName = Annotated[str, _text(r"(?a)[A-Za-z0-9][\w.-]{0,99}", 'a name of letters, digits and "_.-"')]
 
 
 class ServerSettings(SecuritySettings):
@@ -121,8 +132,8 @@ class ServerSettings(SecuritySettings):
     device_memory_mib: int = Field(default=0, ge=0, le=1 << 30)
     gpu_memory_fraction: float = Field(default=1.0, gt=0.0, le=1.0)
     standby: bool = False
-    factories: list[Annotated[str, AfterValidator(_check_pattern)]] = Field(default=[])
-    remote_factories: list[Annotated[str, AfterValidator(_check_pattern)]] = Field(default=[])
+    factories: list[FactoryPattern] = Field(default=[])
+    remote_factories: list[FactoryPattern] = Field(default=[])
     exported: list[Annotated[str, AfterValidator(_check_absolute)]] = Field(default=[])
     spin_us: int = Field(default=100, ge=0, le=100_000)
     start_timeout: Seconds = 120.0
@@ -243,7 +254,7 @@ class _Holders:
 class ModelSettings(_Strict):
     """[models.NAME]: where a model comes from and how it is batched; documented in docs/operations.md."""
 
-    factory: Annotated[str, AfterValidator(_check_factory)] | None = None
+    factory: Factory | None = None
     exported: str | None = None
     args: dict[str, JsonValue] = {}
     weights: str | None = None
@@ -359,14 +370,6 @@ class RobotSettings(_Strict):
     metadata: dict[str, JsonValue] = {}
 
 
-def _check_model_name(name: str) -> str:
-    if len(name) > MAX_NAME or not _MODEL_NAME.fullmatch(name):
-        raise ValueError(
-            f'expected a name of letters, digits and "_.-", in parts divided by "/", at most {MAX_NAME} in all'
-        )
-    return name
-
-
 def _numbered(models: Any) -> Any:
     """[models."NAME*"] with count = N as N models, the star replaced by 0 to N - 1."""
     if not isinstance(models, dict):
@@ -396,7 +399,7 @@ _SPOKEN = (*_PICKLED, "openrlhf", "slime", "unirl", "flow_factory", "cosmos", "u
 class DialectSettings(_Strict):
     """[dialects.NAME]: a protocol of another project on /dialects/NAME, bound to a model; docs/dialects.md."""
 
-    model: Annotated[str, AfterValidator(_check_model_name)]
+    model: ModelName
     speaks: str | None = None
     inputs: dict[str, str] = {}
     output: str | None = None
@@ -426,7 +429,7 @@ class MemberSettings(_Strict):
     """One member of a panel: how much its score counts, and whose it is."""
 
     weight: float
-    model: Annotated[str, AfterValidator(_check_model_name)] | None = None
+    model: ModelName | None = None
     output: str | None = None
 
     @model_validator(mode="before")
@@ -443,31 +446,19 @@ class MemberSettings(_Strict):
 class PanelSettings(_Strict):
     """[panels.NAME]: a juror whose score is the weighted sum of others' scores; docs/dialects.md."""
 
-    members: Annotated[
-        dict[Annotated[str, AfterValidator(_check_model_name)], MemberSettings], Field(min_length=1, max_length=32)
-    ]
-
-
-def _check_dialect_name(name: str) -> str:
-    if not re.fullmatch(r"[A-Za-z0-9][\w.-]{0,99}", name, re.ASCII):
-        raise ValueError('expected a name of letters, digits and "_.-"')
-    return name
+    members: Annotated[dict[ModelName, MemberSettings], Field(min_length=1, max_length=32)]
 
 
 class Settings(_Strict):
     """All settings of a server."""
 
     server: ServerSettings = Field(default_factory=ServerSettings)
-    models: Annotated[
-        dict[Annotated[str, AfterValidator(_check_model_name)], ModelSettings], BeforeValidator(_numbered)
-    ] = Field(default_factory=dict, max_length=MAX_MODELS)
-    dialects: dict[Annotated[str, AfterValidator(_check_dialect_name)], DialectSettings] = Field(
-        default_factory=dict, max_length=100
+    models: Annotated[dict[ModelName, ModelSettings], BeforeValidator(_numbered)] = Field(
+        default_factory=dict, max_length=MAX_MODELS
     )
+    dialects: dict[DialectName, DialectSettings] = Field(default_factory=dict, max_length=100)
 
-    panels: dict[Annotated[str, AfterValidator(_check_model_name)], PanelSettings] = Field(
-        default_factory=dict, max_length=100
-    )
+    panels: dict[ModelName, PanelSettings] = Field(default_factory=dict, max_length=100)
 
     @model_validator(mode="after")
     def _interpreters_agree(self) -> Settings:
@@ -546,9 +537,7 @@ class Settings(_Strict):
                     )
         return self
 
-    robots: dict[Annotated[str, AfterValidator(_check_model_name)], RobotSettings] = Field(
-        default_factory=dict, max_length=MAX_MODELS
-    )
+    robots: dict[ModelName, RobotSettings] = Field(default_factory=dict, max_length=MAX_MODELS)
 
     @model_validator(mode="after")
     def _fits_together(self) -> Settings:

@@ -18,11 +18,6 @@ if sys.version_info >= (3, 11):  # engines, which read no files, run in 3.10, to
 _LONGEST_VALUE = 80
 
 _WORDS = {
-    "Input should be a valid dictionary or instance of ModelSettings": "expected a table",
-    "Input should be a valid dictionary or instance of ServerSettings": "expected a table",
-    "Input should be a valid dictionary or instance of DialectSettings": "expected a table",
-    "Input should be a valid dictionary or instance of TensorSettings": "expected a table",
-    "Input should be a valid dictionary or instance of RobotSettings": "expected a table",
     "Input should be a valid dictionary": "expected a table",
     "Input should be a valid boolean": "expected true or false",
     "Input should be a valid integer": "expected an integer",
@@ -74,7 +69,7 @@ def _line(key: Key, kind: str, message: str, value: object, model: type[BaseMode
 
 def _expected(message: str) -> str:
     """The expectation of a pydantic error as text."""
-    message = message.removeprefix("Value error, ")
+    message = re.sub(r" or instance of \w+Settings$", "", message.removeprefix("Value error, "))
     for theirs, ours in _WORDS.items():
         message = message.replace(theirs, ours)
     return message

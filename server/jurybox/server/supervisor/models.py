@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jurybox.protocol.arena import Arena, ArenaLayout
-from jurybox.protocol.control_pb2 import ModelMessage, TensorSpecMessage
+from jurybox.protocol.control_pb2 import ModelMessage
 from jurybox.protocol.errors import ModelNotFound, Refused, plain
 from jurybox.protocol.scoreboard import MAX_MODELS, Scoreboard
 from jurybox.protocol.segment import Maker, segment_name
-from jurybox.protocol.spec import ModelSpec
+from jurybox.protocol.spec import ModelSpec, tell_spec
 from jurybox.protocol.weights import WeightsChannel, WeightsLayout
 from jurybox.protocol.weights.channel import mode_named
 from jurybox.server.settings.config import ModelSettings
@@ -225,17 +225,7 @@ class HeldModel:
             settled=self.settled,
         )
         if self.spec is not None:
-            for target, specs in (
-                (message.inputs, self.spec.inputs),
-                (message.outputs, self.spec.outputs),
-                (message.session_state, self.spec.state),
-            ):
-                target.extend(
-                    TensorSpecMessage(
-                        name=name, dtype=spec.dtype, shape=spec.shape, capacity=spec.capacity, finite=spec.finite
-                    )
-                    for name, spec in specs.items()
-                )
+            tell_spec(message, self.spec)
         if self.arena is not None:
             message.arena = self.arena.segment.name
             message.arena_rows = self.arena.rows

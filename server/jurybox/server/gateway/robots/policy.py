@@ -55,11 +55,6 @@ class RobotPolicy:
         self._engines = 1
         self._unknown: set[int] = set()  # whose last answer did not come in time, perhaps after its step
 
-    @property
-    def connected(self) -> int:
-        """The number of open episodes."""
-        return self._clients - len(self._free)
-
     @contextlib.asynccontextmanager
     async def episode(self, timeout: float) -> AsyncIterator[Episode]:
         """An episode for one connection; use it in an ``async with``.
