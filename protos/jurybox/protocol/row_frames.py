@@ -176,11 +176,16 @@ def _tensors(columns: Columns, kind: Kind) -> Iterator[tuple[str, TensorSpec, ND
 def _counts(columns: Columns, kind: Kind, name: str, sizes: NDArray[Any]) -> list[int]:
     """Elements of each row. Raises Error (SPEC_MISMATCH) if a size is invalid or exceeds the capacity."""
     spec = (columns.spec.inputs if kind == "inputs" else columns.spec.outputs)[name]
+    return checked_elements(f"{kind[:-1]} {name!r}", spec, sizes)
+
+
+def checked_elements(what: str, spec: TensorSpec, sizes: NDArray[Any]) -> list[int]:
+    """As `elements`. Raises Error (SPEC_MISMATCH) if a size is invalid or exceeds the capacity."""
     counts = elements(spec, sizes)
     if (wrong := np.flatnonzero(counts < 0)).size:
         i = int(wrong[0])
-        raise _mismatch(f"{kind[:-1]} {name!r}, row {i}: sizes {sizes[i].tolist()} came, expected {spec}")
-    return [int(count) for count in counts]
+        raise _mismatch(f"{what}, row {i}: sizes {sizes[i].tolist()} came, expected {spec}")
+    return counts.tolist()  # type: ignore[no-any-return]
 
 
 def elements(spec: TensorSpec, sizes: NDArray[Any]) -> NDArray[np.int64]:
@@ -265,8 +270,4 @@ def extents_of_text(what: str, text: str, spec: TensorSpec) -> tuple[list[tuple[
                 "between them, and semicolons between rows"
             )
         sizes[i] = [int(part) for part in parts]
-    counts = elements(spec, sizes)
-    if (wrong := np.flatnonzero(counts < 0)).size:
-        i = int(wrong[0])
-        raise _mismatch(f"{what}, row {i}: sizes {sizes[i].tolist()} came, expected {spec}")
-    return [tuple(row) for row in sizes.tolist()], counts.tolist()
+    return [tuple(row) for row in sizes.tolist()], checked_elements(what, spec, sizes)

@@ -25,7 +25,7 @@ from jurybox.client.transports.transport import Answer, InFlight, Transport, Wat
 from jurybox.protocol import open_inference_pb2 as pb
 from jurybox.protocol.arena import LOAD, STORE
 from jurybox.protocol.errors import Code, Error, plain
-from jurybox.protocol.row_frames import elements, extents_of_text, extents_text, joined_strings, split_strings
+from jurybox.protocol.row_frames import checked_elements, extents_of_text, extents_text, joined_strings, split_strings
 from jurybox.protocol.spec import BYTES, OIP_NAMES, ModelSpec, TensorSpec
 
 if TYPE_CHECKING:
@@ -102,12 +102,8 @@ class GrpcTransport(Transport):
         request: pb.ModelInferRequest, name: str, spec: TensorSpec, slots: NDArray[Any], extents: NDArray[np.int64]
     ) -> None:
         """Add an input whose rows differ in size. Raises Error (SPEC_MISMATCH) where a size is none."""
-        counts = elements(spec, extents)
-        if (wrong := np.flatnonzero(counts < 0)).size:
-            row = int(wrong[0])
-            came = extents[row].tolist()
-            raise Error(f"input {name!r}, row {row}: sizes {came} came, expected {spec}", Code.SPEC_MISMATCH)
-        parts = [slots[i, :count].tobytes() for i, count in enumerate(counts.tolist())]
+        counts = checked_elements(f"input {name!r}", spec, extents)
+        parts = [slots[i, :count].tobytes() for i, count in enumerate(counts)]
         if spec.dtype == BYTES:
             request.inputs.add(name=name, datatype="BYTES", shape=[len(parts)])
             request.raw_input_contents.append(joined_strings(parts))
@@ -116,7 +112,7 @@ class GrpcTransport(Transport):
         if (extents == extents[0]).all():
             tensor.shape.extend((len(parts), *spec.measured(extents[0].tolist())))
         else:
-            tensor.shape.append(int(counts.sum()))
+            tensor.shape.append(sum(counts))
             tensor.parameters["extents"].string_param = extents_text(extents.tolist())
         request.raw_input_contents.append(b"".join(parts))
 

@@ -29,21 +29,40 @@ _BACK = 5.0  # seconds: a gateway that was killed is back by then
 _AGAIN = 0.1  # seconds between two questions for what is not there yet
 
 
-class RemotePublisher(forks.Closing):
+class _Remote(forks.Closing):
+    """An end of a weights channel behind a stream to the gateway. A forked child has no part in it: it refuses.
+
+    Args:
+        channel: to the gateway. It stays the caller's to close.
+        model: whose weights.
+        metadata: sent with the stream, such as a token.
+        timeout: seconds of every wait.
+    """
+
+    def __init__(self, channel: grpc.Channel, model: str, metadata: Metadata, timeout: float) -> None:
+        self._channel = channel
+        self._model = model
+        self._metadata = metadata
+        self._timeout = timeout
+        self._turn = threading.Lock()
+        self._closed = False
+        self._forked = False
+
+    def _after_fork_in_child(self) -> None:
+        self._forked, self._turn = True, threading.Lock()
+
+
+class RemotePublisher(_Remote):
     """`Publisher`, over gRPC. It holds the model's place of publisher while its stream lasts.
 
     Where the stream broke (the network, the gateway, the server), the publication in progress raises and did not happen
     or is not known to have; the next `publish` opens a new one, and waits some seconds for a gateway that is being
     restarted, or that has not noticed yet that this publisher's former stream is over. The place goes when the
-    publisher is closed or dropped. A forked child has no part in it: it refuses.
+    publisher is closed or dropped.
 
     Args:
-        channel: to the gateway. It stays the caller's to close.
-        model: whose weights.
         bfloat16: send float32 as bfloat16: half the bytes, eight bits of mantissa instead of 24. Exact without it.
         changed_only: leave out chunks (1 MiB) that are as in the last publication; exact, and keeps a copy of it here.
-        metadata: sent with the stream, such as a token.
-        timeout: seconds of every wait.
 
     Attributes:
         version: of the last publication.
@@ -63,15 +82,9 @@ class RemotePublisher(forks.Closing):
         metadata: Metadata = (),
         timeout: float = 30.0,
     ) -> None:
-        self._channel = channel
-        self._model = model
+        super().__init__(channel, model, metadata, timeout)
         self._bfloat16 = bfloat16
         self._changed_only = changed_only
-        self._metadata = metadata
-        self._timeout = timeout
-        self._turn = threading.Lock()
-        self._closed = False
-        self._forked = False
         self.sent_bytes = 0
         self._base: Flat | None = None
         self._stream, opened = self._open()
@@ -141,9 +154,6 @@ class RemotePublisher(forks.Closing):
                 self._closed = True
                 self._stream.close()
 
-    def _after_fork_in_child(self) -> None:
-        self._forked, self._turn = True, threading.Lock()
-
     def _open_again(self) -> tuple[RemoteStream, pb.Opened]:
         until = time.monotonic() + min(_BACK, self._timeout)
         while True:
@@ -184,16 +194,11 @@ class RemotePublisher(forks.Closing):
         return flat
 
 
-class RemoteWeightsReader(forks.Closing):
+class RemoteWeightsReader(_Remote):
     """`WeightsReader`, over gRPC: every question is a round trip, so ask between episodes rather than every step.
 
     Where the stream broke, the next question opens a new one, and waits some seconds for a gateway that is being
-    restarted. Threads may share a reader; they take turns. A forked child's copy refuses.
-
-    Args:
-        channel: to the gateway. It stays the caller's to close.
-        model: whose weights.
-        metadata, timeout: as `RemotePublisher`.
+    restarted. Threads may share a reader; they take turns.
 
     Attributes:
         layout: of the weights; another one where the server came back with another model of that name.
@@ -209,13 +214,7 @@ class RemoteWeightsReader(forks.Closing):
     max_lag: int
 
     def __init__(self, channel: grpc.Channel, model: str, *, metadata: Metadata = (), timeout: float = 30.0) -> None:
-        self._channel = channel
-        self._metadata = metadata
-        self._timeout = timeout
-        self._model = model
-        self._turn = threading.Lock()
-        self._closed = False
-        self._forked = False
+        super().__init__(channel, model, metadata, timeout)
         self._stream: RemoteStream | None = None
         self.age_seconds = 0.0
         try:
@@ -338,9 +337,6 @@ class RemoteWeightsReader(forks.Closing):
             raise Refused(f"this reader of {self._model!r} was made before a fork: connect in this process")
         if self._closed:
             raise Refused(f"this reader of {self._model!r} was closed: take another one")
-
-    def _after_fork_in_child(self) -> None:
-        self._forked, self._turn = True, threading.Lock()
 
 
 def _host_array(tensor: Any, place: TensorPlace) -> np.ndarray[Any, Any] | None:

@@ -273,22 +273,8 @@ def services(
             a port of its own.
         panels: members of each by name, plain.
     """
-    children = []
-    if settings.http or settings.grpc or robots or listening["dialects"]:
-        children.append(_gateway(settings, listening, dialects, robots, panels))
-    if settings.tcp:
-        children.append(_relay(settings, listening))
-    return children
 
-
-def _gateway(
-    settings: ServerSettings,
-    listening: Mapping[str, Any],
-    dialects: Mapping[str, Any],
-    robots: Mapping[str, RobotSettings],
-    panels: Mapping[str, Any],
-) -> Child:
-    def configure() -> dict[str, Any]:
+    def gateway() -> dict[str, Any]:
         given = settings.model_dump(mode="json", include=_BOTH | {"sequence_idle", "grpc_http2"})
         where: dict[str, Any] = {"http": listening["http"], "grpc": listening["grpc"], "panels": panels}
         own = listening["dialects"]
@@ -300,20 +286,21 @@ def _gateway(
             }
         return {**given, **where, **Access.of(settings).order()}
 
-    # The pools of threads that gRPC makes and ends leave each of malloc's heaps in pieces: with one heap the gateway's
-    # memory stays level over any number of calls, with a heap a thread it grows for a hundred thousand. Python's lock
-    # lets one thread at a time allocate in any case.
-    environment = {"MALLOC_ARENA_MAX": os.environ.get("MALLOC_ARENA_MAX", "1")}
-    standby = Standby(_GATEWAY, environment, _OF_GRPC if settings.grpc else ()) if settings.standby else None
-    return Child("gateway", _GATEWAY, configure, environment, standby)
-
-
-def _relay(settings: ServerSettings, listening: Mapping[str, Any]) -> Child:
-    def configure() -> dict[str, Any]:
+    def relay() -> dict[str, Any]:
         given = settings.model_dump(mode="json", include=_BOTH | {"curve_key", "curve_clients"})
         return {**given, "tcp": listening["tcp"], "max_message": settings.max_message}
 
-    return Child("relay", _RELAY, configure, standby=Standby(_RELAY) if settings.standby else None)
+    children = []
+    if settings.http or settings.grpc or robots or listening["dialects"]:
+        # The pools of threads that gRPC makes and ends leave each of malloc's heaps in pieces: with one heap the
+        # gateway's memory stays level over any number of calls, with a heap a thread it grows for a hundred thousand.
+        # Python's lock lets one thread at a time allocate in any case.
+        environment = {"MALLOC_ARENA_MAX": os.environ.get("MALLOC_ARENA_MAX", "1")}
+        standby = Standby(_GATEWAY, environment, _OF_GRPC if settings.grpc else ()) if settings.standby else None
+        children.append(Child("gateway", _GATEWAY, gateway, environment, standby))
+    if settings.tcp:
+        children.append(Child("relay", _RELAY, relay, standby=Standby(_RELAY) if settings.standby else None))
+    return children
 
 
 # Which children hang: they live and do not do what they are there for.

@@ -139,30 +139,18 @@ class _Reader:
             raise Malformed(f"a list or map of {least} values at byte {self.at}: the message has no room for them")
 
 
-_NUMBERS = {
-    0xCA: struct.Struct(">f"),
-    0xCB: struct.Struct(">d"),
-    0xCC: struct.Struct(">B"),
-    0xCD: struct.Struct(">H"),
-    0xCE: struct.Struct(">I"),
-    0xCF: struct.Struct(">Q"),
-    0xD0: struct.Struct(">b"),
-    0xD1: struct.Struct(">h"),
-    0xD2: struct.Struct(">i"),
-    0xD3: struct.Struct(">q"),
-}
+_NUMBERS = {0xCA + i: struct.Struct(f">{kind}") for i, kind in enumerate("fdBHIQbhiq")}
 _CONSTANTS = {0xC0: None, 0xC2: False, 0xC3: True}
+# By the first byte: what reads a value whose size follows, and of how many bytes that size is.
 _SIZED: dict[int, tuple[Callable[[_Reader, int, int], Any], int]] = {
-    0xC4: (_Reader._bytes, 1),
-    0xC5: (_Reader._bytes, 2),
-    0xC6: (_Reader._bytes, 4),
-    0xD9: (_Reader._text, 1),
-    0xDA: (_Reader._text, 2),
-    0xDB: (_Reader._text, 4),
-    0xDC: (_Reader._list, 2),
-    0xDD: (_Reader._list, 4),
-    0xDE: (_Reader._map, 2),
-    0xDF: (_Reader._map, 4),
+    first + i: (read, length)
+    for read, first, lengths in (
+        (_Reader._bytes, 0xC4, (1, 2, 4)),
+        (_Reader._text, 0xD9, (1, 2, 4)),
+        (_Reader._list, 0xDC, (2, 4)),
+        (_Reader._map, 0xDE, (2, 4)),
+    )
+    for i, length in enumerate(lengths)
 }
 
 
