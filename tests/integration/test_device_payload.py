@@ -460,7 +460,7 @@ def test_what_triton_clients_ask_of_device_memory_and_cannot_have_is_told(triton
         ({"at": 1000}, "bytes 1000 to 1064 of region 'mine' were asked for, it has 1024"),
         ({"into": 1008}, "bytes 1008 to 1072"),
         ({"shape": [4, 5]}, r"expected FP32 and \['rows', 4\]"),
-        ({"rows": 2, "shape": [4, 4]}, "has 64 bytes, 32 were given"),
+        ({"rows": 2, "shape": [4, 4]}, "has 64 bytes, 32 of region 'mine' were given"),
     ):
         inputs, outputs = place(module, "mine", **asked)
         with pytest.raises(Exception, match=says):

@@ -16,7 +16,7 @@ import struct
 import time
 import weakref
 from collections.abc import Mapping
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -47,10 +47,10 @@ DEVICE = np.dtype([("generation", "<u8"), ("versions", "<u8", (2,)), ("handles",
 _MIB = 2**20
 _LOOKS = 4  # in a row at words that contradict each other, which a publisher never lets be seen so often
 _SKIPPED = 1000  # versions, more than may have been published since the last look
-_MAPPED = ("slots", "publisher_pid", "_data", "_extra", "_words", "device")  # attributes that keep the memory mapped
+_MAPPED = ("slots", "publisher_pid", "_data", "_words", "device")  # attributes that keep the memory mapped
 PUBLISHER_LOCK = OWNER_LOCK + 1
 
-__all__ = ["PUBLISHER_LOCK", "SLOTS", "Mode", "WeightsChannel", "WeightsClaim", "mode_named"]
+__all__ = ["PUBLISHER_LOCK", "SLOTS", "Mode", "WeightsChannel", "WeightsClaim"]
 
 
 class WeightsChannel(forks.Closing):
@@ -96,7 +96,6 @@ class WeightsChannel(forks.Closing):
         self._kept: dict[int, bytes] = {}  # by place; the owner's copies
         self._seen = self._unsound = 0
         self._data = [memory[first + i * stride : first + i * stride + weights_bytes] for i in range(slots)]
-        self._extra = [memory[first + i * stride + weights_bytes : first + (i + 1) * stride] for i in range(slots)]
         self._keep_alive = False
         forks.register(self)
         weakref.finalize(self, segment.close)  # who drops it without a word leaves no descriptor behind
@@ -271,17 +270,6 @@ class WeightsChannel(forks.Closing):
 
     def __repr__(self) -> str:
         return f"WeightsChannel({self.name}, {self.mode}, version {self.newest}, {self.layout!r})"
-
-
-def mode_named(name: str) -> Mode:
-    """`name` as a mode, for what comes from a configuration.
-
-    Raises:
-        ValueError: it is none.
-    """
-    if name not in SLOTS:
-        raise ValueError(f"publish = {name!r}: expected one of {', '.join(SLOTS)}")
-    return cast(Mode, name)
 
 
 def _closed_here(name: str) -> Refused:

@@ -62,17 +62,16 @@ def installed() -> dict[str, Installed]:
     return found
 
 
-def conflicts(packages: Mapping[str, Installed], extras: Iterable[str] = ("server",)) -> list[Conflict]:
+def conflicts(packages: Mapping[str, Installed]) -> list[Conflict]:
     """Unsatisfied requirements among the packages that Jurybox needs, directly or indirectly.
 
     Args:
         packages: as from `installed`.
-        extras: of Jurybox, that are meant to be here.
     """
-    ours = _closure(packages, extras)
+    ours = _closure(packages)
     found = []
     for name, asker in packages.items():
-        for requirement in _wishes(asker, extras if name == OURS else ()):
+        for requirement in _wishes(name, asker):
             wanted = canonicalize_name(requirement.name)
             if wanted not in ours and name not in ours:
                 continue  # between others: none of our business
@@ -91,7 +90,7 @@ def mending(conflicts: Iterable[Conflict], packages: Mapping[str, Installed]) ->
         askers = [
             (asker.name, requirement.specifier)
             for name, asker in packages.items()
-            for requirement in _wishes(asker, ("server",) if name == OURS else ())
+            for requirement in _wishes(name, asker)
             if canonicalize_name(requirement.name) == package
         ]
         together = SpecifierSet(",".join(str(specifier) for _, specifier in askers if str(specifier)))
@@ -120,14 +119,16 @@ def check_conflicts(packages: Mapping[str, Installed]) -> Finding:
     return Finding("versions", level, "; ".join(map(str, found[:_MOST])) + rest, mending(found, packages))
 
 
-def _wishes(asker: Installed, extras: Iterable[str]) -> Iterator[Requirement]:
+def _wishes(name: str, asker: Installed) -> Iterator[Requirement]:
+    """What a package asks for; of Jurybox also what its server does."""
+    extras = ("", "server") if name == OURS else ("",)
     for requirement in asker.requires:
         marker = requirement.marker
-        if marker is None or any(marker.evaluate({"extra": extra}) for extra in ("", *extras)):
+        if marker is None or any(marker.evaluate({"extra": extra}) for extra in extras):
             yield requirement
 
 
-def _closure(packages: Mapping[str, Installed], extras: Iterable[str]) -> set[str]:
+def _closure(packages: Mapping[str, Installed]) -> set[str]:
     """Names of Jurybox and of its direct and indirect dependencies."""
     found: set[str] = set()
     waiting = [OURS]
@@ -137,8 +138,7 @@ def _closure(packages: Mapping[str, Installed], extras: Iterable[str]) -> set[st
             continue
         found.add(name)
         if name in packages:
-            wishes = _wishes(packages[name], extras if name == OURS else ())
-            waiting += [canonicalize_name(requirement.name) for requirement in wishes]
+            waiting += [canonicalize_name(requirement.name) for requirement in _wishes(name, packages[name])]
     return found
 
 

@@ -68,11 +68,9 @@ class OpenServed(Served):
 
     @property
     def sessions(self) -> int:
-        """As Served.sessions."""
         return self._states.in_use if self._states is not None else 0
 
     def forget(self, lease: int) -> None:
-        """As Served.forget."""
         if self._states is not None:
             self._states.forget(lease)
 
@@ -82,7 +80,6 @@ class OpenServed(Served):
 
     @property
     def max_cost(self) -> int:
-        """As Served.max_cost."""
         return self._max_elements if self._variable else 0
 
     def costs(self, tickets: NDArray[Any]) -> NDArray[np.int64]:

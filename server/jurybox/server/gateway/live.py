@@ -38,7 +38,7 @@ class StatusSource(Protocol):
         ...
 
 
-class ClientSource:
+class ClientSource(StatusSource):
     """Gets the status through the client, in a single thread.
 
     An answer, or the lack of one, is kept for a moment, so that many probes cost the server as much as one.
@@ -59,7 +59,6 @@ class ClientSource:
         self._answered = 0.0
 
     async def status(self, *, fresh: bool = False) -> Document:
-        """As StatusSource.status."""
         question = self._question
         if fresh or question is None or (question.done() and time.monotonic() - self._answered >= self._keep):
             question = asyncio.get_running_loop().run_in_executor(self._thread, self._ask)

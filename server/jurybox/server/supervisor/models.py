@@ -15,7 +15,6 @@ from jurybox.protocol.scoreboard import MAX_MODELS, Scoreboard
 from jurybox.protocol.segment import Maker, segment_name
 from jurybox.protocol.spec import ModelSpec, tell_spec
 from jurybox.protocol.weights import WeightsChannel, WeightsLayout
-from jurybox.protocol.weights.channel import mode_named
 from jurybox.server.settings.config import ModelSettings
 
 _WINDOW = 10.0  # seconds the rate is taken over
@@ -342,9 +341,10 @@ class Models:
             held.channel.close()
             held.channel = None
         if layout is not None and held.channel is None:
+            assert held.asked.publish is not None
             self._channels_made += 1
             name = segment_name(self._server_id, "weights", self._channels_made)
-            held.channel = WeightsChannel.create(name, layout, mode_named(str(held.asked.publish)), make=self._make)
+            held.channel = WeightsChannel.create(name, layout, held.asked.publish, make=self._make)
             held.published.look(0, time.monotonic())  # what is published before the first tick counts too
 
     def given_up(self, now: float) -> list[HeldModel]:

@@ -69,7 +69,7 @@ class Form:
     ) -> None:
         spec = held.spec
         self.held = held
-        self._told = oip.inference.told
+        self._told = oip.told
         self._model, self._n = request.model, n
         self._version, self._pinned = weights_version(request.version), bool(request.version)
         self._arrays = [
@@ -185,7 +185,7 @@ class Forms:
             return None
         held = self._oip.lanes.held(request.model)
         try:
-            found = None if held is None else self._oip.inference.plain(held, request)
+            found = None if held is None else self._oip.plain(held, request)
             if held is None or found is None:
                 return None
             form = Form(self._oip, held, request, *found, self._heads)

@@ -290,7 +290,7 @@ class InferenceServicer:
         return ParseDict({"model_stats": found}, pb.ModelStatisticsResponse())
 
     async def ModelInfer(self, request: pb.ModelInferRequest, context: Context) -> pb.ModelInferResponse:
-        return message_of(await self._oip.inference.infer(request_of(request, context.time_remaining())))
+        return message_of(await self._oip.infer(request_of(request, context.time_remaining())))
 
     async def ModelStreamInfer(
         self, requests: AsyncIterator[pb.ModelInferRequest], context: Context
@@ -324,14 +324,14 @@ class InferenceServicer:
         try:
             self._room.take(size)
             try:
-                answer = message_of(await self._oip.inference.infer(request_of(request, None)))
+                answer = message_of(await self._oip.infer(request_of(request, None)))
             finally:
                 self._room.give(size)
         except Exception as error:  # noqa: BLE001  one request's error must not end the stream of the others
             # In the same step of the loop, so that the next request of the sequence finds it lost.
             if "sequence_id" in request.parameters:
                 name = request.parameters["sequence_id"]
-                self._oip.inference.sequences.lose(request.model_name, name.string_param or name.int64_param)
+                self._oip.sequences.lose(request.model_name, name.string_param or name.int64_param)
             named = pb.ModelInferResponse(model_name=request.model_name, id=request.id)
             return pb.ModelStreamInferResponse(error_message=said(error, _MOST_SAID), infer_response=named)
         return pb.ModelStreamInferResponse(infer_response=answer)

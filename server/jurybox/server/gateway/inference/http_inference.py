@@ -241,7 +241,7 @@ def _model(paths: APIRouter, prefix: str, oip: OpenInference, most: int) -> None
         """Infer: JSON, or JSON and binary tensors (header Inference-Header-Content-Length)."""
         body = await _body(request, most)
         asked, binary, all_binary = request_of(name, version, body, request.headers.get(LENGTH))
-        answer = await oip.inference.infer(asked)
+        answer = await oip.infer(asked)
         content, length = body_of(answer, binary, all_binary=all_binary)
         if length is None:
             return Response(content, media_type="application/json")

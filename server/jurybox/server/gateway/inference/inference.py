@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
+from collections.abc import Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -129,34 +129,38 @@ _GONE = (Code.STALE_LEASE, Code.SERVER_GONE)
 _FINAL = {"triton_final_response": True}
 
 
-class Inference:
-    """Runs requests on the gateway's lanes.
+class OpenInference:
+    """The server behind the protocol; requests run on the gateway's lanes.
 
     Args:
-        regions: shared memory that requests may name.
-        told: called with the name of a model, and whether a request to it was answered.
+        address: the server's.
+        shared_memory: what the names of clients' shared memory begin with; empty: they may name none.
+        cuda_shared_memory: whether clients may register device memory.
         idle: seconds without a request after which a sequence is over.
-        panels: members of each by name.
-
-    Attributes:
-        sequences: those of models with state.
+        panels: members of each by name, as the status document has them.
     """
 
     def __init__(
         self,
-        lanes: Lanes,
-        regions: Regions,
-        told: Callable[[str, bool], None],
+        address: str,
+        source: StatusSource,
+        *,
+        shared_memory: str,
+        cuda_shared_memory: bool = False,
         idle: float = IDLE,
         panels: Panels | None = None,
-        cuda_regions: CudaRegions | None = None,
     ) -> None:
-        self._cuda = cuda_regions
-        self.sequences = Sequences(idle)
+        self.idle = idle
+        self._source = source
         self._panels = panels or {}
-        self._lanes = lanes
-        self._regions = regions
-        self.told = told
+        self.lanes = Lanes(address)
+        self.self_test = SelfTest(source, self.lanes)
+        self.told = self.self_test.told  # the name of a model, and whether a request to it was answered
+        self.reasons = self.self_test.reasons
+        self.regions = Regions(shared_memory)
+        self.cuda_regions = CudaRegions(allowed=cuda_shared_memory, lanes=self.lanes)
+        self.sequences = Sequences(idle)
+        self.repository = Repository(self.lanes)
 
     async def infer(self, request: InferRequest) -> InferResponse:
         """Run one request.
@@ -170,8 +174,8 @@ class Inference:
         if asked.over:
             self.sequences.over(request.model, asked.over)
             return InferResponse(request.model, "", request.id, [])
-        if self._cuda and any(tensor.parameters.get(REGION) in self._cuda for tensor in request.inputs):
-            return await self._infer_on_device(self._cuda, request, asked)
+        if any(tensor.parameters.get(REGION) in self.cuda_regions for tensor in request.inputs):
+            return await self._infer_on_device(request, asked)
         if asked.steps is None:
             return await self._infer(request, asked, None)
         with self.sequences.turn(request.model, asked.steps) as turn:  # before anything is waited for
@@ -200,17 +204,17 @@ class Inference:
             return None
         return n, [name for name, _ in self._wanted(spec.outputs, request.outputs, n)]
 
-    async def _infer_on_device(self, cuda: CudaRegions, request: InferRequest, asked: Asked) -> InferResponse:
+    async def _infer_on_device(self, request: InferRequest, asked: Asked) -> InferResponse:
         """Run a request whose tensors lie in device memory, all of them."""
         seconds = min(value for value in (asked.seconds, request.seconds, DEFAULT_TIMEOUT) if value is not None)
         until = time.monotonic() + min(seconds - SOON, MOMENT)
-        spec = (await self._lanes.hold_soon(request.model, until)).spec
+        spec = (await self.lanes.hold_soon(request.model, until)).spec
         version = weights_version(request.version)
         inputs, outputs = {}, {}
         tensors: list[Input | Wanted] = [*request.inputs, *request.outputs]
         for tensor in tensors:
             place, _ = of_tensor(tensor.name, tensor.parameters) if tensor.parameters else (None, None)
-            if place is None or place.region not in cuda:
+            if place is None or place.region not in self.cuda_regions:
                 raise Refused(
                     f"tensor {tensor.name!r} lies in no CUDA region, others of this request do: expected all inputs "
                     "and the outputs that are wanted there",
@@ -226,7 +230,7 @@ class Inference:
                 )
         if not outputs:
             raise SpecMismatch("no output was asked for: name each that is wanted, with its CUDA region")
-        rows, used = await cuda.infer(spec, inputs, outputs, seconds, version)
+        rows, used = await self.cuda_regions.infer(spec, inputs, outputs, seconds, version)
         self.told(request.model, True)
         made = [
             Output(
@@ -248,7 +252,7 @@ class Inference:
         tries = _TRIES
         failed: Mapping[int, str] = {}
         while True:
-            held = await self._lanes.hold_soon(request.model, exchanged)
+            held = await self.lanes.hold_soon(request.model, exchanged)
             _require_sequence(held, turn)
             takes, gives = _specs(held.spec, asked)
             inputs, n = self._inputs(held, takes, request.inputs)
@@ -257,9 +261,9 @@ class Inference:
             places = self._wanted(gives, request.outputs, n)
             try:
                 if turn is None:
-                    arrays, used = await self._lanes.ask(held, inputs, n, until - time.monotonic(), version)
+                    arrays, used = await self.lanes.ask(held, inputs, n, until - time.monotonic(), version)
                 else:
-                    arrays, used = await turn.infer(self._lanes, held, inputs, n, until, version, asked.state)
+                    arrays, used = await turn.infer(self.lanes, held, inputs, n, until, version, asked.state)
                 break
             except RowFailed as error:
                 self.told(request.model, True)
@@ -279,7 +283,7 @@ class Inference:
             except Error as error:
                 tries -= 1
                 if turn is not None and error.code in _GONE:
-                    self._lanes.retire(held)
+                    self.lanes.retire(held)
                     if error.code == Code.STALE_LEASE and not turn.begins:
                         raise turn.lost() from None
                 if error.code == Code.STALE_LEASE and tries:
@@ -314,7 +318,7 @@ class Inference:
             raise SpecMismatch(f"output {strange[0]!r} is not the panel's; there are {', '.join(made)}")
         seconds = min(value for value in (asked.seconds, request.seconds, DEFAULT_TIMEOUT) if value is not None)
         until = time.monotonic() + min(seconds - SOON, MOMENT)
-        specs = [(await self._lanes.hold_soon(member["model"], until)).spec for member in members.values()]
+        specs = [(await self.lanes.hold_soon(member["model"], until)).spec for member in members.values()]
         takes = {name for spec in specs for name in spec.inputs}
         if unknown := [tensor.name for tensor in request.inputs if tensor.name not in takes]:
             raise SpecMismatch(f"input {unknown[0]!r} is not the panel's; it takes {', '.join(sorted(takes))}")
@@ -407,7 +411,7 @@ class Inference:
         if place is not None:
             if tensor.data is not None:
                 raise malformed(f"input {tensor.name!r} came with data and in shared memory: expected one of the two")
-            source = Stretch(self._regions, place, tensor.name)
+            source = Stretch(self.regions, place, tensor.name)
         elif tensor.data is None:
             source = _Nothing(tensor.name)
         else:
@@ -429,7 +433,7 @@ class Inference:
                 raise malformed(f"output {output.name!r}: extents are the answer's to say; ask with extents: true")
             if place is not None:
                 spec = specs[output.name]  # of what differs in size the answer's size is not known yet
-                self._regions.check(place, 0 if spec.variable else n * spec.row_bytes, output.name)
+                self.regions.check(place, 0 if spec.variable else n * spec.row_bytes, output.name)
             places[output.name] = place
         return list(places.items())
 
@@ -442,8 +446,63 @@ class Inference:
         array = output.array
         written = np.frombuffer(output.raw(), np.uint8) if isinstance(array, list) else array
         assert written is not None
-        self._regions.write(place, written, name)
+        self.regions.write(place, written, name)
         return Output(name, output.datatype, output.shape, None, {**output.parameters, **place.told()})
+
+    def metadata(self) -> dict[str, Any]:
+        """Name, version and supported extensions."""
+        return models.server_metadata(shared_memory=self.regions.allowed, cuda=self.cuda_regions.allowed)
+
+    async def live(self) -> bool:
+        """Whether the supervisor answers."""
+        try:
+            await self._source.status()
+        except Error:
+            return False
+        return True
+
+    async def model_reason(self, name: str, version: str) -> str:
+        """The reason why a model is not ready; empty if it is. Raises ModelNotFound."""
+        document = await self._source.status(fresh=True)
+        model = models.find(document, name)
+        if name in document.get("panels", {}):
+            members = {one["model"] for one in document["panels"][name].values()}
+            found = [await self.model_reason(member, version) for member in sorted(members)]
+            return "; ".join(why for why in found if why)
+        if document["server"]["state"] == "draining" or model["state"] not in ("ready", "loading"):
+            return f"the server is {document['server']['state']}, model {name!r} is {model['state']}"
+        if wanted := weights_version(version):
+            return await self.self_test.ask(name, wanted)
+        if version and model["weights"]["version"]:  # "0": the weights it was loaded with
+            return f"version 0 of {name!r} is not held, {model['weights']['version']} is the newest"
+        return await self.self_test.silent(name)
+
+    async def described(self, name: str, version: str) -> dict[str, Any]:
+        """A model's part of the status document, once it has loaded. Raises as `models.described`."""
+        return models.described(await self._source.status(fresh=True), name, version)
+
+    async def statistics(self, name: str, version: str) -> list[dict[str, Any]]:
+        """Statistics of one model, or of all without a name. Raises ModelNotFound."""
+        document = await self._source.status(fresh=True)
+        found = [models.described(document, name, version)] if name else document["models"]
+        if name in document.get("panels", {}):
+            raise Refused(f"{name!r} is a panel: its members have statistics", Code.UNSUPPORTED)
+        return [models.statistics(model) for model in found]
+
+    async def index(self, repository: str, *, ready: bool) -> list[dict[str, Any]]:
+        """List the models. Raises ModelNotFound for a named repository: there is one, without a name."""
+        if repository:
+            raise ModelNotFound(f"no repository {repository!r}: a server has one, without a name")
+        return models.index(await self._source.status(fresh=True), ready=ready)
+
+    def doubt(self) -> None:
+        """An exception in the event loop that was not awaited may have lost an answer."""
+        self.lanes.doubt()
+
+    def close(self) -> None:
+        """Release all lanes and regions."""
+        self.lanes.close()
+        self.regions.close()
 
 
 async def _kept(answer: Coroutine[Any, Any, InferResponse]) -> InferResponse | Error:
@@ -534,93 +593,3 @@ def _output(name: str, spec: TensorSpec, rows: Rows, failed: Mapping[int, str], 
 
 def _variable_sizes(spec: TensorSpec, shape: tuple[int, ...]) -> list[int]:
     return [size for want, size in zip(spec.shape, shape, strict=True) if want < 0]
-
-
-class OpenInference:
-    """The server behind the protocol.
-
-    Args:
-        address: the server's.
-        shared_memory: what the names of clients' shared memory begin with; empty: they may name none.
-        cuda_shared_memory: whether clients may register device memory.
-        idle: seconds without a request after which a sequence is over.
-        panels: members of each by name, as the status document has them.
-    """
-
-    def __init__(
-        self,
-        address: str,
-        source: StatusSource,
-        *,
-        shared_memory: str,
-        cuda_shared_memory: bool = False,
-        idle: float = IDLE,
-        panels: Panels | None = None,
-    ) -> None:
-        self.idle = idle
-        self._source = source
-        self.lanes = Lanes(address)
-        self.self_test = SelfTest(source, self.lanes)
-        self.regions = Regions(shared_memory)
-        self.cuda_regions = CudaRegions(allowed=cuda_shared_memory, lanes=self.lanes)
-        self.inference = Inference(self.lanes, self.regions, self.self_test.told, idle, panels, self.cuda_regions)
-        self.repository = Repository(self.lanes)
-
-    def metadata(self) -> dict[str, Any]:
-        """Name, version and supported extensions."""
-        return models.server_metadata(shared_memory=self.regions.allowed, cuda=self.cuda_regions.allowed)
-
-    async def live(self) -> bool:
-        """Whether the supervisor answers."""
-        try:
-            await self._source.status()
-        except Error:
-            return False
-        return True
-
-    async def reasons(self) -> list[str]:
-        """Reasons why the server is not ready; empty if it is."""
-        return await self.self_test.reasons()
-
-    async def model_reason(self, name: str, version: str) -> str:
-        """The reason why a model is not ready; empty if it is. Raises ModelNotFound."""
-        document = await self._source.status(fresh=True)
-        model = models.find(document, name)
-        if name in document.get("panels", {}):
-            members = {one["model"] for one in document["panels"][name].values()}
-            found = [await self.model_reason(member, version) for member in sorted(members)]
-            return "; ".join(why for why in found if why)
-        if document["server"]["state"] == "draining" or model["state"] not in ("ready", "loading"):
-            return f"the server is {document['server']['state']}, model {name!r} is {model['state']}"
-        if wanted := weights_version(version):
-            return await self.self_test.ask(name, wanted)
-        if version and model["weights"]["version"]:  # "0": the weights it was loaded with
-            return f"version 0 of {name!r} is not held, {model['weights']['version']} is the newest"
-        return await self.self_test.silent(name)
-
-    async def described(self, name: str, version: str) -> dict[str, Any]:
-        """A model's part of the status document, once it has loaded. Raises as `models.described`."""
-        return models.described(await self._source.status(fresh=True), name, version)
-
-    async def statistics(self, name: str, version: str) -> list[dict[str, Any]]:
-        """Statistics of one model, or of all without a name. Raises ModelNotFound."""
-        document = await self._source.status(fresh=True)
-        found = [models.described(document, name, version)] if name else document["models"]
-        if name in document.get("panels", {}):
-            raise Refused(f"{name!r} is a panel: its members have statistics", Code.UNSUPPORTED)
-        return [models.statistics(model) for model in found]
-
-    async def index(self, repository: str, *, ready: bool) -> list[dict[str, Any]]:
-        """List the models. Raises ModelNotFound for a named repository: there is one, without a name."""
-        if repository:
-            raise ModelNotFound(f"no repository {repository!r}: a server has one, without a name")
-        return models.index(await self._source.status(fresh=True), ready=ready)
-
-    def doubt(self) -> None:
-        """An exception in the event loop that was not awaited may have lost an answer."""
-        self.lanes.doubt()
-
-    def close(self) -> None:
-        """Release all lanes and regions."""
-        self.lanes.close()
-        self.regions.close()

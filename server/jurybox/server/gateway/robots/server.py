@@ -263,5 +263,4 @@ class VllmOmni(Openpi):
         return packb(np.asarray(actions, np.float32))
 
     def error(self, why: str) -> str | bytes:
-        """As Openpi.error."""
         return packb({"type": "error", "message": why})
