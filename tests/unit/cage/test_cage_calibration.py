@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from benchmarks.cage.simulator import Sleeping, UniformlyRandom, episode_returns
 
 from jurybox.training.environments.cage import tables as t
-from jurybox.training.environments.cage.environment import Sleeping, UniformlyRandom, episode_returns
 from jurybox.training.environments.cage.network import Networks
 from jurybox.training.environments.cage.tables import Blue, action
 

@@ -1,9 +1,9 @@
-"""CAGE Challenge 2 as Gymnasium environments, many networks at once or one, and defenders that do not learn."""
+"""CAGE Challenge 2 as Gymnasium environments, many networks at once or one."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol, SupportsFloat, SupportsInt
+from typing import Any, SupportsFloat, SupportsInt
 
 import gymnasium
 import numpy as np
@@ -231,47 +231,3 @@ class CageEnv(gymnasium.Env[Observations, Any]):
         """A mask without actions that are certain to fail, bool (145,)."""
         mask: npt.NDArray[np.bool_] = self._vector.action_masks()[0]
         return mask
-
-
-Actions = npt.NDArray[np.int64]
-
-
-class Defender(Protocol):
-    """A policy: observations int8 (n, 52) to actions int64 (n,)."""
-
-    def __call__(self, observations: Observations) -> Actions: ...
-
-
-class Sleeping:
-    """Does nothing."""
-
-    def __call__(self, observations: Observations) -> Actions:
-        return np.zeros(len(observations), np.int64)
-
-
-class UniformlyRandom:
-    """Draws from all 145 actions."""
-
-    def __init__(self, seed: int | None = None) -> None:
-        self._random = np.random.default_rng(seed)
-
-    def __call__(self, observations: Observations) -> Actions:
-        return self._random.integers(0, t.N_ACTIONS, len(observations))
-
-
-def episode_returns(
-    defender: Defender, red: RedName, *, episodes: int, episode_length: int, seed: int, quirk: bool = False
-) -> npt.NDArray[np.float64]:
-    """Sums of rewards over whole episodes, float64 (episodes,)."""
-    env = CageVectorEnv(episodes, red, episode_length=episode_length, quirk=quirk, autoreset_mode="Disabled")
-    observations, _ = env.reset(seed=seed)
-    total = np.zeros(episodes)
-    for _ in range(episode_length):
-        observations, rewards, *_rest = env.step(defender(observations))
-        total += rewards
-    return total
-
-
-def describe(action: Any) -> str:
-    """An action's name: 'Restore User1'."""
-    return t.ACTION_NAMES[int(action)]
