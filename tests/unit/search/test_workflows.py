@@ -171,7 +171,7 @@ def test_a_host_is_in_doubt_until_it_was_looked_at_and_one_believed_compromised_
 
 
 def test_only_a_judged_fix_out_of_order_costs() -> None:
-    alignment = Alignment.begin(Orders.of(USER_LAST, 1), 30.0)
+    alignment = Alignment(Orders.of(USER_LAST, 1), 30.0, *np.zeros((4, 1), np.int64))
     both, user, clean = truth("User1", "Enterprise0"), truth("User1"), truth()
     enterprise, right, wrong, idle = truth("Enterprise0"), "Enterprise0", "User1", "Enterprise2"
 
@@ -186,7 +186,7 @@ def test_only_a_judged_fix_out_of_order_costs() -> None:
 
 def test_free_removes_of_clean_hosts_pass_the_first_rule_and_not_the_gate() -> None:
     """What a padding policy does: Remove a clean host of the first type whenever one is compromised."""
-    alignment = Alignment.begin(Orders.of(USER_LAST, 1), 30.0)
+    alignment = Alignment(Orders.of(USER_LAST, 1), 30.0, *np.zeros((4, 1), np.int64))
     both = truth("User1", "Enterprise0")
     for _ in range(99):
         alignment.step(np.array([action(Blue.REMOVE, "Enterprise2")]), both, both)

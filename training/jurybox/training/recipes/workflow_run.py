@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from threadpoolctl import threadpool_limits
 
 from jurybox.protocol.wire import build_version
 from jurybox.training import interrupts
@@ -28,7 +29,7 @@ from jurybox.training.run_folder import RunLog, Summary, Tracker
 from jurybox.training.runtime.plan import POLICY_FILE, refuse_unused
 from jurybox.training.search import environments
 from jurybox.training.search.environments import Parts
-from jurybox.training.search.report import WorkflowRun, conclusion, render
+from jurybox.training.search.report import conclusion, render
 from jurybox.training.search.rollouts import INPUTS
 from jurybox.training.search.settings import WorkflowTraining, describe
 from jurybox.training.search.trainer import OrderEvaluation, WorkflowTrainer
@@ -136,12 +137,11 @@ def run(
     found = resumed(folder, settings, watcher.say) if resume else None
     with (
         RunLog(folder, METRICS, resume_at=None if found is None else found.env_steps) as log,
-        _one_thread(),
-        _trainer(settings, folder, spread, serial) as (
-            trainer,
-            restarts,
-        ),
+        threadpool_limits(1),  # networks this small are slower on two
+        networks(settings, spread, serial=serial) as (env, evaluation, restarts),
+        served_policy(settings, folder / "server.log") as policy,
     ):
+        trainer = WorkflowTrainer(settings, env, evaluation, policy)
         write_settings(folder, settings)
         log.add_trackers(trackers())
         spent = 0.0
@@ -153,36 +153,13 @@ def run(
         sentences = conclusion(trainer)
         log.extend_summary(**_more(trainer), env_worker_restarts=restarts(), conclusion=sentences)
         try:
-            page = render(WorkflowRun(trainer, log.rows(), _facts(settings, spent), command))
+            page = render(trainer, log.rows(), _facts(settings, spent), command)
         except Exception as error:
             failed_report(folder, " ".join(sentences), error, settings.as_dict(), command)
             raise
         write_atomically(folder / "report.html", page)
         log.finish([folder / "report.html", folder / "workflows.csv"])
     return "\n".join(sentences)
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """Use one thread of torch: more are slower for small networks."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
-@contextmanager
-def _trainer(
-    settings: WorkflowTraining, folder: Path, spread: Spread | None, serial: bool
-) -> Iterator[tuple[WorkflowTrainer, Callable[[], int]]]:
-    """The trainer, and a counter of replaced env workers."""
-    with (
-        networks(settings, spread, serial=serial) as (env, evaluation, restarts),
-        served_policy(settings, folder / "server.log") as policy,
-    ):
-        yield WorkflowTrainer(settings, env, evaluation, policy), restarts
 
 
 def _search(trainer: WorkflowTrainer, folder: Path, log: RunLog, watcher: Watcher, before: float) -> float:

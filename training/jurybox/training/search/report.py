@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -21,23 +21,6 @@ if TYPE_CHECKING:
 
 _SHOWN = 3.0  # times the median: returns below that are left out of the curve
 _WITHIN = 0.15  # of the unconstrained return that a workflow may cost
-
-
-@dataclass(frozen=True, slots=True)
-class WorkflowRun:
-    """The data of a report.
-
-    Attributes:
-        trainer: at the end of its run.
-        metrics: rows of metrics.csv.
-        facts: what else is worth knowing of the run, in words.
-        command: that runs it again.
-    """
-
-    trainer: WorkflowTrainer
-    metrics: Sequence[Mapping[str, float]]
-    facts: Mapping[str, str]
-    command: str
 
 
 def conclusion(trainer: WorkflowTrainer) -> list[str]:
@@ -80,9 +63,15 @@ def conclusion(trainer: WorkflowTrainer) -> list[str]:
     return said
 
 
-def render(run: WorkflowRun) -> str:
-    """The report as one HTML document."""
-    trainer = run.trainer
+def render(
+    trainer: WorkflowTrainer, metrics: Sequence[Mapping[str, float]], facts: Mapping[str, str], command: str
+) -> str:
+    """The report as one HTML document.
+
+    Args:
+        trainer: at the end of its run. metrics: rows of metrics.csv. command: that runs it again.
+        facts: what else is worth knowing of the run, in words.
+    """
     first, *rest = conclusion(trainer)
     final = trainer.final
     verdict = "failed" if final is None else trainer.verdict(final.judged, final.obeyed)
@@ -92,9 +81,9 @@ def render(run: WorkflowRun) -> str:
         Answer(answer[verdict], first, rest),
         _prices(trainer),
         _search(trainer),
-        _learning(run.metrics),
+        _learning(metrics),
         _tried(trainer),
-        page.the_run(run.facts, trainer.settings.as_dict(), run.command, packages=packages),
+        page.the_run(facts, trainer.settings.as_dict(), command, packages=packages),
     ]
     return page.render("Jurybox workflow report", "Jurybox: a search over workflows of defence", sections)
 

@@ -166,7 +166,7 @@ class Alignment:
 
     Attributes:
         orders: the workflows. weight: lambda.
-        fixes, complied: int64 (n,), of the running episodes, by the first description.
+        fixes, complied: int64 (n,), of the running episodes, by the first description; counted in place.
         judged, obeyed: int64 (n,), fixes that are judged and those of them that comply.
     """
 
@@ -176,10 +176,6 @@ class Alignment:
     complied: npt.NDArray[np.int64]
     judged: npt.NDArray[np.int64]
     obeyed: npt.NDArray[np.int64]
-
-    @classmethod
-    def begin(cls, orders: Orders, weight: float) -> Alignment:
-        return cls(orders, weight, *(np.zeros(len(orders.given), np.int64) for _ in range(4)))
 
     def step(
         self, actions: npt.NDArray[np.int64], before: npt.NDArray[np.int8], after: npt.NDArray[np.int8]
@@ -298,7 +294,7 @@ def play(
     rollout.observations[:, :, _TOLD] = orders.encoded if told else 0.0
     returns = np.zeros(n)
     last = np.zeros((n, INPUTS), np.float32)
-    games, first = [], 0
+    counts, games, first = np.zeros((4, n), np.int64), [], 0
     for part in parts:
         rows = slice(first, first := first + part.num_envs)
         masking = _Masking(
@@ -306,7 +302,8 @@ def play(
             orders.rows(rows) if mask_orders and told else None,
             head_starts[rows] if head_starts is not None and made_to_sleep else None,
         )
-        games.append(_Game(part, rows, Alignment.begin(orders.rows(rows), weight), masking, rollout, returns))
+        alignment = Alignment(orders.rows(rows), weight, *counts[:, rows])
+        games.append(_Game(part, rows, alignment, masking, rollout, returns))
 
     def finish(step: int) -> Floats:
         """End a step of all parts; gives the value of what follows it."""
@@ -328,7 +325,6 @@ def play(
         stepped(step)
     rollout.last_values[:] = finish(steps - 1)
     rollout.final_values[-1] = rollout.last_values
-    counts = (np.concatenate(each) for each in zip(*(game.counts for game in games), strict=True))
     return rollout, Episodes(returns, *counts)
 
 
@@ -369,11 +365,6 @@ class _Game:
         self.observation, self._info = env.reset()
         self._result: Callable[[], Any] = lambda: None
         self._actions: npt.NDArray[np.int64] = np.zeros(0, np.int64)
-
-    @property
-    def counts(self) -> tuple[npt.NDArray[np.int64], ...]:
-        counted = self._alignment
-        return counted.fixes, counted.complied, counted.judged, counted.obeyed
 
     def act(self, step: int, policy: MaskedPolicy, *, greedy: bool) -> None:
         """Choose actions and begin the step."""
