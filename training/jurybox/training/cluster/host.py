@@ -20,7 +20,7 @@ from jurybox.training.replay import Replay
 from jurybox.training.replay.transfer import Exporter, Importer, RowBatch
 from jurybox.training.runtime.plan import Plan
 from jurybox.training.runtime.scoreboard import Scoreboard, Told, Word
-from jurybox.training.runtime.shared_resources import SharedResources
+from jurybox.training.runtime.shared_resources import SharedResources, create_replay
 
 # The scoreboard of a run, copied between machines.
 #
@@ -260,16 +260,8 @@ class Host:
         """Create the replays that are sampled on this machine; the orchestrator's machine has them from the start."""
         for spec in self._plan.replays:
             if self._owns and spec.name in names and spec.name not in self._homes:
-                self._homes[spec.name] = Replay.create(
-                    f"{dict(self.shared.scoreboard.named.replays)[spec.name]}-home",
-                    spec.capacity,
-                    spec.fields,
-                    episodes=spec.episodes,
-                    prioritized=spec.prioritized,
-                    alpha=spec.alpha,
-                    anchor=spec.anchor,
-                    seed=self._plan.seed,
-                )
+                name = f"{dict(self.shared.scoreboard.named.replays)[spec.name]}-home"
+                self._homes[spec.name] = create_replay(spec, name, self._plan.seed)
 
     def instead(self) -> Instead:
         """The names that processes on this machine use instead of those of the plan."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import struct
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from enum import IntEnum
 from pathlib import Path
 from typing import Any
@@ -115,18 +115,12 @@ class Named:
     replays: tuple[tuple[str, str], ...]  # (name in the plan, name of the Replay)
     channels: tuple[tuple[str, str], ...]  # (name in the plan, name of the segment)
 
-    def to_json(self) -> bytes:
-        roles = [[name, int(kind)] for name, kind in self.roles]
-        return json.dumps({"roles": roles, "replays": self.replays, "channels": self.channels}).encode()
-
     @classmethod
     def from_json(cls, text: bytes) -> Named:
+        """The names of `asdict` as JSON."""
         said = json.loads(text)
-        return cls(
-            tuple((name, Kind(kind)) for name, kind in said["roles"]),
-            tuple((name, replay) for name, replay in said["replays"]),
-            tuple((name, segment) for name, segment in said["channels"]),
-        )
+        roles = tuple((name, Kind(kind)) for name, kind in said["roles"])
+        return cls(roles, *(tuple(map(tuple, said[what])) for what in ("replays", "channels")))
 
 
 class Scoreboard:
@@ -159,7 +153,7 @@ class Scoreboard:
         named = Named(
             tuple((role.name, role.kind) for role in plan.roles), tuple(replays.items()), tuple(channels.items())
         )
-        text, roles = named.to_json(), len(plan.roles)
+        text, roles = json.dumps(asdict(named)).encode(), len(plan.roles)
         first = -(-(_HEAD.size + len(text)) // _PAGE) * _PAGE
         size = first + roles * (8 * (_ROLE_WORDS + _TOLD_WORDS) + INTERVALS * _INTERVAL.itemsize)
         segment = Segment.create(name, size)

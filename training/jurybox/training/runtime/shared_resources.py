@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from jurybox.protocol.weights.publisher import Publisher
 from jurybox.protocol.weights.reader import WeightsReader
 from jurybox.training.checkpoints import Checkpoint, CheckpointError, read_state, write_atomically, write_state
 from jurybox.training.replay import Replay
-from jurybox.training.runtime.plan import POLICY_FILE, Kind, Plan
+from jurybox.training.runtime.plan import POLICY_FILE, Kind, Plan, ReplaySpec
 from jurybox.training.runtime.scoreboard import Scoreboard, Word
 
 # What a checkpoint keeps of every role's counters.
@@ -29,6 +30,20 @@ _COUNTS = (
     Word.EVALUATED_AT,
     Word.FORCED,
 )
+
+
+def create_replay(spec: ReplaySpec, name: str, seed: int) -> Replay:
+    """Make the replay that a plan describes, under a name of shared memory."""
+    return Replay.create(
+        name,
+        spec.capacity,
+        spec.fields,
+        episodes=spec.episodes,
+        prioritized=spec.prioritized,
+        alpha=spec.alpha,
+        anchor=spec.anchor,
+        seed=seed,
+    )
 
 
 class SharedResources:
@@ -64,17 +79,9 @@ class SharedResources:
         shared = cls(Scoreboard.create(segment_name(run, "run"), plan, replays, channels), owned=True)
         try:
             for replay in plan.replays:
-                shared._replays[replay.name] = Replay.create(
-                    replays[replay.name],
-                    min(replay.capacity, most_rows or replay.capacity),
-                    replay.fields,
-                    episodes=replay.episodes,
-                    prioritized=replay.prioritized,
-                    alpha=replay.alpha,
-                    # What is on its way goes through the ring: rows of an anchor would stay behind.
-                    anchor=0 if most_rows else replay.anchor,
-                    seed=plan.seed,
-                )
+                # What is on its way goes through the ring: rows of an anchor would stay behind.
+                way = replace(replay, capacity=min(replay.capacity, most_rows), anchor=0) if most_rows else replay
+                shared._replays[replay.name] = create_replay(way, replays[replay.name], plan.seed)
             for channel in plan.channels:
                 shared._channels[channel.name] = WeightsChannel.create(
                     channels[channel.name], channel.layout, channel.mode, channel.extra_bytes
