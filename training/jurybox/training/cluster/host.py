@@ -126,9 +126,6 @@ class Folders:
             write_atomically(path, content)
 
 
-# One machine's part of a run: its scoreboard, its way into the replays, its copies of the weights. Knows nothing of
-# Ray.
-#
 # A run has one host a machine; that of the orchestrator's machine stands on the run's own `SharedResources`. Role
 # processes use their machine's host as if there were no other: counters and orders are copied to and from the
 # orchestrator's scoreboard, rows leave the local replay for the one that is sampled, publications come in as

@@ -17,7 +17,7 @@ from jurybox.training.environments.hockey.game import GOAL_REWARD, Game, Turn
 from jurybox.training.environments.hockey.matches import Match, Policy, Result, Table, play
 from jurybox.training.environments.hockey.original import make_game
 from jurybox.training.recipes.hockey_opponents import LocalPolicies, Pool, PublishedActor
-from jurybox.training.recipes.hockey_served import InCluster, OnServer, ServedPolicies
+from jurybox.training.recipes.hockey_served import ServedPolicies, Serving
 from jurybox.training.recipes.hockey_settings import CHANNEL, LEAVING, POOL, RESULTS, ROWS, HockeyTraining, Shaping
 from jurybox.training.replay import Field, Replay, Streams
 from jurybox.training.runtime.role_context import Actor, Evaluator, RoleContext
@@ -276,7 +276,7 @@ class HockeyActor(Actor):
             policies: Policies = local
             self._held_back: Callable[[], int] = lambda: 0
             if past is not None or engine is not None:
-                where = OnServer(context, past) if past is not None else InCluster(str(engine), context)
+                where = Serving(context, past, engine)
                 policies = served = undo.enter_context(ServedPolicies(where, len(games), local, pool, s.max_lag))
                 self._held_back = lambda: served.held_back
             self.collector = Collector(

@@ -109,42 +109,28 @@ class ServedPast:
         return self.action
 
 
-class OnServer:
-    """The server that the plan names, which has what the learner publishes; a role of the run asks it.
+class Serving:
+    """Who computes a collector's policies: the plan's server, or an engine in the cluster. Both have what is published.
 
     Args:
-        past: name of the model of past selves there.
+        past: name of the model of past selves on the plan's server.
+        engine: name of the engine, if it is one.
     """
 
-    def __init__(self, context: RoleContext, past: str) -> None:
-        assert context.plan.server is not None
-        self._server = context.plan.server
-        self.models = self._server.models[CHANNEL], past
-        self.timeout, self.alive = self._server.timeout, context.alive
-        self._weights = context.reader(CHANNEL)
+    def __init__(self, context: RoleContext, past: str | None, engine: str | None = None) -> None:
+        self._context, self._engine = context, engine
+        self._weights, self.alive = context.reader(CHANNEL), context.alive
+        self.models, self.timeout = (MODEL, POOL_MODEL), _FOUND
+        if engine is None:
+            assert context.plan.server is not None and past is not None
+            self._address = context.plan.server.address
+            self.models, self.timeout = (context.plan.server.models[CHANNEL], past), context.plan.server.timeout
 
     def connect(self) -> Server:
-        return connect(self._server.address)
-
-    def newest(self) -> int:
-        """The newest version."""
-        return self._weights.newest
-
-
-class InCluster:
-    """An engine that is found by its name, which has the weights of the run's channel; a role of that run asks it."""
-
-    models = MODEL, POOL_MODEL
-    timeout = _FOUND
-
-    def __init__(self, name: str, context: RoleContext) -> None:
-        self._name, self._context = name, context
-        self.alive = context.alive
-        self._weights = context.reader(CHANNEL)
-
-    def connect(self) -> Server:
-        registry = self._context.folder(REGISTRY)
-        return reach(self._name, lambda: find(registry, self._name), _FOUND, self._context.alive)
+        if self._engine is None:
+            return connect(self._address)
+        name, registry = self._engine, self._context.folder(REGISTRY)
+        return reach(name, lambda: find(registry, name), _FOUND, self.alive)
 
     def newest(self) -> int:
         """The newest version."""
@@ -176,9 +162,7 @@ class ServedPolicies:
         held_back: how often answers were too old.
     """
 
-    def __init__(
-        self, where: OnServer | InCluster, rows: int, local: LocalPolicies, pool: Pool, max_lag: int | None
-    ) -> None:
+    def __init__(self, where: Serving, rows: int, local: LocalPolicies, pool: Pool, max_lag: int | None) -> None:
         self._where, self._local, self._pool, self._max_lag = where, local, pool, max_lag
         self._half = -(-rows // 2)
         self._asked: dict[int, _Asked] = {}

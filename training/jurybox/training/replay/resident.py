@@ -226,8 +226,6 @@ def _widened(spec: Field, stored: torch.Tensor) -> torch.Tensor:
     return values.reshape(m, *spec.shape)
 
 
-# A replay that lives in a device's memory: rows go there once, and every draw is made there.
-#
 # The shared replay is the way in: actors of any process write into it, `refresh` brings what is new to the device, in
 # the form in which it is stored (planes as bits stay bits), and `sample` draws, gathers, widens and links rows there
 # without touching the host. The shared replay may be small where it blocks or drops when full: `refresh` then gives

@@ -11,10 +11,8 @@ import numpy.typing as npt
 
 from jurybox.training.environments.cage import tables as t
 
-# The two attackers of CAGE Challenge 2, over many networks at once: B_line and Meander.
-#
-# Each is told what came of its last action and says what it does next, a verb and a target per network: a host, or
-# for a sweep a subnet. What they know of a network they learned by their own actions.
+# Each attacker is told what came of its last action and says what it does next, a verb and a target per network: a
+# host, or for a sweep a subnet. What they know of a network they learned by their own actions.
 
 
 Floats = npt.NDArray[np.float64]

@@ -9,8 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from jurybox.training.environments.hockey.bots import Opponent
-from jurybox.training.environments.hockey.game import HockeyGame
-from jurybox.training.environments.hockey.matches import Policy
+from jurybox.training.environments.hockey.game import Action, HockeyGame, Observation, Turn
+from jurybox.training.environments.hockey.matches import Match, Policy, play
 from jurybox.training.environments.hockey.rink import (
     GOAL_DEPTH,
     GOAL_X,
@@ -180,16 +180,15 @@ def film(
         every: steps between two frames: 1 for 50 frames a second.
     """
     game, score, frames = HockeyGame(), [0, 0], list[Frame]()
-    for number in range(games):
-        chance = int(np.random.default_rng((seed, number)).integers(2**31))
-        seen: npt.NDArray[np.float32] = game.reset(chance, first=number % 2)
-        opponent.reset(chance)
-        while not game.over:
-            turn = game.step(np.stack((policy(seen[:1])[0], opponent.act(seen[1]))))
-            seen = turn.observations
-            if winner := turn.infos[0]["winner"]:
-                score[0 if winner > 0 else 1] += 1
-            if game.taken % every == 0 or game.over:
-                frames.append(draw(game, score=(score[0], score[1]), names=names, width=width))
-        frames += [frames[-1]] * (_GOAL_FRAMES // every)
+
+    def watch(slot: int, seen: Observation, actions: Action, turn: Turn) -> None:
+        if winner := turn.infos[0]["winner"]:
+            score[0 if winner > 0 else 1] += 1
+        if game.taken % every == 0 or game.over:
+            frames.append(draw(game, score=(score[0], score[1]), names=names, width=width))
+        if game.over:
+            frames.extend([frames[-1]] * (_GOAL_FRAMES // every))
+
+    chances = [int(np.random.default_rng((seed, number)).integers(2**31)) for number in range(games)]
+    play([game], [Match(chance, number % 2, "", opponent) for number, chance in enumerate(chances)], policy, watch)
     return frames
