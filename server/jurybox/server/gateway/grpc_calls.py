@@ -22,7 +22,7 @@ import grpc
 
 from jurybox import native
 from jurybox.protocol.errors import Error, Refused
-from jurybox.server.security.access import Access, Room
+from jurybox.server.security.access import Access, Room, Source
 from jurybox.server.security.grpc import MOST_METADATA, MOST_STREAMS, UNAUTHENTICATED, Direct, admitted, status_of
 
 _MOST_CONNECTIONS = 4096
@@ -70,9 +70,9 @@ class Call:
     # ---- for methods
 
     @property
-    def source(self) -> object:
+    def source(self) -> Source | None:
         """As security.grpc.DirectCall."""
-        return self._connection if self._connection.lone else None
+        return self._connection.source if self._connection.lone else None
 
     def done(self) -> bool:
         """Whether it was answered, or its peer is gone: what is answered then goes nowhere."""
@@ -253,6 +253,7 @@ class _Connection(asyncio.BufferedProtocol):
         self.native = native.GrpcConnection(server.most_message, MOST_METADATA, MOST_STREAMS)
         self.calls: dict[int, Call] = {}
         self._transport: Any = None
+        self.source: Source | None = None
         self._paused = self._reading = self.lone = False
         self._waiters: list[asyncio.Future[None]] = []  # of calls, until the peer may have taken something
         self._heard = 0.0
@@ -264,6 +265,7 @@ class _Connection(asyncio.BufferedProtocol):
     def connection_made(self, transport: Any) -> None:
         """As asyncio asks."""
         self._transport = transport
+        self.source = Source(transport.get_extra_info("peername"))
         if len(self._server.connections) >= _MOST_CONNECTIONS:
             transport.abort()
             return

@@ -11,6 +11,7 @@ import re
 import stat
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -324,3 +325,31 @@ class Access:
         if self.tls_cert is None or self.tls_key is None:
             return None
         return read_secret(Path(self.tls_key)), Path(self.tls_cert).read_bytes()
+
+
+class Source:
+    """A connection that asks one thing at a time, to those who wait for it.
+
+    Args:
+        peer: its address, as a transport's "peername".
+
+    Attributes:
+        near: whether it is of this host.
+        answered: when it was answered last, s of the monotonic clock.
+        quick: whether it asked again at once after that before.
+    """
+
+    __slots__ = ("answered", "near", "quick")
+
+    def __init__(self, peer: Any) -> None:
+        self.near = _is_near(peer)
+        self.answered = 0.0
+        self.quick = False
+
+
+def _is_near(peer: Any) -> bool:
+    """Whether a peer runs on this host."""
+    try:
+        return not peer or isinstance(peer, str) or ip_address(str(peer[0]).removeprefix("::ffff:")).is_loopback
+    except ValueError:
+        return False

@@ -12,7 +12,7 @@ import grpc
 from google.protobuf.descriptor import Descriptor
 
 from jurybox.protocol.errors import TABLE, Code, Error, error_for, said
-from jurybox.server.security.access import Access, Room, Token
+from jurybox.server.security.access import Access, Room, Source, Token
 
 # As in http.py: probes carry no token, and these answer yes or no.
 OPEN_METHODS = frozenset(
@@ -93,7 +93,7 @@ class DirectCall(Protocol):
     """A call, as a direct method sees it. It is answered once."""
 
     @property
-    def source(self) -> object:
+    def source(self) -> Source | None:
         """The connection that it came by, where that asks nothing else just now; None: not known."""
         ...
 

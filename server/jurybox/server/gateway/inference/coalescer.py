@@ -3,7 +3,7 @@
 A ticket costs the gateway, the engine and the kernel the same however many rows it has. So rows of different requests
 share tickets, two in flight at most: one computes, one waits, and what comes meanwhile makes up the next. A lone
 request waits for nobody. Rows of different sessions of a model with state share tickets in the same way. Where
-somebody knows who is about to ask (`Gathering`), the next ticket waits for them.
+somebody knows who is about to ask (`Gathering`, `Returning`), the next ticket waits for them.
 
 Every caller gets an answer: an exception on the lane is raised to all requests of the ticket, and the lane, whose rows
 may be lost, is given up.
@@ -26,12 +26,15 @@ from jurybox.client.row_codec import shaped
 from jurybox.client.sessions import Sessions
 from jurybox.client.transports.transport import LOOK_AFTER
 from jurybox.protocol.errors import Code, Error, ModelFailed, Refused, RowFailed, SessionLost, said
+from jurybox.server.gateway.inference.returning import Returning
+from jurybox.server.security.access import Source
 
 Arrays = Mapping[str, Any]  # (n, *row shape) by name; a list of n arrays or bytes where rows differ in size
 
 _IN_FLIGHT = 1
 _ALONE = 4  # requests of one source after another, from which on their answers are waited for in the loop
 _BRIEF = 0.0003  # seconds that the loop may sleep for one: to be told of it takes a third of that
+_TOGETHER = 0.0005  # likewise, for a ticket of those that share few cores: who would be read meanwhile runs first
 _IN_VAIN = 64  # requests until it is tried again
 _OVERDUE = 2.0  # seconds after its last request's deadline within which a ticket ends by itself
 _OVER = (Code.STALE_LEASE, Code.SERVER_GONE, Code.BUSY)  # the lane is not ours any more, or its rows don't come back
@@ -52,6 +55,7 @@ class _Asked:
     until: float
     answer: Answered
     sessions: Mapping[int, bool] | None
+    source: Source | None = None
 
 
 class Answered(Protocol):
@@ -172,8 +176,10 @@ class RequestCoalescer:
         self._waiting: deque[_Asked] = deque()
         self._in_flight: dict[asyncio.Task[None] | _Sent, list[_Asked]] = {}
         self._plain = sessions is None and gathering is None and not model.spec.open
-        self._source: object = None  # who asked last, and how often nobody else did
+        self._source: Source | None = None  # who asked last, and how often nobody else did
         self._alone = 0
+        self._returning = Returning() if self._plain else None
+        self._vain = 0  # tickets until the loop sleeps for one of several again
         self._took = 0.0  # seconds that a ticket takes, about
         self._called = False
 
@@ -210,7 +216,7 @@ class RequestCoalescer:
         version: int,
         answer: Answered,
         sessions: Mapping[int, bool] | None = None,
-        source: object = None,
+        source: Source | None = None,
     ) -> asyncio.TimerHandle:
         """As `ask`, for who waits otherwise. Returns what is to be cancelled with the answer.
 
@@ -222,8 +228,11 @@ class RequestCoalescer:
         self._source = source
         loop, now = asyncio.get_running_loop(), time.monotonic()
         late = loop.call_later(seconds, self._expire, answer, seconds)
-        self._waiting.append(_Asked(inputs, n, version, now, now + seconds, answer, sessions))
-        if self._alone > _ALONE and self._may_send() and not self._called:
+        self._waiting.append(_Asked(inputs, n, version, now, now + seconds, answer, sessions, source))
+        returning, waiting = self._returning, len(self._waiting)
+        if returning is not None and returning.asked(source, seconds, waiting) and self._gathered is not None:
+            pass  # it goes with those that are waited for
+        elif self._alone > _ALONE and self._may_send() and not self._called:
             self._send()
         elif not self._called and self._may_send():
             # Not at once: requests that came in the same turn of the loop come along.
@@ -293,6 +302,10 @@ class RequestCoalescer:
                 if (wait := self._gathering.wait(len(self._waiting), computing)) > 0:
                     self._gathered = asyncio.get_running_loop().call_later(wait, self._send)
                     return
+            full = len(self._waiting) >= self._most
+            if self._returning is not None and not full and (wait := self._returning.wait(len(self._waiting))) > 0:
+                self._gathered = asyncio.get_running_loop().call_later(wait, self._send)
+                return
             taken = self._take()
             if taken:
                 if self._gathering is not None:
@@ -311,7 +324,7 @@ class RequestCoalescer:
     def _sent_at_once(self, taken: list[_Asked]) -> bool:
         """Send rows of fixed shapes without a task; False where that does not go, and nothing was done."""
         until, began = max(asked.until for asked in taken), time.monotonic()
-        brief = 2 * self._took if self._alone > _ALONE and len(taken) == 1 and self._took < _BRIEF else 0.0
+        brief = self._brief(taken)
         try:
             parts = [(asked.inputs, asked.n) for asked in taken]
             ticket = self._model.submit_parts(parts, int(until * 1e9), taken[0].version, brief)
@@ -323,8 +336,23 @@ class RequestCoalescer:
         self._in_flight[sent] = taken
         sent.look(at_once=brief > 0)
         if brief and not sent.done():
-            self._alone = -_IN_VAIN
+            self._alone, self._vain = -_IN_VAIN, _IN_VAIN
         return True
+
+    def _brief(self, taken: list[_Asked]) -> float:
+        """Seconds for which the loop may sleep for the answer, since nothing better is to be done."""
+        if self._alone > _ALONE and len(taken) == 1:
+            return 2 * self._took if self._took < _BRIEF else 0.0
+        if self._vain > 0:
+            self._vain -= 1
+        elif (
+            not self._waiting
+            and self._took < _TOGETHER
+            and self._returning is not None
+            and self._returning.together(taken[0].source)
+        ):
+            return _TOGETHER
+        return 0.0
 
     def _came(self, sent: _Sent) -> None:
         """A ticket that was sent at once is answered, or lost."""
@@ -333,6 +361,8 @@ class RequestCoalescer:
             return
         took = min(time.monotonic() - sent.began, 2 * _BRIEF)  # one that took long says little of the next
         self._took += 0.125 * (took - self._took) if self._took else took
+        if self._returning is not None:
+            self._returning.took(sum(asked.n for asked in taken), took)
         try:
             outputs, version = sent.ticket.seen()
         except Exception:  # noqa: BLE001  as a ticket of the usual way that raised it
@@ -350,6 +380,8 @@ class RequestCoalescer:
         at = 0
         for asked in taken:
             end = at + asked.n
+            if self._returning is not None:
+                self._returning.answered(asked.source)
             if not (answer := asked.answer).done():
                 copied = isinstance(answer, asyncio.Future)
                 part = {name: rows[at:end].copy() if copied else rows[at:end] for name, rows in outputs.items()}

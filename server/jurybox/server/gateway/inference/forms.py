@@ -21,6 +21,7 @@ from jurybox.server.gateway.inference.coalescer import Arrays
 from jurybox.server.gateway.inference.inference import InferRequest, OpenInference, Output
 from jurybox.server.gateway.inference.lanes import DEFAULT_TIMEOUT, Held
 from jurybox.server.gateway.inference.tensors import datatype_of, weights_version
+from jurybox.server.security.access import Source
 
 _MOST_FORMS = 1024
 _MOST_HEADS = 8  # weights versions for which the head of an answer is kept
@@ -33,7 +34,7 @@ class Asker(Protocol):
     """Who asked: a transport's end of one request."""
 
     @property
-    def source(self) -> object:
+    def source(self) -> Source | None:
         """The connection that it came by, where that asks nothing else just now; None: not known."""
         ...
 

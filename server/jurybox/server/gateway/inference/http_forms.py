@@ -8,6 +8,7 @@ of all bodies are bounded here as there. Whatever is special in any way goes thr
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 from collections.abc import Sequence
@@ -19,7 +20,7 @@ from jurybox.server.gateway.http_server import Connection
 from jurybox.server.gateway.inference import http_inference
 from jurybox.server.gateway.inference.forms import Forms
 from jurybox.server.gateway.inference.inference import InferRequest, OpenInference, Output
-from jurybox.server.security.access import Room
+from jurybox.server.security.access import Room, Source
 from jurybox.server.security.http import SECURITY_HEADERS
 
 _MOST_HEADS = 1024
@@ -116,6 +117,11 @@ class InferProtocol(Connection):
         else:
             super().data_received(data)
 
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """As asyncio asks."""
+        self._source = Source(transport.get_extra_info("peername"))
+        super().connection_made(transport)
+
     def connection_lost(self, exc: Exception | None) -> None:
         """As asyncio asks."""
         self._gone = True
@@ -180,9 +186,9 @@ class InferProtocol(Connection):
     # ---- the asker
 
     @property
-    def source(self) -> object:
+    def source(self) -> Source | None:
         """As forms.py asks."""
-        return None if self._ahead else self
+        return None if self._ahead else self._source
 
     def done(self) -> bool:
         """As forms.py asks."""
