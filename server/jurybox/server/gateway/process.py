@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from jurybox.server.gateway.robots.server import RobotServer
 
 _SWITCH = 0.0005  # seconds a busy loop keeps the thread waiting that tells it of answers; Python's own are 5 ms
-_KEPT = 64 << 20  # bytes of decoded pictures: mapped anew for each, they cost as much as decoding
+_KEPT = 64 << 20  # bytes of messages and decoded pictures: to map anew costs as much as to read or decode one
 STOPPED, FAILED, COULD_NOT_START = 0, 1, 3
 
 
@@ -51,8 +51,8 @@ async def serve(control_pipe: ControlPipe, orders: dict[str, Any], log: Log) -> 
     )
     try:
         routers = [http_inference.router(oip, most=access.max_message)]
+        keep_freed_memory(_KEPT)
         if orders.get("dialects"):
-            keep_freed_memory(_KEPT)
             # Imported here: it brings Pillow.
             from jurybox.server.gateway.dialects.router import Paths, applications
 
