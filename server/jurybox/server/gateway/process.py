@@ -54,6 +54,7 @@ async def serve(control_pipe: ControlPipe, orders: dict[str, Any], log: Log) -> 
         keep_freed_memory(_KEPT)
         if orders.get("dialects"):
             # Imported here: it brings Pillow.
+            from jurybox.server.gateway.dialects.known_paths import with_dialects
             from jurybox.server.gateway.dialects.router import Paths, applications
 
             spoken = applications(orders["dialects"], orders["address"], log)
@@ -63,11 +64,15 @@ async def serve(control_pipe: ControlPipe, orders: dict[str, Any], log: Log) -> 
         http = None
         if orders["http"]:
             room, whole = access.room(), app if spoken is None else Paths(app, spoken.endpoints)
-            http = HttpServer(orders["http"], whole, access, protocol=protocol_of(oip, room), room=room)
-        dialects = {
-            name: HttpServer(orders["dialects"][name]["listen"], its_app, access, f"dialects.{name}")
-            for name, its_app in (spoken.ports if spoken else {}).items()
-        }
+            protocol = protocol_of(oip, room)
+            if spoken is not None:
+                protocol = with_dialects(protocol, room, access.max_message)
+            http = HttpServer(orders["http"], whole, access, protocol=protocol, room=room)
+        dialects = {}
+        for name, its_app in (spoken.ports if spoken else {}).items():
+            room, listen = access.room(), orders["dialects"][name]["listen"]
+            protocol = with_dialects(protocol_of(oip, room), room, access.max_message)
+            dialects[name] = HttpServer(listen, its_app, access, f"dialects.{name}", protocol, room)
         rpc = _grpc_server(orders, oip, source, access) if orders["grpc"] else None
         for robot in robots.values():
             await robot.start()

@@ -24,6 +24,10 @@ SECURITY_HEADERS = {
     "Cross-Origin-Opener-Policy": "same-origin",
 }
 _SECURITY_HEADERS = [(name.lower().encode(), value.encode()) for name, value in SECURITY_HEADERS.items()]
+# Of answers to POSTs that pages of other sites cannot make, and that are no page themselves: a client of Python's takes
+# longer to read a header than we to think of it.
+DATA_HEADERS = [header for header in _SECURITY_HEADERS if header[0] == b"x-content-type-options"]
+DATA_ONLY = "jurybox.data"  # in a request's scope: its answer is such a one
 _READING = ("GET", "HEAD", "OPTIONS")
 
 
@@ -66,7 +70,7 @@ def guarded(app: ASGIApp, access: Access, *, loopback: bool, room: Room | None =
 
 
 class SecurityHeaders:
-    """Adds security headers. A page that needs others sets them itself."""
+    """Adds security headers, of which data needs fewer than pages. A page that needs others sets them itself."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -78,7 +82,8 @@ class SecurityHeaders:
             if message["type"] == "http.response.start":
                 headers = list(message.get("headers", ()))
                 there = {name.lower() for name, _ in headers}
-                headers += [header for header in _SECURITY_HEADERS if header[0] not in there]
+                wanted = DATA_HEADERS if DATA_ONLY in scope else _SECURITY_HEADERS
+                headers += [header for header in wanted if header[0] not in there]
                 message = {**message, "headers": headers}
             await send(message)
 

@@ -17,7 +17,9 @@ from jurybox.protocol.errors import TABLE, Code, Error, ModelFailed, said
 from jurybox.server.gateway.app import NeverCached
 from jurybox.server.gateway.dialects import chat, cosmos, json_dialects, pickle_dialects
 from jurybox.server.gateway.dialects.intake import Intake, ThreadPool
+from jurybox.server.gateway.dialects.known_paths import ANSWERED, Endpoint
 from jurybox.server.logs import Log
+from jurybox.server.security.http import DATA_ONLY
 
 Answer = Callable[[bytes], Awaitable[Response]]
 
@@ -63,9 +65,6 @@ _AGAIN = "2"  # seconds
 _NEVER_CACHED = (b"cache-control", b"no-store")
 
 
-Endpoint = Callable[[Request], Awaitable[Response]]
-
-
 class Paths:
     """Answers POSTs to the dialects' paths before anything else looks at them: an application's routing costs as much.
 
@@ -84,10 +83,13 @@ class Paths:
         if endpoint is None:
             await self._app(scope, receive, send)
             return
+        scope[DATA_ONLY] = True
         try:
-            response = await endpoint(Request(scope, receive))
+            response = await endpoint(await _body(receive))
         except ClientDisconnect:
             return  # nobody is there to be answered
+        if (told := scope.get(ANSWERED)) is not None:
+            told(endpoint)
         headers = [*response.raw_headers, _NEVER_CACHED]
         await send({"type": "http.response.start", "status": response.status_code, "headers": headers})
         await send({"type": "http.response.body", "body": response.body})
@@ -159,8 +161,11 @@ def _add(
         paths.add_api_route(base + path, about(told), methods=["GET"], response_model=None, name=f"{name}{path}")
 
     def answering(answer: Answer) -> Endpoint:
+        return lambda body: _answered(name, dialect, answer, body, log)
+
+    def routed(endpoint: Endpoint) -> Callable[[Request], Awaitable[Response]]:
         async def asked(request: Request) -> Response:
-            return await _answered(name, dialect, answer, request, log)
+            return await endpoint(await _body(request.receive))
 
         return asked
 
@@ -169,27 +174,25 @@ def _add(
         endpoint = answering(answer)
         endpoints |= {base + path or "/": endpoint, f"{base}{path}/": endpoint}
         if base + path:
-            paths.add_api_route(base + path, endpoint, methods=["POST"], name=f"dialect {name}{path}")
-        paths.add_api_route(f"{base}{path}/", endpoint, methods=["POST"], include_in_schema=False)
+            paths.add_api_route(base + path, routed(endpoint), methods=["POST"], name=f"dialect {name}{path}")
+        paths.add_api_route(f"{base}{path}/", routed(endpoint), methods=["POST"], include_in_schema=False)
     return endpoints
 
 
-async def _answered(name: str, dialect: Dialect, answer: Answer, request: Request, log: Log) -> Response:
+async def _answered(name: str, dialect: Dialect, answer: Answer, body: bytes, log: Log) -> Response:
     try:
-        return await answer(await _body(request.receive))
-    except ClientDisconnect:
-        raise
+        return await answer(body)
     except Error as error:
         failure = error
     except Exception as error:  # a client of these may take 500 for a reason to ask for a day and a half
         log.error("a dialect failed", dialect=name, error=said(error), exc_info=error)
         failure = ModelFailed(f"the gateway failed at this request ({said(error, 200)}); its log says more")
     log.warning("no reward", dialect=name, reason=said(failure, 300))
-    body, media = dialect.refusal(said(failure, 1000))
+    told, media = dialect.refusal(said(failure, 1000))
     if failure.code in _PASSING:
-        return Response(body, 503, {"Retry-After": _AGAIN}, media)
+        return Response(told, 503, {"Retry-After": _AGAIN}, media)
     status = TABLE[failure.code].http
-    return Response(body, dialect.status or (status if status < 500 else 422), media_type=media)
+    return Response(told, dialect.status or (status if status < 500 else 422), media_type=media)
 
 
 async def _body(receive: Receive) -> bytes:

@@ -27,7 +27,7 @@ _MOST_HEADS = 1024
 _MOST_HEAD = 8 << 10  # bytes of one
 _MOST_BODY = 4 << 20  # bytes; larger ones go the usual way
 _BEGINS = b"POST /v2/models/"
-_ENDS = re.compile(rb"\n\r?\n")  # as h11 and httptools find the end of a head
+ENDS = re.compile(rb"\n\r?\n")  # as h11 and httptools find the end of a head
 _SPECIAL = frozenset({b"transfer-encoding", b"content-encoding", b"expect", b"upgrade", b"trailer"})
 _HEADERS = "".join(f"{name.lower()}: {value}\r\n" for name, value in SECURITY_HEADERS.items())
 _HEADERS = f"cache-control: no-store\r\n{_HEADERS}\r\n"
@@ -56,15 +56,21 @@ class KnownHeads:
 
     def learn(self, head: bytes, scope: Any, model: str, version: str, json_length: int) -> None:
         """A request that began with these bytes was answered in binary."""
-        fields = scope["headers"]
-        lengths = [value for name, value in fields if name == b"content-length"]
-        stays = all(value.lower() == b"keep-alive" for name, value in fields if name == b"connection")
-        special = any(name in _SPECIAL for name, _ in fields) or scope["http_version"] != "1.1" or not stays
-        if special or len(head) > _MOST_HEAD or len(lengths) != 1 or int(lengths[0]) > _MOST_BODY:
+        length = plain_length(scope)
+        if length is None or len(head) > _MOST_HEAD or length > _MOST_BODY:
             return
         if len(self.heads) >= _MOST_HEADS:
             self.heads.clear()
-        self.heads[head] = _Head(model, version, int(lengths[0]), json_length)
+        self.heads[head] = _Head(model, version, length, json_length)
+
+
+def plain_length(scope: Any) -> int | None:
+    """The length of a request's body; None where anything about its head is special."""
+    fields = scope["headers"]
+    lengths = [value for name, value in fields if name == b"content-length"]
+    stays = all(value.lower() == b"keep-alive" for name, value in fields if name == b"connection")
+    special = any(name in _SPECIAL for name, _ in fields) or scope["http_version"] != "1.1" or not stays
+    return None if special or len(lengths) != 1 else int(lengths[0])
 
 
 def _read_form(told: bytes) -> InferRequest | None:
@@ -112,7 +118,7 @@ class InferProtocol(Connection):
             self.flow.pause_reading()
         elif self._head is not None:
             self._more(self._head, data)
-        elif data.startswith(_BEGINS) and self._idle() and (end := _ENDS.search(data)):
+        elif data.startswith(_BEGINS) and self._idle() and (end := ENDS.search(data)):
             self._begin(data, data[: end.end()])
         else:
             super().data_received(data)

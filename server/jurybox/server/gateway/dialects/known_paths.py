@@ -1,0 +1,179 @@
+"""A dialect's requests whose head was seen before, answered ahead of HTTP's and the application's layers.
+
+As inference/http_forms.py does it for tensors. A trainer's requests begin with the same bytes every time, but for the
+length of the body. The first goes through uvicorn, all walls (security.http) and the application; where that answered
+it, its head is kept, without the length. Walls and routing look at nothing but those bytes, and at the length, which is
+bounded here as there. Whatever is special in any way goes through the layers as ever.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Awaitable, Callable
+from typing import Any, NamedTuple
+
+from fastapi import Response
+
+from jurybox.protocol.errors import Refused
+from jurybox.server.gateway.inference.http_forms import ENDS, InferProtocol, plain_length
+from jurybox.server.security.access import Room
+from jurybox.server.security.http import DATA_HEADERS, Taken
+
+ANSWERED = "jurybox.dialect"  # in a request's scope: called with what answers its body, once it is answered
+Endpoint = Callable[[bytes], Awaitable[Response]]
+_MOST_HEADS = 1024
+_MOST_HEAD = 8 << 10  # bytes of one
+_MOST_BODY = 4 << 20  # bytes; larger ones go the usual way
+_LENGTH = re.compile(rb"\r\n[Cc]ontent-[Ll]ength: ([0-9]{1,8})\r\n")
+_BEGIN = b"POST /"
+_INFERENCE = b"POST /v2/"
+_FIELDS = b"".join(b"%b: %b\r\n" % pair for pair in ((b"cache-control", b"no-store"), *DATA_HEADERS)) + b"\r\n"
+
+_Key = tuple[bytes, bytes]  # a head, before and after the digits of its content-length
+
+
+class _Sent(NamedTuple):
+    """A request whose body comes, or that is being answered."""
+
+    head: bytes
+    length: int
+    answer: Endpoint
+    taken: Taken
+    parts: list[bytes]  # of the body, as they came
+
+
+class KnownPaths:
+    """The heads of all connections of a port whose dialect answered.
+
+    Args:
+        room: bounds the bytes of all bodies together.
+        most: bytes of a body.
+    """
+
+    def __init__(self, room: Room, most: int) -> None:
+        self.room = room
+        self.most = min(most, _MOST_BODY)
+        self.heads: dict[_Key, Endpoint] = {}
+
+    def learn(self, head: bytes, scope: Any, endpoint: Endpoint) -> None:
+        """A request that began with these bytes was answered by that."""
+        length, found = plain_length(scope), _LENGTH.search(head)
+        if length is None or found is None or int(found[1]) != length or len(head) > _MOST_HEAD:
+            return
+        if len(self.heads) >= _MOST_HEADS:
+            self.heads.clear()
+        self.heads[head[: found.start(1)], head[found.end(1) :]] = endpoint
+
+    def of(self, head: bytes) -> _Sent | None:
+        """What a head asks for; None where it goes the usual way."""
+        if (found := _LENGTH.search(head)) is None:
+            return None
+        endpoint = self.heads.get((head[: found.start(1)], head[found.end(1) :]))
+        length = int(found[1])
+        if endpoint is None or length > self.most:
+            return None
+        return _Sent(head, length, endpoint, Taken(self.room), [])
+
+
+class DialectProtocol(InferProtocol):
+    """A connection that answers requests of dialects with known heads by itself."""
+
+    paths: KnownPaths  # of a subclass, as `with_dialects` makes it
+    _sent: _Sent | None = None
+    _left = 0  # bytes of its body that are to come
+
+    def data_received(self, data: bytes) -> None:
+        """As asyncio asks."""
+        if self._asking:
+            super().data_received(data)
+        elif self._sent is not None:
+            self._part(self._sent, data)
+        elif (
+            data.startswith(_BEGIN)
+            and not data.startswith(_INFERENCE)
+            and self._head is None
+            and self._idle()
+            and (end := ENDS.search(data))
+        ):
+            self._begin_dialect(data, data[: end.end()])
+        else:
+            super().data_received(data)
+
+    def shutdown(self) -> None:
+        """As uvicorn asks: once what has begun is answered."""
+        self._leaving = True
+        if self._sent is None:
+            super().shutdown()
+
+    def _begin_dialect(self, data: bytes, head: bytes) -> None:
+        if (sent := self.paths.of(head)) is not None:
+            self._unset_keepalive_if_required()
+            self._sent, self._left = sent, sent.length
+            self._part(sent, data[len(head) :])
+            return
+        earlier = self.scope
+        super().data_received(data)
+        if (scope := self.scope) is not earlier:
+            told: Any = scope
+            told[ANSWERED] = lambda endpoint: self.paths.learn(head, scope, endpoint)
+
+    def _part(self, sent: _Sent, data: bytes) -> None:
+        if len(data) > self._left:
+            data, self._ahead = data[: self._left], data[self._left :]
+        self._left -= len(data)
+        if data:
+            sent.parts.append(data)
+            try:
+                sent.taken.take(len(data))
+            except Refused:  # the usual way says so
+                data, self._ahead = b"".join((sent.head, *sent.parts, self._ahead)), b""
+                self._give()
+                super().data_received(data)
+                return
+        if self._left:
+            return
+        self._asking = True
+        task = self.loop.create_task(self._answered(sent))
+        self.tasks.add(task)  # those that are waited for at the end
+        task.add_done_callback(self.tasks.discard)
+
+    async def _answered(self, sent: _Sent) -> None:
+        parts = sent.parts
+        try:
+            response = await sent.answer(parts.pop() if len(parts) == 1 else b"".join(parts))
+        except asyncio.CancelledError:
+            self.transport.abort()  # there will be no answer
+            raise
+        finally:
+            parts.clear()
+            sent.taken.give()  # not before, whether or not the client is still there: a thread had the body
+        if self._gone:
+            return
+        closes = (b"connection", b"close") in response.raw_headers
+        if closes:
+            self._ahead = b""
+        self._answer(response.status_code, [*_lines(response), bytes(response.body)])
+        if closes:
+            self.transport.close()
+
+    def _give(self) -> None:
+        sent, self._sent = self._sent, None
+        if sent is not None and not self._asking:
+            sent.taken.give()  # its body never came
+        super()._give()
+
+
+def _lines(response: Response) -> list[bytes]:
+    return [*(b"%b: %b\r\n" % pair for pair in response.raw_headers), _FIELDS]
+
+
+def with_dialects(protocol: type[InferProtocol], room: Room, most: int) -> type[DialectProtocol]:
+    """The class of a port's connections.
+
+    Args:
+        protocol: of a port without dialects, InferProtocol's own.
+        room: for the bytes of all bodies.
+        most: bytes of one body.
+    """
+    return type("KnownDialectProtocol", (DialectProtocol, protocol), {"paths": KnownPaths(room, most)})
