@@ -19,7 +19,7 @@ from typing import Any
 from fastapi import Response
 
 from jurybox.protocol.errors import Code, ProtocolMismatch, SpecMismatch, plain
-from jurybox.server.gateway.dialects.intake import VERSION_HEADER, Intake, Request, Unscored
+from jurybox.server.gateway.dialects.intake import VERSION_HEADER, Intake, Request, Scores, Unscored
 from jurybox.server.gateway.dialects.json_dialects import MEDIA, read
 
 PATH = "/v1/chat/completions"
@@ -29,8 +29,11 @@ _SPOKEN = "expected a chat of one message with a picture (image_url) and a text"
 
 
 async def unifiedreward(intake: Intake, body: bytes) -> Response:
-    """Answer one question. Raises ProtocolMismatch, SpecMismatch, Unscored, and what `Intake.score_body` raises."""
-    request, scores = await intake.score_body(_asked, body)
+    """Answer one question. Raises ProtocolMismatch, SpecMismatch, Unscored, and what `Intake.answered` raises."""
+    return await intake.answered(_asked, _answer, body)
+
+
+def _answer(request: Request, scores: Scores) -> Response:
     (score,) = scores.values
     if not _LEAST <= score <= _MOST:
         raise Unscored(

@@ -25,6 +25,7 @@ from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
+from fastapi import Response
 from numpy.typing import NDArray
 from PIL import Image, ImageOps, UnidentifiedImageError
 
@@ -144,6 +145,10 @@ class Request:
     told: Any = None
 
 
+Write = Callable[[Request, Scores], Response]  # an answer, where all rows have scores
+WriteRows = Callable[[Request, Found], Response]  # an answer, whatever is missing
+
+
 class NoPicture(str):
     """Why a picture cannot be decoded."""
 
@@ -174,9 +179,11 @@ class _Begun:
 
     async def end(self) -> Found:
         """The scores of all rows, or why they have none."""
-        found, scores = self.found, self.scores
-        if self.waiting is not None:
-            scores = await self.waiting()
+        return self.told(self.scores if self.waiting is None else await self.waiting())
+
+    def told(self, scores: Found | None) -> Found:
+        """The same, of the scores of those rows that were asked for."""
+        found = self.found
         if scores is None:
             return found
         if len(self.good) == len(found):
@@ -252,37 +259,41 @@ class Intake:
         finally:
             self._in_hand -= 1
 
-    async def score_body(self, read: Callable[[bytes], Request], body: bytes) -> tuple[Request, Scores]:
-        """As `rows_of_body`; raises as `score` where a row has no score."""
-        request, found = await self.rows_of_body(read, body)
-        return request, _all_scored(found)
+    async def answered(self, read: Callable[[bytes], Request], write: Write, body: bytes) -> Response:
+        """As `answered_rows`; raises as `score` where a row has no score."""
+        return await self.answered_rows(read, lambda request, found: write(request, _all_scored(found)), body)
 
-    async def rows_of_body(self, read: Callable[[bytes], Request], body: bytes) -> tuple[Request, Found]:
-        """Read a body in the thread pool, and ask for its rows' scores.
+    async def answered_rows(self, read: Callable[[bytes], Request], write: WriteRows, body: bytes) -> Response:
+        """Read a body in the thread pool, ask for its rows' scores, and write the answer.
 
-        What has at most one picture is decoded and sent by the thread that read it, which waits for the answer, too,
-        where no other request is in hand: each change of threads costs a lone request 0.1 ms.
+        What has at most one picture is decoded and sent by the thread that read it. Where no other request is in hand
+        that thread waits for the answer, too, and writes ours: each change of threads costs a lone request 0.1 ms.
 
         Args:
-            read: raises what it finds wrong.
+            read, write: raise what they find wrong.
 
         Raises:
-            What `read` and `rows` raise.
+            What `read`, `write` and `rows` raise.
         """
         self._in_hand += 1
         try:
-            request, begun = await self.off_loop(self._begun, read, body)
-            return request, await (self.rows(request) if begun is None else begun.end())
+            response, request, begun = await self.off_loop(self._begun, read, write, body)
+            if response is None:
+                response = write(request, await (self.rows(request) if begun is None else begun.end()))
+            return response  # type: ignore[no-any-return]
         finally:
             self._in_hand -= 1
 
-    def _begun(self, read: Callable[[bytes], Request], body: bytes) -> tuple[Request, _Begun | None]:
+    def _begun(
+        self, read: Callable[[bytes], Request], write: WriteRows, body: bytes
+    ) -> tuple[Response | None, Request, _Begun | None]:
         request = read(body)
         _check_rows(request)
         if request.n > 1 and request.pictures:
-            return request, None
+            return None, request, None
         decoded = {name: self._several(some) for name, some in request.pictures.items()}
-        return request, self._begin(request, decoded, here=self._in_hand == 1)
+        begun = self._begin(request, decoded, here=self._in_hand == 1)
+        return None if begun.waiting is not None else write(request, begun.told(begun.scores)), request, begun
 
     def _begin(self, request: Request, decoded: Mapping[str, Sequence[Any]], *, here: bool = False) -> _Begun:
         """Ask for the rows whose pictures could be decoded.

@@ -8,8 +8,9 @@ from typing import Any
 from fastapi import Response
 
 from jurybox.client.rewards import Passing
+from jurybox.client.rewards import Scores as Found
 from jurybox.protocol.errors import Code, ProtocolMismatch, Refused, SpecMismatch, plain, said
-from jurybox.server.gateway.dialects.intake import VERSION_HEADER, Intake, Request, listed
+from jurybox.server.gateway.dialects.intake import VERSION_HEADER, Intake, Request, Scores, listed
 
 MEDIA = "application/json"
 _METRIC = "score"
@@ -24,7 +25,10 @@ async def openrlhf(intake: Intake, body: bytes) -> Response:
     Its client repeats what is not 2xx five times, a second apart; then the sample goes on with reward None. A client of
     several URLs sends empty lists to the second and further ones.
     """
-    request, scores = await intake.score_body(_openrlhf, body)
+    return await intake.answered(_openrlhf, _openrlhf_answer, body)
+
+
+def _openrlhf_answer(request: Request, scores: Scores) -> Response:
     rewards = {
         "rewards": scores.values,
         "scores": scores.values,
@@ -66,9 +70,11 @@ async def slime(intake: Intake, body: bytes) -> Response:
 
     The whole body is the reward, so a sample without a score gets an error status: slime asks ten times, then stops.
     """
-    _, scores = await intake.score_body(_slime, body)
-    headers = {VERSION_HEADER: str(scores.version)}
-    return Response(json.dumps(scores.values[0], allow_nan=False), 200, headers, MEDIA)
+    return await intake.answered(_slime, lambda _, scores: _versioned(scores.values[0], scores.version), body)
+
+
+def _versioned(answer: Any, version: int) -> Response:
+    return Response(json.dumps(answer, allow_nan=False), 200, {VERSION_HEADER: str(version)}, MEDIA)
 
 
 def _slime(body: bytes) -> Request:
@@ -85,9 +91,11 @@ async def flow_factory(intake: Intake, body: bytes) -> Response:
     An "error" that comes with status 200 stops its training with our text; any other status is repeated three times
     without a pause, and its text is lost.
     """
-    _, scores = await intake.score_body(lambda body: _flow_factory(intake, body), body)
-    rewards = json.dumps({"rewards": scores.values}, allow_nan=False)
-    return Response(rewards, 200, {VERSION_HEADER: str(scores.version)}, MEDIA)
+    return await intake.answered(
+        lambda body: _flow_factory(intake, body),
+        lambda _, scores: _versioned({"rewards": scores.values}, scores.version),
+        body,
+    )
 
 
 def _flow_factory(intake: Intake, body: bytes) -> Request:
@@ -137,7 +145,12 @@ async def unirl(intake: Intake, body: bytes) -> Response:
     The last turn is scored, as an edit of the first turn's picture where the dialect's inputs name "source"; a file
     name on the server's host ("video_path") is never opened.
     """
-    request, found = await intake.rows_of_body(lambda body: _unirl(intake, body), body)
+    return await intake.answered_rows(
+        lambda body: _unirl(intake, body), lambda request, found: _unirl_answer(intake, request, found), body
+    )
+
+
+def _unirl_answer(intake: Intake, request: Request, found: Found) -> Response:
     required: list[list[str]] = request.told
     scores = {name: found.parts.get(name, found) for name in intake.rewards}
     wanted = [(i, name) for i, names in enumerate(required) for name in names]
@@ -152,8 +165,7 @@ async def unirl(intake: Intake, body: bytes) -> Response:
     for i, name in wanted:
         if isinstance(why := scores[name][i], str):
             errors[i][name] = plain(why, 500)
-    answer = json.dumps({"results": results, "errors": errors}, allow_nan=False)
-    return Response(answer, 200, {VERSION_HEADER: str(found.version)}, MEDIA)
+    return _versioned({"results": results, "errors": errors}, found.version)
 
 
 def _unirl(intake: Intake, body: bytes) -> Request:

@@ -27,11 +27,17 @@ async def flow_grpo(intake: Intake, body: bytes) -> Response:
     The client looks at no status but 500, which it repeats for a day and a half, and at 503 with Retry-After, which it
     obeys. So what cannot be scored is answered with a 4xx whose body has no "outputs": its training stops, and says so.
     """
-    request, scores = await intake.score_body(lambda body: _asked(intake, given := read(body), given), body)
+    # Lists, not arrays: the client adds them up with +=.
+    return await intake.answered(
+        lambda body: _asked(intake, given := read(body), given), lambda *found: _told("outputs", *found), body
+    )
+
+
+def _told(name: str, request: Request, scores: Scores) -> Response:
+    """The answer of a dict of one list; GenEval's, where that was asked for."""
     if request.told is not None:
         return _judged(request.told, scores)
-    # Lists, not arrays: the client adds them up with +=.
-    return Response(dumps({"outputs": scores.values}), 200, {VERSION_HEADER: str(scores.version)}, MEDIA)
+    return Response(dumps({name: scores.values}), 200, {VERSION_HEADER: str(scores.version)}, MEDIA)
 
 
 def _geneval(intake: Intake, given: dict[str, Any], told: dict[str, Any]) -> Request:
@@ -145,9 +151,8 @@ async def verl_omni(intake: Intake, body: bytes) -> Response:
     verl-omni asks again after 408, 429 and 5xx; any other 4xx stops with the text of "error". Bodies of errors are
     unpickled too, so they are pickles always.
     """
-    request, scores = await intake.score_body(
-        lambda body: _asked(intake, given := read(body), given.get("metadata")), body
+    return await intake.answered(
+        lambda body: _asked(intake, given := read(body), given.get("metadata")),
+        lambda *found: _told("scores", *found),
+        body,
     )
-    if request.told is not None:
-        return _judged(request.told, scores)
-    return Response(dumps({"scores": scores.values}), 200, {VERSION_HEADER: str(scores.version)}, MEDIA)
