@@ -10,7 +10,7 @@ using namespace jurybox;
 namespace {
 
 void every_fourth_byte_goes_and_no_other_is_touched() {
-    for (std::size_t pixels = 0; pixels < 40; ++pixels) {
+    for (std::size_t pixels = 0; pixels < 100; ++pixels) {
         // On the heap and of the exact size, so that the address sanitizer sees a byte too many.
         std::vector<std::uint8_t> from(4 * pixels), to(3 * pixels);
         for (std::size_t i = 0; i < from.size(); ++i) from[i] = static_cast<std::uint8_t>(i * 7 + 1);
@@ -33,9 +33,43 @@ void base64_is_taken_whole_or_not() {
         CHECK(!decodes(wrong, "f") && !decodes(wrong, "foo"));
 }
 
+// Every byte at every place of a text that is longer than what is taken at once.
+void base64_of_any_length_has_no_wrong_digit() {
+    const std::string alphabet = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/";
+    for (std::size_t size = 0; size < 80; ++size) {
+        std::string bytes, text;
+        for (std::size_t i = 0; i < size; ++i) bytes += static_cast<char>(i * 37 + size);
+        for (std::size_t i = 0; i < size; i += 3) {
+            std::uint32_t three = 0;
+            for (std::size_t k = 0; k < 3; ++k) three = three << 8 | (i + k < size ? static_cast<unsigned char>(bytes[i + k]) : 0u);
+            for (std::size_t k = 0; k < 4; ++k) text += i + k > size ? '=' : alphabet[three >> (18 - 6 * k) & 63];
+        }
+        CHECK(decodes(text, bytes));
+        for (std::size_t at = 0; at < text.size(); ++at)
+            for (int byte = 0; byte < 256; ++byte) {
+                if (alphabet.find(static_cast<char>(byte)) != std::string::npos || byte == '=') continue;
+                std::string wrong = text;
+                wrong[at] = static_cast<char>(byte);
+                std::vector<std::uint8_t> given(wrong.begin(), wrong.end()), to(base64::decoded_size(given.data(), given.size()));
+                CHECK(!base64::decode(to.data(), given.data(), given.size()));
+            }
+    }
+    for (std::size_t i = 0; i < 64; ++i) {  // and every digit at every place
+        const std::string text(32, alphabet[i]);
+        std::vector<std::uint8_t> given(text.begin(), text.end()), to(24);
+        CHECK(base64::decode(to.data(), given.data(), 32));
+        for (std::size_t k = 0; k < 32; ++k) {
+            std::uint32_t digit = 0;
+            for (std::size_t bit = 6 * k; bit < 6 * k + 6; ++bit) digit = digit << 1 | (to[bit / 8] >> (7 - bit % 8) & 1u);
+            CHECK(digit == i);
+        }
+    }
+}
+
 }  // namespace
 
 int main() {
     every_fourth_byte_goes_and_no_other_is_touched();
     base64_is_taken_whole_or_not();
+    base64_of_any_length_has_no_wrong_digit();
 }

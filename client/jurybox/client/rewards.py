@@ -311,7 +311,10 @@ class Juror:
             return [Passing(said(error, 300))] * len(rows)
         versions.append(version)
         values = outputs[self._output] if isinstance(outputs, dict) else outputs
-        scores = np.asarray(values, np.float64).reshape(len(rows)).tolist()
+        if type(values) is np.ndarray and values.size == 1 == len(rows):
+            scores = [float(values.item())]
+        else:
+            scores = np.asarray(values, np.float64).reshape(len(rows)).tolist()
         return [
             failed[i] if i in failed else score if math.isfinite(score) else f"the score is {score}"
             for i, score in enumerate(scores)
@@ -506,6 +509,13 @@ def _fitted(name: str, spec: TensorSpec, value: Any) -> Any:
         if len(row) > spec.capacity:
             raise SpecMismatch(f"{name} has {len(row)} bytes, the model takes at most {spec.capacity}")
         return row
+    if (
+        type(value) is np.ndarray
+        and value.dtype == spec.numpy_dtype
+        and value.shape == spec.shape
+        and value.flags.c_contiguous
+    ):
+        return value  # as it is to be
     if isinstance(value, (list, tuple)) and len(value) == 1 and hasattr(value[0], "getbands"):
         value = value[0]  # the one picture of a prompt, as a column of TRL's has it
     if hasattr(value, "convert") and hasattr(value, "getbands"):  # a picture of Pillow's

@@ -16,10 +16,8 @@ import time
 import uuid
 from typing import Any
 
-from fastapi import Response
-
 from jurybox.protocol.errors import Code, ProtocolMismatch, SpecMismatch, plain
-from jurybox.server.gateway.dialects.intake import VERSION_HEADER, Intake, Request, Scores, Unscored
+from jurybox.server.gateway.dialects.intake import Intake, Reply, Request, Scores, Unscored
 from jurybox.server.gateway.dialects.json_dialects import MEDIA, read
 
 PATH = "/v1/chat/completions"
@@ -28,12 +26,12 @@ _CAPTION = "Text Caption: ["  # before the prompt, in the client's question
 _SPOKEN = "expected a chat of one message with a picture (image_url) and a text"
 
 
-async def unifiedreward(intake: Intake, body: bytes) -> Response:
+async def unifiedreward(intake: Intake, body: bytes) -> Reply:
     """Answer one question. Raises ProtocolMismatch, SpecMismatch, Unscored, and what `Intake.answered` raises."""
     return await intake.answered(_asked, _answer, body)
 
 
-def _answer(request: Request, scores: Scores) -> Response:
+def _answer(request: Request, scores: Scores) -> Reply:
     (score,) = scores.values
     if not _LEAST <= score <= _MOST:
         raise Unscored(
@@ -53,8 +51,7 @@ def _answer(request: Request, scores: Scores) -> Response:
         ],
         "usage": {"prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0},
     }
-    headers = {VERSION_HEADER: str(scores.version), "Connection": "close"}
-    return Response(json.dumps(answer), 200, headers, MEDIA)
+    return Reply(json.dumps(answer).encode(), MEDIA, version=scores.version, headers=(("connection", "close"),))
 
 
 def refusal(why: str) -> tuple[bytes, str]:

@@ -26,12 +26,11 @@ from typing import Any
 from urllib.parse import parse_qs
 
 import numpy as np
-from fastapi import Response
 from numpy.lib import format as npy
 from numpy.typing import NDArray
 
 from jurybox.protocol.errors import Busy, Code, Error, ProtocolMismatch, Refused, SpecMismatch, plain, said
-from jurybox.server.gateway.dialects.intake import VERSION_HEADER, Intake, Request, listed
+from jurybox.server.gateway.dialects.intake import Intake, Reply, Request, listed
 from jurybox.server.gateway.dialects.json_dialects import MEDIA, read
 
 _HOLD = 4.0  # seconds that a question waits for the scores; the client's own time-out is 5
@@ -66,11 +65,11 @@ class Cosmos:
         self._clock = clock
         self._sent: dict[str, _Sent] = {}
 
-    def answers(self) -> Mapping[str, Callable[[bytes], Awaitable[Response]]]:
+    def answers(self) -> Mapping[str, Callable[[bytes], Awaitable[Reply]]]:
         """What answers a body, by path."""
         return {"/enqueue": self.enqueue, "/pull": self.pull, "/ping": self.ping}
 
-    async def enqueue(self, body: bytes) -> Response:
+    async def enqueue(self, body: bytes) -> Reply:
         """Take pictures in. Raises ProtocolMismatch, SpecMismatch, Refused, Busy."""
         given, pictures = await self._intake.off_loop(_split, body)
         prompts = listed(given, "prompts", len(pictures))
@@ -90,9 +89,9 @@ class Cosmos:
         scoring = asyncio.create_task(self._scored(Request(columns, len(pictures), {"image": list(pictures)})))
         self._sent[key] = _Sent(scoring, pictures.nbytes, self._clock())
         await asyncio.sleep(0)  # so that scoring begins now, and not after the answer was sent
-        return Response(json.dumps({"uuid": key}), media_type=MEDIA)
+        return Reply(json.dumps({"uuid": key}).encode(), MEDIA)
 
-    async def pull(self, body: bytes) -> Response:
+    async def pull(self, body: bytes) -> Reply:
         """The scores of a request, or 400 where they are not there yet."""
         form = parse_qs(body[:10_000].decode("latin-1"))
         (key,), (reward,) = (form.get(name, [""])[-1:] for name in ("uuid", "type"))
@@ -107,11 +106,11 @@ class Cosmos:
         sent.read = True
         answer = {**sent.scoring.result(), "type": reward or self._intake.reward}
         # NaN stands for a score that could not be made: the bare word, which its client reads.
-        return Response(json.dumps(answer), 200, {VERSION_HEADER: str(answer["weights_version"])}, MEDIA)
+        return Reply(json.dumps(answer).encode(), MEDIA, version=answer["weights_version"])
 
-    async def ping(self, _body: bytes) -> Response:
+    async def ping(self, _body: bytes) -> Reply:
         """Says that somebody is there."""
-        return Response(json.dumps({"status": "ok"}), media_type=MEDIA)
+        return Reply(json.dumps({"status": "ok"}).encode(), MEDIA)
 
     async def _scored(self, request: Request) -> dict[str, Any]:
         """The answer; never raises, for the client would ask for an hour."""
@@ -156,8 +155,8 @@ def refusal(why: str) -> tuple[bytes, str]:
     return json.dumps({"message": why}).encode(), MEDIA
 
 
-def _not_yet(why: str) -> Response:
-    return Response(refusal(why)[0], 400, media_type=MEDIA)
+def _not_yet(why: str) -> Reply:
+    return Reply(*refusal(why), 400)
 
 
 def _is_number(value: Any) -> bool:

@@ -5,18 +5,16 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from fastapi import Response
-
 from jurybox.client.rewards import Passing
 from jurybox.client.rewards import Scores as Found
 from jurybox.protocol.errors import Code, ProtocolMismatch, Refused, SpecMismatch, plain, said
-from jurybox.server.gateway.dialects.intake import VERSION_HEADER, Intake, Request, Scores, listed
+from jurybox.server.gateway.dialects.intake import Intake, Reply, Request, Scores, listed
 
 MEDIA = "application/json"
 _METRIC = "score"
 
 
-async def openrlhf(intake: Intake, body: bytes) -> Response:
+async def openrlhf(intake: Intake, body: bytes) -> Reply:
     """OpenRLHF's remote reward model: JSON for JSON, one sample or a whole rollout.
 
         {"query": [str, ...], "prompts": [str, ...], "labels": [str | null, ...]}
@@ -28,13 +26,13 @@ async def openrlhf(intake: Intake, body: bytes) -> Response:
     return await intake.answered(_openrlhf, _openrlhf_answer, body)
 
 
-def _openrlhf_answer(request: Request, scores: Scores) -> Response:
+def _openrlhf_answer(request: Request, scores: Scores) -> Reply:
     rewards = {
         "rewards": scores.values,
         "scores": scores.values,
         "extra_logs": {**scores.parts, "weights_version": [scores.version] * request.n} if request.n else {},
     }
-    return Response(json.dumps(rewards, allow_nan=False), media_type=MEDIA)
+    return Reply(json.dumps(rewards, allow_nan=False).encode(), MEDIA)
 
 
 def _openrlhf(body: bytes) -> Request:
@@ -63,7 +61,7 @@ def refusal(why: str) -> tuple[bytes, str]:
     return json.dumps({"error": why}).encode(), MEDIA
 
 
-async def slime(intake: Intake, body: bytes) -> Response:
+async def slime(intake: Intake, body: bytes) -> Reply:
     """slime's remote reward model: one sample in JSON for one number.
 
         {"prompt": str | [{"role": ..., "content": ...}, ...], "response": str, "label": str | null} -> float
@@ -73,8 +71,8 @@ async def slime(intake: Intake, body: bytes) -> Response:
     return await intake.answered(_slime, lambda _, scores: _versioned(scores.values[0], scores.version), body)
 
 
-def _versioned(answer: Any, version: int) -> Response:
-    return Response(json.dumps(answer, allow_nan=False), 200, {VERSION_HEADER: str(version)}, MEDIA)
+def _versioned(answer: Any, version: int) -> Reply:
+    return Reply(json.dumps(answer, allow_nan=False).encode(), MEDIA, version=version)
 
 
 def _slime(body: bytes) -> Request:
@@ -82,7 +80,7 @@ def _slime(body: bytes) -> Request:
     return Request({name: [given[name]] for name in ("prompt", "response", "label") if given.get(name) is not None}, 1)
 
 
-async def flow_factory(intake: Intake, body: bytes) -> Response:
+async def flow_factory(intake: Intake, body: bytes) -> Reply:
     """Flow-Factory's remote reward: JSON with PNG pictures in base64.
 
         {"prompt": [str, ...], "image": [base64, ...], "video": null, ...} -> {"rewards": [float, ...]}
@@ -133,7 +131,7 @@ def unirl_about(intake: Intake) -> dict[str, dict[str, Any]]:
     }
 
 
-async def unirl(intake: Intake, body: bytes) -> Response:
+async def unirl(intake: Intake, body: bytes) -> Reply:
     """UniRL's reward service: JSON with pictures in base64; each sample of a request has its own results and errors.
 
         {"requests": [{"history": [{"text": str, "image_b64": base64, ...}, ...],
@@ -150,7 +148,7 @@ async def unirl(intake: Intake, body: bytes) -> Response:
     )
 
 
-def _unirl_answer(intake: Intake, request: Request, found: Found) -> Response:
+def _unirl_answer(intake: Intake, request: Request, found: Found) -> Reply:
     required: list[list[str]] = request.told
     scores = {name: found.parts.get(name, found) for name in intake.rewards}
     wanted = [(i, name) for i, names in enumerate(required) for name in names]

@@ -13,15 +13,14 @@ import re
 from collections.abc import Awaitable, Callable
 from typing import Any, NamedTuple
 
-from fastapi import Response
-
 from jurybox.protocol.errors import Refused
+from jurybox.server.gateway.dialects.intake import Reply
 from jurybox.server.gateway.inference.http_forms import ENDS, InferProtocol, plain_length
 from jurybox.server.security.access import Room
 from jurybox.server.security.http import DATA_HEADERS, Taken
 
 ANSWERED = "jurybox.dialect"  # in a request's scope: called with what answers its body, once it is answered
-Endpoint = Callable[[bytes], Awaitable[Response]]
+Endpoint = Callable[[bytes], Awaitable[Reply]]
 _MOST_HEADS = 1024
 _MOST_HEAD = 8 << 10  # bytes of one
 _MOST_BODY = 4 << 20  # bytes; larger ones go the usual way
@@ -141,7 +140,7 @@ class DialectProtocol(InferProtocol):
     async def _answered(self, sent: _Sent) -> None:
         parts = sent.parts
         try:
-            response = await sent.answer(parts.pop() if len(parts) == 1 else b"".join(parts))
+            reply = await sent.answer(parts.pop() if len(parts) == 1 else b"".join(parts))
         except asyncio.CancelledError:
             self.transport.abort()  # there will be no answer
             raise
@@ -150,10 +149,11 @@ class DialectProtocol(InferProtocol):
             sent.taken.give()  # not before, whether or not the client is still there: a thread had the body
         if self._gone:
             return
-        closes = (b"connection", b"close") in response.raw_headers
+        closes = ("connection", "close") in reply.headers
         if closes:
             self._ahead = b""
-        self._answer(response.status_code, [*_lines(response), bytes(response.body)])
+        fields = "".join([f"{name}: {value}\r\n" for name, value in reply.fields()])
+        self._answer(reply.status, [fields.encode("latin-1"), _FIELDS, reply.body])
         if closes:
             self.transport.close()
 
@@ -162,10 +162,6 @@ class DialectProtocol(InferProtocol):
         if sent is not None and not self._asking:
             sent.taken.give()  # its body never came
         super()._give()
-
-
-def _lines(response: Response) -> list[bytes]:
-    return [*(b"%b: %b\r\n" % pair for pair in response.raw_headers), _FIELDS]
 
 
 def with_dialects(protocol: type[InferProtocol], room: Room, most: int) -> type[DialectProtocol]:

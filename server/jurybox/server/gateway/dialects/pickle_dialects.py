@@ -5,10 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from fastapi import Response
-
 from jurybox.protocol.errors import Code, Refused, SpecMismatch, plain, said
-from jurybox.server.gateway.dialects.intake import VERSION_HEADER, Intake, Request, Scores, listed
+from jurybox.server.gateway.dialects.intake import Intake, Reply, Request, Scores, listed
 from jurybox.server.gateway.dialects.pickles import dumps, loads
 
 MEDIA = "application/octet-stream"
@@ -17,7 +15,7 @@ _JUDGED = ("rewards", "strict_rewards")
 _NOT_THIS_TAG = -10.0
 
 
-async def flow_grpo(intake: Intake, body: bytes) -> Response:
+async def flow_grpo(intake: Intake, body: bytes) -> Reply:
     """Flow-GRPO's remote rewards: a pickled dict of JPEG pictures, and prompts, for a pickled dict of scores.
 
         {"images": [bytes, ...]}                        -> {"outputs": [float, ...]}
@@ -33,11 +31,11 @@ async def flow_grpo(intake: Intake, body: bytes) -> Response:
     )
 
 
-def _told(name: str, request: Request, scores: Scores) -> Response:
+def _told(name: str, request: Request, scores: Scores) -> Reply:
     """The answer of a dict of one list; GenEval's, where that was asked for."""
     if request.told is not None:
         return _judged(request.told, scores)
-    return Response(dumps({name: scores.values}), 200, {VERSION_HEADER: str(scores.version)}, MEDIA)
+    return Reply(dumps({name: scores.values}), MEDIA, version=scores.version)
 
 
 def _geneval(intake: Intake, given: dict[str, Any], told: dict[str, Any]) -> Request:
@@ -70,7 +68,7 @@ def _geneval(intake: Intake, given: dict[str, Any], told: dict[str, Any]) -> Req
     return Request(columns, len(pictures), {"image": pictures}, (tags, told.get("only_strict")))
 
 
-def _judged(told: tuple[list[Any], Any], scores: Scores) -> Response:
+def _judged(told: tuple[list[Any], Any], scores: Scores) -> Reply:
     """GenEval's answer; what is under another tag than the picture's own is -10, which its clients leave out.
 
     Args:
@@ -94,7 +92,7 @@ def _judged(told: tuple[list[Any], Any], scores: Scores) -> Response:
         "group_rewards": groups[0],
         "group_strict_rewards": groups[1],
     }
-    return Response(dumps(answer), 200, {VERSION_HEADER: str(scores.version)}, MEDIA)
+    return Reply(dumps(answer), MEDIA, version=scores.version)
 
 
 def read(body: bytes) -> dict[str, Any]:
@@ -140,7 +138,7 @@ def refusal(why: str) -> tuple[bytes, str]:
     return dumps({"error": why}), MEDIA
 
 
-async def verl_omni(intake: Intake, body: bytes) -> Response:
+async def verl_omni(intake: Intake, body: bytes) -> Reply:
     """The HTTP scorer of verl-omni and deepgen_rl: a pickled dict for a pickled dict.
 
         {"images": [bytes, ...], "prompts": [str, ...], "metadata": {...}} -> {"scores": [float, ...]}

@@ -16,12 +16,12 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from jurybox.protocol.errors import TABLE, Code, Error, ModelFailed, said
 from jurybox.server.gateway.app import NeverCached
 from jurybox.server.gateway.dialects import chat, cosmos, json_dialects, pickle_dialects
-from jurybox.server.gateway.dialects.intake import Intake, ThreadPool
+from jurybox.server.gateway.dialects.intake import Intake, Reply, ThreadPool
 from jurybox.server.gateway.dialects.known_paths import ANSWERED, Endpoint
 from jurybox.server.logs import Log
 from jurybox.server.security.http import DATA_ONLY
 
-Answer = Callable[[bytes], Awaitable[Response]]
+Answer = Callable[[bytes], Awaitable[Reply]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class Dialect:
 
 
 def _at(
-    path: str, answer: Callable[[Intake, bytes], Awaitable[Response]]
+    path: str, answer: Callable[[Intake, bytes], Awaitable[Reply]]
 ) -> Callable[[Intake, Callable[[str], None]], Mapping[str, Answer]]:
     return lambda intake, _: {path: lambda body: answer(intake, body)}
 
@@ -85,14 +85,14 @@ class Paths:
             return
         scope[DATA_ONLY] = True
         try:
-            response = await endpoint(await _body(receive))
+            reply = await endpoint(await _body(receive))
         except ClientDisconnect:
             return  # nobody is there to be answered
         if (told := scope.get(ANSWERED)) is not None:
             told(endpoint)
-        headers = [*response.raw_headers, _NEVER_CACHED]
-        await send({"type": "http.response.start", "status": response.status_code, "headers": headers})
-        await send({"type": "http.response.body", "body": response.body})
+        headers = [*((name.encode(), value.encode()) for name, value in reply.fields()), _NEVER_CACHED]
+        await send({"type": "http.response.start", "status": reply.status, "headers": headers})
+        await send({"type": "http.response.body", "body": reply.body})
 
 
 class Spoken(NamedTuple):
@@ -165,7 +165,8 @@ def _add(
 
     def routed(endpoint: Endpoint) -> Callable[[Request], Awaitable[Response]]:
         async def asked(request: Request) -> Response:
-            return await endpoint(await _body(request.receive))
+            reply = await endpoint(await _body(request.receive))
+            return Response(reply.body, reply.status, dict(reply.fields()))
 
         return asked
 
@@ -179,7 +180,7 @@ def _add(
     return endpoints
 
 
-async def _answered(name: str, dialect: Dialect, answer: Answer, body: bytes, log: Log) -> Response:
+async def _answered(name: str, dialect: Dialect, answer: Answer, body: bytes, log: Log) -> Reply:
     try:
         return await answer(body)
     except Error as error:
@@ -190,9 +191,9 @@ async def _answered(name: str, dialect: Dialect, answer: Answer, body: bytes, lo
     log.warning("no reward", dialect=name, reason=said(failure, 300))
     told, media = dialect.refusal(said(failure, 1000))
     if failure.code in _PASSING:
-        return Response(told, 503, {"Retry-After": _AGAIN}, media)
+        return Reply(told, media, 503, headers=(("retry-after", _AGAIN),))
     status = TABLE[failure.code].http
-    return Response(told, dialect.status or (status if status < 500 else 422), media_type=media)
+    return Reply(told, media, dialect.status or (status if status < 500 else 422))
 
 
 async def _body(receive: Receive) -> bytes:

@@ -29,6 +29,7 @@ _MOST_BODY = 4 << 20  # bytes; larger ones go the usual way
 _BEGINS = b"POST /v2/models/"
 ENDS = re.compile(rb"\n\r?\n")  # as h11 and httptools find the end of a head
 _SPECIAL = frozenset({b"transfer-encoding", b"content-encoding", b"expect", b"upgrade", b"trailer"})
+_LINES = {status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in HTTPStatus}
 _HEADERS = "".join(f"{name.lower()}: {value}\r\n" for name, value in SECURITY_HEADERS.items())
 _HEADERS = f"cache-control: no-store\r\n{_HEADERS}\r\n"
 
@@ -224,7 +225,7 @@ class InferProtocol(Connection):
         super().data_received(data)
 
     def _answer(self, status: int, pieces: list[bytes]) -> None:
-        line = f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\n".encode()
+        line = _LINES[status]
         default = [b"%b: %b\r\n" % pair for pair in self.server_state.default_headers]
         self._give()
         self.transport.write(b"".join((line, *default, *pieces)))
