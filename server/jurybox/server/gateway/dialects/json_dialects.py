@@ -12,6 +12,7 @@ from jurybox.server.gateway.dialects.intake import Intake, Reply, Request, Score
 
 MEDIA = "application/json"
 _METRIC = "score"
+_WRITTEN = json.JSONEncoder(allow_nan=False).encode  # json.dumps makes one for each call that says so
 
 
 async def openrlhf(intake: Intake, body: bytes) -> Reply:
@@ -32,7 +33,7 @@ def _openrlhf_answer(request: Request, scores: Scores) -> Reply:
         "scores": scores.values,
         "extra_logs": {**scores.parts, "weights_version": [scores.version] * request.n} if request.n else {},
     }
-    return Reply(json.dumps(rewards, allow_nan=False).encode(), MEDIA)
+    return Reply(_WRITTEN(rewards).encode(), MEDIA)
 
 
 def _openrlhf(body: bytes) -> Request:
@@ -72,7 +73,7 @@ async def slime(intake: Intake, body: bytes) -> Reply:
 
 
 def _versioned(answer: Any, version: int) -> Reply:
-    return Reply(json.dumps(answer, allow_nan=False).encode(), MEDIA, version=version)
+    return Reply(_WRITTEN(answer).encode(), MEDIA, version=version)
 
 
 def _slime(body: bytes) -> Request:

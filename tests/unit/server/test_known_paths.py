@@ -1,0 +1,325 @@
+"""A dialect's requests whose head was seen before: answered as the first was, by the same walls, from the same room."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+
+import pytest
+import uvicorn
+from uvicorn.server import ServerState
+
+from jurybox.server.gateway.dialects.intake import Reply
+from jurybox.server.gateway.dialects.known_paths import KnownPaths, with_dialects
+from jurybox.server.gateway.dialects.router import Paths
+from jurybox.server.gateway.inference.http_forms import InferProtocol, KnownHeads
+from jurybox.server.security.access import Access, Room
+from jurybox.server.security.http import guarded
+
+MOST = 1 << 20
+HEAD = "POST /dialects/x HTTP/1.1\r\nHost: localhost\r\n"
+
+
+def request(body: bytes, more: str = "", head: str = HEAD) -> bytes:
+    return f"{head}{more}Content-Length: {len(body)}\r\n\r\n".encode() + body
+
+
+class Gateway:
+    """One port with one dialect, whose answer is the body; in the loop that asks it."""
+
+    def __init__(self) -> None:
+        self.by_layers = 0  # requests that went through them
+        self.bodies: list[bytes] = []
+        self.go = asyncio.Event()
+        self.go.set()
+        self.room = Room(4 * MOST)
+        self.paths: KnownPaths | None = None
+        self.state = ServerState()
+        self.more: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def held(self) -> int:
+        return self.room._held
+
+    async def echo(self, body: bytes) -> Reply:
+        self.bodies.append(body)
+        await self.go.wait()
+        return Reply(b"<" + body[:100] + b">", "text/x-echo", 418 if body == b"bad" else 200, 7, self.more)
+
+    async def app(self, scope, receive, send) -> None:
+        self.by_layers += 1
+        await Paths(self.nowhere, {"/dialects/x": self.echo})(scope, receive, send)
+
+    async def nowhere(self, _scope, receive, send) -> None:
+        while (await receive()).get("more_body"):
+            pass
+        await send({"type": "http.response.start", "status": 404, "headers": [(b"content-length", b"0")]})
+        await send({"type": "http.response.body", "body": b""})
+
+    @contextlib.asynccontextmanager
+    async def listening(self):
+        access = Access(max_message=MOST)
+        plain = type("Plain", (InferProtocol,), {"known": KnownHeads(None, self.room)})
+        protocol = with_dialects(plain, self.room, MOST)
+        self.paths = protocol.paths
+        config = uvicorn.Config(
+            guarded(self.app, access, loopback=True, room=self.room), http=protocol, lifespan="off", log_config=None,
+            access_log=False, limit_concurrency=50, timeout_keep_alive=60,
+        )  # fmt: skip
+        config.load()
+        self.state.default_headers = [(b"date", b"now")]
+        loop = asyncio.get_running_loop()
+        server = await loop.create_server(
+            lambda: protocol(config=config, server_state=self.state, app_state={}, _loop=loop), "127.0.0.1", 0
+        )
+        self.port = server.sockets[0].getsockname()[1]
+        try:
+            yield self
+        finally:
+            server.close()
+
+
+class Web:
+    """One connection."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        self.gateway = gateway
+
+    async def __aenter__(self) -> Web:
+        self.reader, self.writer = await asyncio.open_connection("127.0.0.1", self.gateway.port)
+        self.writer.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.writer.close()
+
+    async def send(self, *pieces: bytes) -> None:
+        for piece in pieces:
+            self.writer.write(piece)
+            await self.writer.drain()
+            await asyncio.sleep(0.01)
+
+    async def answer(self) -> tuple[int, dict[str, str], bytes]:
+        line = await asyncio.wait_for(self.reader.readline(), 20)
+        headers = {}
+        while (field := (await asyncio.wait_for(self.reader.readline(), 20)).decode().strip()) != "":
+            name, _, value = field.partition(": ")
+            assert name not in headers
+            headers[name] = value
+        length = int(headers.get("content-length", 0))
+        return int(line.split()[1]), headers, await asyncio.wait_for(self.reader.readexactly(length), 20)
+
+    async def ask(self, *pieces: bytes) -> tuple[int, dict[str, str], bytes]:
+        await self.send(*pieces)
+        return await self.answer()
+
+
+def run(test) -> None:
+    """Run a test of one gateway and one connection on it."""
+
+    async def go() -> None:
+        async with Gateway().listening() as gateway, Web(gateway) as web:
+            await test(gateway, web)
+            for _ in range(500):
+                if not gateway.held and not gateway.state.tasks:
+                    break
+                await asyncio.sleep(0.01)
+            assert gateway.held == 0 and not gateway.state.tasks  # every byte of room was given back
+
+    asyncio.run(go())
+
+
+async def learnt(web: Web, more: str = "") -> None:
+    assert (await web.ask(request(b"first", more)))[2] == b"<first>"
+    assert len(web.gateway.paths.heads) > 0
+
+
+def test_a_known_head_is_answered_as_the_first_was_whatever_its_bodys_length():
+    async def test(gateway, web):
+        first = await web.ask(request(b"a"))
+        for body in (b"a", b"", b"bc", b"d" * 5000, b"e" * 700_000):
+            status, headers, told = await web.ask(request(body))
+            assert (status, told) == (200, b"<" + body[:100] + b">")
+            assert headers | {"content-length": ""} == first[1] | {"content-length": ""}
+        assert gateway.by_layers == 1
+        assert headers["x-content-type-options"] == "nosniff" and headers["cache-control"] == "no-store"
+        assert headers["date"] == "now" and headers["x-jurybox-weights-version"] == "7"
+        assert (await web.ask(request(b"bad")))[0] == 418
+        assert (await web.ask(request(b"good")))[0] == 200
+
+    run(test)
+
+
+def test_a_body_in_pieces_is_put_together():
+    async def test(gateway, web):
+        await learnt(web)
+        whole = request(b"0123456789")
+        at = len(whole) - 10
+        for cuts in ([at], [at + 3], [at, at + 1, at + 9], list(range(at, at + 10))):
+            pieces = [whole[a:b] for a, b in zip([0, *cuts], [*cuts, len(whole)], strict=True)]
+            assert (await web.ask(*pieces))[2] == b"<0123456789>"
+        assert gateway.by_layers == 1
+        assert (await web.ask(whole[:20], whole[20:]))[2] == b"<0123456789>"  # a head in pieces goes the usual way
+        assert gateway.by_layers == 2
+
+    run(test)
+
+
+def test_requests_that_come_at_once_are_answered_in_their_order():
+    async def test(gateway, web):
+        await learnt(web)
+        gateway.go.clear()
+        other = b"POST /nowhere HTTP/1.1\r\nHost: localhost\r\nContent-Length: 2\r\n\r\nno"
+        await web.send(request(b"1") + request(b"22"), request(b"333") + other + request(b"4444"))
+        gateway.go.set()
+        assert [(await web.answer())[::2] for _ in range(5)] == [
+            (200, b"<1>"), (200, b"<22>"), (200, b"<333>"), (404, b""), (200, b"<4444>"),
+        ]  # fmt: skip
+
+    run(test)
+
+
+@pytest.mark.parametrize(
+    ("head", "status"),
+    [
+        (HEAD.replace("localhost", "example.org"), 421),
+        (HEAD + "Origin: http://example.org\r\n", 403),
+        (HEAD + "Host: localhost\r\n", 400),
+        (HEAD.replace("Host: localhost\r\n", ""), 400),
+        (HEAD.replace("/dialects/x", "/dialects/y"), 404),
+        (HEAD + "Content-Length: 3\r\n", 400),
+        (HEAD + "Transfer-Encoding: chunked\r\n", 400),
+    ],
+)
+def test_no_wall_is_passed_by_a_head_that_resembles_a_known_one(head, status):
+    async def test(gateway, web):
+        await learnt(web)
+        known = len(gateway.paths.heads)
+        for _ in range(2):
+            async with Web(gateway) as stranger:
+                assert (await stranger.ask(request(b"other", head=head)))[0] == status
+        assert gateway.bodies == [b"first"] and len(gateway.paths.heads) == known
+        assert (await web.ask(request(b"mine")))[2] == b"<mine>"
+
+    run(test)
+
+
+@pytest.mark.parametrize(
+    ("more", "head"),
+    [
+        ("Connection: close\r\n", HEAD),
+        ("Expect: 100-continue\r\n", HEAD),
+        ("Content-Encoding: identity\r\n", HEAD),
+        ("Connection: keep-alive\r\n", HEAD.replace("1.1", "1.0")),
+    ],
+)
+def test_a_request_with_anything_special_about_it_goes_the_usual_way(more, head):
+    async def test(gateway, web):
+        for times in (1, 2):
+            async with Web(gateway) as other:
+                await other.send(request(b"first", more, head))
+                assert b"<first>" in await asyncio.wait_for(other.reader.readuntil(b">"), 20)
+            assert gateway.by_layers == times and not gateway.paths.heads
+
+    run(test)
+
+
+def test_a_body_that_is_too_large_is_refused_as_ever():
+    async def test(gateway, web):
+        await learnt(web)
+        async with Web(gateway) as large:
+            assert (await large.ask(f"{HEAD}Content-Length: {MOST + 1}\r\n\r\n".encode()))[0] == 413
+        async with Web(gateway) as lying:
+            assert (await lying.ask(f"{HEAD}Content-Length: 99999999\r\n\r\n".encode()))[0] == 413
+        assert gateway.bodies == [b"first"]
+
+    run(test)
+
+
+def test_where_there_is_no_room_for_a_body_its_client_is_told_so():
+    async def test(gateway, web):
+        await learnt(web)
+        gateway.room.take(4 * MOST - 100)
+        assert (await web.ask(request(b"s" * 50)))[0] == 200
+        async with Web(gateway) as large:
+            assert (await large.ask(request(b"l" * 50)[:-1], b"l"))[0] == 200
+            assert (await large.ask(request(b"l" * 5000)))[0] == 429
+        gateway.room.give(4 * MOST - 100)
+        assert (await web.ask(request(b"s" * 5000)))[0] == 200
+
+    run(test)
+
+
+def test_a_client_that_claims_a_body_and_sends_none_takes_no_room():
+    async def test(gateway, web):
+        await learnt(web)
+        async with Web(gateway) as slow:
+            await slow.send(request(b"x" * 1000)[:-990])
+            assert gateway.held == 10
+        for _ in range(500):
+            if not gateway.held:
+                break
+            await asyncio.sleep(0.01)
+        assert gateway.held == 0 and gateway.bodies == [b"first"]
+
+    run(test)
+
+
+def test_the_body_of_a_client_that_left_keeps_its_room_until_it_is_done_with():
+    async def test(gateway, web):
+        await learnt(web)
+        gateway.go.clear()
+        async with Web(gateway) as gone:
+            await gone.send(request(b"x" * 1000))
+        for _ in range(500):
+            if len(gateway.state.connections) == 1:
+                break
+            await asyncio.sleep(0.01)
+        assert gateway.held == 1000  # somebody still works on it
+        gateway.go.set()
+        await asyncio.gather(*gateway.state.tasks)
+        assert gateway.state.total_requests == 1  # the other had nobody to be answered
+
+    run(test)
+
+
+def test_a_reply_that_ends_its_connection_ends_it():
+    async def test(gateway, web):
+        gateway.more = (("connection", "close"),)
+        async with Web(gateway) as first:
+            await first.ask(request(b"first"))
+        status, headers, _ = await web.ask(request(b"second") + request(b"never"))
+        assert status == 200 and headers["connection"] == "close"
+        assert await asyncio.wait_for(web.reader.read(), 20) == b"" and b"never" not in gateway.bodies
+        assert gateway.by_layers == 1
+
+    run(test)
+
+
+def test_a_connection_that_is_to_end_answers_what_it_has_begun():
+    async def test(gateway, web):
+        await learnt(web)
+        gateway.go.clear()
+        await web.send(request(b"last"))
+        for connection in list(gateway.state.connections):
+            connection.shutdown()
+        assert gateway.state.tasks  # which uvicorn waits for
+        gateway.go.set()
+        assert (await web.answer())[2] == b"<last>"
+        assert await asyncio.wait_for(web.reader.read(), 20) == b""
+
+    run(test)
+
+
+def test_what_is_given_up_at_the_end_gets_no_answer_and_its_room_back():
+    async def test(gateway, web):
+        await learnt(web)
+        gateway.go.clear()
+        await web.send(request(b"last"))
+        for task in list(gateway.state.tasks):
+            task.cancel()
+        with contextlib.suppress(ConnectionError):
+            assert await asyncio.wait_for(web.reader.read(), 20) == b""
+
+    run(test)
