@@ -11,7 +11,7 @@ import uvicorn
 from uvicorn.server import ServerState
 
 from jurybox.server.gateway.dialects.intake import Reply
-from jurybox.server.gateway.dialects.known_paths import KnownPaths, with_dialects
+from jurybox.server.gateway.dialects.known_paths import Endpoint, KnownPaths, with_dialects
 from jurybox.server.gateway.dialects.router import Paths
 from jurybox.server.gateway.inference.http_forms import InferProtocol, KnownHeads
 from jurybox.server.security.access import Access, Room
@@ -37,6 +37,7 @@ class Gateway:
         self.paths: KnownPaths | None = None
         self.state = ServerState()
         self.more: tuple[tuple[str, str], ...] = ()
+        self.others: dict[str, Endpoint] = {}
 
     @property
     def held(self) -> int:
@@ -49,7 +50,7 @@ class Gateway:
 
     async def app(self, scope, receive, send) -> None:
         self.by_layers += 1
-        await Paths(self.nowhere, {"/dialects/x": self.echo})(scope, receive, send)
+        await Paths(self.nowhere, {"/dialects/x": self.echo, **self.others})(scope, receive, send)
 
     async def nowhere(self, _scope, receive, send) -> None:
         while (await receive()).get("more_body"):
@@ -176,6 +177,22 @@ def test_requests_that_come_at_once_are_answered_in_their_order():
         assert [(await web.answer())[::2] for _ in range(5)] == [
             (200, b"<1>"), (200, b"<22>"), (200, b"<333>"), (404, b""), (200, b"<4444>"),
         ]  # fmt: skip
+
+    run(test)
+
+
+def test_a_head_is_known_for_its_own_request_where_another_came_with_it():
+    """Of one length and another path: the first must not be answered as the second was."""
+
+    async def test(gateway, web):
+        async def why(body: bytes) -> Reply:
+            return Reply(b"y", "text/x-echo", 200, 7)
+
+        gateway.others["/dialects/y"] = why
+        two = request(b"2", head=HEAD.replace("/dialects/x", "/dialects/y"))
+        await web.send(request(b"1") + two)
+        assert [(await web.answer())[2] for _ in range(2)] == [b"<1>", b"y"]
+        assert [(await web.ask(one))[2] for one in (request(b"3"), two, request(b"4"))] == [b"<3>", b"y", b"<4>"]
 
     run(test)
 

@@ -111,11 +111,14 @@ class DialectProtocol(InferProtocol):
             self._sent, self._left = sent, sent.length
             self._part(sent, data[len(head) :])
             return
-        earlier = self.scope
-        super().data_received(data)
+        # The head alone: what came behind it may be another request, whose scope would be taken for this one's.
+        earlier, rest = self.scope, data[len(head) :]
+        super().data_received(head)
         if (scope := self.scope) is not earlier:
             told: Any = scope
             told[ANSWERED] = lambda endpoint: self.paths.learn(head, scope, endpoint)
+        if rest and not self.transport.is_closing():
+            super().data_received(rest)
 
     def _part(self, sent: _Sent, data: bytes) -> None:
         if len(data) > self._left:
