@@ -142,3 +142,19 @@ def test_windows_need_episodes(make) -> None:
         make(10, FIELDS, episodes=EPISODES).sample(1, windows=Windows(next="z"))
     with pytest.raises(ValueError, match="cannot be combined"):
         Windows(length=3, n_step=2)
+
+
+def test_an_anchor_of_which_no_row_can_be_drawn_says_so_and_how_to_do_without_it(make) -> None:
+    replay = make(40, FIELDS, episodes=EPISODES, anchor=8)
+    play(replay, [6, 6], ["terminated", "terminated"])
+    running = replay.anchor
+    for step in range(2):
+        running.add(observation=observation(9, step), reward=0.0, terminated=False, truncated=False)
+    with pytest.raises(NotEnoughRows, match=r"the anchor holds 2 rows, .* anchor_ratio=0 to sample the others alone"):
+        replay.sample(8, windows=Windows(n_step=3))
+    batch = replay.sample(8, windows=Windows(n_step=3), anchor_ratio=0)
+    assert (batch["observation"][:, 0] < 2).all()
+    with pytest.raises(NotEnoughRows, match="the anchor cannot give 5 different rows: .* a smaller anchor_ratio"):
+        replay.sample(10, anchor_ratio=0.5, replace=False)
+    running.add(observation=observation(9, 2), reward=0.0, terminated=True, truncated=False)
+    assert (replay.sample(8, windows=Windows(n_step=3))["observation"][:, 0] == 9).sum() == 2

@@ -195,11 +195,16 @@ class Part:
         if not replace:
             raise NotEnoughRows(
                 f"the {kind} cannot give {n} different rows: it holds {rows}, "
-                "and fewer may fit or be whole; ask for fewer"
+                f"and fewer may fit or be whole; ask for fewer{', or give a smaller anchor_ratio' if self.mark else ''}"
             )
         raise NotEnoughRows(
             f"the {kind} holds {rows} rows, and none could be handed out: each is being written, or its "
-            "episode does not reach as far as the windows ask (the newest rows of running episodes never do)"
+            "episode does not reach as far as the windows ask (the newest rows of running episodes never do). "
+            + (
+                "End the anchor's episodes, ask for shorter windows, or give anchor_ratio=0 to sample the others alone"
+                if self.mark
+                else "Add more rows, end their episodes, or ask for shorter windows"
+            )
         )
 
 
