@@ -2,6 +2,8 @@
 
 python -m tests.faults.asker ADDRESS TRANSPORT [JOURNAL]
 
+TRANSPORT is as `connect` has it, or "web": HTTP with binary tensors on one connection, as long as that stands.
+
 Of the models affine (rows of one shape), shout (texts) and sum (sessions) it asks those that the server has, in turn.
 
 A journal gets three float64 a call: when it began and ended (s of CLOCK_MONOTONIC), and 1 for a right answer, 0 for an
@@ -11,6 +13,7 @@ error, -1 for a wrong answer.
 from __future__ import annotations
 
 import contextlib
+import http.client
 import itertools
 import json
 import select
@@ -96,14 +99,68 @@ def sums(server: Server, rng: np.random.Generator) -> Callable[[], bool]:
     return right
 
 
+class Web:
+    """Requests over HTTP whose heads and forms are the same again and again, so that the short way answers them.
+
+    HTTP has no client of ours: what is cut off or refused for a while is asked again, for TIMEOUT.
+    """
+
+    def __init__(self, address: str, rng: np.random.Generator) -> None:
+        self.where = address.removeprefix("http://")
+        self.rng = rng
+        self.line: http.client.HTTPConnection | None = None
+
+    def affine(self) -> bool:
+        x = self.rng.standard_normal((int(self.rng.integers(1, 9)), 4)).astype(np.float32)
+        return np.array_equal(self.infer("affine", "observation", "FP32", x.shape, x.tobytes()), 2 * x.reshape(-1) + 1)
+
+    def policy(self) -> bool:
+        """Its weights change all the time: an answer is of the version that it names."""
+        x = self.rng.integers(1, 100, (2, 4)).astype(np.float32)
+        y = self.infer("policy", "observation", "FP32", x.shape, x.tobytes())
+        scale, offset = (self.version, self.version) if self.version else (2, 1)
+        return np.array_equal(y, scale * x.reshape(-1) + offset)
+
+    def infer(self, model: str, name: str, datatype: str, shape: tuple[int, ...], raw: bytes) -> np.ndarray:
+        tensor = {"name": name, "shape": shape, "datatype": datatype, "parameters": {"binary_data_size": len(raw)}}
+        text = json.dumps({"inputs": [tensor], "parameters": {"binary_data_output": True}}).encode()
+        headers = {"Inference-Header-Content-Length": str(len(text))}
+        until, why = time.monotonic() + TIMEOUT, "?"
+        while time.monotonic() < until:
+            try:
+                if self.line is None:
+                    self.line = http.client.HTTPConnection(self.where, timeout=TIMEOUT)
+                self.line.request("POST", f"/v2/models/{model}/infer", text + raw, headers)
+                answer = self.line.getresponse()
+                body = answer.read()
+            except (OSError, http.client.HTTPException) as error:
+                self.line, why = None, f"{type(error).__name__}: {error}"
+                time.sleep(0.05)
+                continue
+            if answer.status == 200:
+                size = int(answer.headers["Inference-Header-Content-Length"])
+                self.version = int(json.loads(body[:size])["model_version"])
+                return np.frombuffer(body[size:], np.float32)
+            why = f"{answer.status} {body[:200]!r}"
+            if answer.status not in (429, 503, 504):
+                break
+            time.sleep(0.05)
+        raise Error(why)
+
+
 def ask(address: str, transport: str, journal: BinaryIO | None) -> Told:
     connection._TIMEOUT = TIMEOUT  # a relay's successor may take long to start where others want the cores too
     rng = np.random.default_rng()
     answered, wrong, errors, longest = 0, 0, [], 0.0
-    with connect(address, transport=transport, timeout=TIMEOUT) as server:
-        there = server.models()
-        kinds = {"affine": affine, "shout": shout, "sum": sums}
-        questions = [kind(server, rng) for name, kind in kinds.items() if name in there]
+    with contextlib.ExitStack() as stack:
+        if transport == "web":
+            web = Web(address, rng)
+            questions = [web.affine, web.policy]
+        else:
+            server = stack.enter_context(connect(address, transport=transport, timeout=TIMEOUT))
+            there = server.models()
+            kinds = {"affine": affine, "shout": shout, "sum": sums}
+            questions = [kind(server, rng) for name, kind in kinds.items() if name in there]
         for question in itertools.cycle(questions):
             if select.select([sys.stdin], [], [], 0)[0]:
                 break

@@ -85,12 +85,15 @@ class Scene:
         self.ever: set[int] = set()  # every process of any server
         self.journals: dict[str, Path] = {}
         self.ours: dict[str, subprocess.Popen[str]] = {}
-        remote = f"tcp://127.0.0.1:{self.ports[0]}"
-        where = {"shm": self.server.address, "zmq": self.server.address, "tcp": remote}
-        self.askers = [
-            self.asker(transport, where[transport], "auto" if transport == "tcp" else transport)
-            for transport in transports
-        ]
+        local, (tcp, web, grpc) = self.server.address, self.ports
+        where = {
+            "shm": (local, "shm"),
+            "zmq": (local, "zmq"),
+            "tcp": (f"tcp://127.0.0.1:{tcp}", "auto"),
+            "grpc": (f"grpc://127.0.0.1:{grpc}", "auto"),
+            "web": (f"http://127.0.0.1:{web}", "web"),
+        }
+        self.askers = [self.asker(transport, *where[transport]) for transport in transports]
         self.probed = folder / "probe"
         self.join("probe", "probe", self.ports[1], str(self.probed))
         self.journals["policy"] = folder / "policy"
@@ -373,7 +376,7 @@ def one_round(
     pause: float,
     calm: float,
     until: float,
-    transports: Sequence[str] = ("shm", "zmq", "tcp"),
+    transports: Sequence[str] = ("shm", "zmq", "tcp", "grpc", "web"),
     **settings: object,
 ) -> dict:
     """Kill these one after another; gives what was seen.
