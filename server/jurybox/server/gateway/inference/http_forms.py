@@ -109,6 +109,7 @@ class InferProtocol(Connection):
         self._head: _Head | None = None  # of the request whose body comes, or that is being answered
         self._came = bytearray()  # that head as it came, and its body
         self._begins = 0  # where in it the body begins
+        self._taken = 0  # bytes of the room
         self._asking = self._gone = self._leaving = False
         self._ahead = b""  # what came after it
 
@@ -148,15 +149,10 @@ class InferProtocol(Connection):
     def _begin(self, data: bytes, head: bytes) -> None:
         known = self.known
         if (found := known.heads.get(head)) is not None:
-            try:
-                known.room.take(found.length)
-            except Refused:
-                pass  # the usual way says so
-            else:
-                self._unset_keepalive_if_required()
-                self._head, self._came, self._begins = found, bytearray(head), len(head)
-                self._more(found, data[len(head) :])
-                return
+            self._unset_keepalive_if_required()
+            self._head, self._came, self._begins = found, bytearray(head), len(head)
+            self._more(found, data[len(head) :])
+            return
         # The head alone: what came behind it may be another request, whose scope would be taken for this one's.
         earlier, rest = self.scope, data[len(head) :]
         super().data_received(head)
@@ -172,6 +168,12 @@ class InferProtocol(Connection):
             cut = whole - len(self._came)
             data, self._ahead = data[:cut], data[cut:]
         self._came += data
+        try:
+            self.known.room.take(len(data))  # as it comes: who only says how much will come holds nothing
+        except Refused:
+            self._as_usual()  # which says so
+            return
+        self._taken += len(data)
         if len(self._came) < whole:
             return
         at = self._begins + head.json
@@ -245,9 +247,9 @@ class InferProtocol(Connection):
 
     def _give(self) -> None:
         """The request is over: its bytes are free."""
-        head, self._head, self._asking, self._came = self._head, None, False, bytearray()
-        if head is not None:
-            self.known.room.give(head.length)
+        taken, self._taken = self._taken, 0
+        self._head, self._asking, self._came = None, False, bytearray()
+        self.known.room.give(taken)
 
 
 def protocol_of(oip: OpenInference, room: Room) -> type[InferProtocol]:

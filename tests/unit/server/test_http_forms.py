@@ -1,0 +1,85 @@
+"""A connection whose request has a known head: what it holds while the body comes."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+import uvicorn
+from uvicorn.server import ServerState
+
+from jurybox.protocol.errors import Refused
+from jurybox.server.gateway.inference.http_forms import _Head, protocol_of
+from jurybox.server.security.access import Room
+
+pytest.importorskip("httptools")
+HEAD = b"POST /v2/models/m/infer HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n"
+
+
+class Transport(asyncio.Transport):
+    def __init__(self):
+        super().__init__({"peername": ("127.0.0.1", 1), "sockname": ("127.0.0.1", 2)})
+        self.told = b""
+        self.closing = False
+
+    def write(self, data):
+        self.told += data
+
+    def is_closing(self):
+        return self.closing
+
+    def close(self):
+        self.closing = True
+
+    def pause_reading(self):
+        pass
+
+    def resume_reading(self):
+        pass
+
+
+async def app(scope, receive, send):
+    await send({"type": "http.response.start", "status": 418, "headers": []})
+    await send({"type": "http.response.body", "body": b""})
+
+
+@pytest.fixture
+def room():
+    return Room(600)
+
+
+@pytest.fixture
+async def line(room):
+    config = uvicorn.Config(app, log_config=None, lifespan="off")
+    config.load()
+    kind = protocol_of(None, room)
+    kind.known.heads[HEAD] = _Head("m", "", 1000, 10)
+
+    def connect():
+        made = kind(config=config, server_state=ServerState(), app_state={})
+        made.connection_made(Transport())
+        return made
+
+    return connect
+
+
+async def test_a_body_takes_of_the_room_what_has_come_of_it_and_not_what_is_to_come(room, line):
+    many = [line() for _ in range(50)]
+    for one in many:
+        one.data_received(HEAD + b"x" * 10)
+    room.take(100)
+    with pytest.raises(Refused):
+        room.take(1)
+    for one in many:
+        one.connection_lost(None)
+    room.take(500)
+
+
+async def test_a_body_for_which_there_is_no_room_goes_the_usual_way_and_holds_none(room, line):
+    one = line()
+    one.data_received(HEAD + b"x" * 500)
+    one.data_received(b"x" * 200)
+    room.take(600)
+    await asyncio.sleep(0.05)
+    assert one.transport.told.startswith(b"HTTP/1.1 418")
+    one.connection_lost(None)
