@@ -64,7 +64,12 @@ test-containers: setup  ## needs a container engine
 test-browser: setup  ## needs chromium
 	$(BIN)/python -m pytest -m browser --timeout 600
 
-fuzz: setup  ## the long fuzzing: 100,000 inputs at each ZeroMQ transport, over gRPC, to HTTP's infer and into shared memory; HTTP by its description
+fuzz: setup  ## the long fuzzing: 100,000 inputs at each ZeroMQ transport, over gRPC, to HTTP's infer and into shared memory; HTTP by its description; known forms; the ZMTP parser under the sanitizers
+	for s in address undefined; do \
+	  $(BIN)/cmake -S . -B build/native-$$s -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja -DJURYBOX_NATIVE_TESTS=ON -DJURYBOX_SANITIZE=$$s -DCMAKE_BUILD_TYPE=RelWithDebInfo && \
+	  $(BIN)/cmake --build build/native-$$s --target test_zmtp && \
+	  JURYBOX_FUZZ_ROUNDS=100000 $(BIN)/ctest --test-dir build/native-$$s -R test_zmtp --output-on-failure --no-tests=error --timeout 1800 || exit 1; \
+	done
 	FUZZ_FIGURES=1 $(BIN)/python -m pytest tests/fuzz -m slow --timeout 3000
 
 chaos: setup  ## CHAOS_KILLS (default 1000) kills of anyone under load, half an hour on two cores of its own, CHAOS_SECONDS (3600) at most; goes on where it was broken off; build/chaos/table.md
