@@ -30,6 +30,7 @@ import numpy as np
 
 from jurybox.client import Error, Server, ServerGone, SessionLost, connect
 from jurybox.client.remote import connection
+from jurybox.protocol.errors import Code
 
 TIMEOUT = 60.0  # seconds for one answer: whatever is done to the server, it is back before
 CALL = struct.Struct("3d")  # of a journal
@@ -149,13 +150,18 @@ class Web:
 
 
 def asked(question: Callable[[], bool], *, again: bool) -> bool:
-    """The outcome of a question. gRPC gives a server up after some seconds: then it is put `again`, for TIMEOUT."""
+    """The outcome of a question.
+
+    Over gRPC a server is given up after some seconds, and one that is still loading says so: then it is put `again`,
+    for TIMEOUT.
+    """
     until = time.monotonic() + TIMEOUT
     while True:
         try:
             return question()
-        except ServerGone:
-            if not again or time.monotonic() > until:
+        except Error as error:
+            away = isinstance(error, ServerGone) or error.code in (Code.NOT_READY, Code.BUSY)
+            if not (again and away) or time.monotonic() > until:
                 raise
             time.sleep(0.05)
 
