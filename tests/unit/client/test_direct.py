@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import os
+import resource
 import socket
 import struct
 import time
@@ -19,7 +20,7 @@ from jurybox.client.remote.tcp import DirectTcpTransport
 from jurybox.client.transports.direct import DirectEngine, dial
 from jurybox.client.transports.transport import NOT_ANSWERED, Answer, InFlight, RowPlace
 from jurybox.protocol import ModelSpec, TensorSpec
-from jurybox.protocol.errors import Code
+from jurybox.protocol.errors import Code, TooManyFiles
 from jurybox.protocol.scoreboard import EngineState
 from jurybox.protocol.wire import PACK_REPLY, PACK_TICKET, PREFIX, lane_identity
 from jurybox.server.relay.open_front import OpenFront
@@ -418,3 +419,52 @@ def test_an_answer_leaves_its_rows_only_where_all_of_it_has_room(code):
         assert all(sum(map(len, frames)) <= room for frames in came)
         assert held.waits == (not came)
     assert came
+
+
+@pytest.mark.parametrize("left", [0, 1, 2])
+def test_a_relay_out_of_descriptors_takes_who_waits_when_there_are_some_again(front, left):
+    host, port = front.bound.rsplit(":", 1)
+    waiting = [socket.create_connection((host, int(port))) for _ in range(3)]
+    for one in waiting:
+        one.sendall(GREETING + b"\x00\x02hi")
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    spare = [os.dup(0) for _ in range(left)]
+    lowest = os.dup(0)  # all numbers below it are taken
+    for number in (lowest, *spare):
+        os.close(number)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, limits[1]))
+        for _ in range(5):
+            assert front.receive(len) is None or left == 2
+            front.forget_sent()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    front.forget_sent()
+    if not left:  # nobody was accepted
+        assert [received(front)[1] for _ in waiting] == [b"hi"] * 3
+    for one in waiting:
+        one.close()
+    with socket.create_connection((host, int(port))) as last:
+        last.sendall(GREETING + b"\x00\x04last")
+        wait_until(lambda: (front.receive(len) or [b""])[-1] == b"last", 20, "it is heard")
+
+
+def test_a_socket_whose_connection_could_not_be_made_is_closed_once(monkeypatch):
+    """Closed twice, the second close is of whatever got its number in between."""
+    ours, theirs = socket.socketpair()
+    monkeypatch.setattr("jurybox.client.transports.direct._local", lambda path: ours)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    lowest = os.dup(0)
+    os.close(lowest)
+    closed = []
+    monkeypatch.setattr(ours.__class__, "close", lambda self: closed.append(os.fstat(self.fileno())))
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, limits[1]))
+        with pytest.raises(TooManyFiles):
+            dial("ipc:///somewhere", b"", 1 << 20)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        monkeypatch.undo()
+    assert len(closed) == 1, "it was open until its owner closed it"
+    ours.close()
+    theirs.close()
