@@ -8,6 +8,7 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -277,7 +278,7 @@ class DeviceServed(Served):
             on_device = places is not None and buffer.copy_out_bound(results, tickets, places, host=bool(self._finite))
             if not on_device:
                 buffer.copy_out(results, rows)
-        return Batch(self, buffer, tickets, rows, buffer.copies.mark(), self._take_row_errors(), on_device=on_device)
+        return Batch(self, buffer, tickets, rows, buffer.copies.mark(), self._take_row_errors(), on_device)
 
     def run(self, tickets: NDArray[Any], rows: int, version: int = 0) -> Outcome | None:
         """As `Served.run`: begin and finish."""
@@ -320,40 +321,30 @@ class DeviceServed(Served):
         self._lock.release()
 
 
+@dataclass(slots=True, eq=False)
 class Batch:
-    """A batch on its way."""
+    """A batch on its way; `on_device`: all its outputs go where clients want them there."""
 
-    def __init__(
-        self,
-        served: DeviceServed,
-        buffer: _StagingBuffer,
-        tickets: NDArray[Any],
-        rows: int,
-        end: Mark,
-        row_errors: Mapping[int, str],
-        *,
-        on_device: bool = False,
-    ) -> None:
-        self._on_device = on_device
-        self._served = served
-        self._buffer = buffer
-        self._tickets = tickets
-        self._rows = rows
-        self._end = end
-        self._row_errors = row_errors
+    served: DeviceServed
+    buffer: _StagingBuffer
+    tickets: NDArray[Any]
+    rows: int
+    end: Mark
+    row_errors: Mapping[int, str]
+    on_device: bool
 
     def done(self) -> bool:
         """Whether `finish` would not wait."""
-        return self._end.done()
+        return self.end.done()
 
     def finish(self) -> Outcome | None:
         """Wait for the outputs and write them to the tickets' rows; gives what of them failed."""
-        self._end.wait()
-        if self._on_device:  # all outputs are where the clients want them
-            return self._served.refused(self._tickets, {}, self._rows, self._row_errors)
-        for name, array in self._served.arena_outputs.items():
-            native.scatter(array, self._tickets, self._buffer.results[name][: self._rows].numpy())
-        return self._served.refused(self._tickets, self._buffer.results, self._rows, self._row_errors)
+        self.end.wait()
+        if self.on_device:  # all outputs are where the clients want them
+            return self.served.refused(self.tickets, {}, self.rows, self.row_errors)
+        for name, array in self.served.arena_outputs.items():
+            native.scatter(array, self.tickets, self.buffer.results[name][: self.rows].numpy())
+        return self.served.refused(self.tickets, self.buffer.results, self.rows, self.row_errors)
 
 
 class _StagingBuffer:
