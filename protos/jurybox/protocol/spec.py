@@ -150,6 +150,15 @@ class TensorSpec:
             return None
         return tuple(size for want, size in zip(self.shape, shape, strict=True) if want == VARIABLE)
 
+    def zeros(self, rows: int) -> Any:
+        """Rows of zeros, (rows, *shape); of what differs in size a list of small ones, of byte strings b"0000"."""
+        if self.dtype == BYTES:
+            return [b"0" * min(self.capacity, 4)] * rows
+        if not self.variable:
+            return np.zeros((rows, *self.shape), self.numpy_dtype)
+        side = max(1, min(32, int((self.capacity // self.unit) ** (1 / self.extents))))
+        return [np.zeros(self.measured([side] * self.extents), self.numpy_dtype) for _ in range(rows)]
+
     def __str__(self) -> str:
         if not self.variable:
             return f"{self.dtype}{list(self.shape)}"

@@ -19,8 +19,12 @@ from jurybox.protocol.errors import ModelFailed, plain
 from jurybox.protocol.spec import BYTES
 from jurybox.server.engine.served import OUT_OF_MEMORY, Outcome, Served, refuse_rows, takes_names
 from jurybox.server.engine.session_states import BatchRows, States
-from jurybox.server.engine.variable_rows import VariableInput, flattened, padded, sample
+from jurybox.server.engine.variable_rows import VariableInput, flattened, padded
 from jurybox.server.models import ServedModel
+
+
+def _as_tensor(row: Any) -> Any:
+    return torch.from_numpy(row) if isinstance(row, np.ndarray) else row
 
 
 class OpenServed(Served):
@@ -161,12 +165,12 @@ class OpenServed(Served):
         """As `Served.warm_up`, with rows of a few sizes."""
         for rows in self.shapes or sorted({1, self.max_batch}):
             given = example(rows) if example else {}
-            drawn = {key: given.get(key, sample(spec, rows)) for key, spec in self.spec.inputs.items()}
+            drawn = {key: given.get(key, spec.zeros(rows)) for key, spec in self.spec.inputs.items()}
             with torch.inference_mode():
                 staged = self._staged(
                     np.arange(rows),
                     {key: torch.as_tensor(drawn[key]) for key in self._fixed},
-                    {key: list(drawn[key]) for key in self._variable},
+                    {key: [_as_tensor(row) for row in drawn[key]] for key in self._variable},
                 )
                 if self._states is not None:
                     staged |= self._states.initial(rows)

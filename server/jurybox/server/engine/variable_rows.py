@@ -152,13 +152,3 @@ def flattened(spec: TensorSpec, value: Any) -> tuple[NDArray[Any], tuple[int, ..
     if extents is None:
         raise ValueError(f"shape {array.shape} came, the spec promises {spec}")
     return array.reshape(-1), extents
-
-
-def sample(spec: TensorSpec, rows: int) -> Any:
-    """Zeros of a spec, small ones where rows differ in size."""
-    if spec.dtype == BYTES:
-        return [b"0" * min(spec.capacity, 4) for _ in range(rows)]
-    if not spec.variable:
-        return torch.zeros((rows, *spec.shape), dtype=dtype_of(spec))
-    side = max(1, min(32, int((spec.capacity // spec.unit) ** (1 / spec.extents))))
-    return [torch.zeros([side if size < 0 else size for size in spec.shape], dtype=dtype_of(spec)) for _ in range(rows)]

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +106,7 @@ class ExternalKills:
         return status == -signal.SIGKILL and served > _PROVEN and not condemned and not own
 
 
+@dataclass(eq=False)
 class Child:
     """A process that should run.
 
@@ -117,31 +119,24 @@ class Child:
         python: the interpreter that runs it.
     """
 
-    def __init__(
-        self,
-        role: str,
-        module: str,
-        configure: Callable[[], dict[str, Any]],
-        environment: Mapping[str, str | None] | None = None,
-        standby: Standby | None = None,
-        python: str = sys.executable,
-    ) -> None:
-        self.role = role
-        self.serving = False
-        self.served_at = 0.0  # s of the monotonic clock: since when it serves, where it does
-        self.condemned = False  # killed by ourselves
-        self.failures = 0  # deaths in a row
-        self.restart_at = 0.0
-        self.started_at = 0.0
-        self.heard_at = 0.0  # s of the monotonic clock; of those who tell that they live
-        self.standby = standby
-        self._module = module
-        self._configure = configure
-        self._environment = environment
-        self._python = python
-        self._orders: deque[tuple[str, dict[str, Any]]] = deque()  # one a lane at most, and some
-        self._process: subprocess.Popen[bytes] | None = None
-        self._control_pipe: ControlPipe | None = None
+    role: str
+    module: str
+    configure: Callable[[], dict[str, Any]]
+    environment: Mapping[str, str | None] | None = None
+    standby: Standby | None = None
+    python: str = sys.executable
+    serving: bool = field(default=False, init=False)
+    served_at: float = field(default=0.0, init=False)  # s of the monotonic clock: since when it serves, where it does
+    condemned: bool = field(default=False, init=False)  # killed by ourselves
+    failures: int = field(default=0, init=False)  # deaths in a row
+    restart_at: float = field(default=0.0, init=False)
+    started_at: float = field(default=0.0, init=False)
+    heard_at: float = field(default=0.0, init=False)  # s of the monotonic clock; of those who tell that they live
+    _orders: deque[tuple[str, dict[str, Any]]] = field(
+        default_factory=deque, init=False
+    )  # one a lane at most, and some
+    _process: subprocess.Popen[bytes] | None = field(default=None, init=False)
+    _control_pipe: ControlPipe | None = field(default=None, init=False)
 
     @property
     def alive(self) -> bool:
@@ -169,10 +164,10 @@ class Child:
         self.serving = self.condemned = False
         self.started_at = now
         self.restart_at = now + _SHORT
-        configuration = self._configure()
+        configuration = self.configure()
         waiting = self.standby.take() if self.standby else None
         self._process, self._control_pipe = waiting or spawn(
-            self._module, environment=self._environment, python=self._python
+            self.module, environment=self.environment, python=self.python
         )
         self._orders.clear()
         self.send("configure", **configuration)

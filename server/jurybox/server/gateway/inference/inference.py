@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from jurybox.protocol.errors import Code, Error, ModelNotFound, Refused, RowFailed, SessionLost, SpecMismatch
 from jurybox.protocol.row_frames import extents_text, joined_strings
 from jurybox.protocol.spec import BYTES, ModelSpec, TensorSpec
+from jurybox.protocol.wire import build_version
 from jurybox.server.gateway.app import SelfTest
 from jurybox.server.gateway.inference import models
 from jurybox.server.gateway.inference.cuda_memory import CudaRegions
@@ -413,7 +414,7 @@ class OpenInference:
                 raise malformed(f"input {tensor.name!r} came with data and in shared memory: expected one of the two")
             source = Stretch(self.regions, place, tensor.name)
         elif tensor.data is None:
-            source = _Nothing(tensor.name)
+            source = Source(tensor.name)
         else:
             source = Raw(tensor.name, tensor.data) if tensor.raw else Values(tensor.name, tensor.data)
         return rows_of(tensor.name, tensor.datatype, tensor.shape, spec, extents, source)
@@ -451,7 +452,9 @@ class OpenInference:
 
     def metadata(self) -> dict[str, Any]:
         """Name, version and supported extensions."""
-        return models.server_metadata(shared_memory=self.regions.allowed, cuda=self.cuda_regions.allowed)
+        memory = {"system_shared_memory": self.regions.allowed, "cuda_shared_memory": self.cuda_regions.allowed}
+        extensions = [*models.EXTENSIONS, *(name for name, allowed in memory.items() if allowed)]
+        return {"name": models.NAME, "version": build_version(), "extensions": extensions}
 
     async def live(self) -> bool:
         """Whether the supervisor answers."""
@@ -522,21 +525,6 @@ def score_output(member: Mapping[str, Any], outputs: Mapping[str, TensorSpec]) -
     return str(name)
 
 
-class _Nothing(Source):
-    """The source of an input without data; raises when it is read."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def elements(self, shape: tuple[int, ...], spec: TensorSpec) -> NDArray[Any]:
-        """Raises ProtocolMismatch."""
-        raise malformed(f"input {self._name!r} came without data")
-
-    def strings(self, n: int, spec: TensorSpec) -> list[bytes]:
-        """Raises ProtocolMismatch."""
-        raise malformed(f"input {self._name!r} came without data")
-
-
 def _specs(model: ModelSpec, asked: Asked) -> tuple[Mapping[str, TensorSpec], Mapping[str, TensorSpec]]:
     """What goes in and what comes out: inputs and outputs, or the state of sequences in place of one of them."""
     if asked.state == GET:
@@ -576,7 +564,7 @@ def _output(name: str, spec: TensorSpec, rows: Rows, failed: Mapping[int, str], 
     if extents and (len(shapes) != 1 or failed):
         empty = np.zeros(spec.measured([0] * spec.extents), spec.numpy_dtype)
         values = [empty if row in failed else value for row, value in enumerate(rows)]
-        sizes = [_variable_sizes(spec, value.shape) for value in values]
+        sizes = [spec.extents_of(value.shape) or () for value in values]
         flat = np.concatenate([value.reshape(-1) for value in values])
         return Output(name, datatype_of(spec), flat.shape, flat, {"extents": extents_text(sizes)})
     if len(shapes) > 1:
@@ -589,7 +577,3 @@ def _output(name: str, spec: TensorSpec, rows: Rows, failed: Mapping[int, str], 
     blank = np.full(shape, nothing, spec.numpy_dtype)
     array = np.stack([blank if row in failed else value for row, value in enumerate(rows)])
     return Output(name, datatype_of(spec), array.shape, array, {}, failed)
-
-
-def _variable_sizes(spec: TensorSpec, shape: tuple[int, ...]) -> list[int]:
-    return [size for want, size in zip(spec.shape, shape, strict=True) if want < 0]

@@ -9,21 +9,18 @@ when a single request is slow.
 from __future__ import annotations
 
 import asyncio
-import math
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
-
-import numpy as np
+from typing import TypeVar
 
 from jurybox.client import Busy, Model, Server, Timeout, connect
 from jurybox.client.lane import row_failed
 from jurybox.client.row_codec import codec_of, shaped
 from jurybox.client.sessions import Sessions
 from jurybox.protocol.errors import Code, ModelFailed, Refused, RowFailed, asleep
-from jurybox.protocol.spec import BYTES, ModelSpec, TensorSpec
+from jurybox.protocol.spec import ModelSpec
 from jurybox.protocol.wire import require_name
 from jurybox.server.gateway.inference.coalescer import Arrays, RequestCoalescer
 
@@ -179,7 +176,7 @@ class Lanes:
 
     async def probe(self, held: Held, seconds: float, version: int) -> None:
         """Request one row of zeros. Raises as `ask`."""
-        row = {name: _zero(spec) for name, spec in held.spec.inputs.items()}
+        row = {name: spec.zeros(1) for name, spec in held.spec.inputs.items()}
         try:
             if held.sessions is None:
                 await self.ask(held, row, 1, seconds, version)
@@ -265,12 +262,8 @@ class Lanes:
         if held is not earlier:
             self._held[name] = held
             if earlier is not None:
-                self._supersede(earlier)
-
-    def _supersede(self, earlier: Held) -> None:
-        """Another lane has replaced this one; requests in flight are still answered here."""
-        earlier.retired = True
-        self.let_go(earlier)
+                earlier.retired = True  # requests in flight are still answered there
+                self.let_go(earlier)
 
     def _lease(self, name: str, trying: bool, earlier: Held | None) -> Held:
         """In the thread: lease as many rows as available, or one for a probe."""
@@ -315,14 +308,3 @@ class Lanes:
             server, self._server = self._server, None
         if server is not None:
             server.close()
-
-
-def _zero(spec: TensorSpec) -> Any:
-    """One row of zeros; a small one if rows differ in size, as in the engine's warm-up."""
-    if spec.dtype == BYTES:
-        return [b"0" * min(spec.capacity, 4)]
-    if not spec.variable:
-        return np.zeros((1, *spec.shape), spec.numpy_dtype)
-    fixed = math.prod(size for size in spec.shape if size > 0)
-    side = max(1, min(32, int((spec.capacity // fixed) ** (1 / spec.extents))))
-    return [np.zeros([side if size < 0 else size for size in spec.shape], spec.numpy_dtype)]

@@ -11,7 +11,7 @@ from typing import Any
 
 from jurybox.protocol.errors import SLEEPS, Code, ModelNotFound, Refused, plain
 from jurybox.protocol.spec import BYTES, OIP_NAMES
-from jurybox.protocol.wire import build_version, require_name
+from jurybox.protocol.wire import require_name
 from jurybox.server.gateway.inference.lanes import Lanes
 from jurybox.server.gateway.inference.tensors import Parameters, malformed, read_json, truth, weights_version
 
@@ -30,13 +30,6 @@ EXTENSIONS = (
 TOTAL = "score"  # the output of a panel that is the weighted sum
 _STATES = {"ready": "READY", "loading": "LOADING", "failed": "UNAVAILABLE", "quarantined": "UNAVAILABLE"}
 _STATES["sleeping"] = "UNAVAILABLE"  # the reason begins with SLEEPS
-
-
-def server_metadata(*, shared_memory: bool, cuda: bool = False) -> dict[str, Any]:
-    """Name, build, and which extensions of the protocol are served."""
-    extensions = [*EXTENSIONS, *(["system_shared_memory"] if shared_memory else [])]
-    extensions += ["cuda_shared_memory"] if cuda else []
-    return {"name": NAME, "version": build_version(), "extensions": extensions}
 
 
 def find(document: Document, name: str) -> dict[str, Any]:

@@ -130,15 +130,18 @@ def rows_of(
 
 
 class Source:
-    """The elements of an input, as `Raw` or `Values`."""
+    """The elements of an input, as `Raw` or `Values`. This one has none: reading it raises ProtocolMismatch."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
 
     def elements(self, shape: tuple[int, ...], spec: TensorSpec) -> NDArray[Any]:
         """The elements as an array of that shape."""
-        raise NotImplementedError
+        raise malformed(f"input {self._name!r} came without data")
 
     def strings(self, n: int, spec: TensorSpec) -> list[bytes]:
         """The elements as n byte strings."""
-        raise NotImplementedError
+        raise malformed(f"input {self._name!r} came without data")
 
 
 class Raw(Source):
