@@ -7,7 +7,6 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
@@ -32,7 +31,6 @@ def seconds(timeout: float) -> float:
     return 0.0 if timeout < 0.0 else LONGEST
 
 
-@dataclass(slots=True, eq=False)
 class InFlight:
     """A request between the taking of its rows and its answer, in which time the rows are its own.
 
@@ -48,18 +46,34 @@ class InFlight:
         waiters: event loops, and what to wake in them when it is answered.
     """
 
-    sequence: int
-    first: int
-    rows: int
-    deadline: int
-    version: int
-    submitted: int = 0
-    engine: int = UNSENT
-    incarnation: int = 0
-    deaths: int = 0
-    answer: Answer | None = None
-    holder: weakref.ref[Any] | None = None
-    waiters: list[Waiter] | None = None
+    __slots__ = (
+        "answer",
+        "deadline",
+        "deaths",
+        "engine",
+        "first",
+        "holder",
+        "incarnation",
+        "rows",
+        "sequence",
+        "submitted",
+        "version",
+        "waiters",
+    )  # fmt: skip
+
+    def __init__(self, sequence: int, first: int, rows: int, deadline: int, version: int) -> None:
+        self.sequence = sequence
+        self.first = first
+        self.rows = rows
+        self.deadline = deadline
+        self.version = version
+        self.submitted = 0
+        self.engine = UNSENT
+        self.incarnation = 0
+        self.deaths = 0
+        self.answer: Answer | None = None
+        self.holder: weakref.ref[Any] | None = None
+        self.waiters: list[Waiter] | None = None
 
 
 class Answer(NamedTuple):
