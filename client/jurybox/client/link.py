@@ -233,27 +233,21 @@ class ControlLink(Link):
         return self._control.call(timeout, **request)
 
     def _grant(self, name: str, rows: int, deadline: float, timeout: float) -> pb.Lease:
-        """A lease, waited for while the model loads or other clients have the rows."""
-        return patiently(
-            lambda left: self._call(left, lease=pb.LeaseRequest(model=name, rows=rows)).lease, deadline, timeout
-        )
+        """A lease, waited for while the model loads or other clients have the rows.
 
-
-def patiently(ask: Callable[[float], pb.Lease], deadline: float, timeout: float) -> pb.Lease:
-    """Ask for a lease until it is granted.
-
-    Raises:
-        Busy: the arena had no free rows until `deadline`, s of the monotonic clock; Timeout: the model was loading.
-    """
-    while True:
-        try:
-            return ask(max(0.1, deadline - time.monotonic()))
-        except (Refused, Busy) as error:
-            if error.code not in (Code.NOT_READY, Code.BUSY):
-                raise
-            if time.monotonic() > deadline:
-                raise (error if error.code == Code.BUSY else Timeout(f"{error} after {timeout:.1f} s")) from None
-        time.sleep(POLL)  # loading takes seconds; being told would need a channel of its own
+        Raises:
+            Busy: the arena had no free rows until `deadline`, s of the monotonic clock; Timeout: the model was loading.
+        """
+        while True:
+            try:
+                left = max(0.1, deadline - time.monotonic())
+                return self._call(left, lease=pb.LeaseRequest(model=name, rows=rows)).lease
+            except (Refused, Busy) as error:
+                if error.code not in (Code.NOT_READY, Code.BUSY):
+                    raise
+                if time.monotonic() > deadline:
+                    raise (error if error.code == Code.BUSY else Timeout(f"{error} after {timeout:.1f} s")) from None
+            time.sleep(POLL)  # loading takes seconds; being told would need a channel of its own
 
 
 def spec_of(message: pb.ModelMessage) -> ModelSpec:

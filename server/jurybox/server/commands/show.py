@@ -116,18 +116,14 @@ _MOVING = 120.0  # seconds that weights may take to the host or back
 
 def sleep(model: Name, address: Address = None) -> None:
     """Move a model's weights from the device to host memory; requests to it are refused until it is woken."""
-    from jurybox.client import connect
-
-    with reaching(address) as where, connect(where, timeout=_TIMEOUT) as server:
+    with _connected(address) as server:
         server.sleep(model, timeout=_MOVING)
     typer.echo(f"{model} sleeps")
 
 
 def wake(model: Name, address: Address = None) -> None:
     """Bring back a model that sleeps, with the newest weights."""
-    from jurybox.client import connect
-
-    with reaching(address) as where, connect(where, timeout=_TIMEOUT) as server:
+    with _connected(address) as server:
         server.wake(model, timeout=_MOVING)
     typer.echo(f"{model} is awake")
 
@@ -153,10 +149,17 @@ def _gateway(server: dict[str, Any]) -> str:
 
 def _ask(address: str | None) -> dict[str, Any]:
     """The status document of the server there; ends the process with a message when there is none."""
+    with _connected(address) as server:
+        document: dict[str, Any] = server.status()
+    return document
+
+
+@contextlib.contextmanager
+def _connected(address: str | None) -> Iterator[Any]:
     from jurybox.client import connect
 
     with reaching(address) as where, connect(where, timeout=_TIMEOUT) as server:
-        return server.status()
+        yield server
 
 
 @contextlib.contextmanager

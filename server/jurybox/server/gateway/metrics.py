@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.metrics_core import Metric as Family
-from prometheus_client.registry import Collector, CollectorRegistry
+from prometheus_client.registry import Collector
 
 from jurybox.client.chunks import DROPPED
 from jurybox.protocol.revision import source_revision
@@ -453,10 +453,8 @@ class SnapshotCollector(Collector):
 
 def exposition(snapshot: Snapshot, accept: str = "") -> tuple[bytes, str]:
     """The body and the content type of a scrape, in the format of the Accept header."""
-    registry = CollectorRegistry()
-    registry.register(SnapshotCollector(snapshot))
     encode, content_type = choose_encoder(accept)
-    return encode(registry), content_type
+    return encode(SnapshotCollector(snapshot)), content_type
 
 
 def _family(metric: Metric, snapshot: Snapshot) -> Family:

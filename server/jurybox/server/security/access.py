@@ -180,15 +180,8 @@ class SecuritySettings(BaseModel):
             found.append(f"server.curve_clients = {self.curve_clients!r}: expected a folder of clients' .key files")
         return found
 
-    def open_to_all(self, http: str, grpc: str, tcp: str) -> list[str]:
-        """Transports that other hosts can reach without authentication, one line each."""
-        found = self.lacking({"server.http": http, "server.grpc": grpc})
-        if tcp and not is_loopback(split_host(tcp)[0]) and self.curve_clients is None:
-            found.append(f'server.tcp = "{tcp}" needs server.curve_key and server.curve_clients')
-        return found
-
     def lacking(self, listening: Mapping[str, str]) -> list[str]:
-        """As `open_to_all`, for ports with a token; addresses by setting."""
+        """Ports with a token that other hosts can reach without authentication, one line each; addresses by setting."""
         shown = self.token is not None or self.token_file is not None
         lacks = [f"server.{what}" for what, there in (("token_file", shown), ("tls_cert", self.tls_cert)) if not there]
         return [

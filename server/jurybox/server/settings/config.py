@@ -211,7 +211,10 @@ class ServerSettings(SecuritySettings):
 
     def open_transports(self) -> list[str]:
         """The transports through which anybody could come in from elsewhere, each with what it lacks."""
-        return self.open_to_all(self.http, self.grpc, self.tcp)
+        found = self.lacking({"server.http": self.http, "server.grpc": self.grpc})
+        if self.tcp and not is_loopback(split_host(self.tcp)[0]) and self.curve_clients is None:
+            found.append(f'server.tcp = "{self.tcp}" needs server.curve_key and server.curve_clients')
+        return found
 
 
 class TensorSettings(_Strict):

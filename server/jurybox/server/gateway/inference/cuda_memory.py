@@ -22,7 +22,7 @@ from jurybox.protocol.device_memory import HANDLE
 from jurybox.protocol.errors import Code, Error, Refused
 from jurybox.protocol.spec import ModelSpec
 from jurybox.server.gateway.inference.lanes import Lanes
-from jurybox.server.gateway.inference.shared_memory import Registry
+from jurybox.server.gateway.inference.shared_memory import Registered, Registry
 from jurybox.server.gateway.inference.tensors import Place, datatype_of, malformed
 
 _MOST_BINDINGS = 64  # each holds rows of an arena
@@ -30,13 +30,11 @@ _UNBIND = 30.0  # seconds that engines get to let go
 
 
 @dataclass(frozen=True, slots=True)
-class CudaRegion:
-    """A registered region."""
+class CudaRegion(Registered):
+    """Of device memory."""
 
-    name: str
     handle: bytes
     device: int
-    size: int
 
 
 @dataclass(slots=True)
@@ -80,7 +78,7 @@ class CudaRegions(Registry[CudaRegion]):
                 Code.MALFORMED,
             )
         self._require_room()
-        self._regions[name] = CudaRegion(name, handle, device, size)
+        self._regions[name] = CudaRegion(name, size, handle, device)
 
     async def unregister(self, name: str = "") -> None:
         """Unregister a region, or all without a name, once no engine has it open. An unknown name is ignored.

@@ -15,7 +15,7 @@ import re
 import stat
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,27 +32,23 @@ _MOST_REGIONS = 256  # one in POSIX shared memory is an open file, and a process
 
 
 @dataclass(frozen=True, slots=True)
-class Region:
-    """A registered region of shared memory; `fd` is open while it is registered."""
+class Registered:
+    """A registered region."""
 
     name: str
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Region(Registered):
+    """Of shared memory; `fd` is open while it is registered."""
+
     key: str
     offset: int
-    size: int
     fd: int
 
 
-class Sized(Protocol):
-    """A registered region."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def size(self) -> int: ...
-
-
-R = TypeVar("R", bound=Sized)
+R = TypeVar("R", bound="Registered")
 
 
 class Registry(Generic[R]):
@@ -144,7 +140,7 @@ class Regions(Registry[Region]):
         except BaseException:
             os.close(fd)
             raise
-        self._regions[name] = Region(name, key, offset, size, fd)
+        self._regions[name] = Region(name, size, key, offset, fd)
 
     def unregister(self, name: str = "") -> None:
         """Unregister a region, or all without a name. An unknown name is ignored."""
