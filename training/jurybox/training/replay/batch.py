@@ -13,10 +13,9 @@ import numpy as np
 import numpy.typing as npt
 
 from jurybox import native
-from jurybox.protocol import forks
-from jurybox.protocol.errors import Refused, SpecMismatch
+from jurybox.protocol.errors import SpecMismatch
 from jurybox.training.replay.layout import Layout
-from jurybox.training.replay.options import Windows
+from jurybox.training.replay.options import ParentsOwn, Windows
 
 if TYPE_CHECKING:
     import torch
@@ -141,7 +140,7 @@ def _new_array(shape: tuple[int, ...], dtype: np.dtype[Any]) -> npt.NDArray[Any]
 _SLICE = 0.1  # seconds between two looks whether to stop
 
 
-class Prefetch:
+class Prefetch(ParentsOwn):
     """An endless iterator over samples of `n` rows, which a thread draws in advance.
 
     On the host it gives `Batch` objects, which are filled again: a batch is the caller's until the next is asked for.
@@ -154,6 +153,8 @@ class Prefetch:
     Args:
         make, draw: `Replay.batch` and `Replay.sample`.
     """
+
+    told = "these batches are drawn by a thread of the process before its fork: prefetch in this one"
 
     def __init__(
         self,
@@ -183,18 +184,13 @@ class Prefetch:
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="replay-prefetch", daemon=True)
         self._thread.start()
-        self._forked = False
-        forks.register(self)
-
-    def _after_fork_in_child(self) -> None:
-        self._forked = True
+        super().__init__()
 
     def __iter__(self) -> Prefetch:
         return self
 
     def __next__(self) -> Any:
-        if self._forked:
-            raise Refused("these batches are drawn by a thread of the process before its fork: prefetch in this one")
+        self._require_own()
         if self._held is not None:
             self._free.put(self._held)
             self._held = None

@@ -10,8 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from jurybox import native
-from jurybox.protocol import forks
-from jurybox.protocol.errors import Refused
+from jurybox.training.replay.options import ParentsOwn
 from jurybox.training.replay.part import Part, Parts, packed_strides
 
 
@@ -105,13 +104,15 @@ class Piece:
         return np.arange(self.first, self.first + len(self.slots))
 
 
-class NewRows:
+class NewRows(ParentsOwn):
     """Reads the new rows of one ring, and may free their slots. Belongs to one thread.
 
     Attributes:
         taken: rows taken so far, and the next one's position.
         missed: rows that were overwritten before they were taken, or whose writer was killed.
     """
+
+    told = "these new rows were followed before a fork, and are the parent's: follow them anew here"
 
     def __init__(self, part: Part) -> None:
         self.taken = 0
@@ -125,15 +126,7 @@ class NewRows:
         self._ticket_at = np.full(part.capacity, -1, np.int64)
         self._position_at = np.full(part.capacity, -1, np.int64)
         self._links = np.zeros((0, 16), np.uint8)
-        self._forked = False
-        forks.register(self)
-
-    def _after_fork_in_child(self) -> None:
-        self._forked = True
-
-    def _require_own(self) -> None:
-        if self._forked:
-            raise Refused("these new rows were followed before a fork, and are the parent's: follow them anew here")
+        super().__init__()
 
     @property
     def waiting(self) -> int:

@@ -6,11 +6,33 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 
+from jurybox.protocol import forks
 from jurybox.protocol.errors import Code, Refused
+
+
+class ParentsOwn:
+    """Something that a forked child leaves to its parent, since its thread or its rows are there.
+
+    Attributes:
+        told: why it is refused, and what to do instead.
+    """
+
+    told: ClassVar[str]
+
+    def __init__(self) -> None:
+        self._forked = False
+        forks.register(self)
+
+    def _after_fork_in_child(self) -> None:
+        self._forked = True
+
+    def _require_own(self) -> None:
+        if self._forked:
+            raise Refused(self.told)
 
 
 class NotEnoughRows(Refused):

@@ -24,9 +24,9 @@ import numpy as np
 import numpy.typing as npt
 
 from jurybox import native
-from jurybox.protocol import forks
 from jurybox.protocol.errors import Refused
 from jurybox.training.replay.archive import CODECS, RECORD_BYTES, Kind, Saved, compressor, head_of, record_head
+from jurybox.training.replay.options import ParentsOwn
 from jurybox.training.replay.part import Part, Parts, standing_of
 
 # A chunk stays in a core's second-level cache between its copy, its compression and its checksum.
@@ -283,19 +283,17 @@ def _sync_folder(folder: Path) -> None:
         os.close(fd)
 
 
-class BackgroundSave:
+class BackgroundSave(ParentsOwn):
     """A save on a thread of its own; writers and samplers go on."""
+
+    told = "this save runs on a thread of the process before its fork: ask there, or save in this one"
 
     def __init__(self, save: Callable[[], Saved]) -> None:
         self._saved: Saved | None = None
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, args=(save,), name="replay-save")
         self._thread.start()
-        self._forked = False
-        forks.register(self)
-
-    def _after_fork_in_child(self) -> None:
-        self._forked = True
+        super().__init__()
 
     def _run(self, save: Callable[[], Saved]) -> None:
         try:
@@ -305,8 +303,7 @@ class BackgroundSave:
 
     def done(self) -> bool:
         """Whether the save has ended. Raises Refused in a forked child."""
-        if self._forked:
-            raise Refused("this save runs on a thread of the process before its fork: ask there, or save in this one")
+        self._require_own()
         return not self._thread.is_alive()
 
     def result(self, timeout: float | None = None) -> Saved:

@@ -10,16 +10,18 @@ import numpy.typing as npt
 from jurybox import native
 from jurybox.protocol import forks
 from jurybox.protocol.errors import Busy, Refused, SpecMismatch
-from jurybox.training.replay.options import Codec
+from jurybox.training.replay.options import Codec, ParentsOwn
 from jurybox.training.replay.part import Part
 
 
-class Reservation:
+class Reservation(ParentsOwn):
     """`rows[name]` is an array of shape (n, ...) that IS the ring's rows, in their stored dtype.
 
     Leaving the ``with`` block makes them visible, an exception in it gives them back. Until then no reader sees
     them, and a killed writer costs these slots. In a forked child the rows are still its parent's: it is refused.
     """
+
+    told = "these rows were reserved before a fork, and are the parent's to write: reserve rows here"
 
     def __init__(self, part: Part, n: int) -> None:
         if not 0 < n <= part.capacity:
@@ -38,15 +40,11 @@ class Reservation:
             for name, spec in part.layout.fields.items()
             if spec.codec is not Codec.SPARSE
         }
-        self._forked = False
-        forks.register(self)
+        super().__init__()
 
     def _after_fork_in_child(self) -> None:
-        self._forked, self._first = True, None
-
-    def _require_own(self) -> None:
-        if self._forked:
-            raise Refused("these rows were reserved before a fork, and are the parent's to write: reserve rows here")
+        super()._after_fork_in_child()
+        self._first = None
 
     def __getitem__(self, name: str) -> npt.NDArray[Any]:
         self._require_own()
