@@ -4,7 +4,7 @@ from types import SimpleNamespace
 import pytest
 
 from jurybox.training.recipes import progress as module
-from jurybox.training.recipes.progress import TrackerMissing, trackers
+from jurybox.training.recipes.progress import TrackerMissing, require, trackers
 
 
 def installed(monkeypatch, name, fake):
@@ -17,10 +17,10 @@ def test_none_is_asked_for_by_default(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["mlflow", "wandb"])
-def test_one_that_is_not_installed_is_told_with_how_to_install_it(tmp_path, monkeypatch, name):
+def test_one_that_is_not_installed_is_told_with_how_to_install_it(monkeypatch, name):
     monkeypatch.setattr(module.importlib.util, "find_spec", lambda package: None)
     with pytest.raises(TrackerMissing, match=rf"jurybox\[{name}\]"):
-        trackers("photo", tmp_path, {}, **{name: True})
+        require(**{"mlflow": False, "wandb": False, name: True})
 
 
 def test_mlflow_gets_parameters_numbers_and_files(tmp_path, monkeypatch):

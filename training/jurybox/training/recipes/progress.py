@@ -113,23 +113,15 @@ def require(*, mlflow: bool, wandb: bool) -> None:
 def trackers(
     name: str, folder: Path, settings: Mapping[str, Any], *, mlflow: bool = False, wandb: bool = False
 ) -> list[Tracker]:
-    """The requested trackers, each with a new run.
+    """The requested trackers, each with a new run; `require` says before whether they are here.
 
     Args:
         name: of the training.
         folder: of the run.
         settings: recorded as the run's parameters.
-
-    Raises:
-        TrackerMissing: one of them is not installed.
     """
-    require(mlflow=mlflow, wandb=wandb)
-    found: list[Tracker] = []
-    if mlflow:
-        found.append(Mlflow(name, folder, settings))
-    if wandb:
-        found.append(Wandb(name, folder, settings))
-    return found
+    wanted: list[tuple[type[Mlflow] | type[Wandb], bool]] = [(Mlflow, mlflow), (Wandb, wandb)]
+    return [kind(name, folder, settings) for kind, asked in wanted if asked]
 
 
 class Mlflow:

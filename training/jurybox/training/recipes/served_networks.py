@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -35,32 +36,24 @@ def hockey_policy(observation: int, action: int, hidden: Sequence[int]) -> Serve
     return _served(policy, (observation,), {"action": (action,)})
 
 
-def gym_policy(
-    algorithm: str,
-    numbers: int,
-    pictures: Sequence[Sequence[int]],
-    normalise: bool,
-    discrete: bool,
-    actions: int,
-    hidden: Sequence[int],
-    dtype: str,
-    size: int,
-    bounds: Sequence[Sequence[float]] | None = None,
-) -> ServedModel:
+def gym_policy(dtype: str, size: int, bounds: Sequence[Sequence[float]] | None = None, **network: Any) -> ServedModel:
     """Rows of observations (`environments.gymnasium_env` says how they look), to what the algorithm's network gives.
 
     dqn: values (actions,); td3: action (actions,) in [-1, 1]; sac: mean and log_std (actions,) before the tanh; ppo:
     logits (actions,) or mean and log_std (actions,), and value. All float32. With `bounds` (the lower and the upper
     ones) of actions that are numbers: action (actions,) in [-1, 1] without exploration, whatever the algorithm.
+
+    Args:
+        dtype, size: of a row. network: arguments of `acting_network`.
     """
-    explores = discrete or bounds is None
-    network = acting_network(algorithm, numbers, pictures, normalise, discrete, actions, hidden, explores=explores)
+    actions, explores = network["actions"], network["discrete"] or bounds is None
+    made = acting_network(**network, explores=explores)
     if not explores:
-        if isinstance(network, GaussianMean):
-            network.bounds.copy_(torch.tensor(bounds))
-        return _served(network, (size,), {"action": (actions,)}, dtype)
-    outputs = {name: () if name == "value" else (actions,) for name in outputs_of(algorithm, discrete)}
-    return _served(network, (size,), outputs, dtype)
+        if isinstance(made, GaussianMean):
+            made.bounds.copy_(torch.tensor(bounds))
+        return _served(made, (size,), {"action": (actions,)}, dtype)
+    names = outputs_of(network["algorithm"], network["discrete"])
+    return _served(made, (size,), {name: () if name == "value" else (actions,) for name in names}, dtype)
 
 
 class _Named(ActorCritic):

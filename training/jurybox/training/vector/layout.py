@@ -73,24 +73,18 @@ def arrange(
     def marks() -> dict[str, npt.NDArray[np.bool_]]:
         return {name: place(np.bool_, ()) for name in fields}
 
-    actions, observations = _tree(action, place), _tree(observation, place)
-    rewards = place(np.float64, ())
-    terminated, truncated, over = (place(np.bool_, ()) for _ in range(3))
-    infos, told = named(), marks()
-    final_observations = _tree(observation, place) if finals else None
-    final_infos, final_told = (named(), marks()) if finals else ({}, {})
-    shared = Shared(
-        actions,
-        observations,
-        rewards,
-        terminated,
-        truncated,
-        over,
-        infos,
-        told,
-        final_observations,
-        final_infos,
-        final_told,
+    shared = Shared(  # in the order in which they lie
+        actions=_tree(action, place),
+        observations=_tree(observation, place),
+        rewards=place(np.float64, ()),
+        terminated=place(np.bool_, ()),
+        truncated=place(np.bool_, ()),
+        over=place(np.bool_, ()),
+        infos=named(),
+        told=marks(),
+        final_observations=_tree(observation, place) if finals else None,
+        final_infos=named() if finals else {},
+        final_told=marks() if finals else {},
     )
     return shared, max(at, _ALIGNMENT)
 
