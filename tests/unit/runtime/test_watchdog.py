@@ -10,7 +10,7 @@ from tests.unit.runtime.toys import plan
 from jurybox.protocol.segment import segment_name
 from jurybox.training.runtime.plan import Timeouts
 from jurybox.training.runtime.scoreboard import Scoreboard, State, Subject, Told, Word
-from jurybox.training.runtime.watchdog import examine, waits
+from jurybox.training.runtime.watchdog import examine
 
 SECOND = 10**9
 NOW = 1000 * SECOND
@@ -93,8 +93,3 @@ def test_a_start_that_takes_longer_than_a_stall_leaves_its_role_a_stalls_time_fo
     assert examine(PLAN, scoreboard, NOW) is None
     scoreboard.words[LEARNER][Word.READY_AT] = NOW - 61 * SECOND
     assert examine(PLAN, scoreboard, NOW).role == LEARNER
-
-
-def test_all_waits_can_be_listed(scoreboard):
-    let_wait(scoreboard, ACTOR, Subject.LEARNERS, 2)
-    assert waits(PLAN, scoreboard, NOW) == ["actor-0 has waited 2.0 s for learners that are behind, on learner"]

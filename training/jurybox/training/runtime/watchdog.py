@@ -27,16 +27,6 @@ class Finding:
     text: str
 
 
-def waits(plan: Plan, scoreboard: Scoreboard, now: int) -> list[str]:
-    """A line for each role that waits for another: who, for what, on whom, since when."""
-    lines = []
-    for number in range(len(plan.roles)):
-        subject, _ = scoreboard.waits_for(number)
-        if subject not in AT_REST:
-            lines.append(_told(plan, scoreboard, number, now))
-    return lines
-
-
 def examine(plan: Plan, scoreboard: Scoreboard, now: int) -> Finding | None:
     """The first role that should be restarted; None while all is well.
 
