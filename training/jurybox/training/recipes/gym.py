@@ -447,11 +447,8 @@ def train(
     """Train; leaves metrics, logs, checkpoints, summary.json and report.html in `folder`.
 
     Raises:
-        ConfigError: the environment cannot be made, or does not go with the algorithm.
-        RunLogError: the folder holds another run, and `resume` is not set.
-        CheckpointError: the run was begun with other settings, or none was.
-        ServerNotStarted: the policy was to be served, and its server did not come up.
-        jurybox.client.Error: the server that was named does not answer, or takes no policy.
+        ConfigError: the environment cannot be made, or does not go with the algorithm. Others: see `recorded_run`, and
+            `served_models` where the policy is served.
     """
     from threadpoolctl import threadpool_limits
 

@@ -36,6 +36,11 @@ _TELL = 10  # learner steps between two whose losses are reported: reading a ten
 _LOOK, _GLANCE, _FIRST_GLANCE = 50, 256, 8192  # learner steps between two looks of the normaliser, and its rows
 
 
+def _of(settings: GymTraining, *names: str) -> dict[str, Any]:
+    """These settings, as they are in force."""
+    return {name: settings.of(name) for name in names}
+
+
 class PacedDQN(DQN):
     """DQN whose target network moves by the environments' steps, as Stable-Baselines3's does."""
 
@@ -43,14 +48,8 @@ class PacedDQN(DQN):
         s = settings
         made = acting_network(**network, seed=seed)
         assert isinstance(made, ValueNetwork)
-        values = ValueSettings(
-            learning_rate=s.of("learning_rate"),
-            gamma=s.gamma,
-            n_steps=s.of("n_steps"),
-            target_update_interval=0,
-            max_grad_norm=s.of("max_grad_norm"),
-        )
-        super().__init__(made, values, s.device, seed)
+        told = _of(s, "learning_rate", "n_steps", "max_grad_norm")
+        super().__init__(made, ValueSettings(gamma=s.gamma, target_update_interval=0, **told), s.device, seed)
         self._pace, self._tau = s.pace, s.of("tau")
         self._interval = s.of("target_update_interval") * s.envs
 
@@ -68,20 +67,16 @@ def _td3(settings: GymTraining, network: Mapping[str, Any], seed: int) -> TD3:
     told = TD3Settings(
         actor_learning_rate=s.of("learning_rate"),
         critic_learning_rate=s.of("learning_rate"),
-        tau=s.of("tau"),
-        policy_delay=s.of("policy_delay"),
-        target_policy_noise=s.of("target_policy_noise"),
-        target_noise_clip=s.of("target_noise_clip"),
         pre_tanh_penalty=0.0,
         reward_scale=1.0,
+        **_of(s, "tau", "policy_delay", "target_policy_noise", "target_noise_clip"),
     )
     networks = acting_network(**network, seed=seed), _critic(network, seed)
     return TD3(1, int(network["actions"]), told, device=s.device, seed=seed, networks=networks)
 
 
 def _sac(settings: GymTraining, network: Mapping[str, Any], seed: int) -> SAC:
-    names = ("learning_rate", "tau", "target_update_interval", "ent_coef", "target_entropy")
-    told = SACSettings(**{name: settings.of(name) for name in names})
+    told = SACSettings(**_of(settings, "learning_rate", "tau", "target_update_interval", "ent_coef", "target_entropy"))
     actor = acting_network(**network, seed=seed)
     assert isinstance(actor, SquashedGaussianActor)
     actions = int(network["actions"])
@@ -218,22 +213,15 @@ class RolloutLearner(_Publishing):
         made = acting_network(**network, seed=self.seed)
         assert isinstance(made, SeeingActorCritic)
         self.acting = made
+        same = ("learning_rate", "n_epochs", "batch_size", "clip_range", "ent_coef", "max_grad_norm", "gae_lambda")
         settings = PPOSettings(
-            learning_rate=s.of("learning_rate"),
             betas=(0.9, 0.999),
             adam_eps=1e-5,
             gamma=s.gamma,
-            n_epochs=s.of("n_epochs"),
-            batch_size=s.of("batch_size"),
-            clip_range=s.of("clip_range"),
-            ent_coef=s.of("ent_coef"),
             vf_coef=2.0 * s.of("vf_coef"),  # of half the squared error here, of all of it in Stable-Baselines3
-            max_grad_norm=s.of("max_grad_norm"),
-            gae_lambda=s.of("gae_lambda"),
-            normalize_advantage=s.of("normalize_advantage"),
             normalise_returns=False,
             clip_value=False,
-            target_kl=s.of("target_kl"),
+            **_of(s, *same, "normalize_advantage", "target_kl"),
         )
         self.learner = PPO(0, 0, settings, self.seed, network=made, device=s.device)
         self._features = features_of(made)

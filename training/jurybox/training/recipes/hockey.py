@@ -187,10 +187,8 @@ def train(
     """Train; leaves metrics, logs, checkpoints, past selves, summary.json, report.html and game.gif in `folder`.
 
     Raises:
-        ConfigError: the environment cannot be made.
-        RunLogError: the folder holds another run, and `resume` is not set.
-        CheckpointError: no run was begun there, or one with other settings.
-        ServerNotStarted: the policy was to be served, and its server did not come up.
+        ConfigError: the environment cannot be made. Others: see `recorded_run`, and `served_models` where the policy is
+            served.
     """
     gpus = {"learner_gpus": settings.learner_gpus, "engine_gpus": settings.engine_gpus}
     launcher = options.get("launcher")

@@ -398,7 +398,8 @@ def _learner(settings: MarlTraining, number: int, group: str, network: Mapping[s
     device = f"cuda:{number % devices}" if devices else "cpu"
     if settings.learner_gpus:
         device = "cuda:0"  # of those that it is shown, wherever it is placed
-    made: dict[str, Any] = {"group": group, "network": network}
+    told: dict[str, Any] = {"learning_rate": settings.rate, "gamma": settings.gamma}
+    made: dict[str, Any] = {"group": group, "network": network, "settings": told}
     if settings.algorithm == ON_POLICY:
         rollout = settings.ppo.n_steps * len(group.split("+"))
         if settings.buffer_size < 2 * rollout:
@@ -406,30 +407,14 @@ def _learner(settings: MarlTraining, number: int, group: str, network: Mapping[s
                 f"buffer_size {settings.buffer_size} is too small for {group}: two rollouts of all its agents "
                 f"have {2 * rollout} transitions"
             )
-        made |= {
-            "settings": {
-                "learning_rate": settings.rate,
-                "gamma": settings.gamma,
-                "batch_size": settings.batch_size,
-                "n_epochs": settings.ppo.n_epochs,
-                "clip_range": settings.ppo.clip_range,
-                "ent_coef": settings.ppo.ent_coef,
-                "gae_lambda": settings.ppo.gae_lambda,
-                # It would be measured from the policies that acted: a rollout that is one update old would end at once.
-                "target_kl": None,
-            },
-            "rollout": rollout,
-            "max_stale": settings.ppo.max_stale,
-        }
+        told |= {"batch_size": settings.batch_size, **settings.ppo.model_dump(exclude={"n_steps", "max_stale"})}
+        # It would be measured from the policies that acted: a rollout that is one update old would end at once.
+        told["target_kl"] = None
+        made |= {"rollout": rollout, "max_stale": settings.ppo.max_stale}
         make, publish_every = f"{_LEARNERS}:OnPolicyLearner", min(1, settings.publish_interval)
     else:
+        told |= {"n_steps": settings.n_steps, "target_update_interval": settings.target_update_interval}
         made |= {
-            "settings": {
-                "learning_rate": settings.rate,
-                "gamma": settings.gamma,
-                "n_steps": settings.n_steps,
-                "target_update_interval": settings.target_update_interval,
-            },
             "batch_size": settings.batch_size,
             "first": settings.learning_starts,
             "epsilon": (

@@ -29,9 +29,7 @@ def train(
     """Train; leaves metrics, logs, checkpoints, summary.json and report.html in `settings.log_dir`.
 
     Raises:
-        ConfigError: the settings don't fit the environment or each other.
-        RunLogError: the folder holds another run, and `resume` is not set.
-        CheckpointError: no run was begun there.
+        ConfigError: the settings don't fit the environment or each other. Others: see `recorded_run`.
     """
     check_gpus(options.get("launcher"), {"learner_gpus": settings.learner_gpus})
     folder = settings.log_dir

@@ -186,18 +186,9 @@ def recorded_run(
         write_settings(folder, settings)
         log.add_trackers(trackers())
         outcome = run(planned, folder, log, **options)
-        log.summarise(
-            Summary(
-                env_steps=outcome.env_steps,
-                learner_steps=outcome.learner_steps,
-                episodes=outcome.episodes,
-                seconds=outcome.seconds,
-                return_mean=outcome.return_mean,
-                return_std=outcome.return_std,
-                seed=planned.seed,
-                version=build_version(),
-            )
-        )
+        counted = ("env_steps", "learner_steps", "episodes", "seconds", "return_mean", "return_std")
+        numbers = {name: getattr(outcome, name) for name in counted}
+        log.summarise(Summary(**numbers, seed=planned.seed, version=build_version()))
         log.extend_summary(
             end=outcome.text,
             restarts=outcome.restarts,
