@@ -46,7 +46,8 @@ class Gateway:
     async def echo(self, body: bytes) -> Reply:
         self.bodies.append(body)
         await self.go.wait()
-        return Reply(b"<" + body[:100] + b">", "text/x-echo", 418 if body == b"bad" else 200, 7, self.more)
+        told = b"<" + body[:100] + b">" if body != b"much" else b"m" * (32 << 20)
+        return Reply(told, "text/x-echo", 418 if body == b"bad" else 200, 7, self.more)
 
     async def app(self, scope, receive, send) -> None:
         self.by_layers += 1
@@ -310,6 +311,38 @@ def test_a_reply_that_ends_its_connection_ends_it():
         assert status == 200 and headers["connection"] == "close"
         assert await asyncio.wait_for(web.reader.read(), 20) == b"" and b"never" not in gateway.bodies
         assert gateway.by_layers == 1
+
+    run(test)
+
+
+def test_an_answer_that_does_not_go_at_once_is_sent_whole():
+    async def test(gateway, web):
+        await learnt(web)
+        await web.send(request(b"much"), request(b"next"))
+        await asyncio.sleep(0.1)  # nothing is read meanwhile
+        assert (await web.answer())[2] == b"m" * (32 << 20)
+        assert (await web.answer())[2] == b"<next>"
+
+    run(test)
+
+
+def test_the_answer_of_a_client_that_left_goes_to_no_other():
+    async def test(gateway, web):
+        await learnt(web)
+        for i in range(5):
+            gateway.go.clear()
+            async with Web(gateway) as gone:
+                await gone.send(request(b"secret"))
+            for _ in range(500):
+                if len(gateway.state.connections) == 1:
+                    break
+                await asyncio.sleep(0.01)
+            async with Web(gateway) as other:
+                await other.send(request(b"%d" % i))
+                gateway.go.set()
+                assert (await other.answer())[2] == b"<%d>" % i
+                assert (await other.ask(request(b"more")))[2] == b"<more>"
+        assert (await web.ask(request(b"mine")))[2] == b"<mine>"
 
     run(test)
 
