@@ -90,6 +90,23 @@ void bind_pictures(nb::module_& m) {
         },
         nb::arg("text"), nb::sig("def base64_decoded(text: str) -> bytes | None"),
         "Decode padded base64; None where the text is anything else, by a single character.");
+    m.def(
+        "json_cut",
+        [](nb::bytes body, std::size_t least) -> nb::object {
+            json::Cut found;
+            bool good = false;
+            {
+                const nb::gil_scoped_release others_go_on;
+                good = json::cut(body.c_str(), body.size(), least, found);
+            }
+            if (!good) return nb::none();
+            nb::list texts;
+            for (const auto& [start, size] : found.texts) texts.append(nb::str(body.c_str() + start, size));
+            return nb::make_tuple(nb::bytes(found.rest.data(), found.rest.size()), texts);
+        },
+        nb::arg("body"), nb::arg("least"), nb::sig("def json_cut(body: bytes, least: int) -> tuple[bytes, list[str]] | None"),
+        "Cut plain strings of at least so many bytes out of JSON in UTF-8: what is left, with NaN for each, and the strings in "
+        "their order. None where it has constants that are no JSON, or is broken.");
 }
 
 }  // namespace jurybox

@@ -1,9 +1,13 @@
-// Pictures on their way into rows: base64 of a request's text, and pixels of four bytes, as decoders keep them, to three.
+// Pictures on their way into rows: the long strings of a request's JSON, their base64, and pixels of four bytes, as decoders
+// keep them, to three.
 #pragma once
 #include <array>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <string>
+#include <utility>
+#include <vector>
 #if defined(__x86_64__)
 #include <tmmintrin.h>
 #endif
@@ -127,4 +131,49 @@ inline bool decode(std::uint8_t* to, const std::uint8_t* text, std::size_t n) {
 }
 
 }  // namespace base64
+
+namespace json {
+
+// A JSON text whose long strings are cut out: `NaN` stands for each, and they are where `texts` says (start, length).
+struct Cut {
+    std::string rest;
+    std::vector<std::pair<std::size_t, std::size_t>> texts;
+};
+
+// Whether a string means itself: ASCII, with no escape and no control character.
+inline bool is_plain(const char* text, std::size_t n) {
+    std::uint8_t other = 0;
+    for (std::size_t i = 0; i < n; ++i) {
+        const auto byte = static_cast<std::uint8_t>(text[i]);
+        other |= static_cast<std::uint8_t>((byte < 0x20) | (byte >= 0x80) | (byte == '\\'));
+    }
+    return other == 0;
+}
+
+// Cut plain strings of at least so many bytes out of a JSON text in UTF-8. Gives false where a string does not end, and where
+// there may be a NaN (or Infinity) of the text's own.
+inline bool cut(const char* text, std::size_t n, std::size_t least, Cut& found) {
+    std::size_t kept = 0;
+    for (std::size_t i = 0; i < n; ++i) {
+        if (text[i] == 'N' || text[i] == 'I') return false;
+        if (text[i] != '"') continue;
+        const std::size_t start = i + 1;
+        for (std::size_t from = start;; from = i + 1) {
+            const void* quote = from < n ? std::memchr(text + from, '"', n - from) : nullptr;
+            if (quote == nullptr) return false;
+            i = static_cast<std::size_t>(static_cast<const char*>(quote) - text);
+            std::size_t before = i;
+            while (before > start && text[before - 1] == '\\') --before;
+            if ((i - before) % 2 == 0) break;  // else the quote is escaped
+        }
+        if (i - start < least || !is_plain(text + start, i - start)) continue;
+        found.rest.append(text + kept, start - 1 - kept).append("NaN");
+        found.texts.emplace_back(start, i - start);
+        kept = i + 1;
+    }
+    found.rest.append(text + kept, n - kept);
+    return true;
+}
+
+}  // namespace json
 }  // namespace jurybox

@@ -66,10 +66,26 @@ void base64_of_any_length_has_no_wrong_digit() {
     }
 }
 
+void strings_that_mean_themselves_are_cut_out_of_json() {
+    const auto cut = [](const std::string& text, std::size_t least) {
+        const std::vector<char> exact(text.begin(), text.end());
+        json::Cut found;
+        if (!json::cut(exact.data(), exact.size(), least, found)) return std::string("none");
+        for (const auto& [start, size] : found.texts) found.rest += "|" + text.substr(start, size);
+        return found.rest;
+    };
+    CHECK(cut(R"({"a": "long", "b": ["x", "longer"]})", 4) == R"({"a": NaN, "b": ["x", NaN]}|long|longer)");
+    CHECK(cut(R"(["lo\ng", "lo\"ng", "\\", "long\\"])", 3) == R"(["lo\ng", "lo\"ng", "\\", "long\\"])");
+    CHECK(cut("[\"lo\tng\", \"l\xc3\xb6ng\", \"long\"]", 4) == "[\"lo\tng\", \"l\xc3\xb6ng\", NaN]|long");
+    CHECK(cut(R"(["NaN", "I", ""])", 4) == R"(["NaN", "I", ""])" && cut("", 0).empty());
+    for (const char* wrong : {"[NaN]", "[-Infinity]", "[\"long]", "\"", "[\"lo\\\"", "[\"long\", NaN]"}) CHECK(cut(wrong, 4) == "none");
+}
+
 }  // namespace
 
 int main() {
     every_fourth_byte_goes_and_no_other_is_touched();
     base64_is_taken_whole_or_not();
     base64_of_any_length_has_no_wrong_digit();
+    strings_that_mean_themselves_are_cut_out_of_json();
 }

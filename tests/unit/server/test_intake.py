@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import base64
 import io
+import json
 import random
+import re
 import threading
 
 import numpy as np
@@ -16,6 +18,7 @@ from jurybox import native
 from jurybox.protocol.errors import SpecMismatch
 from jurybox.server.gateway.dialects import intake
 from jurybox.server.gateway.dialects.intake import ThreadPool, decoded, encoded_bytes
+from jurybox.server.gateway.dialects.json_dialects import parsed
 
 
 def test_a_thread_gives_what_a_function_gives_or_raises():
@@ -86,6 +89,37 @@ def test_base64_is_decoded_as_the_standard_library_does_or_not_at_all():
     for wrong in ("abc", "ab=c", "a\x00bc", "é===", "\ud800bcd"):
         with pytest.raises(SpecMismatch, match="base64"):
             encoded_bytes(wrong)
+
+
+def test_json_with_long_strings_is_what_the_standard_library_says_it_is():
+    dice = random.Random(0)
+    long = "x" * 5000
+    pieces = [
+        f'"{long}"', f'"{long}y"', f'"{long}\\\\"', f'"{long}\\""', f'"{long}ö"', f'"{long}\n"',
+        '"short"', '"NaN"', '"\\""', "NaN", "-Infinity", "1", "-", "null", "tru",
+        "[", "]", "{", "}", ",", ":", " ", "", "\ufeff", "\x00", "\ud800",
+    ]  # fmt: skip
+    whole = [
+        lambda: f"[{', '.join(dice.choices(pieces[:9], k=4))}]",
+        lambda: f'{{"a": {dice.choice(pieces)}, "b": {{{dice.choice(pieces)}: {pieces[0]}, "c": {pieces[1]}}}}}',
+        lambda: "[" + "".join(dice.choices(pieces, k=5)) + pieces[0] + "]",
+    ]
+    read, refused = 0, 0
+    for _ in range(3000):
+        body = dice.choice(whole)().encode(dice.choice(["utf-8"] * 20 + ["utf-16", "utf-8-sig"]), "surrogatepass")
+        try:
+            expected = json.loads(body)
+        except ValueError as error:
+            refused += 1
+            with pytest.raises(type(error), match=re.escape(str(error))):
+                parsed(body)
+        else:
+            read += 1
+            assert repr(parsed(body)) == repr(expected)  # NaN is not itself
+    assert read > 500 and refused > 500
+    nested = b"[" * 100_000 + b'"' + b"x" * 9000 + b'"' + b"]" * 100_000
+    with pytest.raises(RecursionError):
+        parsed(nested)
 
 
 @pytest.mark.parametrize("side", [(1, 1), (1, 2), (3, 1), (7, 5), (64, 65), (1500, 1500)])
