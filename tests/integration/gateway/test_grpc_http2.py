@@ -78,13 +78,13 @@ async def ready():
 class Served:
     """A server in a thread of its own."""
 
-    def __init__(self, http2, access=None):
+    def __init__(self, http2, access=None, direct=None):
         self.methods = Methods()
         self.loop = asyncio.new_event_loop()
         self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
         self.thread.start()
         file = SimpleNamespace(name="t.proto", dependencies=[], serialized_pb=file_named("t.proto"))
-        service = Service("t.T", file, self.methods, self.methods.add)
+        service = Service("t.T", file, self.methods, self.methods.add, direct or {})
 
         async def start():
             server = GrpcServer("127.0.0.1:0", [service], ready, access or Access(max_message=MIB), http2)
@@ -385,3 +385,18 @@ def test_what_the_collector_runs_may_use_the_connection_whose_events_are_told():
         gc.collect()
     assert len(again) == 50
     assert sorted(event[1] for event in told + again) == list(range(1, next(calls), 2))
+
+
+def test_a_method_that_fails_unexpectedly_costs_its_connection_no_other_call():
+    def broken(message, call):
+        raise ZeroDivisionError
+
+    served = start("nghttp2", direct={"/t.T/echo": broken})
+    try:
+        with grpc.insecure_channel(served.bound, [("grpc.use_local_subchannel_pool", 1)]) as channel:
+            other = channel.unary_unary("/t.T/sleep").future(b"0.5", timeout=20)
+            assert served.methods.began.wait(20)
+            assert status(channel.unary_unary("/t.T/echo"), b"x") == grpc.StatusCode.UNKNOWN
+            assert other.result() == b"slept"
+    finally:
+        served.close()

@@ -290,8 +290,12 @@ class _Connection(asyncio.BufferedProtocol):
             for event in events:
                 if event is None:
                     over = True
-                else:
+                    continue
+                try:
                     self._take_in(*event)
+                except Exception as error:  # noqa: BLE001  of a method's own; the connection has other calls
+                    if (call := self.calls.get(event[1])) is not None:
+                        call.refuse(_STATUS.UNKNOWN, f"Unexpected {type(error).__name__}")
         finally:
             self._reading = False
             self.flush()
