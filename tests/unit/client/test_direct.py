@@ -452,19 +452,20 @@ def test_a_relay_out_of_descriptors_takes_who_waits_when_there_are_some_again(fr
 def test_a_socket_whose_connection_could_not_be_made_is_closed_once(monkeypatch):
     """Closed twice, the second close is of whatever got its number in between."""
     ours, theirs = socket.socketpair()
+    number = ours.fileno()
     monkeypatch.setattr("jurybox.client.transports.direct._local", lambda path: ours)
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     lowest = os.dup(0)
     os.close(lowest)
-    closed = []
-    monkeypatch.setattr(ours.__class__, "close", lambda self: closed.append(os.fstat(self.fileno())))
+    closed, close = [], os.close
+    monkeypatch.setattr(os, "close", lambda descriptor: (closed.append(os.fstat(descriptor)), close(descriptor)))
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, limits[1]))
         with pytest.raises(TooManyFiles):
             dial("ipc:///somewhere", b"", 1 << 20)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-        monkeypatch.undo()
     assert len(closed) == 1, "it was open until its owner closed it"
-    ours.close()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(number)
     theirs.close()

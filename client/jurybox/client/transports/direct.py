@@ -74,8 +74,13 @@ def dial(address: str, identity: bytes, most: int, attempt: int = 0) -> Zmtp | N
     made = None
     try:
         made = _local(address.removeprefix("ipc://")) if address.startswith("ipc://") else _remote(address, attempt)
-        link = native.Zmtp(made.fileno(), identity, most, _PATIENCE)
-        made.detach()
+        # The link's alone from here on: closed by two, the second time it would be somebody else's.
+        descriptor = made.detach()
+        try:
+            return native.Zmtp(descriptor, identity, most, _PATIENCE)
+        except (RuntimeError, MemoryError):  # which leave it to us
+            os.close(descriptor)
+            raise
     except OSError as error:
         if exhausted(error):
             raise TooManyFiles(f"no socket to {address}: {remedy()}") from error
@@ -85,7 +90,6 @@ def dial(address: str, identity: bytes, most: int, attempt: int = 0) -> Zmtp | N
     finally:
         if made is not None:
             made.close()
-    return link
 
 
 def _local(path: str) -> socket.socket:
