@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from types import SimpleNamespace
 
 import pytest
 
-from jurybox.protocol.errors import Code, Refused, Timeout
+from jurybox.protocol.errors import Busy, Code, Refused, Timeout
 from jurybox.protocol.spec import ModelSpec, TensorSpec
 from jurybox.server.gateway.app import SelfTest
 
@@ -21,8 +22,11 @@ class Engines:
         self.back = asyncio.Event()
         self.asked = 0
         self.leased = True
+        self.full_until = 0.0
 
     async def hold(self, name, *, trying):
+        if time.monotonic() < self.full_until:
+            raise Busy("no 1 neighbouring rows are free")
         if not self.leased and not self.back.is_set():
             raise Refused(f"model {name!r} is loading: ask again when it is ready", Code.NOT_READY)
         return SimpleNamespace(spec=SPEC)
@@ -107,3 +111,15 @@ async def test_who_drains_is_not_asked(engines):
     source = Source("serving", "ready")
     source.draining = True
     assert (await SelfTest(source, engines).reasons(), engines.asked) == (["the server is draining"], 0)
+
+
+async def test_health_waits_for_the_rows_of_a_gateway_that_died_as_requests_do(engines):
+    """Its successor asks for rows before those were taken back."""
+    engines.back.set()
+    engines.full_until = time.monotonic() + 0.3
+    assert await SelfTest(Source("serving", "ready"), engines).reasons() == []
+    engines.full_until = time.monotonic() + 60.0
+    began = time.monotonic()
+    (reason,) = await SelfTest(Source("serving", "ready"), engines).reasons()
+    assert "no 1 neighbouring rows are free" in reason
+    assert 1.0 < time.monotonic() - began < 10.0

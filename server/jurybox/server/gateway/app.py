@@ -19,7 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from jurybox.protocol.errors import TABLE, Code, Error, ServerGone, Timeout, said
 from jurybox.protocol.revision import source_revision
 from jurybox.protocol.wire import PROTOCOL_VERSION, build_version
-from jurybox.server.gateway.inference.lanes import Lanes
+from jurybox.server.gateway.inference.lanes import MOMENT, SOON, Lanes
 from jurybox.server.gateway.live import Document, StatusSource, Watching
 
 if TYPE_CHECKING:
@@ -139,11 +139,16 @@ class SelfTest:
         """Request one row of zeros, of a weights version (0: the newest); returns the reason for a failure."""
         tries = _TRIES
         until = self._clock() + _TIMEOUT
+        exchanged = until - _TIMEOUT + MOMENT  # as long as requests wait for rows that a dead gateway had
         while True:
+            held = None
             try:
                 held = await self._lanes.hold(name, trying=True)
                 await self._lanes.probe(held, until - self._clock(), version)
             except Error as error:
+                if held is None and error.code == Code.BUSY and self._clock() < exchanged:
+                    await asyncio.sleep(SOON)
+                    continue
                 tries -= 1
                 if error.code == Code.STALE_LEASE and tries:
                     continue  # it was loaded again just now
