@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jurybox.protocol.errors import RowFailed, SpecMismatch
-from jurybox.server.gateway.inference.inference import Inference, InferRequest, InferResponse, Output
+from jurybox.server.gateway.inference.inference import InferRequest, InferResponse, OpenInference, Output
 from jurybox.server.gateway.inference.tensors import of_request
 
 MEMBERS = {"sharp": {"weight": 0.25}, "kind": {"weight": 2.0}}
@@ -22,7 +22,7 @@ def answer(scores, failed=None):
 
 def voted(*answers, row_errors=True):
     parameters = {"row_errors": row_errors}
-    inference = Inference.__new__(Inference)  # its votes need no lane
+    inference = OpenInference.__new__(OpenInference)  # its votes need no lane
     request = InferRequest("panel", "", "", [], [], parameters)
     response = inference._voted(request, MEMBERS, answers, ["score", *MEMBERS], of_request(parameters))
     return {made.name: made.array for made in response.outputs}, json.loads(response.parameters.get("row_errors", "{}"))
