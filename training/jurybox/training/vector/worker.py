@@ -69,34 +69,30 @@ def bind_to(parent: int) -> None:
 def answered(environment: Any, command: str, data: Any) -> Any:
     """The environment's answer to a command of SubprocVecEnv; a `WorkerFailed` where it raised."""
     try:
-        return _answer(environment, command, data)
+        match command:
+            case "step":
+                return _step(environment, data)
+            case "reset":
+                seed, options = data
+                return environment.reset(seed=seed, **({"options": options} if options else {}))
+            case "render":
+                return environment.render()
+            case "get_spaces":
+                return environment.observation_space, environment.action_space
+            case "env_method":
+                name, arguments, named = data
+                return environment.get_wrapper_attr(name)(*arguments, **named)
+            case "get_attr":
+                return environment.get_wrapper_attr(data)
+            case "has_attr":
+                return environment.has_wrapper_attr(data)
+            case "set_attr":
+                return environment.set_wrapper_attr(*data)
+            case "is_wrapped":
+                return _is_wrapped(environment, data)
+        raise NotImplementedError(f"a worker does not know the command {command!r}")
     except Exception as error:  # noqa: BLE001 (the learner raises it)
         return described(error)
-
-
-def _answer(environment: Any, command: str, data: Any) -> Any:
-    match command:
-        case "step":
-            return _step(environment, data)
-        case "reset":
-            seed, options = data
-            return environment.reset(seed=seed, **({"options": options} if options else {}))
-        case "render":
-            return environment.render()
-        case "get_spaces":
-            return environment.observation_space, environment.action_space
-        case "env_method":
-            name, arguments, named = data
-            return environment.get_wrapper_attr(name)(*arguments, **named)
-        case "get_attr":
-            return environment.get_wrapper_attr(data)
-        case "has_attr":
-            return environment.has_wrapper_attr(data)
-        case "set_attr":
-            return environment.set_wrapper_attr(*data)
-        case "is_wrapped":
-            return _is_wrapped(environment, data)
-    raise NotImplementedError(f"a worker does not know the command {command!r}")
 
 
 def _step(environment: Any, action: Any) -> tuple[Any, float, bool, dict[str, Any], dict[str, Any]]:
