@@ -7,7 +7,7 @@ import numpy as np
 from jurybox.training.environments.cage import CageVectorEnv
 from jurybox.training.environments.cage.tables import Blue, action
 from jurybox.training.search.rollouts import INPUTS, play
-from jurybox.training.search.settings import encode, parse
+from jurybox.training.search.settings import parse
 
 ORDER = parse("enterprise, op_server, op_host, user, defender")
 
@@ -30,7 +30,7 @@ def test_observations_carry_the_order_and_returns_do_not_carry_alignment() -> No
     policy = Always(action(Blue.RESTORE, "User1"))
     rollout, episodes = play(env, policy, ORDER, steps=20, weight=30.0)
     assert rollout.observations.shape == (20, 4, INPUTS) and INPUTS == 90
-    assert (rollout.observations[:, :, 52:77] == encode(ORDER)).all()
+    assert (rollout.observations[:, :, 52:77] == np.eye(5)[list(ORDER)].ravel()).all()
     assert rollout.over[-1].all() and not rollout.over[:-1].any() and not rollout.terminated.any()
     paid = rollout.rewards.sum(0) - episodes.returns
     assert episodes.fixes.tolist() == [20] * 4 and 0 <= episodes.complied.sum() < 80

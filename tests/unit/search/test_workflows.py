@@ -9,7 +9,7 @@ from scipy.spatial.distance import cdist
 from jurybox.training.environments.cage import tables as t
 from jurybox.training.environments.cage.tables import UNIT_TYPES, Blue, action
 from jurybox.training.search.rollouts import Alignment, Doubts, Orders, judge, judge_changes, order_masks
-from jurybox.training.search.settings import ORDERS, describe, encode, parse, vectors
+from jurybox.training.search.settings import ORDERS, describe, parse, vectors
 
 USER_LAST = parse("defender, enterprise, op_server, op_host, user")
 USER_FIRST = parse("user > op_host > op_server > enterprise > defender")
@@ -41,7 +41,7 @@ def test_there_are_120_orders_and_each_can_be_told_and_read() -> None:
 
 
 def test_an_order_is_encoded_position_by_position() -> None:
-    code = encode(USER_FIRST).reshape(5, 5)
+    code = Orders.of(USER_FIRST, 1).encoded[0].reshape(5, 5)
     assert code.dtype == np.float32 and code.sum() == 5
     assert [UNIT_TYPES[kind] for kind in code.argmax(1)] == ["user", "op_host", "op_server", "enterprise", "defender"]
 
@@ -122,7 +122,7 @@ def test_every_network_is_judged_by_its_own_order() -> None:
     rows = np.array([USER_FIRST, USER_LAST, (-1,) * 5])
     orders = Orders.of(rows, 3)
     assert orders.given.tolist() == [True, True, False]
-    np.testing.assert_array_equal(orders.encoded[:2], [encode(USER_FIRST), encode(USER_LAST)])
+    np.testing.assert_array_equal(orders.encoded[:2], np.eye(5)[[USER_FIRST, USER_LAST]].reshape(2, 25))
     assert not orders.encoded[2].any()
     before = np.repeat(truth("User1", "Enterprise0"), 3, axis=0)
     after = np.repeat(truth("Enterprise0"), 3, axis=0)

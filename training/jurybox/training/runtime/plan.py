@@ -234,42 +234,38 @@ class Plan:
     columns: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        check(self)
+        """Raise PlanError if the plan is inconsistent."""
+        for what, names in (
+            ("role", [role.name for role in self.roles]),
+            ("replay", [replay.name for replay in self.replays]),
+            ("weights channel", [channel.name for channel in self.channels]),
+        ):
+            if twice := {name for name in names if names.count(name) > 1}:
+                raise PlanError(f"two have the {what} name {twice.pop()!r}: every {what} needs its own")
+        replays, channels = {each.name for each in self.replays}, {each.name for each in self.channels}
+        published: dict[str, str] = {}
+        for role in self.roles:
+            unknown = ({*role.writes, *role.samples} - replays) | (
+                {*role.reads, *filter(None, [role.publishes])} - channels
+            )
+            if unknown:
+                raise PlanError(f"{role.name} names {unknown.pop()!r}, which the plan has no replay or channel for")
+            if role.publishes is not None and published.setdefault(role.publishes, role.name) != role.name:
+                raise PlanError(f"{published[role.publishes]} and {role.name} publish on {role.publishes!r}: one may")
+            try:
+                json.dumps(dict(role.settings))
+            except TypeError as error:
+                raise PlanError(
+                    f"{role.name}: settings travel to a fresh process as JSON, and these don't: {error}"
+                ) from error
+        if self.server is not None and (strange := self.server.models.keys() - channels):
+            raise PlanError(f"the server is to have {strange.pop()!r}, which the plan has no channel for")
+        if not self.of_kind(Kind.ACTOR):
+            raise PlanError("a run needs an actor: nothing would ever happen")
 
     def of_kind(self, kind: Kind) -> list[int]:
         """The numbers of the roles of this kind."""
         return [number for number, role in enumerate(self.roles) if role.kind is kind]
-
-
-def check(plan: Plan) -> None:
-    """Raise PlanError if the plan is inconsistent."""
-    for what, names in (
-        ("role", [role.name for role in plan.roles]),
-        ("replay", [replay.name for replay in plan.replays]),
-        ("weights channel", [channel.name for channel in plan.channels]),
-    ):
-        if twice := {name for name in names if names.count(name) > 1}:
-            raise PlanError(f"two have the {what} name {twice.pop()!r}: every {what} needs its own")
-    replays, channels = {each.name for each in plan.replays}, {each.name for each in plan.channels}
-    published: dict[str, str] = {}
-    for role in plan.roles:
-        unknown = ({*role.writes, *role.samples} - replays) | (
-            {*role.reads, *filter(None, [role.publishes])} - channels
-        )
-        if unknown:
-            raise PlanError(f"{role.name} names {unknown.pop()!r}, which the plan has no replay or channel for")
-        if role.publishes is not None and published.setdefault(role.publishes, role.name) != role.name:
-            raise PlanError(f"{published[role.publishes]} and {role.name} publish on {role.publishes!r}: one may")
-        try:
-            json.dumps(dict(role.settings))
-        except TypeError as error:
-            raise PlanError(
-                f"{role.name}: settings travel to a fresh process as JSON, and these don't: {error}"
-            ) from error
-    if plan.server is not None and (strange := plan.server.models.keys() - channels):
-        raise PlanError(f"the server is to have {strange.pop()!r}, which the plan has no channel for")
-    if not plan.of_kind(Kind.ACTOR):
-        raise PlanError("a run needs an actor: nothing would ever happen")
 
 
 def load(make: str) -> Callable[..., Any]:

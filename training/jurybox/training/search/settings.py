@@ -28,11 +28,6 @@ ENCODED = N_TYPES * N_TYPES
 _PAIRS = tuple(combinations(range(N_TYPES), 2))
 
 
-def encode(order: Sequence[int]) -> npt.NDArray[np.float32]:
-    """One-hot, position by position: float32 (25,), 1 at 5 x position + type."""
-    return np.eye(N_TYPES, dtype=np.float32)[list(order)].reshape(-1)
-
-
 def describe(order: Sequence[int]) -> str:
     """'enterprise > op_server > ...'."""
     return " > ".join(UNIT_TYPES[kind] for kind in order)
