@@ -306,7 +306,7 @@ class SlowOnce(Lane):
 
 async def test_what_comes_after_its_time_out_is_no_answer_to_the_connections_next_request():
     together, _ = coalescer(SlowOnce())
-    oip = SimpleNamespace(inference=SimpleNamespace(told=lambda *_: None))
+    oip = SimpleNamespace(told=lambda *_: None)
     held = SimpleNamespace(spec=SPEC, coalescer=together)
     request = InferRequest("m", "", "", [Input("x", "FP32", (1, 2), None, True, {})], [], {}, None)
     form = Form(oip, held, request, 1, ["y"], lambda *_: [b""])
