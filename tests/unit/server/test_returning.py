@@ -105,13 +105,13 @@ def test_where_waits_are_often_in_vain_there_are_none():
 
 def test_who_is_in_a_hurry_waits_for_nobody():
     made, clock = returning()
-    four = [Source(HERE) for _ in range(4)]
-    ask_again(made, clock, four)
-    for source in four:
+    eight = [Source(HERE) for _ in range(8)]
+    ask_again(made, clock, eight)
+    for source in eight:
         made.answered(source)
-    made.asked(four[0], 60.0, 1)
-    assert made.wait(1) > 0
-    assert not made.asked(four[1], 0.05, 2) and made.wait(2) == 0
+    made.asked(eight[0], 60.0, 1)
+    assert made.wait(1) > 0 and made.asked(eight[1], 60.0, 2)
+    assert not made.asked(eight[2], 0.05, 3) and made.wait(3) == 0
 
 
 def test_connections_that_ended_are_not_kept():
