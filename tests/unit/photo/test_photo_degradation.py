@@ -5,7 +5,8 @@ from dataclasses import fields
 import numpy as np
 import pytest
 
-from jurybox.training.environments.photo.edits import Degradation, degrade, draw
+from jurybox.training.environments.photo.audit import distance, registered
+from jurybox.training.environments.photo.edits import Degradation, apply, cure, degrade, draw
 
 
 def test_the_same_seed_draws_the_same_damage(photo):
@@ -70,3 +71,16 @@ def test_strength_scales_every_fault_and_changes_nothing_else(seed):
 def test_a_strength_of_nothing_is_refused():
     with pytest.raises(ValueError, match="positive strength"):
         draw(np.random.default_rng(0), 0.0)
+
+
+def test_the_cure_of_a_damage_brings_the_picture_nearer_to_its_photo(photo):
+    nearer = []
+    for seed in range(20):
+        fault = draw(np.random.default_rng(seed), tilted=0.5)
+        damaged, mended = degrade(photo, fault), cure(fault)
+        assert mended.straighten == -fault.tilt
+        before = distance(damaged, registered(photo, fault.tilt, {}))
+        after = distance(apply(damaged, mended), registered(photo, fault.tilt, mended.as_dict()))
+        nearer.append(after < before)
+    assert np.mean(nearer) >= 0.9
+    assert not any(cure(Degradation()).vector())

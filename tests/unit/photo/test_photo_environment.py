@@ -205,6 +205,18 @@ def test_of_a_share_of_the_episodes_the_photo_is_intact_and_of_none_where_damage
         make(intact=1.5)
 
 
+def test_of_the_photos_without_a_tilt_a_share_is_tilted_and_no_intact_one(make):
+    plain, tilted = ([make(seed=4, tilted=share).reset()[1]["degradation"] for _ in range(1)] for share in (0.0, 1.0))
+    assert {**tilted[0], "tilt": 0.0} == {**plain[0], "tilt": 0.0}, "all else is drawn as without it"
+    environment = make(seed=4, tilted=1.0)
+    assert all(environment.reset(options={"intact": False})[1]["degradation"]["tilt"] for _ in range(10))
+    assert not environment.reset(options={"intact": True})[1]["degradation"]["tilt"]
+    held = PhotoConfig(intact=0.5, tilted=0.5).held_out()
+    assert (held.intact, held.tilted) == (0.0, 0.0), "the evaluation's damage is always the same"
+    with pytest.raises(ValueError, match="from 0 to 1"):
+        make(tilted=-0.5)
+
+
 def test_an_outcome_tells_the_score_of_every_step(make):
     outcome = evaluate(make(steps=3), RandomEdits(0), [7]).outcomes[0]
     assert len(outcome.scores) == 4 and outcome.after == outcome.scores[-1] != outcome.before == outcome.scores[0]

@@ -77,3 +77,12 @@ def test_the_view_inside_an_observation_is_the_small_picture(photo):
     seen = observation.observe(photo, Edits(), 0.0, 0.0)[observation.VIEW]
     view = np.rint((seen.reshape(16, 16, 3) / observation.VIEW_SCALE + 1.0) * 127.5)
     assert np.array_equal(view, cv2.resize(photo, (16, 16), interpolation=cv2.INTER_AREA))
+
+
+def test_a_mirrored_observation_is_that_of_the_mirrored_picture(photo):
+    edits, mirrored_edits = Edits(exposure=0.5, straighten=6.0), Edits(exposure=0.5, straighten=-6.0)
+    seen = observation.observe(photo, edits, 0.5, 0.2)
+    other = observation.observe(np.ascontiguousarray(photo[:, ::-1]), mirrored_edits, 0.5, 0.2)
+    assert np.abs(observation.mirrored(seen[None])[0] - other).max() < 0.1
+    assert np.abs(seen - other).max() > 0.2
+    assert np.array_equal(observation.mirrored(observation.mirrored(seen[None]))[0], seen)

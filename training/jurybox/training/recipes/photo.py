@@ -35,6 +35,7 @@ from jurybox.training.environments.photo import PhotoConfig, observation
 from jurybox.training.environments.photo.edits import TOOLS
 from jurybox.training.policies import Acts, Description
 from jurybox.training.recipes.launchers import Spread
+from jurybox.training.recipes.photo_imitation import imitate
 from jurybox.training.recipes.photo_worker import environment_maker
 from jurybox.training.recipes.progress import Silence, Watcher
 from jurybox.training.recipes.recorder import COLUMNS, Recorder, learner_steps, restore
@@ -82,6 +83,7 @@ class PhotoTraining(Settings):
 
     environment: PhotoConfig = PhotoConfig()
     steps: int = Field(40_000, ge=1, description="Edit steps in all; rounded up to whole rollouts.")
+    imitation: int = Field(0, ge=0, description="Edit steps before these, in which cures of the damage are shown.")
     envs: int | None = Field(None, ge=1, description="Environments side by side; none: one for each worker, or 8.")
     workers: int | None = Field(
         None, ge=1, description="Processes; none: one for each environment, on a cluster one for two."
@@ -208,6 +210,15 @@ def train(
     try:
         model = _new_model(settings, environments) if resume is None else _resumed(settings, environments, resume)
         model.set_logger(Logger(None, []))
+        if resume is None and settings.imitation:
+            imitate(
+                model,
+                environments,
+                settings.imitation,
+                seed=settings.seed,
+                episode=settings.environment.steps,
+                watcher=watcher,
+            )
         recorder = Recorder(
             log,
             watcher,

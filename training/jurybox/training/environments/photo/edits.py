@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import asdict, astuple, dataclass, fields
-from functools import partial
+from dataclasses import asdict, astuple, dataclass, fields, replace
+from functools import lru_cache, partial
 from typing import Any
 
 import cv2
@@ -326,12 +326,13 @@ _FAULTS: tuple[Fault, ...] = (_exposure, _haze, _cast, _saturation, _detail, _ti
 _HOW_OFTEN = np.array([3.0, 2.5, 2.0, 2.0, 1.0, 1.0])
 
 
-def draw(rng: np.random.Generator, strength: float = 1.0) -> Degradation:
+def draw(rng: np.random.Generator, strength: float = 1.0, tilted: float = 0.0) -> Degradation:
     """Two to four different faults of random strength.
 
     Args:
         rng: all randomness comes from here, the noise's seed included.
         strength: scales every fault; 1 is what a careless amateur delivers.
+        tilted: share of the others that are tilted beside their faults.
     """
     if not strength > 0.0:
         raise ValueError(f"expected a positive strength, got {strength}")
@@ -340,7 +341,10 @@ def draw(rng: np.random.Generator, strength: float = 1.0) -> Degradation:
     settings: dict[str, float] = {}
     for index in chosen:
         settings.update(_FAULTS[index](rng, strength))
-    return Degradation(**settings, noise_seed=int(rng.integers(2**31)))
+    seed = int(rng.integers(2**31))
+    if tilted and "tilt" not in settings and rng.random() < tilted:
+        settings.update(_tilt(rng, strength))
+    return Degradation(**settings, noise_seed=seed)
 
 
 def degrade(photo: Image, fault: Degradation) -> Image:
@@ -364,3 +368,62 @@ def degrade(photo: Image, fault: Degradation) -> Image:
         noise = np.random.default_rng(fault.noise_seed).standard_normal(photo.shape, dtype=np.float32)
         picture = np.rint(np.clip(picture + fault.noise * noise, 0, 255)).astype(np.uint8)
     return picture
+
+
+_FITTED = [TOOLS.index(name) for name in ("exposure", "contrast", "saturation", "temperature", "tint")]
+_NUDGE, _LARGEST = 0.04, 0.7  # of a setting: to find the slope above the rounding to 8 bits, and at once
+# Colours as photographs have them, uint8 (16, 16, 3): every brightness, most of them not far from grey.
+_GREYS = np.repeat(np.linspace(4, 251, 16), 16)[:, None]
+_SPREAD = np.random.default_rng(0).normal(0, 22, (256, 3))
+_PALETTE: Image = np.clip(_GREYS + _SPREAD, 0, 255).astype(np.uint8).reshape(16, 16, 3)
+
+
+@lru_cache(maxsize=256)
+def cure(fault: Degradation) -> Edits:
+    """What mends a degradation as far as the tools can: a training that knows the damage may show it; about 5 ms.
+
+    The tools that change colours are fitted together, so that a palette comes back as it was. Undoing fault by fault
+    spoils every second picture: under-exposed haze is no longer dark, and the tools come in another order than the
+    faults.
+    """
+    settings = np.zeros(len(TOOLS))
+    colours = replace(fault, blur=0.0, noise=0.0, tilt=0.0, noise_seed=0)
+    if any((fault.exposure, fault.haze, fault.saturation, fault.temperature, fault.tint)):
+        inverse = (-fault.exposure, -math.log2(1 - fault.haze), -fault.saturation, -fault.temperature, -fault.tint)
+        # Where haze hides what exposure did, much less of it is to be undone: there are two valleys.
+        starts = [np.array(inverse)] + [np.array(inverse) * (0.3, 1, 1, 0.5, 0.5)] * bool(fault.haze)
+        damaged = degrade(_PALETTE, colours)
+        settings[_FITTED] = min((_fitted(damaged, start) for start in starts), key=lambda each: each[1])[0]
+    settings[TOOLS.index("sharpness")] = 0.8 * fault.blur
+    settings[TOOLS.index("denoise")] = 2 * fault.noise
+    settings[TOOLS.index("straighten")] = -fault.tilt
+    return Edits.from_vector(settings)
+
+
+def _fitted(damaged: Image, start: Vector) -> tuple[Vector, float]:
+    """Settings that bring the palette back, from a start (Levenberg and Marquardt), and what is missed."""
+    lowest, highest = LOWEST[_FITTED], HIGHEST[_FITTED]
+
+    def missed(settings: Vector) -> Vector:
+        recipe = np.zeros(len(TOOLS))
+        recipe[_FITTED] = settings
+        found: Vector = (apply(damaged, Edits.from_vector(recipe)).astype(np.float64) - _PALETTE).reshape(-1) / 255
+        return found
+
+    settings = np.clip(start, lowest, highest)
+    errors, damping = missed(settings), 0.05
+    nudges = _NUDGE * np.eye(len(_FITTED))
+    for _ in range(10):
+        slopes = np.stack([missed(settings + n) - missed(settings - n) for n in nudges], axis=1) / (2 * _NUDGE)
+        curvature = slopes.T @ slopes
+        towards = np.linalg.solve(curvature + damping * np.diag(np.diag(curvature) + 1e-3), -slopes.T @ errors)
+        tried = np.clip(settings + np.clip(towards, -_LARGEST, _LARGEST), lowest, highest)
+        left = missed(tried)
+        if left @ left >= errors @ errors:
+            damping *= 4
+            continue
+        near = np.abs(tried - settings).max() < 0.02
+        settings, errors, damping = tried, left, damping * 0.3
+        if near:
+            break
+    return settings, float(errors @ errors)

@@ -1,0 +1,112 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from jurybox.training.environments.photo import PhotoConfig, PhotoLibrary, observation
+from jurybox.training.environments.photo.edits import TOOLS
+from jurybox.training.recipes.photo import PhotoTraining, _new_model, make_environments, policy_of, train
+from jurybox.training.recipes.photo_imitation import imitate, wanted
+from jurybox.training.recipes.progress import Silence
+from jurybox.training.run_folder import RunLog
+
+SMALL = PhotoTraining(
+    environment=PhotoConfig(scorer="local", juror="tests.unit.recipes.cheap_juror:middle_grey", tilted=0.5),
+    seed=3,
+    steps=8,
+    imitation=640,
+    envs=2,
+    damages=2,
+    rollout=8,
+    n_epochs=1,
+    batch_size=8,
+    hidden=(32,),
+)
+
+
+class Recorded:
+    """What the environments tell of their photos."""
+
+    def __init__(self, environments):
+        self._environments, self.photos = environments, set()
+
+    def __getattr__(self, name):
+        return getattr(self._environments, name)
+
+    def step(self, actions):
+        told = self._environments.step(actions)
+        self.photos |= {info["photo"] for info in told[3]}
+        return told
+
+
+def shown(seed=3):
+    torch.set_num_threads(1)
+    environments = make_environments(SMALL, serial=True)
+    model = _new_model(SMALL, environments)
+    before = {name: tensor.clone() for name, tensor in model.policy.state_dict().items()}
+    watched = Recorded(environments)
+    found = imitate(model, watched, SMALL.imitation, seed=seed, episode=4, watcher=Silence())
+    environments.close()
+    return model, found, before, watched.photos
+
+
+@pytest.fixture(scope="module")
+def once():
+    return shown()
+
+
+def test_what_is_wanted_is_an_even_share_of_what_is_left_of_the_cure():
+    damage = {"tilt": 6.0, "exposure": -1.6}
+    seen = np.zeros(observation.SIZE, np.float32)
+    seen[observation.TIME] = -1.0
+    straighten, exposure = TOOLS.index("straighten"), TOOLS.index("exposure")
+    first = wanted(seen, damage, 4)
+    assert first[straighten] == pytest.approx(-6 / 2 / 4) and first[exposure] == pytest.approx(1.6 / 0.8 / 4, abs=0.03)
+    seen[observation.TIME], seen[observation.EDITS.start + exposure] = 0.5, 2.0 / 3.0  # two stops, one step is left
+    last = wanted(seen, damage, 4)
+    assert last[straighten] == -1.0 and last[exposure] == pytest.approx(-0.4 / 0.8, abs=0.1)
+    assert not wanted(np.zeros(observation.SIZE, np.float32), {}, 4).any(), "an intact photo is left alone"
+
+
+def test_the_policy_that_was_shown_cures_mends_what_it_sees(once):
+    model, found, _, _ = once
+    act = policy_of(model)
+    moves = np.stack([act(row) for row in found.seen])
+    assert ((moves - found.wanted) ** 2).mean() < 0.75 * (found.wanted**2).mean()
+
+
+def test_cures_are_shown_of_training_photos_alone(once):
+    photos = once[3]
+    library = PhotoLibrary.shipped()
+    assert photos <= {photo.name for photo in library.training}
+    assert not photos & {photo.name for photo in library.held_out}
+
+
+def test_nothing_but_the_policy_is_shown_cures(once):
+    model, _, before, _ = once
+    changed = {name for name, tensor in model.policy.state_dict().items() if not torch.equal(tensor, before[name])}
+    assert changed and all(name.startswith(("mlp_extractor.policy_net", "action_net")) for name in changed)
+
+
+def test_the_same_seed_shows_the_same(once):
+    model, found, _, _ = once
+    again, other, _, _ = shown()
+    assert np.array_equal(found.seen, other.seen) and np.array_equal(found.wanted, other.wanted)
+    for name, tensor in model.policy.state_dict().items():
+        assert torch.equal(tensor, again.policy.state_dict()[name]), name
+
+
+def test_a_training_is_shown_cures_once_and_not_when_it_is_resumed(tmp_path, monkeypatch):
+    from jurybox.training.checkpoints import Checkpoints
+    from jurybox.training.recipes import photo
+
+    asked = []
+    monkeypatch.setattr(photo, "imitate", lambda *_, **named: asked.append(named["seed"]))
+    folder = tmp_path / "run"
+    with RunLog(folder, photo.columns(SMALL.environment)) as log:
+        train(SMALL, log, serial=True)
+    checkpoint = Checkpoints(folder / "checkpoints").existing()
+    with RunLog(folder, photo.columns(SMALL.environment), resume_at=checkpoint.env_steps) as log:
+        train(SMALL.changed(steps=16), log, resume=checkpoint, serial=True)
+    assert asked == [3]

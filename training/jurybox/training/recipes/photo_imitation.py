@@ -1,0 +1,133 @@
+"""The photo policy's start: it is shown the cures of training photos before it is rewarded for anything.
+
+In training the environment damages the photos itself, so what mends each of them is known. The policy plays; what it
+should have done is noted beside every picture that it came to, and it learns that (DAgger: Ross et al., "A Reduction of
+Imitation Learning and Structured Prediction to No-Regret Online Learning", 2011). Where a picture does not tell what
+was done to it, the mean of what may have been done is learned, which is little: that is how much can be mended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.nn.functional as F
+from stable_baselines3 import PPO
+from stable_baselines3.common.vec_env.base_vec_env import VecEnv
+
+from jurybox.training import interrupts
+from jurybox.training.environments.photo import observation
+from jurybox.training.environments.photo.edits import HIGHEST, LOWEST, TOOLS, Degradation, cure
+from jurybox.training.environments.photo.environment import STEP_SIZES
+from jurybox.training.recipes.progress import Watcher
+
+Array = npt.NDArray[Any]
+
+_ROUNDS = 8  # of playing and learning; in each the policy plays as it learned in those before
+_PASSES, _LAST_PASSES = 4, 20  # over everything seen so far
+_BATCH = 64
+_LEARNING_RATE, _DECAY = 2e-3, 0.05
+_DROPOUT = 0.3  # there are far fewer photographs than pictures made of them
+_NOISE = (0.05, 0.15, 0.3)  # deviation of what is added to the actions, so that it sees more than its own ways
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """Pictures that the policy came to, float32 (n, observation), and what it should do there, float32 (n, action)."""
+
+    seen: Array
+    wanted: Array
+
+
+def imitate(model: PPO, environments: VecEnv, steps: int, *, seed: int, episode: int, watcher: Watcher) -> Shown:
+    """Show the policy of a new model the cures of what its environments damage.
+
+    Args:
+        environments: the model's; they are left in the middle of their episodes.
+        steps: edit steps of all environments together, rounded to whole ones of each in every round.
+        seed: of noise, batches and dropout.
+        episode: edit steps of an episode.
+
+    Returns:
+        All that was shown.
+
+    Raises:
+        KeyboardInterrupt: it was interrupted.
+    """
+    rng = np.random.default_rng((seed, 1))
+    n = environments.num_envs
+    each = max(1, round(steps / (_ROUNDS * n)))
+    pictures, moves = list[Array](), list[Array]()
+    with torch.random.fork_rng(devices=()):
+        torch.manual_seed(seed)
+        seen = _observed(environments.reset())
+        watcher.begin("shown cures", each * n * _ROUNDS)
+        for number in range(1, _ROUNDS + 1):
+            for _ in range(each):
+                interrupts.check()
+                noise = rng.normal(0.0, rng.choice(_NOISE, (n, 1)), (n, len(TOOLS)))
+                actions = np.clip(model.predict(seen, deterministic=True)[0] + noise, -1.0, 1.0)
+                following, _, _, infos = environments.step(actions.astype(np.float32))
+                for row, info in zip(seen, infos, strict=True):
+                    if "degradation" in info and not info.get("restarted"):
+                        pictures.append(row)
+                        moves.append(wanted(row, info["degradation"], episode))
+                seen = _observed(following)
+                watcher.advance(len(pictures))
+            shown = Shown(np.stack(pictures), np.stack(moves))
+            learn(model, shown, _LAST_PASSES if number == _ROUNDS else _PASSES)
+        watcher.end()
+    return shown
+
+
+def wanted(seen: Array, degradation: Mapping[str, float], episode: int) -> npt.NDArray[np.float32]:
+    """The move that is wanted, float32 (9,): an even share of what is left of the cure in each step that is left.
+
+    Args:
+        seen: the observation, which tells the edits so far and the time.
+        degradation: what was done to the photo.
+    """
+    edits = seen[observation.EDITS] * np.maximum(-LOWEST, HIGHEST)
+    left = episode * (1.0 - float(seen[observation.TIME][0])) / 2.0
+    rest = cure(Degradation(**degradation)).vector() - edits  # type: ignore[arg-type]
+    moves: npt.NDArray[np.float32] = np.clip(rest / STEP_SIZES / max(1.0, left), -1.0, 1.0).astype(np.float32)
+    return moves
+
+
+def learn(model: PPO, shown: Shown, passes: int) -> float:
+    """Train the policy's network, and nothing else of the model, on what was shown; returns the last pass's loss."""
+    policy: Any = model.policy
+    layers = [*policy.mlp_extractor.policy_net, policy.action_net]
+    optimiser = torch.optim.AdamW(
+        [each for layer in layers for each in layer.parameters()], lr=_LEARNING_RATE, weight_decay=_DECAY
+    )
+    # Mirrored, too: a picture that leans to the left is turned as far as one that leans to the right.
+    other = shown.wanted.copy()
+    other[:, TOOLS.index("straighten")] *= -1.0
+    seen = torch.from_numpy(np.concatenate((shown.seen, observation.mirrored(shown.seen))))
+    moves = torch.from_numpy(np.concatenate((shown.wanted, other)))
+    loss = torch.zeros(())
+    for number in range(passes):
+        interrupts.check()
+        for group in optimiser.param_groups:
+            group["lr"] = _LEARNING_RATE * max(0.05, 1.0 - number / passes)
+        for rows in torch.split(torch.randperm(len(seen)), _BATCH):
+            given = seen[rows]
+            for layer in layers[:-1]:
+                given = layer(given)
+                if not isinstance(layer, torch.nn.Linear):
+                    given = F.dropout(given, _DROPOUT)
+            loss = F.smooth_l1_loss(layers[-1](given), moves[rows], beta=0.5)
+            optimiser.zero_grad()
+            torch.autograd.backward(loss)
+            optimiser.step()
+    return float(loss.detach())
+
+
+def _observed(seen: Any) -> Array:
+    found: Array = np.array(seen, np.float32)  # a copy: some environments write the next one over it
+    return found
