@@ -135,8 +135,8 @@ def test_a_scribbled_extra_is_told_and_the_next_publication_is_read():
         reader = WeightsReader(channel)
         publisher.publish(weights(1), {"epsilon": 0.1})
         # One digit of a number: it would be read as another one.
-        text = channel._extra[channel.claim().slot]
-        at = bytes(text[:64]).index(b"0.1") + 2
+        text = channel.segment.array(np.uint8, (channel.segment.size,))
+        at = bytes(text).index(b"0.1", bytes(text).index(b"epsilon", 4096)) + 2
         text[at] = ord("9")
         with pytest.raises(ProtocolMismatch, match="damaged"):
             reader.read()

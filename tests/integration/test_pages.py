@@ -194,6 +194,11 @@ def test_toml_is_a_configuration_as_it_stands(block, tmp_path, monkeypatch) -> N
 
         assert gym.plan(gym.GymTraining.read(file, {})).roles
         return
+    if "imitation" in told:
+        from jurybox.training.recipes.photo import PhotoTraining
+
+        assert PhotoTraining.read(file, {}).imitation
+        return
     from jurybox.training.recipes.marl import MarlTraining, plan
 
     assert plan(MarlTraining.read(file, {})).roles
@@ -253,6 +258,9 @@ def test_every_command_is_one(block, tmp_path, monkeypatch) -> None:
     assert checked.returncode == 0, checked.stderr
     monkeypatch.chdir(tmp_path)
     (tmp_path / "holiday").mkdir()  # a reader's pictures
+    for one in of("toml"):  # files that the page has shown by their names
+        if one.page == block.page and (named := re.match(r"# (\w+\.toml)\n", one.text)):
+            (tmp_path / named[1]).write_text(one.text)
     for command in commands(text):
         program, *words = command
         match Path(program).name, words:

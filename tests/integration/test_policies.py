@@ -276,9 +276,9 @@ def test_a_file_from_elsewhere_names_no_code_but_ours_without_being_told_to(comm
     ],
 )
 def test_a_file_of_somebody_elses_runs_nothing_by_way_of_jurybox_itself(key, value, tmp_path):
-    made = served_networks.gym_policy("ppo", 4, (), False, True, 2, (8,), "float32", 4)
     arguments = {"algorithm": "ppo", "numbers": 4, "pictures": [], "normalise": False, "discrete": True, "actions": 2}
     arguments |= {"hidden": [8], "dtype": "float32", "size": 4}
+    made = served_networks.gym_policy(**arguments)
     acts = Acts("jurybox.training.recipes.served_networks:gym_policy", arguments, "p", "logits", "best")
     rows = "jurybox.training.environments.gymnasium_env:rows_environment"
     said = Description("gym", {"p": acts}, rows, {"name": "CartPole-v1", "arguments": {}}).as_dict()
