@@ -34,6 +34,12 @@ class Recorded:
     def __getattr__(self, name):
         return getattr(self._environments, name)
 
+    def reset(self):
+        told = self._environments.reset()
+        self.photos |= {info["photo"] for info in self._environments.reset_infos}
+        self.first = getattr(self, "first", 0) + len(told)
+        return told
+
     def step(self, actions):
         told = self._environments.step(actions)
         self.photos |= {info["photo"] for info in told[3]}
@@ -48,7 +54,7 @@ def shown(seed=3):
     watched = Recorded(environments)
     found = imitate(model, watched, SMALL.imitation, seed=seed, episode=4, watcher=Silence())
     environments.close()
-    return model, found, before, watched.photos
+    return model, found, before, watched
 
 
 @pytest.fixture(scope="module")
@@ -77,10 +83,17 @@ def test_the_policy_that_was_shown_cures_mends_what_it_sees(once):
 
 
 def test_cures_are_shown_of_training_photos_alone(once):
-    photos = once[3]
+    photos = once[3].photos
     library = PhotoLibrary.shipped()
     assert photos <= {photo.name for photo in library.training}
     assert not photos & {photo.name for photo in library.held_out}
+
+
+def test_most_pictures_that_are_shown_are_first_ones_of_episodes_and_the_others_are_what_the_policy_came_to(once):
+    _, found, _, watched = once
+    assert watched.first > SMALL.imitation / 2
+    first = found.seen[:, observation.TIME][:, 0] == -1.0
+    assert 0.7 * len(first) < first.sum() < 0.95 * len(first)
 
 
 def test_nothing_but_the_policy_is_shown_cures(once):

@@ -83,7 +83,7 @@ class PhotoTraining(Settings):
 
     environment: PhotoConfig = PhotoConfig()
     steps: int = Field(40_000, ge=1, description="Edit steps in all; rounded up to whole rollouts.")
-    imitation: int = Field(0, ge=0, description="Edit steps before these, in which cures of the damage are shown.")
+    imitation: int = Field(0, ge=0, description="Pictures before these steps, of which the cures are shown.")
     envs: int | None = Field(None, ge=1, description="Environments side by side; none: one for each worker, or 8.")
     workers: int | None = Field(
         None, ge=1, description="Processes; none: one for each environment, on a cluster one for two."

@@ -8,7 +8,7 @@ was done to it, the mean of what may have been done is learned, which is little:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +32,7 @@ _PASSES, _LAST_PASSES = 4, 20  # over everything seen so far
 _BATCH = 64
 _LEARNING_RATE, _DECAY = 2e-3, 0.05
 _DROPOUT = 0.3  # there are far fewer photographs than pictures made of them
+_BEGUN = 0.75  # share of what is shown that are episodes' first pictures: other photos, damaged otherwise, every time
 _NOISE = (0.05, 0.15, 0.3)  # deviation of what is added to the actions, so that it sees more than its own ways
 
 
@@ -48,7 +49,8 @@ def imitate(model: PPO, environments: VecEnv, steps: int, *, seed: int, episode:
 
     Args:
         environments: the model's; they are left in the middle of their episodes.
-        steps: edit steps of all environments together, rounded to whole ones of each in every round.
+        steps: pictures of all environments together, rounded to whole ones of each in every round: first ones of
+            episodes, and edit steps.
         seed: of noise, batches and dropout.
         episode: edit steps of an episode.
 
@@ -61,23 +63,32 @@ def imitate(model: PPO, environments: VecEnv, steps: int, *, seed: int, episode:
     rng = np.random.default_rng((seed, 1))
     n = environments.num_envs
     each = max(1, round(steps / (_ROUNDS * n)))
+    begun = round(_BEGUN * each)
     pictures, moves = list[Array](), list[Array]()
+
+    def show(rows: Array, infos: Sequence[Mapping[str, Any]]) -> None:
+        for row, info in zip(rows, infos, strict=True):
+            if "degradation" in info and not info.get("restarted"):
+                pictures.append(row)
+                moves.append(wanted(row, info["degradation"], episode))
+        watcher.advance(len(pictures))
+
     with torch.random.fork_rng(devices=()):
         torch.manual_seed(seed)
         seen = _observed(environments.reset())
         watcher.begin("shown cures", each * n * _ROUNDS)
         for number in range(1, _ROUNDS + 1):
-            for _ in range(each):
+            for _ in range(begun):
+                interrupts.check()
+                seen = _observed(environments.reset())
+                show(seen, environments.reset_infos)
+            for _ in range(each - begun):
                 interrupts.check()
                 noise = rng.normal(0.0, rng.choice(_NOISE, (n, 1)), (n, len(TOOLS)))
                 actions = np.clip(model.predict(seen, deterministic=True)[0] + noise, -1.0, 1.0)
                 following, _, _, infos = environments.step(actions.astype(np.float32))
-                for row, info in zip(seen, infos, strict=True):
-                    if "degradation" in info and not info.get("restarted"):
-                        pictures.append(row)
-                        moves.append(wanted(row, info["degradation"], episode))
+                show(seen, infos)
                 seen = _observed(following)
-                watcher.advance(len(pictures))
             shown = Shown(np.stack(pictures), np.stack(moves))
             learn(model, shown, _LAST_PASSES if number == _ROUNDS else _PASSES)
         watcher.end()
