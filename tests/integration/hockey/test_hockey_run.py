@@ -31,7 +31,7 @@ from jurybox.training.runtime.scoreboard import Word
 SMALL = [
     "--set", "batch_size = 16", "--set", "learner.hidden_actor = [16, 16]", "--set", "learner.hidden_critic = [16, 16]",
     "--set", "evaluation_games = 2", "--set", "matrix_games = 0", "--set", "film_games = 0",
-    "--set", "snapshot_every = 3", "--set", "log_every = 500", "--set", "league.anchor_share = 0.2",
+    "--set", "snapshot_every = 1", "--set", "log_every = 500", "--set", "league.anchor_share = 0.2",
     "--train-freq", "2", "--set", "evaluate_every = 0",
 ]
 # fmt: on
@@ -45,12 +45,12 @@ def command(folder, *more: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.runs
 def test_two_collectors_and_a_learner_make_the_steps_of_the_budget(tmp_path) -> None:
     before = segments()
-    done = command(tmp_path, "--workers", "2", "--envs", "8", "--steps", "1600", "--learning-starts", "200")
+    done = command(tmp_path, "--workers", "2", "--envs", "8", "--steps", "2400", "--learning-starts", "200")
     assert done.returncode == 0, done.stderr
     assert "report:" in done.stdout and "against weak:" in done.stdout
     summary = json.loads((tmp_path / "summary.json").read_text())
     # Two collectors may look at the budget in the same moment.
-    assert 1600 <= summary["env_steps"] <= 1604 and summary["learner_steps"] == (1600 - 200) // 2
+    assert 2400 <= summary["env_steps"] <= 2404 and summary["learner_steps"] == (2400 - 200) // 2
     assert summary["restarts"] == 0 and summary["episodes"] > 1 and not summary["serial"]
     lanes = [lane.role for lane in Timeline.read(tmp_path / "timeline.json").lanes]
     assert lanes == ["actor-0", "actor-1", "learner", "evaluator"]
