@@ -15,19 +15,24 @@ from typing import Any, NamedTuple
 
 from jurybox.protocol.errors import Refused
 from jurybox.server.gateway.dialects.intake import Reply
-from jurybox.server.gateway.inference.http_forms import ENDS, InferProtocol, plain_length
+from jurybox.server.gateway.inference.http_forms import (
+    ENDS,
+    MOST_BODY,
+    MOST_HEAD,
+    MOST_HEADS,
+    InferProtocol,
+    plain_length,
+)
 from jurybox.server.security.access import Room
 from jurybox.server.security.http import DATA_HEADERS, Taken
 
 ANSWERED = "jurybox.dialect"  # in a request's scope: called with what answers its body, once it is answered
 Endpoint = Callable[[bytes], Awaitable[Reply]]
-_MOST_HEADS = 1024
-_MOST_HEAD = 8 << 10  # bytes of one
-_MOST_BODY = 4 << 20  # bytes; larger ones go the usual way
 _LENGTH = re.compile(rb"\r\n[Cc]ontent-[Ll]ength: ([0-9]{1,8})\r\n")
 _BEGIN = b"POST /"
 _INFERENCE = b"POST /v2/"
-_FIELDS = b"".join(b"%b: %b\r\n" % pair for pair in ((b"cache-control", b"no-store"), *DATA_HEADERS)) + b"\r\n"
+NEVER_CACHED = (b"cache-control", b"no-store")
+_FIELDS = b"".join(b"%b: %b\r\n" % pair for pair in (NEVER_CACHED, *DATA_HEADERS)) + b"\r\n"
 
 _Key = tuple[bytes, bytes]  # a head, before and after the digits of its content-length
 
@@ -52,15 +57,15 @@ class KnownPaths:
 
     def __init__(self, room: Room, most: int) -> None:
         self.room = room
-        self.most = min(most, _MOST_BODY)
+        self.most = min(most, MOST_BODY)
         self.heads: dict[_Key, Endpoint] = {}
 
     def learn(self, head: bytes, scope: Any, endpoint: Endpoint) -> None:
         """A request that began with these bytes was answered by that."""
         length, found = plain_length(scope), _LENGTH.search(head)
-        if length is None or found is None or int(found[1]) != length or len(head) > _MOST_HEAD:
+        if length is None or found is None or int(found[1]) != length or len(head) > MOST_HEAD:
             return
-        if len(self.heads) >= _MOST_HEADS:
+        if len(self.heads) >= MOST_HEADS:
             self.heads.clear()
         self.heads[head[: found.start(1)], head[found.end(1) :]] = endpoint
 
@@ -111,14 +116,7 @@ class DialectProtocol(InferProtocol):
             self._sent, self._left = sent, sent.length
             self._part(sent, data[len(head) :])
             return
-        # The head alone: what came behind it may be another request, whose scope would be taken for this one's.
-        earlier, rest = self.scope, data[len(head) :]
-        super().data_received(head)
-        if (scope := self.scope) is not earlier:
-            told: Any = scope
-            told[ANSWERED] = lambda endpoint: self.paths.learn(head, scope, endpoint)
-        if rest and not self.transport.is_closing():
-            super().data_received(rest)
+        self._by_layers(data, head, ANSWERED, lambda scope, endpoint: self.paths.learn(head, scope, endpoint))
 
     def _part(self, sent: _Sent, data: bytes) -> None:
         if len(data) > self._left:

@@ -17,7 +17,7 @@ from jurybox.protocol.errors import TABLE, Code, Error, ModelFailed, said
 from jurybox.server.gateway.app import NeverCached
 from jurybox.server.gateway.dialects import chat, cosmos, json_dialects, pickle_dialects
 from jurybox.server.gateway.dialects.intake import Intake, Reply, ThreadPool
-from jurybox.server.gateway.dialects.known_paths import ANSWERED, Endpoint
+from jurybox.server.gateway.dialects.known_paths import ANSWERED, NEVER_CACHED, Endpoint
 from jurybox.server.logs import Log
 from jurybox.server.security.http import DATA_ONLY
 
@@ -62,7 +62,6 @@ _DIALECTS = {
 # The server is busy, or an engine is starting: the same request may be answered a moment later.
 _PASSING = (Code.BUSY, Code.TIMEOUT, Code.SERVER_GONE, Code.NOT_READY, Code.DRAINING)
 _AGAIN = "2"  # seconds
-_NEVER_CACHED = (b"cache-control", b"no-store")
 
 
 class Paths:
@@ -90,7 +89,7 @@ class Paths:
             return  # nobody is there to be answered
         if (told := scope.get(ANSWERED)) is not None:
             told(endpoint)
-        headers = [*((name.encode(), value.encode()) for name, value in reply.fields()), _NEVER_CACHED]
+        headers = [*((name.encode(), value.encode()) for name, value in reply.fields()), NEVER_CACHED]
         await send({"type": "http.response.start", "status": reply.status, "headers": headers})
         await send({"type": "http.response.body", "body": reply.body})
 

@@ -11,7 +11,8 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from http import HTTPStatus
 from typing import Any, NamedTuple
 
@@ -23,9 +24,9 @@ from jurybox.server.gateway.inference.inference import InferRequest, OpenInferen
 from jurybox.server.security.access import Room, Source
 from jurybox.server.security.http import SECURITY_HEADERS
 
-_MOST_HEADS = 1024
-_MOST_HEAD = 8 << 10  # bytes of one
-_MOST_BODY = 4 << 20  # bytes; larger ones go the usual way
+MOST_HEADS = 1024
+MOST_HEAD = 8 << 10  # bytes of one
+MOST_BODY = 4 << 20  # bytes; larger ones go the usual way
 _BEGINS = b"POST /v2/models/"
 ENDS = re.compile(rb"\n\r?\n")  # as h11 and httptools find the end of a head
 _SPECIAL = frozenset({b"transfer-encoding", b"content-encoding", b"expect", b"upgrade", b"trailer"})
@@ -58,9 +59,9 @@ class KnownHeads:
     def learn(self, head: bytes, scope: Any, model: str, version: str, json_length: int) -> None:
         """A request that began with these bytes was answered in binary."""
         length = plain_length(scope)
-        if length is None or len(head) > _MOST_HEAD or length > _MOST_BODY:
+        if length is None or len(head) > MOST_HEAD or length > MOST_BODY:
             return
-        if len(self.heads) >= _MOST_HEADS:
+        if len(self.heads) >= MOST_HEADS:
             self.heads.clear()
         self.heads[head] = _Head(model, version, length, json_length)
 
@@ -153,12 +154,18 @@ class InferProtocol(Connection):
             self._head, self._came, self._begins = found, bytearray(head), len(head)
             self._more(found, data[len(head) :])
             return
+        self._by_layers(
+            data, head, http_inference.ANSWERED, lambda scope, *answered: known.learn(head, scope, *answered)
+        )
+
+    def _by_layers(self, data: bytes, head: bytes, mark: str, learn: Callable[..., None]) -> None:
+        """Go the usual way with a request; what answers it finds `learn`, given its scope, under `mark` in there."""
         # The head alone: what came behind it may be another request, whose scope would be taken for this one's.
         earlier, rest = self.scope, data[len(head) :]
         super().data_received(head)
         if (scope := self.scope) is not earlier:
             told: Any = scope
-            told[http_inference.ANSWERED] = lambda *answered: known.learn(head, scope, *answered)
+            told[mark] = partial(learn, scope)
         if rest and not self.transport.is_closing():
             super().data_received(rest)
 
