@@ -39,6 +39,9 @@ class Methods:
     async def fail(self, request, context):
         raise error_for(Code.BUSY, "no room: 100% full, ä")
 
+    async def broken(self, request, context):
+        raise KeyError
+
     async def sleep(self, request, context):
         self.began.set()
         try:
@@ -64,7 +67,7 @@ class Methods:
         as_it_is = {"request_deserializer": lambda data: data, "response_serializer": lambda data: data}
         handlers = {
             name: grpc.unary_unary_rpc_method_handler(getattr(self, name), **as_it_is)
-            for name in ("echo", "fail", "sleep")
+            for name in ("broken", "echo", "fail", "sleep")
         }
         handlers["count"] = grpc.unary_stream_rpc_method_handler(self.count, **as_it_is)
         handlers["double"] = grpc.stream_stream_rpc_method_handler(self.double, **as_it_is)
@@ -387,16 +390,21 @@ def test_what_the_collector_runs_may_use_the_connection_whose_events_are_told():
     assert sorted(event[1] for event in told + again) == list(range(1, next(calls), 2))
 
 
-def test_a_method_that_fails_unexpectedly_costs_its_connection_no_other_call():
+@pytest.mark.parametrize("http2", HTTP2)
+def test_a_method_that_fails_unexpectedly_is_logged_and_costs_its_connection_no_other_call(http2, caplog):
     def broken(message, call):
         raise ZeroDivisionError
 
-    served = start("nghttp2", direct={"/t.T/echo": broken})
+    served = start(http2, direct={"/t.T/echo": broken})
     try:
         with grpc.insecure_channel(served.bound, [("grpc.use_local_subchannel_pool", 1)]) as channel:
             other = channel.unary_unary("/t.T/sleep").future(b"0.5", timeout=20)
             assert served.methods.began.wait(20)
-            assert status(channel.unary_unary("/t.T/echo"), b"x") == grpc.StatusCode.UNKNOWN
+            for method in ("echo", "broken"):
+                with pytest.raises(grpc.RpcError, match="its log says more") as caught:
+                    channel.unary_unary(f"/t.T/{method}")(b"x", timeout=20)
+                assert caught.value.code() == grpc.StatusCode.INTERNAL
             assert other.result() == b"slept"
     finally:
         served.close()
+    assert [record.exc_info[0] for record in caplog.records if record.exc_info] == [ZeroDivisionError, KeyError]

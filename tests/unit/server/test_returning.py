@@ -44,13 +44,18 @@ def ask_again(made, clock, sources, after=0.0005):
         made.asked(source, 60.0, 1)
 
 
+def one_of_them_asks(made, sources):
+    """All of them are answered, and the first asks again."""
+    for source in sources:
+        made.answered(source)
+    return made.asked(sources[0], 60.0, 1)
+
+
 def test_a_ticket_waits_for_half_of_the_clients_that_come_back_at_once():
     made, clock = returning()
     four = [Source(HERE) for _ in range(4)]
     ask_again(made, clock, four)
-    for source in four:
-        made.answered(source)
-    assert not made.asked(four[0], 60.0, 1)  # no wait goes on yet
+    assert not one_of_them_asks(made, four)  # no wait goes on yet
     assert 0 < made.wait(1) <= 0.002
     assert not made.asked(four[1], 60.0, 2) and made.wait(2) == 0
 
@@ -61,9 +66,7 @@ def test_nobody_is_waited_for(why):
     some = [Source(ELSEWHERE if why == "host" else HERE) for _ in range(1 if why == "lone" else 4)]
     for _ in range(3):
         ask_again(made, clock, some, after=0.02 if why == "slow" else 0.0005)
-    for source in some:
-        made.answered(source)
-    made.asked(some[0], 60.0, 1)
+    one_of_them_asks(made, some)
     assert made.wait(1) == 0
 
 
@@ -71,18 +74,14 @@ def test_who_stays_away_is_waited_for_once_until_it_was_quick_again():
     made, clock = returning()
     four = [Source(HERE) for _ in range(4)]
     ask_again(made, clock, four)
-    for source in four:
-        made.answered(source)
-    made.asked(four[0], 60.0, 1)
+    one_of_them_asks(made, four)
     clock.now += made.wait(1) + 1e-6
     assert made.wait(1) == 0
     made.answered(four[0])
     made.asked(four[0], 60.0, 1)
     assert made.wait(1) == 0
     ask_again(made, clock, four)
-    for source in four:
-        made.answered(source)
-    made.asked(four[0], 60.0, 1)
+    one_of_them_asks(made, four)
     assert made.wait(1) > 0
 
 
@@ -92,9 +91,7 @@ def test_where_waits_are_often_in_vain_there_are_none():
     four, waits = [Source(HERE) for _ in range(4)], 0
     for _ in range(200):
         ask_again(made, clock, four)
-        for source in four:
-            made.answered(source)
-        made.asked(four[0], 60.0, 1)
+        one_of_them_asks(made, four)
         if wait := made.wait(1):
             waits += 1
             clock.now += wait + 1e-6
@@ -107,9 +104,7 @@ def test_who_is_in_a_hurry_waits_for_nobody():
     made, clock = returning()
     eight = [Source(HERE) for _ in range(8)]
     ask_again(made, clock, eight)
-    for source in eight:
-        made.answered(source)
-    made.asked(eight[0], 60.0, 1)
+    one_of_them_asks(made, eight)
     assert made.wait(1) > 0 and made.asked(eight[1], 60.0, 2)
     assert not made.asked(eight[2], 0.05, 3) and made.wait(3) == 0
 

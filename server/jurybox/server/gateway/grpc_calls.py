@@ -23,7 +23,15 @@ import grpc
 from jurybox import native
 from jurybox.protocol.errors import Error, Refused
 from jurybox.server.security.access import Access, Room, Source
-from jurybox.server.security.grpc import MOST_METADATA, MOST_STREAMS, UNAUTHENTICATED, Direct, admitted, status_of
+from jurybox.server.security.grpc import (
+    MOST_METADATA,
+    MOST_STREAMS,
+    UNAUTHENTICATED,
+    Direct,
+    admitted,
+    failure,
+    status_of,
+)
 
 _MOST_CONNECTIONS = 4096
 _MOST_QUEUED = 1 << 20  # bytes of a stream's answers that the peer has not taken yet
@@ -187,7 +195,7 @@ class Call:
         if task.cancelled():
             self._finish(_STATUS.CANCELLED, "the call was given up")
         elif (error := task.exception()) is not None and not isinstance(error, grpc.aio.AbortError):
-            self._finish(_STATUS.UNKNOWN, f"Unexpected {type(error).__name__}")
+            self.fail(failure(error))
 
     async def _unary(self, request: Any) -> None:
         self.reply(self._handler.response_serializer(await self._handler.unary_unary(request, self)))
@@ -294,8 +302,9 @@ class _Connection(asyncio.BufferedProtocol):
                 try:
                     self._take_in(*event)
                 except Exception as error:  # noqa: BLE001  of a method's own; the connection has other calls
+                    told = failure(error)
                     if (call := self.calls.get(event[1])) is not None:
-                        call.refuse(_STATUS.UNKNOWN, f"Unexpected {type(error).__name__}")
+                        call.fail(told)
         finally:
             self._reading = False
             self.flush()

@@ -81,6 +81,14 @@ def status_of(error: Error) -> tuple[Any, str, tuple[tuple[str, str], ...]]:
     return code, said(error, _MOST_DETAILS), ((CODE, str(int(error.code))),)
 
 
+def failure(error: BaseException) -> Error:
+    """What a caller is told of an exception: it, if it is an Error; anything else is logged."""
+    if isinstance(error, Error):
+        return error
+    _log.error("a call failed: %s", said(error), exc_info=error)
+    return Error(f"the gateway failed at this call ({said(error, 200)}); its log says more", Code.MODEL_FAILED)
+
+
 class _Came(NamedTuple):
     """A message, or the reason why it is refused."""
 
@@ -281,10 +289,7 @@ async def _end(context: Any, error: Exception) -> NoReturn:
     """Abort a call after an exception: with the status of the error, or INTERNAL."""
     if isinstance(error, grpc.aio.AbortError):
         raise error
-    if not isinstance(error, Error):
-        _log.error("a call failed: %s", said(error), exc_info=error)
-        error = Error(f"the gateway failed at this call ({said(error, 200)}); its log says more", Code.MODEL_FAILED)
-    await abort(context, error)
+    await abort(context, failure(error))
 
 
 def _reader(deserialize: Callable[[bytes], Any]) -> Callable[[bytes], _Came]:
