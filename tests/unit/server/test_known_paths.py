@@ -216,7 +216,7 @@ def test_no_wall_is_passed_by_a_head_that_resembles_a_known_one(head, status):
         known = len(gateway.paths.heads)
         for _ in range(2):
             async with Web(gateway) as stranger:
-                assert (await stranger.ask(request(b"other", head=head)))[0] == status
+                assert (await stranger.ask(request(b"other\r\n", head=head)))[0] == status
         assert gateway.bodies == [b"first"] and len(gateway.paths.heads) == known
         assert (await web.ask(request(b"mine")))[2] == b"<mine>"
 
