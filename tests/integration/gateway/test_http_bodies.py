@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import http.client
 import json
+import time
 
 import pytest
 
@@ -153,3 +155,16 @@ def test_health_means_that_every_model_answers(curl):
     answer = curl.get("/health/ready")
     assert (answer.status_code, answer.json()) == (200, {"status": "ok", "reasons": []})
     assert curl.get("/v2/health/ready").json() == {"ready": True, "reasons": []}
+
+
+@pytest.mark.slow
+def test_a_connection_that_rested_for_longer_than_clients_keep_theirs_is_still_open(gateway):
+    connection = http.client.HTTPConnection(gateway.http, timeout=20)
+    connection.connect()
+    used = connection.sock
+    for rest in (0, 20):
+        time.sleep(rest)
+        connection.request("POST", INFER, json.dumps({"inputs": [ROW]}))
+        assert json.load(connection.getresponse())["outputs"][0]["data"] == ANSWER
+        assert connection.sock is used
+    connection.close()
