@@ -86,7 +86,7 @@ def test_a_call_waits_for_another_threads_no_longer_than_its_own_time_out(shared
                 began = time.monotonic()
                 with pytest.raises(Timeout, match="another thread's call"):
                     ask(0.2)
-                assert time.monotonic() - began < 2  # of 30
+                assert time.monotonic() - began < 10  # of 30
         finally:
             module.go_on.set()
         np.testing.assert_array_equal(long.result(30), [11])  # undisturbed
@@ -113,7 +113,7 @@ def test_whatever_needs_the_lane_waits_for_another_thread_no_longer_than_the_def
                 began = time.monotonic()
                 with pytest.raises(Timeout, match="another thread's call"):
                     call()
-                assert time.monotonic() - began < 2  # of 30
+                assert time.monotonic() - began < 10  # of 30
         finally:
             plain.go_on.set()
         np.testing.assert_array_equal(long.result(30), [11])  # undisturbed

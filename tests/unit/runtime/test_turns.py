@@ -1,0 +1,65 @@
+"""When a run is over: only once its learners have learned from every step, also from one that ends just then."""
+
+from __future__ import annotations
+
+import pytest
+from tests.unit.runtime.toys import plan
+
+from jurybox.training.runtime.role_context import RoleContext
+from jurybox.training.runtime.scoreboard import Word
+from jurybox.training.runtime.shared_resources import SharedResources
+from jurybox.training.runtime.turns import Rules, make_turn
+
+
+@pytest.fixture
+def scene():
+    """The learner's turn of a run of 100 steps, as it is in processes, and a way for its actor to make steps."""
+    planned = plan(steps=100, evaluate=50)
+    with SharedResources.create(planned) as shared:
+        rules = Rules(planned, shared.scoreboard, planned.pace.slack)
+        stream = shared.replay("rows").stream()
+
+        def act(count):
+            for _ in range(count):
+                stream.add(value=1.0, version=1)
+            shared.scoreboard.words[0][Word.ENV_STEPS] += count
+
+        turn = make_turn(RoleContext(planned, 1, shared, lambda message: None, life=1), rules, None)
+        yield turn, rules, act
+        turn.close()
+
+
+def learn(turn):
+    while turn.may():
+        turn.take()
+
+
+def test_steps_that_come_while_a_learner_looks_are_learned_from_before_the_run_is_over(scene, monkeypatch):
+    turn, rules, act = scene
+    act(98)
+    learn(turn)
+    looks = rules.may_learn
+
+    def and_then_the_last_steps_come(number):
+        answer = looks(number)
+        monkeypatch.setattr(rules, "may_learn", looks)
+        act(2)
+        return answer
+
+    monkeypatch.setattr(rules, "may_learn", and_then_the_last_steps_come)
+    assert not turn.may()
+    assert not rules.over(), "the last two steps are not learned from"
+    learn(turn)
+    assert rules.over() and turn.context.own_steps == 40
+
+
+def test_a_step_that_ends_after_the_time_was_up_is_learned_from_before_the_run_is_over(scene):
+    turn, rules, act = scene
+    act(50)
+    rules.close()
+    learn(turn)
+    assert rules.over()
+    act(2)  # it was under way
+    assert not rules.over()
+    learn(turn)
+    assert rules.over() and turn.context.own_steps == 16
