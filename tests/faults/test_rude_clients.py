@@ -10,8 +10,8 @@ import time
 import numpy as np
 import pytest
 import zmq
-from tests.faults.conftest import MODELS
-from tests.serving import segments, serving, wait_until
+from tests.faults.conftest import MODELS, leaving_nothing
+from tests.serving import serving, wait_until
 
 from jurybox import native
 from jurybox.client import Busy
@@ -27,10 +27,8 @@ X = np.arange(8, dtype=np.float32).reshape(2, 4)
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
     """One server for all of them: it must outlive whatever they do."""
-    before = segments()
-    with serving(tmp_path_factory.mktemp("server"), MODELS, tcp="127.0.0.1:0") as running:
+    with leaving_nothing(), serving(tmp_path_factory.mktemp("server"), MODELS, tcp="127.0.0.1:0") as running:
         yield running
-    assert segments() == before
 
 
 class Honest(threading.Thread):
@@ -223,7 +221,7 @@ sys.stdin.read()
 def come_and_go(server, processes: int, each: int) -> None:
     """So many clients, the last of every process killed with a request in flight."""
     with server.connect() as client:
-        wait_until(lambda: client.status()["lanes"]["in_use"] == 0, 10, "an empty house")
+        wait_until(lambda: client.status()["lanes"]["in_use"] == 0, 30, "an empty house")
         descriptors = files_of(server)
         command = [sys.executable, "-c", VISITORS, server.address, str(each), f"tcp://{server.listening('tcp')}"]
         visitors = [

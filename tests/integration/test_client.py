@@ -5,6 +5,7 @@ import threading
 
 import numpy as np
 import pytest
+from tests.serving import wait_until
 
 from jurybox.client import (
     Busy,
@@ -204,26 +205,27 @@ def test_a_late_answer_is_dropped_and_its_rows_come_back(leased, client):
     with pytest.raises(Busy):  # the engine may still write to them
         model.submit(rows(1))
     x = rows(2)
-    for _ in range(100):
+
+    def answered():
         try:
             np.testing.assert_array_equal(model.infer(x, timeout=20.0), x + 1)
-            break
         except Busy:
-            threading.Event().wait(0.02)
-    else:
-        pytest.fail("the rows never came back")
+            return False
+        return True
+
+    wait_until(answered, 30, "the return of the rows")
 
 
 def test_rows_of_a_request_that_timed_out_behind_another_go_to_nobody_before_its_answer(leased, client):
     model = client.model("moody", rows=4)
-    earlier = model.submit(np.full((2, 4), 300_000, np.float32), timeout=30)
+    earlier = model.submit(np.full((2, 4), 800_000, np.float32), timeout=30)
     with pytest.raises(Timeout):
         model.infer(np.full((2, 4), 7, np.float32), timeout=0.05)
     first = model._lane.find(2)
     assert first is None or not model._lane.asked(first, 2)
     # This waits for rows instead of sending more than the lane has.
     np.testing.assert_array_equal(model.infer(np.full((2, 4), 9, np.float32), timeout=30), np.full((2, 4), 10))
-    np.testing.assert_array_equal(earlier.result(timeout=30).outputs, np.full((2, 4), 300_001))
+    np.testing.assert_array_equal(earlier.result(timeout=30).outputs, np.full((2, 4), 800_001))
 
 
 def test_rows_of_a_timed_out_request_stay_with_their_holder(leased, client):

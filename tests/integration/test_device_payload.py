@@ -195,17 +195,16 @@ def test_memory_that_is_gone_when_the_next_engine_comes_is_refused_and_not_repla
 
 def test_memory_in_flight_is_let_go_of_only_when_its_batch_is_done(server, client, folder):
     rows = client.device_rows("slow", 1)
-    rows.inputs["observation"][:] = 1_000_000.0  # a batch of a second
+    rows.inputs["observation"][:] = 2_000_000.0  # a batch of two seconds
     done = threading.Thread(target=lambda: rows.infer(timeout=30))
     done.start()
     time.sleep(0.3)
-    began = time.monotonic()
+    assert rows.outputs["action"][0, 0] != 2_000_001.0
     lane, lease = rows._rows._rows.leased
     client._open_link().bind(BindRequest(lane=lane, lease=lease, first=rows._rows._rows.first, end=True), 20.0)
-    assert time.monotonic() - began > 0.2  # the batch was waited for
+    assert rows.outputs["action"][0, 0] == 2_000_001.0, "the batch was waited for"
     assert mapped(server, folder) == 0
     done.join()
-    assert rows.outputs["action"][0, 0] == 1_000_001.0
     rows.close()
 
 
@@ -340,7 +339,7 @@ def test_device_weights_are_never_torn_by_a_learner_that_publishes_without_a_pau
         model = client.model("learnt", rows=4)
         wait_until(lambda: published[0], 20, "a publication")
         until = time.monotonic() + 3.0
-        while time.monotonic() < until:
+        while time.monotonic() < until or (len(seen) <= 10 and time.monotonic() < until + 60):
             reply = model.submit(PAIR).result(timeout=30)
             answer = np.asarray(reply.outputs)
             if reply.version > 2:

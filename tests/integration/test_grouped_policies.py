@@ -58,7 +58,7 @@ def test_every_answer_is_of_one_whole_version_of_its_own_model(server):
     threads = [threading.Thread(target=role, args=(agent,)) for agent in range(AGENTS) for role in (learn, act)]
     for thread in threads:
         thread.start()
-    until = time.monotonic() + 20
+    until = time.monotonic() + 60
     while time.monotonic() < until and not failures and min(map(len, seen)) < 20:
         time.sleep(0.1)
     stop.set()

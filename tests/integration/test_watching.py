@@ -36,9 +36,9 @@ def server(tmp_path_factory):
 
 
 @contextmanager
-def load(server, seconds: float = 30.0) -> Iterator[None]:
-    """One client that asks again and again."""
-    stop = threading.Event()
+def load(server, seconds: float = 60.0) -> Iterator[None]:
+    """One client that asks again and again, from the first answer on."""
+    stop, answered = threading.Event(), threading.Event()
 
     def ask() -> None:
         until = time.monotonic() + seconds
@@ -46,10 +46,12 @@ def load(server, seconds: float = 30.0) -> Iterator[None]:
             model = connection.model("affine", rows=4)
             while not stop.is_set() and time.monotonic() < until:
                 model.infer(np.zeros((3, 4), np.float32), timeout=20)
+                answered.set()
 
     thread = threading.Thread(target=ask)
     thread.start()
     try:
+        assert answered.wait(60)
         yield
     finally:
         stop.set()
@@ -106,7 +108,14 @@ def test_no_counter_goes_backwards_or_jumps_when_an_engine_is_killed(server):
     engine = json.dumps({"engine": "0"})
     with load(server):
         wait_until(lambda: plain(scrape(server), "requests_total") > 100, 20, "requests")
-    time.sleep(0.2)  # what was in flight is counted
+    counts: list[float] = []
+
+    def all_is_counted() -> bool:  # what was in flight, too
+        time.sleep(0.2)
+        counts.append(plain(scrape(server), "requests_total"))
+        return len(set(counts[-3:])) == 1 and len(counts) > 2
+
+    wait_until(all_is_counted, 30, "the last of what was in flight")
     before = scrape(server)
     os.kill(server.pids()["engine-0"], signal.SIGKILL)
     lowest = dict(before)
