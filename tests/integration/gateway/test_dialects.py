@@ -275,10 +275,14 @@ def test_slime_gets_a_bare_number(http):
 def test_single_requests_of_many_callers_become_batches(http):
     seen, start = [], threading.Barrier(32)
 
+    def ask(text):
+        return http.post("/together", json={"prompt": "p", "response": text, "label": None}).json()
+
     def one():
-        start.wait(30)
+        if start.wait(30) == 0:
+            ask("slow")
         for _ in range(4):
-            seen.append(http.post("/together", json={"prompt": "p", "response": "x", "label": None}).json())
+            seen.append(ask("x"))
 
     threads = [threading.Thread(target=one) for _ in range(32)]
     for thread in threads:

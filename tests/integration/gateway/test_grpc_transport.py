@@ -107,7 +107,7 @@ def test_requests_at_the_same_time_go_in_one_batch(stub, gateway):
             return model["batches"], model["rows"]
 
     before = batches()
-    block = stub.ModelInfer.future(request(np.full((1, 4), 1_200_000, np.float32), "team/moody"), timeout=20)
+    block = stub.ModelInfer.future(request(np.full((1, 4), 2_500_000, np.float32), "team/moody"), timeout=20)
     time.sleep(0.1)  # the engine computes it while the others come
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(lambda _: stub.ModelInfer(request(model="team/moody"), timeout=20), range(8)))

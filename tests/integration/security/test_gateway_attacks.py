@@ -98,6 +98,19 @@ def memory(server):
     assert peak(server) - before < 300 * MIB, f"{(peak(server) - before) / MIB:.0f} MiB more"
 
 
+@pytest.fixture
+def effort(server):
+    """The most seconds that the gateway may compute meanwhile; on a busy machine an answer takes longer than that."""
+
+    def spent():
+        times = psutil.Process(server.gateway).cpu_times()
+        return times.user + times.system
+
+    before = spent()
+    yield
+    assert spent() - before < 3, f"{spent() - before:.1f} s"
+
+
 def still_answers(web, stub):
     assert web.post(INFER, json={"inputs": [ROW]}).json()["outputs"][0]["data"] == ANSWER
     assert stub.ModelInfer(request(), timeout=20).model_name == "affine"
@@ -191,9 +204,8 @@ def test_an_error_of_any_length_and_alphabet_is_told_and_gives_its_rows_back(web
     for mood in range(900, 912):  # every place in a character of two, three and four bytes
         rows = {"name": "observation", "shape": [16, 4], "datatype": "FP32", "data": [mood] * 64}
         body = {"inputs": [rows], "parameters": {"timeout": 10_000_000}}
-        began = time.monotonic()
         answer = web.post("/v2/models/complaining/infer", json=body)
-        assert (answer.status_code, time.monotonic() - began < 8) == (500, True), answer.text
+        assert answer.status_code == 500, answer.text  # 504 where nobody told it
     wrong = request("complaining")
     wrong.raw_input_contents[0] = np.full(4, 901, np.float32).tobytes()
     assert refused(lambda: stub.ModelInfer(wrong, timeout=10))[0] == "INTERNAL"
@@ -208,13 +220,11 @@ def test_an_output_is_named_once(web, stub):
     assert "asked for twice" in refused(lambda: stub.ModelInfer(request(outputs=outputs), timeout=20))[1]
 
 
-def test_an_output_named_two_million_times_in_a_few_kib_costs_nothing(web, memory):
+def test_an_output_named_two_million_times_in_a_few_kib_costs_nothing(web, memory, effort):
     outputs = b",".join([b'{"name":"action"}'] * 2_000_000)
     body = gzip.compress(b'{"inputs":[' + json.dumps(ROW).encode() + b'],"outputs":[' + outputs + b"]}")
-    began = time.monotonic()
     answer = web.post(INFER, content=body, headers={"Content-Encoding": "gzip"})
     assert (answer.status_code, "at most" in answer.json()["error"]) == (400, True)
-    assert time.monotonic() - began < 5
 
 
 @pytest.mark.parametrize("mark", [b"[],", b"{},", b'"",', b'{"a":[]},'])
@@ -279,11 +289,9 @@ def bomb(field, content, count):
     ],
     ids=["inputs", "outputs", "parameters", "raw", "dimensions", "packed"],
 )
-def test_a_message_of_millions_of_parts_is_refused_before_it_is_read(channel, memory, message):
-    began = time.monotonic()
+def test_a_message_of_millions_of_parts_is_refused_before_it_is_read(channel, memory, effort, message):
     code, _ = refused(lambda: channel.unary_unary(SERVICE + "ModelInfer")(message, timeout=30))
     assert code in ("RESOURCE_EXHAUSTED", "INVALID_ARGUMENT")
-    assert time.monotonic() - began < 5
 
 
 def test_a_packed_grpc_message_is_not_unpacked_beyond_the_largest(stub, memory):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -22,10 +23,12 @@ def test_questions_are_answered_in_order_whoever_asks_for_which_first() -> None:
 
 
 def test_an_answer_that_does_not_come_is_waited_for_no_longer_than_wanted() -> None:
-    connection = CallConnection(CallServer(lambda method, arguments: (0, time.sleep(arguments[0]))).name)
-    asked = connection.ask("sleep", (0.4,))
+    let_go = threading.Event()
+    connection = CallConnection(CallServer(lambda method, arguments: (0, let_go.wait(SOON))).name)
+    asked = connection.ask("wait", ())
     assert connection.answer(asked, time.monotonic() + 0.05) is None
-    assert connection.answer(asked, time.monotonic() + SOON) == (0, None), "it comes later"
+    let_go.set()
+    assert connection.answer(asked, time.monotonic() + SOON) == (0, True), "it comes later"
     connection.close()
 
 
