@@ -63,8 +63,8 @@ def test_a_model_that_kills_whether_asked_or_loaded_is_put_in_quarantine_and_the
 
 
 def fails_alone(model, mood):
-    busy = model.submit(np.full((1, 4), 500_000, np.float32))  # the others wait for each other meanwhile
-    time.sleep(0.1)
+    # A batch by itself, since there is no room for more in it; the others wait for each other meanwhile.
+    busy = model.submit(np.full((MODELS["moody"]["max_batch"], 4), 500_000, np.float32))
     asked = [model.submit(np.full((1, 4), value, np.float32)) for value in (1, 2, mood, 3, 4)]
     for ticket, value in zip(asked, (1, 2, mood, 3, 4), strict=True):
         if value == mood:
@@ -77,7 +77,7 @@ def fails_alone(model, mood):
 
 def test_rows_that_a_model_cannot_bear_fail_alone_whoever_shares_their_batch(server):
     with server.connect() as client:
-        model = client.model("moody", rows=8)
+        model = client.model("moody", rows=16)
         for mood in (666, 667):
             fails_alone(model, mood)
 

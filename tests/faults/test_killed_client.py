@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -14,8 +15,8 @@ from jurybox.server.supervisor.leases import GRACE
 HOLDER = """
 import sys, time, numpy
 from jurybox.client import connect
-server = connect(sys.argv[1], transport=sys.argv[2])
-model = server.model("moody", rows=60)
+server = connect(sys.argv[1], transport=sys.argv[2], timeout=60.0)
+model = server.model("moody", rows=60, timeout=60.0)
 model.submit(numpy.full((8, 4), 300_000, numpy.float32))
 print("held", flush=True)
 time.sleep(60)
@@ -29,17 +30,21 @@ def server(tmp_path_factory):
         yield running
 
 
+@contextmanager
 def holder(server, transport):
-    process = subprocess.Popen(
+    with subprocess.Popen(
         [sys.executable, "-c", HOLDER, server.address, transport], stdout=subprocess.PIPE, text=True
-    )
-    assert process.stdout.readline() == "held\n"
-    return process
+    ) as process:
+        try:
+            assert process.stdout.readline() == "held\n"
+            yield process
+        finally:
+            process.kill()
 
 
 def test_a_killed_client_gives_its_rows_back(server, transport):
-    process, before = holder(server, transport), server.text().count("rows taken back")
-    with server.connect(transport=transport) as client:
+    before = server.text().count("rows taken back")
+    with holder(server, transport) as process, server.connect(transport=transport) as client:
         with pytest.raises(Busy):
             client.model("moody", rows=60, timeout=0.3)
         process.kill()
@@ -51,18 +56,13 @@ def test_a_killed_client_gives_its_rows_back(server, transport):
 
 
 def test_a_lease_lasts_as_long_as_its_client_however_quiet(server):
-    process = holder(server, "auto")
-    try:
-        with server.connect() as client, pytest.raises(Busy):
-            client.model("moody", rows=60, timeout=GRACE + 0.5)
-    finally:
-        process.kill()
-        process.wait()
+    with holder(server, "auto"), server.connect() as client, pytest.raises(Busy):
+        client.model("moody", rows=60, timeout=GRACE + 0.5)
 
 
 def test_a_client_that_closes_gives_its_rows_back_at_once(server, transport):
     for _ in range(30):
         with server.connect(transport=transport) as client:
             # Kept until the end: one that is merely dropped is noticed by its lock, which takes longer.
-            kept = client.model("moody", rows=60, timeout=10.0)
+            kept = client.model("moody", rows=60, timeout=30.0)
             assert kept.name == "moody"

@@ -18,7 +18,7 @@ from jurybox.protocol import forks
 from jurybox.protocol.arena import Columns
 from jurybox.protocol.descriptors import require
 from jurybox.protocol.device_memory import Driver
-from jurybox.protocol.errors import Busy, Code, Refused, Timeout
+from jurybox.protocol.errors import Busy, Code, Refused, ServerGone, Timeout
 from jurybox.protocol.scoreboard import ENGINE, EngineState
 from jurybox.protocol.spec import ModelSpec, TensorSpec
 from jurybox.protocol.wire import build_version
@@ -238,15 +238,24 @@ class ControlLink(Link):
         Raises:
             Busy: the arena had no free rows until `deadline`, s of the monotonic clock; Timeout: the model was loading.
         """
+        why: Busy | Timeout | None = None
         while True:
             try:
                 left = max(0.1, deadline - time.monotonic())
                 return self._call(left, lease=pb.LeaseRequest(model=name, rows=rows)).lease
             except (Refused, Busy) as error:
-                if error.code not in (Code.NOT_READY, Code.BUSY):
+                if isinstance(error, Busy):
+                    why = error
+                elif error.code == Code.NOT_READY:
+                    why = Timeout(f"{error} after {timeout:.1f} s")
+                else:
                     raise
-                if time.monotonic() > deadline:
-                    raise (error if error.code == Code.BUSY else Timeout(f"{error} after {timeout:.1f} s")) from None
+            except ServerGone:
+                # It was there, and had no more time to say once more what it had said before.
+                if why is None or time.monotonic() < deadline:
+                    raise
+            if time.monotonic() > deadline:
+                raise why from None
             time.sleep(POLL)  # loading takes seconds; being told would need a channel of its own
 
 

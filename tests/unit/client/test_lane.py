@@ -6,12 +6,14 @@ import time
 from types import SimpleNamespace
 
 import numpy as np
+import pytest
 
 from jurybox.client.lane import Lane
+from jurybox.client.link import ControlLink
 from jurybox.client.transports.transport import Answer
 from jurybox.protocol import ModelSpec, TensorSpec
 from jurybox.protocol.arena import Columns
-from jurybox.protocol.errors import Code
+from jurybox.protocol.errors import Busy, Code, Error, Refused, ServerGone, Timeout
 from jurybox.protocol.scoreboard import ENGINE, EngineState
 
 SERVING = int(EngineState.SERVING)
@@ -58,3 +60,30 @@ def test_the_answer_of_a_dead_engine_is_not_taken_for_that_of_its_successor():
     transport.there = [Answer(ticket.sequence, Code.OK, "", 6, 22)]
     assert lane.wait(ticket, deadline).version == 6
     lane.close()
+
+
+@pytest.mark.parametrize(
+    ("said", "late", "told"),
+    [
+        (Busy("no rows are free"), True, Busy),
+        (Refused("is loading", Code.NOT_READY), True, Timeout),
+        (Busy("no rows are free"), False, ServerGone),
+        (None, True, ServerGone),
+    ],
+)
+def test_who_waited_for_rows_is_told_why_though_the_last_answer_does_not_come_in_time(monkeypatch, said, late, told):
+    """Only a server that never answered, or that died meanwhile, is gone."""
+    answers = [] if said is None else [said]
+    deadline = time.monotonic() + (0.2 if late else 60.0)
+
+    def call(self, timeout, **request):
+        if answers:
+            raise answers.pop()
+        if late:
+            time.sleep(timeout)
+        raise ServerGone("no answer")
+
+    monkeypatch.setattr(ControlLink, "_call", call)
+    with pytest.raises(Error) as caught:
+        ControlLink(lambda wires: None)._grant("m", 4, deadline, 0.2)
+    assert type(caught.value) is told
