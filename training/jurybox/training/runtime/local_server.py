@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -89,7 +88,6 @@ class LocalServer:
         with interrupts.held():
             self._folder = _short_folder()
             self.address = f"ipc://{self._folder / 'engine'}"
-            self.http = f"127.0.0.1:{_free_port()}" if self._wants_http else ""
             config = self._folder / "server.toml"
             config.write_text(self._config(), encoding="utf-8")
             # The user's JURYBOX_ settings are for the user's server and would win over the file.
@@ -123,7 +121,10 @@ class LocalServer:
                 with self.connect(timeout=_LOOK) as server:
                     messages = {name: server.describe(name) for name in self._models}
                     states = {name: message.state for name, message in messages.items()}
-                    if set(states.values()) == {"ready"} and server.status()["server"]["state"] == "serving":
+                    told = server.status()["server"]
+                    listens = not told["http"].endswith(":0")  # its gateway may come last
+                    if set(states.values()) == {"ready"} and told["state"] == "serving" and listens:
+                        self.http = told["http"]
                         return
                     failed = [f"{name}: {message.reason}" for name, message in messages.items() if message.reason]
             except ServerGone:
@@ -158,7 +159,8 @@ class LocalServer:
         return "\n".join(text.splitlines()[-lines:]) or "(empty)"
 
     def _config(self) -> str:
-        server = {"address": self.address, "http": self.http, **self._server}
+        http = "127.0.0.1:0" if self._wants_http else ""  # any port that is free when it comes to be taken
+        server = {"address": self.address, "http": http, **self._server}
         lines = ["[server]", *(f"{key} = {_as_toml(value)}" for key, value in server.items())]
         for name, settings in self._models.items():
             lines += [f'[models."{name}"]', *(f"{key} = {_as_toml(value)}" for key, value in settings.items())]
@@ -184,11 +186,3 @@ def _end(process: subprocess.Popen[bytes]) -> None:
         # Its children die with it; what it left in shared memory the next server sweeps.
         process.kill()
         process.wait()
-
-
-def _free_port() -> int:
-    """A free port of the loopback interface."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
