@@ -14,6 +14,12 @@ from pathlib import Path
 from jurybox.client import Server, connect
 from jurybox.protocol.segment import directory
 
+# Runs a server that is told to end when the process that runs the tests does, however that comes: also when it is killed.
+BOUND = """
+import ctypes, runpy, signal
+ctypes.CDLL(None).prctl(1, signal.SIGTERM, 0, 0, 0)
+runpy.run_module("jurybox.server.cli", run_name="__main__", alter_sys=True)
+"""
 START = 100.0  # seconds; on a busy machine importing torch alone may take a minute
 
 
@@ -111,7 +117,7 @@ def launch(
     log = folder / f"server-{len(list(folder.glob('*.log')))}.log"
     with log.open("a") as sink:
         process = subprocess.Popen(
-            [*map(str, under), python, "-m", "jurybox.server.cli", "serve", str(file), *flags],
+            [*map(str, under), python, "-c", BOUND, "serve", str(file), *flags],
             stdout=sink,
             stderr=sink,
             text=True,
@@ -140,7 +146,7 @@ def serving(
         if running.process.poll() is None:
             running.process.send_signal(signal.SIGTERM)
             try:
-                running.process.wait(15)
+                running.process.wait(30)
             except subprocess.TimeoutExpired:
                 running.process.kill()
                 running.process.wait()
