@@ -14,7 +14,7 @@ from pathlib import Path
 from jurybox.client import Server, connect
 from jurybox.protocol.segment import directory
 
-# Runs a server that is told to end when the process that runs the tests does, however that comes: also when it is killed.
+# Runs a server that is told to end when the process that runs the tests has ended, however that came about.
 BOUND = """
 import ctypes, runpy, signal
 ctypes.CDLL(None).prctl(1, signal.SIGTERM, 0, 0, 0)

@@ -291,7 +291,7 @@ def test_ctrl_c_leaves_no_process_and_no_shared_memory(demo, moment, presses):
     wait_until(lambda: MOMENTS[moment](demo), 200, moment)
     for _ in range(presses):
         demo.ctrl_c()
-    assert demo.process.wait(15) == 130, demo.log.read_text()
+    assert demo.process.wait(60) == 130, demo.log.read_text()
     assert "Traceback" not in demo.log.read_text()
     demo.leaves_nothing()
 

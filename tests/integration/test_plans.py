@@ -26,7 +26,7 @@ def train(tmp_path):
     def run(*options):
         line = [sys.executable, "-P", "-m", "jurybox.training.cli", "train", "plan", *map(str, options)]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        return subprocess.run(line, capture_output=True, text=True, timeout=110, cwd=tmp_path, env=environment)
+        return subprocess.run(line, capture_output=True, text=True, timeout=190, cwd=tmp_path, env=environment)
 
     return run
 

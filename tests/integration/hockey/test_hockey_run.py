@@ -39,7 +39,7 @@ SMALL = [
 
 def command(folder, *more: str) -> subprocess.CompletedProcess[str]:
     line = [sys.executable, "-m", "jurybox.training.cli", "train", "hockey", "--out", str(folder), *SMALL, *more]
-    return subprocess.run(line, capture_output=True, text=True, timeout=110, check=False)
+    return subprocess.run(line, capture_output=True, text=True, timeout=300, check=False)
 
 
 @pytest.mark.runs

@@ -171,7 +171,7 @@ def test_gpus_are_set_aside_by_ray_alone(tmp_path):
     ("base", "kills"), [pytest.param(DQN, 2, marks=pytest.mark.slow), (PPO, 1)], ids=["dqn", "ppo"]
 )
 def test_a_killed_actor_comes_back_and_the_run_goes_on(tmp_path, base, kills):
-    steps = 150 * kills + 100
+    steps = 600 * kills + 100  # it must not be over before who watches has looked
     settings = MarlTraining(**{**base, "steps": steps}, max_ahead=40, world={"turns": 15, "height": 9, "width": 9})
     killed = []
 

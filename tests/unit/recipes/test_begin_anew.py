@@ -9,7 +9,7 @@ import sys
 
 import pytest
 from rich.console import Console
-from tests.serving import segments, wait_until
+from tests.serving import START, segments, wait_until
 from tests.unit.hockey.hockey_runs import settings as hockey_settings
 from tests.unit.recipes.test_photo_resume import SMALL as PHOTO
 from tests.unit.search.test_trainer import SETTINGS as WORKFLOW
@@ -32,7 +32,7 @@ MARL = [
     "hidden = [8]",
 ]
 MARL += ["--set", "evaluation_episodes = 1", "--set", "world = {turns = 15, height = 9, width = 9}"]
-MARL += ["--set", "log_every = 20", "--set", "max_ahead = 40"]
+MARL += ["--set", "log_every = 20", "--set", "max_ahead = 40", "--set", "checkpoint_every = 0"]
 
 
 def command(folder, *more):
@@ -66,22 +66,24 @@ def test_a_run_killed_before_its_first_checkpoint_begins_anew(tmp_path):
     )
     try:
         metrics = folder / "metrics.csv"
-        wait_until(lambda: metrics.exists() and metrics.read_text().count("\n") > 2, 60)
-        told = subprocess.run(command(folder, "--steps", "60", "--resume"), capture_output=True, text=True, timeout=60)
+        wait_until(lambda: metrics.exists() and metrics.read_text().count("\n") > 2, START)
+        told = subprocess.run(
+            command(folder, "--steps", "60", "--resume"), capture_output=True, text=True, timeout=START
+        )
         assert told.returncode == 2 and f"a run is going on in {folder} (process {running.pid})" in told.stderr
     finally:
         running.send_signal(signal.SIGKILL)
         running.wait()
-    done = subprocess.run(command(folder, "--steps", "60", "--resume"), capture_output=True, text=True, timeout=90)
+    done = subprocess.run(command(folder, "--steps", "60", "--resume"), capture_output=True, text=True, timeout=START)
     assert done.returncode == 0, done.stderr
     assert "ended before its first checkpoint" in done.stdout and "it begins anew" in done.stdout
     assert json.loads((folder / "summary.json").read_text())["env_steps"] == 60
     assert (folder / "before-1" / "metrics.csv").exists()
     resumed = command(folder, "--steps", "100", "--resume", "--serial")
-    again = subprocess.run(resumed, capture_output=True, text=True, timeout=90)
+    again = subprocess.run(resumed, capture_output=True, text=True, timeout=START)
     assert again.returncode == 0 and "anew" not in again.stdout
     assert json.loads((folder / "summary.json").read_text())["env_steps"] == 100
-    wait_until(lambda: segments() - before == set(), 10)
+    wait_until(lambda: segments() - before == set(), 30)
 
 
 def test_so_does_a_photo_training(tmp_path):
