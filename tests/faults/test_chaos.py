@@ -96,7 +96,7 @@ def run(folder, deeds, *, pause: float, seed: int) -> None:
     # Each call had a minute: whoever was asking got its answer, from the next engine where one died.
     assert not [error for each in told for error in each.errors], done
     wait_until(lambda: not [pid for pid in processes if running(pid)], 10, "the end of all processes")
-    assert segments() == before, done
+    assert segments() <= before, done
 
 
 def running(pid: int) -> bool:
@@ -169,4 +169,4 @@ def test_a_server_started_right_after_its_predecessors_death_simply_works(tmp_pa
         assert server.stop() == 0
     for each in dead:
         each.process.wait(10)
-    assert segments() == before
+    assert segments() <= before

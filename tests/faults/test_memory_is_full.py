@@ -34,7 +34,7 @@ def test_memory_that_runs_out_ends_nobody_and_an_engine_comes_back_when_there_is
             memory.left(1 << 40)
             np.testing.assert_array_equal(model.infer(x, timeout=60), 2 * x + 1)
         assert server.stop() == 0
-    assert segments() == before
+    assert segments() <= before
 
 
 @pytest.mark.slow

@@ -47,7 +47,7 @@ def test_workers_act_by_themselves_and_the_run_is_resumed(tmp_path) -> None:
     assert rows[-1]["env_steps"] >= 1536 and any("policy_loss" in row for row in rows)
     # A worker that did not run while the other filled a rollout brings steps of an older policy, which are left out.
     assert max(row.get("stale", 0) for row in rows) < 500, "PPO learned from the newest policy's steps"
-    assert segments() == before
+    assert segments() <= before
 
 
 @pytest.mark.runs
@@ -68,7 +68,7 @@ def test_a_private_server_computes_the_actions(tmp_path, options) -> None:
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "server.log").exists() and Checkpoints(tmp_path / "checkpoints").best() is not None
     assert json.loads((tmp_path / "summary.json").read_text())["restarts"] == 0
-    assert segments() == before
+    assert segments() <= before
 
 
 @pytest.mark.runs
@@ -113,7 +113,7 @@ def test_ctrl_c_ends_it_in_order_with_a_checkpoint(tmp_path) -> None:
             process.kill()
     assert process.returncode == 130 and "Traceback" not in said, said
     assert Checkpoints(tmp_path / "checkpoints").latest() is not None
-    assert segments() == before
+    assert segments() <= before
 
 
 @pytest.mark.runs

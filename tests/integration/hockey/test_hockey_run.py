@@ -59,7 +59,7 @@ def test_two_collectors_and_a_learner_make_the_steps_of_the_budget(tmp_path) -> 
     assert any(row["critic_loss"] for row in rows) and any(row["eval_wins_strong"] for row in rows)
     assert max(float(row["pool"]) for row in rows if row["pool"]) > 0, "past selves joined"
     assert "Who worked when" in (tmp_path / "report.html").read_text()
-    assert segments() == before
+    assert segments() <= before
 
 
 @pytest.mark.runs
@@ -72,7 +72,7 @@ def test_the_same_command_trains_in_an_environment_with_the_originals_interface(
     assert summary["env_steps"] >= 1200 and summary["learner_steps"] >= 400 and summary["restarts"] == 0
     assert summary["episodes"] > 1 and "eval_wins_weak" in summary["evaluation"]
     assert learned(tmp_path) is not None
-    assert segments() == before
+    assert segments() <= before
 
 
 @pytest.mark.runs
@@ -85,7 +85,7 @@ def test_a_served_policy_plays_and_so_do_pinned_past_selves(tmp_path) -> None:
     assert outcome.end is End.STEPS and outcome.restarts == 0, (tmp_path / "logs" / "run.log").read_text()
     assert outcome.learner_steps >= 250
     assert len(list((tmp_path / "pool").glob("*.weights"))) >= 2
-    assert segments() == before
+    assert segments() <= before
 
 
 def kill_at_random(folder: Path, times: int, seconds: float) -> tuple[int, object]:
@@ -131,7 +131,7 @@ def test_a_hockey_run_goes_on_whoever_of_it_is_killed(tmp_path) -> None:
     kills, outcome = kill_at_random(tmp_path, times=3, seconds=0.5)
     assert kills == 3
     check(tmp_path, kills, outcome)
-    assert segments() == before
+    assert segments() <= before
 
 
 @pytest.mark.slow
@@ -141,7 +141,7 @@ def test_a_hockey_run_goes_on_for_five_minutes_of_killing(tmp_path) -> None:
     kills, outcome = kill_at_random(tmp_path, times=30, seconds=10.0)
     assert kills == 30
     check(tmp_path, kills, outcome)
-    assert segments() == before
+    assert segments() <= before
 
 
 @pytest.mark.slow

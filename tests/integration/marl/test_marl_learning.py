@@ -69,4 +69,4 @@ def test_an_agent_whose_learner_is_killed_every_twenty_seconds_learns_as_much(tm
     assert outcome.env_steps == LEARNING["steps"] and not outcome.serial
     assert killed and outcome.restarts >= len(killed) - 1, "the last one may have died as the run ended"
     assert min(ratios(outcome.evaluation)) >= 3
-    assert segments() == before
+    assert segments() <= before

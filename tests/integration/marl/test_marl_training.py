@@ -60,7 +60,7 @@ def test_processes_walk_the_same_way_as_one_process_when_publication_is_frozen(t
     assert len(one["action"]) >= 2 * 56, "two agents; the last action of each has brought nothing yet"
     assert all(np.array_equal(one[name], two[name]) for name in one)
     assert len(set(one["action"].tolist())) > 2
-    assert segments() == before
+    assert segments() <= before
 
 
 def test_a_serial_training_is_resumed_bit_for_bit(tmp_path):

@@ -56,7 +56,7 @@ def test_processes_walk_the_way_that_sorrel_itself_walks_when_nothing_is_publish
         runs[name] = remembered(tmp_path / name, "agent_1")
     assert len(runs["serial"][1]) == (EPOCHS + 1) * TURNS and len(set(runs["serial"][1].tolist())) > 1
     assert all(np.array_equal(one, two) for one, two in zip(*runs.values(), strict=True))
-    assert segments() == before
+    assert segments() <= before
 
     # Sorrel's own loop, with the actor's seed, and models that stay as they are.
     from tests.integration.marl.sorrel_worlds import Hunt, hunt
