@@ -1,7 +1,9 @@
 // What the bindings share: one registration function for each, and memory borrowed from Python objects.
 #pragma once
+#include <cxxabi.h>
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
+#include <unistd.h>
 
 #include <cstddef>
 #include <cstdint>
@@ -52,6 +54,29 @@ class Borrowed {
 
   private:
     Py_buffer view_;
+};
+
+// Lets go of Python's lock until its end.
+//
+// While an interpreter ends, Python ends each other thread that wants its lock, by pthread_exit (before 3.14, which lets
+// it wait for ever). That unwinds the thread's stack, and where C++ promises not to be unwound, as in a destructor and
+// in nanobind's calls, the whole process is aborted. A thread that watches for answers would do that to a program whose
+// work is done. So it waits here for the process to end.
+class Unlocked {
+  public:
+    Unlocked() : thread_(PyEval_SaveThread()) {}
+    ~Unlocked() {
+        try {
+            PyEval_RestoreThread(thread_);
+        } catch (const abi::__forced_unwind&) {
+            while (true) pause();
+        }
+    }
+    Unlocked(const Unlocked&) = delete;
+    Unlocked& operator=(const Unlocked&) = delete;
+
+  private:
+    PyThreadState* thread_;
 };
 
 class Read : public Borrowed {

@@ -60,7 +60,7 @@ void bind_pictures(nb::module_& m) {
             const std::uint8_t* from = pixels_of_four(
                 *held<ArrowSchema>(schema, "arrow_schema"), *held<ArrowArray>(array, "arrow_array"), static_cast<std::int64_t>(n));
             if (from == nullptr) return false;
-            const nb::gil_scoped_release others_go_on;
+            const Unlocked others_go_on;
             drop_fourth(reinterpret_cast<std::uint8_t*>(out.bytes()), from, n);
             return true;
         },
@@ -83,7 +83,7 @@ void bind_pictures(nb::module_& m) {
             auto* to = reinterpret_cast<std::uint8_t*>(PyBytes_AsString(bytes.ptr()));
             bool good = false;
             {
-                const nb::gil_scoped_release others_go_on;
+                const Unlocked others_go_on;
                 good = base64::decode(to, digits, static_cast<std::size_t>(size));
             }
             return good ? bytes : nb::none();
@@ -96,7 +96,7 @@ void bind_pictures(nb::module_& m) {
             json::Cut found;
             bool good = false;
             {
-                const nb::gil_scoped_release others_go_on;
+                const Unlocked others_go_on;
                 good = json::cut(body.c_str(), body.size(), least, found);
             }
             if (!good) return nb::none();

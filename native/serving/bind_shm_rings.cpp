@@ -72,7 +72,7 @@ struct Caller {
 
     // Large rows, too, are copied while other threads run.
     int asked(const std::byte* from, std::size_t size, std::uint64_t sequence, double seconds) {
-        nb::gil_scoped_release release;
+        Unlocked release;
         if (size > 0) std::memcpy(input, from, size);
         const std::int64_t now = monotonic_ns(), ns = static_cast<std::int64_t>(seconds * 1e9);
         if (!rings->submit(Ticket{sequence, 0, now + ns, now, 0, first, rows, 0, 0, {incarnation}})) return kNotSent;
@@ -166,7 +166,7 @@ void bind_shm_rings(nb::module_& m) {
         .def(
             "wait",
             [](Engine& self, double timeout) {
-                nb::gil_scoped_release release;
+                Unlocked release;
                 return self.rings.wait(self.fds.data(), self.fds.size(), static_cast<std::int64_t>(timeout * 1e9));
             },
             nb::arg("timeout"), "Wait, seconds at most, for a posting or a descriptor to be readable; True for a posting, and for the second descriptor alone.")
@@ -177,7 +177,7 @@ void bind_shm_rings(nb::module_& m) {
         .def(
             "pause",
             [](Engine& self, double timeout, std::uint32_t tickets) {
-                nb::gil_scoped_release release;
+                Unlocked release;
                 self.rings.pause(self.fds.data(), static_cast<std::int64_t>(timeout * 1e9), tickets);
             },
             nb::arg("timeout"), nb::arg("tickets"), "Sleep until so many lanes have posted, seconds at most.");
@@ -212,7 +212,7 @@ void bind_shm_rings(nb::module_& m) {
                 Answer answer;
                 bool came;
                 {
-                    nb::gil_scoped_release release;
+                    Unlocked release;
                     came = self.rings.answer_to(sequence, static_cast<std::int64_t>(timeout * 1e9), answer);
                 }
                 if (!came) {
@@ -231,7 +231,7 @@ void bind_shm_rings(nb::module_& m) {
                 Answer answers[kRing];
                 std::size_t n = self.rings.receive(answers, kRing);
                 if (n == 0 && timeout > 0) {
-                    nb::gil_scoped_release release;
+                    Unlocked release;
                     if (self.rings.wait(static_cast<std::int64_t>(timeout * 1e9))) n = self.rings.receive(answers, kRing);
                 }
                 nb::list result;
@@ -247,14 +247,14 @@ void bind_shm_rings(nb::module_& m) {
         .def(
             "wait",
             [](Client& self, double timeout) {
-                nb::gil_scoped_release release;
+                Unlocked release;
                 return self.rings.wait(static_cast<std::int64_t>(timeout * 1e9));
             },
             nb::arg("timeout"), "Whether answers came within so many seconds; they stay for receive.")
         .def(
             "watch",
             [](const Client& self, int told, double timeout) {
-                nb::gil_scoped_release release;
+                Unlocked release;
                 self.rings.watch(told, static_cast<std::int64_t>(timeout * 1e9));
             },
             nb::arg("told"), nb::arg("timeout"),
@@ -264,7 +264,7 @@ void bind_shm_rings(nb::module_& m) {
         .def(
             "spin",
             [](Client& self) {
-                nb::gil_scoped_release release;
+                Unlocked release;
                 return self.rings.spin();
             },
             nb::lock_self(), "Whether answers came within microseconds; not waited for where others ask this engine, too.")
@@ -284,7 +284,7 @@ void bind_shm_rings(nb::module_& m) {
         .def(
             "watch",
             [](Word& self, int told, double timeout) {
-                nb::gil_scoped_release release;
+                Unlocked release;
                 self.word.watch(told, static_cast<std::int64_t>(timeout * 1e9));
             },
             nb::arg("told"), nb::arg("timeout"),

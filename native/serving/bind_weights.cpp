@@ -34,7 +34,7 @@ public:
 
     // Map every page now: otherwise the first publication takes a page fault for each 4 KiB.
     void prefault() {
-        nb::gil_scoped_release unlocked;
+        Unlocked unlocked;
         constexpr int populate_write = 23;  // MADV_POPULATE_WRITE; Linux before 5.14 refuses it, and faults later
         static_cast<void>(madvise(memory_.data(), memory_.shape(0), populate_write));
     }
@@ -50,7 +50,7 @@ public:
 
     std::int64_t publish(Parts parts, nb::bytes extra, std::uint64_t version, bool check) {
         check_parts(parts), check_version(version), check_extra(extra);
-        nb::gil_scoped_release unlocked;
+        Unlocked unlocked;
         return slots_.publish(rows(parts), parts.shape(0), data_of(extra), extra.size(), version, check);
     }
 
@@ -62,7 +62,7 @@ public:
         std::uint64_t tries = 0;
         WeightsClaim claim;
         {
-            nb::gil_scoped_release unlocked;
+            Unlocked unlocked;
             claim = slots_.read(rows(parts), parts.shape(0), reinterpret_cast<std::byte*>(extra.data()), deadline(seconds), verify, tries);
         }
         if (claim.damaged) return {0, 0, 0, 0};
@@ -70,7 +70,7 @@ public:
     }
 
     bool wait_newer(std::uint64_t seen, double seconds) const {
-        nb::gil_scoped_release unlocked;
+        Unlocked unlocked;
         return slots_.wait_newer(seen, deadline(seconds));
     }
 

@@ -12,6 +12,7 @@ from jurybox.client import (
     ModelFailed,
     ModelNotFound,
     Refused,
+    ServerGone,
     SpecMismatch,
     Timeout,
 )
@@ -57,6 +58,18 @@ def test_a_client_that_cannot_get_more_rows_makes_do_with_pieces(leased, client)
         x = rows(8)
         np.testing.assert_array_equal(model.infer(x), x + 1)
         assert model._lane.rows == 1
+
+
+def test_a_server_too_busy_to_give_more_rows_at_once_is_asked_for_pieces(leased, client, monkeypatch):
+    def silent(rows, patient):
+        raise ServerGone("no answer within 0.1 s")
+
+    model, x = client.model("affine"), rows(16)
+    with monkeypatch.context() as busy:
+        busy.setattr(model, "_lease", silent)
+        np.testing.assert_array_equal(model.infer(x), 2 * x + 1)
+    np.testing.assert_array_equal(model.infer(x), 2 * x + 1)
+    assert model._lane.rows == 16
 
 
 def test_no_rows_in_no_rows_out(client):
@@ -189,7 +202,7 @@ def test_a_full_lane_is_busy_until_results_are_collected(client):
 
 def test_a_full_arena_is_busy_and_says_so(leased, client):
     with client.model("moody", rows=60), pytest.raises(Busy, match=r"60 of the arena's 64 rows|leased"):
-        client.model("moody", rows=10, timeout=0.2)
+        client.model("moody", rows=10, timeout=1.0)
 
 
 def test_more_rows_than_the_arena_has_are_refused(leased, client):

@@ -350,3 +350,29 @@ def test_an_error_cut_inside_a_character_is_told_and_costs_no_rows(client):
         with pytest.raises(ModelFailed, match="RuntimeError"):
             model.submit(np.full((2, 4), 700 + shift, np.float32)).result()
     np.testing.assert_array_equal(model.infer(X), X + 1)
+
+
+ENDS = """
+import builtins, mmap, os, threading, time
+import numpy as np
+from jurybox import native
+
+rings = native.ShmRingsClient(np.frombuffer(mmap.mmap(-1, native.RINGS_BYTES), np.uint8), 0, 1, os.eventfd(0), 0)
+
+def watch(watch=rings.watch, told=os.eventfd(0)):
+    while True:
+        watch(told, 0.1)
+
+class Late:
+    def __del__(self, sleep=time.sleep):
+        sleep(0.5)  # other threads run, while the interpreter ends
+
+threading.Thread(target=watch, daemon=True).start()
+builtins.late = Late()
+print("done", flush=True)
+"""
+
+
+def test_a_program_that_ends_while_a_thread_watches_for_answers_is_not_aborted():
+    done = subprocess.run([sys.executable, "-c", ENDS], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "done\n", "")

@@ -19,7 +19,7 @@ from jurybox.client.rows import CallRow, Rows
 from jurybox.client.ticket import Reply, Ticket
 from jurybox.client.transports.transport import seconds
 from jurybox.protocol import forks
-from jurybox.protocol.errors import Busy, Code, Refused, SpecMismatch, Timeout
+from jurybox.protocol.errors import Busy, Code, Refused, ServerGone, SpecMismatch, Timeout
 from jurybox.protocol.spec import BYTES, ModelSpec
 
 if TYPE_CHECKING:
@@ -349,6 +349,8 @@ class Model(forks.Closing):
             larger, spec, max_batch = self._lease(min(n, self.max_batch), False)
         except (Busy, Refused):
             self._may_grow = False  # pieces will do
+            return lane
+        except ServerGone:  # it was too busy to answer at once, or the request that follows finds out
             return lane
         self._rows = larger.rows
         try:

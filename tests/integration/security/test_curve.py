@@ -1,7 +1,5 @@
 """The walls of the tcp transport: who has no right key gets nowhere, and who has one not too far."""
 
-import time
-
 import numpy as np
 import pytest
 import zmq
@@ -174,10 +172,9 @@ def test_remote_clients_do_not_take_the_last_row_unseen(server, friend):
     with connect(server.where, **friend) as client:
         model = client.model("affine", rows=60)
         with pytest.raises(Busy, match="rows are leased"):
-            client.model("affine", rows=10, timeout=0.2)
+            client.model("affine", rows=10, timeout=1.0)
         model.close()
-        deadline = time.monotonic() + 5
-        client.model("affine", rows=60, timeout=max(1, deadline - time.monotonic())).close()
+        client.model("affine", rows=60, timeout=30).close()
 
 
 def test_the_weights_channel_stays_on_its_host(server, friend):
