@@ -267,12 +267,12 @@ def test_silence_and_floods_keep_nobody_from_attaching(server, segment):
     began = time.monotonic()
     for _ in range(20):
         Segment.attach(segment.name).close()
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 20
     # Of 300 there are 300 ends here, and a bounded number on the server's side, in this same process.
-    wait_until(lambda: len(os.listdir("/proc/self/fd")) - before <= 300 + 80, 10)
+    wait_until(lambda: len(os.listdir("/proc/self/fd")) - before <= 300 + 80, 30)
     for connection in silent:
         connection.close()
-    wait_until(lambda: len(os.listdir("/proc/self/fd")) <= before, 10)
+    wait_until(lambda: len(os.listdir("/proc/self/fd")) <= before, 30)
 
 
 @pytest.mark.parametrize(
@@ -305,11 +305,11 @@ def test_a_server_that_is_stopped_is_an_error_in_time(monkeypatch):
     )
     try:
         process.stdout.readline()
-        wait_until(lambda: Path(f"/proc/{process.pid}/stat").read_text().split(")")[1].split()[0] == "T", 10)
+        wait_until(lambda: Path(f"/proc/{process.pid}/stat").read_text().split(")")[1].split()[0] == "T", 30)
         began = time.monotonic()
         with pytest.raises(SharedMemoryError, match="stopped or overloaded"):
             Segment.attach(segment_name(owner, "scoreboard"))
-        assert time.monotonic() - began < 10
+        assert time.monotonic() - began < 30
         assert sweep() == []  # it lives
         process.send_signal(signal.SIGCONT)
         process.stdout.readline()
