@@ -95,7 +95,7 @@ def test_nested_spaces_and_lambdas_travel() -> None:
 
 
 def test_the_first_that_are_ready_come_first() -> None:
-    slow = [partial(Counter, name, length=50, slow=1.5 if name == 0 else 0.0) for name in range(4)]
+    slow = [partial(Counter, name, length=50, slow=4.0 if name == 0 else 0.0) for name in range(4)]
     with ProcessVectorEnv(slow, workers=4, batch_size=3) as env:
         env.reset(seed=0)
         env.send(np.zeros(4, int))
@@ -114,7 +114,7 @@ def test_the_first_that_are_ready_come_first() -> None:
 
 
 def test_a_recv_that_comes_too_early_loses_nothing() -> None:
-    with ProcessVectorEnv([partial(Counter, slow=0.3)]) as env:
+    with ProcessVectorEnv([partial(Counter, slow=1.0)]) as env:
         env.reset()
         env.send(np.zeros(1, int))
         with pytest.raises(Timeout, match="have not answered in time"):
