@@ -7,6 +7,7 @@ import matplotlib
 import numpy as np
 import pytest
 
+from jurybox.training.environments.photo.evaluate import Straightened
 from jurybox.training.recipes.photo import PhotoTraining
 from jurybox.training.recipes.photo_evaluation import KINDS, Case, Intact, PhotoEvaluation
 from jurybox.training.recipes.photo_report import PhotoRun, render
@@ -68,7 +69,12 @@ def evaluation_of(gain, nearer=4.0, intact=1.0):
         for case in cases
         if case.seed % 2 == 0
     ]
-    return PhotoEvaluation(tuple(cases), tuple(whole))
+    tilted = [
+        Straightened(case.photo, case.seed, tilt, -tilt / 2)
+        for case in cases
+        for tilt in (3.5 + case.seed, -3.5 - case.seed)
+    ]
+    return PhotoEvaluation(tuple(cases), tuple(whole), tuple(tilted))
 
 
 @pytest.fixture
@@ -124,7 +130,10 @@ def test_the_report_shows_what_no_juror_scored(html):
         assert told in html
     assert "The audit by kind of damage" in html and "<td>haze</td>" in html and "<td>blur</td>" not in html
     assert "Intact photos (6 crops without damage): the score rises in 100%" in html
-    assert "straightening follows the tilt with a correlation of +1.00" in html
+    assert "Straightening, measured on 24 pictures: 2 photos, each damaged in 6 ways" in html
+    assert "It follows the tilt with a correlation of +1.00 (+1.00 to +1.00 over pairs of pictures of these" in html
+    assert "of every degree of tilt 0.50° are turned back (+0.50 to +0.50)" in html and "left tilted by 3.0°" in html
+    assert "happen to be tilted" in html
     assert "Is the juror overoptimised?" in html and "rewarded juror" in html and "other" in html
 
 

@@ -5,6 +5,7 @@ import cloudpickle
 import numpy as np
 import pytest
 import torch
+from stable_baselines3 import PPO
 
 from jurybox.training.checkpoints import CheckpointError, Checkpoints
 from jurybox.training.environments.photo import PhotoConfig
@@ -92,13 +93,25 @@ def test_a_checkpoint_gives_back_weights_optimiser_and_every_random_state(first)
     environments.close()
 
 
+def test_a_checkpoint_of_another_network_is_refused_in_plain_words(tmp_path):
+    environments = make_environments(SMALL, serial=True)
+    model = _new_model(SMALL, environments)
+    earlier = PPO("MlpPolicy", environments, n_steps=8, batch_size=8, device="cpu")
+    checkpoints = Checkpoints(tmp_path)
+    recorder.save(checkpoints, earlier, {})
+    with pytest.raises(CheckpointError, match="another network than this build trains.*the build that began it"):
+        recorder.restore(model, checkpoints.existing(), fresh_seed=0)
+    environments.close()
+
+
 def test_the_same_seed_trains_the_same_policy(first, tmp_path):
     _, model = first
     again = trained(tmp_path / "again")
     other = trained(tmp_path / "other", SMALL.changed(seed=4))
-    ours = model.policy.state_dict()["action_net.weight"]
-    torch.testing.assert_close(again.policy.state_dict()["action_net.weight"], ours, rtol=0, atol=0)
-    assert not torch.equal(other.policy.state_dict()["action_net.weight"], ours)
+    name = "mlp_extractor.policy_net.others.0.weight"
+    ours = model.policy.state_dict()[name]
+    torch.testing.assert_close(again.policy.state_dict()[name], ours, rtol=0, atol=0)
+    assert not torch.equal(other.policy.state_dict()[name], ours)
 
 
 def test_old_checkpoints_go_and_half_written_ones_are_never_found(first, tmp_path, monkeypatch):

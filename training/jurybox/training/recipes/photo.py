@@ -25,6 +25,7 @@ from pydantic import Field, model_validator
 from stable_baselines3 import PPO
 from stable_baselines3.common.base_class import BaseAlgorithm
 from stable_baselines3.common.logger import Logger
+from stable_baselines3.common.policies import ActorCriticPolicy
 from stable_baselines3.common.utils import LinearSchedule
 from stable_baselines3.common.vec_env import DummyVecEnv
 from stable_baselines3.common.vec_env.base_vec_env import VecEnv
@@ -39,6 +40,7 @@ from jurybox.training.recipes.photo_imitation import imitate
 from jurybox.training.recipes.photo_worker import environment_maker
 from jurybox.training.recipes.progress import Silence, Watcher
 from jurybox.training.recipes.recorder import COLUMNS, Recorder, learner_steps, restore
+from jurybox.training.recipes.served_networks import PhotoMoves
 from jurybox.training.run_folder import RunLog, Summary
 from jurybox.training.runtime.plan import POLICY_FILE, ConfigError
 from jurybox.training.runtime.settings import Settings
@@ -248,7 +250,7 @@ def _new_model(settings: PhotoTraining, environments: VecEnv) -> PPO:
         # A last, smaller batch is nothing to worry about; SB3 warns of it.
         warnings.filterwarnings("ignore", message=".*mini-batch.*", category=UserWarning)
         return PPO(
-            "MlpPolicy",
+            PhotoActorCritic,
             environments,
             n_steps=steps_per_environment(settings.n_envs, min(settings.rollout, settings.steps)),
             batch_size=settings.batch_size,
@@ -270,6 +272,29 @@ def _new_model(settings: PhotoTraining, environments: VecEnv) -> PPO:
             seed=settings.seed,
             device="cpu",
         )
+
+
+class PhotoActorCritic(ActorCriticPolicy):
+    """SB3's actor and critic with `PhotoMoves` as the actor; the critic sees everything, as usual."""
+
+    def _build_mlp_extractor(self) -> None:
+        super()._build_mlp_extractor()
+        made: Any = self.mlp_extractor
+        widths = [layer.out_features for layer in made.policy_net if isinstance(layer, torch.nn.Linear)]
+        made.policy_net = PhotoMoves(self.features_dim, len(TOOLS), widths, **_straightening())
+        made.latent_dim_pi = len(TOOLS)
+
+    def _build(self, lr_schedule: Callable[[float], float]) -> None:
+        super()._build(lr_schedule)
+        self.action_net: torch.nn.Module = torch.nn.Identity()  # what the actor gives is the mean already
+        actor: Any = self.mlp_extractor.policy_net
+        for layers in (actor.others, actor.turning):
+            self.init_weights(layers[-1], gain=0.01)  # moves begin near 0, as in every policy of SB3
+        self.optimizer = self.optimizer_class(self.parameters(), lr=lr_schedule(1), **self.optimizer_kwargs)  # type: ignore[call-arg]
+
+
+def _straightening() -> dict[str, Any]:
+    return {"leaning": observation.leaning(), "straighten": TOOLS.index("straighten")}
 
 
 def _resumed(settings: PhotoTraining, environments: VecEnv, checkpoint: Checkpoint) -> PPO:
@@ -302,8 +327,8 @@ def description(settings: PhotoTraining) -> Description:
     """How the saved weights act: on held-out photos, with the juror in the process, unless a player says otherwise."""
     size, actions = observation.SIZE, len(TOOLS)
     acts = Acts(
-        "jurybox.training.recipes.served_networks:gaussian_mean",
-        {"observation": size, "action": actions, "hidden": list(settings.hidden)},
+        "jurybox.training.recipes.served_networks:photo_moves",
+        {"observation": size, "action": actions, "hidden": list(settings.hidden), **_straightening()},
         "weights-policy.state",
         output="action",
         choose="box",
@@ -317,8 +342,7 @@ def description(settings: PhotoTraining) -> Description:
 
 def _save_policy(settings: PhotoTraining, folder: Path, model: BaseAlgorithm) -> None:
     found: Any = model.policy
-    layers = torch.nn.Sequential(*found.mlp_extractor.policy_net, found.action_net)
-    state = {f"layers.{name}": tensor.detach().cpu() for name, tensor in layers.state_dict().items()}
+    state = {name: tensor.detach().cpu() for name, tensor in found.mlp_extractor.policy_net.state_dict().items()}
     write_state(folder / "weights-policy.state", {"state": state, "version": learner_steps(model), "extra": {}})
     write_atomically(folder / POLICY_FILE, json.dumps(description(settings).as_dict(), indent=1))
 

@@ -30,11 +30,12 @@ from jurybox.training.environments.photo import (
 from jurybox.training.environments.photo.audit import Perceptual, measure, registered
 from jurybox.training.environments.photo.edits import Degradation, degrade
 from jurybox.training.environments.photo.environment import Action
-from jurybox.training.environments.photo.evaluate import Policy
+from jurybox.training.environments.photo.evaluate import Policy, Straightened, straighten
 from jurybox.training.environments.photo.observation import Observation
 from jurybox.training.environments.photo.scorer import LocalScorer
 from jurybox.training.recipes.photo_worker import environment_maker
 from jurybox.training.recipes.progress import Watcher
+from jurybox.training.report.verdict import ENOUGH_GROUPS, Interval, interval
 
 Picture = npt.NDArray[np.uint8]
 Marks = Mapping[str, npt.NDArray[np.float64]]
@@ -43,6 +44,7 @@ Judge = Callable[[Sequence[Picture]], Marks]
 # What becomes of a damaged photo, in the order in which it is shown; the original is the reference.
 KINDS = ("no edits", "random edits", "learned", "original")
 _FIRST_SEED = 1_000_000  # far from what environments are seeded with
+_GENTLEST, _STEEPEST = 3.0, 9.0  # degrees of the tilts that straightening is measured with, as the damage has them
 _THREADS = 8  # each holds one picture in flight, so the server has batches to make
 
 
@@ -88,11 +90,87 @@ class Intact:
 
 
 @dataclass(frozen=True, slots=True)
+class Straightening:
+    """Whether a policy straightens what is tilted, measured on photos that were tilted to both sides.
+
+    Attributes:
+        pictures, photos: how many, of how many photos.
+        follows: correlation of what the pictures were turned by with the opposite of their tilt, over all of them
+            together (-1 to 1). What photos lean by themselves stays in it as error.
+        undone: share of the tilt that is undone: half the difference of the two turns of a pair, by the degree of tilt.
+            What photos lean by themselves cancels.
+        left: mean tilt that is left, degrees; before: mean tilt.
+
+    The intervals are 95 % percentile bootstrap intervals over photos, or over pairs where there are few photos.
+    """
+
+    pictures: int
+    photos: int
+    follows: Interval
+    undone: Interval
+    before: float
+    left: float
+
+
+def straightening_of(tilted: Sequence[Straightened]) -> Straightening | None:
+    """What pairs of tilted pictures tell of straightening; None without any.
+
+    Raises:
+        ValueError: a picture was not tilted to both sides by the same angle, which would let what a photo leans by
+            itself pass for straightening, or for the contrary.
+    """
+    if not tilted:
+        return None
+    by_pair: dict[tuple[str, int], list[Straightened]] = {}
+    for each in tilted:
+        by_pair.setdefault((each.photo, each.seed), []).append(each)
+    for (name, seed), pair in by_pair.items():
+        if len(pair) != 2 or pair[0].tilt != -pair[1].tilt or not pair[0].tilt:
+            got = ", ".join(f"{each.tilt:g}" for each in pair)
+            raise ValueError(f"expected {name} of seed {seed} to be tilted to both sides by one angle, got {got}")
+    pairs = np.array([[(-each.tilt, each.straighten) for each in pair] for pair in by_pair.values()])  # (n, 2, 2)
+    photos = [photo for photo, _ in by_pair]
+    tilts, turns = pairs[..., 0], pairs[..., 1]
+    shares = (turns[:, 0] - turns[:, 1]) / (tilts[:, 0] - tilts[:, 1])
+    labels = photos if len(set(photos)) >= ENOUGH_GROUPS else list(range(len(pairs)))
+    return Straightening(
+        len(tilted),
+        len(set(photos)),
+        _follows(pairs, labels),
+        interval(shares, photos) if len(shares) > 1 else Interval(*3 * (float(shares.mean()),)),
+        float(np.abs(tilts).mean()),
+        float(np.abs(turns - tilts).mean()),
+    )
+
+
+def _follows(pairs: npt.NDArray[np.float64], labels: Sequence[Any], resamples: int = 10_000) -> Interval:
+    """Pearson's correlation of all pictures, and its interval over the labelled groups of pairs (n, 2, 2)."""
+    tilts, turns = pairs[..., 0], pairs[..., 1]
+    # One line for each pair: of sums like these, those of any resample and its correlation are made.
+    sums = np.stack(
+        [np.full(len(pairs), 2.0), turns.sum(1), (turns**2).sum(1), (tilts**2).sum(1), (tilts * turns).sum(1)]
+    )
+    names = list(dict.fromkeys(labels))
+    groups = np.stack([sums[:, [label == name for label in labels]].sum(1) for name in names])
+
+    def correlation(total: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        n, turned, squares, steep, both = np.moveaxis(total, -1, 0)
+        spread = np.sqrt(np.maximum(steep * (squares - turned**2 / n), 0.0))  # tilts have a mean of exactly 0
+        found: npt.NDArray[np.float64] = np.divide(both, spread, out=np.zeros_like(both), where=spread > 1e-9)
+        return found
+
+    chosen = np.random.default_rng(0).integers(len(names), size=(resamples, len(names)))
+    low, high = np.quantile(correlation(groups[chosen].sum(1)), (0.025, 0.975))
+    return Interval(float(correlation(groups.sum(0)[None])[0]), float(low), float(high))
+
+
+@dataclass(frozen=True, slots=True)
 class PhotoEvaluation:
-    """All cases of an evaluation, photo by photo for every seed, and the intact photos."""
+    """All cases of an evaluation, photo by photo for every seed, the intact photos, and those tilted to both sides."""
 
     cases: tuple[Case, ...]
     intact: tuple[Intact, ...] = ()
+    tilted: tuple[Straightened, ...] = ()
 
     def scores(self, kind: str, criterion: str = "score") -> npt.NDArray[np.float64]:
         """(cases,) of one kind."""
@@ -125,6 +203,10 @@ class PhotoEvaluation:
             told = {"score": each.after, **{f"audit_{name}": mark for name, mark in each.audit.items()}}
             writer.writerow((each.photo, each.seed, "intact", "score", f"{each.before:.5f}"))
             writer.writerows((each.photo, each.seed, "intact, learned", name, f"{m:.5f}") for name, m in told.items())
+        for turned in self.tilted:
+            side = "counter-clockwise" if turned.tilt > 0 else "clockwise"
+            for name, degrees in (("tilt", turned.tilt), ("straighten", turned.straighten)):
+                writer.writerow((turned.photo, turned.seed, f"tilted {side}, learned", name, f"{degrees:.5f}"))
         write_atomically(path, text.getvalue())
 
 
@@ -139,7 +221,8 @@ def evaluate_policy(
 ) -> PhotoEvaluation:
     """Evaluate the learned and a random policy on all held-out photos, degraded in `damages` ways, and audit them.
 
-    Of every second seed the learned policy is given the undamaged photos, too.
+    Of every second seed the learned policy is given the undamaged photos, too, and the damaged ones tilted to both
+    sides (`angles_of`), of which nothing is kept but what it turned them by.
 
     Args:
         config: of the training; its held-out photos are used.
@@ -156,9 +239,11 @@ def evaluate_policy(
         raise ValueError(f"expected at least one seed of degradation, got {damages}")
     held_out = config.held_out()
     seeds = [_FIRST_SEED + number for number in range(damages)]
+    angles = angles_of(seeds)
     threads = 1 if config.scorer == "local" else min(threads, damages)
     stopped = threading.Event()
     edited: list[int] = []
+    turned: list[Straightened] = []
     watcher.begin("evaluating", damages)
 
     def share(number: int) -> list[_Edited]:
@@ -172,8 +257,9 @@ def evaluate_policy(
                 learned = evaluate(environment, mend, [seed]).outcomes
                 random = evaluate(environment, _unless(stopped, RandomEdits(seed)), [seed]).outcomes
                 whole: Sequence[Outcome | None] = [None] * len(learned)
-                if seed % 2 == 0:
+                if seed in angles:
                     whole = evaluate(environment, mend, [seed], intact=True).outcomes
+                    turned.extend(straighten(environment, mend, {seed: angles[seed]}))
                 found += [
                     (*each, _undamaged(environment, each[0])) for each in zip(learned, random, whole, strict=True)
                 ]
@@ -201,7 +287,15 @@ def evaluate_policy(
         return PhotoEvaluation(
             tuple(_case(learned, random, original, ask, perceptual) for learned, random, _, original in results),
             tuple(_intact(whole, perceptual) for _, _, whole, _ in results if whole is not None),
+            tuple(sorted(turned, key=lambda each: (each.seed, each.photo, -each.tilt))),
         )
+
+
+def angles_of(seeds: Sequence[int]) -> dict[int, float]:
+    """Degrees that photos are tilted by to both sides, by seed: evenly from 3 to 9, one for every second seed."""
+    chosen = [seed for seed in seeds if seed % 2 == 0]
+    spread = (_STEEPEST - _GENTLEST) / max(1, len(chosen))
+    return {seed: _GENTLEST + (number + 0.5) * spread for number, seed in enumerate(chosen)}
 
 
 @contextmanager

@@ -112,10 +112,8 @@ def wanted(seen: Array, degradation: Mapping[str, float], episode: int) -> npt.N
 def learn(model: PPO, shown: Shown, passes: int) -> float:
     """Train the policy's network, and nothing else of the model, on what was shown; returns the last pass's loss."""
     policy: Any = model.policy
-    layers = [*policy.mlp_extractor.policy_net, policy.action_net]
-    optimiser = torch.optim.AdamW(
-        [each for layer in layers for each in layer.parameters()], lr=_LEARNING_RATE, weight_decay=_DECAY
-    )
+    actor = policy.mlp_extractor.policy_net
+    optimiser = torch.optim.AdamW(actor.parameters(), lr=_LEARNING_RATE, weight_decay=_DECAY)
     # Mirrored, too: a picture that leans to the left is turned as far as one that leans to the right.
     other = shown.wanted.copy()
     other[:, TOOLS.index("straighten")] *= -1.0
@@ -127,12 +125,7 @@ def learn(model: PPO, shown: Shown, passes: int) -> float:
         for group in optimiser.param_groups:
             group["lr"] = _LEARNING_RATE * max(0.05, 1.0 - number / passes)
         for rows in torch.split(torch.randperm(len(seen)), _BATCH):
-            given = seen[rows]
-            for layer in layers[:-1]:
-                given = layer(given)
-                if not isinstance(layer, torch.nn.Linear):
-                    given = F.dropout(given, _DROPOUT)
-            loss = F.smooth_l1_loss(layers[-1](given), moves[rows], beta=0.5)
+            loss = F.smooth_l1_loss(actor(seen[rows], _DROPOUT), moves[rows], beta=0.5)
             optimiser.zero_grad()
             torch.autograd.backward(loss)
             optimiser.step()

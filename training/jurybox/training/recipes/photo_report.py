@@ -10,12 +10,21 @@ import numpy as np
 import numpy.typing as npt
 
 from jurybox.training.environments.photo.audit import DAMAGES, MEASURES, damages_of
-from jurybox.training.recipes.photo_evaluation import KINDS, Case, PhotoEvaluation
+from jurybox.training.recipes.photo_evaluation import KINDS, Case, PhotoEvaluation, straightening_of
 from jurybox.training.report import charts, page
 from jurybox.training.report.charts import Bar
 from jurybox.training.report.page import Answer, Details, Gallery, Legend, Part, Picture, Section, Shot, Table
+from jurybox.training.report.verdict import (
+    ENOUGH_GROUPS,
+    Check,
+    Comparison,
+    Verdict,
+    audited,
+    compare,
+    interval,
+    judge,
+)
 from jurybox.training.report.verdict import Answer as Said
-from jurybox.training.report.verdict import Check, Comparison, Verdict, audited, compare, interval, judge
 
 _BASELINES = ("no edits", "random edits")
 _COLUMNS = {"no edits": "Damaged", "random edits": "Random edits", "learned": "Learned", "original": "Original"}
@@ -188,8 +197,7 @@ def _audit(evaluation: PhotoEvaluation) -> Section | None:
     parts: list[Part] = [Table(header, rows)]
     if evaluation.intact:
         parts.append(_on_intact(evaluation))
-    if told := _straightening(evaluation):
-        parts.append(told)
+    parts += [told for told in _straightening(evaluation) if told]
     return Section(
         "The audit: what no juror scored",
         parts,
@@ -211,7 +219,24 @@ def _on_intact(evaluation: PhotoEvaluation) -> str:
     )
 
 
-def _straightening(evaluation: PhotoEvaluation) -> str:
+def _straightening(evaluation: PhotoEvaluation) -> list[str]:
+    found = straightening_of(evaluation.tilted)
+    if found is None:
+        return []
+    of = "photos" if found.photos >= ENOUGH_GROUPS else "pairs of pictures of these photos"
+    follows, undone = found.follows, found.undone
+    return [
+        f"Straightening, measured on {found.pictures} pictures: {found.photos} photos, each damaged in "
+        f"{found.pictures // (2 * found.photos)} ways and tilted to both sides by the same angle, "
+        f"{found.before:.1f}° on average. It follows the tilt with a correlation of {follows.mean:+.2f} "
+        f"({follows.low:+.2f} to {follows.high:+.2f} over {of}); of every degree of tilt {undone.mean:.2f}° are turned "
+        f"back ({undone.low:+.2f} to {undone.high:+.2f}), and the pictures are left tilted by {found.left:.1f}°.",
+        _by_chance(evaluation),
+    ]
+
+
+def _by_chance(evaluation: PhotoEvaluation) -> str:
+    """Of the cases that happen to be tilted; too few, and by chance more to one side, to tell how well it follows."""
     pairs = np.array(
         [(case.degradation.get("tilt", 0.0), case.edits.get("straighten", 0.0)) for case in evaluation.cases]
     )
@@ -222,9 +247,9 @@ def _straightening(evaluation: PhotoEvaluation) -> str:
     follows = float(np.corrcoef(-tilts, turned)[0, 1]) if min(turned.std(), tilts.std()) > 0 else 0.0
     straight = float(np.abs(pairs[~tilted, 1]).mean()) if not tilted.all() else 0.0
     return (
-        f"{int(tilted.sum())} pictures were tilted, by {np.abs(tilts).mean():.1f}° on average; they are left tilted by "
-        f"{np.abs(tilts + turned).mean():.1f}°, and straightening follows the tilt with a correlation of "
-        f"{follows:+.2f}. Straight ones were turned by {straight:.1f}°."
+        f"Of the cases above {int(tilted.sum())} happen to be tilted, by {np.abs(tilts).mean():.1f}° on average and "
+        f"not evenly to both sides; they are left tilted by {np.abs(tilts + turned).mean():.1f}°, with a "
+        f"correlation of {follows:+.2f}. Straight ones were turned by {straight:.1f}°."
     )
 
 

@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from jurybox.training.environments.photo import PhotoConfig
 from jurybox.training.environments.photo.audit import load_perceptual
 from jurybox.training.recipes.launchers import Spread, spread_named
 from jurybox.training.recipes.photo import PhotoTraining, check_workers, columns, policy_of, train
-from jurybox.training.recipes.photo_evaluation import evaluate_policy
+from jurybox.training.recipes.photo_evaluation import evaluate_policy, straightening_of
 from jurybox.training.recipes.photo_report import PhotoRun, comparisons, render, verdict_of
 from jurybox.training.recipes.progress import ConsoleProgress, Silence, Watcher
 from jurybox.training.recipes.recorded_run import failed_report, resumed, write_settings
@@ -96,6 +96,7 @@ def run(
         took["evaluation"] = time.monotonic() - began
         interrupts.check()
         verdict, found = verdict_of(evaluation), comparisons(evaluation)
+        straightened = straightening_of(evaluation.tilted)
         evaluation.save(folder / "evaluation.csv")
         facts = _facts(settings, took, "in this process" if serial else "processes" if spread is None else "by Ray")
         text = render(
@@ -111,6 +112,7 @@ def run(
                 for kind in ("no edits", "random edits", "learned")
             },
             intact_ciede2000=float(np.mean([each.audit["ciede2000"] for each in evaluation.intact])),
+            straightening=None if straightened is None else asdict(straightened),
             differences={each.baseline: each.difference.as_dict() for each in found},
         )
         log.finish([folder / "report.html", folder / "evaluation.csv"])

@@ -221,6 +221,11 @@ def restore(model: BaseAlgorithm, checkpoint: Checkpoint, fresh_seed: int) -> No
     try:
         model.set_parameters(checkpoint.folder / "model.zip", device=model.device)  # type: ignore[arg-type]
     except Exception as error:
+        if "state_dict" in str(error):  # torch's word for weights that are not those of the network
+            raise CheckpointError(
+                f"{checkpoint.folder} is of another network than this build trains: resume the run with the build that "
+                f"began it, or start anew in another folder ({error})"
+            ) from error
         raise CheckpointError(
             f"{checkpoint.folder} cannot be read ({error}): remove it to go on from the one before"
         ) from error

@@ -123,6 +123,64 @@ class _Mean(nn.Module):
         return mean
 
 
+class PhotoMoves(nn.Module):
+    """A photo policy's moves, the means of its actions: two perceptrons, of which one straightens and nothing else.
+
+    That one sees only what tells how a picture leans. It gives f(what is seen) less f(the same of the mirrored
+    picture), so a mirrored picture is turned just as far to the other side, and what looks the same in the mirror not
+    at all.
+
+    Args:
+        leaning: what it sees: numbers of the observation, those that take their places where the picture is mirrored,
+            and the signs that they then get.
+        straighten: which action that is. The other perceptron gives the others, from the whole observation.
+        units: of the hidden layer that straightens.
+    """
+
+    def __init__(
+        self,
+        observation: int,
+        action: int,
+        hidden: Sequence[int],
+        leaning: tuple[Sequence[int], Sequence[int], Sequence[float]],
+        straighten: int,
+        units: int = 32,
+    ) -> None:
+        super().__init__()
+        self._straighten = straighten
+        self.others = perceptron(observation, hidden, action - 1, activation=nn.Tanh)
+        self.turning = perceptron(len(leaning[0]), (units,), 1, activation=nn.Tanh)
+        for name, numbers in zip(("seen", "mirrored"), leaning[:2], strict=True):
+            self.register_buffer(name, torch.tensor(list(numbers)), persistent=False)
+        self.register_buffer("signs", torch.tensor(list(leaning[2]), dtype=torch.float32), persistent=False)
+
+    seen: Tensor
+    mirrored: Tensor
+    signs: Tensor
+
+    def forward(self, observation: Tensor, dropout: float = 0.0) -> Tensor:
+        """Moves (n, action) of observations (n, observation); `dropout` of hidden units is for who trains it."""
+        leans = _through(self.turning, observation[:, self.seen], dropout)
+        other = _through(self.turning, observation[:, self.mirrored] * self.signs, dropout)
+        moves = _through(self.others, observation, dropout)
+        at = self._straighten
+        return torch.cat((moves[:, :at], leans - other, moves[:, at:]), dim=1)
+
+
+def _through(layers: nn.Sequential, given: Tensor, dropout: float) -> Tensor:
+    for layer in layers:
+        given = layer(given)
+        if dropout and not isinstance(layer, nn.Linear):
+            given = nn.functional.dropout(given, dropout)
+    return given
+
+
+def photo_moves(observation: int, action: int, hidden: Sequence[int], **straightening: Any) -> ServedModel:
+    """Float32 (observation,) to moves (action,) before they are clipped to [-1, 1]; see `PhotoMoves`."""
+    moves = PhotoMoves(observation, action, hidden, **straightening)
+    return _served(moves, (observation,), {"action": (action,)})
+
+
 def gaussian_mean(observation: int, action: int, hidden: Sequence[int]) -> ServedModel:
     """Float32 (observation,) to actions (action,) before they are clipped to [-1, 1]."""
     return _served(_Mean(observation, action, hidden), (observation,), {"action": (action,)})

@@ -140,7 +140,8 @@ class PhotoEdit(gymnasium.Env[observation.Observation, Action]):
         Args:
             seed: makes photo, crop and damage repeatable.
             options: ``{"photo": name}`` chooses the photo; crop and damage stay random. ``{"intact": True}`` does no
-                damage, False does some.
+                damage, False does some. ``{"tilt": degrees}`` tilts a damaged photo by so many, counter-clockwise,
+                whatever tilt was drawn.
         """
         super().reset(seed=seed)
         names = list(self._photos)
@@ -151,6 +152,8 @@ class PhotoEdit(gymnasium.Env[observation.Observation, Action]):
         self._photo = self._photos[name]
         crop = self._photo.crop(self.np_random)
         self._degradation = draw(self.np_random, self.strength, self.tilted)
+        if (tilt := (options or {}).get("tilt")) is not None:
+            self._degradation = replace(self._degradation, tilt=float(tilt))
         whole = (options or {}).get("intact")
         if whole or (whole is None and self.intact and self.np_random.random() < self.intact):
             self._degradation = Degradation()

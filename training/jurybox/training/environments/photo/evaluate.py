@@ -117,6 +117,47 @@ def _edit(environment: PhotoEdit, policy: Policy, photo: str, seed: int, intact:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class Straightened:
+    """What a policy turned a tilted picture by.
+
+    Attributes:
+        photo, seed: what crop and other faults were drawn from.
+        tilt: degrees counter-clockwise that the photo was tilted by. straighten: degrees that the policy turned it by.
+    """
+
+    photo: str
+    seed: int
+    tilt: float
+    straighten: float
+
+
+def straighten(environment: PhotoEdit, policy: Policy, angles: Mapping[int, float]) -> list[Straightened]:
+    """Let a policy edit every photo of the environment's split, tilted to both sides by the same angle.
+
+    The two pictures of a pair have the same crop and the same other faults. So what a photograph leans by itself, and
+    whatever else draws a policy to one side, cannot pass for an answer to the tilt.
+
+    Args:
+        angles: degrees by seed; every photo is tilted by each of them.
+
+    Returns:
+        Two for each photo and seed, the one that was tilted counter-clockwise first.
+    """
+    found = []
+    for seed, angle in angles.items():
+        for number, photo in enumerate(environment.photos):
+            for tilt in (angle, -angle):
+                drawn = seed + _APART * number
+                seen, info = environment.reset(seed=drawn, options={"photo": photo, "intact": False, "tilt": tilt})
+                over = False
+                while not over:
+                    seen, _, terminated, truncated, info = environment.step(policy(seen))
+                    over = terminated or truncated
+                found.append(Straightened(photo, drawn, tilt, info["edits"]["straighten"]))
+    return found
+
+
 def no_edits(observation: Observation) -> Action:
     """The policy that leaves every photo as it is."""
     return np.zeros(len(TOOLS), dtype=np.float32)

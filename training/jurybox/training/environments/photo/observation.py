@@ -242,6 +242,18 @@ def observe(picture: Image, edits: Edits, time: float, score: float) -> Observat
     return seen
 
 
+def leaning() -> tuple[list[int], list[int], list[float]]:
+    """What tells how a picture leans, and what becomes of it in a mirror.
+
+    Returns:
+        The numbers of the observation that tell it: directions, slants, how far it is straightened already, and the
+        time. For each of them the number that takes its place in `mirrored`, and the sign that it gets.
+    """
+    seen = [*range(DIRECTIONS.start, DIRECTIONS.stop), *_LEANING, TIME.start]
+    places = mirrored(np.arange(1, SIZE + 1, dtype=np.float32)[None])[0][seen]
+    return seen, (np.abs(places).astype(int) - 1).tolist(), np.sign(places).tolist()
+
+
 def mirrored(seen: Observation) -> Observation:
     """The observations of the mirrored pictures, which lean to the other side; float32 (n, SIZE) of the same."""
     found = seen.copy()
