@@ -53,9 +53,6 @@ def _samples(name: str, quick: bool) -> list[Sample]:
 # ---- requests a second and latencies against clients
 
 
-_CURVES = {"requests_per_s": "requests a second", "p50_us": "p50, us", "p99_us": "p99, us"}
-
-
 def _plain_zmq(name: str, device: str, address: str, most: int) -> None:
     """The process of the plain loop: receive all that waits, one forward, answer each; no deadlines, no restarts."""
     import torch

@@ -46,7 +46,7 @@ class Lanes:
         models: list[Any] = [self._server.model("served", rows=1) for _ in range(n)]
         self._models = models
         models[0](np.zeros(52, np.float32))  # attaches to the rings
-        lane = models[0]._lane
+        lane = models[0].requests.lane
         (rings,) = lane._transport._rings.values()
         arena = lane._arena.segment
         base = np.frombuffer(arena.buffer, np.uint8).ctypes.data

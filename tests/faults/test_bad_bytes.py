@@ -86,7 +86,7 @@ def test_a_peer_of_another_protocol_version_is_told_both_versions(server, dealer
 
 def ticket(server, client, **fields):
     model = client.model("affine")
-    lease = model._lane
+    lease = model.requests.lane
     scoreboard = client._link.scoreboard
     lane = next(i for i, record in enumerate(scoreboard.lanes) if record["lease"])
     record = scoreboard.lanes[lane]

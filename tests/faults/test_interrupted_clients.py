@@ -87,10 +87,10 @@ class Asker:
 
 def rows_come_back(model):
     def back():
-        with model.turns.lock:
-            model._give_up_row()
-            model._usable().look_after()
-            return model._lane.free == ROWS
+        with model.requests.turns.lock:
+            model.requests.give_up_kept()
+            model.requests.usable().look_after()
+            return model.requests.lane.free == ROWS
 
     wait_until(back, 30, "every row comes back")
 

@@ -49,7 +49,7 @@ def test_a_stopped_engine_that_goes_on_later_answers_late_and_nothing_breaks(ser
     finally:
         os.kill(engine, signal.SIGCONT)
     for model in models:
-        lane = model._lane
+        lane = model.requests.lane
         wait_until(lambda: lane.receive(0.05) or lane.free == 2, 20, "the late answer")  # noqa: B023
         np.testing.assert_array_equal(model.infer(2 * x), 4 * x + 1)
 

@@ -40,7 +40,7 @@ def test_lies_about_rows_and_sessions_harm_their_teller_alone(tmp_path, count):
                     rows.inputs[name][:, :64] = rng.integers(0, 256, (4, 64))
                 with contextlib.suppress(Error):
                     rows.infer()
-            lane = liar_sums._model._lane
+            lane = liar_sums._requests.lane
             records = lane.columns.sessions
             first = lane.find(4)
             if first is not None:

@@ -136,7 +136,7 @@ def test_any_bytes_at_an_engines_transport(server, nothing_leaks, count):
 def test_any_bytes_at_the_relays_transport(server, nothing_leaks, count):
     with connect(f"tcp://{server.told['tcp']}") as client:
         model = client.model("affine", rows=32)
-        lease = model._lane._transport._lease
+        lease = model.requests.lane._transport._lease
         stranger = Stranger(f"tcp://{server.told['tcp']}", hello, hello_is_answered)
         bombard(stranger, messages.inline_messages(lease), count, nothing_leaks)
         x = np.ones((3, 4), np.float32)

@@ -5,8 +5,6 @@ from tests.serving import ServerElsewhere, serving
 
 from jurybox.client import connect
 
-AFFINE = {"factory": "tests.models:affine"}
-
 
 MODELS = {
     "affine": {"factory": "tests.models:affine", "max_batch": 16, "rows": 256},

@@ -44,20 +44,20 @@ def test_more_rows_than_lane_and_batch_go_in_pieces_and_come_back_in_order(clien
 
 def test_a_client_that_brings_more_rows_than_it_was_given_gets_more(leased, client):
     model = client.model("affine")
-    small = model._lane.rows
+    small = model.requests.lane.rows
     x = rows(16)
     np.testing.assert_array_equal(model.infer(x), 2 * x + 1)
-    assert small < model._lane.rows == 16
+    assert small < model.requests.lane.rows == 16
     with client.model("affine", rows=4) as fixed:
         np.testing.assert_array_equal(fixed.infer(x), 2 * x + 1)
-        assert fixed._lane.rows == 4  # it had said what it needs
+        assert fixed.requests.lane.rows == 4  # it had said what it needs
 
 
 def test_a_client_that_cannot_get_more_rows_makes_do_with_pieces(leased, client):
     with client.model("moody", rows=60), client.model("moody") as model:
         x = rows(8)
         np.testing.assert_array_equal(model.infer(x), x + 1)
-        assert model._lane.rows == 1
+        assert model.requests.lane.rows == 1
 
 
 def test_a_server_too_busy_to_give_more_rows_at_once_is_asked_for_pieces(leased, client, monkeypatch):
@@ -234,8 +234,8 @@ def test_rows_of_a_request_that_timed_out_behind_another_go_to_nobody_before_its
     earlier = model.submit(np.full((2, 4), 800_000, np.float32), timeout=30)
     with pytest.raises(Timeout):
         model.infer(np.full((2, 4), 7, np.float32), timeout=0.05)
-    first = model._lane.find(2)
-    assert first is None or not model._lane.asked(first, 2)
+    first = model.requests.lane.find(2)
+    assert first is None or not model.requests.lane.asked(first, 2)
     # This waits for rows instead of sending more than the lane has.
     np.testing.assert_array_equal(model.infer(np.full((2, 4), 9, np.float32), timeout=30), np.full((2, 4), 10))
     np.testing.assert_array_equal(earlier.result(timeout=30).outputs, np.full((2, 4), 800_001))

@@ -309,7 +309,7 @@ def test_a_connection_that_another_thread_still_asks_over_is_closed_the_next_tim
         slow = np.full((1, 4), 1_500_000, np.float32)
         thread = threading.Thread(target=lambda: answers.append(busy.infer(slow, timeout=60)))
         thread.start()
-        wait_until(lambda: bool(busy._lane.in_flight))
+        wait_until(lambda: bool(busy.requests.lane.in_flight))
         with pytest.raises(Timeout, match="another thread's call of 'moody'"):
             client.close()
         with pytest.raises(Refused, match="closed"):

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from numpy.typing import NDArray
 
+from jurybox.client.in_flight import LOOK_AFTER, UNSENT, Answer, InFlight
 from jurybox.client.row_codec import codec_of, shaped
-from jurybox.client.transports.transport import LOOK_AFTER, UNSENT, Answer, Caller, InFlight, RowPlace, Transport
+from jurybox.client.transports.transport import Caller, RowPlace, Transport
 from jurybox.protocol import forks
 from jurybox.protocol.arena import Columns
 from jurybox.protocol.errors import (

@@ -5,18 +5,16 @@ from __future__ import annotations
 import math
 import time
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from numpy.typing import NDArray
 
+from jurybox.client.in_flight import LOOK_AFTER, Answer, InFlight, Turns
 from jurybox.client.lane import Lane, row_failed
 from jurybox.client.row_codec import Checked, shaped
-from jurybox.client.transports.transport import LOOK_AFTER, NOT_ANSWERED, NOT_FIT, NOT_SENT, Answer, InFlight, RowPlace
+from jurybox.client.transports.transport import NOT_ANSWERED, NOT_FIT, NOT_SENT, RowPlace
 from jurybox.protocol.errors import Busy, Code, Refused, SpecMismatch, error_for
 from jurybox.protocol.forks import Closing
-
-if TYPE_CHECKING:
-    from jurybox.client.model import Model
 
 
 class Rows(Closing):
@@ -28,8 +26,8 @@ class Rows(Closing):
         version: of the weights that computed the outputs; 0 before the first `infer`.
     """
 
-    def __init__(self, model: Model, lane: Lane, first: int, rows: int, max_batch: int) -> None:
-        self._model = model
+    def __init__(self, turns: Turns, lane: Lane, first: int, rows: int, max_batch: int) -> None:
+        self._turns = turns
         self._lane = lane
         self.first = first
         self.rows = rows
@@ -91,8 +89,8 @@ class Rows(Closing):
         n = self.rows if rows is None else rows
         if not 0 < n <= self.rows:
             raise ValueError(f"rows={n}: these are {self.rows} rows")
-        deadline = self._model.deadline(timeout)
-        self._model.turns.run(lambda: self._infer(n, deadline, version), deadline)
+        deadline = self._turns.deadline(timeout)
+        self._turns.run(lambda: self._infer(n, deadline, version), deadline)
 
     def _infer(self, n: int, deadline: int, version: int) -> None:
         lane, first, batch = self._lane, self.first, self._max_batch
@@ -114,7 +112,7 @@ class Rows(Closing):
                 raise error_for(answer.code, answer.message)
             self.version = answer.version
         if errors:
-            raise row_failed(self._model.name, errors, n, None, self.version)
+            raise row_failed(lane.model, errors, n, None, self.version)
 
     def close(self) -> None:
         """Give the rows back; those an engine may still write to go free when it has answered."""

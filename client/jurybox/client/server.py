@@ -10,9 +10,9 @@ import weakref
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from jurybox.client.in_flight import seconds
 from jurybox.client.lane import Lane
 from jurybox.client.model import Model
-from jurybox.client.transports.transport import seconds
 from jurybox.protocol.address import NOT_LINUX, default_address
 from jurybox.protocol.errors import ModelFailed, Refused, Timeout
 from jurybox.protocol.forks import Closing

@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from jurybox.client.model import Model, Taken
-from jurybox.client.pieces import rows_come_back
+from jurybox.client.in_flight import Taken
 from jurybox.client.row_codec import SESSIONS, Checked, shaped
 from jurybox.client.session_book import Mask, Numbers, SessionBook, require_rows, resets
-from jurybox.client.ticket import Reply, Ticket
+from jurybox.client.ticket import Reply, Ticket, rows_come_back, send_rows
 from jurybox.protocol.arena import LOAD, NO_FORWARD, SESSION, STORE
 from jurybox.protocol.errors import (
     Busy,
@@ -26,6 +25,7 @@ from jurybox.protocol.forks import Closing
 
 if TYPE_CHECKING:
     from jurybox.client.lane import Lane
+    from jurybox.client.model import Requests
     from jurybox.client.rows import CallRow
 
 
@@ -40,10 +40,10 @@ class Sessions(Closing):
         version: of the weights that answered last.
     """
 
-    def __init__(self, model: Model, n: int, *, pin_version: bool = False) -> None:
-        self._model = model
+    def __init__(self, requests: Requests, n: int, *, pin_version: bool = False) -> None:
+        self._requests = requests
         self._n = n
-        self._book = SessionBook(model.name, n)
+        self._book = SessionBook(requests.name, n)
         self._pinned = np.zeros(n, np.uint64) if pin_version else None
         self.version = 0
         self._all = self._book.all
@@ -88,32 +88,32 @@ class Sessions(Closing):
             Refused: the request is not allowed, as for a model that keeps state.
             ServerGone: the server ended, and none came back in time.
         """
-        model = self._model
+        requests = self._requests
         if session is None and not version and self._pinned is None:
             try:
-                with model.turns.now:
+                with requests.turns.now:
                     if (rows := self._rows()) is not None:
-                        return self._asked_in_order(rows, inputs, reset, model.seconds(timeout))
+                        return self._asked_in_order(rows, inputs, reset, requests.turns.seconds(timeout))
             except Taken:
                 pass
             except Refused as error:
                 if error.code != Code.STALE_LEASE:
                     raise
-        deadline = model.deadline(timeout)
+        deadline = requests.turns.deadline(timeout)
         ask = partial(self._infer, inputs, session, reset, deadline, version)
         try:
-            return model.turns.run(ask, deadline)
+            return requests.turns.run(ask, deadline)
         except Refused as error:
             if error.code != Code.STALE_LEASE:
                 raise
-        return model.turns.run(ask, deadline)  # all of them begin, so that nothing went down with the old lane
+        return requests.turns.run(ask, deadline)  # all of them begin, so that nothing went down with the old lane
 
     def _rows(self) -> CallRow | None:
         """Rows of all sessions, which are kept between requests; None where the general way must be gone."""
-        model = self._model
-        rows = model._row
+        requests = self._requests
+        rows = requests.kept
         if rows is None or rows.lane.gone is not None or rows.lane.in_flight:
-            rows = model._keep_row(self._n) if self._n <= model.max_batch else None
+            rows = requests.keep(self._n) if self._n <= requests.max_batch else None
         if rows is not None and rows is not self._kept:
             records = rows.lane.columns.sessions
             if records is None:
@@ -136,30 +136,30 @@ class Sessions(Closing):
             and inputs.shape == self._shape
             and inputs.flags.c_contiguous
         ):
-            inputs, n = self._model._codec.checked(inputs)
+            inputs, n = self._requests.lane.codec.checked(inputs)
             require_rows(n, self._n)
         self._step_column[:] = book.begin_all(reset)
         rows.answer = None
         try:
             outputs = rows.ask(inputs, left)
         except BaseException:
-            book.fail_all(self._model.max_batch)
+            book.fail_all(self._requests.max_batch)
             raise
         book.end_all()
         self.version = rows.version
         return outputs
 
     def _infer(self, inputs: Any, session: Numbers | None, reset: Mask | None, deadline: int, version: int) -> Any:
-        model = self._model
+        requests = self._requests
         given, ids, steps = self._prepared(inputs, session, reset)
         replies = []
         for part, wanted in self._by_version(ids, steps, version):
             if len(part) == len(ids):
-                with self._book.stepping(ids, steps, self._model.max_batch):
-                    replies.append((part, model._answered(given, len(ids), deadline, wanted)))
+                with self._book.stepping(ids, steps, self._requests.max_batch):
+                    replies.append((part, requests.answered(given, len(ids), deadline, wanted)))
                 continue
-            with self._book.stepping(ids[part], steps[part], model.max_batch):
-                replies.append((part, model._answered(_of(given, part), len(part), deadline, wanted)))
+            with self._book.stepping(ids[part], steps[part], requests.max_batch):
+                replies.append((part, requests.answered(_of(given, part), len(part), deadline, wanted)))
         return self._joined(len(ids), ids, replies)
 
     async def infer_async(
@@ -172,8 +172,8 @@ class Sessions(Closing):
         version: int = 0,
     ) -> Any:
         """As `infer`, in an event loop."""
-        model = self._model
-        deadline = model.deadline(timeout)
+        requests = self._requests
+        deadline = requests.turns.deadline(timeout)
         ask = partial(self._infer_async, inputs, session, reset, deadline, version)
         try:
             return await ask()
@@ -185,12 +185,12 @@ class Sessions(Closing):
     async def _infer_async(
         self, inputs: Any, session: Numbers | None, reset: Mask | None, deadline: int, version: int
     ) -> Any:
-        model = self._model
-        given, ids, steps = await model.turns.alone(lambda: self._prepared(inputs, session, reset), deadline)
+        requests = self._requests
+        given, ids, steps = await requests.turns.alone(lambda: self._prepared(inputs, session, reset), deadline)
         replies = []
         for part, wanted in self._by_version(ids, steps, version):
-            with self._book.stepping(ids[part], steps[part], model.max_batch):
-                replies.append((part, await model._answered_async(_of(given, part), len(part), deadline, wanted)))
+            with self._book.stepping(ids[part], steps[part], requests.max_batch):
+                replies.append((part, await requests.answered_async(_of(given, part), len(part), deadline, wanted)))
         return self._joined(len(ids), ids, replies)
 
     def submit(
@@ -206,19 +206,19 @@ class Sessions(Closing):
 
         Where one of them fails, the later ones of its sessions, and requests after them, raise SessionLost.
         """
-        deadline = self._model.deadline(timeout)
-        return self._model.turns.run(lambda: self._submitted(inputs, session, reset, deadline, version), deadline)
+        deadline = self._requests.turns.deadline(timeout)
+        return self._requests.turns.run(lambda: self._submitted(inputs, session, reset, deadline, version), deadline)
 
     def _submitted(
         self, inputs: Any, session: Numbers | None, reset: Mask | None, deadline: int, version: int
     ) -> Ticket:
-        model = self._model
+        requests = self._requests
         given, ids, steps = self._prepared(inputs, session, reset)
         n = len(ids)
-        if n > model.max_batch:
-            raise SpecMismatch(f"a ticket holds 1 to {model.max_batch} rows, {n} came; infer() cuts")
-        lane = model._usable()
-        ticket = model._sent(lane, given, 0, n, model._found(lane, n), deadline, version)
+        if n > requests.max_batch:
+            raise SpecMismatch(f"a ticket holds 1 to {requests.max_batch} rows, {n} came; infer() cuts")
+        lane = requests.usable()
+        ticket = send_rows(requests.turns, lane, given, 0, n, requests.found(lane, n), deadline, version)
         self._book.stepped(ids, steps)
         return ticket
 
@@ -249,9 +249,9 @@ class Sessions(Closing):
             ServerGone: the server ended, and none came back in time.
             Refused: the transport or server does not take states.
         """
-        ids, specs = self._book.ids(session), self._model.spec.state
+        ids, specs = self._book.ids(session), self._requests.spec.state
         if state.keys() != specs.keys():
-            raise SpecMismatch(f"state of {self._model.name!r} is {sorted(specs)}, {sorted(state)} came")
+            raise SpecMismatch(f"state of {self._requests.name!r} is {sorted(specs)}, {sorted(state)} came")
         given = {name: np.asarray(value) for name, value in state.items()}
         for name, spec in specs.items():
             if given[name].shape != (len(ids), *spec.shape) or given[name].dtype != spec.numpy_dtype:
@@ -263,7 +263,8 @@ class Sessions(Closing):
 
     def close(self) -> None:
         """End the sessions; the server gives their rows to others."""
-        self._model.close()
+        turns = self._requests.turns
+        turns.run(self._requests.close, turns.deadline(None))
 
     # ---- inside
 
@@ -271,7 +272,7 @@ class Sessions(Closing):
         self, inputs: Any, session: Numbers | None, reset: Mask | None
     ) -> tuple[Checked, NDArray[np.intp], NDArray[np.uint32]]:
         """The inputs with their session records, the sessions, and the step that each is asked for."""
-        given, n = self._model._codec.checked(inputs)
+        given, n = self._requests.lane.codec.checked(inputs)
         ids = self._book.ids(session)
         require_rows(n, len(ids))
         self._book.settle_broken_off()
@@ -303,7 +304,7 @@ class Sessions(Closing):
         self.version = min(reply.version for _, reply in replies)
         if len(replies) == 1:
             return replies[0][1].outputs
-        whole = self._model._codec.room(n)
+        whole = self._requests.lane.codec.room(n)
         for part, reply in replies:
             for name, rows in whole.items():
                 came = reply.outputs[name] if len(whole) > 1 else reply.outputs
@@ -314,14 +315,14 @@ class Sessions(Closing):
     def _state(
         self, ids: NDArray[np.intp], flag: int, state: Mapping[str, NDArray[Any]], timeout: float | None
     ) -> dict[str, NDArray[Any]]:
-        deadline = self._model.deadline(timeout)
+        deadline = self._requests.turns.deadline(timeout)
         exchange = partial(self._state_in_turn, ids, flag, state, deadline)
         try:
-            return self._model.turns.run(exchange, deadline)
+            return self._requests.turns.run(exchange, deadline)
         except Refused as error:
             if error.code != Code.STALE_LEASE:
                 raise
-        return self._model.turns.run(exchange, deadline)  # over a new lane: nothing of the old one was needed
+        return self._requests.turns.run(exchange, deadline)  # over a new lane: nothing of the old one was needed
 
     def _state_in_turn(
         self, ids: NDArray[np.intp], flag: int, state: Mapping[str, NDArray[Any]], deadline: int
@@ -329,13 +330,13 @@ class Sessions(Closing):
         self._book.settle_broken_off()
         if flag == STORE:
             self._book.require(ids)
-        lane, found = self._model._usable(), []
+        lane, found = self._requests.usable(), []
         for part, steps, given in self._state_parts(lane, ids, flag, state):
             with (
-                self._book.stepping(part, steps, self._model.max_batch),
+                self._book.stepping(part, steps, self._requests.max_batch),
                 self._state_sent(lane, part, steps, flag, given, deadline) as ticket,
             ):
-                found.append(ticket._waited_for(deadline).outputs)
+                found.append(ticket.waited_for(deadline).outputs)
         return _concatenated(found)
 
     async def exchange_state_async(
@@ -346,7 +347,7 @@ class Sessions(Closing):
         Args:
             reset: which of the sessions begin anew, from the initial state, before it is read.
         """
-        model, deadline, numbers = self._model, self._model.deadline(timeout), self._book.ids(ids)
+        requests, deadline, numbers = self._requests, self._requests.turns.deadline(timeout), self._book.ids(ids)
         begin = np.asarray(reset, np.bool_)
         flag = STORE if state is None else LOAD
 
@@ -354,18 +355,18 @@ class Sessions(Closing):
             self._book.settle_broken_off()
             if flag == STORE:
                 self._book.require(numbers[~begin])
-            return model._usable()
+            return requests.usable()
 
-        lane, found = await model.turns.alone(first_look, deadline), []
+        lane, found = await requests.turns.alone(first_look, deadline), []
         for part, steps, given in self._state_parts(lane, numbers, flag, state or {}, begin):
-            with self._book.stepping(part, steps, self._model.max_batch):
+            with self._book.stepping(part, steps, self._requests.max_batch):
                 send = partial(self._state_sent, lane, part, steps, flag, given, deadline)
                 while True:
                     try:
-                        sent = await model.turns.alone(send, deadline)
+                        sent = await requests.turns.alone(send, deadline)
                         break
                     except Busy:
-                        await rows_come_back(model, lane, deadline)
+                        await rows_come_back(requests.turns, lane, deadline)
                 with sent as ticket:
                     left = (deadline - time.monotonic_ns()) / 1e9
                     found.append((await ticket.result_async(left)).outputs)
@@ -380,7 +381,7 @@ class Sessions(Closing):
         begin: NDArray[np.bool_] | None = None,
     ) -> Iterator[tuple[NDArray[np.intp], NDArray[np.uint32], dict[str, NDArray[Any]]]]:
         """The sessions of one request each, their steps and their state."""
-        most = min(self._model.max_batch, lane.rows)
+        most = min(self._requests.max_batch, lane.rows)
         for at in range(0, len(ids), most):
             part = ids[at : at + most]
             steps = self._book.next[part] if flag == STORE else np.zeros(len(part), np.uint32)
@@ -398,10 +399,10 @@ class Sessions(Closing):
         deadline: int,
     ) -> _StateTicket:
         """A request that reads or writes state and computes nothing."""
-        model, columns = self._model, lane.columns
+        requests, columns = self._requests, lane.columns
         if columns.sessions is None:
-            raise Refused(f"model {model.name!r} keeps no state any more")
-        ticket = _StateTicket(model, lane, model._found(lane, len(ids)), len(ids))
+            raise Refused(f"model {requests.name!r} keeps no state any more")
+        ticket = _StateTicket(requests.turns, lane, requests.found(lane, len(ids)), len(ids))
         rows = slice(ticket.first, ticket.first + ticket.rows)
         columns.sessions["slot"][rows], columns.sessions["step"][rows] = ids, steps
         columns.sessions["flags"][rows] = flag | NO_FORWARD
@@ -409,7 +410,7 @@ class Sessions(Closing):
             extents[rows] = 0
         for name, array in state.items():
             columns.state_in[name][rows] = array
-        ticket._send(deadline, 0)
+        ticket.send(deadline)
         return ticket
 
 
@@ -417,6 +418,12 @@ class _StateTicket(Ticket):
     """A ticket whose outputs are the state that its rows leave. Given up at the end of a ``with``."""
 
     __slots__ = ()
+
+    def send(self, deadline: int) -> None:
+        self._send(deadline, 0)
+
+    def waited_for(self, deadline: int) -> Reply:
+        return self._waited_for(deadline)
 
     def _collected(self) -> Reply:
         answer = self._checked()

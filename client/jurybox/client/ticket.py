@@ -1,23 +1,24 @@
-"""A ticket, as its caller sees it: a future."""
+"""Tickets as their caller sees them: futures; and requests that need several."""
 
 from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Generator
+from collections import deque
+from collections.abc import Generator, Mapping, Sequence
 from concurrent.futures import CancelledError
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
-from jurybox.client.lane import Lane
-from jurybox.client.row_codec import shaped
-from jurybox.client.transports.transport import LOOK_AFTER, Answer, InFlight
-from jurybox.protocol.errors import Code, Error, Refused, Timeout
+from numpy.typing import NDArray
+
+from jurybox.client.in_flight import LOOK_AFTER, Answer, InFlight, Turns
+from jurybox.client.lane import Lane, row_failed
+from jurybox.client.row_codec import Checked, shaped
+from jurybox.protocol.errors import Busy, Code, Error, Refused, RowFailed, Timeout
 
 if TYPE_CHECKING:
     import asyncio
-
-    from jurybox.client.model import Model
 
 _CANCELLED = "this ticket was cancelled"
 
@@ -44,10 +45,10 @@ class Ticket:
         rows: how many it asks for.
     """
 
-    __slots__ = ("__weakref__", "_cancelled", "_failure", "_lane", "_model", "_reply", "_sent", "first", "rows")
+    __slots__ = ("__weakref__", "_cancelled", "_failure", "_lane", "_reply", "_sent", "_turns", "first", "rows")
 
-    def __init__(self, model: Model, lane: Lane, first: int, rows: int) -> None:
-        self._model = model
+    def __init__(self, turns: Turns, lane: Lane, first: int, rows: int) -> None:
+        self._turns = turns
         self._lane = lane
         self.first = first
         self.rows = rows
@@ -73,8 +74,8 @@ class Ticket:
         """
         if self._reply is not None:
             return self._reply
-        deadline = self._model.deadline(timeout)
-        return self._model.turns.run(lambda: self._waited_for(deadline), deadline)
+        deadline = self._turns.deadline(timeout)
+        return self._turns.run(lambda: self._waited_for(deadline), deadline)
 
     def _waited_for(self, deadline: int) -> Reply:
         sent = self._in_flight()
@@ -88,7 +89,7 @@ class Ticket:
         if self._reply is not None or self._failure is not None or self._cancelled or self._lane.gone is not None:
             return True
         try:
-            return self._model.turns.run(self._looked_for, 0)
+            return self._turns.run(self._looked_for, 0)
         except Timeout:  # another thread's call has the lane
             return False
 
@@ -100,7 +101,7 @@ class Ticket:
 
     def cancel(self) -> bool:
         """Give the request up; an engine that has it already computes it all the same. False if it is done."""
-        return self._model.turns.run(self._cancelled_now, self._model.deadline(None))
+        return self._turns.run(self._cancelled_now, self._turns.deadline(None))
 
     def _cancelled_now(self) -> bool:
         if self._reply is not None or (self._sent is not None and self._sent.answer is not None):
@@ -120,11 +121,11 @@ class Ticket:
         """As `result`, in an event loop; ``await ticket`` is this with the model's default time-out."""
         import asyncio  # most clients have no event loop, and its import costs as much as ZeroMQ's
 
-        model, lane, deadline = self._model, self._lane, self._model.deadline(timeout)
+        turns, lane, deadline = self._turns, self._lane, self._turns.deadline(timeout)
         loop = asyncio.get_running_loop()
         sent = self._in_flight() if self._reply is None else None
         if sent is not None and sent.answer is None:
-            await model.turns.alone(lambda: model.turns.watch(lane, loop), deadline)
+            await turns.alone(lambda: turns.watch(lane, loop), deadline)
             while sent.answer is None:
                 left = (deadline - time.monotonic_ns()) / 1e9
                 if left <= 0:
@@ -137,8 +138,8 @@ class Ticket:
                     await asyncio.wait_for(future, min(left, LOOK_AFTER))
                 except asyncio.TimeoutError:  # TimeoutError itself from Python 3.11 on
                     sent.waiters = [waiter for waiter in sent.waiters or () if waiter[1] is not future]
-                    await model.turns.alone(lambda: lane.look_after((sent,)), deadline)
-        return await model.turns.alone(self._collected, deadline)
+                    await turns.alone(lambda: lane.look_after((sent,)), deadline)
+        return await turns.alone(self._collected, deadline)
 
     # ---- for programs that answer others from an event loop, without a task for each ticket
 
@@ -148,7 +149,7 @@ class Ticket:
         Args:
             again: LOOK_AFTER seconds have gone by since it was asked last: what became of the engine?
         """
-        return self._model.turns.run(lambda: self._watched(loop, waiter, again), self._model.deadline(None))
+        return self._turns.run(lambda: self._watched(loop, waiter, again), self._turns.deadline(None))
 
     def _watched(self, loop: asyncio.AbstractEventLoop, waiter: Any, again: bool) -> bool:
         sent = self._in_flight()
@@ -158,7 +159,7 @@ class Ticket:
             self._lane.look_after((sent,))
         else:
             sent.waiters = [*(sent.waiters or ()), (loop, waiter)]
-            self._model.turns.watch(self._lane, loop)
+            self._turns.watch(self._lane, loop)
         return sent.answer is not None
 
     def seen(self) -> tuple[dict[str, Any], int]:
@@ -175,7 +176,7 @@ class Ticket:
         self._cancelled = True
         self._give_up()
 
-    # ---- for the model, under its lock
+    # ---- inside, in the turn of whoever calls
 
     def _send(self, deadline: int, version: int, brief: float = 0.0) -> None:
         self._sent = self._lane.submit(self.first, self.rows, deadline, version, weakref.ref(self), brief)
@@ -231,3 +232,177 @@ class Ticket:
         if self._sent is not None:
             self._sent.holder = None
         self._lane.release(self)
+
+
+def send_rows(
+    turns: Turns, lane: Lane, given: Checked, at: int, n: int, first: int, deadline: int, version: int
+) -> Ticket:
+    """Send n of the given rows, from `at` on, in the free rows of a lane from `first` on. In the caller's turn."""
+    ticket = Ticket(turns, lane, first, n)
+    lane.codec.put(lane.columns, given, at, n, first)
+    ticket._send(deadline, version)
+    return ticket
+
+
+def send_parts(
+    turns: Turns,
+    lane: Lane,
+    parts: Sequence[tuple[Mapping[str, NDArray[Any]], int]],
+    first: int,
+    rows: int,
+    deadline: int,
+    version: int,
+    brief: float,
+) -> Ticket | None:
+    """As `send_rows`, of rows of several callers; None where the model was loaded anew and they no longer fit."""
+    ticket, at = Ticket(turns, lane, first, rows), first
+    for arrays, n in parts:
+        for name, column in lane.columns.inputs.items():
+            array = arrays[name]
+            if array.dtype != column.dtype or array.shape != (n, *column.shape[1:]):
+                return None
+            column[at : at + n] = array
+        at += n
+    ticket._send(deadline, version, brief)
+    return ticket
+
+
+# ----
+# A request that may need several tickets: more rows than a batch or a lane holds, or than are free just now.
+
+
+class Asked(Protocol):
+    """What pieces use of a model."""
+
+    turns: Turns
+    max_batch: int
+
+    def found(self, lane: Lane, n: int) -> int:
+        """The first of n neighbouring free rows. Raises Busy."""
+
+    def give_up_kept(self) -> bool:
+        """Give back the rows that are kept between calls; False where there are none."""
+
+
+class Pieces:
+    """n checked rows, cut into tickets as rows of the lane become free.
+
+    Args:
+        deadline: ns of CLOCK_MONOTONIC.
+        version: of the weights to be answered by; 0: the newest.
+    """
+
+    def __init__(self, model: Asked, lane: Lane, given: Checked, n: int, deadline: int, version: int) -> None:
+        self._model = model
+        self._lane = lane
+        self._given = given
+        self._n = n
+        self._deadline = deadline
+        self._version = version
+        self._outputs = lane.codec.room(n)
+        self._in_flight: deque[tuple[int, Ticket]] = deque()  # each with its first row's place among the n
+        self._sent = 0
+        self._versions: list[int] = []
+        self._errors: dict[int, str] = {}
+
+    def answered(self) -> Reply:
+        """Send all and wait for the answers; the version is the oldest of theirs. Under the model's lock.
+
+        Raises:
+            RowFailed, Timeout, Busy, ModelFailed, Refused, ServerGone.
+        """
+        lane, deadline = self._lane, self._deadline
+        try:
+            while self._sent < self._n or self._in_flight:
+                self._send_some()
+                if not self._in_flight:
+                    if not lane.wait_for_rows(deadline):
+                        self._model.found(lane, 1)  # says that and why no row is free, or one has come back
+                    continue
+                at, ticket = self._in_flight[0]
+                waited = ticket._in_flight()
+                assert waited is not None
+                lane.wait(waited, deadline)
+                try:
+                    self._versions.append(ticket._into(self._outputs, at))
+                except RowFailed as error:
+                    self._take_part(at, ticket.rows, error)
+                self._in_flight.popleft()
+        finally:
+            self._give_up()
+        return self._whole()
+
+    async def answered_async(self) -> Reply:
+        """As `answered`, in an event loop and without the lock."""
+        lane, turns, deadline = self._lane, self._model.turns, self._deadline
+        try:
+            while self._sent < self._n or self._in_flight:
+                await turns.alone(self._send_some, deadline)
+                if self._in_flight:
+                    at, ticket = self._in_flight[0]
+                    try:
+                        reply = await ticket.result_async((deadline - time.monotonic_ns()) / 1e9)
+                    except RowFailed as error:
+                        if ticket.rows == self._n:
+                            raise
+                        self._take_part(at, ticket.rows, error)
+                    else:
+                        if ticket.rows == self._n:
+                            return reply
+                        lane.codec.place(self._outputs, at, ticket.rows, reply.outputs)
+                        self._versions.append(reply.version)
+                    self._in_flight.popleft()
+                elif self._sent < self._n:
+                    await rows_come_back(self._model.turns, lane, deadline)
+        finally:
+            self._give_up()
+        return self._whole()
+
+    def _send_some(self) -> None:
+        """Send as many of the rows as there is room for."""
+        model, lane = self._model, self._lane
+        if lane.gone is not None:
+            raise lane.lost()
+        while self._sent < self._n:
+            wanted = min(self._n - self._sent, model.max_batch)
+            first, piece = lane.find(wanted), wanted
+            if first is None and (model.give_up_kept() or not (piece := lane.largest)):
+                lane.receive_now()
+                piece = min(wanted, lane.largest)
+            if first is None and (not piece or (first := lane.find(piece)) is None):
+                break
+            ticket = send_rows(model.turns, lane, self._given, self._sent, piece, first, self._deadline, self._version)
+            self._in_flight.append((self._sent, ticket))
+            self._sent += piece
+
+    def _take_part(self, at: int, n: int, error: RowFailed) -> None:
+        """Collect a piece of which rows failed."""
+        self._lane.codec.place(self._outputs, at, n, error.outputs)
+        self._errors.update({at + index: reason for index, reason in error.errors.items()})
+        self._versions.append(error.version)
+
+    def _whole(self) -> Reply:
+        """The reply that the pieces make. Raises RowFailed where rows failed."""
+        version, outputs = min(self._versions, default=0), shaped(self._outputs)
+        if self._errors:
+            raise row_failed(self._lane.model, self._errors, self._n, outputs, version)
+        return Reply(outputs, version)
+
+    def _give_up(self) -> None:
+        for _, ticket in self._in_flight:
+            ticket._give_up()
+
+
+async def rows_come_back(turns: Turns, lane: Lane, deadline: int) -> None:
+    """Wait until rows of a lane may have become free. Raises Busy where the deadline is over."""
+    import asyncio  # most clients have no event loop, and its import costs as much as ZeroMQ's
+
+    left = (deadline - time.monotonic_ns()) / 1e9
+    if left <= 0:
+        raise Busy(f"no rows of this lane's {lane.rows} became free in time: ask for a larger lane")
+    loop, future = asyncio.get_running_loop(), lane.row_waiter()
+    await turns.alone(lambda: turns.watch(lane, loop), deadline)
+    try:
+        await asyncio.wait_for(future, min(left, LOOK_AFTER))
+    except asyncio.TimeoutError:  # TimeoutError itself from Python 3.11 on
+        await turns.alone(lane.look_after, deadline)

@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING
 from opentelemetry import trace
 from opentelemetry.trace import ProxyTracerProvider, Span, SpanKind, Status, StatusCode, Tracer, set_span_in_context
 
-from jurybox.client.transports.transport import Answer, InFlight, Transport
+from jurybox.client.in_flight import Answer, InFlight
+from jurybox.client.transports.transport import Transport
 from jurybox.protocol.errors import Code, SharedMemoryError
 from jurybox.protocol.segment import sibling
 from jurybox.protocol.timings import Timings

@@ -15,9 +15,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from jurybox.client.in_flight import Answer, InFlight
 from jurybox.client.lane import Lane
 from jurybox.client.model import Model
-from jurybox.client.transports.transport import Answer, InFlight, Transport
+from jurybox.client.transports.transport import Transport
 from jurybox.protocol.arena import Arena, ArenaLayout
 from jurybox.protocol.errors import ModelNotFound
 from jurybox.protocol.forks import Closing
@@ -159,9 +160,9 @@ class InprocServer(Closing):
             self._leases.release(grant.lane, grant.lease, ())
 
         view = Arena.attach(arena.segment.name, arena.layout)
-        served = self.engine.slots[self._index[name]].served
+        slot = self.engine.slots[self._index[name]]
         return (
             Lane(name, self._scoreboard, view, transport, grant.lease, grant.first, rows, give_back),
-            served.spec,
-            served.max_batch,
+            slot.served.spec,
+            slot.queue.max_batch,
         )

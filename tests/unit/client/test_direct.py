@@ -14,11 +14,12 @@ import pytest
 import zmq
 from tests.serving import wait_until
 
+from jurybox.client.in_flight import Answer, InFlight
 from jurybox.client.link import RowsHere
 from jurybox.client.remote.connection import DirectConnection
 from jurybox.client.remote.tcp import DirectTcpTransport
 from jurybox.client.transports.direct import DirectEngine, dial
-from jurybox.client.transports.transport import NOT_ANSWERED, Answer, InFlight, RowPlace
+from jurybox.client.transports.transport import NOT_ANSWERED, RowPlace
 from jurybox.protocol import ModelSpec, TensorSpec
 from jurybox.protocol.errors import Code, TooManyFiles
 from jurybox.protocol.scoreboard import EngineState

@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from jurybox.client.in_flight import Answer
 from jurybox.client.lane import Lane
 from jurybox.client.link import ControlLink
-from jurybox.client.transports.transport import Answer
 from jurybox.protocol import ModelSpec, TensorSpec
 from jurybox.protocol.arena import Columns
 from jurybox.protocol.errors import Busy, Code, Error, Refused, ServerGone, Timeout

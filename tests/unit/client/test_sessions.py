@@ -27,7 +27,7 @@ def broken_off(sessions, monkeypatch, ask):
     def interrupt(*_):
         raise KeyboardInterrupt
 
-    transport = sessions._model._lane._transport
+    transport = sessions._requests.lane._transport
     with monkeypatch.context() as patched:
         patched.setattr(transport, "exchange", lambda ticket, _: (transport.send(ticket), interrupt()))
         patched.setattr(transport, "receive", interrupt)

@@ -94,8 +94,9 @@ def test_a_call_waits_for_another_threads_no_longer_than_its_own_time_out(shared
         ask(30)  # nothing is left behind: no session is lost, no row missing
     del asks
     gc.collect()
-    lane = (model or sessions._model)._lane
-    (model or sessions._model)._give_up_row()
+    requests = sessions._requests if model is None else model.requests
+    lane = requests.lane
+    requests.give_up_kept()
     assert (lane.free, lane.in_flight) == (lane.rows, {})
 
 
@@ -104,7 +105,7 @@ def test_whatever_needs_the_lane_waits_for_another_thread_no_longer_than_the_def
     busy = server.model("plain", rows=8)
     ticket = busy.submit(np.ones((1, 1), np.float32))
     ticket.result(timeout=30)
-    busy._default_timeout = 0.2
+    busy.requests.turns.timeout = 0.2
     with ThreadPoolExecutor(1) as other:
         long = other.submit(busy.infer, TEN, timeout=30)
         try:
@@ -133,12 +134,12 @@ def test_each_of_many_threads_is_answered_and_the_lane_is_whole_afterwards(share
 
     with ThreadPoolExecutor(8) as threads:
         assert list(threads.map(ask, numbers)) == [n + 1 for n in numbers]
-    model._give_up_row()
-    assert model._lane.free == 4
+    model.requests.give_up_kept()
+    assert model.requests.lane.free == 4
 
 
 def test_a_lock_that_is_given_up_on_stays_the_others():
-    from jurybox.client.model import Taken, Turn
+    from jurybox.client.in_flight import Taken, Turn
 
     lock = threading.RLock()
     free = Turn(lock)

@@ -138,7 +138,7 @@ def test_extents_that_lie_fail_their_own_row_and_no_other(served):
         for i in range(3):
             rows.place("image", i, (2, 2, 3))[:] = 51
         for lie in [(-1, 2), (1 << 40, 1 << 40), (33, 32), (np.iinfo(np.int64).min, -1)]:
-            model._lane.columns.input_extents["image"][rows.first + 1] = lie
+            model.requests.lane.columns.input_extents["image"][rows.first + 1] = lie
             with pytest.raises(RowFailed) as failed:
                 rows.infer()
             assert list(failed.value.errors) == [1] and "came with sizes" in failed.value.reason
@@ -240,7 +240,7 @@ def test_a_size_of_nothing_does_not_excuse_the_other(served, lie):
     with model.rows(2) as rows:
         for i in range(2):
             rows.place("image", i, (2, 2, 3))[:] = 51
-        model._lane.columns.input_extents["image"][rows.first + 1] = lie
+        model.requests.lane.columns.input_extents["image"][rows.first + 1] = lie
         with pytest.raises(RowFailed) as failed:
             rows.infer()
         assert list(failed.value.errors) == [1] and "came with sizes" in failed.value.reason
@@ -305,7 +305,7 @@ def test_nobody_gets_the_state_of_who_had_the_rows_before(served):
         sessions.infer(np.full((4, 1), 5, np.float32))
     with model.sessions(4) as sessions:
         np.testing.assert_array_equal(sessions.infer(np.ones((4, 1), np.float32)), [1, 1, 1, 1])
-        records = sessions._model._lane.columns.sessions
+        records = sessions._requests.lane.columns.sessions
         sessions._book.next[:] = 7  # a client that claims steps it never took
         with pytest.raises(SessionLost):
             sessions.infer(np.ones((4, 1), np.float32))
@@ -340,9 +340,9 @@ def answered(lane, *tickets):
 def test_the_same_session_twice_in_a_foreign_clients_request_is_refused_and_takes_no_step(served, steps):
     model = served(open_models.running_sum())
     with model.sessions(4) as sessions:
-        lane = sessions._model._lane
+        lane = sessions._requests.lane
         sessions.infer(np.ones((4, 1), np.float32))
-        sessions._model._give_up_row()  # which it keeps for the next call
+        sessions._requests.give_up_kept()  # which it keeps for the next call
         ((code, message, _),) = answered(lane, posted(lane, (1, 1, 5), (2, steps[0], 5), (2, steps[1], 5)))
         assert code == Code.SPEC_MISMATCH and "session 2 stands in this request twice" in message
         np.testing.assert_array_equal(sessions.infer(np.ones((4, 1), np.float32)), [2, 2, 2, 2])
@@ -352,9 +352,9 @@ def test_a_session_is_not_computed_on_where_an_earlier_request_was_refused_for_a
     """The later request of session 1 would be answered from a state that lacks the earlier one's step."""
     model = served(open_models.running_sum())
     with model.sessions(8) as sessions:
-        lane = sessions._model._lane
+        lane = sessions._requests.lane
         sessions.infer(np.ones((8, 1), np.float32))
-        sessions._model._give_up_row()  # which it keeps for the next call
+        sessions._requests.give_up_kept()  # which it keeps for the next call
         answers = answered(
             lane, posted(lane, (0, 7, 1), (1, 1, 1)), posted(lane, (1, 2, 1), (2, 1, 1)), posted(lane, (3, 1, 1))
         )
@@ -366,9 +366,9 @@ def test_a_session_is_not_computed_on_where_an_earlier_request_was_refused_for_a
 def test_steps_of_a_session_do_not_come_round_to_its_beginning(served):
     model = served(open_models.running_sum())
     with model.sessions(1) as sessions:
-        lane = sessions._model._lane
+        lane = sessions._requests.lane
         sessions.infer(np.ones((1, 1), np.float32))
-        sessions._model._give_up_row()  # which it keeps for the next call
+        sessions._requests.give_up_kept()  # which it keeps for the next call
         ((code, _, _),) = answered(lane, posted(lane, (0, 0xFFFFFFFF, 1)))
         assert code == Code.SESSION_LOST
         ((code, _, values),) = answered(lane, posted(lane, (0, 1, 1)))
@@ -383,7 +383,7 @@ def test_sessions_are_counted_until_their_client_gives_them_back(served):
     assert engine.slots[0].served.sessions == 4
     others.infer(np.ones((2, 1), np.float32), session=[2, 0])
     assert engine.slots[0].served.sessions == 6
-    lane = sessions._model._lane._transport.lane
+    lane = sessions._requests.lane._transport.lane
     lease = engine.scoreboard.lanes["lease"].item(lane)
     sessions.close()
     engine.retire(lane, lease)

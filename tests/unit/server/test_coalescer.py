@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jurybox.client import Busy, Error, ModelFailed, RowFailed, ServerGone, SessionLost, SpecMismatch, Timeout
-from jurybox.client.model import Reply
+from jurybox.client.ticket import Reply
 from jurybox.protocol import ModelSpec, TensorSpec
 from jurybox.protocol.errors import Code, Refused
 from jurybox.server.gateway.inference.coalescer import RequestCoalescer

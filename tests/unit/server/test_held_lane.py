@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import zmq
 
-from jurybox.client.transports.transport import Answer
+from jurybox.client.in_flight import Answer
 from jurybox.protocol.arena import Columns
 from jurybox.protocol.control_pb2 import Lease
 from jurybox.protocol.errors import Code, Error

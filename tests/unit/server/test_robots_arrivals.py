@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jurybox.client import SessionLost, Timeout
-from jurybox.client.model import Reply
+from jurybox.client.ticket import Reply
 from jurybox.protocol import ModelSpec, TensorSpec
 from jurybox.server.gateway.inference.coalescer import RequestCoalescer
 from jurybox.server.gateway.robots.arrivals import ArrivalTracker

@@ -19,9 +19,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from jurybox.client.in_flight import Answer, InFlight
 from jurybox.client.link import RowsHere
 from jurybox.client.remote.grpc_channel import Asker, failure
-from jurybox.client.transports.transport import Answer, InFlight, Transport, Watching
+from jurybox.client.transports.transport import Transport, Watching
 from jurybox.protocol import open_inference_pb2 as pb
 from jurybox.protocol.arena import LOAD, STORE
 from jurybox.protocol.errors import Code, Error, plain

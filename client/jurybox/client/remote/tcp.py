@@ -13,17 +13,15 @@ import numpy as np
 import zmq
 
 from jurybox.client.control import Control, Wires
+from jurybox.client.in_flight import LOOK_AFTER, Answer, InFlight
 from jurybox.client.lane import Lane
 from jurybox.client.link import ControlLink, RowsHere, spec_of
 from jurybox.client.remote.connection import IDLE, Connection, DirectConnection, Keys, new_identity, open_socket
 from jurybox.client.transports.direct import HEAD, can_dial
 from jurybox.client.transports.transport import (
-    LOOK_AFTER,
     NOT_ANSWERED,
     NOT_FIT,
     NOT_SENT,
-    Answer,
-    InFlight,
     RowPlace,
     SocketCaller,
     Transport,

@@ -19,17 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 from numpy.typing import NDArray
 
-from jurybox.client.transports.transport import (
-    LOOK_AFTER,
-    NOT_ANSWERED,
-    NOT_FIT,
-    NOT_SENT,
-    Answer,
-    InFlight,
-    RowPlace,
-    SocketCaller,
-    read_reply,
-)
+from jurybox.client.in_flight import LOOK_AFTER, Answer, InFlight
+from jurybox.client.transports.transport import NOT_ANSWERED, NOT_FIT, NOT_SENT, RowPlace, SocketCaller, read_reply
 from jurybox.protocol.descriptors import exhausted, remedy
 from jurybox.protocol.errors import Code, ProtocolMismatch, TooManyFiles
 from jurybox.protocol.scoreboard import EngineState

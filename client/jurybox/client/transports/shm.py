@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from jurybox import native
-from jurybox.client.transports.transport import LOOK_AFTER, Answer, InFlight, RowPlace, Transport, Watching
+from jurybox.client.in_flight import LOOK_AFTER, Answer, InFlight
+from jurybox.client.transports.transport import RowPlace, Transport, Watching
 from jurybox.protocol.errors import SharedMemoryError
 from jurybox.protocol.scoreboard import Scoreboard
 from jurybox.protocol.segment import sibling

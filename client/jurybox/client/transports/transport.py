@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import math
 import threading
 import time
-import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from jurybox.client.in_flight import Answer, InFlight
 from jurybox.protocol.errors import ProtocolMismatch
 from jurybox.protocol.spec import TensorSpec
 from jurybox.protocol.wire import PACK_REPLY, PREFIX, prefix_error
@@ -19,83 +18,11 @@ from jurybox.protocol.wire import PACK_REPLY, PREFIX, prefix_error
 if TYPE_CHECKING:
     import asyncio
 
-UNSENT = -1  # in place of an engine's number
-
-
-def seconds(timeout: float) -> float:
-    """A time-out as it is used: 0 for what is over already, some years for ever. Raises ValueError for nan."""
-    if 0.0 <= timeout <= LONGEST:
-        return timeout
-    if math.isnan(timeout):
-        raise ValueError(f"timeout={timeout!r}: expected seconds")
-    return 0.0 if timeout < 0.0 else LONGEST
-
-
-class InFlight:
-    """A request between the taking of its rows and its answer, in which time the rows are its own.
-
-    Attributes:
-        sequence: its number on its lane, never used again.
-        first, rows: the rows it asks for.
-        deadline, submitted: ns of CLOCK_MONOTONIC.
-        version: of the weights that is asked for; 0: the newest.
-        engine, incarnation: where it was sent last; UNSENT.
-        deaths: of engines that it was with.
-        answer: what came back.
-        holder: who wants the answer, where that is not a call that waits for it.
-        waiters: event loops, and what to wake in them when it is answered.
-    """
-
-    __slots__ = (
-        "answer",
-        "deadline",
-        "deaths",
-        "engine",
-        "first",
-        "holder",
-        "incarnation",
-        "rows",
-        "sequence",
-        "submitted",
-        "version",
-        "waiters",
-    )  # fmt: skip
-
-    def __init__(self, sequence: int, first: int, rows: int, deadline: int, version: int) -> None:
-        self.sequence = sequence
-        self.first = first
-        self.rows = rows
-        self.deadline = deadline
-        self.version = version
-        self.submitted = 0
-        self.engine = UNSENT
-        self.incarnation = 0
-        self.deaths = 0
-        self.answer: Answer | None = None
-        self.holder: weakref.ref[Any] | None = None
-        self.waiters: list[Waiter] | None = None
-
-
-class Answer(NamedTuple):
-    """What came back for a ticket."""
-
-    sequence: int
-    code: int
-    message: str
-    version: int
-    incarnation: int
-
-
-# A future that is waited for, and its loop.
-Waiter: TypeAlias = "tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]"
-
 # What a Caller returns where there is no answer's code; the native core has the same.
 NOT_SENT = -1
 NOT_ANSWERED = -2
 NOT_FIT = -3
 
-LOOK_AFTER = 0.1  # seconds of silence after which the scoreboard is asked what became of the engine
-LONGEST = 1e8  # seconds, three years: no wait is longer, and none overflows
 _HEAD = len(PREFIX) + PACK_REPLY.size
 
 

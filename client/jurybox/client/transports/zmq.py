@@ -16,14 +16,12 @@ from numpy.typing import NDArray
 from zmq.backend import Socket as Bare  # its methods without what zmq.Socket adds, which costs as much as they do
 
 from jurybox.client.control import new_socket
+from jurybox.client.in_flight import LOOK_AFTER, Answer, InFlight
 from jurybox.client.transports.direct import DirectCaller, DirectEngine, EngineLink, can_dial
 from jurybox.client.transports.transport import (
-    LOOK_AFTER,
     NOT_ANSWERED,
     NOT_FIT,
     NOT_SENT,
-    Answer,
-    InFlight,
     RowPlace,
     SocketCaller,
     Transport,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,15 +13,13 @@ from numpy.typing import NDArray
 from jurybox import native
 from jurybox.protocol.errors import Code, ModelFailed, Refused, VersionNotHeld, plain, said
 from jurybox.protocol.scoreboard import TIME_BUCKETS
+from jurybox.protocol.spec import ModelSpec
 from jurybox.server.batch_cost import BatchCost
 from jurybox.server.engine.device import Batch, DeviceServed
 from jurybox.server.engine.device_regions import DeviceRegions
 from jurybox.server.engine.queues import Queue
 from jurybox.server.engine.served import OUT_OF_MEMORY, Outcome, Served
 from jurybox.server.logs import traced
-
-if TYPE_CHECKING:
-    from jurybox.server.groups.group import Grouped
 
 
 class Counters:
@@ -88,15 +86,43 @@ class Counters:
         self._shown[name] = self._own[name]
 
 
+class Runs(Protocol):
+    """What a slot runs: `Served`, or a group of models that are computed together."""
+
+    spec: ModelSpec
+
+    @property
+    def version(self) -> int: ...
+
+    def run(self, tickets: NDArray[Any], rows: int, version: int = 0) -> Outcome | None:
+        """As `Served.run`."""
+
+    def free_memory(self) -> None:
+        """As `Served.free_memory`."""
+
+
+class Updates(Protocol):
+    """A weights updater of one model, or of a group."""
+
+    def stop(self) -> None: ...
+
+    def join(self) -> None: ...
+
+
 class Slot:
     """A model in this engine: its queue, its module, its counters. Models of a group share one (groups/)."""
 
-    def __init__(self, served: Served | Grouped, queue: Queue, counters: Counters) -> None:
+    def __init__(self, served: Runs, queue: Queue, counters: Counters) -> None:
         self.served = served
         self.queue = queue
         self.counters = counters
         self.cost = BatchCost()
         self.shown = 0  # 1 + number of the model, as the scoreboard shows who computes; 0: ask the tickets
+
+    @property
+    def updater(self) -> Updates | None:
+        """What keeps the weights at their newest version; None where nobody publishes."""
+        return self.served.weights_updater if isinstance(self.served, Served) else None
 
     def answers(self, tickets: NDArray[Any], version: int) -> Iterable[tuple[NDArray[Any], int]]:
         """A computed batch by the weights version of its answers; `version` is the one that was asked for, or 0."""

@@ -235,11 +235,11 @@ class Engine:
 
     def stop_following(self) -> None:
         """End the threads that follow weights channels: one that outlives the interpreter brings the process down."""
-        followers = [slot.served.weights_updater for slot in self._queues if slot.served.weights_updater is not None]
-        for weights_updater in followers:
-            weights_updater.stop()
-        for weights_updater in followers:
-            weights_updater.join()
+        updaters = [slot.updater for slot in self._queues if slot.updater is not None]
+        for updater in updaters:
+            updater.stop()
+        for updater in updaters:
+            updater.join()
 
     def retire(self, lane: int, lease: int = 0) -> None:
         """Forget what a lane has waiting that was taken back, and its lease's sessions. Between two turns nothing else

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -21,10 +21,6 @@ from jurybox.protocol.spec import ModelSpec
 from jurybox.protocol.weights import WeightsChannel
 from jurybox.server.engine.batches import Counters
 from jurybox.server.engine.served import Served, WeightsSource
-
-if TYPE_CHECKING:
-    from jurybox.server.groups.weights_updater import GroupWeightsUpdater
-
 
 _MATRIX = 2
 
@@ -163,7 +159,6 @@ class Grouped:
     def __init__(self, name: str, spec: ModelSpec, device: torch.device, compute: torch.dtype | None) -> None:
         self.spec = ModelSpec(name, spec.inputs, spec.outputs)
         self.version = 0  # every member has its own
-        self.weights_updater: GroupWeightsUpdater | None = None
         self.members: Sequence[Member] = ()
         self._device = device
         self._compute = compute

@@ -151,9 +151,13 @@ def _attributes(module: torch.nn.Module) -> dict[str, int]:
 class GroupSlot(Slot):
     """The slot that all members of a group share."""
 
-    def __init__(self, grouped: Grouped, queue: Queue) -> None:
-        self.grouped = grouped
+    def __init__(self, grouped: Grouped, queue: Queue, updater: GroupWeightsUpdater) -> None:
+        self.grouped, self._updater = grouped, updater
         super().__init__(grouped, queue, GroupCounters(grouped, queue))
+
+    @property
+    def updater(self) -> GroupWeightsUpdater:
+        return self._updater
 
     def answers(self, tickets: NDArray[Any], version: int) -> Iterator[tuple[NDArray[Any], int]]:
         """Split the tickets by weights version, which each member has of its own."""
@@ -259,8 +263,8 @@ class Groups:
         check_groupable(name, group, member.module, member.served.spec.inputs, compute, example)
         if slot is None:
             grouped = Grouped(group, member.served.spec, self._device, compute)
-            grouped.weights_updater = GroupWeightsUpdater(grouped, self._later, self._report)
-            slot = self._slots[group] = GroupSlot(grouped, Queue(1))
+            updater = GroupWeightsUpdater(grouped, self._later, self._report)
+            slot = self._slots[group] = GroupSlot(grouped, Queue(1), updater)
         self._set_members(slot, [*others, member], member.model, installed)
 
     def leave(self, model: int) -> None:
@@ -274,8 +278,7 @@ class Groups:
                 self._set_members(slot, rest, None, lambda: None)
             else:
                 del self._slots[group]
-                assert slot.grouped.weights_updater is not None
-                slot.grouped.weights_updater.stop()
+                slot.updater.stop()
 
     def _set_members(
         self, slot: GroupSlot, members: list[Member], new: int | None, installed: Callable[[], None]
@@ -288,5 +291,4 @@ class Groups:
             slot.queue.max_batch = slot.grouped.max_batch
             installed()
 
-        assert slot.grouped.weights_updater is not None
-        slot.grouped.weights_updater.set_members(members, install)
+        slot.updater.set_members(members, install)

@@ -15,9 +15,9 @@ import zmq
 from zmq.auth.thread import ThreadAuthenticator
 from zmq.backend import Socket as Bare  # its methods without what zmq.Socket adds, which costs as much as they do
 
+from jurybox.client.in_flight import InFlight
 from jurybox.client.lane import Lane
 from jurybox.client.transports.shm import ShmTransport, Words
-from jurybox.client.transports.transport import InFlight
 from jurybox.protocol import row_frames
 from jurybox.protocol.control_pb2 import Lease
 from jurybox.protocol.errors import MOST_TEXT, Code, Error, cut

@@ -21,10 +21,10 @@ from typing import Any, Protocol
 import numpy as np
 
 from jurybox.client import Model, Ticket, Timeout
+from jurybox.client.in_flight import LOOK_AFTER
 from jurybox.client.lane import row_failed
 from jurybox.client.row_codec import shaped
 from jurybox.client.sessions import Sessions
-from jurybox.client.transports.transport import LOOK_AFTER
 from jurybox.protocol.errors import Code, Error, ModelFailed, Refused, RowFailed, SessionLost, said
 from jurybox.server.gateway.inference.returning import Returning
 from jurybox.server.security.access import Source

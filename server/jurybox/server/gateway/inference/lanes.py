@@ -55,7 +55,7 @@ class Held:
         self.sessions: Sessions | None = None
         self.free: list[int] = []
         if model.spec.state:
-            self.sessions = Sessions(model, rows)
+            self.sessions = Sessions(model.requests, rows)
             self.free = [*range(rows - 1, 0, -1)] or [0]  # session 0 is for trying the model, where there are several
         self.coalescer = RequestCoalescer(
             model, self.piece, lambda: lanes.retire(self), lambda: lanes.let_go(self), self.sessions

@@ -158,8 +158,8 @@ class RobotPolicy:
         with self._server.model(self._name, rows=1, timeout=self._timeout) as one:
             require_actions(self._name, list(one.spec.outputs))
             if one.spec.state:
-                sessions = one.sessions(self._clients)
-                return sessions._model, sessions
+                model = self._server.model(self._name, rows=self._clients, timeout=self._timeout)
+                return model, Sessions(model.requests, self._clients)
         rows = min(self._clients, max(1, described.arena_rows // 2))
         self._engines = len(self._server.status()["engines"])
         return self._server.model(self._name, rows=rows), None
