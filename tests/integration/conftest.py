@@ -5,7 +5,6 @@ from tests.serving import ServerElsewhere, serving
 
 from jurybox.client import connect
 
-
 MODELS = {
     "affine": {"factory": "tests.models:affine", "max_batch": 16, "rows": 256},
     "two": {"factory": "tests.models:two", "max_batch": 8, "rows": 64},
