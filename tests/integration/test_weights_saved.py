@@ -70,5 +70,5 @@ def test_each_start_goes_on_where_it_should_whatever_ended_the_one_before(tmp_pa
         file.write_bytes(b"")
     with serving(tmp_path, models() | other) as server, server.connect() as client:
         assert "every weights file" in client.describe("policy").reason
-        assert not client.describe("policy").weights
+        assert not client.describe("policy").takes_publications
     assert json.loads(manifest.read_text()) == rows

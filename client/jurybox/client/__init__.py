@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from jurybox.client.model import Model
 from jurybox.client.rows import Rows
 from jurybox.client.server import Server, connect
+from jurybox.client.sessions import Sessions
 from jurybox.client.ticket import Reply, Ticket
 from jurybox.protocol.errors import (
     Busy,
@@ -25,7 +26,7 @@ from jurybox.protocol.errors import (
 )
 
 if TYPE_CHECKING:
-    from jurybox.client.sessions import Sessions
+    from jurybox.client.link import ModelDescription
     from jurybox.protocol.weights.publisher import Publisher
     from jurybox.protocol.weights.reader import WeightsReader
 
@@ -33,6 +34,7 @@ __all__ = [
     "Busy",
     "Error",
     "Model",
+    "ModelDescription",
     "ModelFailed",
     "ModelNotFound",
     "ProtocolMismatch",
@@ -55,14 +57,14 @@ __all__ = [
 
 
 _LATER = {
+    "ModelDescription": "jurybox.client.link",
     "Publisher": "jurybox.protocol.weights.publisher",
-    "Sessions": "jurybox.client.sessions",
     "WeightsReader": "jurybox.protocol.weights.reader",
 }
 
 
 def __getattr__(name: str) -> Any:
-    """Ends of a weights channel and sessions, imported when they are named: most clients have none."""
+    """Names that most clients do not use, imported when they are asked for."""
     if name in _LATER:
         return getattr(import_module(_LATER[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

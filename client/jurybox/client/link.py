@@ -7,6 +7,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 
 import numpy as np
@@ -257,6 +258,51 @@ class ControlLink(Link):
             if time.monotonic() > deadline:
                 raise why from None
             time.sleep(POLL)  # loading takes seconds; being told would need a channel of its own
+
+
+@dataclass(frozen=True, slots=True)
+class ModelDescription:
+    """A model as the server tells of it, from `Server.describe`.
+
+    Attributes:
+        state: loading, ready, sleeping, failed or quarantined; `reason` says why it failed.
+        settled: no engine is still loading it.
+        max_batch: rows of the largest batch.
+        arena_rows: rows that all clients together can lease.
+        digest: of the weights it was loaded with.
+        engines: numbers of those that compute it; empty: all.
+        takes_publications: whether learners can publish weights to it.
+        max_lag: versions its answers may be behind before collectors are held back; 0: any number.
+    """
+
+    name: str
+    spec: ModelSpec
+    state: str
+    reason: str
+    settled: bool
+    max_batch: int
+    arena_rows: int
+    digest: str
+    engines: tuple[int, ...]
+    takes_publications: bool
+    max_lag: int
+
+
+def described(message: pb.ModelMessage) -> ModelDescription:
+    """What a model's message says, for the caller of the client."""
+    return ModelDescription(
+        message.name,
+        spec_of(message),
+        message.state,
+        message.reason,
+        message.settled,
+        message.max_batch,
+        message.arena_rows,
+        message.digest,
+        tuple(message.engines),
+        bool(message.weights),
+        message.max_lag,
+    )
 
 
 def spec_of(message: pb.ModelMessage) -> ModelSpec:

@@ -21,9 +21,8 @@ from jurybox.protocol.spec import ModelSpec
 # ZeroMQ and protobuf come with the first connection: their import costs as much as the rest of the client's.
 if TYPE_CHECKING:
     from jurybox.client.device_rows import BoundRows, DeviceRows
-    from jurybox.client.link import Link, Transfer
+    from jurybox.client.link import Link, ModelDescription, Transfer
     from jurybox.client.remote.weights import RemotePublisher, RemoteWeightsReader
-    from jurybox.protocol.control_pb2 import ModelMessage
     from jurybox.protocol.weights.publisher import Publisher
     from jurybox.protocol.weights.reader import WeightsReader
 
@@ -185,9 +184,11 @@ class Server(Closing):
         """Names of the models the server holds."""
         return self._open_link().models(self.timeout)
 
-    def describe(self, name: str) -> ModelMessage:
+    def describe(self, name: str) -> ModelDescription:
         """State, spec and digest of a model. Raises ModelNotFound."""
-        return self._open_link().describe(name, self.timeout)
+        from jurybox.client.link import described
+
+        return described(self._open_link().describe(name, self.timeout))
 
     def status(self) -> dict[str, Any]:
         """The server's status document, as ``jurybox status --json`` prints it."""
@@ -346,7 +347,7 @@ class Server(Closing):
             raise Refused("this connection was closed: connect again")
         return self._link
 
-    def _settled(self, name: str, timeout: float) -> ModelMessage:
+    def _settled(self, name: str, timeout: float) -> ModelDescription:
         """A model once all engines have done what was ordered."""
         from jurybox.client.link import POLL
 
