@@ -21,7 +21,7 @@ from jurybox.training.recipes.training import until_interrupted
 
 train = typer.Typer(help="Train a policy.", no_args_is_help=True, pretty_exceptions_enable=False)
 demo = typer.Typer(
-    help="See it all at once: server, workers, training, report.", no_args_is_help=True, pretty_exceptions_enable=False
+    help="Show everything at once: server, workers, training, report.", no_args_is_help=True, pretty_exceptions_enable=False
 )
 
 
@@ -32,40 +32,40 @@ def _group() -> None:
 
 
 Out = Annotated[Path, typer.Option("--out", metavar="DIR", help="Folder for the report, logs and checkpoints.")]
-Seed = Annotated[int, typer.Option(min=0, help="Everything random comes from it.")]
+Seed = Annotated[int, typer.Option(min=0, help="Seed of every random number generator.")]
 # What every training's command takes beside the flags of settings; `recipes.training.train` has the same names.
 _COMMON: dict[str, tuple[Any, Any, typer.models.OptionInfo]] = {
-    "out": (Path | None, None, typer.Option("--out", metavar="DIR", help="Folder for everything; NAME-out.")),
+    "out": (Path | None, None, typer.Option("--out", metavar="DIR", help="Output folder; NAME-out by default.")),
     "config": (
         Path | None,
         None,
-        typer.Option("--config", metavar="FILE", help="Settings, as TOML.", exists=True, dir_okay=False),
+        typer.Option("--config", metavar="FILE", help="TOML file with settings.", exists=True, dir_okay=False),
     ),
     "changes": (
         list[str] | None,
         None,
-        typer.Option("--set", metavar="NAME=VALUE", help="Change one setting; VALUE as in TOML."),
+        typer.Option("--set", metavar="NAME=VALUE", help="Set one setting, VALUE as in TOML; repeatable."),
     ),
     "seeds": (
         str | None,
         None,
-        typer.Option("--seeds", metavar="0,1,2", help="A run for each of these, in DIR/seed-0, ...; DIR/seeds.csv."),
+        typer.Option("--seeds", metavar="0,1,2", help="Run once per seed, in DIR/seed-N; DIR/seeds.csv compares them."),
     ),
-    "serial": (bool, False, typer.Option("--serial", help="The same algorithm in one process.")),
-    "resume": (bool, False, typer.Option("--resume", help="Go on from the newest checkpoint in DIR.")),
-    "launcher": (str, "local", typer.Option("--launcher", help="Where processes run: local, or ray (an extra).")),
+    "serial": (bool, False, typer.Option("--serial", help="Run the same algorithm in one process.")),
+    "resume": (bool, False, typer.Option("--resume", help="Resume from the newest checkpoint in DIR.")),
+    "launcher": (str, "local", typer.Option("--launcher", help="Where processes run: local, or ray (needs the extra).")),
     "ray_address": (
         str | None,
         None,
-        typer.Option("--ray-address", help="Of the Ray cluster: host:port or auto; else this machine."),
+        typer.Option("--ray-address", help="Ray cluster, host:port or auto; without it Ray starts here."),
     ),
     "debug_state": (
         bool,
         False,
-        typer.Option("--debug-state", help="Print what the run in DIR shares at this moment, and end."),
+        typer.Option("--debug-state", help="Print the shared state of the run in DIR, and exit."),
     ),
-    "mlflow": (bool, False, typer.Option("--mlflow", help="Record to MLflow too.")),
-    "wandb": (bool, False, typer.Option("--wandb", help="Record to Weights & Biases too.")),
+    "mlflow": (bool, False, typer.Option("--mlflow", help="Also log to MLflow.")),
+    "wandb": (bool, False, typer.Option("--wandb", help="Also log to Weights & Biases.")),
 }
 
 
@@ -90,20 +90,20 @@ class Flag:
         return self.name or "--" + self.setting.removeprefix("+").replace("_", "-")
 
 
-SEED = Flag("seed", int, "Everything random comes from it.")
-STEPS = Flag("steps", int, "Env steps in all.")
-WORKERS = Flag("workers", int, "Processes that hold environments.")
-SECONDS = Flag("seconds", float, "Stop training after so many.")
-ENVS = Flag("envs", int, "Environments, of all workers together.")
-LEARNING_STARTS = Flag("learning_starts", int, "Env steps at random, without learning.")
+SEED = Flag("seed", int, "Seed of every random number generator.")
+STEPS = Flag("steps", int, "Total env steps.")
+WORKERS = Flag("workers", int, "Number of processes that step environments.")
+SECONDS = Flag("seconds", float, "Stop training after this many seconds.")
+ENVS = Flag("envs", int, "Number of environments, over all workers.")
+LEARNING_STARTS = Flag("learning_starts", int, "Env steps with random actions before learning starts.")
 INTERVALS = (
     Flag("evaluate_every", int, "Env steps between evaluations."),
     Flag("checkpoint_every", int, "Env steps between checkpoints."),
 )
 SERVED = (
-    Flag("policy", str, "local: whoever acts computes; served: a server."),
-    Flag("server", str, "Of a served policy: ipc:// or grpc:// of a server that runs; else a private one."),
-    Flag("server_http", bool, "A private server serves HTTP, too."),
+    Flag("policy", str, "local: actors run the policy themselves; served: a Jurybox server runs it."),
+    Flag("server", str, "Address of a running server (ipc:// or grpc://) for a served policy; without it a private one starts."),
+    Flag("server_http", bool, "Serve HTTP from the private server, too."),
 )
 
 
@@ -119,90 +119,90 @@ class Command:
 TRAININGS = {
     "photo": Command(
         "jurybox.training.recipes.photo_run:TRAINING",
-        "Teach a policy to edit photos so that the server's juror likes them better.",
+        "Train a policy to edit photos for a higher score from the server's juror.",
         (
             *(SEED, STEPS, WORKERS, ENVS),
-            Flag("environment.address", str, "The server; else JURYBOX_ADDRESS, or a private one.", "--server"),
-            Flag("+server_http", bool, "A private server serves HTTP, too."),
-            Flag("+juror_replicas", int, "Engines of a private server, each with the juror."),
-            Flag("environment.model", str, "The juror's name on the server.", "--model"),
-            Flag("environment.photos", str, "A folder of photos to use instead of those that ship.", "--photos"),
+            Flag("environment.address", str, "Address of the server; without it JURYBOX_ADDRESS, or a private server.", "--server"),
+            Flag("+server_http", bool, "Serve HTTP from the private server, too."),
+            Flag("+juror_replicas", int, "Number of engines of the private server."),
+            Flag("environment.model", str, "Name of the juror on the server.", "--model"),
+            Flag("environment.photos", str, "Folder of photos to use instead of the bundled ones.", "--photos"),
             SECONDS,
-            Flag("rollout", int, "Steps of all environments together between two updates."),
-            Flag("damages", int, "Seeds of degradation in the evaluation."),
-            Flag("+network_address", str, "The server's address for a Ray cluster's other machines."),
+            Flag("rollout", int, "Env steps between two updates, over all environments."),
+            Flag("damages", int, "Number of degradation seeds in the evaluation."),
+            Flag("+network_address", str, "Address of the server for the other machines of a Ray cluster."),
         ),
     ),
     "plan": Command(
         "jurybox.training.recipes.any_plan:TRAINING",
-        "Carry out a plan of your own, with everything that the other trainings have.",
+        "Run a plan of your own, with the same options and outputs as the other trainings.",
         (
-            Flag("plan", str, "module:function that gives a jurybox.training.runtime.Plan."),
+            Flag("plan", str, "module:function that returns a jurybox.training.runtime.Plan."),
             *(SEED, STEPS, SECONDS),
         ),
     ),
     "marl": Command(
         "jurybox.training.recipes.marl_run:TRAINING",
-        "Teach many agents in one world, a learner process for each.",
-        (SEED, STEPS, SECONDS, WORKERS, ENVS, Flag("agents", int, "Agents in the treasure hunt."), *SERVED),
+        "Train many agents in one world, each with its own learner process.",
+        (SEED, STEPS, SECONDS, WORKERS, ENVS, Flag("agents", int, "Number of agents in the treasure hunt."), *SERVED),
     ),
     "hockey": Command(
         "jurybox.training.recipes.hockey:TRAINING",
-        "Teach a policy to play hockey against bots and its past selves, collecting and learning at the same time.",
+        "Train a hockey policy against bots and its past selves, with collectors and a learner side by side.",
         (
             *(SEED, STEPS, SECONDS, WORKERS, ENVS),
-            Flag("target", float, "Stop at so many points (wins - losses)."),
-            Flag("on_failure", str, "end or serial, when a process fails too often."),
-            Flag("environment", str, "module:Class made like the original.", "--env"),
-            Flag("mode", int, "0 whole games, 1 shooting, 2 defence."),
+            Flag("target", float, "Stop at this score (wins - losses)."),
+            Flag("on_failure", str, "What to do when a process fails too often: end, or go on in serial."),
+            Flag("environment", str, "Environment class, module:Class, with the original's constructor.", "--env"),
+            Flag("mode", int, "0: whole games, 1: shooting, 2: defence."),
             *SERVED,
-            Flag("train_freq", int, "Env steps for gradient_steps learner steps."),
-            Flag("gradient_steps", int, "Learner steps for train_freq env steps."),
+            Flag("train_freq", int, "Env steps per gradient_steps learner steps."),
+            Flag("gradient_steps", int, "Learner steps per train_freq env steps."),
             LEARNING_STARTS,
-            Flag("weight_sync_interval", int, "A collector's steps between looks for new weights."),
-            Flag("max_lag", int, "Staler than so many publications: sync at once."),
+            Flag("weight_sync_interval", int, "Collector steps between two checks for new weights."),
+            Flag("max_lag", int, "Fetch weights at once when they are this many publications old."),
             *INTERVALS,
         ),
     ),
     "gym": Command(
         "jurybox.training.recipes.gym:TRAINING",
-        "Teach a policy any Gymnasium environment, with PPO, DQN, TD3 or SAC.",
+        "Train a policy in any Gymnasium environment, with PPO, DQN, TD3 or SAC.",
         (
             *(SEED, STEPS, SECONDS, WORKERS, ENVS),
-            Flag("env", str, "A name that Gymnasium knows, or module:factory."),
+            Flag("env", str, "Gymnasium id, or module:factory."),
             Flag("algorithm", str, "ppo, dqn, td3 or sac."),
             *SERVED,
-            Flag("learning_rate", float, "Of Adam."),
-            Flag("n_steps", int, "ppo: steps of each environment between two updates; else of a return."),
+            Flag("learning_rate", float, "Learning rate of Adam."),
+            Flag("n_steps", int, "ppo: steps per environment between two updates; else steps of the n-step return."),
             LEARNING_STARTS,
-            Flag("train_freq", int, "Steps of each environment for gradient_steps learner steps."),
-            Flag("gradient_steps", int, "Learner steps for train_freq steps; -1: as many as env steps."),
-            Flag("normalize_observations", bool, "Numbers of observations to mean 0 and deviation 1."),
+            Flag("train_freq", int, "Steps per environment per gradient_steps learner steps."),
+            Flag("gradient_steps", int, "Learner steps per train_freq steps; -1: as many as env steps."),
+            Flag("normalize_observations", bool, "Normalize observations to mean 0 and standard deviation 1."),
             *INTERVALS,
         ),
     ),
     "workflow": Command(
         "jurybox.training.recipes.workflow_run:TRAINING",
-        "Search the order of repairs that best defends a network, and the policy that keeps to it.",
+        "Search for the order of repairs that best defends a network, and train the policy that follows it.",
         (
             *(SEED, WORKERS, ENVS),
-            Flag("total_episodes", int, "Episodes of training in all."),
-            Flag("red", str, "The attacker: B_line or Meander.", also="--red-agent"),
-            Flag("env", str, "cage: our simulator; cyborg: the real one, where installed."),
+            Flag("total_episodes", int, "Total training episodes."),
+            Flag("red", str, "Attacker: B_line or Meander.", also="--red-agent"),
+            Flag("env", str, "cage: our simulator; cyborg: CybORG, where installed."),
             *SERVED,
-            Flag("halves", bool, "Act for half of the networks while the other half steps."),
-            Flag("episode_length", int, "Steps of an episode."),
-            Flag("update_every_steps", int, "Steps of each network between two updates; else an episode's."),
-            Flag("gate", float, "Share of the judged fixes that must comply."),
-            Flag("max_train_episodes_per_env", int, "Then a workflow is given up."),
-            Flag("align_lambda", float, "What a judged fix out of order costs."),
-            Flag("head_start", int, "Most steps for which the attacker is alone at first."),
-            Flag("order_masks", bool, "Leave out fixes that may be out of order."),
-            Flag("evaluation_episodes", int, "After a workflow's training; ten times as many at the end."),
-            Flag("beta", float, "How far the search explores."),
-            Flag("inherit", bool, "Begin each workflow with the last one's policy."),
-            Flag("use_masks", bool, "Leave out actions that are sure to fail.", "--masks"),
-            Flag("quirk", bool, "No Impact costs after Op_Server0's restore."),
+            Flag("halves", bool, "Compute actions for half of the networks while the other half steps."),
+            Flag("episode_length", int, "Steps per episode."),
+            Flag("update_every_steps", int, "Steps per network between two updates; an episode by default."),
+            Flag("gate", float, "Share of the judged fixes that must follow the workflow."),
+            Flag("max_train_episodes_per_env", int, "Training episodes per environment after which a workflow is given up."),
+            Flag("align_lambda", float, "Penalty for a judged fix out of order."),
+            Flag("head_start", int, "Largest head start of the attacker, in steps."),
+            Flag("order_masks", bool, "Mask actions that would be out of order."),
+            Flag("evaluation_episodes", int, "Evaluation episodes per workflow; ten times as many at the end."),
+            Flag("beta", float, "Exploration coefficient of the search."),
+            Flag("inherit", bool, "Start each workflow from the previous one's policy."),
+            Flag("use_masks", bool, "Mask actions that are sure to fail.", "--masks"),
+            Flag("quirk", bool, "Drop the cost of Impact after Op_Server0 is restored."),
         ),
     ),
 }
@@ -242,15 +242,15 @@ for _name, _command in TRAININGS.items():
 @demo.command("photo")
 def demo_photo(
     out: Out = Path("demo-out"),
-    steps: Annotated[int | None, typer.Option(min=64, help="Edit steps to train.")] = None,
+    steps: Annotated[int | None, typer.Option(min=64, help="Number of edit steps to train.")] = None,
     seconds: Annotated[
-        float | None, typer.Option(min=1, help="Train no longer than this; the numbers then depend on the machine.")
+        float | None, typer.Option(min=1, help="Stop training after this many seconds; results then depend on the machine.")
     ] = None,
     seed: Seed = 0,
-    damages: Annotated[int | None, typer.Option(min=2, help="Seeds of degradation in the evaluation.")] = None,
-    workers: Annotated[int | None, typer.Option(min=1, help="Env workers.")] = None,
-    juror: Annotated[str | None, typer.Option(help="Another juror: package.module:function.")] = None,
-    juror_replicas: Annotated[int, typer.Option(min=1, max=64, help="Engines, each with the juror.")] = 1,
+    damages: Annotated[int | None, typer.Option(min=2, help="Number of degradation seeds in the evaluation.")] = None,
+    workers: Annotated[int | None, typer.Option(min=1, help="Number of env workers.")] = None,
+    juror: Annotated[str | None, typer.Option(help="Factory of another juror, package.module:function.")] = None,
+    juror_replicas: Annotated[int, typer.Option(min=1, max=64, help="Number of engines.")] = 1,
 ) -> None:
     """Start a server, train a policy on real photos against its juror, and write a report; about three minutes."""
 

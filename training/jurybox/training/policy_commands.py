@@ -17,19 +17,19 @@ from jurybox.training.recipes.training import until_interrupted
 if TYPE_CHECKING:
     from jurybox.training.policies import Policy
 
-policy = typer.Typer(help="Use what was learned.", no_args_is_help=True, pretty_exceptions_enable=False)
+policy = typer.Typer(help="Use the policies of a run.", no_args_is_help=True, pretty_exceptions_enable=False)
 
 Run = Annotated[
-    Path, typer.Argument(metavar="RUN", help="Folder of a run, of a checkpoint, or an exported .safetensors.")
+    Path, typer.Argument(metavar="RUN", help="Folder of a run or a checkpoint, or an exported .safetensors.")
 ]
 Which = Annotated[str, typer.Option("--which", help="best, latest, or a checkpoint's number of env steps.")]
-Name = Annotated[str | None, typer.Option("--name", help="Which policy, where a run has several.")]
-Seed = Annotated[int, typer.Option("--seed", min=0, help="Of the first episode.")]
+Name = Annotated[str | None, typer.Option("--name", help="Name of the policy, if the run has several.")]
+Seed = Annotated[int, typer.Option("--seed", min=0, help="Seed of the first episode.")]
 Sets = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="NAME=VALUE", help="Change an argument of the environment; VALUE as in TOML."),
+    typer.Option("--set", metavar="NAME=VALUE", help="Set an argument of the environment, VALUE as in TOML; repeatable."),
 ]
-Trust = Annotated[bool, typer.Option("--trust", help="Run code that an exported file of somebody else's names.")]
+Trust = Annotated[bool, typer.Option("--trust", help="Allow an exported file to name code to run; only for files that you trust.")]
 
 
 def _loaded(run: Path, which: str, name: str | None, *, trust: bool = False) -> Policy:
@@ -71,7 +71,7 @@ def play_policy(
     episodes: Annotated[int, typer.Option("--episodes", min=1)] = 1,
     video: Annotated[
         Path | None,
-        typer.Option("--video", metavar="FILE", help="Film it: .mp4, .gif, or .png for a strip of pictures."),
+        typer.Option("--video", metavar="FILE", help="Record a video: .mp4, .gif, or .png for a strip of frames."),
     ] = None,
     which: Which = "best",
     name: Name = None,
@@ -79,7 +79,7 @@ def play_policy(
     sets: Sets = None,
     trust: Trust = False,
 ) -> None:
-    """Play whole episodes, and print their results."""
+    """Play episodes and print their results."""
 
     def work(console: Console, resources: ExitStack) -> str:
         from jurybox.training.film import Film, check_film
@@ -124,7 +124,7 @@ def evaluate_policy(
     sets: Sets = None,
     trust: Trust = False,
 ) -> None:
-    """Say its mean return with a 95 % interval; episode i begins from SEED + i. What is exported tells it, too."""
+    """Print the mean return with a 95 % confidence interval; episode i uses SEED + i. Exports include the result."""
 
     def work(console: Console, resources: ExitStack) -> str:
         from rich.progress import Progress
@@ -154,7 +154,7 @@ def export_policy(
     name: Name = None,
     trust: Trust = False,
 ) -> None:
-    """Write NAME.pt2 (torch.export), NAME.safetensors (the weights) and NAME.md (what it is)."""
+    """Write NAME.pt2 (torch.export), NAME.safetensors (weights) and NAME.md (description)."""
 
     def work(console: Console, resources: ExitStack) -> str:
         from jurybox.training.policies import export
@@ -167,15 +167,15 @@ def export_policy(
 @policy.command("serve")
 def serve_policy(
     run: Run,
-    model: Annotated[str, typer.Option("--model", help="Its name on the server.")] = "policy",
-    address: Annotated[str | None, typer.Option("--address", help="As server.address.")] = None,
-    http: Annotated[str, typer.Option("--http", help="As server.http.")] = "127.0.0.1:8000",
-    grpc: Annotated[str, typer.Option("--grpc", help="As server.grpc.")] = "127.0.0.1:8001",
+    model: Annotated[str, typer.Option("--model", help="Name of the model on the server.")] = "policy",
+    address: Annotated[str | None, typer.Option("--address", help="Overrides server.address.")] = None,
+    http: Annotated[str, typer.Option("--http", help="Overrides server.http.")] = "127.0.0.1:8000",
+    grpc: Annotated[str, typer.Option("--grpc", help="Overrides server.grpc.")] = "127.0.0.1:8001",
     which: Which = "best",
     name: Name = None,
     trust: Trust = False,
 ) -> None:
-    """Run a server with the policy, for our clients and those of the Open Inference Protocol, until stopped."""
+    """Serve the policy to Jurybox and Open Inference Protocol clients, until stopped."""
     written: list[Path] = []
 
     def work(console: Console, resources: ExitStack) -> str:
@@ -202,20 +202,20 @@ def serve_policy(
 
 def edit(
     given: Annotated[
-        list[Path], typer.Argument(metavar="IN...", help="Pictures (.jpg, .png), or folders of them.", exists=True)
+        list[Path], typer.Argument(metavar="IN...", help="Images (.jpg, .png), or folders of them.", exists=True)
     ],
     run: Annotated[
-        Path, typer.Option("--policy", metavar="RUN", help="Folder of a photo training, or what was exported.")
+        Path, typer.Option("--policy", metavar="RUN", help="Folder of a photo training, or an exported policy.")
     ],
-    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Where the edited pictures go.")] = Path("edited"),
+    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Output folder for the edited images.")] = Path("edited"),
     which: Which = "latest",
     server: Annotated[
-        str | None, typer.Option("--server", help="Its juror scores; without it one in this process.")
+        str | None, typer.Option("--server", help="Address of a server whose juror scores; without it the juror runs in this process.")
     ] = None,
     sets: Sets = None,
     trust: Trust = False,
 ) -> None:
-    """Edit pictures as a photo policy has learned to, at full resolution, with a contact sheet of before and after."""
+    """Edit images with a photo policy, at full resolution, and write a contact sheet of before and after."""
 
     def work(console: Console, resources: ExitStack) -> str:
         from jurybox.training.environments.photo import PhotoConfig

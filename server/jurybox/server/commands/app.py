@@ -31,7 +31,7 @@ _OURS = ("serve", "status", "models", "health", "top", "sleep", "wake", "doctor"
 
 
 class PluginCommand(TyperCommand):
-    """Stands for a command that is not imported yet."""
+    """Placeholder of a command that is not imported yet."""
 
     def __init__(self, point: EntryPoint) -> None:
         super().__init__(name=point.name, help=_summary(point))
@@ -61,7 +61,7 @@ class PluginCommand(TyperCommand):
 
 
 class PluginGroup(TyperGroup):
-    """The group of all commands, our own first. The others are looked for where it is none of those known."""
+    """The group of all commands, our own first. Entry points are searched only for names that are not ours."""
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         """The command of a name, or what stands for it; None if there is none."""
@@ -118,7 +118,7 @@ _FAILED = 1
 def keys(
     name: Annotated[Path, typer.Argument(metavar="NAME", help="Where to write NAME.key and NAME.key_secret.")],
 ) -> None:
-    """Make a pair of CURVE keys: NAME.key to give to the other side, NAME.key_secret to keep."""
+    """Generate a pair of CURVE keys: NAME.key (public, for the other side) and NAME.key_secret (private)."""
     from jurybox.server.security.access import make_pair
 
     try:
@@ -138,7 +138,7 @@ def doctor(
         bool, typer.Option("--fix", help="Remove the shared memory and sockets that dead servers left.")
     ] = False,
 ) -> None:
-    """Check this host for a server's requirements; the exit status is 1 if a server cannot run."""
+    """Check whether a server can run on this host; exit with status 1 if not."""
     from jurybox.server.doctor.checks import examine
     from jurybox.server.doctor.host import Level
 
@@ -172,7 +172,7 @@ class LogFormat(StrEnum):
 
 
 def serve(
-    config: Annotated[Path | None, typer.Argument(metavar="CONFIG.toml", help="Settings in TOML.")] = None,
+    config: Annotated[Path | None, typer.Argument(metavar="CONFIG.toml", help="TOML file with settings.")] = None,
     sets: Annotated[
         list[str] | None,
         typer.Option(
@@ -183,9 +183,9 @@ def serve(
         bool, typer.Option("--insecure", help="Listen beyond this host without tokens, TLS or CURVE keys.")
     ] = False,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Load and warm up every model, say what would be used, and stop.")
+        bool, typer.Option("--dry-run", help="Load and warm up every model, print what would be used, and exit.")
     ] = False,
-    log_format: Annotated[LogFormat | None, typer.Option(help="As server.log_format.")] = None,
+    log_format: Annotated[LogFormat | None, typer.Option(help="Overrides server.log_format.")] = None,
 ) -> None:
     """Run a server until SIGTERM or SIGINT; a second signal stops it at once."""
     from jurybox.server.settings.config import ConfigError, load_settings, require_servable

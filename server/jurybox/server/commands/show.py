@@ -18,7 +18,7 @@ _TIMEOUT = 2.0  # seconds
 _ERRORS = ("failed", "expired", "refused", "not_held")
 
 Address = Annotated[
-    str | None, typer.Option(help="Where the server is; JURYBOX_ADDRESS or the default address without it.")
+    str | None, typer.Option(help="Address of the server; without it JURYBOX_ADDRESS, or the default address.")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
@@ -102,7 +102,7 @@ def models(as_json: AsJson = False, address: Address = None) -> None:
 
 
 def health(address: Address = None) -> None:
-    """Tell whether the server is ready for requests; if not, print the reasons and exit with status 1."""
+    """Report whether the server is ready for requests; if not, print why and exit with status 1."""
     from jurybox.server.gateway.app import not_ready
 
     reasons = not_ready(_ask(address))
@@ -110,19 +110,19 @@ def health(address: Address = None) -> None:
     raise typer.Exit(_FAILED if reasons else 0)
 
 
-Name = Annotated[str, typer.Argument(metavar="MODEL", help="The model's name.")]
+Name = Annotated[str, typer.Argument(metavar="MODEL", help="Name of the model.")]
 _MOVING = 120.0  # seconds that weights may take to the host or back
 
 
 def sleep(model: Name, address: Address = None) -> None:
-    """Move a model's weights from the device to host memory; requests to it are refused until it is woken."""
+    """Move a model's weights from the device to host memory; until `wake`, requests to it are refused."""
     with _connected(address) as server:
         server.sleep(model, timeout=_MOVING)
     typer.echo(f"{model} sleeps")
 
 
 def wake(model: Name, address: Address = None) -> None:
-    """Bring back a model that sleeps, with the newest weights."""
+    """Move a sleeping model back to the device, with the newest weights."""
     with _connected(address) as server:
         server.wake(model, timeout=_MOVING)
     typer.echo(f"{model} is awake")
@@ -234,7 +234,7 @@ class Table:
 
 
 class Phrases:
-    """Phrases beside each other, in as many lines as they need; none is broken."""
+    """Phrases side by side, on as many lines as needed; no phrase is split."""
 
     def __init__(self, phrases: Sequence[str], style: str = "") -> None:
         self._phrases, self._style = phrases, style
@@ -251,7 +251,7 @@ class Phrases:
 
 
 def batch(mean: float | None, most: int) -> str:
-    """A mean batch beside the largest there may be."""
+    """The mean batch size and the maximum."""
     return "-" if mean is None else f"{mean:.1f} of {most}"
 
 
@@ -267,6 +267,6 @@ def _print_reasons(console: Console, document: dict[str, Any]) -> None:
 
 
 def _console() -> Console:
-    """Standard output; where it is no terminal, wide enough that nobody's grep meets a broken line."""
+    """Standard output; if it is not a terminal, wide enough that no line is wrapped, for grep."""
     console = Console(highlight=False)
     return console if console.is_terminal else Console(highlight=False, width=200)

@@ -36,11 +36,11 @@ _TONES = {
 
 
 def top(
-    once: Annotated[bool, typer.Option("--once", help="Watch for one interval, print what happened, and end.")] = False,
-    interval: Annotated[float, typer.Option(min=0.1, max=60.0, help="Seconds between two looks.")] = 1.0,
+    once: Annotated[bool, typer.Option("--once", help="Measure for one interval, print the result, and exit.")] = False,
+    interval: Annotated[float, typer.Option(min=0.1, max=60.0, help="Seconds between two updates.")] = 1.0,
     address: Address = None,
 ) -> None:
-    """Watch a server: rates, latencies, batches, models, engines, events; q or Ctrl-C ends it."""
+    """Watch a server live: rates, latencies, batches, models, engines, events. Quit with q or Ctrl-C."""
     console = Console(highlight=False)
     if once and not console.is_terminal:
         console = Console(highlight=False, width=200)
@@ -95,7 +95,7 @@ class _ScoreboardPoller:
 
 
 def _watch(poller: _ScoreboardPoller, console: Console, interval: float) -> None:
-    """Refresh the screen until q or Ctrl-C; shows that a server is gone, and its successor."""
+    """Refresh the screen until q or Ctrl-C; show when the server goes, and when the next one comes."""
     from jurybox.client import Error
 
     last: dict[str, Any] = poller.look()
