@@ -265,6 +265,7 @@ class ModelDescription:
     """A model as the server tells of it, from `Server.describe`.
 
     Attributes:
+        spec: None as long as it was never loaded.
         state: loading, ready, sleeping, failed or quarantined; `reason` says why it failed.
         settled: no engine is still loading it.
         max_batch: rows of the largest batch.
@@ -276,7 +277,7 @@ class ModelDescription:
     """
 
     name: str
-    spec: ModelSpec
+    spec: ModelSpec | None
     state: str
     reason: str
     settled: bool
@@ -292,7 +293,7 @@ def described(message: pb.ModelMessage) -> ModelDescription:
     """What a model's message says, for the caller of the client."""
     return ModelDescription(
         message.name,
-        spec_of(message),
+        spec_of(message) if message.inputs else None,
         message.state,
         message.reason,
         message.settled,

@@ -1,4 +1,4 @@
-"""A model of the server, as its client sees it."""
+"""Inference on a model of the server."""
 
 from __future__ import annotations
 
@@ -26,13 +26,12 @@ Outputs = NDArray[Any] | dict[str, NDArray[Any]]
 class Model(forks.Closing):
     """Inference on one model through a lane of the server's shared memory. Get it from `Server.model`.
 
-    Calls from several threads are safe and go one after another; threads that should not wait for each other take
-    a model each. So are calls of several event loops, which do not stand still meanwhile. In a forked child a model
-    takes a lane of its own as soon as it is used.
+    Thread-safe: calls from several threads run one after another, and event loops do not block meanwhile. For threads
+    that should run side by side, get one model each. In a forked child a model leases a lane of its own on first use.
 
     Attributes:
         spec: names, dtypes and row shapes of inputs and outputs.
-        max_batch: rows of the server's largest batch; longer inputs go in pieces.
+        max_batch: rows in the largest batch; longer inputs are split.
         requests: the lane and the turns at it, for sessions.
     """
 
@@ -53,9 +52,9 @@ class Model(forks.Closing):
     # ---- one call, one answer
 
     def __call__(self, row: Arrays | bytes | str, *, timeout: float | None = None) -> Any:
-        """One row in, one row out: an array of the input's row shape, bytes or text where it takes such.
+        """Compute one row: an array of the input's row shape, or bytes or text for a BYTES input.
 
-        A dict where there are several inputs. Raises as `infer`.
+        Pass a dict if the model has several inputs. Raises the same errors as `infer`.
         """
         requests = self.requests
         dtype, shape, text = requests.plain
@@ -111,43 +110,43 @@ class Model(forks.Closing):
         return requests.asked(lambda: requests.lane.codec.one(row), (deadline - time.monotonic_ns()) / 1e9, 0)
 
     def infer(self, inputs: Arrays, *, timeout: float | None = None, version: int = 0) -> Any:
-        """Answer n rows; more than the lane or a batch holds go in pieces, several in flight.
+        """Compute n rows. More rows than the lane or a batch holds are split into several requests.
 
-        Where rows are still with an engine that nobody waits for any more, it waits for them to come back.
+        Waits for rows that are still in use by requests that timed out earlier.
 
         Args:
-            inputs: (n, *row shape) of the spec's dtype; a dict of such where the model has several inputs.
-            timeout: seconds for all of it; the connection's default without it.
-            version: of the weights to be answered by, where it is still held; 0: the newest.
+            inputs: array (n, *row shape) of the spec's dtype; a dict of arrays if the model has several inputs.
+            timeout: seconds in total. Defaults to the connection's.
+            version: weights version to use, if the server still holds it; 0: the newest.
 
         Returns:
-            (n, *row shape) of the output, or a dict of such where there are several.
+            Array (n, *row shape) of the output; a dict of arrays if the model has several outputs.
 
         Raises:
-            SpecMismatch: dtype or shape differ from the spec; the message has both.
-            RowFailed: the model failed on single rows; `index` and `reason` say which and why.
+            SpecMismatch: dtype or shape differs from the spec; the message names both.
+            RowFailed: the model failed on some rows; `errors` says which and why.
             Timeout: no answer in time.
             Busy: no row became free in time.
-            ModelFailed: the model raised, or was given up after several crashes.
+            ModelFailed: the model raised, or is quarantined after several crashes.
             Refused: the request is not allowed, as for a model that keeps state.
             ServerGone: the server ended, and none came back in time.
         """
         return self.infer_reply(inputs, timeout=timeout, version=version).outputs
 
     def infer_reply(self, inputs: Arrays, *, timeout: float | None = None, version: int = 0) -> Reply:
-        """As `infer`, with the weights version: the oldest of its pieces'."""
+        """Like `infer`, but return a `Reply` with the weights version: the oldest one used."""
         requests = self.requests
         return requests.asked(lambda: requests.lane.codec.checked(inputs), timeout, version)
 
     async def infer_async(self, inputs: Arrays, *, timeout: float | None = None, version: int = 0) -> Any:
-        """As `infer`, in an event loop: the same arguments, outputs and errors.
+        """Like `infer`, as a coroutine: the same arguments, outputs and errors.
 
-        Where no rows are free it waits for those of other tasks to come back, until the time-out.
+        If no rows are free it waits for other tasks to release theirs, until the time-out.
         """
         return (await self.infer_reply_async(inputs, timeout=timeout, version=version)).outputs
 
     async def infer_reply_async(self, inputs: Arrays, *, timeout: float | None = None, version: int = 0) -> Reply:
-        """As `infer_async`, with the weights version: the oldest of its pieces'."""
+        """Like `infer_async`, but return a `Reply` with the weights version: the oldest one used."""
         requests = self.requests
         deadline = requests.turns.deadline(timeout)
         given, n = requests.lane.codec.checked(inputs)
@@ -162,14 +161,14 @@ class Model(forks.Closing):
     # ---- pipelining
 
     def submit(self, inputs: Arrays, *, timeout: float | None = None, version: int = 0) -> Ticket:
-        """Send n rows without waiting; the ticket is a future. Several tickets may be in flight.
+        """Send n rows without waiting for the answer, and return a ticket, which is a future. Several may be in flight.
 
         Args:
-            timeout: seconds after which the engine need not compute it any more.
+            timeout: seconds after which the engine may skip the request.
 
         Raises:
-            Busy: fewer than n neighbouring rows of the lane are free: collect results, or ask
-                `Server.model(name, rows=...)` for more.
+            Busy: fewer than n neighbouring rows of the lane are free: collect results, or lease more with
+                `Server.model(name, rows=...)`.
             SpecMismatch: dtype, shape or number of rows do not fit.
             Refused: the request is not allowed, as for a model that keeps state.
             ServerGone: the server ended, and none came back in time.
@@ -192,14 +191,14 @@ class Model(forks.Closing):
     def submit_parts(
         self, parts: Sequence[tuple[Mapping[str, NDArray[Any]], int]], deadline: int, version: int, brief: float = 0.0
     ) -> Ticket | None:
-        """Send rows of several callers as one ticket; None where they cannot go just now as they are.
+        """Send rows of several callers as one ticket; return None if that is not possible right now.
 
-        For programs that answer others, of models of fixed shapes without state.
+        For gateways; only for models of fixed shapes without state.
 
         Args:
             parts: arrays by name, each (n, *row shape) of the spec's dtype, and how many rows of each.
             deadline: ns of CLOCK_MONOTONIC.
-            brief: seconds to wait for the answer at once, where a sleep would take as long.
+            brief: seconds to wait for the answer before returning, if a sleep would take as long.
         """
         requests = self.requests
         try:
@@ -212,12 +211,12 @@ class Model(forks.Closing):
             return None
 
     def look(self) -> None:
-        """Receive the answers that have arrived, for tasks of this event loop that wait for them."""
+        """Deliver the answers that have arrived to the tasks of this event loop that wait for them."""
         turns = self.requests.turns
         turns.run(self.requests.lane.receive_now, turns.deadline(None))
 
     def room(self) -> int:
-        """The length of the longest run of free rows. A larger request goes in pieces, each with its own version."""
+        """Return the length of the longest run of free rows. Larger requests are split; each part has its own version."""
         turns = self.requests.turns
         return turns.run(self._room, turns.deadline(None))
 
@@ -228,10 +227,10 @@ class Model(forks.Closing):
     # ---- zero-copy
 
     def rows(self, n: int = 1) -> Rows:
-        """Hold n neighbouring rows, to be used in a ``with``: write `rows.inputs`, `rows.infer()`, read `rows.outputs`.
+        """Hold n rows in a ``with``: write to `rows.inputs`, call `rows.infer()`, read `rows.outputs`.
 
         Raises:
-            Busy: fewer are free.
+            Busy: fewer than n neighbouring rows are free.
         """
         turns = self.requests.turns
         return turns.run(lambda: self._held(n), turns.deadline(None))
@@ -247,10 +246,10 @@ class Model(forks.Closing):
     def sessions(self, n: int, *, pin_version: bool = False) -> Sessions:
         """Open n sessions of a model with state, one for each environment or conversation, numbered from 0.
 
-        They have a lane of their own, and their state lasts as long as it: close them, or use them in a ``with``.
+        They lease a lane of their own, and their state lives as long as it. Close them, or use them in a ``with``.
 
         Args:
-            pin_version: a session is answered by the weights of its first request until it is reset.
+            pin_version: compute every request of a session with the weights of its first one, until it is reset.
 
         Example:
             with policy.sessions(8) as sessions:
@@ -267,10 +266,10 @@ class Model(forks.Closing):
         return Sessions(self.requests.of_sessions(n), n, pin_version=pin_version)
 
     def close(self) -> None:
-        """Give the lane back to the server.
+        """Release the lane.
 
         Raises:
-            Timeout: another thread's call was not over within the model's default time-out; nothing was given back.
+            Timeout: a call of another thread did not end within the default time-out; the lane is still leased.
         """
         self.requests.turns.run(self.requests.close, self.requests.turns.deadline(None))
 

@@ -1,4 +1,4 @@
-"""Rows held for a while: arrays that are the arena's rows."""
+"""Zero-copy access to a model: arrays that are views of the arena's rows."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Rows(Closing):
 
     Attributes:
         inputs, outputs: arrays of shape (n, *row shape) by name, views of shared memory. Valid inside the ``with``. A
-            tensor whose rows differ in size has its slots here, (n, capacity): `place` and `row` see them as rows.
+            tensor of variable size has shape (n, capacity) here; `place` and `row` give its rows.
         version: of the weights that computed the outputs; 0 before the first `infer`.
     """
 
@@ -47,7 +47,7 @@ class Rows(Closing):
         return self._lane.leased
 
     def place(self, name: str, row: int, shape: int | tuple[int, ...]) -> NDArray[Any]:
-        """Room for one row of an input of variable size, as an array to be written to; a byte string's is uint8.
+        """Return a writable array for one row of an input of variable size; uint8 for a byte string.
 
         Example:
             cv2.resize(photo, (width, height), dst=rows.place("image", 0, (height, width, 3)))
@@ -65,7 +65,7 @@ class Rows(Closing):
         return self.inputs[name][row, : math.prod(sizes)].reshape(sizes)
 
     def row(self, name: str, row: int) -> NDArray[Any]:
-        """One row of an output of variable size, a view of shared memory."""
+        """Return one row of an output of variable size, a view of shared memory."""
         self._check()
         spec = self._lane.codec.spec.outputs[name]
         sizes = spec.measured(self._lane.columns.output_extents[name][self.first + row].tolist())
@@ -74,17 +74,17 @@ class Rows(Closing):
         return self.outputs[name][row, : math.prod(sizes)].reshape(sizes)
 
     def infer(self, rows: int | None = None, *, timeout: float | None = None, version: int = 0) -> None:
-        """Compute the outputs of the first `rows` rows (all without it).
+        """Compute the outputs of the first `rows` rows; of all rows by default.
 
         Args:
-            timeout: seconds; the connection's default without it.
-            version: of the weights to be answered by, where it is still held; 0: the newest.
+            timeout: seconds. Defaults to the connection's.
+            version: weights version to use, if the server still holds it; 0: the newest.
 
         Raises:
             Timeout: no answer in time. The rows can be used again once the engine has answered.
-            Busy: they have not been answered since an earlier time-out.
+            Busy: a request on these rows that timed out earlier is still with the engine.
             ModelFailed: the model raised.
-            ServerGone, Refused: the lane is lost; take rows again.
+            ServerGone, Refused: the lane is lost; call `Model.rows` again.
         """
         n = self.rows if rows is None else rows
         if not 0 < n <= self.rows:
@@ -115,7 +115,7 @@ class Rows(Closing):
             raise row_failed(lane.model, errors, n, None, self.version)
 
     def close(self) -> None:
-        """Give the rows back; those an engine may still write to go free when it has answered."""
+        """Release the rows. Rows that an engine may still write to become free when it has answered."""
         self.inputs, self.outputs = {}, {}
         self._lane.release(self)
 
@@ -136,7 +136,7 @@ class Rows(Closing):
 
 
 class CallRow:
-    """Rows kept between calls that need the same ones, so that a call is a copy in, a request and a copy out.
+    """Rows that are reused from call to call: a call is a copy in, a request and a copy out.
 
     Args:
         rows: how many. None: one, given and answered without a dimension of rows.
@@ -196,7 +196,7 @@ class CallRow:
 
     @property
     def usable(self) -> bool:
-        """Whether the rows are there and nothing on them in flight."""
+        """Whether the lane is valid and no request on these rows is in flight."""
         lane = self.lane
         return lane.gone is None and not (lane.in_flight and lane.asked(self.first, self.rows))
 
@@ -234,7 +234,7 @@ class CallRow:
         self.lane.release(self)
 
     def _ask(self, row: Any, seconds: float) -> Any:
-        """As `ask`, by way of the lane."""
+        """As `ask`, through the lane."""
         lane = self.lane
         if row is not None and not self._place.write(row):
             lane.codec.put(lane.columns, self._checked(row), 0, self.rows, self.first)
@@ -252,7 +252,7 @@ class CallRow:
         return self._taken() if self._place.outputs is None else self._place.copied()
 
     def _failed(self, code: int, ticket: InFlight, row: Any, seconds: float) -> Any:
-        """The short way gave no outputs: go the long one, or raise."""
+        """The native call gave no outputs: fall back to the lane, or raise."""
         lane, call = self.lane, self._call
         assert call is not None
         if code == NOT_ANSWERED:

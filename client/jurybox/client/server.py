@@ -1,4 +1,4 @@
-"""Connecting to a server, and what it offers."""
+"""Connect to a server: models, publishers, weights, status and administration."""
 
 from __future__ import annotations
 
@@ -39,24 +39,24 @@ def connect(
     token: str | None = None,
     tls_ca: str | bytes | None = None,
 ) -> Server:
-    """Connect to a server; waits up to `timeout` seconds for one that is still starting.
+    """Connect to a server, waiting up to `timeout` seconds for one that is still starting.
 
     Args:
-        address: where the server is; JURYBOX_ADDRESS or the default ipc address without it. ``ipc://`` is on this host,
-            ``tcp://host:port`` and ``grpc://host:port`` (``grpcs://`` with TLS) are anywhere.
-        transport: on this host: "auto" (the best there is), "zmq" or "shm".
-        timeout: seconds, also the default of every later call.
-        server_key: for tcp://, the server's public CURVE key, or the .key file with it; JURYBOX_SERVER_KEY without it.
-        client_key: for tcp://, the .key_secret file with this client's own pair; JURYBOX_CLIENT_KEY without it. A
-            server that does not ask who its clients are takes any: one is made up then.
-        token: for grpc://, the server's token; JURYBOX_TOKEN without it.
-        tls_ca: for grpcs://, the certificate of the server's authority: a PEM file, or as bytes what stands in one;
-            JURYBOX_TLS_CA without it.
+        address: of the server. Defaults to JURYBOX_ADDRESS, then to the default ipc address. ``ipc://`` is on this
+            host, ``tcp://host:port`` and ``grpc://host:port`` (``grpcs://`` with TLS) on any.
+        transport: on this host: "auto" (the fastest available), "zmq" or "shm".
+        timeout: seconds; also the default time-out of every later call.
+        server_key: for tcp://, the server's public CURVE key or its .key file. Defaults to JURYBOX_SERVER_KEY.
+        client_key: for tcp://, the .key_secret file with this client's pair. Defaults to JURYBOX_CLIENT_KEY. A temporary
+            pair is generated if the server does not authenticate clients.
+        token: for grpc://, the server's token. Defaults to JURYBOX_TOKEN.
+        tls_ca: for grpcs://, the certificate of the server's authority: a PEM file, or its content as bytes. Defaults to
+            JURYBOX_TLS_CA.
 
     Raises:
-        ServerGone: no server answers there in time.
-        ProtocolMismatch: one of another protocol version does.
-        Refused: it asks for a token, and this is not it; no such key file.
+        ServerGone: no server answered in time.
+        ProtocolMismatch: the server has another protocol version.
+        Refused: the token is missing or wrong, or a key file does not exist.
         ValueError: an unknown transport or kind of address.
     """
     if transport not in TRANSPORTS:
@@ -86,10 +86,10 @@ def connect(
 
 
 class Server(Closing):
-    """A connection to one server; close it, or use it in a ``with``.
+    """A connection to one server. Close it, or use it in a ``with``.
 
-    One that is lost without either closes itself when it is collected, and so does a model. In a forked child it
-    connects anew when it is used, except over grpc://, where it raises Refused.
+    A connection, like a model, also closes when it is garbage-collected. In a forked child it reconnects on first use,
+    except over grpc://, where it raises Refused.
     """
 
     def __init__(self, address: str, link: Link, timeout: float) -> None:
@@ -103,15 +103,15 @@ class Server(Closing):
     # ---- what the server offers
 
     def model(self, name: str, *, rows: int = 0, timeout: float | None = None) -> Model:
-        """Lease a lane of a model; waits for one that is still loading.
+        """Lease a lane of a model, waiting while the model is still loading.
 
         Args:
-            rows: how many rows may be in flight at once. Without it the server's default, few rows, and more as soon
-                as an `infer` brings more.
-            timeout: seconds to wait; the connection's without it.
+            rows: rows that may be in flight at once. 0: the server's default, a few rows, which grows when an `infer`
+                brings more.
+            timeout: seconds to wait. Defaults to the connection's.
 
         Raises:
-            ModelNotFound: the server holds no such model; the message lists those it holds.
+            ModelNotFound: the server has no such model; the message lists those it has.
             ModelFailed: the model could not be loaded; the message says why.
             Busy: the arena has no free rows.
             Timeout: the model is still loading.
@@ -122,12 +122,12 @@ class Server(Closing):
         return model
 
     def device_rows(self, name: str, rows: int, *, device: int = 0, timeout: float | None = None) -> DeviceRows:
-        """Rows of a model in memory of the GPU that it is served on, for a process that has its inputs there.
+        """Hold rows of a model in the memory of its GPU, for a process whose inputs are already there.
 
         Args:
             rows: how many.
             device: the GPU's number among those that this process sees.
-            timeout: seconds for all of it; the connection's without it.
+            timeout: seconds in total. Defaults to the connection's.
 
         Example:
             with server.device_rows("photo", 8) as rows:
@@ -163,7 +163,7 @@ class Server(Closing):
         event: bytes = b"",
         timeout: float | None = None,
     ) -> BoundRows:
-        """As `device_rows`, in memory that somebody else exported: for those who pass on what they were given.
+        """Like `device_rows`, in memory that another process exported; for gateways and proxies.
 
         Args:
             inputs: of every input the handle (64 bytes, CUDA's) and the byte at which its first row begins.
@@ -181,17 +181,17 @@ class Server(Closing):
             raise
 
     def models(self) -> list[str]:
-        """Names of the models the server holds."""
+        """Return the names of the server's models."""
         return self._open_link().models(self.timeout)
 
     def describe(self, name: str) -> ModelDescription:
-        """State, spec and digest of a model. Raises ModelNotFound."""
+        """Return the state, spec and weights digest of a model. Raises ModelNotFound."""
         from jurybox.client.link import described
 
         return described(self._open_link().describe(name, self.timeout))
 
     def status(self) -> dict[str, Any]:
-        """The server's status document, as ``jurybox status --json`` prints it."""
+        """Return the server's status document, as ``jurybox status --json`` prints it."""
         document: dict[str, Any] = json.loads(self._open_link().status(self.timeout))
         return document
 
@@ -213,7 +213,7 @@ class Server(Closing):
         Args:
             keep: seconds after which the server unloads the model unless it is asked to `keep` it on: a client that was
                 killed then leaves none behind. None: it stays until it is unloaded.
-            remote: said by those who pass a load on that came from a network.
+            remote: the request came from another host; set by gateways that forward it.
 
         Raises:
             ModelFailed: it could not be loaded; Timeout: not within `timeout` seconds; Refused: the configuration does
@@ -226,18 +226,18 @@ class Server(Closing):
             raise ModelFailed(f"model {name!r} could not be loaded: {message.reason}")
 
     def keep(self, name: str, seconds: float) -> None:
-        """Hold a model on that was loaded with `keep`: for so many seconds from now. Raises ModelNotFound, Refused."""
+        """Keep a model that was loaded with `keep` for this many more seconds. Raises ModelNotFound, Refused."""
         self._open_link().keep(name, seconds, self.timeout)
 
     def unload(self, name: str) -> None:
-        """Serve a model no longer; tickets that wait for it are refused. Raises ModelNotFound."""
+        """Unload a model; tickets that wait for it are refused. Raises ModelNotFound."""
         self._open_link().unload(name, self.timeout)
 
     def sleep(self, name: str, *, timeout: float = 60.0) -> None:
-        """Move a model's weights from the device to host memory, so that others have room there, until `wake`.
+        """Move a model's weights from the device to host memory, to make room there for others, until `wake`.
 
         Requests to it raise Refused (code SLEEPING) meanwhile; the server stays healthy, and clients keep their rows.
-        What is published meanwhile is adopted when it wakes. Harmless where it sleeps already.
+        Weights published meanwhile are adopted when it wakes. No effect on a model that already sleeps.
 
         Raises:
             ModelNotFound; Refused: it is loading, or one of a group; ModelFailed: it could not be moved and serves on;
@@ -254,10 +254,10 @@ class Server(Closing):
             raise ModelFailed(f"model {name!r} does not sleep, it is {message.state}: {message.reason}")
 
     def wake(self, name: str, *, timeout: float = 60.0) -> None:
-        """Bring back a model that sleeps, with the newest weights. Harmless where it is awake.
+        """Move a sleeping model back to the device, with the newest weights. No effect on a model that is awake.
 
         Raises:
-            ModelNotFound; ModelFailed: it could not be brought back, for want of device memory perhaps, and sleeps on;
+            ModelNotFound; ModelFailed: it could not be moved, perhaps for lack of device memory, and stays asleep;
             Timeout: not within `timeout` seconds.
         """
         self._open_link().wake(name, self.timeout)
@@ -267,14 +267,14 @@ class Server(Closing):
 
     @contextlib.contextmanager
     def pause(self, *, timeout: float = 10.0) -> Iterator[None]:
-        """The device for this process alone inside the ``with``: engines have ended their batches and begin no other.
+        """Pause the engines inside the ``with``, so that this process has the device to itself.
 
-        Requests wait meanwhile, each for its own time-out, and weights are adopted. For the steps of a trainer that
-        shares the GPU: two processes that compute at once take turns in slices, and both get slower. One process has
-        the engines paused at a time; one that is killed lets them go on.
+        Running batches end first. Requests wait meanwhile, up to their own time-outs; weights are still adopted. Use it
+        for the steps of a trainer that shares the GPU: two processes that compute at once are time-sliced, and both
+        get slower. One process can pause the engines at a time; if it is killed, they continue.
 
         Raises:
-            Busy: another process has them paused all the time. Timeout: an engine is in the midst of a batch for long.
+            Busy: another process kept them paused. Timeout: an engine did not finish its batch in time.
             Refused: the server is on another host.
 
         Example:
@@ -291,7 +291,7 @@ class Server(Closing):
     def publisher(
         self, name: str, *, transfer: Transfer = "exact", device: int | None = None
     ) -> Publisher | RemotePublisher:
-        """The learner's end of a model's weights channel; there is one at a time.
+        """Open the learner's end of a model's weights channel. A model has one publisher at a time.
 
         Args:
             transfer: over grpc://, what is sent: "exact", all of it; "changed", what changed since the last
@@ -313,7 +313,7 @@ class Server(Closing):
         return publisher
 
     def weights(self, name: str) -> WeightsReader | RemoteWeightsReader:
-        """An actor's end of a model's weights channel, for actors that run the policy themselves.
+        """Open an actor's end of a model's weights channel, for actors that run the policy themselves.
 
         Raises:
             ModelNotFound; Refused: the model takes no publications; or the address is tcp://.
@@ -321,7 +321,7 @@ class Server(Closing):
         return self._open_link().weights(name, self.timeout)
 
     def close(self) -> None:
-        """Give back every lane and close every socket. Harmless when done already.
+        """Release every lane and close every socket. May be called more than once.
 
         Raises:
             Timeout: a model is still in use by another thread. The others are closed, and close() may be called again.

@@ -32,12 +32,12 @@ if TYPE_CHECKING:
 class Sessions(Closing):
     """n sessions of a model with state, from `Model.sessions`. A session begins with the model's initial state.
 
-    A request takes each session one step further. Who does not learn what became of a request (a time-out, Ctrl-C) has
-    lost the sessions in it: SessionLost is raised until they are reset. So nothing is ever answered from a state that
-    the caller does not expect. Thread-safe as `Model` is.
+    Each request advances its sessions by one step. If a request ends without an answer (a time-out, Ctrl-C), its
+    sessions are lost, and later requests raise SessionLost until they are reset. So an answer never comes from a state
+    that the caller does not expect. Thread-safe like `Model`.
 
     Attributes:
-        version: of the weights that answered last.
+        version: weights version of the last answer.
     """
 
     def __init__(self, requests: Requests, n: int, *, pin_version: bool = False) -> None:
@@ -66,12 +66,12 @@ class Sessions(Closing):
         timeout: float | None = None,
         version: int = 0,
     ) -> Any:
-        """Answer one row of each session, and take its state one step further.
+        """Compute one row of each session, and advance the state of each by one step.
 
         Args:
-            inputs: as `Model.infer`, a row for each session.
-            session: numbers of the sessions that the rows are of; without it row i is of session i. None twice.
-            reset: which rows begin anew, from the initial state; without it none but those that never began.
+            inputs: as for `Model.infer`, one row per session.
+            session: number of the session of each row, each at most once. Default: row i belongs to session i.
+            reset: rows that start from the initial state, as a boolean mask. Default: only sessions without a step yet.
             timeout: as `Model.infer`.
             version: as `Model.infer`.
 
@@ -79,8 +79,8 @@ class Sessions(Closing):
             As `Model.infer`.
 
         Raises:
-            SessionLost: `sessions` of the error have lost their state; nothing was computed. Reset them.
-            RowFailed: as `Model.infer`; the state of rows that failed is what it was.
+            SessionLost: the sessions in `error.sessions` lost their state; nothing was computed. Reset them.
+            RowFailed: as `Model.infer`; the state of rows that failed is unchanged.
             SpecMismatch: dtype or shape differ from the spec; the message has both.
             Timeout: no answer in time.
             Busy: no row became free in time.
@@ -109,7 +109,7 @@ class Sessions(Closing):
         return requests.turns.run(ask, deadline)  # all of them begin, so that nothing went down with the old lane
 
     def _rows(self) -> CallRow | None:
-        """Rows of all sessions, which are kept between requests; None where the general way must be gone."""
+        """The rows of all sessions, reused between requests; None if the request must go through `_infer`."""
         requests = self._requests
         rows = requests.kept
         if rows is None or rows.lane.gone is not None or rows.lane.in_flight:
@@ -223,7 +223,7 @@ class Sessions(Closing):
         return ticket
 
     def get_state(self, session: Numbers | None = None, *, timeout: float | None = None) -> dict[str, NDArray[Any]]:
-        """Copies of the state, (n, *shape) by name; the initial one of sessions that never began.
+        """Return copies of the state, (n, *shape) by name; the initial state for sessions without a step yet.
 
         For replays of sequences that begin with the state at their first step (Kapturowski et al. 2019, "R2D2").
 
@@ -238,10 +238,10 @@ class Sessions(Closing):
     def set_state(
         self, state: Mapping[str, NDArray[Any]], session: Numbers | None = None, *, timeout: float | None = None
     ) -> None:
-        """Give sessions a state, lost ones too.
+        """Set the state of sessions, including lost ones.
 
         Args:
-            state: (n, *shape) of every name of the model's state.
+            state: (n, *shape) for every name in the model's state.
 
         Raises:
             SpecMismatch: a name, dtype or shape that is not the model's.
@@ -262,7 +262,7 @@ class Sessions(Closing):
         self._state(ids, LOAD, given, timeout)
 
     def close(self) -> None:
-        """End the sessions; the server gives their rows to others."""
+        """End the sessions and release their rows."""
         turns = self._requests.turns
         turns.run(self._requests.close, turns.deadline(None))
 

@@ -25,24 +25,24 @@ _CANCELLED = "this ticket was cancelled"
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What came back: `outputs` (an array where the model has one output, else by name) and the weights' `version`."""
+    """The result of a request: `outputs` (an array, or a dict if the model has several) and the weights `version`."""
 
     outputs: Any
     version: int
 
 
 class Ticket:
-    """A request in flight, as `Model.submit` gives it: a future, as those of concurrent.futures are.
+    """A request in flight, returned by `Model.submit`. A future with the interface of concurrent.futures.
 
-    Its rows are its own until its outputs are collected, it is cancelled, or nobody refers to it any more; and even
-    then until the engine has answered, which might write to them. Use it from any thread, or ``await`` it.
+    It holds its rows until its outputs are collected, it is cancelled, or it is garbage-collected, and in any case
+    until the engine has answered. Use it from any thread, or ``await`` it.
 
     Example:
         ticket = model.submit(images)
         scores = ticket.result(timeout=1.0).outputs
 
     Attributes:
-        rows: how many it asks for.
+        rows: number of rows in the request.
     """
 
     __slots__ = ("__weakref__", "_cancelled", "_failure", "_lane", "_reply", "_sent", "_turns", "first", "rows")
@@ -59,14 +59,14 @@ class Ticket:
         lane.hold(self)
 
     def result(self, timeout: float | None = None) -> Reply:
-        """Wait for the outputs. Asked again, it gives them again.
+        """Wait for the outputs. Later calls return the same reply.
 
         Args:
-            timeout: seconds; the model's default without it.
+            timeout: seconds. Defaults to the model's.
 
         Raises:
-            Timeout: none came in time. The ticket goes on: ask again, or `cancel` it.
-            CancelledError: it was cancelled.
+            Timeout: no answer in time. The ticket stays valid: call `result` again, or `cancel` it.
+            CancelledError: the ticket was cancelled.
             ModelFailed: the model raised, or was given up after several crashes.
             RowFailed: the model failed on single rows.
             Refused: the engine did not accept the request; the message says why.
@@ -85,7 +85,7 @@ class Ticket:
         return self._collected()
 
     def done(self) -> bool:
-        """Whether `result` would give something, or raise, at once."""
+        """Return whether `result` would return or raise at once."""
         if self._reply is not None or self._failure is not None or self._cancelled or self._lane.gone is not None:
             return True
         try:
@@ -100,7 +100,7 @@ class Ticket:
         return sent is None or sent.answer is not None
 
     def cancel(self) -> bool:
-        """Give the request up; an engine that has it already computes it all the same. False if it is done."""
+        """Cancel the request; return False if it is done. An engine that already has it still computes it."""
         return self._turns.run(self._cancelled_now, self._turns.deadline(None))
 
     def _cancelled_now(self) -> bool:
@@ -111,7 +111,7 @@ class Ticket:
         return True
 
     def cancelled(self) -> bool:
-        """Whether it was cancelled."""
+        """Return whether the ticket was cancelled."""
         return self._cancelled
 
     def __await__(self) -> Generator[Any, None, Reply]:
@@ -144,10 +144,10 @@ class Ticket:
     # ---- for programs that answer others from an event loop, without a task for each ticket
 
     def watched(self, loop: asyncio.AbstractEventLoop, waiter: Any, *, again: bool) -> bool:
-        """Whether it is answered, or lost. If not, `waiter`, in place of a future of the running loop, is told.
+        """Return whether the request is answered or lost. If not, `waiter` is set later, like a future of the loop.
 
         Args:
-            again: LOOK_AFTER seconds have gone by since it was asked last: what became of the engine?
+            again: LOOK_AFTER seconds have passed since the last call; check that the engine is alive.
         """
         return self._turns.run(lambda: self._watched(loop, waiter, again), self._turns.deadline(None))
 
@@ -172,7 +172,7 @@ class Ticket:
         return {name: rows[self.first : end] for name, rows in self._lane.columns.outputs.items()}, answer.version
 
     def give_up(self) -> None:
-        """Nobody wants the outputs any more: the rows go free, or when an engine that has them answers."""
+        """Drop the outputs: the rows become free now, or when the engine that has them answers."""
         self._cancelled = True
         self._give_up()
 
@@ -182,7 +182,7 @@ class Ticket:
         self._sent = self._lane.submit(self.first, self.rows, deadline, version, weakref.ref(self), brief)
 
     def _in_flight(self) -> InFlight | None:
-        """What was sent; None where it has failed. Raises where there will be no answer."""
+        """Return the request; None if it has failed. Raises if there will be no answer."""
         if self._cancelled:
             raise CancelledError(_CANCELLED)
         if self._failure is not None:

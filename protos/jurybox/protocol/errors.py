@@ -91,7 +91,7 @@ class ProtocolMismatch(Error):
 
 
 class Refused(Error):
-    """The server refuses the request: it drains, the request is not allowed, or a limit is exceeded."""
+    """The server refused the request: it is draining, the request is not allowed, or a limit is exceeded."""
 
     code = Code.REFUSED
 
@@ -109,12 +109,12 @@ class ModelFailed(Error):
 
 
 class RowFailed(Error):
-    """Single rows of a request failed; the others were answered.
+    """Some rows of a request failed; the others were computed.
 
     Attributes:
-        errors: why, by the number of the row in the request.
-        index, reason: of the first that failed.
-        outputs: as the call would have given them; what stands in failed rows means nothing.
+        errors: reasons by the index of the row in the request.
+        index, reason: of the first row that failed.
+        outputs: of all rows; the content of failed rows is undefined.
         version: of the weights.
     """
 
@@ -137,10 +137,10 @@ class RowFailed(Error):
 
 
 class SessionLost(Error):
-    """The state of sessions is gone: their engine ended, or a request was lost. Begin their episodes anew, with reset.
+    """The state of sessions is lost: their engine ended, or a request was lost. Restart their episodes with `reset`.
 
     Attributes:
-        sessions: which, by their numbers; of a request that was refused for them as a whole.
+        sessions: numbers of the lost sessions; the whole request was refused.
     """
 
     code = Code.SESSION_LOST

@@ -1,4 +1,4 @@
-"""What a model factory returns."""
+"""`ServedModel`, the return value of a model factory."""
 
 from __future__ import annotations
 

@@ -21,7 +21,9 @@ from jurybox.training.recipes.training import until_interrupted
 
 train = typer.Typer(help="Train a policy.", no_args_is_help=True, pretty_exceptions_enable=False)
 demo = typer.Typer(
-    help="Show everything at once: server, workers, training, report.", no_args_is_help=True, pretty_exceptions_enable=False
+    help="Show everything at once: server, workers, training, report.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
 )
 
 
@@ -53,7 +55,11 @@ _COMMON: dict[str, tuple[Any, Any, typer.models.OptionInfo]] = {
     ),
     "serial": (bool, False, typer.Option("--serial", help="Run the same algorithm in one process.")),
     "resume": (bool, False, typer.Option("--resume", help="Resume from the newest checkpoint in DIR.")),
-    "launcher": (str, "local", typer.Option("--launcher", help="Where processes run: local, or ray (needs the extra).")),
+    "launcher": (
+        str,
+        "local",
+        typer.Option("--launcher", help="Where processes run: local, or ray (needs the extra)."),
+    ),
     "ray_address": (
         str | None,
         None,
@@ -102,7 +108,11 @@ INTERVALS = (
 )
 SERVED = (
     Flag("policy", str, "local: actors run the policy themselves; served: a Jurybox server runs it."),
-    Flag("server", str, "Address of a running server (ipc:// or grpc://) for a served policy; without it a private one starts."),
+    Flag(
+        "server",
+        str,
+        "Address of a running server (ipc:// or grpc://) for a served policy; without it a private one starts.",
+    ),
     Flag("server_http", bool, "Serve HTTP from the private server, too."),
 )
 
@@ -122,7 +132,12 @@ TRAININGS = {
         "Train a policy to edit photos for a higher score from the server's juror.",
         (
             *(SEED, STEPS, WORKERS, ENVS),
-            Flag("environment.address", str, "Address of the server; without it JURYBOX_ADDRESS, or a private server.", "--server"),
+            Flag(
+                "environment.address",
+                str,
+                "Address of the server; without it JURYBOX_ADDRESS, or a private server.",
+                "--server",
+            ),
             Flag("+server_http", bool, "Serve HTTP from the private server, too."),
             Flag("+juror_replicas", int, "Number of engines of the private server."),
             Flag("environment.model", str, "Name of the juror on the server.", "--model"),
@@ -194,7 +209,11 @@ TRAININGS = {
             Flag("episode_length", int, "Steps per episode."),
             Flag("update_every_steps", int, "Steps per network between two updates; an episode by default."),
             Flag("gate", float, "Share of the judged fixes that must follow the workflow."),
-            Flag("max_train_episodes_per_env", int, "Training episodes per environment after which a workflow is given up."),
+            Flag(
+                "max_train_episodes_per_env",
+                int,
+                "Training episodes per environment after which a workflow is given up.",
+            ),
             Flag("align_lambda", float, "Penalty for a judged fix out of order."),
             Flag("head_start", int, "Largest head start of the attacker, in steps."),
             Flag("order_masks", bool, "Mask actions that would be out of order."),
@@ -244,7 +263,8 @@ def demo_photo(
     out: Out = Path("demo-out"),
     steps: Annotated[int | None, typer.Option(min=64, help="Number of edit steps to train.")] = None,
     seconds: Annotated[
-        float | None, typer.Option(min=1, help="Stop training after this many seconds; results then depend on the machine.")
+        float | None,
+        typer.Option(min=1, help="Stop training after this many seconds; results then depend on the machine."),
     ] = None,
     seed: Seed = 0,
     damages: Annotated[int | None, typer.Option(min=2, help="Number of degradation seeds in the evaluation.")] = None,

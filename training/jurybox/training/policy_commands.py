@@ -27,9 +27,13 @@ Name = Annotated[str | None, typer.Option("--name", help="Name of the policy, if
 Seed = Annotated[int, typer.Option("--seed", min=0, help="Seed of the first episode.")]
 Sets = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="NAME=VALUE", help="Set an argument of the environment, VALUE as in TOML; repeatable."),
+    typer.Option(
+        "--set", metavar="NAME=VALUE", help="Set an argument of the environment, VALUE as in TOML; repeatable."
+    ),
 ]
-Trust = Annotated[bool, typer.Option("--trust", help="Allow an exported file to name code to run; only for files that you trust.")]
+Trust = Annotated[
+    bool, typer.Option("--trust", help="Allow an exported file to name code to run; only for files that you trust.")
+]
 
 
 def _loaded(run: Path, which: str, name: str | None, *, trust: bool = False) -> Policy:
@@ -207,10 +211,15 @@ def edit(
     run: Annotated[
         Path, typer.Option("--policy", metavar="RUN", help="Folder of a photo training, or an exported policy.")
     ],
-    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Output folder for the edited images.")] = Path("edited"),
+    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Output folder for the edited images.")] = Path(
+        "edited"
+    ),
     which: Which = "latest",
     server: Annotated[
-        str | None, typer.Option("--server", help="Address of a server whose juror scores; without it the juror runs in this process.")
+        str | None,
+        typer.Option(
+            "--server", help="Address of a server whose juror scores; without it the juror runs in this process."
+        ),
     ] = None,
     sets: Sets = None,
     trust: Trust = False,

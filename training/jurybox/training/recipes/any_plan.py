@@ -26,10 +26,10 @@ class PlanTraining(Settings):
     title = "plan"
     may_change: ClassVar[Sequence[str] | None] = ("steps", "seconds")
 
-    plan: str = Field("", description="module:function that gives a Plan.")
+    plan: str = Field("", description="module:function that returns a Plan.")
     arguments: dict[str, Any] = Field({}, description="Keyword arguments of that function.")
-    steps: int | None = Field(None, ge=1, description="Env steps in all, instead of the plan's.")
-    seconds: float | None = Field(None, gt=0, description="Stop after so many, instead of the plan's.")
+    steps: int | None = Field(None, ge=1, description="Total env steps, instead of the plan's.")
+    seconds: float | None = Field(None, gt=0, description="Stop after this many seconds, instead of the plan's.")
 
 
 def plan_of(settings: PlanTraining) -> Plan:

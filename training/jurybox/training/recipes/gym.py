@@ -136,64 +136,80 @@ class GymTraining(ServedSettings):
         *("max_lag", "evaluate_every", "evaluation_episodes", "checkpoint_every", "log_every"),
     )
 
-    env: str = Field("CartPole-v1", description="A name that Gymnasium knows, or module:factory.")
+    env: str = Field("CartPole-v1", description="Gymnasium id, or module:factory.")
     env_args: dict[str, Any] = Field({}, description="Keyword arguments of the environment.")
-    max_episode_steps: int | None = Field(None, ge=1, description="Truncate episodes after so many.")
+    max_episode_steps: int | None = Field(None, ge=1, description="Truncate episodes after this many steps.")
     algorithm: Algorithm = "ppo"
-    seconds: float | None = Field(None, gt=0, description="Stop after so many.")
-    steps: int = Field(100_000, ge=1, description="Env steps in all.")
-    workers: int = Field(1, ge=1, description="Processes that hold environments.")
-    envs: int = Field(1, ge=1, description="Environments of all workers together.")
-    device: str = Field("cpu", description="Where the learner computes.")
-    normalize_observations: bool = Field(False, description="Numbers of observations to mean 0 and deviation 1.")
+    seconds: float | None = Field(None, gt=0, description="Stop after this many seconds.")
+    steps: int = Field(100_000, ge=1, description="Total env steps.")
+    workers: int = Field(1, ge=1, description="Number of processes that step environments.")
+    envs: int = Field(1, ge=1, description="Number of environments, over all workers.")
+    device: str = Field("cpu", description="Device of the learner.")
+    normalize_observations: bool = Field(
+        False, description="Normalize observations to mean 0 and standard deviation 1."
+    )
     gamma: float = Field(0.99, ge=0, le=1)
 
     learning_rate: float | None = Field(None, gt=0)
     batch_size: int | None = Field(None, ge=2)
-    hidden: tuple[int, ...] | None = Field(None, description="Units of the hidden layers of every network.")
+    hidden: tuple[int, ...] | None = Field(None, description="Sizes of the hidden layers of every network.")
     n_steps: int | None = Field(
-        None, ge=1, description="PPO: steps of each environment between two updates; others: of a return."
+        None, ge=1, description="PPO: steps per environment between two updates; others: steps of the n-step return."
     )
     max_grad_norm: float | None = Field(None, gt=0)
-    ent_coef: float | str | None = Field(None, description='PPO: of the entropy bonus; SAC: a number, or "auto".')
+    ent_coef: float | str | None = Field(
+        None, description='PPO: weight of the entropy bonus; SAC: a number, or "auto".'
+    )
 
     n_epochs: int | None = Field(None, ge=1, description="Passes over a rollout.")
     gae_lambda: float | None = Field(None, ge=0, le=1)
     clip_range: float | None = Field(None, gt=0)
     vf_coef: float | None = Field(None, ge=0)
     normalize_advantage: bool | None = None
-    target_kl: float | None = Field(None, gt=0, description="An update stops at 1.5 times it.")
-
-    buffer_size: int | None = Field(None, ge=1, description="Transitions of the replay; none: a million, or 2 GiB.")
-    learning_starts: int | None = Field(None, ge=1, description="Env steps with random actions and without learning.")
-    train_freq: int | None = Field(None, ge=1, description="Steps of each environment between two rounds of learning.")
-    gradient_steps: int | None = Field(None, ge=-1, description="Learner steps of a round; -1: as many as env steps.")
-    tau: float | None = Field(None, gt=0, le=1, description="How far target networks move in an update.")
-    target_update_interval: int | None = Field(
-        None, ge=1, description="DQN: steps of each environment, SAC: learner steps, between updates of the targets."
+    target_kl: float | None = Field(
+        None, gt=0, description="An update stops when the KL divergence exceeds 1.5 times this."
     )
-    exploration_fraction: float | None = Field(None, gt=0, le=1, description="Of all steps, until the last epsilon.")
+
+    buffer_size: int | None = Field(
+        None, ge=1, description="Capacity of the replay, in transitions; none: a million, or what fits in 2 GiB."
+    )
+    learning_starts: int | None = Field(None, ge=1, description="Env steps with random actions and without learning.")
+    train_freq: int | None = Field(None, ge=1, description="Steps per environment between two rounds of learning.")
+    gradient_steps: int | None = Field(None, ge=-1, description="Learner steps per round; -1: as many as env steps.")
+    tau: float | None = Field(None, gt=0, le=1, description="Coefficient of the soft update of target networks.")
+    target_update_interval: int | None = Field(
+        None, ge=1, description="Between two target updates: DQN counts steps per environment, SAC learner steps."
+    )
+    exploration_fraction: float | None = Field(
+        None, gt=0, le=1, description="Fraction of all steps over which epsilon falls to its final value."
+    )
     exploration_initial_eps: float | None = Field(None, ge=0, le=1)
     exploration_final_eps: float | None = Field(None, ge=0, le=1)
-    policy_delay: int | None = Field(None, ge=1, description="Critic steps for one of the actor.")
-    action_noise: float | None = Field(None, ge=0, description="Deviation of the exploration, of actions in [-1, 1].")
+    policy_delay: int | None = Field(None, ge=1, description="Critic steps per actor step.")
+    action_noise: float | None = Field(
+        None, ge=0, description="Standard deviation of the exploration noise, for actions in [-1, 1]."
+    )
     target_policy_noise: float | None = Field(None, ge=0)
     target_noise_clip: float | None = Field(None, ge=0)
     target_entropy: float | Literal["auto"] | None = None
 
-    max_ahead: int | None = Field(None, ge=0, description="Env steps that workers may be ahead of the learner.")
+    max_ahead: int | None = Field(None, ge=0, description="Env steps by which workers may be ahead of the learner.")
     publish_interval: int | None = Field(None, ge=1, description="Learner steps between two publications.")
-    max_lag: int = Field(_LAG, ge=0, description="Publications that a served policy's answers may be behind.")
+    max_lag: int = Field(_LAG, ge=0, description="Publications by which a served policy's answers may lag.")
     evaluate_every: int | None = Field(
-        None, ge=0, description="Env steps; none: a twentieth, but 1,000 or more; 0: one at the end."
+        None,
+        ge=0,
+        description="Env steps between two evaluations; none: a twentieth of all, at least 1,000; 0: one at the end.",
     )
-    evaluation_episodes: int = Field(10, ge=1, description="Of an evaluation, without exploration.")
+    evaluation_episodes: int = Field(10, ge=1, description="Episodes per evaluation, without exploration.")
     audit: tuple[str, ...] = Field(
         (),
-        description='Names that the environment tells under info["audit"] at an episode\'s end: logged, not rewarded.',
+        description='Names in info["audit"] at the end of an episode: logged, not rewarded.',
     )
     checkpoint_every: int | None = Field(
-        None, ge=0, description="Env steps; none: a tenth, but 10,000 or more; 0: one at the end."
+        None,
+        ge=0,
+        description="Env steps between two checkpoints; none: a tenth of all, at least 10,000; 0: one at the end.",
     )
     log_every: int = Field(1000, ge=1, description="Env steps between two rows of metrics.")
 

@@ -60,56 +60,66 @@ class HockeyTraining(ServedSettings):
         *("matrix_games", "film_games", "checkpoint_every", "log_every", "on_failure"),
     )
 
-    steps: int = Field(40_000_000, ge=1, description="Env steps in all: steps of games, whoever plays.")
-    seconds: float | None = Field(None, gt=0, description="Stop after so many.")
-    target: float | None = Field(None, ge=-1, le=1, description="Stop when an evaluation's points reach it.")
+    steps: int = Field(40_000_000, ge=1, description="Total env steps: steps of games, not of players.")
+    seconds: float | None = Field(None, gt=0, description="Stop after this many seconds.")
+    target: float | None = Field(None, ge=-1, le=1, description="Stop when an evaluation reaches this score.")
 
-    environment: str | None = Field(None, description="module:Class made like the original; none: this package's own.")
-    mode: Literal[0, 1, 2] = Field(0, description="0 whole games, 1 shooting, 2 defence.")
-    workers: int = Field(1, ge=1, description="Collecting processes.")
-    envs: int | None = Field(None, ge=2, description="Games of all workers together; none: 8 for each.")
+    environment: str | None = Field(
+        None, description="Environment class, module:Class, with the original's constructor; none: this package's own."
+    )
+    mode: Literal[0, 1, 2] = Field(0, description="0: whole games, 1: shooting, 2: defence.")
+    workers: int = Field(1, ge=1, description="Number of collector processes.")
+    envs: int | None = Field(None, ge=2, description="Number of games, over all workers; none: 8 per worker.")
 
     learning_starts: int = Field(10_000, ge=1, description="Env steps with random actions and without learning.")
     # A learner step costs about what 25 env steps cost, so the learner is busy and a collector half so. More games for
     # each learner step are fresher ones, and bring less than the learner steps that they take the core from.
-    train_freq: int = Field(8, ge=1, description="Env steps for `gradient_steps` learner steps.")
+    train_freq: int = Field(8, ge=1, description="Env steps per `gradient_steps` learner steps.")
     gradient_steps: int = Field(1, ge=1)
-    max_ahead: int = Field(2000, ge=0, description="Env steps that collectors may be ahead of the learner.")
+    max_ahead: int = Field(2000, ge=0, description="Env steps by which collectors may be ahead of the learner.")
     publish_interval: int = Field(50, ge=1, description="Learner steps between two publications.")
-    weight_sync_interval: int = Field(10, ge=1, description="A collector's steps between two looks for new weights.")
-    max_lag: int | None = Field(20, ge=0, description="Publications that a collector may be behind; then it syncs.")
+    weight_sync_interval: int = Field(10, ge=1, description="Collector steps between two checks for new weights.")
+    max_lag: int | None = Field(
+        20, ge=0, description="Publications by which a collector may lag before it fetches the weights."
+    )
 
     batch_size: int = Field(128, ge=2)
-    n_steps: int = Field(8, ge=1, description="Steps of a return before it is bootstrapped.")
+    n_steps: int = Field(8, ge=1, description="Steps of the n-step return.")
     gamma: float = Field(0.99, ge=0, le=1)
-    buffer_size: int = Field(1_000_000, ge=1, description="Rows of the replay.")
+    buffer_size: int = Field(1_000_000, ge=1, description="Capacity of the replay, in rows.")
     # The dual buffer: games against bots stay in reach, however many games against past selves come after them.
-    anchor_size: int = Field(0, ge=0, description="Rows of games against anchors that nothing overwrites.")
-    anchor_ratio: float = Field(0.25, ge=0, le=1, description="Part of each batch that comes from them.")
+    anchor_size: int = Field(
+        0, ge=0, description="Rows kept for games against anchors; other games do not overwrite them."
+    )
+    anchor_ratio: float = Field(0.25, ge=0, le=1, description="Share of each batch that comes from anchor games.")
     prioritized: bool = True
     alpha: float = Field(0.6, ge=0, le=1, description="The exponent of the priorities.")
     beta: float = Field(0.4, ge=0, le=1, description="The exponent of the importance weights.")
-    both_sides: bool = Field(True, description="Keep what opponents saw and did: the learner is off-policy.")
+    both_sides: bool = Field(True, description="Store the opponents' transitions, too; the learner is off-policy.")
     mirror: bool = Field(True, description="Mirror half of each sample left to right: the game is symmetric.")
     # A ladder over all games, as in D. Horgan et al., "Distributed Prioritized Experience Replay", ICLR 2018: some show
     # what the policy does, others what it does not do any more.
-    noise: tuple[float, float] = Field((0.05, 0.5), description="Exploration in the first and in the last game.")
-    noise_colour: float = Field(1.0, ge=0, description="0 white, 1 pink.")
-    device: str = Field("cpu", description="Where the learner computes.")
-    learner_gpus: float = Field(0, ge=0, description="That --launcher ray sets aside for the learner.")
-    engine_gpus: float = Field(0, ge=0, description="Likewise for the engine of a served policy, which then uses it.")
+    noise: tuple[float, float] = Field(
+        (0.05, 0.5), description="Scale of the exploration noise in the first and in the last game of a worker."
+    )
+    noise_colour: float = Field(1.0, ge=0, description="Exponent of the noise spectrum: 0 white, 1 pink.")
+    device: str = Field("cpu", description="Device of the learner.")
+    learner_gpus: float = Field(0, ge=0, description="GPUs that --launcher ray reserves for the learner.")
+    engine_gpus: float = Field(
+        0, ge=0, description="GPUs that --launcher ray reserves for the engine of a served policy."
+    )
 
     learner: TD3Settings = TD3Settings()
     league: LeagueSettings = LeagueSettings(anchor_share=0.75)
     shaping: Shaping = Shaping()
     snapshot_every: int = Field(2000, ge=1, description="Episodes between two snapshots for the pool.")
     evaluate_every: int = Field(500_000, ge=0, description="Env steps between two evaluations; 0: one at the end.")
-    evaluation_games: int = Field(100, ge=1, description="Of an evaluation, against each anchor.")
-    matrix_games: int = Field(20, ge=0, description="Of each pair in the report's win matrix; 0: no matrix.")
-    film_games: int = Field(2, ge=0, description="In the report's moving picture; 0: none.")
+    evaluation_games: int = Field(100, ge=1, description="Games per evaluation against each anchor.")
+    matrix_games: int = Field(20, ge=0, description="Games per pair in the win matrix of the report; 0: no matrix.")
+    film_games: int = Field(2, ge=0, description="Games in the animation of the report; 0: none.")
     checkpoint_every: int = Field(1_000_000, ge=0, description="Env steps between two checkpoints; 0: one at the end.")
     log_every: int = Field(20_000, ge=1, description="Env steps between two rows of metrics.")
-    on_failure: Literal["end", "serial"] = Field("end", description="When a process has failed too often.")
+    on_failure: Literal["end", "serial"] = Field("end", description="What to do when a process has failed too often.")
 
     @model_validator(mode="after")
     def _whole(self) -> HockeyTraining:

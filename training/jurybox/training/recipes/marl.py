@@ -45,7 +45,7 @@ class OnPolicy(BaseModel):
     clip_range: float = Field(0.2, gt=0)
     ent_coef: float = Field(0.01, ge=0, description="Weight of the entropy bonus.")
     gae_lambda: float = Field(0.95, ge=0, le=1)
-    max_stale: int = Field(1, ge=0, description="Updates that the policy of a transition may be old.")
+    max_stale: int = Field(1, ge=0, description="Updates by which the policy of a transition may be out of date.")
 
 
 _EXPLORATION = ("exploration_initial_eps", "exploration_final_eps", "exploration_steps")
@@ -99,47 +99,59 @@ class MarlTraining(ServedSettings):
     # With DQN not every seed comes to three times what random play collects in the treasure hunt; with PPO all did.
     algorithm: Algorithm = "ppo"
     ppo: OnPolicy = OnPolicy.model_validate({})
-    own: dict[str, dict[str, Any]] = Field({}, description="By agent, settings that differ from the others'.")
-    steps: int = Field(200_000, ge=1, description="Turns of all worlds together.")
-    envs: int | None = Field(None, ge=1, description="Worlds side by side; none: one for each worker.")
-    workers: int | None = Field(None, ge=1, description="Actor processes; each has one world.")
-    seconds: float | None = Field(None, gt=0, description="Stop after so many.")
+    own: dict[str, dict[str, Any]] = Field(
+        {}, description="Settings of single agents that differ from the others', by agent."
+    )
+    steps: int = Field(200_000, ge=1, description="Total turns, over all worlds.")
+    envs: int | None = Field(None, ge=1, description="Number of worlds; none: one per worker.")
+    workers: int | None = Field(None, ge=1, description="Number of actor processes, each with one world.")
+    seconds: float | None = Field(None, gt=0, description="Stop after this many seconds.")
 
     publish_mode: Literal["double_buffer", "snapshot"] = "double_buffer"
     publish_interval: int = Field(10, ge=0, description="Learner steps between two publications; 0: only the first.")
-    buffer_size: int = Field(10_000, ge=1, description="Transitions of a learner's replay.")
+    buffer_size: int = Field(10_000, ge=1, description="Capacity of a learner's replay, in transitions.")
     batch_size: int = Field(64, ge=1)
-    train_freq: int = Field(4, ge=1, description="Turns for one step of every learner.")
-    learning_rate: float | None = Field(None, gt=0, description="None: PPO's 0.001, others' 0.00025.")
+    train_freq: int = Field(4, ge=1, description="Turns per step of every learner.")
+    learning_rate: float | None = Field(None, gt=0, description="None: 0.001 with PPO, else 0.00025.")
     learning_starts: int = Field(1000, ge=1, description="Transitions before a learner's first step.")
     gamma: float = Field(0.95, ge=0, le=1)
-    n_steps: int = Field(3, ge=1, description="Steps of a return before it is bootstrapped.")
-    target_update_interval: int = Field(200, ge=1, description="Learner steps.")
-    frames: int = Field(2, ge=1, description="Observations that are stacked.")
+    n_steps: int = Field(3, ge=1, description="Steps of the n-step return.")
+    target_update_interval: int = Field(200, ge=1, description="Learner steps between two target updates.")
+    frames: int = Field(2, ge=1, description="Number of stacked observations.")
     hidden: tuple[int, ...] = (128, 128)
     exploration_initial_eps: float = Field(1.0, ge=0, le=1)
     exploration_final_eps: float = Field(0.05, ge=0, le=1)
-    exploration_steps: int = Field(5000, ge=0, description="Learner steps from the first to the last.")
-
-    device_per_agent: bool = Field(True, description="Learner i on cuda:(i modulo devices); without CUDA on the CPU.")
-    learner_gpus: float = Field(0.0, ge=0, description="With --launcher ray: GPUs that are set aside for each learner.")
-    learner_nice: int = Field(10, ge=0, le=19, description="By how much learners give way to the actor.")
-    max_ahead: int | None = Field(
-        None, ge=0, description="Turns that the actor may be ahead; none: with PPO a rollout, else it never waits."
+    exploration_steps: int = Field(
+        5000, ge=0, description="Learner steps over which exploration falls from its first to its last value."
     )
-    max_lag: int | None = Field(None, ge=0, description="Publications that the actor may be behind.")
-    actor_timeout: float = Field(30.0, gt=0, description="Seconds without a sign of life.")
+
+    device_per_agent: bool = Field(
+        True, description="Put learner i on cuda:(i modulo devices); without CUDA on the CPU."
+    )
+    learner_gpus: float = Field(0.0, ge=0, description="With --launcher ray: GPUs reserved for each learner.")
+    learner_nice: int = Field(
+        10, ge=0, le=19, description="Niceness of the learner processes, so that the actor runs first."
+    )
+    max_ahead: int | None = Field(
+        None, ge=0, description="Turns by which the actor may be ahead; none: a rollout with PPO, else no limit."
+    )
+    max_lag: int | None = Field(None, ge=0, description="Publications by which the actor may lag.")
+    actor_timeout: float = Field(
+        30.0, gt=0, description="Seconds without a heartbeat after which the actor counts as hung."
+    )
     learner_timeout: float = Field(60.0, gt=0)
     checkpoint_every: int | None = Field(
         None,
         ge=0,
-        description="Turns between two checkpoints; none: 20 in all; 0: one at the end.",
+        description="Turns between two checkpoints; none: 20 checkpoints; 0: one at the end.",
     )
     evaluate_every: int | None = Field(
-        None, ge=0, description="Turns; none: a tenth of all, but 5,000 or more; 0: one at the end."
+        None,
+        ge=0,
+        description="Turns between two evaluations; none: a tenth of all, at least 5,000; 0: one at the end.",
     )
     evaluation_episodes: int = Field(20, ge=1)
-    logging: bool = Field(True, description="Show how it goes.")
+    logging: bool = Field(True, description="Show progress.")
     log_every: int = Field(100, ge=1, description="Turns between two rows of metrics.")
     log_dir: Path = Path("marl-out")
 

@@ -32,7 +32,7 @@ class Settings(BaseModel):
     renamed: ClassVar[Mapping[str, str]] = {}
     may_change: ClassVar[Sequence[str] | None] = None
 
-    seed: int = Field(0, ge=0, description="Everything random comes from it.")
+    seed: int = Field(0, ge=0, description="Seed of every random number generator.")
 
     @model_validator(mode="before")
     @classmethod
@@ -106,11 +106,13 @@ class Settings(BaseModel):
 class ServedSettings(Settings):
     """Settings of a training whose policy a server can compute; `policy` says whether."""
 
-    policy: Literal["local", "served"] = Field("local", description="Who computes actions.")
-    server: str | None = Field(
-        None, description="Of a served policy: ipc:// or grpc:// address of a server; none: a private one is started."
+    policy: Literal["local", "served"] = Field(
+        "local", description="Where actions are computed: local (in the actors) or served (by a Jurybox server)."
     )
-    server_http: bool = Field(False, description="Whether a private server serves HTTP, too, on a free port.")
+    server: str | None = Field(
+        None, description="Address (ipc:// or grpc://) of the server of a served policy; none: a private server starts."
+    )
+    server_http: bool = Field(False, description="Serve HTTP from the private server, too, on a free port.")
 
     def unused(self) -> dict[str, str]:
         unused: dict[str, str] = {}

@@ -53,13 +53,17 @@ class Multiprocessing(Settings):
     enabled: bool = False
     publish_mode: Literal["double_buffer", "snapshot"] = "double_buffer"
     publish_interval: int = Field(10, ge=0, description="Learner steps between two publications; 0: only the first.")
-    buffer_size: int = Field(10_000, ge=1, description="Rows on their way from the actor to a learner.")
-    train_freq: int = Field(4, ge=1, description="Turns for one train_step; on-policy models take whole epochs.")
+    buffer_size: int = Field(10_000, ge=1, description="Capacity of the replay from the actor to a learner, in rows.")
+    train_freq: int = Field(4, ge=1, description="Turns per train_step; on-policy models take whole epochs.")
     learning_starts: int = Field(100, ge=0, description="Turns before the first train_step.")
-    learner_nice: int = Field(10, ge=0, le=19, description="By how much learners give way to the actor.")
-    max_ahead: int | None = Field(None, ge=0, description="Turns that the actor may be ahead; none: it never waits.")
-    max_lag: int | None = Field(None, ge=0, description="Publications that the actor may be behind.")
-    actor_timeout: float = Field(30.0, gt=0, description="Seconds without a sign of life.")
+    learner_nice: int = Field(
+        10, ge=0, le=19, description="Niceness of the learner processes, so that the actor runs first."
+    )
+    max_ahead: int | None = Field(None, ge=0, description="Turns by which the actor may be ahead; none: no limit.")
+    max_lag: int | None = Field(None, ge=0, description="Publications by which the actor may lag.")
+    actor_timeout: float = Field(
+        30.0, gt=0, description="Seconds without a heartbeat after which the actor counts as hung."
+    )
     learner_timeout: float = Field(60.0, gt=0)
     checkpoint_every: int = Field(0, ge=0, description="Turns between two checkpoints; 0: one at the end.")
     log_every: int = Field(100, ge=1, description="Turns between two rows of metrics.")

@@ -278,7 +278,8 @@ class Lanes:
                 raise asleep(name)
             if message.state != "ready":
                 raise Refused(f"model {name!r} is {message.state}: ask again when it is ready", Code.NOT_READY)
-            most = _SESSIONS if message.spec.state else _BATCHES * message.max_batch
+            stateful = message.spec is not None and bool(message.spec.state)
+            most = _SESSIONS if stateful else _BATCHES * message.max_batch
             rows = wanted = 1 if trying else min(most, max(1, message.arena_rows // 2))
             while True:
                 if earlier is not None and not earlier.retired and rows <= earlier.rows:
@@ -288,7 +289,7 @@ class Lanes:
                 try:
                     model = server.model(name, rows=rows, timeout=0.0)
                     # Requests without state can do with few rows; a sequence needs one for itself.
-                    few = bool(message.spec.state) and rows < wanted
+                    few = stateful and rows < wanted
                     return Held(model, rows, makeshift=trying or few, lanes=self)
                 except Busy:
                     if rows == 1:
