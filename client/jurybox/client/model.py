@@ -216,7 +216,7 @@ class Model(forks.Closing):
         turns.run(self.requests.lane.receive_now, turns.deadline(None))
 
     def room(self) -> int:
-        """Return the length of the longest run of free rows. Larger requests are split; each part has its own version."""
+        """Return the length of the longest run of free rows. Larger requests are split; versions may then differ."""
         turns = self.requests.turns
         return turns.run(self._room, turns.deadline(None))
 

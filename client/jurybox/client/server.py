@@ -47,11 +47,11 @@ def connect(
         transport: on this host: "auto" (the fastest available), "zmq" or "shm".
         timeout: seconds; also the default time-out of every later call.
         server_key: for tcp://, the server's public CURVE key or its .key file. Defaults to JURYBOX_SERVER_KEY.
-        client_key: for tcp://, the .key_secret file with this client's pair. Defaults to JURYBOX_CLIENT_KEY. A temporary
-            pair is generated if the server does not authenticate clients.
+        client_key: for tcp://, the .key_secret file with this client's pair. Defaults to JURYBOX_CLIENT_KEY. A
+            temporary pair is generated if the server does not authenticate clients.
         token: for grpc://, the server's token. Defaults to JURYBOX_TOKEN.
-        tls_ca: for grpcs://, the certificate of the server's authority: a PEM file, or its content as bytes. Defaults to
-            JURYBOX_TLS_CA.
+        tls_ca: for grpcs://, the certificate of the server's authority: a PEM file, or its content as bytes. Defaults
+            to JURYBOX_TLS_CA.
 
     Raises:
         ServerGone: no server answered in time.
