@@ -27,7 +27,7 @@ class ClientFailed(Exception):
     """A client answered with an error, died, or said nothing in time."""
 
 
-class ArrivalTracker:
+class Clients:
     """The clients of one contender; it only ever grows."""
 
     def __init__(self, name: str, case: str, samples: str) -> None:
@@ -117,35 +117,35 @@ def main() -> int:
     orders = Connection(arguments.orders)
     kind = contender(arguments.name)
     serving = kind(case_named(arguments.case), arguments.clients, arguments.folder)
-    crowd = ArrivalTracker(arguments.name, arguments.case, arguments.samples)
+    grown = Clients(arguments.name, arguments.case, arguments.samples)
     try:
         serving.start()
         orders.send(("ok", os.getpid()))
         while True:
             match orders.recv():
                 case ("grow", clients, timeout):
-                    members = crowd.grow(1 if kind.one_process else clients, serving.endpoint, timeout)
-                    crowd.prepare(clients, timeout)
+                    members = grown.grow(1 if kind.one_process else clients, serving.endpoint, timeout)
+                    grown.prepare(clients, timeout)
                     orders.send(("ok", members))
                 case ("switch", case, clients, timeout):
-                    crowd.switch(case, timeout)
-                    crowd.prepare(clients, timeout)
+                    grown.switch(case, timeout)
+                    grown.prepare(clients, timeout)
                     orders.send(("ok", None))
                 case ("window", begin, end):
-                    orders.send(("ok", crowd.window(begin, end)))
+                    orders.send(("ok", grown.window(begin, end)))
                 case ("stop",):
                     break
-        crowd.dismiss()
+        grown.dismiss()
         serving.stop()
         orders.send(("ok", None))
     except EOFError:
-        crowd.dismiss()
+        grown.dismiss()
         serving.stop()
         return 1
     except Exception as error:  # noqa: BLE001  reported to the benchmark, which goes on with the others
         traceback.print_exc()
         orders.send(("failed", f"{type(error).__name__}: {error}"))
-        crowd.dismiss()
+        grown.dismiss()
         serving.stop()
         return 1
     return 0

@@ -69,10 +69,11 @@ def measure(megabytes: int, rounds: int) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(name: str, about: str | None, measure: Callable[[int, int], dict[str, Any]], rounds: int) -> None:
+    """Measure each size, print the report, and write it to NAME-DATE.json in --out."""
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--megabytes", type=int, nargs="+", default=[1, 10, 100])
-    parser.add_argument("--rounds", type=int, default=31)
+    parser.add_argument("--rounds", type=int, default=rounds)
     parser.add_argument("--machine", default=f"{os.cpu_count()}-core {platform.machine()}")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
@@ -85,8 +86,8 @@ def main() -> None:
     print(json.dumps(report, indent=1))
     if options.out:
         options.out.mkdir(parents=True, exist_ok=True)
-        (options.out / f"publication-{report['date']}.json").write_text(json.dumps(report, indent=1) + "\n")
+        (options.out / f"{name}-{report['date']}.json").write_text(json.dumps(report, indent=1) + "\n")
 
 
 if __name__ == "__main__":
-    main()
+    main("publication", __doc__, measure, rounds=31)

@@ -8,20 +8,16 @@ Figures are medians in milliseconds.
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
-import platform
 import statistics
 import tempfile
 import time
 from collections.abc import Callable
-from datetime import date
 from pathlib import Path
 from typing import Any
 
 import grpc
 import torch
+from benchmarks.weights.publication import main
 from tests.integration.test_remote_weights import gateway
 from tests.serving import serving
 
@@ -88,24 +84,5 @@ def publish(channel: grpc.Channel, options: dict[str, bool], state: dict[str, An
         return taken(rounds, lambda: publisher.publish(state))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--megabytes", type=int, nargs="+", default=[1, 10, 100])
-    parser.add_argument("--rounds", type=int, default=11)
-    parser.add_argument("--machine", default=f"{os.cpu_count()}-core {platform.machine()}")
-    parser.add_argument("--out", type=Path)
-    options = parser.parse_args()
-    report = {
-        "date": date.today().isoformat(),
-        "machine": options.machine,
-        "sizes": [measure(size, options.rounds) for size in options.megabytes],
-        "load_average_after": round(os.getloadavg()[0], 2),
-    }
-    print(json.dumps(report, indent=1))
-    if options.out:
-        options.out.mkdir(parents=True, exist_ok=True)
-        (options.out / f"remote-{report['date']}.json").write_text(json.dumps(report, indent=1) + "\n")
-
-
 if __name__ == "__main__":
-    main()
+    main("remote", __doc__, measure, rounds=11)

@@ -338,7 +338,7 @@ def test_a_plugin_whose_packages_are_missing_says_what_to_install(plugin):
 
 def test_no_plugin_takes_the_place_of_our_own_commands(plugin, tmp_path):
     app = plugin(GROUP, "train", name="doctor")
-    assert "Check this host" in CliRunner().invoke(app, ["doctor", "--help"]).output
+    assert "Check whether a server can run" in CliRunner().invoke(app, ["doctor", "--help"]).output
     assert "edges_plugin" not in sys.modules
 
 
