@@ -106,7 +106,7 @@ class Replay:
                 the memory; it stays when its processes are gone.
             fields: what a row is made of, in the order in which `add` is best called.
             prioritized: keep priorities (T. Schaul et al., 2016, proportional variant).
-            alpha: how much priorities count, 0 to 1.
+            alpha: exponent of the priorities, 0 to 1.
             full: what a full replay does with a new row: "overwrite" the oldest, "block" until rows are taken or
                 discarded, "drop_newest".
             episodes: link rows to those before and after them.
@@ -143,7 +143,7 @@ class Replay:
     ) -> Replay:
         """Open a replay that another process has made; `populate` maps all its pages now, not one by one later.
 
-        A file that nobody has open is put in order first: rows that killed writers left unfinished are given up.
+        A file that no process has open is repaired first: rows that killed writers left unfinished are dropped.
 
         Raises:
             SharedMemoryError: there is none of that name.
@@ -171,7 +171,7 @@ class Replay:
             self._segment = None
 
     def unlink(self) -> None:
-        """Remove the name: nobody can attach any more, and the memory is freed when the last process closes."""
+        """Remove the name: no process can attach any more, and the memory is freed when the last one closes."""
         path_of(self.name).unlink(missing_ok=True)
 
     def __enter__(self) -> Replay:
@@ -234,15 +234,15 @@ class Replay:
         Args:
             out: a batch of `batch()`, filled and given back; None: a new one. Its own windows count.
             windows: what is handed out around each row.
-            replace: False: no row twice.
-            uniform: draw from a prioritized replay as if it were none.
-            beta: strength of the importance weights, 0 to 1.
+            replace: whether a row may be drawn twice.
+            uniform: ignore the priorities of a prioritized replay.
+            beta: exponent of the importance weights, 0 to 1.
             anchor_ratio: part of the rows that come from the anchor, where there is one with rows in it.
 
         Raises:
             NotEnoughRows: the replay is empty, holds fewer rows than asked for without replacement, or none that
                 fits the windows.
-            Timeout: the rate limiter let nobody sample for `timeout` seconds.
+            Timeout: the rate limiter allowed no sample for `timeout` seconds.
         """
         batch = Batch(self.layout, [part.ring for part in self.parts], n, windows) if out is None else out
         prioritized = self.layout.prioritized and not uniform
@@ -318,7 +318,7 @@ class Replay:
         return loading.load(Path(path), name, opened, recover=recover)
 
     def restore(self, path: str | Path, *, recover: bool = False) -> None:
-        """Replace the rows of this replay by those of a file; nobody else may use it meanwhile."""
+        """Replace the rows of this replay by those of a file; no other process may use it meanwhile."""
         loading.restore(self, Path(path), recover=recover)
 
     @property

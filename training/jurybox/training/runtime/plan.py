@@ -151,9 +151,9 @@ class Budget:
     """The limits of a run; the first one ends it.
 
     Attributes:
-        steps: environment steps of all actors together.
-        seconds: of wall time, earlier parts of a resumed run not counted in.
-        target: (number, value): over as soon as an evaluation reports `number` >= value.
+        steps: total environment steps, over all actors.
+        seconds: wall time, without earlier parts of a resumed run.
+        target: (number, value): stop as soon as an evaluation reports `number` >= value.
     """
 
     steps: int
@@ -167,10 +167,10 @@ class Timeouts:
 
     Attributes:
         start: of a process, until its role is made (imports included).
-        actor, learner, evaluator: without a sign of life from a running role; then it hangs and is restarted.
-        stall: that one role waits for another before the watchdog looks for the one who holds things up.
-        save: for a checkpoint. stop: for roles to end in order.
-        settled: a role that ran so long begins its count of failures anew.
+        actor, learner, evaluator: time without a heartbeat after which a running role counts as hung and is restarted.
+        stall: time that one role may wait for another before the watchdog looks for the cause.
+        save: for a checkpoint. stop: for an orderly end of the roles.
+        settled: running time after which a role's count of failures is reset.
         failures: of one role in a row, after which the run ends (or goes on serially).
         back_off: waits before the first, second, ... restart in a row; the last one repeats.
     """
@@ -196,15 +196,15 @@ class Plan:
     """The plan of a run.
 
     Attributes:
-        seed: from which every role's own is derived.
-        sync_every: an actor's steps between two looks for newer weights.
+        seed: base seed; each role derives its own from it.
+        sync_every: actor steps between two checks for newer weights.
         max_lag: publications that an actor may be behind; one that is further looks at once, and it is counted. None:
             as far as it happens to be.
         save_every: environment steps between two checkpoints; 0: only one at the end.
         save_seconds: in processes there is one after so many seconds, too, if that comes before (not with 0). Serially
             the clock decides nothing.
         log_every: environment steps between two rows of metrics.
-        on_failure: what happens when a role has failed too often.
+        on_failure: what to do when a role has failed too often.
         best: the number of evaluations whose highest value marks the best checkpoint; None: none is marked.
         folders: by name, folders on the orchestrator's machine. A file in one is written once, whole (under a hidden
             name first), and is soon in that folder on every machine that has roles.
@@ -288,7 +288,7 @@ def load(make: str) -> Callable[..., Any]:
 
 
 class RunError(ValueError):
-    """The run is not possible as requested."""
+    """The run cannot be carried out as requested."""
 
 
 class PlanError(RunError):

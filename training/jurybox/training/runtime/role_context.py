@@ -71,7 +71,7 @@ class RoleContext:
     """The interface of a driver to its role.
 
     Args:
-        number: of the role in the plan.
+        number: index of the role in the plan.
         shared: of the run, as this process sees it. It stays the driver's to close.
         send: takes reports: episodes, metrics, warnings. Must not block for long.
         certainly: takes what must not be dropped, however long that takes; `send` without it.
@@ -120,11 +120,11 @@ class RoleContext:
         self._reported = time.monotonic()
 
     def replay(self, name: str | None = None) -> Replay:
-        """The replay of that name; without one, the only one that the role's spec names."""
+        """Return the replay of that name; by default the only one in the role's spec."""
         return self.shared.replay(name or _only((*self.spec.writes, *self.spec.samples), "replay", self.name))
 
     def reader(self, name: str | None = None) -> WeightsReader:
-        """A reader of the weights channel of that name; without one, of the only one that the role reads."""
+        """Return a reader of the weights channel of that name; by default of the only one that the role reads."""
         name = name or _only(self.spec.reads, "weights channel", self.name)
         if self._evaluated is None:
             return self.shared.reader(name)
@@ -169,7 +169,7 @@ class RoleContext:
             self._sums[name] = (total + float(value), count + 1)
 
     def say(self, text: str) -> None:
-        """Print a line in the run's view and log."""
+        """Print a line to the console and the log of the run."""
         self._send({"kind": "said", "text": text})
 
     def report(self, *, now: bool = False) -> None:
@@ -231,7 +231,7 @@ class RoleContext:
         self.words[Word.STATE] = state
 
     def alive(self) -> None:
-        """Give a sign of life, and update the accounted time; drivers call it after every step."""
+        """Send a heartbeat and update the accounted time; drivers call it after every step."""
         now = time.monotonic_ns()
         self.words[Word.BUSY] += now - self._mark
         self.words[Word.HEARTBEAT] = now
@@ -240,7 +240,7 @@ class RoleContext:
     def wait_until(self, holds: Callable[[], bool], subject: Subject, which: int = 0, timeout: float = 1.0) -> bool:
         """Wait until `holds()`, an order, or the timeout; returns whether it holds.
 
-        Everybody sees meanwhile what this role waits for, and that it lives.
+        Meanwhile the scoreboard shows what the role waits for, and heartbeats continue.
         """
         if holds():
             return True
@@ -320,7 +320,7 @@ class Actor(Role, ABC):
     def step(self) -> int:
         """One step (of all its environments, if it has several); returns the number of environment steps.
 
-        They count when this returns. Whoever is killed inside has made none. Episodes that ended are reported with
+        They count when this returns; a role that is killed inside has made none. Report episodes that ended with
         ``context.episode(...)``.
         """
 
@@ -329,7 +329,7 @@ class Learner(Role, ABC):
     """Learns from samples, and publishes weights."""
 
     def ready(self) -> bool:
-        """Whether a step can be made, the pace aside: enough rows, say. Asked before every step."""
+        """Return whether a step is possible apart from the pace, such as enough rows. Called before every step."""
         return True
 
     @abstractmethod

@@ -43,15 +43,15 @@ def run(
         folder: gets ``logs/`` (one file a process, and run.log with everything said), ``checkpoints/`` and
             timeline.json.
         sink: takes the rows of metrics.
-        serial: everything in this process.
-        resume: go on from the newest checkpoint in `folder`.
-        console: to show how it goes; None: silence.
-        signals: how often the run was told to stop; SIGINT and SIGTERM count there, and a program may `ask`.
-        watch: called again and again meanwhile with the run's shared memory.
+        serial: run everything in this process.
+        resume: continue from the newest checkpoint in `folder`.
+        console: shows the progress; None: no output.
+        signals: stop requests: SIGINT, SIGTERM, and `ask` from a program.
+        watch: called periodically with the run's shared memory.
         launcher: where the roles' processes run; None: on this machine.
 
     Returns:
-        How it ended. When a signal ended it, the caller decides what becomes of the process.
+        The outcome. After a signal, the caller decides whether the process exits.
 
     Raises:
         CheckpointError: there is no checkpoint, or it is of another run.
