@@ -69,7 +69,7 @@ def test_a_server_too_busy_to_give_more_rows_at_once_is_asked_for_pieces(leased,
         busy.setattr(model, "_lease", silent)
         np.testing.assert_array_equal(model.infer(x), 2 * x + 1)
     np.testing.assert_array_equal(model.infer(x), 2 * x + 1)
-    assert model._lane.rows == 16
+    assert model.requests.lane.rows == 16
 
 
 def test_no_rows_in_no_rows_out(client):
