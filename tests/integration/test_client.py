@@ -66,7 +66,7 @@ def test_a_server_too_busy_to_give_more_rows_at_once_is_asked_for_pieces(leased,
 
     model, x = client.model("affine"), rows(16)
     with monkeypatch.context() as busy:
-        busy.setattr(model, "_lease", silent)
+        busy.setattr(model.requests, "_lease", silent)
         np.testing.assert_array_equal(model.infer(x), 2 * x + 1)
     np.testing.assert_array_equal(model.infer(x), 2 * x + 1)
     assert model.requests.lane.rows == 16

@@ -1,0 +1,68 @@
+"""Modules import each other in no circle, and none uses another's private names."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+ROOT = Path(__file__).parents[3]
+FILES = [
+    path
+    for part in ("protos", "client", "server", "training")
+    for path in sorted((ROOT / part / "jurybox").rglob("*.py"))
+    if "_pb2" not in path.stem
+]
+
+
+def name_of(path):
+    parts = path.relative_to(ROOT).with_suffix("").parts[1:]
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {name_of(path): ast.parse(path.read_text()) for path in FILES}
+# Of other projects, which offer no public name for it.
+FOREIGN = {"_exit", "_run_exitfuncs", "_replace", "_get_running_loop", "_inductor", "_NormBase", "_foreach_copy_"} | {
+    "_foreach_lerp_", "_model_start_epoch_action", "_model_end_epoch_action", "_model_train_step"
+}  # fmt: skip
+
+
+def imported(tree):
+    """The modules of ours that a module imports, in functions, too; what is for the type checker alone left out."""
+    found, waiting = set(), [tree]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            continue
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            inner = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= {each if each in MODULES else node.module for each in inner}
+        waiting += ast.iter_child_nodes(node)
+    return found & MODULES.keys()
+
+
+def test_no_modules_import_each_other_in_a_circle():
+    left = {name: imported(tree) - {name} for name, tree in MODULES.items()}
+    while free := {name for name, needs in left.items() if not needs & left.keys()}:
+        left = {name: needs for name, needs in left.items() if name not in free}
+    assert left == {}, "these, or what they import, are in a circle"
+
+
+def test_no_module_uses_a_private_name_of_another():
+    reached = []
+    for name, tree in MODULES.items():
+        nodes = list(ast.walk(tree))
+        own = {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)}
+        own |= {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+        of_self = [
+            node for node in nodes if isinstance(node, ast.Attribute) and ast.unparse(node.value) in {"self", "cls"}
+        ]
+        own |= {node.attr for node in of_self} | {node.value for node in nodes if isinstance(node, ast.Constant)}
+        for node in set(nodes) - set(of_self):
+            used = [node.attr] if isinstance(node, ast.Attribute) else []
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("jurybox"):
+                used = [alias.name for alias in node.names]
+            private = {each for each in used if each.startswith("_") and not each.startswith("__")}
+            reached += [f"{name}:{node.lineno} {each}" for each in private - own - FOREIGN]
+    assert reached == []
