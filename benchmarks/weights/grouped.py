@@ -141,7 +141,7 @@ def measure(agents: int, rows: int, rounds: int, device: str) -> dict[str, float
                     if number >= 0 and again:
                         taken[key].append(clock() - begin)
     alone.server.close()
-    together.server.engine.stop_following()
+    together.server.engine.stop_updaters()
     together.server.close()
     return {key: round(statistics.median(values) * 1e6, 1) for key, values in taken.items()}
 

@@ -91,13 +91,13 @@ class InprocTransport(Transport):
         return ticket.sequence in self._unanswered
 
     def watch(self, loop: asyncio.AbstractEventLoop, arrived: Callable[[], None]) -> None:
-        """Answers come in the caller's thread: there is nothing to tell a loop of."""
+        """Do nothing: answers come in the caller's thread."""
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing: no resources are open."""
 
     def forked(self) -> None:
-        """A child has the engine's core, too, and its clients do not share it."""
+        """Do nothing: the child has its own copy of the engine's core."""
 
 
 class InprocServer(Closing):

@@ -60,23 +60,23 @@ class Log:
         self._one_at_a_time = threading.RLock()  # a finaliser that logs while a line is written would wait for ever
 
     def debug(self, event: str, /, **fields: Any) -> None:
-        """Log what only a developer wants to know."""
+        """Log a detail for developers."""
         self.log(logging.DEBUG, event, **fields)
 
     def info(self, event: str, /, **fields: Any) -> None:
-        """Log what happens in good order."""
+        """Log a normal event."""
         self.log(logging.INFO, event, **fields)
 
     def warning(self, event: str, /, **fields: Any) -> None:
-        """Log what an operator may want to change."""
+        """Log an event that an operator may want to act on."""
         self.log(logging.WARNING, event, **fields)
 
     def error(self, event: str, /, **fields: Any) -> None:
-        """Log what failed."""
+        """Log a failure."""
         self.log(logging.ERROR, event, **fields)
 
     def exception(self, event: str, /, **fields: Any) -> None:
-        """Log what failed, with the traceback of the exception that is being handled."""
+        """Log a failure, with the traceback of the exception that is being handled."""
         self.log(logging.ERROR, event, **{"exc_info": sys.exc_info()[1], **fields})
 
     def log(self, level: int, event: str, /, **fields: Any) -> None:
@@ -171,7 +171,7 @@ class LogLimiter:
         self._say(event, times + 1, fields)
 
     def flush(self) -> None:
-        """Log the counts that are due; call it periodically."""
+        """Log the counts that are due; call this periodically."""
         if not self._kinds:
             return
         now = self._clock()

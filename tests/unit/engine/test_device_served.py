@@ -65,7 +65,7 @@ def served(arena, module=None):
 
 
 @pytest.fixture
-def crew(arena):
+def running(arena):
     """Batches over a slot, and what they answered."""
     answers = []
     batches = Batches(
@@ -81,8 +81,8 @@ def crew(arena):
     return batches, slot, answers
 
 
-def test_two_batches_are_under_way_and_answered_in_order(arena, crew):
-    batches, slot, answers = crew
+def test_two_batches_are_under_way_and_answered_in_order(arena, running):
+    batches, slot, answers = running
     slot = slot()
     with torch.inference_mode():
         batches.run(slot, tickets((0, 2), (5, 1)), 3, 0)
@@ -96,8 +96,8 @@ def test_two_batches_are_under_way_and_answered_in_order(arena, crew):
     assert not arena.outputs["action"][[2, 3, 4, 6, 7, 12]].any()
 
 
-def test_a_batch_under_way_is_waited_for_only_on_demand(arena, crew, monkeypatch):
-    batches, slot, answers = crew
+def test_a_batch_under_way_is_waited_for_only_on_demand(arena, running, monkeypatch):
+    batches, slot, answers = running
     busy = type("Busy", (), {"query": lambda self: False, "synchronize": lambda self: None})()
     monkeypatch.setattr(Stream, "mark", lambda self: Mark(busy))
     with torch.inference_mode():
@@ -107,8 +107,8 @@ def test_a_batch_under_way_is_waited_for_only_on_demand(arena, crew, monkeypatch
     assert batches.under_way == 0 and answers
 
 
-def test_a_batch_too_large_for_the_device_is_halved_after_the_others_are_answered(arena, crew):
-    batches, slot, answers = crew
+def test_a_batch_too_large_for_the_device_is_halved_after_the_others_are_answered(arena, running):
+    batches, slot, answers = running
     slot = slot(Plus(most=4))
     with torch.inference_mode():
         batches.run(slot, tickets((12, 1)), 1, 0)
@@ -118,8 +118,8 @@ def test_a_batch_too_large_for_the_device_is_halved_after_the_others_are_answere
     np.testing.assert_array_equal(arena.outputs["action"][:8], arena.inputs["observation"][:8] + 1)
 
 
-def test_a_batch_that_fails_fails_alone(arena, crew):
-    batches, slot, answers = crew
+def test_a_batch_that_fails_fails_alone(arena, running):
+    batches, slot, answers = running
     slot = slot()
     arena.inputs["observation"][3] = -1
     with torch.inference_mode():

@@ -92,7 +92,7 @@ class Grouped:
         wait_until(adopted, 10, f"version {version} of agent{i}")
 
     def close(self) -> None:
-        self.server.engine.stop_following()
+        self.server.engine.stop_updaters()
         self.server.close()
         for channel in self.channels:
             channel.close()

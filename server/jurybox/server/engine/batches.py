@@ -58,11 +58,11 @@ class Counters:
         self._add("refused", n)
 
     def waiting(self, rows: int) -> None:
-        """Tell how many rows wait for a batch."""
+        """Show how many rows wait for a batch."""
         self._shown["waiting"] = self._waiting = rows
 
     def sessions(self, n: int) -> None:
-        """Tell how many sessions have state here."""
+        """Show how many sessions have state in this engine."""
         self._shown["sessions"] = self._own["sessions"] = n
 
     def adopted(self, version: int, seconds: float) -> None:
@@ -77,7 +77,7 @@ class Counters:
         self.show()
 
     def show(self) -> None:
-        """Write the whole record anew: somebody may have overwritten it."""
+        """Rewrite the whole record: another process may have overwritten it."""
         self._own["waiting"] = self._waiting
         self._shown[:] = self._own
 
@@ -129,25 +129,25 @@ class Slot:
         return ((tickets, version or self.served.version),)
 
     def parts(self, tickets: NDArray[Any]) -> Sequence[NDArray[Any]]:
-        """What of a batch may fail without the rest."""
+        """The parts of a batch that can fail independently."""
         return (tickets,)
 
     def name(self, tickets: NDArray[Any]) -> str:
-        """Of the model whose tickets these are."""
+        """The name of the model of these tickets."""
         return self.served.spec.name
 
     def show_sessions(self) -> None:
-        """Tell how many have state here."""
+        """Show the number of sessions with state in this engine."""
         if isinstance(self.served, Served):
             self.counters.sessions(self.served.sessions)
 
     def forget(self, lease: int) -> None:
-        """A lease has ended, and its sessions with it."""
+        """Drop the sessions of a lease that has ended."""
         if isinstance(self.served, Served):
             self.served.forget(lease)
 
     def release(self) -> None:
-        """A model is served by this slot no longer."""
+        """Stop serving a model from this slot."""
         if isinstance(self.served, Served):
             self.served.close()
 
@@ -210,7 +210,7 @@ class Batches:
 
     @property
     def under_way(self) -> int:
-        """Batches begun and not answered."""
+        """The number of batches begun and not answered."""
         return len(self._flights)
 
     def run(self, slot: Slot, tickets: NDArray[Any], rows: int, version: int) -> None:

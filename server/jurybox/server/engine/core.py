@@ -233,8 +233,8 @@ class Engine:
             self.slots[model] = slot
         self._queues = list(dict.fromkeys(self.slots.values()))
 
-    def stop_following(self) -> None:
-        """End the threads that follow weights channels: one that outlives the interpreter brings the process down."""
+    def stop_updaters(self) -> None:
+        """Stop the weights updaters: a thread that outlives the interpreter would crash the process."""
         updaters = [slot.updater for slot in self._queues if slot.updater is not None]
         for updater in updaters:
             updater.stop()

@@ -195,7 +195,7 @@ class EngineProcess:
         exact_sleeps()
         with torch.inference_mode():
             self._loop()
-        self._engine.stop_following()
+        self._engine.stop_updaters()
         self._regions.close()
         self._state(EngineState.STOPPED)
         self._zmq.close()

@@ -24,35 +24,35 @@ _TRIALS = 2  # batches in which shapes are compared
 
 
 class WeightsSource(Protocol):
-    """Where a served model has its weights from."""
+    """The source of a served model's weights."""
 
     @property
     def version(self) -> int:
         """In use; 0 while the model computes with what it was loaded with."""
 
     def use(self, version: int) -> None:
-        """Compute with a version until told otherwise; 0: the newest. Raises VersionNotHeld."""
+        """Compute with a version until the next call; 0: the newest. Raises VersionNotHeld."""
 
     def stop(self) -> None:
-        """Follow no longer. This, like what follows, does nothing where somebody else follows."""
+        """Stop updating. This and the methods below do nothing if another object updates the weights."""
         return
 
     def join(self) -> None:
-        """Wait for the end of the thread that was told to stop."""
+        """Wait until the stopped thread has ended."""
         return
 
     def sleep(self) -> None:
-        """Follow no longer, and hold nothing on the device, until `wake`."""
+        """Stop updating and hold nothing on the device, until `wake`."""
         return
 
     def wake(self) -> None:
-        """Take the newest version, and follow what comes."""
+        """Load the newest version, and go on updating."""
         return
 
 
 @dataclass(slots=True)
 class Outcome:
-    """What became of a batch that was not simply answered.
+    """The result of a batch of which some tickets failed.
 
     Attributes:
         refused: tickets by their number in the batch, each with a code and a message; the others were answered.
@@ -128,7 +128,7 @@ class Served:
         return 0
 
     def forget(self, lease: int) -> None:
-        """A lease has ended: what was kept for it is nobody's."""
+        """Drop the sessions of a lease that has ended."""
 
     @property
     def version(self) -> int:
@@ -180,12 +180,12 @@ class Served:
         return next((shape for shape in self.shapes if shape >= rows), rows)
 
     def close(self) -> None:
-        """It is served no longer."""
+        """Release resources; the model is no longer served."""
         if self.weights_updater is not None:
             self.weights_updater.stop()
 
     def sleep(self) -> int:
-        """Give the device's memory back: the weights go to host memory, until `wake`. Gives the bytes that went.
+        """Move the weights to host memory until `wake`, and free device memory. Returns the number of bytes moved.
 
         It computes nothing meanwhile. A module with methods `sleep` and `wake` moves what it holds by itself.
         """
@@ -196,7 +196,7 @@ class Served:
         return moved
 
     def wake(self) -> int:
-        """Come back to the device, with the newest weights; gives the bytes that came.
+        """Move the weights back to the device, in their newest version. Returns the number of bytes moved.
 
         Raises:
             torch.OutOfMemoryError: there is no room for them.
@@ -215,10 +215,10 @@ class Served:
         return move(self.module, device) if self._away else 0
 
     def _prepare(self) -> None:
-        """Make what forwards need beside the module, once its weights are where they belong."""
+        """Prepare what forwards need beside the module, once its weights are in place."""
 
     def free_memory(self) -> None:
-        """Hand cached device memory back, so that a smaller batch may find room."""
+        """Release cached device memory, so that a smaller batch may fit."""
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 

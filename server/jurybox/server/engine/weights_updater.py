@@ -136,7 +136,7 @@ class WeightsUpdater:
         return self._copies[-1].version if self._copies else 0
 
     def start(self) -> None:
-        """Take what has been published already, at once, and follow what comes; before the model is in service."""
+        """Load what has been published already, then start the thread; before the model is in service."""
         if self._reader.newer_than(0):
             age = self._copies[0].fill(_NO_NEWS)
             self._switch(age)
@@ -162,7 +162,7 @@ class WeightsUpdater:
         )
 
     def stop(self) -> None:
-        """Follow no longer."""
+        """Stop the thread."""
         self._stopped.set()
 
     def join(self) -> None:
@@ -171,7 +171,7 @@ class WeightsUpdater:
             self._thread.join(4 * _SLICE)
 
     def sleep(self) -> None:
-        """Follow no longer, and hold no copies, until `wake`. Raises Timeout where one is being made for very long."""
+        """Stop, and hold no copies, until `wake`. Raises Timeout if a copy in progress does not end."""
         self.stop()
         if self._thread.is_alive():
             self._thread.join(_PARTING)
@@ -182,7 +182,7 @@ class WeightsUpdater:
             self._on_device.close()
 
     def wake(self) -> None:
-        """Take the newest publication, at once, and follow what comes. Raises Timeout."""
+        """Load the newest publication, and go on updating. Raises Timeout."""
         self._stopped = threading.Event()
         self._thread = self._new_thread()
         self._make_copies()
