@@ -1,4 +1,4 @@
-"""Chunks of actions, executed: a policy answers an observation with the actions of the next steps.
+"""Execute chunks of actions: a policy answers an observation with the actions of the next steps.
 
 `AsyncChunkPolicy` asks ahead in a thread, so that the control loop never waits; `TemporalEnsemble` averages what
 several chunks say of one step. Both take any way to ask: a `Model` or `Sessions` of a server, a websocket client.
@@ -39,7 +39,7 @@ _REMEMBERED = 64  # answers whose delays are kept
 
 
 class TemporalEnsemble:
-    """The average of what all chunks say of a step, the oldest counting most (Zhao et al. 2023, "ACT").
+    """Average the actions that all chunks predict for a step, the oldest weighted most (Zhao et al. 2023, "ACT").
 
     The weight of the i-th oldest is exp(-m * i). Steps are numbered from 0; none is asked for again.
 
@@ -50,7 +50,7 @@ class TemporalEnsemble:
             action = ensemble.action(step)
 
     Args:
-        m: 0 weighs all alike; the larger, the less a new observation changes.
+        m: decay of the weights. 0: equal weights; larger values give new observations less influence.
     """
 
     def __init__(self, m: float = 0.01) -> None:
@@ -64,7 +64,7 @@ class TemporalEnsemble:
         self._chunks.append((step, np.asarray(chunk)))
 
     def action(self, step: int) -> NDArray[Any] | None:
-        """The action of a step; None where no chunk reaches it."""
+        """Return the action of a step; None if no chunk covers it."""
         while self._chunks and step >= self._chunks[0][0] + len(self._chunks[0][1]):
             self._chunks.popleft()
         said = [chunk[step - first] for first, chunk in self._chunks if first <= step < first + len(chunk)]
@@ -81,7 +81,7 @@ class TemporalEnsemble:
 
 @dataclass
 class ChunkStats:
-    """What became of an AsyncChunkPolicy's requests.
+    """Counters of an AsyncChunkPolicy's requests.
 
     Attributes:
         asked, answered: requests sent; answers that were used.
@@ -226,10 +226,10 @@ class AsyncChunkPolicy(forks.Closing):
                     raise Timeout(f"no chunk of actions came within {timeout:.3f} s")
 
     def act(self, observation: Mapping[str, Any]) -> NDArray[Any] | None:
-        """The action of this step, and ask with this observation where the last request is over.
+        """Return the action of this step, and send this observation if no request is in flight.
 
         Returns:
-            None where no answer has reached this step: hold still, or slow down.
+            None if no chunk covers this step: hold still, or slow down.
 
         Raises:
             Refused: the policy is closed, or was made before a fork.
@@ -254,7 +254,7 @@ class AsyncChunkPolicy(forks.Closing):
                 self._ensemble.reset()
 
     def close(self, timeout: float = 1.0) -> None:
-        """End the thread; one whose request does not end within `timeout` seconds is left to its end."""
+        """Stop the thread. If its request does not end within `timeout` seconds, the thread is left to finish it."""
         with self._changed:
             self._closed = True
             self._waiting = None
@@ -308,7 +308,7 @@ class AsyncChunkPolicy(forks.Closing):
         return {PREFIX: prefix, PREFIX_LENGTH: np.int32(length), DELAY: np.int32(delay)}
 
     def _take(self) -> None:
-        """Use the answer that is there, or drop it."""
+        """Use the answer that has arrived, or drop it."""
         done, self._done = self._done, None
         if done is None:
             return

@@ -1,7 +1,7 @@
 """Rewards for trainers that call a Python function: TRL, verl, OpenRLHF, slime, Gymnasium and Stable-Baselines3.
 
-Nothing of a trainer is imported before its own hook is used. A reward that could not be made is never a number: each
-hook gives what its trainer leaves out of the computation, and raises where the trainer knows nothing of the kind.
+Nothing of a trainer is imported before its own hook is used. A missing reward is never a number: each
+hook returns the value that its trainer skips, and raises where the trainer has no such value.
 
 Calls that are made at the same time, from tasks of an event loop or from threads, go to the server together.
 
@@ -68,7 +68,7 @@ _ALSO = {
 
 
 class Passing(str):
-    """Why there is no score now; the same row may get one a moment later."""
+    """The reason for a missing score that may be temporary; asking again may succeed."""
 
     __slots__ = ()
 
@@ -88,18 +88,18 @@ class Scores(list[Scored]):
 
 
 class Juror:
-    """A model of a server whose output is a score, or a panel. Connects when it is first asked, in each process anew.
+    """A model of a server whose output is a score, or a panel. Connects on first use, separately in each process.
 
-    Its rows go back to the server when it is closed or nobody refers to it any more.
+    Its rows are released when it is closed or garbage-collected.
 
     Args:
         model: its name, or that of a panel of the server's configuration; or a panel's members by name, each with its
             weight, or with a dict of `weight` and of `model`, `output`, `address` where they are not the usual ones.
         inputs: where each of the model's inputs comes from: the name of a column, or a function of all columns that
             gives a list with a value for each row. Without it columns of the same name, or of the trainer's usual ones.
-        output: the output that is the score; needed where the model has several.
-        address: the server's; JURYBOX_ADDRESS or the default without it.
-        timeout: seconds in which a score comes, or is missing.
+        output: name of the output that is the score; required if the model has several.
+        address: of the server. Defaults to JURYBOX_ADDRESS, then to the default address.
+        timeout: seconds to wait for a score before it counts as missing.
     """
 
     def __init__(
@@ -140,13 +140,13 @@ class Juror:
         self._start()
 
     def scores(self, columns: Mapping[str, Any], n: int) -> Scores:
-        """The score of each of n rows, or why it has none.
+        """Return the score of each of n rows, or the reason why it is missing.
 
         Args:
-            columns: lists of n values each, by name; others are not looked at.
+            columns: lists of n values each, by name; unused ones are ignored.
 
         Raises:
-            SpecMismatch: a column is missing, or not one row fits the model.
+            SpecMismatch: a column is missing, or no row fits the model.
             ServerGone, ModelNotFound, Refused: there is no such server or model.
         """
         asked = _Asked(dict(columns), n, time.monotonic() + self._timeout)
@@ -157,7 +157,7 @@ class Juror:
             return asked.late(self._timeout)
 
     async def scores_async(self, columns: Mapping[str, Any], n: int) -> Scores:
-        """As `scores`; calls of the same turn of the event loop leave together."""
+        """Like `scores`, as a coroutine; calls in the same iteration of the event loop are sent together."""
         asked = _Asked(dict(columns), n, time.monotonic() + self._timeout)
         loop = asyncio.get_running_loop()
         turn = self._turns.setdefault(loop, [])
@@ -167,7 +167,7 @@ class Juror:
         return await self._scored(asked)
 
     def ask(self, columns: Mapping[str, Any], n: int) -> Callable[[], Awaitable[Scores]]:
-        """Send a request now, from any thread; what is returned waits for its scores, as `scores_async`."""
+        """Send a request now, from any thread; await the result for its scores, as with `scores_async`."""
         asked = _Asked(dict(columns), n, time.monotonic() + self._timeout)
         self._hand_over([asked])
         return partial(self._scored, asked)
@@ -203,7 +203,7 @@ class Juror:
             return asked.late(self._timeout)
 
     def close(self) -> None:
-        """Give its rows back. Asked again, it connects anew."""
+        """Release its rows. A later call connects again."""
         with self._lock:
             self._model, server, self._server = None, self._server, None
             members = list(self._members.values())
@@ -350,7 +350,7 @@ class Juror:
 
 
 def _work(of: weakref.ref[Juror], waiting: queue.SimpleQueue[_Asked | None]) -> None:
-    """A juror's thread: ask for all that waits, again and again; None ends it."""
+    """The thread of a juror: send all waiting calls as one request, in a loop; None ends it."""
     while (first := waiting.get()) is not None:
         taken: list[_Asked] = []
         try:
@@ -370,7 +370,7 @@ def _work(of: weakref.ref[Juror], waiting: queue.SimpleQueue[_Asked | None]) -> 
 
 
 def _taken(first: _Asked, waiting: queue.SimpleQueue[_Asked | None]) -> list[_Asked]:
-    """What goes as one request: the first, and what waits behind it, less what nobody wants any more."""
+    """The calls of one request: the first, and those that wait behind it, without cancelled ones."""
     taken, rows = [first], first.n
     while rows < _TOGETHER:
         try:
@@ -603,7 +603,7 @@ def verl_score(
 
     Args:
         asynchronous: False for reward managers that call plain functions.
-        missing: verl knows no missing score. "raise" stops the run; "nan" gives NaN, for who handles it afterwards.
+        missing: verl knows no missing score. "raise" stops the run; "nan" returns NaN, to be handled by the caller.
         juror: as Juror's.
 
     Example:
@@ -673,7 +673,7 @@ def gymnasium_reward(
     """The environment with the juror's score of each step as its reward; its own is info["environment_reward"].
 
     Args:
-        missing: "raise", or "nan" with the reason in info["reward_missing"], for who leaves such steps out.
+        missing: "raise", or "nan" with the reason in info["reward_missing"], to skip such steps.
         juror: as Juror's; columns are observation (and the keys of a dict observation), action, and frame, what
             `render` gives, where the environment renders to an array.
 
