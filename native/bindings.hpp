@@ -16,9 +16,14 @@ void bind_shm_rings(nanobind::module_& m);
 void bind_grpc(nanobind::module_& m);
 void bind_weights(nanobind::module_& m);
 void bind_zmtp(nanobind::module_& m);
+void bind_relay_lane(nanobind::module_& m);
 void bind_pictures(nanobind::module_& m);
 void bind_replay(nanobind::module_& m);
 void bind_replay_archive(nanobind::module_& m);
+
+// What a ShmRingsClient of Python's is inside.
+class ShmRingsClient;
+ShmRingsClient& rings_client(nanobind::handle client);
 
 // Memory that a call, or an object made by it, keeps.
 using Bytes = nanobind::ndarray<std::uint8_t, nanobind::ndim<1>, nanobind::c_contig, nanobind::device::cpu>;

@@ -10,6 +10,7 @@ NB_MODULE(native, m) {
     jurybox::bind_grpc(m);
     jurybox::bind_weights(m);
     jurybox::bind_zmtp(m);
+    jurybox::bind_relay_lane(m);
     jurybox::bind_pictures(m);
     jurybox::bind_replay(m);
     jurybox::bind_replay_archive(m);

@@ -119,6 +119,8 @@ nb::str message_of(const ShmRingsClient& rings, const Answer& answer) { return a
 
 }  // namespace
 
+ShmRingsClient& rings_client(nb::handle client) { return nb::cast<Client&>(client).rings; }
+
 void bind_shm_rings(nb::module_& m) {
     m.attr("RINGS_BYTES") = sizeof(ShmRingsMemory);
     m.attr("RINGS_LANES") = kShmRingsLanes;

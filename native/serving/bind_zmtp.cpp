@@ -117,6 +117,7 @@ void bind_zmtp(nb::module_& m) {
         .def(
             "look", [](Zmtp& self) { return self.receive(0); }, nb::lock_self(),
             "Go on with the handshake, and with what was kept; whether messages are there, which stay for receive.")
+        .def_prop_ro("arrived", [](const Zmtp& self) { return self.oldest() != nullptr; }, "Whether messages stay for receive.")
         .def("holds", &Zmtp::holds, nb::arg("sequence"), nb::lock_self(), "Whether a message was sent and its answer not received.")
         .def_prop_ro("unanswered", [](const Zmtp& self) { return self.unanswered(); }, "Sequences in flight, or that were when it broke.")
         .def_prop_ro("ready", &Zmtp::ready, "Whether messages go to and fro: the peer has shaken hands.")

@@ -400,6 +400,9 @@ class ShmRingsClient {
         return lane_.answered.load(std::memory_order_seq_cst) != seen;
     }
 
+    // Whether nobody else asked this engine lately.
+    bool alone() const { return alone_.load(std::memory_order_relaxed); }
+
     // As `wait`, without the sleep, and only while nobody else asks this engine.
     bool spin() {
         const std::uint32_t seen = received_.load(std::memory_order_relaxed);
@@ -432,6 +435,18 @@ class ShmRingsClient {
         lane_.received.store(at, std::memory_order_release);
         received_.store(at, std::memory_order_release);
         return n;
+    }
+
+    // The answer of this lease that `receive` would take first, which stays; false where there is none.
+    bool next(Answer& out) const {
+        std::uint32_t at = received_.load(std::memory_order_relaxed);
+        const std::uint32_t end = lane_.answered.load(std::memory_order_acquire);
+        if (!possible(at, end)) at = end - kRing;
+        for (; at != end; ++at) {
+            out = lane_.answers[at % kRing];
+            if (out.lease == lease_) return true;
+        }
+        return false;
     }
 
     // Wait at most `ns` for the answer to the only ticket that anybody waits for; false when it has not come.

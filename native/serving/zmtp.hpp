@@ -117,6 +117,10 @@ class Zmtp {
         return false;
     }
 
+    // The oldest message, which stays; null where there is none. For a ROUTER's connection, where no answer comes:
+    const Message* oldest() const { return arrived_.empty() ? nullptr : &arrived_.front(); }
+    void drop_oldest() { arrived_.pop_front(); }
+
     // The oldest message. Once given it is no longer in flight.
     bool take(Message& message) {
         if (arrived_.empty()) return false;

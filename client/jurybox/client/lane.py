@@ -265,14 +265,30 @@ class Lane:
 
         Its user puts a ticket in `in_flight` for each call, and makes none while another is there.
         """
-        engine = self._choose_engine() if self._one_engine else None
-        if engine is None:
+        if (alone := self.only_engine()) is None:
             return None, 0
-        incarnation = self._incarnations.item(engine)
+        engine, incarnation = alone
         try:
             return self._transport.caller(place._replace(incarnation=incarnation, number=engine)), incarnation
         except TooManyFiles:
             return None, 0
+
+    def only_engine(self) -> tuple[int, int] | None:
+        """The one engine that computes the model and its life; None where it does not serve, or there are several."""
+        engine = self._choose_engine() if self._one_engine else None
+        return None if engine is None else (engine, self._incarnations.item(engine))
+
+    def adopt(self, ticket: InFlight, engine: int, incarnation: int, submitted: int) -> None:
+        """Take over a ticket that another sent by this lane's transport, its number above all before.
+
+        Args:
+            incarnation: the life of the engine that it was sent to.
+            submitted: ns of CLOCK_MONOTONIC.
+        """
+        ticket.engine, ticket.incarnation, ticket.submitted = engine, incarnation, submitted
+        self._stale = True
+        self.sequence = max(self.sequence, ticket.sequence)
+        self.in_flight[ticket.sequence] = ticket
 
     @property
     def engine(self) -> NDArray[Any]:

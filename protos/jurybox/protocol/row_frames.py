@@ -76,6 +76,10 @@ class PlainRows:
         """Let go of the memory."""
         self._slots = []
 
+    def memory(self) -> list[tuple[NDArray[np.uint8], int]]:
+        """Each tensor's rows as bytes, and how many a row has."""
+        return [(np.frombuffer(slots, np.uint8), size) for slots, size in self._slots]
+
     def copies(self, first: int, rows: int) -> list[bytes]:
         """The frames of n rows."""
         end = first + rows

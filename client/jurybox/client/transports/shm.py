@@ -135,6 +135,11 @@ class ShmTransport(Transport):
         for rings in self._rings.values():
             words.add(rings.memory, self._lane)
 
+    def client(self, engine: int, incarnation: int) -> native.ShmRingsClient | None:
+        """The lane's side of an engine's rings in that life of it; None where they are not attached."""
+        rings = self._rings.get(engine)
+        return rings.client if rings is not None and rings.incarnation == incarnation else None
+
     def arm(self) -> bool:
         """Have the next answer told to `tell`'s; whether answers are there already."""
         return any(rings.client.arm() for rings in self._rings.values() if rings.client.in_flight)

@@ -34,6 +34,7 @@ class _Connection:
         self.link.watched(on=True)  # what the kernel does not take goes on when it has room
         self.since = time.monotonic()
         self.name: bytes | None = None
+        self.take_in: Callable[[], object] | None = None  # who takes what it can, before messages are handed out
 
 
 class OpenFront:
@@ -115,6 +116,21 @@ class OpenFront:
         self._end(connection)
         return False
 
+    def link(self, client: bytes) -> native.Zmtp | None:
+        """A client's connection; None if it is gone."""
+        connection = self._named.get(client)
+        return None if connection is None else connection.link
+
+    def give_first(self, client: bytes, take_in: Callable[[], object]) -> None:
+        """Have this called before a client's messages are handed out: it may take the first of them from the link."""
+        if (connection := self._named.get(client)) is not None:
+            connection.take_in = take_in
+
+    def look_again(self, client: bytes) -> None:
+        """Messages stay in a client's link, of which the kernel tells no more."""
+        if (connection := self._named.get(client)) is not None:
+            self._more[client] = connection
+
     def forget_sent(self) -> None:
         """Ask silent clients for a sign of life, and end the connections of those that are gone."""
         now = time.monotonic()
@@ -174,6 +190,10 @@ class OpenFront:
 
     def _take(self, name: bytes, connection: _Connection) -> None:
         """Hand out some of what came by a connection: one that floods the relay must not keep it from others."""
+        if connection.take_in is not None:
+            connection.take_in()
+            if not connection.link.arrived:
+                return
         messages = connection.link.receive(0, _TURN)
         self._messages.extend([name, *frames] for frames in messages)
         if len(messages) == _TURN:

@@ -85,7 +85,8 @@ class Relay:
         self._loop.add_reader(self._back_descriptor, self.pump)
         self._loop.add_reader(self._words.descriptor, self._told)
         self._ears = select.poll()
-        for descriptor in (front.fileno(), self._back_descriptor, self._words.descriptor):
+        self._descriptors = (front.fileno(), self._back_descriptor, self._words.descriptor)
+        for descriptor in self._descriptors:
             self._ears.register(descriptor, select.POLLIN)
 
     def pump(self) -> None:
@@ -104,13 +105,20 @@ class Relay:
         others an engine tells, once it knows that this process is about to sleep. While requests come one after another
         that sleep is here, too: the event loop takes longer from one to the next than the system call.
         """
-        until, waiting = time.monotonic() + _STAY, self._waiting
+        until, waiting, lone = time.monotonic() + _STAY, self._waiting, None
         while not self._closed and not self._pumping:
             more = self._from_clients()
             for held in list(waiting):
                 self._answered(held)
-            if len(waiting) == 1 and not more and (lone := next(iter(waiting))).spin():
-                self._answered(lone)
+            if waiting:
+                lone = next(iter(waiting)) if len(waiting) == 1 else None
+            if lone is not None and not more:
+                if waiting and lone.spin():
+                    self._answered(lone)
+                if not waiting and not self._front.has_news() and (left := until - time.monotonic()) > 0:
+                    self._stay(lone, left)
+                    if waiting or self._front.has_news():
+                        continue
             if more or self._front.has_news() or any(held.arm() for held in waiting):
                 if time.monotonic() > until:
                     self._again()
@@ -123,6 +131,13 @@ class Relay:
                         os.eventfd_read(descriptor)
                 elif descriptor == self._back_descriptor:
                     self._again()  # its messages first
+
+    def _stay(self, lone: HeldLane, seconds: float) -> None:
+        """Serve a client that asks alone without coming back here for each of its requests."""
+        if lone.stay(self._descriptors, _PAUSE_MS / 1e3, seconds) and isinstance(self._front, OpenFront):
+            self._front.look_again(lone.sender)
+        if lone.waits:
+            self._waiting[lone] = None
 
     def _told(self) -> None:
         """Answers may have come from an engine."""
@@ -155,7 +170,7 @@ class Relay:
     def close(self) -> None:
         """Release all lanes."""
         self._closed = True
-        for descriptor in (self._front.fileno(), self._back_descriptor, self._words.descriptor):
+        for descriptor in self._descriptors:
             self._loop.remove_reader(descriptor)
         for number in list(self._lanes):
             self._drop(number)
@@ -234,13 +249,22 @@ class Relay:
             return
         try:
             held.submit(ticket, frames)
-            self._waiting[held] = None
         except Error as error:
             self._send([sender, head(ticket, error.code, str(error))])
+            return
+        self._waiting[held] = None
+        front = self._front
+        if isinstance(front, OpenFront) and (link := front.link(sender)) is not None and held.connect(sender, link):
+            front.give_first(sender, lambda: self._take_in(held))
+
+    def _take_in(self, held: HeldLane) -> None:
+        if held.take_in():
+            self._waiting[held] = None
 
     def _answered(self, held: HeldLane) -> None:
-        for frames in held.answers(self._front.has_room):
-            self._front.send(frames)
+        if not held.answer():
+            for frames in held.answers(self._front.has_room):
+                self._front.send(frames)
         if not held.waits:
             self._waiting.pop(held, None)
         elif held.owes and not self._owing:

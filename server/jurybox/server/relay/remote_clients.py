@@ -15,6 +15,7 @@ import zmq
 from zmq.auth.thread import ThreadAuthenticator
 from zmq.backend import Socket as Bare  # its methods without what zmq.Socket adds, which costs as much as they do
 
+from jurybox import native
 from jurybox.client.in_flight import InFlight
 from jurybox.client.lane import Lane
 from jurybox.client.transports.shm import ShmTransport, Words
@@ -216,6 +217,9 @@ class InlineTicket(NamedTuple):
 class HeldLane:
     """Sends the tickets of one client to the engines.
 
+    Its tickets are in one of two hands: this object's, or a native.RelayLane's, which sees to all that is not special
+    as long as none is in flight here. It hands over whenever something else is to be done about the lane.
+
     Args:
         lane: leased by the relay.
         owner: the connection whose end is the end of the lease.
@@ -235,11 +239,76 @@ class HeldLane:
         self._outputs = row_frames.PlainRows(lane.columns, "outputs")
         self._shm = lane.transport if isinstance(lane.transport, ShmTransport) else None
         self._this = weakref.ref(self)
+        self._native: native.RelayLane | None = None
+        self._native_for: tuple[native.Zmtp, tuple[int, int]] | None = None  # whose connection, which engine's life
+        self._sender = b""
 
     @property
     def waits(self) -> bool:
         """Whether a ticket is in flight."""
-        return bool(self._in_flight)
+        return bool(self._in_flight) or (self._native is not None and self._native.in_flight > 0)
+
+    def connect(self, sender: bytes, link: native.Zmtp) -> bool:
+        """After a `submit`: have the plain ones among the next tickets by this connection go past it, by `take_in`.
+
+        Returns:
+            Whether anything was done: False where rows are not plain, there are several engines, or it is so already.
+        """
+        if not self._inputs or not self._outputs or self._shm is None or (engine := self.lane.only_engine()) is None:
+            return False
+        if self._native_for is not None and self._native_for[0] is link and self._native_for[1] == engine:
+            return False
+        if (client := self._shm.client(*engine)) is None:
+            return False
+        self._take_back()
+        if self._native is not None:
+            self._native.close()
+        memory = self._inputs.memory(), self._outputs.memory()
+        number = self.granted.lease
+        self._native = native.RelayLane(
+            link, client, self.lane.engine, engine[1], number, self._first, self._rows, *memory
+        )
+        self._native_for, self._sender = (link, engine), sender
+        return True
+
+    def take_in(self) -> int:
+        """Send on the plain tickets that came by its connection; how many. What is left there is for `submit`."""
+        return 0 if self._native is None else self._native.take_in()
+
+    def answer(self) -> bool:
+        """Send answers to tickets of `take_in`; False where `answers` has to see to them."""
+        return self._native is not None and self._native.answer()
+
+    def stay(self, descriptors: Sequence[int], pause: float, seconds: float) -> bool:
+        """Do both for a lone client, see native.RelayLane.stay; returns whether its connection has other messages."""
+        if self._native is None or self._native_for is None or not self._native.mine:
+            return False
+        self._native.stay(descriptors, pause, seconds)
+        return self._native_for[0].arrived
+
+    @property
+    def sender(self) -> bytes:
+        """Whose connection `take_in` reads."""
+        return self._sender
+
+    def _take_back(self) -> None:
+        """Have all tickets in flight here."""
+        if self._native is None or self._native_for is None or not self._native.mine:
+            return
+        engine, life = self._native_for[1]
+        for number, sequence, first, rows, version, incarnation, submitted, deadline in self._native.hand_over():
+            ticket = InFlight(number, self._first + first, rows, deadline, version)
+            ticket.holder = self._this
+            self.lane.adopt(ticket, engine, life, submitted)
+            came = InlineTicket(self._sender, sequence, 0, first, rows, version, incarnation)
+            self._busy[first : first + rows] = b"\1" * rows
+            self._in_flight[sequence] = (came, ticket)
+        self.lane.sequence = max(self.lane.sequence, self._native.number)
+
+    def _give(self) -> None:
+        """Nothing is in flight any more: the next tickets may go past this object again."""
+        if self._native is not None and not self._in_flight and not self.lane.in_flight:
+            self._native.take_over(self.lane.sequence)
 
     def watch(self, loop: asyncio.AbstractEventLoop, words: Words, arrived: Callable[[], None]) -> None:
         """Have answers told to `words`; by `arrived` in the loop's thread, where the lane has another transport."""
@@ -262,6 +331,13 @@ class HeldLane:
         Raises:
             Error: it does not fit the lane or the model.
         """
+        self._take_back()
+        try:
+            self._submit(ticket, frames)
+        finally:
+            self._give()
+
+    def _submit(self, ticket: InlineTicket, frames: Sequence[Any]) -> None:
         first, end = ticket.first, ticket.first + ticket.rows
         if not 0 < ticket.rows <= self._rows or end > self._rows:
             raise Error(f"rows {first}..{end - 1} were sent, this lane has {self._rows}", Code.REFUSED)
@@ -295,6 +371,8 @@ class HeldLane:
 
         An answer for which its client has left no room stays in its rows, which are the client's own, until it has.
         """
+        if self._native is not None and self._native.in_flight:
+            self._take_back()
         self.lane.receive_now()
         answered = [(*each, each[1].answer.code) for each in self._in_flight.values() if each[1].answer is not None]
         for came, sent, code in answered:
@@ -317,6 +395,10 @@ class HeldLane:
 
     def look_after(self) -> None:
         """Check engines and server; raises ServerGone. New answers are in `answers` afterwards."""
+        if self._native is not None and self._native.in_flight:
+            if not self._native.overdue():
+                return  # all of them are new since the last look
+            self._take_back()
         self.lane.receive(0)
 
     def input_bytes(self, rows: int) -> int:
@@ -325,6 +407,8 @@ class HeldLane:
 
     def close(self) -> None:
         """Release the lane."""
+        if self._native is not None:
+            self._native.close()
         self._in_flight.clear()
         self._inputs.close()
         self._outputs.close()
@@ -333,6 +417,7 @@ class HeldLane:
     def _settle(self, came: InlineTicket) -> None:
         del self._in_flight[came.sequence]
         self._busy[came.first : came.first + came.rows] = bytes(came.rows)
+        self._give()
 
     def _frames(self, came: InlineTicket, sent: InFlight) -> list[Any]:
         answer = sent.answer

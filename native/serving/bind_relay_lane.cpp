@@ -1,0 +1,101 @@
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/vector.h>
+
+#include <optional>
+#include <stdexcept>
+#include <utility>
+#include <vector>
+
+#include "bindings.hpp"
+#include "serving/relay_lane.hpp"
+
+namespace nb = nanobind;
+
+namespace jurybox {
+namespace {
+
+using Columns = std::vector<std::pair<Bytes, std::size_t>>;
+
+std::vector<RelayLane::Column> columns_of(const Columns& given, std::uint32_t first, std::uint32_t rows) {
+    std::vector<RelayLane::Column> columns;
+    for (const auto& [memory, row_bytes] : given) {
+        if (row_bytes == 0 || memory.shape(0) / row_bytes < std::size_t{first} + rows)
+            throw std::invalid_argument("a column is smaller than the lane's rows");
+        columns.push_back({reinterpret_cast<std::byte*>(memory.data()) + first * row_bytes, row_bytes});
+    }
+    return columns;
+}
+
+// Nothing happens any more once it was closed. What it points to is kept until then.
+struct Held {
+    nb::object link, client, engine;
+    Columns inputs, outputs;
+    std::optional<RelayLane> lane;
+
+    void close() {
+        lane.reset();
+        inputs.clear(), outputs.clear();
+        link.reset(), client.reset(), engine.reset();
+    }
+};
+
+}  // namespace
+
+// It belongs to the relay's thread, as its connection and its rings' client do.
+void bind_relay_lane(nb::module_& m) {
+    nb::class_<Held>(m, "RelayLane", "A remote client's lane, as long as nothing about its requests is special: from its connection to an engine's rings and back.")
+        .def(
+            "__init__",
+            [](Held* self, nb::object link, nb::object client, nb::object engine, std::uint64_t incarnation, std::uint64_t lease,
+               std::uint32_t first, std::uint32_t rows, Columns inputs, Columns outputs) {
+                const Write record(engine);
+                std::vector<RelayLane::Column> in = columns_of(inputs, first, rows), out = columns_of(outputs, first, rows);
+                Held* held = new (self) Held{link, client, engine, std::move(inputs), std::move(outputs), std::nullopt};
+                held->lane.emplace(nb::cast<Zmtp&>(link), rings_client(client), *record.records<const EngineRecord>(), incarnation,
+                                   lease, first, rows, std::move(in), std::move(out));
+            },
+            nb::arg("link"), nb::arg("client"), nb::arg("engine"), nb::arg("incarnation"), nb::arg("lease"), nb::arg("first"),
+            nb::arg("rows"), nb::arg("inputs"), nb::arg("outputs"),
+            "`link` is its connection, `client` its side of the rings of the engine's life `incarnation`, `engine` that one's record of "
+            "scoreboard.ENGINE; `lease` the client's name for the lane; `first` and `rows` its rows in the arena, `inputs` and "
+            "`outputs` each tensor's memory, uint8, and the bytes of a row.")
+        .def("take_over", [](Held& self, std::uint64_t number) { if (self.lane) self.lane->take_over(number); }, nb::arg("number"),
+             nb::lock_self(), "No ticket is in flight: see to those that come, with numbers above this one.")
+        .def(
+            "hand_over",
+            [](Held& self) {
+                nb::list sent;
+                if (!self.lane) return sent;
+                for (const RelayLane::Sent& one : self.lane->hand_over())
+                    sent.append(nb::make_tuple(one.number, one.sequence, one.first, one.rows, one.version, one.incarnation,
+                                               one.submitted, one.deadline));
+                return sent;
+            },
+            nb::lock_self(),
+            "See to nothing any more until `take_over`. Gives the tickets in flight: number, its client's sequence, first row and "
+            "rows, version, its client's incarnation, submitted and deadline in ns.")
+        .def_prop_ro("mine", [](const Held& self) { return self.lane && self.lane->mine(); }, "Whether it sees to what comes.")
+        .def_prop_ro("number", [](const Held& self) { return self.lane ? self.lane->number() : 0; }, "The last that it has given a ticket.")
+        .def_prop_ro("in_flight", [](const Held& self) { return self.lane ? self.lane->in_flight() : 0; }, "Tickets without an answer.")
+        .def("take_in", [](Held& self) { return self.lane ? self.lane->take_in() : 0; }, nb::lock_self(),
+             "Send on the tickets that came; how many. What is special stays in the link, with all behind it.")
+        .def("answer", [](Held& self) { return self.lane && self.lane->answer(); }, nb::lock_self(),
+             "Send the answers that are there; False where it does not see to them, or the next is special.")
+        .def(
+            "stay",
+            [](Held& self, const std::vector<int>& descriptors, double pause, double seconds) {
+                if (!self.lane) return;
+                std::vector<pollfd> fds;
+                for (int descriptor : descriptors) fds.push_back({descriptor, POLLIN, 0});
+                nb::gil_scoped_release release;
+                self.lane->stay(fds.data(), fds.size(), static_cast<std::int64_t>(pause * 1e9), static_cast<std::int64_t>(seconds * 1e9));
+            },
+            nb::arg("descriptors"), nb::arg("pause"), nb::arg("seconds"), nb::lock_self(),
+            "Take in and answer for so many seconds, as long as this client is alone. Ends where another descriptor than the first is "
+            "readable, or that one by somebody else's messages; after a pause of so many seconds; and with what is special.")
+        .def("overdue", [](Held& self) { return self.lane && self.lane->overdue(); }, nb::lock_self(),
+             "Whether a ticket is in flight that was so at the last look.")
+        .def("close", [](Held& self) { self.close(); }, nb::lock_self(), "Let go of all; nothing happens any more.");
+}
+
+}  // namespace jurybox

@@ -1,0 +1,158 @@
+// A remote client's lane, as long as nothing about its requests is special: rows of fixed shape, one engine that serves, answers
+// that are outputs, a client that reads them. Its tickets go from its connection to the engine's ring with their rows, and the
+// outputs back, in the relay's one thread. All else is the relay's, which takes the tickets in flight over (`hand_over`): a
+// lane's tickets are in one hand, never in two.
+#pragma once
+#include <poll.h>
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <utility>
+#include <vector>
+
+#include "serving/shm_rings.hpp"
+#include "serving/zmtp.hpp"
+
+namespace jurybox {
+
+class RelayLane {
+  public:
+    // Where the rows of a tensor are: the lane's first of them, and the bytes of each.
+    struct Column {
+        std::byte* first;
+        std::size_t row_bytes;
+    };
+    // A ticket on its way: its client's number for it, the engine's, and what its client said.
+    struct Sent {
+        std::uint64_t sequence, number, version, incarnation;
+        std::int64_t submitted, deadline;
+        std::uint32_t first, rows;
+    };
+
+    // The engine's `incarnation` is the life of it that `rings` are of, `lease` the client's name for the lane, whose rows in
+    // the arena are `rows` from `first` on. Nothing is done before `take_over`.
+    RelayLane(Zmtp& link, ShmRingsClient& rings, const EngineRecord& engine, std::uint64_t incarnation, std::uint64_t lease,
+              std::uint32_t first, std::uint32_t rows, std::vector<Column> inputs, std::vector<Column> outputs)
+        : link_(link), rings_(rings), engine_(engine), incarnation_(incarnation), lease_(lease), first_(first), rows_(rows),
+          inputs_(std::move(inputs)), outputs_(std::move(outputs)) {
+        sent_.reserve(kRing);
+        parts_.resize(1 + outputs_.size());
+    }
+
+    // No ticket of the lane is in flight: those that come are seen to here, with numbers above this one.
+    void take_over(std::uint64_t number) {
+        number_ = looked_ = number;
+        mine_ = true;
+    }
+    // Those in flight are somebody else's from now on, and their answers, and all that comes. The last number given is `number`.
+    std::vector<Sent> hand_over() {
+        mine_ = false;
+        std::vector<Sent> sent;
+        sent.swap(sent_);
+        sent_.reserve(kRing);
+        return sent;
+    }
+    bool mine() const { return mine_; }
+    std::uint64_t number() const { return number_; }
+    std::size_t in_flight() const { return sent_.size(); }
+
+    // Send on the tickets that came; how many. The first that is special stays in the link, and all behind it.
+    std::size_t take_in() {
+        std::size_t taken = 0;
+        for (const Zmtp::Message* message; mine_ && (message = link_.oldest()) != nullptr && submit(*message); ++taken)
+            link_.drop_oldest();
+        return taken;
+    }
+
+    // Send the answers that are there. False where they are somebody else's to send: all, or the next since it is special.
+    bool answer() {
+        Answer answer, same;
+        while (mine_ && rings_.next(answer)) {
+            const auto sent = std::find_if(sent_.begin(), sent_.end(), [&](const Sent& one) { return one.number == answer.sequence; });
+            // Of an answer's bytes that its client has not read, others know how many there may be.
+            if (sent != sent_.end() && (answer.code != kOk || link_.pending() > 0)) return false;
+            rings_.receive(&same, 1);
+            if (sent == sent_.end()) continue;  // to nobody
+            post(*sent, answer.version);
+            *sent = sent_.back();
+            sent_.pop_back();
+        }
+        return mine_;
+    }
+
+    // Take in and answer a client's tickets for `ns`, as long as it is alone and its answers come within a spin: ends with
+    // anything else, be it a pause of `pause_ns`. Readable, the first descriptor tells of messages, this client's among them.
+    void stay(pollfd* fds, std::size_t n_fds, std::int64_t pause_ns, std::int64_t ns) {
+        const std::int64_t until = monotonic_ns() + ns;
+        const timespec pause = timespec_of(pause_ns);
+        while (mine_ && sent_.empty() && rings_.alone() && monotonic_ns() < until) {
+            if (::ppoll(fds, n_fds, &pause, nullptr) <= 0) return;
+            for (std::size_t i = 1; i < n_fds; ++i)
+                if (fds[i].revents != 0) return;
+            if (!link_.receive(0) || take_in() == 0 || link_.oldest() != nullptr) return;
+            if (!rings_.spin() || !answer()) return;
+        }
+    }
+
+    // Whether a ticket is in flight that was so at the last look.
+    bool overdue() {
+        const bool found = std::any_of(sent_.begin(), sent_.end(), [this](const Sent& one) { return one.number <= looked_; });
+        looked_ = number_;
+        return found;
+    }
+
+  private:
+    static constexpr char kPrefix[] = {'J', 2};                  // wire.py
+    static constexpr std::int64_t kLongest = 3'600'000'000'000;  // ns, an hour: no ticket waits longer
+
+    // Copy a ticket's rows to the lane and post it; false where it is special, and nothing was done.
+    bool submit(const Zmtp::Message& message) {
+        if (message.size() != 1 + inputs_.size() || message[0].size() != sizeof kPrefix + sizeof(Ticket) ||
+            std::memcmp(message[0].data(), kPrefix, sizeof kPrefix) != 0)
+            return false;
+        Ticket came;
+        std::memcpy(&came, message[0].data() + sizeof kPrefix, sizeof came);
+        if (came.lease != lease_ || came.rows == 0 || came.rows > rows_ || came.first > rows_ - came.rows) return false;
+        for (const Sent& one : sent_) {
+            const bool apart = one.first + one.rows <= came.first || came.first + came.rows <= one.first;
+            if (one.sequence == came.sequence || !apart) return false;
+        }
+        for (std::size_t i = 0; i < inputs_.size(); ++i)
+            if (message[1 + i].size() != came.rows * inputs_[i].row_bytes) return false;
+        if (sent_.size() == kRing || !engine_.serves(incarnation_)) return false;
+        for (std::size_t i = 0; i < inputs_.size(); ++i)
+            std::memcpy(inputs_[i].first + came.first * inputs_[i].row_bytes, message[1 + i].data(), message[1 + i].size());
+        const std::int64_t now = monotonic_ns(), left = std::clamp<std::int64_t>(came.deadline, 1, kLongest);
+        const Ticket ticket{number_ + 1, 0, now + left, now, 0, first_ + came.first, came.rows, 0, came.version, {incarnation_}};
+        if (!rings_.submit(ticket)) return false;
+        sent_.push_back({came.sequence, ++number_, came.version, came.incarnation, now, now + left, came.first, came.rows});
+        return true;
+    }
+
+    void post(const Sent& sent, std::uint64_t version) {
+        char head[sizeof kPrefix + 28];  // PACK_REPLY of wire.py
+        const std::uint64_t fields[] = {sent.sequence, version, sent.incarnation};
+        std::memcpy(head, kPrefix, sizeof kPrefix);
+        std::memcpy(head + sizeof kPrefix, fields, sizeof fields);
+        std::memset(head + sizeof kPrefix + sizeof fields, 0, sizeof head - sizeof kPrefix - sizeof fields);
+        parts_[0] = {head, sizeof head};
+        for (std::size_t i = 0; i < outputs_.size(); ++i)
+            parts_[1 + i] = {outputs_[i].first + sent.first * outputs_[i].row_bytes, sent.rows * outputs_[i].row_bytes};
+        link_.post(parts_.data(), parts_.size());  // a client that is gone needs none
+    }
+
+    Zmtp& link_;
+    ShmRingsClient& rings_;
+    const EngineRecord& engine_;
+    const std::uint64_t incarnation_, lease_;
+    const std::uint32_t first_, rows_;
+    const std::vector<Column> inputs_, outputs_;
+    bool mine_ = false;
+    std::uint64_t number_ = 0, looked_ = 0;
+    std::vector<Sent> sent_;
+    std::vector<Zmtp::Part> parts_;
+};
+
+}  // namespace jurybox
