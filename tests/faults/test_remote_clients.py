@@ -21,6 +21,7 @@ from jurybox.client.local_link import LocalLink
 from jurybox.protocol.control_pb2 import ControlReply, ControlRequest, LeaseRequest
 from jurybox.protocol.segment import sweep
 from jurybox.protocol.wire import PREFIX
+from jurybox.server.relay.open_front import OpenFront
 from jurybox.server.relay.relay import Relay
 from jurybox.server.relay.remote_clients import Front
 
@@ -228,14 +229,15 @@ def test_a_killed_gateway_is_nothing_to_a_client_over_grpc_but_a_wait(server):
                 assert time.monotonic() < until
 
 
-def test_no_answer_is_lost_to_the_relays_looks_at_its_tickets(server):
+@pytest.mark.parametrize("openly", [True, False])
+def test_no_answer_is_lost_to_the_relays_looks_at_its_tickets(server, openly):
     """A relay that looks after its tickets without a break: whenever an answer comes, it is looking."""
     asking = threading.Event()
     asking.set()
 
     async def relaying(where):
         context = zmq.Context()
-        front = Front(context, "127.0.0.1:0", None, None, 1 << 20)
+        front = OpenFront("127.0.0.1:0", 1 << 20) if openly else Front(context, "127.0.0.1:0", None, None, 1 << 20)
         back = context.socket(zmq.DEALER)
         back.connect(server.address)
         link = await asyncio.to_thread(LocalLink, server.address, "shm", 20.0)

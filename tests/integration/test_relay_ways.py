@@ -1,0 +1,322 @@
+"""A remote client's tickets go through the relay in one of two ways, natively or not: nobody can tell by the answers."""
+
+import asyncio
+import os
+import queue
+import signal
+import threading
+import time
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import zmq
+from tests.serving import serving, wait_until
+
+from jurybox.client import ModelFailed, Timeout, connect
+from jurybox.client.local_link import LocalLink
+from jurybox.protocol.control_pb2 import ControlReply, ControlRequest, LeaseRequest
+from jurybox.protocol.errors import Code
+from jurybox.protocol.wire import PACK_REPLY, PACK_TICKET, PREFIX
+from jurybox.server.relay.open_front import OpenFront
+from jurybox.server.relay.relay import Relay
+
+MODELS = {
+    "affine": {"factory": "tests.models:affine", "max_batch": 16, "rows": 256},
+    "moody": {"factory": "tests.models:moody", "max_batch": 4, "rows": 64},
+    "two": {"factory": "tests.models:two", "max_batch": 8, "rows": 64},
+}
+ROW = np.arange(4, dtype=np.float32)
+SECOND = 1_000_000.0  # to moody
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    with serving(tmp_path_factory.mktemp("server"), MODELS) as running:
+        yield running
+
+
+@pytest.fixture
+def relay(server):
+    """A relay in a thread of this process: its lanes can be looked at."""
+    told, stop, made = queue.Queue(), threading.Event(), SimpleNamespace()
+
+    async def relaying():
+        context = zmq.Context()
+        front = OpenFront("127.0.0.1:0", 1 << 20)
+        back = context.socket(zmq.DEALER)
+        back.connect(server.address)
+        link = await asyncio.to_thread(LocalLink, server.address, "shm", 20.0)
+        made.relay = relay = Relay(front, back, link, lambda *_, **__: None)
+        told.put(f"tcp://{front.bound}")
+        while not stop.is_set():
+            await asyncio.sleep(0.02)
+            relay.look_after()
+        relay.close()
+        link.close()
+        front.close()
+        context.destroy(linger=0)
+
+    thread = threading.Thread(target=lambda: asyncio.run(relaying()))
+    thread.start()
+    try:
+        made.where = told.get(timeout=30)
+        yield made
+    finally:
+        stop.set()
+        thread.join(30)
+    assert not thread.is_alive()
+
+
+def natively(relay):
+    """Whether the only lane's tickets go the native way now, and how many are in flight there."""
+    (held,) = relay.relay._lanes.values()
+    return held._native is not None and held._native.mine, 0 if held._native is None else held._native.in_flight
+
+
+class Bare:
+    """A client of bare messages, with a lane of four rows."""
+
+    def __init__(self, context, where, model):
+        self.socket = context.socket(zmq.DEALER)
+        for name, value in {"LINGER": 0, "RCVTIMEO": 20_000}.items():
+            self.socket.setsockopt(getattr(zmq, name), value)
+        self.socket.connect(where)
+        request = ControlRequest(lease=LeaseRequest(model=model, rows=4))
+        self.socket.send_multipart((PREFIX, b"12345678", request.SerializeToString()))
+        self.lease = ControlReply.FromString(self._message()[2]).lease.lease
+        self.sequence = 0
+
+    def _message(self):
+        while True:
+            frames = self.socket.recv_multipart()
+            if frames[:2] != [PREFIX, bytes(8)]:  # a probe
+                return frames
+
+    def send(self, first, rows, *frames, left=10**10, version=0, lease=None, sequence=None):
+        self.sequence += sequence is None
+        number = self.sequence if sequence is None else sequence
+        ticket = PACK_TICKET.pack(number, lease or self.lease, left, 0, 0, first, rows, 0, version, 5)
+        self.socket.send_multipart((PREFIX + ticket, *frames))
+        return number
+
+    def answer(self):
+        """Sequence, code, text or outputs."""
+        frames = self._message()
+        sequence, _, incarnation, code = PACK_REPLY.unpack_from(frames[0], len(PREFIX))
+        assert incarnation == (5 if sequence else 0)
+        return sequence, code, frames[0][len(PREFIX) + PACK_REPLY.size :], frames[1:]
+
+    def ask(self, *what, **more):
+        number = self.send(*what, **more)
+        sequence, *rest = self.answer()
+        assert sequence == number
+        return rest
+
+
+KINDS = {
+    "a row": (0, 1, ROW.tobytes()),
+    "all rows": (0, 4, np.arange(16, dtype=np.float32).tobytes()),
+    "the last row": (3, 1, ROW.tobytes()),
+    "a row that breaks the model": (1, 1, np.full(4, 666, np.float32).tobytes()),
+    "no row": (0, 0, b""),
+    "rows beyond the lane": (3, 2, bytes(32)),
+    "rows beyond all": (2**32 - 1, 2**32 - 1, bytes(32)),
+    "too few bytes": (0, 2, bytes(16)),
+    "too many bytes": (0, 1, bytes(17)),
+    "no frame": (0, 1),
+    "a frame too many": (0, 1, bytes(16), b""),
+}
+MORE = {
+    "weights that nobody has": {"version": 77},
+    "a deadline that is over": {"left": -5},
+    "another's lease": {"lease": 99},
+}
+
+
+@pytest.mark.parametrize("kind", [*KINDS, *MORE])
+def test_a_request_of_each_kind_has_the_same_answer_both_ways(server, relay, kind):
+    """A lane's first request never goes natively, one behind an answered one does if any does."""
+    what, more = KINDS.get(kind, KINDS["a row"]), MORE.get(kind, {})
+    context = zmq.Context()
+    try:
+        client = Bare(context, relay.where, "moody")
+        first = client.ask(*what, **more)
+        assert client.ask(0, 1, ROW.tobytes()) == [Code.OK, b"", [(ROW + 1).tobytes()]]
+        wait_until(lambda: natively(relay) == (True, 0), 20, "the next goes natively")
+        assert [client.ask(*what, **more) for _ in range(3)] == [first] * 3
+        for _ in range(3):  # and it costs those behind it nothing
+            assert client.ask(0, 4, bytes(64)) == [Code.OK, b"", [np.ones(16, np.float32).tobytes()]]
+        wait_until(lambda: natively(relay) == (True, 0), 20, "it goes natively again")
+    finally:
+        context.destroy(linger=0)
+
+
+def test_what_is_no_ticket_is_told_so_between_those_that_go_natively(server, relay):
+    context = zmq.Context()
+    try:
+        client = Bare(context, relay.where, "affine")
+        for _ in range(3):
+            assert client.ask(0, 1, ROW.tobytes())[2] == [(2 * ROW + 1).tobytes()]
+            client.socket.send_multipart((b"J\x09what", b"ever"))
+            sequence, code, text, _ = client.answer()
+            assert (sequence, code) == (0, Code.PROTOCOL_MISMATCH)
+            assert b"protocol version 9 came" in text
+            client.socket.send(PREFIX + b"too short for a ticket")
+            assert client.answer()[:2] == (0, Code.MALFORMED)
+    finally:
+        context.destroy(linger=0)
+
+
+def test_rows_that_are_in_flight_are_refused_to_another_ticket_and_answered_to_their_own(server, relay):
+    context = zmq.Context()
+    slow = np.full(4, 0.5 * SECOND, np.float32)
+    try:
+        client = Bare(context, relay.where, "moody")
+        client.ask(0, 1, ROW.tobytes())
+        wait_until(lambda: natively(relay) == (True, 0), 20, "the next goes natively")
+        number = client.send(0, 1, slow.tobytes())
+        wait_until(lambda: natively(relay) == (True, 1), 20, "it went natively")
+        again = client.send(0, 1, ROW.tobytes())
+        sequence, code, _, _ = client.answer()
+        assert (sequence, code) == (again, Code.BUSY)
+        client.send(0, 1, slow.tobytes(), sequence=number)  # the same once more: its answer was perhaps lost
+        client.send(0, 2, bytes(32), sequence=number)
+        sequence, code, text, _ = client.answer()
+        assert (sequence, code) == (number, Code.MALFORMED)
+        assert b"came again with other rows" in text
+        assert client.answer()[::3] == (number, [(slow + 1).tobytes()])
+        assert client.ask(0, 1, ROW.tobytes())[2] == [(ROW + 1).tobytes()]
+    finally:
+        context.destroy(linger=0)
+
+
+def test_a_late_answer_goes_to_nobody_else(server, relay):
+    with connect(relay.where, timeout=20) as client:
+        model = client.model("moody", rows=3)
+        for turn in range(4):
+            row = np.full(4, 3.0 + turn, np.float32)
+            np.testing.assert_array_equal(model(row), row + 1)
+            with pytest.raises(Timeout):
+                model(np.full(4, 0.2 * SECOND + turn, np.float32), timeout=0.05)
+            for _ in range(3):
+                np.testing.assert_array_equal(model(row, timeout=20), row + 1)
+
+
+def test_many_clients_at_once_get_their_own_answers(server, relay):
+    """One row, several, several tickets, two tensors, with time-outs and failures among them."""
+    failed = []
+
+    def ask(number):
+        rng = np.random.default_rng(number)
+        try:
+            with connect(relay.where, timeout=30) as client:
+                model = client.model(("affine", "affine", "two", "moody")[number % 4], rows=4)
+                for turn in range(60):
+                    value = float(rng.integers(1, 200))
+                    if number % 4 == 2:
+                        image = np.full((2, 64, 64, 3), value, np.uint8)
+                        out = model.infer({"image": image, "scale": np.full(2, number, np.float32)})
+                        np.testing.assert_allclose(out["brightness"], value * number, rtol=1e-5)
+                        assert (out["corner"] == value).all()
+                    elif number % 4 == 3:
+                        if turn % 20 == 7:
+                            with pytest.raises(ModelFailed):
+                                model(np.full(4, 666, np.float32))
+                        if turn % 20 == 11:
+                            with pytest.raises(Timeout):
+                                model(np.full(4, 0.1 * SECOND, np.float32), timeout=0.01)
+                        np.testing.assert_array_equal(model(np.full(4, value, np.float32)), np.full(4, value + 1))
+                    elif number % 2:
+                        tickets = [model.submit(np.full((1, 4), value + i, np.float32)) for i in range(4)]
+                        for i, ticket in enumerate(tickets):
+                            assert (ticket.result(timeout=30).outputs == 2 * (value + i) + 1).all()
+                    else:
+                        rows = np.full((turn % 4 + 1, 4), value, np.float32)
+                        np.testing.assert_array_equal(model.infer(rows), 2 * rows + 1)
+        except BaseException as error:  # noqa: BLE001
+            failed.append(error)
+
+    threads = [threading.Thread(target=ask, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not failed, failed
+    assert not any(thread.is_alive() for thread in threads)
+
+
+def test_a_ticket_that_is_on_its_native_way_when_its_engine_dies_is_computed_by_the_next(server, relay):
+    with connect(relay.where, timeout=60) as client:
+        model = client.model("moody", rows=2)
+        model(ROW)
+        model(ROW)
+        wait_until(lambda: natively(relay) == (True, 0), 20, "the next goes natively")
+        slow = np.full((1, 4), 0.6 * SECOND, np.float32)
+        ticket = model.submit(slow, timeout=60)
+        wait_until(lambda: natively(relay)[1] == 1, 20, "it is in flight")
+        os.kill(server.pids()["engine-0"], signal.SIGKILL)
+        np.testing.assert_array_equal(ticket.result(timeout=60).outputs, slow + 1)
+        for _ in range(3):
+            np.testing.assert_array_equal(model(ROW, timeout=60), ROW + 1)
+        wait_until(lambda: natively(relay) == (True, 0), 20, "with the next engine it goes natively again")
+
+
+def test_a_connection_that_breaks_costs_no_answer(server, relay):
+    with connect(relay.where, timeout=60) as client:
+        model = client.model("moody", rows=2)
+        slow = np.full((1, 4), 0.3 * SECOND, np.float32)
+        for _ in range(3):
+            model(ROW)
+            model(ROW)
+            wait_until(lambda: natively(relay) == (True, 0), 20, "the next goes natively")
+            ticket = model.submit(slow, timeout=60)
+            wait_until(lambda: natively(relay)[1] == 1, 20, "it is in flight")
+            model._lane._transport._connection.link.close()
+            np.testing.assert_array_equal(ticket.result(timeout=60).outputs, slow + 1)
+
+
+def test_a_lane_given_back_in_flight_is_written_to_by_nobody(server, relay):
+    """Its rows go to another client, at once where they are the only ones."""
+    for _ in range(3):
+        with connect(relay.where, timeout=30) as client:
+            model = client.model("moody", rows=64)
+            model(ROW)
+            model(ROW)
+            model.submit(np.full((1, 4), 0.2 * SECOND, np.float32))
+            wait_until(lambda: natively(relay)[1] == 1, 20, "it is in flight")
+            (held,) = relay.relay._lanes.values()
+            link = held._native_for[0]
+        wait_until(lambda: not relay.relay._lanes, 20, "the lane is given back")
+        assert not held.take_in() and not held._native.mine
+        del link
+        with connect(relay.where, timeout=30) as client:
+            model = client.model("moody", rows=64)
+            for _ in range(5):
+                np.testing.assert_array_equal(model(ROW, timeout=20), ROW + 1)
+
+
+def test_a_lone_client_is_served_natively_and_others_hear_soon(server, relay):
+    """Whoever comes while the relay stays with one client waits no longer for it than a few milliseconds."""
+    stop, asked = threading.Event(), []
+
+    def go_on():
+        with connect(relay.where, timeout=30) as client:
+            model = client.model("affine", rows=1)
+            while not stop.is_set():
+                np.testing.assert_array_equal(model(ROW), 2 * ROW + 1)
+                asked.append(time.monotonic())
+
+    thread = threading.Thread(target=go_on)
+    thread.start()
+    try:
+        wait_until(lambda: len(asked) > 500, 60, "it asks alone")
+        with connect(relay.where, timeout=30) as other:
+            model = other.model("affine", rows=1)
+            for _ in range(50):
+                np.testing.assert_array_equal(model(-ROW, timeout=20), -2 * ROW + 1)
+            other.status()
+    finally:
+        stop.set()
+        thread.join(60)
+    assert not thread.is_alive()
