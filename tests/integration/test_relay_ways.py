@@ -1,4 +1,4 @@
-"""A remote client's tickets go through the relay in one of two ways, natively or not: nobody can tell by the answers."""
+"""A remote client's tickets go through the relay in one of two ways, natively or not: answers do not tell."""
 
 import asyncio
 import os

@@ -108,10 +108,10 @@ class Relay:
         until, waiting, lone = time.monotonic() + _STAY, self._waiting, None
         while not self._closed and not self._pumping:
             more = self._from_clients()
-            for held in list(waiting):
-                self._answered(held)
             if waiting:
                 lone = next(iter(waiting)) if len(waiting) == 1 else None
+            for held in list(waiting):
+                self._answered(held)
             if lone is not None and not more:
                 if waiting and lone.spin():
                     self._answered(lone)
