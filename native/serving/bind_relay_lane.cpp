@@ -91,8 +91,8 @@ void bind_relay_lane(nb::module_& m) {
                 self.lane->stay(fds.data(), fds.size(), static_cast<std::int64_t>(pause * 1e9), static_cast<std::int64_t>(seconds * 1e9));
             },
             nb::arg("descriptors"), nb::arg("pause"), nb::arg("seconds"), nb::lock_self(),
-            "Take in and answer for so many seconds, as long as this client is alone. Ends where another descriptor than the first is "
-            "readable, or that one by somebody else's messages; after a pause of so many seconds; and with what is special.")
+            "Take in and answer for so many seconds, for a client that is alone. Ends where another descriptor than the first is readable, "
+            "or that one by somebody else's messages; after a pause of so many seconds, its own or the engine's; and with what is special.")
         .def("overdue", [](Held& self) { return self.lane && self.lane->overdue(); }, nb::lock_self(),
              "Whether a ticket is in flight that was so at the last look.")
         .def("close", [](Held& self) { self.close(); }, nb::lock_self(), "Let go of all; nothing happens any more.");

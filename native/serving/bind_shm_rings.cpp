@@ -283,6 +283,8 @@ void bind_shm_rings(nb::module_& m) {
         .def("add", [](Word& self, std::uint32_t lane) { self.word.add(lane); }, nb::arg("lane"), "Watch for a lane of this word.")
         .def("remove", [](Word& self, std::uint32_t lane) { return self.word.remove(lane); }, nb::arg("lane"),
              "No longer; returns how many lanes are left.")
+        .def("pause", [](Word& self, std::uint32_t lane) { self.word.pause(lane); }, nb::arg("lane"),
+             "Not until it is added again: meanwhile its client waits for answers itself.")
         .def(
             "watch",
             [](Word& self, int told, double timeout) {

@@ -82,17 +82,18 @@ class RelayLane {
         return mine_;
     }
 
-    // Take in and answer a client's tickets for `ns`, as long as it is alone and its answers come within a spin: ends with
-    // anything else, be it a pause of `pause_ns`. Readable, the first descriptor tells of messages, this client's among them.
+    // Take in and answer the tickets of a client that is alone, for `ns`: ends with anything else, be it that nothing comes for
+    // `pause_ns`, of its client or of the engine. Readable, the first descriptor tells of messages, this client's among them;
+    // while the engine computes it is not looked at.
     void stay(pollfd* fds, std::size_t n_fds, std::int64_t pause_ns, std::int64_t ns) {
         const std::int64_t until = monotonic_ns() + ns;
         const timespec pause = timespec_of(pause_ns);
-        while (mine_ && sent_.empty() && rings_.alone() && monotonic_ns() < until) {
+        while (mine_ && sent_.empty() && monotonic_ns() < until) {
             if (::ppoll(fds, n_fds, &pause, nullptr) <= 0) return;
             for (std::size_t i = 1; i < n_fds; ++i)
                 if (fds[i].revents != 0) return;
             if (!link_.receive(0) || take_in() == 0 || link_.oldest() != nullptr) return;
-            if (!rings_.spin() || !answer()) return;
+            if (!rings_.wait(pause_ns) || !answer()) return;
         }
     }
 

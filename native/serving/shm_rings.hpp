@@ -400,9 +400,6 @@ class ShmRingsClient {
         return lane_.answered.load(std::memory_order_seq_cst) != seen;
     }
 
-    // Whether nobody else asked this engine lately.
-    bool alone() const { return alone_.load(std::memory_order_relaxed); }
-
     // As `wait`, without the sleep, and only while nobody else asks this engine.
     bool spin() {
         const std::uint32_t seen = received_.load(std::memory_order_relaxed);
@@ -496,26 +493,30 @@ class ShmRingsWord {
 
     void add(std::uint32_t lane) {
         lanes_.fetch_or(bit(lane), std::memory_order_seq_cst);
-        moved_.fetch_add(1, std::memory_order_seq_cst);  // so that the thread goes back to sleep for this one, too
-        futex_wake(moved_);
+        wake();  // so that the thread goes back to sleep for this one, too
     }
     // How many lanes are left.
     int remove(std::uint32_t lane) {
         const std::uint32_t left = lanes_.fetch_and(~bit(lane), std::memory_order_seq_cst) & ~bit(lane);
-        moved_.fetch_add(1, std::memory_order_seq_cst);
-        futex_wake(moved_);
+        wake();
         return __builtin_popcount(left);
     }
+    // Until it is added again, a lane's client sleeps on the word itself. The thread may hear of its answer once more.
+    void pause(std::uint32_t lane) { lanes_.fetch_and(~bit(lane), std::memory_order_seq_cst); }
 
     // Sleep for so many ns, and add one to the eventfd `told` when the lanes' clients may have been woken.
     void watch(int told, std::int64_t timeout_ns) {
         const std::int64_t until = monotonic_ns() + timeout_ns;
         do {
             const std::uint32_t lanes = lanes_.load(std::memory_order_seq_cst);
-            if (moved_.load(std::memory_order_seq_cst) == seen_) futex_wait(moved_, seen_, until, lanes ? lanes : FUTEX_BITSET_MATCH_ANY);
+            if (lanes == 0)
+                futex_wait(lanes_, 0, until);
+            else if (moved_.load(std::memory_order_seq_cst) == seen_)
+                futex_wait(moved_, seen_, until, lanes);
             const std::uint32_t now = moved_.load(std::memory_order_seq_cst);
             if (now == seen_) continue;
             seen_ = now;
+            if (lanes_.load(std::memory_order_seq_cst) == 0) continue;  // nobody is to be told
             const std::uint64_t one = 1;
             [[maybe_unused]] const ssize_t written = ::write(told, &one, sizeof one);  // full, it is readable as well
         } while (monotonic_ns() < until);
@@ -523,8 +524,13 @@ class ShmRingsWord {
 
   private:
     static std::uint32_t bit(std::uint32_t lane) { return std::uint32_t{1} << lane % kSleepers; }
+    void wake() {
+        moved_.fetch_add(1, std::memory_order_seq_cst);
+        futex_wake(moved_);
+        futex_wake(lanes_);
+    }
     Futex& moved_;
-    std::atomic<std::uint32_t> lanes_{0};
+    Futex lanes_{0};  // a thread without lanes sleeps on this
     std::uint32_t seen_;
 };
 

@@ -44,6 +44,7 @@ class ShmTransport(Transport):
         self._unsent: list[InFlight] = []
         self._watching: _Watcher | None = None
         self._words: Words | None = None
+        self._quiet = False
 
     def send(self, ticket: InFlight) -> None:
         """As Transport.send. What a full ring does not take is sent when answers have made room."""
@@ -140,8 +141,19 @@ class ShmTransport(Transport):
         rings = self._rings.get(engine)
         return rings.client if rings is not None and rings.incarnation == incarnation else None
 
+    def quiet(self) -> None:
+        """Have nothing told until `arm`, while the owner waits for answers itself."""
+        if not self._quiet and self._words is not None:
+            self._quiet = True
+            for rings in self._rings.values():
+                self._words.pause(rings.memory, self._lane)
+
     def arm(self) -> bool:
         """Have the next answer told to `tell`'s; whether answers are there already."""
+        if self._quiet and self._words is not None:
+            self._quiet = False
+            for rings in self._rings.values():
+                self._words.add(rings.memory, self._lane)
         return any(rings.client.arm() for rings in self._rings.values() if rings.client.in_flight)
 
     def spin(self) -> bool:
@@ -215,6 +227,11 @@ class Words:
             self._words[key] = word
             threading.Thread(target=self._watch, args=(key, word), name="jurybox-answers", daemon=True).start()
         word.add(lane)
+
+    def pause(self, rings: ShmRings, lane: int) -> None:
+        """Not of a lane until it is added again."""
+        if (word := self._words.get((rings.segment.name, lane // native.RINGS_SLEEPERS))) is not None:
+            word.pause(lane)
 
     def remove(self, rings: ShmRings, lane: int) -> None:
         """No longer. The thread of a word without lanes ends."""

@@ -45,6 +45,7 @@ _CALL_TIMEOUT = 30.0  # seconds after which a call's answer is expected no longe
 _LEASE, _ROWS = slice(10, 18), slice(42, 46)  # in a ticket's frame
 _STAY = 0.005  # seconds of taking in and answering before others of the loop get a turn
 _PAUSE_MS = 1  # to wait for the next message before the loop does
+_ALONE = 16  # turns after which a client counts as alone: others are not heard while its answer is waited for
 _TURN = 64  # messages handled before others get a turn
 _SOON = 0.01  # seconds until an answer is tried again that its client had left no room for
 _MISSED = 2  # looks at a client in a row that found no connection
@@ -79,6 +80,8 @@ class Relay:
         self._bad_messages, self._complained_at = 0, 0.0
         self._owing = False
         self._waiting: dict[HeldLane, None] = {}  # lanes with tickets in flight
+        self._lone: HeldLane | None = None  # the only one of those, and for how many turns
+        self._turns = 0
         self._words = Words()
         self._back_descriptor = int(back.getsockopt(zmq.FD))
         self._loop.add_reader(front.fileno(), self._serve)
@@ -110,12 +113,19 @@ class Relay:
             more = self._from_clients()
             if waiting:
                 lone = next(iter(waiting)) if len(waiting) == 1 else None
+                self._turns = self._turns + 1 if lone is self._lone else 0
+                self._lone = lone
             for held in list(waiting):
                 self._answered(held)
             if lone is not None and not more:
                 if waiting and lone.spin():
                     self._answered(lone)
-                if not waiting and not self._front.has_news() and (left := until - time.monotonic()) > 0:
+                if (
+                    self._turns >= _ALONE
+                    and not waiting
+                    and not self._front.has_news()
+                    and (left := until - time.monotonic()) > 0
+                ):
                     self._stay(lone, left)
                     if waiting or self._front.has_news():
                         continue
@@ -382,6 +392,7 @@ class Relay:
     def _drop(self, number: int) -> None:
         held = self._lanes.pop(number)
         self._waiting.pop(held, None)
+        self._lone = None
         held.close()
 
 

@@ -281,8 +281,9 @@ class HeldLane:
 
     def stay(self, descriptors: Sequence[int], pause: float, seconds: float) -> bool:
         """Do both for a lone client, see native.RelayLane.stay; returns whether its connection has other messages."""
-        if self._native is None or self._native_for is None or not self._native.mine:
+        if self._native is None or self._native_for is None or self._shm is None or not self._native.mine:
             return False
+        self._shm.quiet()
         self._native.stay(descriptors, pause, seconds)
         return self._native_for[0].arrived
 
