@@ -319,6 +319,51 @@ void a_word_tells_of_every_armed_lane() {
     ::close(told);
 }
 
+// While a word is paused its only lane's client sleeps on the ring itself, and the watching thread is not woken for it.
+void a_paused_word_tells_of_nothing_until_its_lane_is_added_again() {
+    auto rings = memory();
+    Pipe pipe;
+    ShmRingsEngine engine(rings.get(), kIncarnation, 0);
+    const int told = ::eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC);
+    jurybox::ShmRingsWord word(rings.get(), 33);
+    std::atomic<bool> stop{false};
+    std::thread watcher([&] {
+        while (!stop.load()) word.watch(told, kSecond / 10);
+    });
+    ShmRingsClient client(rings.get(), 33, 7, pipe.ends[1], 0);
+    Ticket taken[1];
+    Answer answer;
+    std::uint64_t times = 0;
+    for (std::uint64_t sequence = 1; sequence <= 200; ++sequence) {
+        word.add(33);
+        CHECK(client.submit(ticket(sequence)) && engine.collect(taken, 1) == 1 && !client.arm());
+        CHECK(engine.reply(taken, 1, kOk, 1, "", 0) == 0);
+        pollfd fd{told, POLLIN, 0};
+        CHECK(::poll(&fd, 1, 30'000) == 1 && client.receive(&answer, 1) == 1);
+        word.pause(33);
+        CHECK(client.submit(ticket(1000 + sequence)) && engine.collect(taken, 1) == 1);
+        std::thread replies([&] { CHECK(engine.reply(taken, 1, kOk, 1, "", 0) == 0); });
+        CHECK(client.wait(30 * kSecond) && client.receive(&answer, 1) == 1 && answer.sequence == 1000 + sequence);
+        replies.join();
+        [[maybe_unused]] const ssize_t earlier = ::read(told, &times, sizeof times);
+    }
+    // The thread has found its lane paused once: from then on nothing wakes it.
+    for (int quiet = 0; quiet < 3;) {
+        pollfd fd{told, POLLIN, 0};
+        quiet = ::poll(&fd, 1, 20) == 0 ? quiet + 1 : 0;
+        [[maybe_unused]] const ssize_t last = ::read(told, &times, sizeof times);
+    }
+    for (std::uint64_t sequence = 2000; sequence < 2050; ++sequence) {
+        CHECK(client.submit(ticket(sequence)) && engine.collect(taken, 1) == 1 && !client.arm());
+        CHECK(engine.reply(taken, 1, kOk, 1, "", 0) == 0 && client.receive(&answer, 1) == 1);
+        CHECK(::read(told, &times, sizeof times) < 0);
+    }
+    stop.store(true);
+    word.add(33);
+    watcher.join();
+    ::close(told);
+}
+
 // Owners that sleep on their eventfds alone, as event loops do, each with another watcher whose telling nobody reads.
 void a_watcher_tells_of_every_answer() {
     auto rings = memory();
@@ -391,5 +436,6 @@ int main() {
     a_watcher_looks_on_while_the_owner_asks(20'000);
     a_watcher_tells_of_every_answer();
     a_word_tells_of_every_armed_lane();
+    a_paused_word_tells_of_nothing_until_its_lane_is_added_again();
     std::puts("ok");
 }
