@@ -43,7 +43,7 @@ def test_a_ticket_is_a_future(client):
 
 def test_a_ticket_that_timed_out_still_owns_its_rows_and_gives_its_own_answer_later(client):
     model = client.model("moody", rows=4)
-    slow = np.full((2, 4), 400_000, np.float32)
+    slow = np.full((2, 4), 1_500_000, np.float32)
     ticket = model.submit(slow, timeout=30)
     with pytest.raises(Timeout):
         ticket.result(timeout=0.05)

@@ -93,7 +93,8 @@ with serving.served_models(models, sys.argv[1], Path("server.log")) as served:
     print(served.names["policy"], flush=True)
     if sys.argv[2] == "raise":
         raise SystemExit(7)
-    time.sleep(600)
+    while True:
+        time.sleep(0.1)  # in pieces: a signal that another thread is given interrupts no sleep
 """
 
 
