@@ -13,16 +13,22 @@ from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
+import torch
+from safetensors.torch import save_file
 from tests.serving import launch, serving, wait_until
 from typer.testing import CliRunner
 
 from jurybox.client import connect
 from jurybox.protocol.segment import directory
+from jurybox.server.jurors import ranked
 from jurybox.training import interrupts
 from jurybox.training.cli import train as train_app
 from jurybox.training.environments.photo import PhotoConfig
+from jurybox.training.environments.photo.environment import build
+from jurybox.training.environments.photo.scorer import LocalScorer
 from jurybox.training.recipes import photo_run
 from jurybox.training.recipes.photo import PhotoTraining, columns, train
 from jurybox.training.recipes.photo_run import juror_of
@@ -165,6 +171,26 @@ def test_the_juror_has_as_many_engines_as_are_asked_for_on_a_server_of_its_own_o
     with pytest.raises(ServerNotStarted), ExitStack() as resources:
         photo_run.demo(tmp_path / "demo", Silence(), resources, seed=0, replicas=2)
     assert asked.pop("config")["replicas"] == 2
+
+
+def test_a_juror_of_other_weights_is_loaded_with_them_and_never_taken_for_one_that_is_there(tmp_path, server):
+    weights = tmp_path / "other.safetensors"
+    torch.manual_seed(3)
+    save_file(ranked(trained=False).module.state_dict(), weights)
+    given = {"juror": "jurybox.server.jurors:ranked", "juror_args": {"weights": str(weights)}}
+    picture = np.full((384, 384, 3), 90, np.uint8)
+    settings = PhotoTraining(environment=PhotoConfig(address=server.address, model="other", **given))
+    with juror_of(settings, tmp_path) as config, connect(server.address) as client:
+        served = float(np.squeeze(client.model(config.model, rows=1).infer(picture[None])))
+    environment = build(PhotoConfig(scorer="local", **given))
+    np.copyto(environment.scorer.buffer, picture)
+    assert served == pytest.approx(environment.scorer.score(), abs=1e-3)
+    np.copyto((shipped := LocalScorer("jurybox.server.jurors:ranked")).buffer, picture)
+    assert abs(shipped.score() - served) > 0.01
+    settings = PhotoTraining(environment=PhotoConfig(address=server.address, **given))
+    with pytest.raises(ConfigError, match="juror_args are for a juror that is loaded for this run"):
+        with juror_of(settings, tmp_path):
+            pass
 
 
 def test_engines_of_somebody_elses_server_are_not_ours_to_choose(tmp_path, server):

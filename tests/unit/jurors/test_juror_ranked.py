@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from jurybox.server.jurors import jury, ranked
 from jurybox.server.jurors.ranking import statistics
-from jurybox.training.environments.photo import PhotoLibrary
-from jurybox.training.environments.photo.edits import Degradation, Edits, apply, degrade, draw
+from jurybox.training.environments.photo import PhotoEdit, PhotoLibrary
+from jurybox.training.environments.photo.edits import TOOLS, Degradation, Edits, apply, degrade, draw
 from jurybox.training.recipes import photo_ranking
 
 
@@ -52,11 +57,89 @@ def test_the_jury_is_the_mean_of_the_ranked_juror_and_the_panel(photos):
         jury(share=1.5)
 
 
+def test_other_weights_are_served_from_their_file_and_a_file_of_something_else_is_refused(photos, tmp_path):
+    torch.manual_seed(5)
+    other = ranked(trained=False).module.eval()
+    save_file(other.state_dict(), tmp_path / "other.safetensors")
+    served = ranked(weights=str(tmp_path / "other.safetensors")).module
+    assert torch.equal(marks(served, photos)["score"], marks(other, photos)["score"])
+    beside = jury(weights=str(tmp_path / "other.safetensors")).module
+    assert torch.equal(marks(beside, photos)["ranked"], marks(other, photos)["score"])
+    save_file({"mean": torch.zeros(3)}, tmp_path / "small.safetensors")
+    (tmp_path / "text.safetensors").write_text("no weights at all")
+    for name in ("missing", "small", "text"):
+        with pytest.raises(ValueError, match=f"no weights of the ranked juror in .*{name}.safetensors"):
+            ranked(weights=str(tmp_path / f"{name}.safetensors"))
+
+
+class Brightness:
+    """Likes what is light."""
+
+    def __init__(self):
+        self.buffer = np.zeros((384, 384, 3), np.uint8)
+
+    def score(self):
+        return float(self.buffer.mean()) / 255.0
+
+    def close(self):
+        pass
+
+
+class Lightens:
+    """A policy that does nothing but what `Brightness` likes."""
+
+    def __init__(self, found):
+        pass
+
+    def __call__(self, rows):
+        return np.repeat(np.array([TOOLS], dtype=object) == "exposure", len(rows), axis=0).astype(np.float32) * 0.4
+
+    @contextmanager
+    def environment(self, changes):
+        assert changes["split"] == "training"
+        yield PhotoEdit(Brightness())
+
+
+def test_an_exploit_is_found_by_what_score_and_distance_say_and_paid_again_on_its_own_picture(tmp_path, monkeypatch):
+    monkeypatch.setattr(photo_ranking, "Policy", Lightens)
+    monkeypatch.setattr(photo_ranking, "choose", lambda run: run)
+    found = photo_ranking.find_exploits(tmp_path, tmp_path, episodes=6, seed=0)
+    assert sum(each.intact for each in found) == 3, "what lightens an intact photo is an exploit"
+    assert all(each.gain > 0 and each.away > 0 for each in found)
+    assert [each.away for each in found] == sorted((each.away for each in found), reverse=True)
+    file = tmp_path / "found.json"
+    file.write_text(json.dumps([asdict(each) for each in found]))
+    again = photo_ranking.read_exploits([file, file])
+    assert again == found + found
+    photos = PhotoLibrary.shipped().training
+    paid = photo_ranking.paid_for(Brightness(), photos, found, price=0.0, there=True)
+    assert paid == pytest.approx([each.gain for each in found])
+    dearer = photo_ranking.paid_for(Brightness(), photos, found, price=0.01, there=True)
+    assert (dearer < paid).all()
+    held_out = photo_ranking.paid_for(Brightness(), PhotoLibrary.shipped().held_out, found, price=0.0, there=False)
+    assert held_out.shape == paid.shape and (held_out > 0).all()
+    orders = photo_ranking.described(photos, range(2), 0, found[:1], there=True)
+    picture = photo_ranking.found_on(photos, found[0])
+    assert orders.kinds == ("exploit", "exploit")
+    for first in orders.found[:, 0]:
+        assert torch.allclose(first, statistics(torch.from_numpy(picture[None]))[0], atol=1e-4), "of the very picture"
+    other = [replace(found[0], degradation={**found[0].degradation, "haze": 0.123})]
+    with pytest.raises(ValueError, match="find it anew"):
+        photo_ranking.paid_for(Brightness(), photos, other, price=0.0, there=True)
+
+
+def test_a_file_that_holds_no_exploits_is_named(tmp_path):
+    for text in ('[{"degradation": {}, "edits": {}}]', "nothing", "[1]"):
+        (tmp_path / "other.json").write_text(text)
+        with pytest.raises(ValueError, match="other.json holds no exploits"):
+            photo_ranking.read_exploits([tmp_path / "other.json"])
+
+
 def test_orders_of_pictures_begin_with_the_photo_and_go_away_from_it(photos):
     exploit = ({"haze": 0.5, "tilt": 3.0}, {"contrast": 1.0, "straighten": 2.0})
     for number in range(12):
         rng = np.random.default_rng(number)
-        made = photo_ranking.order(photos[0], rng, [exploit] if number % 4 == 0 else ())
+        made = photo_ranking.order(photos[0], rng, exploit if number % 4 == 0 else None)
         assert len(made.pictures) == photo_ranking.CHAIN and np.array_equal(made.pictures[0], photos[0])
         assert made.distances[0] == 0 and list(made.distances) == sorted(made.distances)
 

@@ -178,9 +178,9 @@ def _slants(luma: Tensor) -> Tensor:
 class Jury(nn.Module):
     """Weighted mean of the ranked juror's mark and the panel's."""
 
-    def __init__(self, share: float) -> None:
+    def __init__(self, share: float, weights: str | None = None) -> None:
         super().__init__()
-        self.ranker, self.share = _trained(), share
+        self.ranker, self.share = _trained(weights), share
         self.panel = Panel({criterion.name: 1.0 for criterion in CRITERIA})
 
     def forward(self, image: Tensor) -> dict[str, Tensor]:
@@ -190,42 +190,54 @@ class Jury(nn.Module):
         return {"score": score, "ranked": ranked, **marks}
 
 
-def _trained() -> Ranker:
+def _trained(weights: str | None) -> Ranker:
+    from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-    made = Ranker()
-    made.load_state_dict(load_file(WEIGHTS))
+    made, path = Ranker(), WEIGHTS if weights is None else Path(weights)
+    try:
+        made.load_state_dict(load_file(path))
+    except (OSError, SafetensorError, RuntimeError) as error:
+        raise ValueError(
+            f"no weights of the ranked juror in {path.absolute()}: expected a file that 'photo_ranking train' wrote "
+            f"with this release ({error})"
+        ) from error
     return made
 
 
-def ranked(trained: bool = True) -> ServedModel:
+def ranked(trained: bool = True, weights: str | None = None) -> ServedModel:
     """The ranked juror alone.
 
     Args:
-        trained: with the weights that ship; False makes random ones, to be trained.
+        trained: False makes random weights, to be trained.
+        weights: a file of ``photo_ranking train``; those that ship when None.
 
     Returns:
         Input ``image`` uint8 (384, 384, 3) RGB; output ``score`` float32 (), 0 (bad) to 1 (good).
+
+    Raises:
+        ValueError: no such file, or its weights are of something else.
     """
-    return _served(_trained() if trained else Ranker(), ("score",))
+    return _served(_trained(weights) if trained else Ranker(), ("score",))
 
 
-def jury(share: float = 0.9) -> ServedModel:
+def jury(share: float = 0.9, weights: str | None = None) -> ServedModel:
     """The ranked juror and the panel together.
 
     Args:
         share: of the ranked juror's mark in ``score``, 0 to 1; the rest is the panel's.
+        weights: of the ranked juror, as in `ranked`.
 
     Returns:
         Input ``image`` uint8 (384, 384, 3) RGB; outputs ``score``, ``ranked`` and the panel's ``naturalness``,
         ``exposure``, ``colour`` and ``sharpness``, each float32 (), 0 (bad) to 1 (good).
 
     Raises:
-        ValueError: a share out of range.
+        ValueError: a share out of range; weights as in `ranked`.
     """
     if not 0.0 <= share <= 1.0:
         raise ValueError(f"share is {share}: expected 0 to 1")
-    return _served(Jury(share), ("score", "ranked", *(criterion.name for criterion in CRITERIA)))
+    return _served(Jury(share, weights), ("score", "ranked", *(criterion.name for criterion in CRITERIA)))
 
 
 def _served(module: nn.Module, outputs: tuple[str, ...]) -> ServedModel:

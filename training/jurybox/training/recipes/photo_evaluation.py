@@ -303,7 +303,7 @@ def judge(config: PhotoConfig) -> Iterator[Judge]:
     """A function that returns all outputs of the juror for pictures, and scores of audit jurors as ``audit_NAME``; use
     it in a ``with``."""
     if config.scorer == "local":
-        scorers = {"score": LocalScorer(config.juror, threads=1)}
+        scorers = {"score": LocalScorer(config.juror, config.juror_args, threads=1)}
         scorers |= {f"audit_{name}": LocalScorer(factory, threads=1) for name, factory in config.audit.items()}
         yield lambda pictures: {name: _locally(scorer, pictures) for name, scorer in scorers.items()}
         return

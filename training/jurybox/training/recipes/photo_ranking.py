@@ -16,7 +16,7 @@ import struct
 import sys
 import tomllib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 import torch.nn.functional as F
+from gymnasium.utils import seeding
 
 from jurybox.training.environments.photo.audit import registered
 from jurybox.training.environments.photo.edits import (
@@ -40,7 +41,7 @@ from jurybox.training.environments.photo.edits import (
 )
 from jurybox.training.environments.photo.environment import STEP_SIZES, PhotoEdit
 from jurybox.training.environments.photo.photos import Photo, PhotoLibrary, read_photo
-from jurybox.training.environments.photo.scorer import LocalScorer
+from jurybox.training.environments.photo.scorer import LocalScorer, Scorer
 from jurybox.training.policies import Policy, choose
 
 LIST = Path(__file__).with_name("photo_ranking.toml")
@@ -48,7 +49,7 @@ JUROR = "jurybox.server.jurors.ranking"
 CHAIN = 5  # pictures of one order: the photograph, and four that are further and further from it
 HELD_OUT = 0.25
 _HELD_OUT_ORDERS = 300
-_EPISODES = 60
+_EPISODES = 400
 _CLEAR = 0.1  # distances that differ by less are no order to judge by
 _SPARSE = 3  # tools that an unneeded edit moves at most
 # Damage that no tool and no fault of the environment does.
@@ -139,14 +140,14 @@ def far(picture: Image, reference: Image) -> float:
     return float(0.5 * (np.log1p(colours) + np.log1p(error / 2.55)))
 
 
-def order(photo: Image, rng: np.random.Generator, exploits: Sequence[Recipe] = ()) -> Order:
+def order(photo: Image, rng: np.random.Generator, exploit: Recipe | None = None) -> Order:
     """Damage a photo four times, and say how far each is from it.
 
     Faults of the environment by their strength, unneeded edits, other damage, and what a policy visits: damaged copies
-    (one of four undamaged) with edits towards the cure or at random. With `exploits`, one of them, milder and stronger.
+    (one of four undamaged) with edits towards the cure or at random. With `exploit` that one, milder and stronger.
     """
     kind = str(rng.choice(("faults", "edits", "other", "edited"), p=(0.15, 0.15, 0.1, 0.6)))
-    kind = "exploit" if exploits else kind
+    kind = "exploit" if exploit else kind
     strengths = float(rng.uniform(0.5, 1.2)) * np.array([0.15, 0.4, 0.7, 1.0])
     made: list[tuple[Degradation, Edits]] = []
     if kind == "other":
@@ -160,9 +161,8 @@ def order(photo: Image, rng: np.random.Generator, exploits: Sequence[Recipe] = (
     elif kind == "edits":
         recipe = _few_tools(rng)
         made = [(Degradation(), Edits.from_vector(recipe * s)) for s in strengths]
-    elif kind == "exploit":
-        recipe_of = exploits[int(rng.integers(len(exploits)))]
-        damage, found = Degradation(**recipe_of[0]), Edits(**recipe_of[1]).vector()  # type: ignore[arg-type]
+    elif exploit:
+        damage, found = Degradation(**exploit[0]), Edits(**exploit[1]).vector()  # type: ignore[arg-type]
         made = [(damage, Edits.from_vector(found * s)) for s in (0.0, 0.5, 1.0, rng.uniform(0.2, 1.5))]
     else:
         damage = Degradation() if rng.random() < 0.25 else draw(rng, float(rng.choice((0.5, 1.0))))
@@ -239,6 +239,29 @@ def _otherwise(photo: Image, name: str, strength: float, sign: float) -> Image:
 
 
 @dataclass(frozen=True, slots=True)
+class Exploit:
+    """What a policy did to a picture, where the juror's score rose while the picture moved away from its photo.
+
+    Attributes:
+        degradation, edits: the recipe, by the names of `Degradation` and `Edits`.
+        gain: of the score. away: units of CIELAB by which the edited picture is further from the undamaged photo.
+        photo, seed, intact: where it was found, with which an environment makes the same damaged picture again.
+    """
+
+    degradation: dict[str, float]
+    edits: dict[str, float]
+    gain: float
+    away: float
+    photo: str
+    seed: int
+    intact: bool
+
+    @property
+    def recipe(self) -> Recipe:
+        return self.degradation, self.edits
+
+
+@dataclass(frozen=True, slots=True)
 class Described:
     """Orders as the juror sees them.
 
@@ -253,14 +276,25 @@ class Described:
     tilts: torch.Tensor
 
 
-def described(photos: Sequence[Photo], numbers: Sequence[int], seed: int, exploits: Sequence[Recipe] = ()) -> Described:
-    """Make the orders of these numbers, each of a photo that is drawn; a number and a seed always make the same."""
+def described(
+    photos: Sequence[Photo], numbers: Sequence[int], seed: int, exploits: Sequence[Exploit] = (), *, there: bool = False
+) -> Described:
+    """Make the orders of these numbers, each of a photo that is drawn; a number and a seed always make the same.
+
+    Args:
+        exploits: make orders of these, each of one that is drawn. there: of the very picture that it was found on.
+    """
     statistics = _ranked("statistics")
     kinds, rows, distances, tilts = list[str](), [], [], []
     with torch.inference_mode():
         for number in numbers:
             rng = np.random.default_rng((seed, number))
-            made = order(photos[int(rng.integers(len(photos)))].crop(rng), rng, exploits)
+            if exploits:
+                exploit = exploits[int(rng.integers(len(exploits)))]
+                photo = found_on(photos, exploit) if there else photos[int(rng.integers(len(photos)))].crop(rng)
+                made = order(photo, rng, exploit.recipe)
+            else:
+                made = order(photos[int(rng.integers(len(photos)))].crop(rng), rng)
             kinds.append(made.kind)
             rows.append(statistics(torch.from_numpy(np.stack(made.pictures))))
             distances.append(made.distances)
@@ -325,51 +359,88 @@ def accuracy(module: Any, orders: Described) -> dict[str, tuple[float, float, in
     return found
 
 
-def read_exploits(file: Path | None) -> list[Recipe]:
-    """Recipes as JSON: a list of ``{"degradation": {...}, "edits": {...}}``."""
-    if file is None:
-        return []
-    return [(each["degradation"], each["edits"]) for each in json.loads(file.read_text())]
+def read_exploits(files: Sequence[Path]) -> list[Exploit]:
+    """Those of all files, which `exploits` wrote: JSON, a list of objects with the fields of `Exploit`.
+
+    Raises:
+        ValueError: a file holds something else.
+    """
+    found = list[Exploit]()
+    for file in files:
+        try:
+            found += [Exploit(**each) for each in json.loads(file.read_text())]
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{file} holds no exploits as 'photo_ranking exploits' writes them: {error}") from error
+    return found
 
 
-def find_exploits(run: Path, folder: Path, *, episodes: int, seed: int) -> list[dict[str, Any]]:
+def find_exploits(run: Path, folder: Path, *, episodes: int, seed: int) -> list[Exploit]:
     """What a policy does to training photos, every second one intact, where score and distance part, the worst first.
+
+    The juror is the one that the policy was trained under.
 
     Args:
         run: folder of a photo training. episodes: how many to play.
-
-    Returns:
-        A dict for each exploit: ``degradation`` and ``edits``, ``gain`` of the score, ``away`` in units of CIELAB.
     """
     policy = Policy(choose(run))
-    found: list[dict[str, Any]] = []
+    found: list[Exploit] = []
     rng = np.random.default_rng(seed)
     with policy.environment({"split": "training", "photos": str(folder)}) as made:
         environment: Any = made
         for number in range(episodes):
-            photo = str(rng.choice(environment.photos))
-            options = {"photo": photo, "intact": number % 2 == 1}
-            seen, info = environment.reset(seed=int(rng.integers(2**31)), options=options)
+            photo, drawn, intact = str(rng.choice(environment.photos)), int(rng.integers(2**31)), number % 2 == 1
+            seen, info = environment.reset(seed=drawn, options={"photo": photo, "intact": intact})
             over = False
             while not over:
                 seen, _, over, _, info = environment.step(policy(seen[None])[0])
             gain = info["score"] - info["score_before"]
             away = environment.nearer() * -1.0
             if gain > 0 and away > 0:
-                told = {"degradation": info["degradation"], "edits": info["edits"], "gain": gain, "away": away}
-                found.append(told)
-    return sorted(found, key=lambda each: -each["away"])
+                found.append(Exploit(info["degradation"], info["edits"], gain, away, photo, drawn, intact))
+    return sorted(found, key=lambda each: -each.away)
 
 
-def paid_for(juror: str, photos: Sequence[Photo], exploits: Sequence[Recipe], *, price: float, seed: int = 2) -> float:
-    """What a juror's score, less the price, gives on average for exploits, each on one of the photos."""
-    scorer, rng, gains = LocalScorer(juror, threads=1), np.random.default_rng(seed), list[float]()
-    for degradation, edits in exploits:
-        given = Degradation(**degradation), Edits(**edits)  # type: ignore[arg-type]
-        environment = PhotoEdit(scorer, library=PhotoLibrary(tuple(photos), tuple(photos)), price=price)
-        damaged = degrade(photos[int(rng.integers(len(photos)))].crop(rng), given[0])
-        gains.append(environment.worth(damaged, given[1]) - environment.worth(damaged, Edits()))
-    return float(np.mean(gains))
+def found_on(photos: Sequence[Photo], exploit: Exploit) -> Image:
+    """The undamaged picture that an exploit was found on, as the environment cut it out.
+
+    Args:
+        photos: those of the environment, in its order.
+
+    Raises:
+        ValueError: its photo is not among them, or the seed makes another damage.
+    """
+    named = {photo.name: photo for photo in photos}
+    rng = seeding.np_random(exploit.seed)[0]
+    rng.integers(len(named))
+    crop = named[exploit.photo].crop(rng) if exploit.photo in named else None
+    damage = Degradation() if exploit.intact else draw(rng)
+    if crop is None or damage.as_dict() != exploit.degradation:
+        raise ValueError(
+            f"the exploit on {exploit.photo} was found among other photos, or damaged otherwise: find it anew"
+        )
+    return crop
+
+
+def paid_for(
+    scorer: Scorer, photos: Sequence[Photo], exploits: Sequence[Exploit], *, price: float, there: bool, seed: int = 2
+) -> npt.NDArray[np.float64]:
+    """What a juror's score, less the price, gives for each exploit, float64 (exploits,).
+
+    Args:
+        photos: to apply them to. there: each to the very picture that it was found on; otherwise to photos that are
+            drawn by `seed`.
+
+    Raises:
+        ValueError: the photo of one is not among `photos`, or what is made of it now is damaged in another way.
+    """
+    library, rng, gains = PhotoLibrary(tuple(photos), tuple(photos)), np.random.default_rng(seed), list[float]()
+    environment = PhotoEdit(scorer, library=library, price=price)
+    for each in exploits:
+        edits = Edits(**each.edits)
+        crop = found_on(photos, each) if there else photos[int(rng.integers(len(photos)))].crop(rng)
+        damaged = degrade(crop, Degradation(**each.degradation))  # type: ignore[arg-type]
+        gains.append(environment.worth(damaged, edits) - environment.worth(damaged, Edits()))
+    return np.array(gains)
 
 
 def _ranked(name: str) -> Any:
@@ -389,12 +460,14 @@ def main(given: Sequence[str] | None = None) -> None:
     parser.add_argument("--photos", type=Path, required=True, help="folder of photographs")
     parser.add_argument("--root", type=Path, default=Path("/"), help="gather: where the packages are unpacked")
     parser.add_argument("--out", type=Path, help="train, exploits: the file to write")
-    parser.add_argument("--weights", type=Path, help="evaluate these; without it those that ship")
-    parser.add_argument("--exploits", type=Path, help="recipes that a policy found, as JSON")
+    parser.add_argument("--weights", type=Path, help="evaluate, paid: these; without it those that ship")
+    parser.add_argument("--exploits", type=Path, nargs="+", default=[], help="files that the command exploits wrote")
+    parser.add_argument("--drawn", action="store_true", help="train: exploits on drawn photos, not on their own")
     parser.add_argument("--orders", type=int, default=2400, help="train: orders of five pictures")
     parser.add_argument("--epochs", type=int, default=30)
     parser.add_argument("--run", type=Path, help="exploits: folder of a photo training")
-    parser.add_argument("--juror", default="jurybox.server.jurors:jury", help="paid: a factory")
+    parser.add_argument("--episodes", type=int, default=_EPISODES, help="exploits: half of them on intact photos")
+    parser.add_argument("--juror", default="jurybox.server.jurors:ranked", help="paid: a factory")
     parser.add_argument("--price", type=float, default=0.0, help="paid: of a unit of CIELAB")
     parser.add_argument("--seed", type=int, default=0)
     said = parser.parse_args(given)
@@ -404,22 +477,29 @@ def main(given: Sequence[str] | None = None) -> None:
         _say("\n".join(gather(said.root, said.photos)) or "all photographs are there")
         return
     if said.what == "exploits":
-        worst = find_exploits(said.run, said.photos, episodes=_EPISODES, seed=said.seed)
-        said.out.write_text(json.dumps(worst, indent=1))
-        away, gain = (np.mean([each[name] for each in worst]) if worst else 0.0 for name in ("away", "gain"))
-        _say(f"{len(worst)} of {_EPISODES} episodes: {away:.2f} away on average, for {gain:+.4f} of score")
+        worst = find_exploits(said.run, said.photos, episodes=said.episodes, seed=said.seed)
+        said.out.write_text(json.dumps([asdict(each) for each in worst], indent=1))
+        for side, among in (("intact", True), ("damaged", False)):
+            these = [each for each in worst if each.intact == among]
+            away, gain = (np.mean([getattr(each, name) for each in these] or 0.0) for name in ("away", "gain"))
+            of = said.episodes // 2 if among else said.episodes - said.episodes // 2
+            _say(f"{side}: {len(these)} of {of} episodes, {away:.2f} away on average, for {gain:+.4f} of score")
         return
     from safetensors.torch import load_file, save_file
 
     library, exploits = photographs(said.photos), read_exploits(said.exploits)
     _say(f"{len(library.training)} photographs to train on, {len(library.held_out)} held out")
     if said.what == "paid":
-        _say(f"{paid_for(said.juror, library.held_out, exploits, price=said.price):+.4f} for each on average")
+        scorer = LocalScorer(said.juror, {} if said.weights is None else {"weights": str(said.weights)}, threads=1)
+        for side, photos in (("where they were found", library.training), ("held out", library.held_out)):
+            paid = paid_for(scorer, photos, exploits, price=said.price, there=photos is library.training)
+            _say(f"{side}: {paid.mean():+.4f} for each on average, {(paid > 0).sum()} of {len(paid)} pay")
         return
     if said.what == "train":
         orders = described(library.training, range(said.orders), said.seed)
         if exploits:
-            orders = joined(orders, described(library.training, range(said.orders // 5), said.seed, exploits))
+            numbers, there = range(said.orders // 5), not said.drawn
+            orders = joined(orders, described(library.training, numbers, said.seed, exploits, there=there))
         module = train(orders, epochs=said.epochs, seed=said.seed)
         save_file({name: tensor.contiguous() for name, tensor in module.state_dict().items()}, said.out)
         _told("training", accuracy(module, orders))

@@ -182,7 +182,7 @@ def juror_of(
         replicas: engines of a private server.
 
     Raises:
-        ConfigError: replicas are said, and the server is somebody else's.
+        ConfigError: replicas are said, and the server is somebody else's; or arguments of a juror that it has already.
         NoServer: nobody answers at the address that is given.
         Refused: the server does not hold the juror, and its configuration does not let it in.
     """
@@ -193,6 +193,8 @@ def juror_of(
     address = config.address or os.environ.get("JURYBOX_ADDRESS")
     wanted = {config.model: config.juror, **config.audit}
     models = {name: {"factory": factory, "max_batch": max(16, settings.n_envs)} for name, factory in wanted.items()}
+    if config.juror_args:
+        models[config.model]["args"] = config.juror_args
     for name in config.audit:
         models[name]["audit"] = True
     if address is not None:
@@ -203,6 +205,11 @@ def juror_of(
                 address, held = server.address, wanted.keys() & set(server.models())
         except Error:
             held = set()
+    if config.juror_args and config.model in held:
+        raise ConfigError(
+            f"environment.juror_args are for a juror that is loaded for this run, and the server at {address} has a "
+            f"model {config.model!r} already: say `args` in its configuration, or another --model"
+        )
     if replicas is not None and address is not None:
         raise ConfigError(
             f"--juror-replicas is of a private server, and the juror is on the one at {address}: say `replicas` in its "

@@ -282,7 +282,8 @@ class PhotoConfig:
         model: the juror's name on the server.
         address: the server's address; ``JURYBOX_ADDRESS`` or the default when None.
         timeout: seconds to wait for the server to appear, and for each score.
-        juror: the factory of a local juror, ``"package.module:function"``.
+        juror: the factory of a local juror, ``"package.module:function"``, or of one that the server is given.
+        juror_args: what it is called with, such as ``{"weights": "juror.safetensors"}``.
         photos: a folder of .jpg and .png; None means the photos shipped with scikit-image and scikit-learn.
         on_broken: what a broken file in that folder does, "error" or "skip".
         split: "training" or "held_out" photos.
@@ -304,6 +305,7 @@ class PhotoConfig:
     address: str | None = None
     timeout: float = 30.0
     juror: str = "jurybox.server.jurors:panel"
+    juror_args: dict[str, Any] = field(default_factory=dict)
     photos: str | None = None
     on_broken: Literal["error", "skip"] = "error"
     split: Split = "training"
@@ -378,5 +380,5 @@ def make_scorer(config: PhotoConfig) -> Scorer:
     if config.scorer == "server":
         return ServerScorer(config.model, config.address, timeout=config.timeout)
     if config.scorer == "local":
-        return LocalScorer(config.juror, threads=1)
+        return LocalScorer(config.juror, config.juror_args, threads=1)
     raise ValueError(f"expected scorer to be 'server' or 'local', got {config.scorer!r}")
