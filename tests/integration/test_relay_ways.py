@@ -272,7 +272,7 @@ def test_a_connection_that_breaks_costs_no_answer(server, relay):
             wait_until(lambda: natively(relay) == (True, 0), 20, "the next goes natively")
             ticket = model.submit(slow, timeout=60)
             wait_until(lambda: natively(relay)[1] == 1, 20, "it is in flight")
-            model._lane._transport._connection.link.close()
+            model.requests.lane._transport._connection.link.close()
             np.testing.assert_array_equal(ticket.result(timeout=60).outputs, slow + 1)
 
 
