@@ -20,7 +20,7 @@ std::uint32_t checksum(nb::handle data) {
     if (PyObject_GetBuffer(data.ptr(), &view, PyBUF_SIMPLE) != 0) throw nb::python_error();
     std::uint32_t sum = 0;
     {
-        const nb::gil_scoped_release without;
+        const Unlocked without;
         sum = crc32c(view.buf, static_cast<std::size_t>(view.len));
     }
     PyBuffer_Release(&view);
@@ -32,7 +32,7 @@ std::size_t snapshot_slots(PyRing& self, std::uint64_t first, Bytes out, std::ui
     const std::size_t n = out.shape(0) / ring.slot_bytes;
     if (first + n > ring.capacity) throw std::out_of_range("the slots end behind the ring");
     if (links && (ring.links == nullptr || links->shape(0) < 16 * n)) throw std::out_of_range("there are no links, or there is no room for them");
-    const nb::gil_scoped_release without;
+    const Unlocked without;
     return snapshot(ring, first, n, newest, reinterpret_cast<std::byte*>(out.data()), links ? reinterpret_cast<std::byte*>(links->data()) : nullptr);
 }
 
@@ -44,7 +44,7 @@ std::pair<std::size_t, std::size_t> pack_slots(PyRing& self, Runs runs, std::uin
         room += sizeof(RecordHead) + slots * self.ring.slot_bytes;
     }
     if (out.shape(0) < room || sequences.shape(0) != self.ring.capacity) throw std::out_of_range("there is no room for the records, or for their words");
-    const nb::gil_scoped_release without;
+    const Unlocked without;
     const Packed packed =
         pack(self.ring, runs.data(), runs.shape(0), part, newest, compressed, reinterpret_cast<std::byte*>(out.data()), sequences.data());
     return {packed.bytes, packed.rows};
@@ -62,7 +62,7 @@ std::vector<int> bring_pieces(int fd, File file, Pieces pieces, Bytes memory, st
             throw std::out_of_range("a piece ends behind its file or its memory");
     }
     auto* to = reinterpret_cast<std::byte*>(memory.data());
-    const nb::gil_scoped_release without;
+    const Unlocked without;
     for (std::size_t i = 0; i < n; ++i) {
         found[i] = static_cast<int>(fresh ? bring_fresh(fd, file.data(), all[i], *fresh) : bring(fd, file.data(), all[i], to + all[i].target, keep));
     }
@@ -73,7 +73,7 @@ std::vector<int> bring_pieces(int fd, File file, Pieces pieces, Bytes memory, st
 void start_writing(int fd) {
     int failed = 0;
     {
-        const nb::gil_scoped_release without;
+        const Unlocked without;
         failed = sync_file_range(fd, 0, 0, SYNC_FILE_RANGE_WRITE) == 0 ? 0 : errno;
     }
     // A file system without such a thing writes at the end, with fsync.

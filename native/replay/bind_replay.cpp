@@ -117,7 +117,7 @@ int sample(PyRing& self, PyColumns& columns, std::size_t n, std::size_t first, b
     Sampled outcome;
     bool in_time = true, interrupted = false;
     {
-        const nb::gil_scoped_release without;
+        const Unlocked without;
         if (self.ring.limited())
             in_time = wait_until(self.ring.control->rows, monotonic_seconds() + self.timeout, [&] { return self.ring.may_sample(n); },
                                  [&] { return interrupted = python_interrupts(); });
@@ -139,7 +139,7 @@ std::size_t update_priorities(PyRing& self, Indices indices, Errors errors, std:
     const std::size_t n = indices.shape(0);
     constexpr std::uint64_t kMarks = std::uint64_t{1} << 62;
     std::size_t fresh = 0, stale = 0;
-    const nb::gil_scoped_release without;
+    const Unlocked without;
     std::uint64_t top = 0;
     {
         SumTree::Update update(ring.tree);
@@ -231,7 +231,7 @@ void import_rows(PyRing& self, Flags slots, Indices within, Words before, Flags 
         if (within.data()[i] >= static_cast<std::int64_t>(i)) throw std::invalid_argument("a row comes before the one it follows");
     bool taken = false;
     {
-        const nb::gil_scoped_release without;
+        const Unlocked without;
         std::optional<SumTree::Update> update;
         if (ring.tree.present()) update.emplace(ring.tree);
         const std::uint64_t top = ring.control->top_priority.load(std::memory_order_relaxed);

@@ -262,7 +262,7 @@ struct PyRing {
         const bool waits = ring.limited() || ring.control->full == Full::block;
         if (waits || (n * row_bytes >= kWithoutGil && (n * row_bytes >= kAlwaysWithoutGil || Copying::room()))) {
             const Copying counted;
-            const nb::gil_scoped_release without;
+            const Unlocked without;
             done = write(sources, n, streams, stream_rows != 0, final_row, timed_out, interrupted, outcome, bad);
         } else {
             done = write(sources, n, streams, stream_rows != 0, final_row, timed_out, interrupted, outcome, bad);

@@ -87,7 +87,7 @@ void bind_relay_lane(nb::module_& m) {
                 if (!self.lane) return;
                 std::vector<pollfd> fds;
                 for (int descriptor : descriptors) fds.push_back({descriptor, POLLIN, 0});
-                nb::gil_scoped_release release;
+                const Unlocked release;
                 self.lane->stay(fds.data(), fds.size(), static_cast<std::int64_t>(pause * 1e9), static_cast<std::int64_t>(seconds * 1e9));
             },
             nb::arg("descriptors"), nb::arg("pause"), nb::arg("seconds"), nb::lock_self(),

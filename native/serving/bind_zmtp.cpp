@@ -64,7 +64,7 @@ void bind_zmtp(nb::module_& m) {
             "send",
             [](Zmtp& self, std::uint64_t sequence, nb::handle frames) {
                 const Frames message(frames);
-                nb::gil_scoped_release release;
+                const Unlocked release;
                 return self.send(sequence, message.data(), message.size());
             },
             nb::arg("sequence"), nb::arg("frames"), nb::lock_self(),
@@ -73,7 +73,7 @@ void bind_zmtp(nb::module_& m) {
             "post",
             [](Zmtp& self, nb::handle frames) {
                 const Frames message(frames);
-                nb::gil_scoped_release release;
+                const Unlocked release;
                 return self.post(message.data(), message.size());
             },
             nb::arg("frames"), nb::lock_self(), "Send a message that has no answer, or is one; False where the connection is broken.")
@@ -87,7 +87,7 @@ void bind_zmtp(nb::module_& m) {
                 Zmtp::Message answer;
                 bool came = false;
                 {
-                    nb::gil_scoped_release release;
+                    const Unlocked release;
                     const std::int64_t until = monotonic_ns() + static_cast<std::int64_t>(timeout * 1e9);
                     if (self.send(sequence, message.data(), message.size())) {
                         const std::int64_t left = until - monotonic_ns();
@@ -104,7 +104,7 @@ void bind_zmtp(nb::module_& m) {
             "receive",
             [](Zmtp& self, double timeout, std::size_t most) {
                 {
-                    nb::gil_scoped_release release;
+                    const Unlocked release;
                     self.receive(static_cast<std::int64_t>(timeout * 1e9));
                 }
                 nb::list messages;
