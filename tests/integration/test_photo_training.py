@@ -80,7 +80,8 @@ def test_a_training_against_a_server_leaves_everything_and_can_be_resumed(tmp_pa
     report = (out / "report.html").read_text()
     assert "rows in a batch" in report and "level" in report  # the server's part, the juror's second output
     cases, kinds, jurors, measures, intact = 2 * 2, 4, 3, 3, 2
-    lines = cases * (kinds * jurors + 3 * measures) + intact * (2 + measures)
+    tilted = 2 * 2  # each photo to both sides, of every second seed
+    lines = cases * (kinds * jurors + 3 * measures) + intact * (2 + measures) + tilted * 2
     assert len((out / "evaluation.csv").read_text().splitlines()) == 1 + lines
     assert summary["held_out"].keys() == {"no edits", "random edits", "learned"}
 
