@@ -1,4 +1,4 @@
-"""Ray actors: a machine's host and the places of roles; and the tail of a process's log."""
+"""Ray actors: the host of a machine and the places of roles. Also follows the log of a process."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from jurybox.training.runtime.plan import Plan
 
 
 class LogTail:
-    """Follows one file.
+    """Return what is appended to a log file.
 
     Args:
-        path: the file; there need not be one yet.
-        most: bytes that are handed out at once; of more that came, only the last.
+        path: the file; it need not exist yet.
+        most: maximum number of bytes for one call; of more new bytes, only the last are returned.
     """
 
     def __init__(self, path: Path, most: int) -> None:
@@ -34,11 +34,11 @@ class LogTail:
         self._told = 0
 
     def begin_anew(self) -> None:
-        """The file is new."""
+        """Start again at the beginning of the file."""
         self._told = 0
 
     def new(self) -> bytes:
-        """What was written since the last call."""
+        """Return what was written since the last call."""
         if not self.path.exists():
             return b""
         with self.path.open("rb") as log:
@@ -57,8 +57,8 @@ class ProcessOutput:
     """Messages and log lines of a role's process.
 
     Attributes:
-        messages: what it said.
-        log: what it printed since the last time.
+        messages: the messages it sent.
+        log: its output since the last call.
         status: its exit status; None while it lives.
     """
 
@@ -71,15 +71,15 @@ class HostActor(Host):
     """A machine's host, as an actor."""
 
     def ready(self) -> str:
-        """Name of its scoreboard."""
+        """Return the name of its scoreboard."""
         return self.scoreboard
 
 
 class RolePlace:
     """Holds the resources of a role, and the role's process. It outlives the process, not the machine.
 
-    Methods come from several threads; the process is a child of one that stays, because a child dies with its parent's
-    thread.
+    Methods are called from several threads. One permanent thread starts the process, because a child dies with the
+    thread that started it.
     """
 
     def __init__(self, plan: Plan, number: int) -> None:
@@ -93,7 +93,7 @@ class RolePlace:
         self._files: dict[str, str] = {}
 
     def where(self) -> str:
-        """The node of this actor."""
+        """Return the node of this actor."""
         import ray
 
         node: str = ray.get_runtime_context().get_node_id()

@@ -48,10 +48,10 @@ def _connect(address: str | None) -> None:
                 "it), or 'auto' on one of its machines"
             ) from error
         return
-    # Ray lowers the priority of all that it starts (nice 15): roles would give way to whatever else runs here.
+    # Ray lowers the priority of all that it starts (nice 15): roles would yield to all other processes.
     os.environ.setdefault("RAY_worker_niceness", "0")
     ray.init(
-        address="local",  # one of its own, also where another runs or RAY_ADDRESS names one
+        address="local",  # a new cluster, even if another runs or RAY_ADDRESS names one
         num_cpus=max(len(os.sched_getaffinity(0)), 64),  # the cores are shared as without Ray: nobody waits for one
         include_dashboard=False,
         object_store_memory=_OBJECT_STORE_BYTES,
@@ -90,8 +90,8 @@ class ServerAddresses:
     """The addresses of a server.
 
     Attributes:
-        near: for whoever is on its machine. far: for all others; empty where the server lets nobody else in.
-        node: Ray's id of its machine; empty where `near` is an address for everybody.
+        near: for processes on its machine. far: for all others; empty if the server accepts no others.
+        node: Ray's id of its machine; empty where `near` is valid on every machine.
         host: that machine's address, as Ray knows it.
     """
 
@@ -126,7 +126,7 @@ def addresses_of(address: str | None, far: str | None = None, timeout: float = 1
     """Find the addresses of the server at `address`.
 
     Args:
-        far: its address for other machines; None: asked of the server.
+        far: its address for other machines; None: ask the server.
 
     Raises:
         jurybox.client.Error: it does not answer.
@@ -142,9 +142,9 @@ def addresses_of(address: str | None, far: str | None = None, timeout: float = 1
 
 
 def far_address(listens: str, host: str) -> str:
-    """The address for other machines of a server on `host` that listens on "host:port", perhaps on all interfaces.
+    """Return the address for other machines of a server on `host` that listens on `listens` ("host:port").
 
-    A server takes others in with TLS, but on its own loopback without.
+    A server uses TLS for other machines, but not on its own loopback.
     """
     if not listens:
         return ""

@@ -27,10 +27,10 @@ class Feeds:
     """Which channels and folders of a run an engine serves.
 
     Attributes:
-        channels: by the run's channel, the model that is to have its newest weights; versions are the channel's.
-        folders: by the run's folder with a file VERSION.weights for each policy that stays (a state with "state"), the
-            model that is to hold them as versions.
-        most: of them, the newest, that a server is given which has none yet.
+        channels: for each channel of the run, the model that gets its newest weights; it keeps the version numbers.
+        folders: for each folder of the run with a file VERSION.weights for each policy that is kept (a state with
+            "state"), the model that gets them as versions.
+        most: maximum number of these versions, the newest, for a server that has none yet.
     """
 
     channels: Mapping[str, str] = field(default_factory=dict)
@@ -43,11 +43,11 @@ class EngineSpec:
     """An engine, and its part of a run.
 
     Attributes:
-        name: by which it is found.
+        name: the name under which clients find it.
         models: as under [models.NAME] of a server's configuration.
-        feeds: what of the run it serves.
-        cpus, gpus, resources: that Ray sets aside for it. With a GPU it serves on that, else on the CPU.
-        threads: that torch may use in it.
+        feeds: what it serves of the run.
+        cpus, gpus, resources: what Ray reserves for it. It serves on the GPU if it has one, else on the CPU.
+        threads: number of threads for torch.
         server: further settings of its [server].
     """
 
@@ -102,11 +102,11 @@ class Endpoint:
 
     Attributes:
         name: of the engine.
-        life: another one after each start.
-        machine: as `this_machine` says there.
+        life: a new value after each start.
+        machine: the result of `this_machine` there.
         ipc: its address on that machine.
         grpc: its address from elsewhere.
-        token: that it asks for there; None where it listens on a loopback alone.
+        token: the token it requires there; None where it listens on a loopback only.
         authority: its certificate as PEM; "" in the same case.
     """
 
@@ -141,10 +141,10 @@ def reach(
     """Connect to an engine at the endpoint that `look` returns.
 
     Args:
-        timeout: seconds, in which it may be moving. alive: called while it waits.
+        timeout: seconds to wait, also for an engine that is moving. alive: called while it waits.
 
     Raises:
-        ServerGone: it was not found in time; the message says what came of the last try.
+        ServerGone: it was not found in time; the message has the error of the last attempt.
     """
     until, why = time.monotonic() + timeout, "nobody has told where it is"
     while True:
@@ -166,7 +166,7 @@ def reach(
 def show(folder: Path, number: int, endpoint: Endpoint) -> None:
     """Add an endpoint to a registry. Entries are never changed: the one with the highest number counts."""
     folder.mkdir(parents=True, exist_ok=True)
-    descriptor, made = tempfile.mkstemp(dir=folder, prefix=".endpoint-")  # for its owner's eyes: it holds a token
+    descriptor, made = tempfile.mkstemp(dir=folder, prefix=".endpoint-")  # readable by its owner only: it holds a token
     with os.fdopen(descriptor, "w") as file:
         json.dump(asdict(endpoint), file)
     Path(made).rename(folder / f"{check_name(endpoint.name)}.{number:06}.endpoint")

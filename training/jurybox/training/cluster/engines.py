@@ -38,9 +38,9 @@ from jurybox.training.runtime.local_server import LocalServer
 START = 180.0  # seconds: for Ray to place it, and for the server to import torch there
 _AGAIN = 0.2
 _STOP = 30.0
-_CALLERS = 32  # that wait for its start at the same time
+_CALLERS = 32  # calls that can wait for its start at the same time
 _LOG_TAIL = 64 << 10
-_started: dict[str, Any] = {}  # Ray ends an actor that nobody holds a handle to
+_started: dict[str, Any] = {}  # keeps the handles: Ray ends an actor without one
 
 
 class EngineNotStarted(RuntimeError):
@@ -50,7 +50,7 @@ class EngineNotStarted(RuntimeError):
 class EngineActor:
     """Owns a server on its node, a child that ends with it. Ray restarts it elsewhere when its node dies.
 
-    Methods come from several threads. The server is a child of one that stays, because it is bound to its life.
+    Methods are called from several threads. One permanent thread starts the server, because the server ends with it.
     """
 
     def __init__(self, spec: EngineSpec, path: Sequence[str]) -> None:
@@ -71,7 +71,7 @@ class EngineActor:
         return node
 
     def endpoint(self) -> Endpoint:
-        """The endpoint; starts the server if it does not run.
+        """Return the endpoint; start the server if it is not running.
 
         Raises:
             ServerNotStarted: it did not come up.
@@ -83,7 +83,7 @@ class EngineActor:
             return self._endpoint
 
     def feed(self, scoreboard: str, folders: Mapping[str, str]) -> None:
-        """Serve the run whose scoreboard on this machine has that name; folders are the run's on this machine."""
+        """Serve the run whose scoreboard on this machine is `scoreboard`, with its folders on this machine."""
         endpoint = self.endpoint()
         with self._lock:
             if self._feeder is not None:
@@ -158,11 +158,11 @@ def start(
 
     Args:
         models: as under [models.NAME] of a server's configuration; factories must be importable on its node.
-        num_cpus, num_gpus, resources: that Ray sets aside for it.
-        threads: that torch may use in it. server: further settings of its [server].
+        num_cpus, num_gpus, resources: what Ray reserves for it.
+        threads: number of threads for torch. server: further settings of its [server].
 
     Raises:
-        EngineNotStarted: no node has that much, or the server did not come up in time.
+        EngineNotStarted: no node has these resources, or the server did not come up in time.
     """
     spec = EngineSpec(name, models, Feeds(), num_cpus, num_gpus, resources or {}, threads, server or {})
     _started[name] = make(spec)
@@ -170,13 +170,13 @@ def start(
 
 
 def stop(name: str) -> None:
-    """Stop an engine and free its resources. Ignored if there is none."""
+    """Stop an engine and free its resources, if it exists."""
     _started.pop(name, None)
     try:
         actor = ray.get_actor(_actor_name(name), NAMESPACE)
     except ValueError:
         return
-    with suppress(RayError):  # what does not answer ends with its actor
+    with suppress(RayError):  # a server that does not answer ends with its actor
         ray.get(actor.stop.remote(), timeout=_STOP)
     ray.kill(actor)
 
@@ -230,9 +230,9 @@ def _actor_name(name: str) -> str:
     return f"jurybox-engine-{check_name(name)}"
 
 
-_LOOK = 0.5  # seconds between two looks at an engine
+_LOOK = 0.5  # seconds between two checks of an engine
 
-_BACK_OFF = 2.0  # after one that could not be started
+_BACK_OFF = 2.0  # seconds to wait after a failed start
 _ENGINE_STOP = 15.0
 
 
@@ -240,9 +240,9 @@ class EnginePlacement:
     """Places and watches one engine of a run. Methods belong to the thread of the traffic's loop.
 
     Args:
-        registry: folder of endpoints on this machine; one of the run's, so that it is on every machine.
-        log: gets the log of its servers.
-        told: takes lines for whoever watches.
+        registry: folder of endpoints on this machine; a folder of the run, so every machine has it.
+        log: receives the log of its servers.
+        told: receives status lines for the user.
     """
 
     def __init__(
@@ -286,7 +286,7 @@ class EnginePlacement:
                 self._told(f"engine {self._spec.name}: {error.cause}")
                 await asyncio.sleep(_BACK_OFF)
             except RayError:
-                await asyncio.sleep(_AGAIN)  # Ray makes it anew, elsewhere if need be
+                await asyncio.sleep(_AGAIN)  # Ray restarts it, on another node if necessary
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:

@@ -25,8 +25,8 @@ from jurybox.training.cluster.local_calls import Answer, CallConnection, CallSer
 from jurybox.training.cluster.vector_env import LOST
 from jurybox.training.vector.worker import WorkerFailed, described
 
-_DEATHS = 3  # of one worker, with nothing done between them, before it is given up
-_LOOK = 0.5  # seconds between two looks for an interrupt
+_DEATHS = 3  # deaths of a worker without a finished call in between, before the run fails
+_LOOK = 0.5  # seconds between two checks for an interrupt
 _AGAIN = 0.2
 _STOP = 2.0  # seconds that workers get to close their environments
 _VALUE, _RAISED, _NEW = range(3)
@@ -47,7 +47,7 @@ class Asked:
     worker: int
     life: int
     until: float
-    answer: Any  # Ray's reference, or the number of a question over the connection
+    answer: Any  # Ray's reference, or the number of a call over the connection
 
 
 class EnvActor:
@@ -94,18 +94,18 @@ class EnvWorkers:
     """All workers of a training. Close them, or use them in a ``with``.
 
     Args:
-        makers: for each worker a function that makes what it holds: an object with methods, and `close`. Called in the
+        makers: for each worker, a function that creates its object, which has methods and `close`. Called in the
             worker (cloudpickle).
         environment: environment variables that workers get.
-        timeout: seconds for one answer before the worker is taken for dead.
-        start_timeout: seconds to be placed, and to make what it holds.
+        timeout: seconds to wait for an answer; then the worker counts as dead.
+        start_timeout: seconds to place a worker and to create its object.
 
     Attributes:
         restarts: workers replaced so far.
 
     Raises:
-        WorkerFailed: what a worker holds could not be made.
-        Timeout: Ray had no room for one, or it was not made in time.
+        WorkerFailed: a worker's object could not be created.
+        Timeout: Ray had no resources for a worker, or its object was not created in time.
     """
 
     def __init__(
@@ -144,11 +144,11 @@ class EnvWorkers:
         self.close()
 
     def life(self, worker: int) -> int:
-        """How often it was replaced."""
+        """Return how often the worker was replaced."""
         return self._lives[worker]
 
     def ask(self, worker: int, method: str, *arguments: Any) -> Asked:
-        """Begin a call; several may be in flight, they are run in order."""
+        """Begin a call; several may be in flight; they run in order."""
         connection = self._connections.get(worker)
         answer = connection.ask(method, arguments) if connection else self._actors[worker].do.remote(method, arguments)
         return Asked(worker, self._lives[worker], time.monotonic() + self._timeout, answer)
@@ -157,7 +157,7 @@ class EnvWorkers:
         """Wait for the result; `LOST` if the worker was replaced since.
 
         Raises:
-            WorkerFailed: the method raised, or the worker died several times without doing anything.
+            WorkerFailed: the method raised, or the worker died several times without finishing a call.
         """
         worker = asked.worker
         if asked.life != self._lives[worker]:
@@ -166,7 +166,7 @@ class EnvWorkers:
         try:
             kind, value = _wait(asked.answer, asked.until, connection)
         except GetTimeoutError:
-            ray.kill(self._actors[worker], no_restart=False)  # Ray makes it anew
+            ray.kill(self._actors[worker], no_restart=False)  # Ray restarts it
             kind = _NEW
         except (RayActorError, EOFError, OSError):
             kind = _NEW

@@ -1,6 +1,6 @@
 """Feeds an engine from a run: publications of its channels, and its past policies.
 
-The engine is one more reader on its machine, which gets the weights once for all readers. Does not import Ray.
+The engine is another reader on its machine, and the machine gets the weights once for all readers. Does not import Ray.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from jurybox.training.cluster.host import Folders
 from jurybox.training.runtime.shared_resources import SharedResources
 
 _LOOK = 0.02  # seconds
-_TAKEN_OVER = 5.0  # seconds that a version which stays gets to be taken over by the engines
+_TAKEN_OVER = 5.0  # seconds for the engines to adopt a kept version
 _JOIN = 10.0
 
 
@@ -109,9 +109,9 @@ class _Folder:
                 except StateDamaged:
                     if path.exists():
                         raise
-                    continue  # it has left since
+                    continue  # it was removed in the meantime
                 self._publisher.publish(state, version=version)
-                # Engines take over the newest: one that is overtaken before that would be missing.
+                # Engines adopt the newest version: one that is overtaken before that would be missing.
                 self._engines.wait_until_fresh(_TAKEN_OVER, max_lag=0)
 
 

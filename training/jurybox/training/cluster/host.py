@@ -24,9 +24,9 @@ from jurybox.training.runtime.shared_resources import SharedResources, create_re
 
 # The scoreboard of a run, copied between machines.
 #
-# Every record has one writer, so a copy needs no merging rule but this: whoever has the role's process has the role's
-# record, the orchestrator has the orders. Clocks of two machines differ: a copy says what its own read when it was
-# made, and moments are moved by the difference (and so seem younger by the time that the copy travelled).
+# Every record has one writer, so copies need one merging rule only: the machine with the role's process owns the role's
+# record, the orchestrator owns the orders. The clocks of two machines differ. So a copy holds the clock's time at which
+# it was made, and timestamps are shifted by the difference (they look younger by the transfer time of the copy).
 
 
 _MOMENTS = [Word.HEARTBEAT, Word.WAITS_SINCE, Word.READY_AT, Word.MOVED_AT]
@@ -40,8 +40,8 @@ class Counters:
     Attributes:
         clock: nanoseconds of the machine's CLOCK_MONOTONIC when they were read.
         roles: (n,) their numbers.
-        records: (n, 32) int64, what roles say.
-        orders: (n, 8) int64, what they are told; empty where only records travel.
+        records: (n, 32) int64, the records of the roles.
+        orders: (n, 8) int64, their orders; empty where only records are sent.
     """
 
     clock: int
@@ -51,13 +51,13 @@ class Counters:
 
     @classmethod
     def of(cls, scoreboard: Scoreboard, roles: Collection[int], *, orders: bool) -> Counters:
-        """The counters of these roles on `scoreboard`."""
+        """Return the counters of these roles on `scoreboard`."""
         numbers = np.array(sorted(roles), np.int64)
         told = scoreboard.told[numbers] if orders else np.empty((0, scoreboard.told.shape[1]), np.int64)
         return cls(time.monotonic_ns(), numbers, scoreboard.records[numbers], told)
 
     def unfinished(self) -> Counters:
-        """The same, but with learners not done, since their last publication is still in transit."""
+        """Return a copy in which no learner is done, because the last publication is still in transit."""
         records = self.records.copy()
         records[:, Word.DONE] = 0
         return replace(self, records=records)
@@ -66,8 +66,8 @@ class Counters:
         """Write the counters of those among `roles` to another machine's scoreboard.
 
         Args:
-            orders: put the orders of all that came, too.
-            life: leave out a record that an earlier life of its role wrote.
+            orders: also write the orders of all roles in this copy.
+            life: skip a record from an earlier incarnation of its role.
         """
         shift = time.monotonic_ns() - self.clock
         chosen = np.isin(self.roles, np.fromiter(roles, np.int64, len(roles)))
@@ -96,18 +96,18 @@ class Folders:
 
     def __init__(self, paths: Mapping[str, str]) -> None:
         self.paths = dict(paths)
-        self._found: dict[tuple[str, str], None] = {}  # in the order in which they were
+        self._found: dict[tuple[str, str], None] = {}  # in the order of discovery
         self._changed: dict[str, int] = {}
         for path in paths.values():
             Path(path).mkdir(parents=True, exist_ok=True)
 
     def after(self, count: int) -> tuple[tuple[str, str], ...]:
-        """(folder, name) of the files, without the given number of first ones."""
+        """Return (folder, name) of the files, without the first `count`."""
         for folder, path in self.paths.items():
-            # Taken before the look: what comes in the midst of it is seen the next time.
+            # Read before the listing: a file that arrives during it is found the next time.
             changed = Path(path).stat().st_mtime_ns
             if self._changed.get(folder) != changed:
-                # One that has just changed may change again within a tick of the file system's clock.
+                # A folder that has just changed may change again within a tick of the file system's clock.
                 if time.time_ns() - changed > _TICK:
                     self._changed[folder] = changed
                 for each in sorted(Path(path).iterdir()):
@@ -126,13 +126,13 @@ class Folders:
             write_atomically(path, content)
 
 
-# A run has one host a machine; that of the orchestrator's machine stands on the run's own `SharedResources`. Role
+# A run has one host on each machine; on the orchestrator's machine it uses the run's own `SharedResources`. Role
 # processes use their machine's host as if there were no other: counters and orders are copied to and from the
-# orchestrator's scoreboard, rows leave the local replay for the one that is sampled, publications come in as
+# orchestrator's scoreboard, rows move from the local replay to the one that is sampled, and publications arrive as
 # publications of the local channel.
 
 
-# Rows that wait on a machine for the one that samples them; what comes beyond overwrites the oldest.
+# Rows that wait on a machine for their transfer; further rows overwrite the oldest.
 INBOX_ROWS = 8192
 
 
@@ -150,7 +150,7 @@ class Instead:
     """The names of shared memory and folders for roles on a machine.
 
     Attributes:
-        replays: by the plan's name, replays instead of the way in. folders: by the plan's name, paths.
+        replays: by the plan's name, the replay to use. folders: by the plan's name, paths.
     """
 
     replays: dict[str, str]
@@ -164,9 +164,9 @@ class Seen:
     Attributes:
         counters: of the roles on it.
         newest: by channel, the newest version in its copy.
-        rows: by replay that was asked for, rows that came into its way in and have not left.
-        missed: rows that were overwritten before they left.
-        files: (folder, name) of files in the run's folders, those that came after the ones asked about.
+        rows: by replay that was asked for, rows that wait for their transfer.
+        missed: rows that were overwritten before their transfer.
+        files: (folder, name) of new files in the run's folders, those after the given count.
     """
 
     counters: Counters
@@ -180,7 +180,7 @@ class Host:
     """A machine's part of a run; belongs to one thread at a time.
 
     Args:
-        shared: the run's own, on the orchestrator's machine; None: this machine gets shared memory of its own.
+        shared: the run's own, on the orchestrator's machine; None: create shared memory for this machine.
     """
 
     def __init__(self, plan: Plan, shared: SharedResources | None = None) -> None:
@@ -206,8 +206,8 @@ class Host:
         """Write the orchestrator's counters here, and return this host's news.
 
         Args:
-            here: roles that run on this machine. leaving: replays that are sampled, and whose rows so have a way to go.
-            files: how many of this machine's files the orchestrator's knows of.
+            here: roles that run on this machine. leaving: replays that are sampled, so their rows may have to move.
+            files: number of this machine's files that the orchestrator's machine knows.
         """
         away = set(others.roles.tolist()) - set(here)
         others.write(self.shared.scoreboard, away, orders=True)
@@ -218,7 +218,7 @@ class Host:
         counters.write(self.shared.scoreboard, counters.roles.tolist(), orders=True)
 
     def seen(self, here: Collection[int], leaving: Sequence[str], files: int = 0) -> Seen:
-        """News for the others."""
+        """Return this host's news for the others."""
         return Seen(
             Counters.of(self.shared.scoreboard, here, orders=False),
             tuple(self.newest(channel.name) for channel in self._plan.channels),
@@ -228,11 +228,11 @@ class Host:
         )
 
     def newest(self, channel: str) -> int:
-        """The newest version on this machine."""
+        """Return the newest version on this machine."""
         return self._reader(channel).newest
 
     def publication(self, channel: str) -> Publication:
-        """The newest publication. Raises Timeout where there is none."""
+        """Return the newest publication. Raises Timeout if there is none."""
         reader = self._reader(channel)
         flat = np.empty(reader.layout.nbytes, np.uint8)
         version, extra = reader.read_flat(flat, timeout=5.0)
@@ -241,7 +241,7 @@ class Host:
     def adopt(self, channel: str, publication: Publication) -> int:
         """Publish on this machine's channel; returns its newest version.
 
-        A learner that publishes here is the one that everybody follows: it is not disturbed.
+        If a learner publishes on this machine, its channel is the source and is left unchanged.
         """
         reader = self._reader(channel)
         if publication.version > reader.newest:
@@ -249,7 +249,7 @@ class Host:
                 with self.shared.publisher(channel) as publisher:
                     state = reader.layout.views(publication.flat)
                     publisher.publish(state, publication.extra, version=publication.version)
-            except Refused:  # the learner that lives here has the place, or something newer just came
+            except Refused:  # a learner on this machine publishes here, or a newer version just arrived
                 return reader.newest
         return reader.newest
 
@@ -261,11 +261,11 @@ class Host:
                 self._homes[spec.name] = create_replay(spec, name, self._plan.seed)
 
     def instead(self) -> Instead:
-        """The names that processes on this machine use instead of those of the plan."""
+        """Return the names that processes on this machine use instead of those of the plan."""
         return Instead({name: str(replay.name) for name, replay in self._homes.items()}, self.folders.paths)
 
     def rows(self, name: str) -> RowBatch | None:
-        """New rows of this machine, a part of them; None without any."""
+        """Return the next batch of this machine's new rows; None if there are none."""
         return self._exporter(name).batch()
 
     def put(self, name: str, source: str, batch: RowBatch | None) -> int:
@@ -279,7 +279,7 @@ class Host:
         return self._importers[key].put(batch)
 
     def replay_file(self, name: str) -> bytes:
-        """The replay that is sampled here, as `Replay.save` writes it."""
+        """Return the replay that is sampled here, as `Replay.save` writes it."""
         with tempfile.TemporaryDirectory(prefix="jurybox-replay-") as folder:
             path = Path(folder) / "replay.jbr"
             self.save_replay(name, path)
@@ -290,7 +290,7 @@ class Host:
         self._home(name).save(path)
 
     def close(self) -> None:
-        """Close everything; what this host owns is removed."""
+        """Close everything, and remove what this host owns."""
         for replay in self._homes.values():
             replay.unlink()
             replay.close()
@@ -313,7 +313,7 @@ class Host:
             self.folders.keep(folder, name, content)
 
     def _home(self, name: str) -> Replay:
-        # An empty replay is false.
+        # An empty replay is falsy.
         return self._homes[name] if name in self._homes else self.shared.replay(name)
 
     def _reader(self, channel: str) -> WeightsReader:

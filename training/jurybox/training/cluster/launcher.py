@@ -28,7 +28,7 @@ from jurybox.training.runtime.shared_resources import SharedResources
 _LISTEN_SECONDS = 0.5
 _AGAIN_SECONDS = 0.2
 _CLOSE_SECONDS = 30.0
-_LEFT_SECONDS = 5.0  # for places to remove what they wrote; one whose node is gone does not answer
+_LEFT_SECONDS = 5.0  # for places to remove their files; a place on a lost node does not answer
 _KILLED = -9
 _T = TypeVar("_T")
 
@@ -70,7 +70,7 @@ class RayProcess:
             raise EOFError("the role's process has ended")
 
     def _here(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Store weights that were evaluated on another machine in a folder of this one."""
+        """Store weights that were evaluated on another machine in a folder on this one."""
         assert self.evaluated is not None
         files: dict[str, bytes] = message.pop("kept")
         try:
@@ -119,10 +119,10 @@ class RayLauncher:
         disconnect()
 
     def serve(self, spec: EngineSpec, log: Path) -> None:
-        """Start an engine with the next run, whose plan has the folder `REGISTRY`: roles find it there by its name.
+        """Start an engine with the next run. The run's plan has the folder `REGISTRY`, where roles find it by name.
 
         Args:
-            log: file on this machine that the log of its server goes to.
+            log: file on this machine for the log of its server.
         """
         self._engines.append((spec, log))
 
@@ -185,7 +185,7 @@ class RayLauncher:
             return
         try:
             if self._places:  # else it did not begin
-                with suppress(TimeoutError, RayError):  # what does not answer ends with its actor
+                with suppress(TimeoutError, RayError):  # a place that does not answer ends with its actor
                     self._do(self._close(), _CLOSE_SECONDS)
                 closed = [place.close.remote() for place in self._places.values()]
                 ray.wait(closed, num_returns=len(closed), timeout=_LEFT_SECONDS)
@@ -202,7 +202,7 @@ class RayLauncher:
         self._places[number].say.remote(kind, fields)
 
     def kill(self, process: RayProcess) -> None:
-        """Kill a process on its machine; one without a place yet is given up."""
+        """Kill a process on its machine; if it has no place yet, give it up."""
         if process.pid:
             self._places[process.number].kill.remote()
         elif self._loop is not None:
@@ -218,7 +218,7 @@ class RayLauncher:
         else:
             if self._loop is not None:
                 self._loop.call_soon_threadsafe(self._give_up, process)
-            # What it was placed on does not answer: Ray makes the place anew, where it can.
+            # The place does not answer: Ray restarts it where possible.
             ray.kill(self._places[process.number], no_restart=False)
         if self._running.get(process.number) is process:
             del self._running[process.number]
@@ -259,7 +259,7 @@ class RayLauncher:
                 return heard.status
 
     async def _where(self, number: int) -> str:
-        """The node on which Ray has placed a role; waits for its resources."""
+        """Return the node on which Ray has placed a role; wait for its resources."""
         while True:
             try:
                 node: str = await self._places[number].where.remote()

@@ -1,6 +1,6 @@
-"""Calls to an env worker on the learner's machine over a Unix socket, in a tenth of the time of a call through Ray.
+"""Calls an env worker on the learner's machine over a Unix socket, ten times as fast as a call through Ray.
 
-The socket is abstract, without a file, so nothing is left of it. Both ends accept processes of their own user only, as
+The socket is abstract, so it leaves no file behind. Both ends accept processes of their own user only, as
 the kernel reports it: pickle is as safe between them as between a process and its child. A process that cannot connect
 (another user, another network namespace) calls through Ray.
 """
@@ -20,7 +20,7 @@ from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
-Answer = tuple[int, Any]  # its kind, and what `env_workers` says of kinds
+Answer = tuple[int, Any]  # the kind (see `env_workers`), and the value
 _PEER = struct.Struct("3i")  # process, user, group
 _TIMEOUT = 5.0
 
@@ -57,14 +57,14 @@ class CallServer:
             while True:
                 connection.send_bytes(_packed(self._do(*pickle.loads(connection.recv_bytes()))))
         except (EOFError, OSError):
-            return  # whoever called is gone
+            return  # the caller is gone
 
 
 class CallConnection:
     """The learner's end. Calls are answered in order.
 
     Raises:
-        OSError: nobody of that name is on this machine, or it is another user's.
+        OSError: no such socket exists on this machine, or it belongs to another user.
     """
 
     def __init__(self, name: str) -> None:
@@ -92,7 +92,7 @@ class CallConnection:
         return self._asked
 
     def answer(self, number: int, until: float) -> Answer | None:
-        """Wait for an answer until that time of the monotonic clock; None if there is none.
+        """Wait for an answer until `until` on the monotonic clock; return None if there is none.
 
         Raises:
             EOFError, OSError: the worker is gone.

@@ -20,15 +20,15 @@ __all__ = ["SpreadVecEnv"]
 
 
 class SpreadVecEnv(SubprocVecEnv):
-    """As `WorkerVecEnv`, but a worker that is replaced does not end the training: its episodes are cut.
+    """As `WorkerVecEnv`, but the training goes on after a worker is replaced: its episodes are truncated.
 
-    The step in which that is noticed answers with the first observation of new environments, reward 0, the last
+    The step that detects it returns the first observation of new environments, reward 0, the last
     observation as ``terminal_observation``, ``TimeLimit.truncated`` and ``info["restarted"]``.
 
     Args:
         workers: each holds `EnvGroup`; closed with this.
-        counts: environments of each.
-        seed: of the run; new environments get seeds of their own from it.
+        counts: number of environments of each.
+        seed: of the run; seeds of new environments are derived from it.
 
     Raises:
         WorkerFailed: an environment raised; the message holds the worker's traceback.
@@ -66,7 +66,7 @@ class SpreadVecEnv(SubprocVecEnv):
         self._unsent.setdefault(place[0], {})[place[1]] = request
 
     def receive(self, place: tuple[int, int]) -> Any:
-        """The answer of one environment."""
+        """Return the answer of one environment."""
         for worker, requests in self._unsent.items():
             self._under_way[worker] = (requests, self._ask(worker, requests))
         self._unsent = {}
@@ -78,7 +78,7 @@ class SpreadVecEnv(SubprocVecEnv):
         return answer
 
     def _ask(self, worker: int, requests: dict[int, Request]) -> Any:
-        """Send the requests; None if the environments are new and cannot be stepped before a reset."""
+        """Send the requests; return None if the environments are new and must be reset before a step."""
         steps = any(command == "step" for command, _ in requests.values())
         if steps and self._workers.life(worker) != self._lives[worker]:
             return None
@@ -90,7 +90,7 @@ class SpreadVecEnv(SubprocVecEnv):
             if any(command == "step" for command, _ in requests.values()):
                 answers = self._cut(worker, requests)
             else:
-                # Nothing of it was an episode's: the new one is asked the same, its rows are cut at the next step.
+                # No episode was affected: repeat the request; the next step truncates its rows.
                 answers = self._workers.answer(self._workers.ask(worker, "answer", requests))
         for index, answer in answers.items():
             command = requests[index][0]
@@ -136,7 +136,7 @@ class _Remote:
 
 
 def dealt(count: int, each: int) -> list[range]:
-    """Distribute environment numbers over workers, `each` for every worker, the rest for the last."""
+    """Distribute environment numbers over workers, `each` for every worker and the remainder for the last."""
     if count < 1 or each < 1:
         raise ValueError(f"expected at least one environment, and one for each worker, got {count} and {each}")
     edges = [*range(0, count, each), count]

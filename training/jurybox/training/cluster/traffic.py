@@ -20,7 +20,7 @@ from jurybox.training.cluster.actors import HostActor
 from jurybox.training.cluster.host import Counters, Host, Instead, Seen
 from jurybox.training.runtime.plan import Plan
 
-PERIOD = 0.01  # seconds between two looks at a host, where there is time for so many
+PERIOD = 0.01  # least seconds between two polls of a host
 _CLOSE_SECONDS = 5.0
 
 
@@ -30,12 +30,12 @@ class Member:
 
     Attributes:
         node: Ray's id of the machine.
-        host: where it is this machine's own. actor: where it is another's.
+        host: set for this machine's own host. actor: set for a host on another machine.
         scoreboard: name of its scoreboard.
         here: roles that run on it.
         known: by channel, the newest version in its copy.
-        files: (folder, name) of those in the run's folders there; told: how many of them it has told of.
-        busy: what is on its way to it or from it: names of channels and replays.
+        files: (folder, name) of those in the run's folders there; told: how many of them it has reported.
+        busy: names of channels and replays with a transfer to or from it.
         gone: whether it was lost.
     """
 
@@ -71,7 +71,7 @@ class Traffic:
     Args:
         host: of this machine.
         lost: called with the roles of a host that is gone.
-        told: takes lines for whoever watches.
+        told: receives status lines for the user.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class Traffic:
         actor: Any = ray.remote(HostActor).options(**options).remote(self._plan)
         made = Member(node, await actor.ready.remote(), actor=actor)
         for channel in self._plan.channels:
-            # What was published so far: who starts there goes on from it, and need not wait for the next publication.
+            # Send what was published so far, so that roles that start there need not wait for the next publication.
             if self._newest_here(channel.name):
                 newest = self.own.fetch("publication", channel.name)
                 made.known[channel.name] = await made.ask("adopt", channel.name, newest)
@@ -124,7 +124,7 @@ class Traffic:
         """Prepare the start of a role on a machine; returns the names that it uses there.
 
         Raises:
-            ValueError: it samples a replay that a role on another machine samples.
+            ValueError: the role samples a replay that a role on another machine also samples.
         """
         spec = self._plan.roles[number]
         for name in spec.samples:
@@ -216,7 +216,7 @@ class Traffic:
         return any(member.known.get(name, 0) < source.known.get(name, 0) for name, source in self._sources.items())
 
     async def _carry(self, member: Member, name: str) -> bool:
-        """Move one batch to where it is sampled; returns whether there was one."""
+        """Move one batch to where it is sampled; return whether there was one."""
         home = self._homes.get(name)
         if home is None or home is member is self.own:
             return False
@@ -271,7 +271,7 @@ class Traffic:
         return None if home is self.own else await home.ask("replay_file", name)
 
     async def close(self) -> None:
-        """Stop; all hosts free their shared memory."""
+        """Stop, and let all hosts free their shared memory."""
         for task in self._tasks:
             task.cancel()
         others = [member for member in self.members.values() if member is not self.own]
@@ -285,7 +285,7 @@ class Traffic:
             self._told(f"the host of node {member.node[:8]} did not end in order; the next run there frees its memory")
 
     def _once(self, member: Member, what: str, work: Awaitable[Any]) -> None:
-        """Run it unless the same is running for this member."""
+        """Run `work` unless the same work is running for this member."""
         if what in member.busy:
             work.close()  # type: ignore[attr-defined]
             return
@@ -297,7 +297,7 @@ class Traffic:
             except RayTaskError as error:
                 self._told(f"between the machines, {what}: {error.cause!r}")
             except RayError:
-                pass  # a machine is gone; whoever looks at it notices
+                pass  # a machine is gone; its next poll handles that
             finally:
                 member.busy.discard(what)
 

@@ -39,10 +39,10 @@ class Workers(Protocol):
     def __len__(self) -> int: ...
 
     def life(self, worker: int) -> int:
-        """How often it was replaced."""
+        """Return how often the worker was replaced."""
 
     def ask(self, worker: int, method: str, *arguments: Any) -> Any:
-        """Begin a call; several may be in flight, they are run in order. Returns the argument for `answer`."""
+        """Begin a call; several may be in flight; they run in order. Returns the argument for `answer`."""
 
     def answer(self, asked: Any) -> Any:
         """Wait for the result; `LOST` if the worker was replaced."""
@@ -53,7 +53,7 @@ class Workers(Protocol):
 
 # What an env worker of a cluster holds for Stable-Baselines3: environments that answer SubprocVecEnv's commands.
 #
-# Each has a thread of its own, so that one that waits for its juror lets the others render. Never imports torch.
+# Each has its own thread, so the others can render while one waits for its juror. Never imports torch.
 
 
 Request = tuple[str, Any]  # command and its data, as SubprocVecEnv sends them
@@ -67,7 +67,7 @@ class EnvGroup:
         self._threads = ThreadPoolExecutor(len(makers), thread_name_prefix="environment")
 
     def answer(self, requests: dict[int, Request]) -> dict[int, Any]:
-        """Answers by environment; a `WorkerFailed` where one raised."""
+        """Return answers by environment; a `WorkerFailed` where one raised."""
         under_way = {
             index: self._threads.submit(answered, self._environments[index], *request)
             for index, request in requests.items()
@@ -112,14 +112,14 @@ class Groups:
 class SpreadVectorEnv(VectorEnv[Any, Any, Any]):
     """The rows of group `group` of all workers. It does not own the workers.
 
-    `step_async` and `step_wait` are the halves of `step`: whoever has two such environments acts for one while the
-    other's step is on its way. A worker that was replaced has new environments: the episodes of its rows are cut. They
-    answer with truncated=True, their last observation, reward 0 and ``info["restarted"]``, and the step after that is
+    `step_async` and `step_wait` are the halves of `step`: with two such environments, a caller acts for one while the
+    other steps. A replaced worker has new environments, and the episodes of its rows are truncated: they return
+    truncated=True, their last observation, reward 0 and ``info["restarted"]``, and the step after that is
     the reset of the new ones, as after any end of an episode (gymnasium.vector.AutoresetMode.NEXT_STEP).
 
     Args:
         workers: each holds `Groups`.
-        group: as these count them.
+        group: number of the group in each `Groups`.
         counts: rows of each worker.
     """
 
@@ -133,17 +133,17 @@ class SpreadVectorEnv(VectorEnv[Any, Any, Any]):
         self._seed: int | None = None
         self._lives = [workers.life(worker) for worker in range(len(workers))]
         self._asked: list[Any] = []
-        self._begun: dict[int, tuple[Any, dict[str, Any]]] = {}  # new environments that were reset and not told of
+        self._begun: dict[int, tuple[Any, dict[str, Any]]] = {}  # resets of new environments that were not returned yet
         observation, action, self.metadata = self._insist(0, "spaces")
         self.single_observation_space, self.single_action_space = observation, action
         self.observation_space = batch_space(observation, self.num_envs)
         self.action_space = batch_space(action, self.num_envs)
-        self._last: list[tuple[Any, dict[str, Any]]] = []  # each worker's, of its last step
+        self._last: list[tuple[Any, dict[str, Any]]] = []  # each worker's last step
 
     def reset(
         self, *, seed: int | Sequence[int | None] | None = None, options: dict[str, Any] | None = None
     ) -> tuple[Any, dict[str, Any]]:
-        """Reset all; the row i gets `seed` + i, as Gymnasium spreads one seed.
+        """Reset all; row i gets `seed` + i, as in Gymnasium.
 
         Raises:
             ValueError: other seeds than one number.
@@ -177,7 +177,7 @@ class SpreadVectorEnv(VectorEnv[Any, Any, Any]):
         ]
 
     def step_wait(self) -> Step:
-        """Results of `step_async`."""
+        """Return the results of `step_async`."""
         if not self._asked:
             raise RuntimeError("expected actions sent before: call step_async first")
         asked_all, self._asked = self._asked, []
@@ -226,15 +226,15 @@ class SpreadVectorEnv(VectorEnv[Any, Any, Any]):
         return found
 
     def _insist(self, worker: int, method: str, *arguments: Any) -> Any:
-        """Repeat a call until there is an answer; rows of a new worker are cut at the next step."""
+        """Repeat a call until there is an answer; the next step truncates the rows of a new worker."""
         while (answer := self._workers.answer(self._workers.ask(worker, method, self._group, *arguments))) is LOST:
             pass
         return answer
 
     def _fresh_seed(self, worker: int) -> int | None:
-        """A seed for the new environments of a replaced worker, if the run has one.
+        """Return a seed for the new environments of a replaced worker, if the run has one.
 
-        It depends on nothing that happened to other workers, so that a run in which the same happens is the same.
+        It does not depend on other workers, so that a run with the same events is reproducible.
         """
         if self._seed is None:
             return None
@@ -250,11 +250,11 @@ class SpreadVectorEnv(VectorEnv[Any, Any, Any]):
 
 
 def joined(infos: Sequence[dict[str, Any]], rows: Sequence[slice]) -> dict[str, Any]:
-    """Infos of groups as one, by Gymnasium's rules: rows without a key get zeros (or None).
+    """Join the infos of groups by Gymnasium's rules: rows without a key get zeros (or None).
 
     Args:
         infos: of each group, arrays of its rows.
-        rows: of each group among all.
+        rows: the rows of each group.
     """
     n = rows[-1].stop
     found: dict[str, Any] = {}
@@ -272,7 +272,7 @@ def joined(infos: Sequence[dict[str, Any]], rows: Sequence[slice]) -> dict[str, 
 
 
 def _emptied(infos: dict[str, Any]) -> dict[str, Any]:
-    """The same keys with zeros."""
+    """Return the same keys with zeros."""
     return {name: _emptied(value) if isinstance(value, dict) else np.zeros_like(value) for name, value in infos.items()}
 
 
