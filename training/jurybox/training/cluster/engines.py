@@ -91,7 +91,7 @@ class EngineActor:
             self._feeder = Feeder(endpoint.ipc, scoreboard, self._spec.feeds, folders)
 
     def look(self) -> tuple[str, bytes, str]:
-        """The endpoint's incarnation ("" without a server), new log lines, and the error that ended its feeder."""
+        """Return the endpoint's incarnation ("" without a server), new log lines, and the feeder's final error."""
         lives = self._endpoint is not None and self._server is not None and self._server.alive
         failed = self._feeder.failed if self._feeder is not None else ""
         return self._endpoint.life if lives and self._endpoint else "", self._log.new(), failed

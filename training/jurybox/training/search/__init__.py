@@ -1,1 +1,1 @@
-"""Search over workflows: in which order should compromised units be repaired, and what policy does it best?"""
+"""Search over workflows: in which order should compromised units be repaired, and which policy does so best?"""

@@ -1,4 +1,4 @@
-"""One defended network as a Gymnasium environment: what `jurybox policy` plays the policy of a search in."""
+"""One defended network as a Gymnasium environment, in which `jurybox policy` plays the policy of a search."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ Row = npt.NDArray[np.float32]
 
 
 class Defended(gymnasium.Env[Row, int]):
-    """A row is what a search's network sees, and 1 for each action that is left to it: float32 (INPUTS + 145,).
+    """Observations are the input of a search's network and the action mask (1: allowed), float32 (INPUTS + 145,).
 
     Args:
-        order: the workflow that the policy is told, "enterprise > op_server > ..." or types' numbers; None for none.
+        order: the workflow that the policy sees, "enterprise > op_server > ..." or types' numbers; None for none.
         order_masks, use_masks, red, env, quirk, episode_length: as in the search.
 
     Raises:
         ConfigError: there is no such workflow or attacker.
     """
 
-    metadata = {"render_modes": []}  # noqa: RUF012 (Gymnasium declares it so)
+    metadata = {"render_modes": []}  # noqa: RUF012 (as Gymnasium declares it)
 
     def __init__(
         self,

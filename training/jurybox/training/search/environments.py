@@ -1,8 +1,8 @@
-"""The networks of a search: our own simulator, or the real CybORG; in this process, in its workers, or spread wide.
+"""The networks of a search: our own simulator, or the real CybORG; in this process, its workers or a cluster.
 
-They come in parts, each a VectorEnv over some of the rows: one part, or two halves, of which one steps while the other
-is acted for. What a network of our simulator does depends on the run's seed and its row, not on parts or workers;
-CybORG draws from generators of its process.
+They are split into parts, each a VectorEnv over some of the rows: one part, or two halves, of which one steps while
+the policy acts for the other. A network of our simulator depends on the run's seed and its row, not on parts or
+workers; CybORG draws from the global generators of its process.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ STREAMS = 2  # training, evaluation
 
 
 def make(settings: WorkflowTraining, stream: int, *, serial: bool = False) -> Parts:
-    """`envs` networks on this machine, seeded from the run's seed and `stream`, a number for each use of them."""
+    """Make `envs` networks on this machine, seeded from the run's seed and `stream`, a number for each use."""
     made: list[Part] = []
     try:
         for rows in halves(settings):
@@ -43,18 +43,18 @@ def make(settings: WorkflowTraining, stream: int, *, serial: bool = False) -> Pa
 
 
 def halves(settings: WorkflowTraining) -> tuple[range, ...]:
-    """Rows of the parts: all, or two halves."""
+    """Return the rows of the parts: all, or two halves."""
     return share_out(range(settings.envs), 2 if settings.halves else 1)
 
 
 def share_out(rows: range, among: int) -> tuple[range, ...]:
-    """Neighbouring rows for each of so many, as evenly as whole rows allow."""
+    """Split `rows` into `among` contiguous ranges of nearly equal length."""
     bounds = [rows.start + round(index * len(rows) / among) for index in range(among + 1)]
     return tuple(range(first, end) for first, end in itertools.pairwise(bounds))
 
 
 def maker(settings: WorkflowTraining, rows: range) -> Maker:
-    """A picklable function that makes these rows, as one object that steps one after the other."""
+    """Return a picklable function that makes these rows as one object, which steps them in turn."""
     if settings.env == "cage":
         return partial(
             CageRows,
@@ -71,13 +71,13 @@ def maker(settings: WorkflowTraining, rows: range) -> Maker:
 
 
 def reset(part: Part, settings: WorkflowTraining, stream: int, rows: range) -> None:
-    """The first reset, which seeds."""
+    """Reset a part for the first time, with its seed."""
     seed = int(np.random.SeedSequence((settings.seed, 77, stream)).generate_state(1)[0])
-    part.reset(seed=seed + rows.start)  # as Gymnasium spreads one seed over all rows
+    part.reset(seed=seed + rows.start)  # as Gymnasium derives the seeds of all rows from one
 
 
 def random_state(settings: WorkflowTraining, parts: Parts) -> dict[str, Any] | None:
-    """Of our own simulator, the same in all parts; CybORG has none that could be kept."""
+    """Return the random state of our simulator, equal in all parts; None for CybORG, whose state cannot be saved."""
     if settings.env != "cage":
         return None
     state: dict[str, Any] = _call(parts[0], "random_state")

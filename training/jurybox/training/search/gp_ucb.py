@@ -2,9 +2,9 @@
 
 Srinivas et al. 2010, "Gaussian process optimization in the bandit setting". The design document asks for a Gaussian of
 the normalised Kendall distance d (length 0.5, noise 0.1). Over these 120 orders exp(-d^2 / (2 length^2)) is no kernel:
-its matrix has eigenvalues down to -0.7. With the root of d in the place of d it is one (Jiao & Vert 2015): the root is
-the Euclidean distance of the vectors that say of each pair of types which comes first (`vectors`), so it is the radial
-basis function of those. Both agree at d = 0 and d = 1.
+its matrix has eigenvalues down to -0.7. With the square root of d in place of d it is one (Jiao & Vert 2015): the root
+is the Euclidean distance of the vectors that encode, for each pair of types, which comes first (`vectors`), so the
+kernel is their radial basis function. Both agree at d = 0 and d = 1.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Floats = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """An order and what was believed of it when it was chosen: mean and deviation of its score, and the bound."""
+    """An order with the predicted mean and deviation of its score, and the bound, when it was chosen."""
 
     order: Order
     mean: float
@@ -35,19 +35,19 @@ class Proposal:
 
 @dataclass(frozen=True, slots=True)
 class Trial(Proposal):
-    """A proposal and the score that it got."""
+    """A proposal and its score."""
 
     score: float
 
 
 class WorkflowSearch:
-    """Proposes orders, learns from their scores, keeps the trace.
+    """Proposes orders, learns from their scores, and keeps the trials.
 
     Args:
-        beta: how many deviations above the mean the bound lies.
+        beta: number of deviations between the mean and the bound.
         length, noise: of the kernel; noise is the variance of a score in units of the scores' own variance.
-        revisit: whether an order may be proposed again before all have been.
-        seed: breaks ties, the first proposal among them.
+        revisit: whether an order may be proposed again before all orders were proposed.
+        seed: for breaking ties, which includes the first proposal.
     """
 
     def __init__(
@@ -61,24 +61,24 @@ class WorkflowSearch:
         self._places = np.random.default_rng(seed).permutation(len(ORDERS))
 
     def propose(self) -> Proposal:
-        """The order of the highest bound."""
+        """Return the order with the highest bound."""
         mean, std = self.belief()
         bound = mean + self.beta * std
         tried = {trial.order for trial in self.trace}
         open_ = np.array([self.revisit or order not in tried for order in ORDERS])
         if not open_.any():
             open_[:] = True
-        # Among equals the one that comes first in an order drawn once.
+        # Break ties by a random permutation that was drawn once.
         best = np.lexsort((self._places, -np.where(open_, np.round(bound, 12), -np.inf)))[0]
         return Proposal(ORDERS[best], float(mean[best]), float(std[best]), float(bound[best]))
 
     def tell(self, proposal: Proposal, score: float) -> Trial:
-        """Record what a proposal scored."""
+        """Record the score of a proposal."""
         self.trace.append(Trial(**asdict(proposal), score=float(score)))
         return self.trace[-1]
 
     def belief(self) -> tuple[Floats, Floats]:
-        """Mean and deviation of the score of each of the 120 orders (noise not counted), float64 (120,) each."""
+        """Return mean and deviation of the score of each of the 120 orders (without noise), float64 (120,) each."""
         if not self.trace:
             return np.zeros(len(ORDERS)), np.ones(len(ORDERS))
         scores = np.array([trial.score for trial in self.trace])
@@ -90,5 +90,5 @@ class WorkflowSearch:
         return mean * scale + scores.mean(), certain * scale
 
     def restore(self, trials: Sequence[dict[str, Any]]) -> None:
-        """Take over a trace, of which each trial is a dict."""
+        """Restore trials, each given as a dict."""
         self.trace = [Trial(**{**each, "order": tuple(each["order"])}) for each in trials]

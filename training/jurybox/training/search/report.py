@@ -19,12 +19,12 @@ from jurybox.training.search.trainer import WorkflowTrainer
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_SHOWN = 3.0  # times the median: returns below that are left out of the curve
-_WITHIN = 0.15  # of the unconstrained return that a workflow may cost
+_SHOWN = 3.0  # times the median: the curve omits returns below that
+_WITHIN = 0.15  # share of the unconstrained return that a workflow may cost
 
 
 def conclusion(trainer: WorkflowTrainer) -> list[str]:
-    """The conclusion in sentences; if the goal was missed, the reason."""
+    """Return the conclusion in sentences; if the goal was missed, with the reason."""
     final, reference, settings = trainer.final, trainer.reference, trainer.settings
     if final is None or trainer.best is None:
         return ["The budget ended before a workflow was tried."]
@@ -66,11 +66,11 @@ def conclusion(trainer: WorkflowTrainer) -> list[str]:
 def render(
     trainer: WorkflowTrainer, metrics: Sequence[Mapping[str, float]], facts: Mapping[str, str], command: str
 ) -> str:
-    """The report as one HTML document.
+    """Return the report as one HTML document.
 
     Args:
-        trainer: at the end of its run. metrics: rows of metrics.csv. command: that runs it again.
-        facts: what else is worth knowing of the run, in words.
+        trainer: at the end of its run. metrics: rows of metrics.csv. command: the command that repeats the run.
+        facts: further facts about the run, in words.
     """
     first, *rest = conclusion(trainer)
     final = trainer.final
@@ -138,7 +138,7 @@ def _search(trainer: WorkflowTrainer) -> Section | None:
 
 
 def belief(search: WorkflowSearch) -> charts.Chart:
-    """All orders from the best expected to the worst, with two deviations; dots are scores, by number of the trial."""
+    """Plot all orders from the best predicted mean to the worst, with two deviations; dots are scores of trials."""
     mean, std = search.belief()
     order = np.argsort(-mean, kind="stable")
     place = {ORDERS[index]: position for position, index in enumerate(order)}
@@ -167,7 +167,7 @@ def belief(search: WorkflowSearch) -> charts.Chart:
 def _learning(metrics: Sequence[Mapping[str, float]]) -> Section | None:
     if len(metrics) < 2:
         return None
-    # The first episodes lose so much more than all others that they would press the curve flat.
+    # The first episodes lose so much more than all others that they would flatten the curve.
     least = _SHOWN * float(np.median([row["return_mean"] for row in metrics]))
     returns = [row for row in metrics if row["return_mean"] >= least]
     ruled = [row for row in metrics if row["phase"] >= 1]

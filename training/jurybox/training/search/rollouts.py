@@ -14,19 +14,19 @@ from jurybox.training.algorithms.ppo import Rollout
 from jurybox.training.environments.cage import tables as t
 from jurybox.training.search.settings import ENCODED, N_TYPES
 
-# Compliance of a defender with a workflow: which fixes are judged, when they comply, and what is paid for it.
+# Compliance of a defender with a workflow: which fixes are judged, when they comply, and what the reward is.
 #
-# A fix is a Remove or a Restore. Compromised is a host with any session of red's, except User0: red's foothold there
-# cannot be removed and would make "user" compromised for ever. Two figures are kept:
+# A fix is a Remove or a Restore. A host is compromised if red has any session on it, except User0: red's foothold there
+# cannot be removed and would keep "user" compromised for ever. There are two metrics:
 #
-# - compliance, of the first description: of ALL fixes, the share whose target is of the type that comes first in the
-#   workflow among those that are compromised in the truth before the action. It can be padded: a Remove of a clean host
-#   is free and complies if its type comes first, and where one type alone is compromised every order says the same;
-# - obedience, which the gate asks for: only of fixes that are JUDGED. A fix is judged if hosts of two types or more
-#   were compromised before it, so that the workflow says which comes first, and if it changed the truth: its target
-#   was compromised, and less so afterwards. Repeated and idle fixes count for nothing.
+# - compliance, the first definition: of ALL fixes, the share whose target is of the type that comes first in the
+#   workflow among the truly compromised types before the action. It can be inflated: a Remove of a clean host is free
+#   and complies if its type comes first, and where only one type is compromised all orders agree;
+# - obedience, which the gate uses: counts only JUDGED fixes. A fix is judged if hosts of two types or more
+#   were compromised before it, so that the workflow sets a priority, and if it changed the true state: its
+#   target was compromised, and less so afterwards. Repeated and idle fixes count for nothing.
 #
-# A fix that red undoes within the same step has not changed the truth.
+# A fix that red undoes within the same step has not changed the true state.
 
 
 Bools = npt.NDArray[np.bool_]
@@ -35,17 +35,17 @@ _IS_FIX = np.isin(t.KIND, t.FIX_KINDS) & (t.TARGET != t.USER0)
 _TYPE_OF_TARGET = t.UNIT_TYPE[t.TARGET]
 _HOSTS_OF_TYPE = np.eye(N_TYPES, dtype=np.int64)[t.UNIT_TYPE]  # (13, 5)
 _HOSTS_OF_TYPE[t.USER0] = 0
-_NOWHERE = N_TYPES  # a place behind all
+_NOWHERE = N_TYPES  # a place after all others
 
 
 @dataclass(frozen=True, slots=True)
 class Orders:
-    """The workflows of n networks, of which some may have none.
+    """The workflows of n networks; some may have none.
 
     Attributes:
-        given: bool (n,), which have one.
-        places: int64 (n, 5), by type the place that it has in the workflow, 0 the first; zeros without one.
-        encoded: float32 (n, 25), as the policy sees them; zeros without one.
+        given: bool (n,), which networks have one.
+        places: int64 (n, 5), the place of each type in the workflow, from 0; zeros without a workflow.
+        encoded: float32 (n, 25), the policy's input; zeros without a workflow.
     """
 
     given: Bools
@@ -54,7 +54,7 @@ class Orders:
 
     @classmethod
     def of(cls, order: Sequence[int] | npt.NDArray[np.int64] | None, n: int) -> Orders:
-        """The same workflow or None for all of them, or int (n, 5): one each, rows of -1 for none."""
+        """Create from one workflow (or None) for all networks, or from int (n, 5), one each, rows of -1 for none."""
         rows = np.broadcast_to(np.full(N_TYPES, -1) if order is None else np.asarray(order), (n, N_TYPES))
         given: Bools = rows[:, 0] >= 0
         sure = np.where(given[:, None], rows, np.arange(N_TYPES))
@@ -63,23 +63,23 @@ class Orders:
         return cls(given, places, one_hot * given[:, None])
 
     def rows(self, rows: slice) -> Orders:
-        """Those of some networks."""
+        """Return the workflows of some networks."""
         return Orders(self.given[rows], self.places[rows], self.encoded[rows])
 
     def first(self, types: Bools) -> npt.NDArray[np.int64]:
-        """Of these types, bool (n, 5), the one that comes first, (n,)."""
+        """Return which of these types, bool (n, 5), comes first, (n,)."""
         first: npt.NDArray[np.int64] = np.where(types, self.places, _NOWHERE).argmin(1)
         return first
 
 
 def types_of(hosts: Bools) -> Bools:
-    """The types of these hosts, User0 left out: bool (n, 5) of bool (n, 13)."""
+    """Return the types of these hosts without User0: bool (n, 5) for bool (n, 13)."""
     found: Bools = hosts @ _HOSTS_OF_TYPE > 0
     return found
 
 
 def judge(actions: npt.NDArray[np.int64], before: npt.NDArray[np.int8], orders: Orders) -> tuple[Bools, Bools]:
-    """Which actions are fixes, and which of them comply, by the first description: bool (n,) each.
+    """Return which actions are fixes, and which of them comply by the first definition: bool (n,) each.
 
     Args:
         actions: ids, (n,).
@@ -94,7 +94,7 @@ def judge(actions: npt.NDArray[np.int64], before: npt.NDArray[np.int8], orders: 
 def judge_changes(
     actions: npt.NDArray[np.int64], before: npt.NDArray[np.int8], after: npt.NDArray[np.int8], orders: Orders
 ) -> tuple[Bools, Bools]:
-    """Which actions are fixes that are judged, and which of them comply: bool (n,) each.
+    """Return which actions are judged fixes, and which of them comply: bool (n,) each.
 
     Args:
         actions, before, orders: see `judge`.
@@ -108,7 +108,7 @@ def judge_changes(
 
 
 class Doubts:
-    """What the defender remembers of n networks: on which hosts something stirred since it last looked.
+    """The defender's memory of n networks: the hosts with activity since it last checked them.
 
     One reverse shell in twenty goes unseen: the exploit looks like a scan, and the defender believes the host clean. An
     Analyse finds the file that it leaves. So a host on which there was any activity is in doubt until it was analysed
@@ -122,13 +122,13 @@ class Doubts:
         self.stirred: Bools = np.zeros((n, t.N_HOSTS), np.bool_)
 
     def see(self, actions: npt.NDArray[np.int64], observations: npt.NDArray[Any]) -> None:
-        """Take in the actions of a step and what was seen after it, (n, 52)."""
+        """Record the actions of a step and the observations after it, (n, 52)."""
         looked = np.flatnonzero(_LOOKS[actions])
         self.stirred[looked, t.TARGET[actions[looked]]] = False
         self.stirred |= _by_host(observations)[:, :, :2].any(2)
 
     def hosts(self, observations: npt.NDArray[Any]) -> Bools:
-        """Hosts that may be compromised, bool (n, 13)."""
+        """Return the hosts that may be compromised, bool (n, 13)."""
         believed = _by_host(observations)[:, :, 2:].any(2)
         in_doubt: Bools = np.logical_or(self.stirred, believed)
         return in_doubt
@@ -142,7 +142,7 @@ def _by_host(observations: npt.NDArray[Any]) -> npt.NDArray[Any]:
 
 
 def order_masks(in_doubt: Bools, orders: Orders) -> Bools:
-    """Masks without fixes that may be out of order, bool (n, 145).
+    """Return masks without fixes that may be out of order, bool (n, 145).
 
     Where hosts of two types or more may be compromised (see `Doubts`), only those of the type that comes first may be
     fixed.
@@ -159,14 +159,14 @@ def order_masks(in_doubt: Bools, orders: Orders) -> Bools:
 
 @dataclass(slots=True)
 class Alignment:
-    """Counts the fixes of running episodes, and what those out of order cost.
+    """Counts the fixes of running episodes, and computes the cost of those out of order.
 
-    A judged fix that does not comply costs `weight`; one that does pays nothing. A reward for complying would pay for
-    letting the attacker in, so that there is something to fix in order.
+    A judged fix that does not comply costs `weight`; one that complies gets no reward. A reward would encourage letting
+    the attacker in, to have something to fix in order.
 
     Attributes:
         orders: the workflows. weight: lambda.
-        fixes, complied: int64 (n,), of the running episodes, by the first description; counted in place.
+        fixes, complied: int64 (n,), of the running episodes, by the first definition; counted in place.
         judged, obeyed: int64 (n,), fixes that are judged and those of them that comply.
     """
 
@@ -180,7 +180,7 @@ class Alignment:
     def step(
         self, actions: npt.NDArray[np.int64], before: npt.NDArray[np.int8], after: npt.NDArray[np.int8]
     ) -> npt.NDArray[np.float64]:
-        """Count one step and return its rewards, float64 (n,)."""
+        """Count one step, and return its rewards, float64 (n,)."""
         fixes, complied = judge(actions, before, self.orders)
         judged, obeyed = judge_changes(actions, before, after, self.orders)
         self.fixes += fixes
@@ -191,7 +191,7 @@ class Alignment:
         return rewards
 
 
-# What a policy sees: the observation, the order, on which hosts something stirred.
+# A policy's input: the observation, the order, and the hosts with activity.
 _SEEN, _TOLD, _STIRRED = slice(0, 52), slice(52, 52 + ENCODED), slice(52 + ENCODED, 52 + ENCODED + t.N_HOSTS)
 INPUTS = _STIRRED.stop
 
@@ -199,7 +199,7 @@ INPUTS = _STIRRED.stop
 def network_input(
     seen: npt.NDArray[np.float32], observations: npt.NDArray[Any], orders: Orders, doubts: Doubts
 ) -> None:
-    """Write what the policy sees of n networks, (n, INPUTS)."""
+    """Write the policy's input for n networks, (n, INPUTS)."""
     seen[:, _SEEN], seen[:, _TOLD], seen[:, _STIRRED] = observations, orders.encoded, doubts.stirred
 
 
@@ -213,15 +213,15 @@ class MaskedPolicy(Protocol):
     def act(
         self, observations: Floats, masks: npt.NDArray[np.bool_] | None = None, *, greedy: bool = False
     ) -> tuple[npt.NDArray[np.int64], Floats, Floats]:
-        """Actions, log-probabilities and values."""
+        """Return actions, log-probabilities and values."""
 
 
 @dataclass(frozen=True, slots=True)
 class Episodes:
-    """The results of n episodes, each figure (n,).
+    """The results of n episodes, each array (n,).
 
     Attributes:
-        returns: float64, of the environment's own rewards; what disobedience cost is not in it.
+        returns: float64, of the environment's own rewards, without the cost of disobedience.
         fixes, complied, judged, obeyed: int64, see `Alignment`.
     """
 
@@ -232,22 +232,22 @@ class Episodes:
     obeyed: npt.NDArray[np.int64]
 
     def of(self, rows: Bools) -> Episodes:
-        """Some of them."""
+        """Return some of the episodes."""
         return Episodes(*(getattr(self, each.name)[rows] for each in fields(self)))
 
     @property
     def compliance(self) -> float:
-        """Of all fixes the share that complied, by the first description; 0 without a fix."""
+        """Return the share of all fixes that complied by the first definition; 0 without a fix."""
         return share(self.complied, self.fixes)
 
     @property
     def obedience(self) -> float:
-        """Of the judged fixes the share that complied; 0 without one."""
+        """Return the share of the judged fixes that complied; 0 without one."""
         return share(self.obeyed, self.judged)
 
 
 def share(part: npt.ArrayLike, whole: npt.ArrayLike) -> float:
-    """The share of all together; 0 of nothing."""
+    """Return the sum of `part` over the sum of `whole`; 0 if that is 0."""
     total = int(np.sum(whole))
     return float(np.sum(part)) / total if total else 0.0
 
@@ -268,23 +268,23 @@ def play(
     learn_every: int = 0,
     learn: Callable[[Rollout], object] = lambda part: None,
 ) -> tuple[Rollout, Episodes]:
-    """One episode of every environment, all of `steps` steps.
+    """Play one episode of every environment, each of `steps` steps.
 
     Args:
-        env: its infos hold ``true_state``; with masks also ``action_masks``, or it has a method of that name. Where it
-            comes in parts, they are acted for in turn: a part with `step_async` steps while the next is acted for.
-        order: the workflow of all, or int (n, 5), one each; None or rows of -1 for none: the policy sees zeros in its
-            place, and nothing is judged.
+        env: its infos hold ``true_state``; with masks also ``action_masks``, or it has a method of that name. The
+            policy acts for its parts in turn: a part with `step_async` steps while the policy acts for the next.
+        order: the workflow of all, or int (n, 5), one each; None or rows of -1 for none: the policy sees zeros
+            instead, and no fix is judged.
         weight: lambda, see `Alignment`.
-        head_starts: int (n,), for so many steps the defender is made to sleep, and then takes over; none: 0. What
-            these steps cost is part of the return.
+        head_starts: int (n,), the number of first steps in which the defender has to sleep; 0 if left out. Their
+            rewards count in the return.
         use_masks: leave out actions that are sure to fail.
         mask_orders: leave out fixes that may be out of order, see `order_masks`.
         told: whether the policy sees the order that it is judged by, and is masked by it.
-        greedy: the likeliest action instead of a drawn one.
-        stepped: is told of every step that has begun, by its number.
-        learn_every: steps after which `learn` is given what was played since; 0: never. It may change the policy, which
-            then acts on. It is not given the last part of the episode.
+        greedy: take the most probable action instead of sampling one.
+        stepped: called with the number of every step that begins.
+        learn_every: number of steps after which `learn` gets the steps since its last call; 0: never. It may change the
+            policy, which then goes on. It does not get the last part of the episode.
     """
     parts = [env] if isinstance(env, VectorEnv) else list(env)
     n = sum(part.num_envs for part in parts)
@@ -306,7 +306,7 @@ def play(
         games.append(_Game(part, rows, alignment, masking, rollout, returns))
 
     def finish(step: int) -> Floats:
-        """End a step of all parts; gives the value of what follows it."""
+        """End a step of all parts; return the values of the next states."""
         for game in games:
             game.finish(step)
             last[game.rows] = rollout.observations[step, game.rows]
@@ -330,7 +330,7 @@ def play(
 
 @dataclass(frozen=True, slots=True)
 class _Masking:
-    """What is left out of the actions of one part."""
+    """The masks of one part: the actions that are left out."""
 
     possible: bool
     orders: Orders | None
@@ -367,7 +367,7 @@ class _Game:
         self._actions: npt.NDArray[np.int64] = np.zeros(0, np.int64)
 
     def act(self, step: int, policy: MaskedPolicy, *, greedy: bool) -> None:
-        """Choose actions and begin the step."""
+        """Choose actions, and begin the step."""
         rollout, rows = self._rollout, self.rows
         seen = rollout.observations[step, rows]
         self.write(seen)
@@ -380,7 +380,7 @@ class _Game:
         self._result = _begin(self._env, actions)
 
     def write(self, seen: Floats) -> None:
-        """Write what the policy sees beside the order, (n, INPUTS)."""
+        """Write the policy's input except the order, (n, INPUTS)."""
         seen[:, _SEEN], seen[:, _STIRRED] = self.observation, self._doubts.stirred
 
     def finish(self, step: int) -> None:
@@ -397,7 +397,7 @@ class _Game:
 
 
 def _begin(env: Part, actions: npt.NDArray[np.int64]) -> Callable[[], Any]:
-    """Begin a step; returns a function that waits for the result."""
+    """Begin a step; return a function that waits for the result."""
     begin: Callable[..., None] | None = getattr(env, "step_async", None)
     if begin is not None:
         begin(actions)
@@ -426,7 +426,7 @@ def _empty(steps: int, n: int, masks: bool) -> Rollout:
 
 
 def possible_actions(env: Part, info: Mapping[str, Any]) -> npt.NDArray[np.bool_]:
-    """Masks without actions that are sure to fail, bool (n, 145)."""
+    """Return masks without actions that are sure to fail, bool (n, 145)."""
     if "action_masks" in info:
         told: npt.NDArray[np.bool_] = info["action_masks"]
         return told

@@ -17,7 +17,7 @@ from jurybox.training.runtime.settings import ServedSettings
 
 # Workflows: the 120 orders in which the five types of units may have priority.
 #
-# An order is a tuple of five type numbers (see `tables.UNIT_TYPES`), first the type to be fixed first.
+# An order is a tuple of five type numbers (see `tables.UNIT_TYPES`); the first type is fixed first.
 
 
 Order = tuple[int, ...]
@@ -29,15 +29,15 @@ _PAIRS = tuple(combinations(range(N_TYPES), 2))
 
 
 def describe(order: Sequence[int]) -> str:
-    """'enterprise > op_server > ...'."""
+    """Return the order as text: 'enterprise > op_server > ...'."""
     return " > ".join(UNIT_TYPES[kind] for kind in order)
 
 
 def parse(text: str) -> Order:
-    """The inverse of `describe`; commas will do as well.
+    """Parse an order, as the inverse of `describe`; commas also separate types.
 
     Raises:
-        ValueError: not each type once.
+        ValueError: it does not name each type once.
     """
     names = [name.strip() for name in text.replace(">", ",").split(",")]
     if sorted(names) != sorted(UNIT_TYPES):
@@ -46,10 +46,10 @@ def parse(text: str) -> Order:
 
 
 def vectors(orders: npt.ArrayLike) -> npt.NDArray[np.float64]:
-    """Of orders (n, 5) which type of each pair comes first, float64 (n, 10).
+    """Return which type of each pair comes first in orders (n, 5), as float64 (n, 10).
 
-    Squared Euclidean distances of these are the orders' normalised Kendall distances: the share of pairs that are the
-    other way round.
+    Their squared Euclidean distances are the orders' normalised Kendall distances: the share of pairs that are
+    reversed.
     """
     places = np.argsort(np.asarray(orders, int), axis=1)
     signs = np.stack([np.sign(places[:, b] - places[:, a]) for a, b in _PAIRS], axis=1)
@@ -57,7 +57,7 @@ def vectors(orders: npt.ArrayLike) -> npt.NDArray[np.float64]:
     return found
 
 
-_CYBORGS = {"B_lineAgent": "B_line", "RedMeanderAgent": "Meander"}  # CybORG's names of the same attackers
+_CYBORGS = {"B_lineAgent": "B_line", "RedMeanderAgent": "Meander"}  # CybORG's names for the same attackers
 
 
 class WorkflowTraining(ServedSettings):
@@ -66,36 +66,36 @@ class WorkflowTraining(ServedSettings):
     Attributes:
         env: "cage", our simulator, or "cyborg", the real CybORG in worker processes.
         red: the attacker, by our name or CybORG's (B_lineAgent, RedMeanderAgent).
-        quirk: of the original; see `Networks`.
+        quirk: reproduce a quirk of the original; see `Networks`.
         envs: networks; an update follows one episode of each, or `update_every_steps` of it.
         episode_length: steps.
-        update_every_steps: steps of each network between two updates, of which the last in an episode may be fewer; 0:
-            those of an episode.
-        total_episodes: the budget of training, all phases together. Evaluations are not counted.
-        reference_share: of the budget, for training without a workflow first: the return to compare with, and with
-            `inherit` the policy to begin with.
-        mixed_share: of the budget, for training one policy with all orders at once: each network draws its own in each
-            episode, some draw none. Half of the networks go on like that during the search, so that no order is
-            forgotten. 0: one order after the other. Without `inherit` there is no such policy.
-        final_share: of the budget, for the best workflow at the end.
-        max_train_episodes_per_env: a workflow is given up after so many updates.
+        update_every_steps: steps of each network between two updates, perhaps fewer before the last in an episode;
+            0: a whole episode.
+        total_episodes: the training budget for all phases. Evaluations do not count.
+        reference_share: share of the budget for first training without a workflow: this gives the return to compare
+            with, and with `inherit` the initial policy.
+        mixed_share: share of the budget for training one policy with all orders at once: each network draws an order in
+            each episode, some draw none. Half of the networks go on like that during the search, so that the policy
+            forgets no order. 0: one order after the other. Without `inherit` there is no such policy.
+        final_share: share of the budget for the best workflow at the end.
+        max_train_episodes_per_env: the maximum number of updates for one workflow.
         gate: share of the judged fixes that must comply for a workflow to count as learned; see `Alignment`.
-        min_judged: judged fixes, without which a workflow is not judged, and no gate passed.
+        min_judged: least number of judged fixes; with fewer there is no verdict, and the gate is not passed.
         align_lambda: what a judged fix out of order costs, in points of return.
         order_masks: leave out fixes that may be out of order, see `order_masks` of the rollouts.
-        head_start: most steps for which the attacker is alone before the defender takes over, so that there are hosts
-            of several types to fix; half of an episode at most. Drawn from 0 on, for a share `head_start_share` of the
-            episodes.
-        inherit: a workflow's training begins with the policy of the last one; else with a new one.
+        head_start: maximum number of steps before the defender takes over from the attacker, so that there are hosts
+            of several types to fix; half of an episode at most. Drawn from 0 to this, for a share `head_start_share`
+            of the episodes.
+        inherit: begin a workflow's training with the policy of the last workflow; else with a new policy.
         use_masks: leave out actions that are sure to fail.
         beta, length, noise, revisit: see `WorkflowSearch`.
         shortfall_cost: points of score that a shortfall of obedience of 1 costs; a workflow that is not obeyed must not
             win by its return.
-        evaluation_episodes: after a workflow's training, as many from the start and as many taken over; ten times as
-            many at the end.
-        workers: that networks are spread over: processes, with "cyborg"; actors of a cluster, with either.
-        halves: act for half of the networks while the other half steps. Draws other random numbers than acting for all.
-        policy: "local", or "served": actions come from a policy server, one that runs or a private one.
+        evaluation_episodes: number of episodes after a workflow's training without a head start, and as many with one;
+            ten times as many at the end.
+        workers: number of workers for the networks: processes, with "cyborg"; actors of a cluster, with either.
+        halves: act for half of the networks while the other half steps. This changes the random numbers.
+        policy: "local", or "served": actions come from a policy server, a running or a private one.
         ppo: the learner's settings.
     """
 
@@ -114,7 +114,7 @@ class WorkflowTraining(ServedSettings):
         "ppo.max_gradient": "ppo.max_grad_norm",
         "ppo.normalise_advantages": "ppo.normalize_advantage",
     }
-    # What may be different when a run is resumed; all else would make it another run.
+    # Settings that may change when a run is resumed; a change of any other makes it a different run.
     may_change = ("total_episodes", "workers", "policy", "server", "server_http")
 
     env: Literal["cage", "cyborg"] = "cage"
@@ -166,13 +166,13 @@ class WorkflowTraining(ServedSettings):
 
     @property
     def last_update_from(self) -> int:
-        """The first step of which an episode's last update learns."""
+        """Return the first step of an episode's last update."""
         every = self.update_every_steps or self.episode_length
         return (self.episode_length - 1) // every * every
 
     @property
     def longest_head_start(self) -> int:
-        """Steps."""
+        """Return the longest head start, in steps."""
         return min(self.head_start, self.episode_length // 2)
 
     def unused(self) -> dict[str, str]:

@@ -1,8 +1,8 @@
-"""The search: training without a workflow first, then with all of them mixed, then with one after another, then with
-the best.
+"""The search: training without a workflow, then with all of them mixed, then with one after another, then with the
+best.
 
-One `advance` is one update of the learner; between two of them the whole state can be saved. The loop uses neither
-files nor processes.
+One `advance` is one update of the learner. Between two calls the whole state can be saved. The loop uses neither files
+nor processes.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Parts = tuple[Part, ...]
 
 REFERENCE, MIXED, SEARCH, FINAL, DONE = "reference", "mixed", "search", "final", "done"
 _PHASES = (REFERENCE, MIXED, SEARCH, FINAL, DONE)
-_WITHOUT = 1 / 8  # of the networks that train all orders: those that have none
+_WITHOUT = 1 / 8  # share without an order among the networks that train all orders
 _NONE = (-1,) * N_TYPES
 _HEAD_STARTS, _ORDERS = 78, 79  # streams of random numbers
 
@@ -40,10 +40,10 @@ class Evaluated:
 
     Attributes:
         returns: mean return of episodes from their start. error: its standard error. spread: deviation between them.
-        rate: of all fixes in them, the share that complied by the first description. fixes: an episode.
-        judged, obeyed: judged fixes, and those of them that complied: of these episodes and of those taken over.
+        rate: of all fixes in them, the share that complied by the first definition. fixes: per episode.
+        judged, obeyed: judged fixes, and those of them that complied, with and without a head start.
         taken_over: mean return of episodes in which the attacker had a head start. taken_over_error: its error.
-        episodes: all together.
+        episodes: total number.
     """
 
     returns: float
@@ -59,18 +59,18 @@ class Evaluated:
 
     @property
     def obedience(self) -> float:
-        """Of the judged fixes the share that complied; 0 without one."""
+        """Return the share of the judged fixes that complied; 0 without one."""
         return share(self.obeyed, self.judged)
 
 
 @dataclass(frozen=True, slots=True)
 class OrderEvaluation:
-    """What one policy does when it is told the orders that begin with a type.
+    """Evaluation of a policy that sees the orders that begin with a type.
 
     Attributes:
-        first: the type; None: told no order.
-        evaluated: told one of these orders, each episode its own.
-        anyway: obedience of the same policy that is told no order: what it would do by itself.
+        first: the type; None: the policy sees no order.
+        evaluated: the policy sees one of these orders in each episode.
+        anyway: obedience of the same policy without seeing the order.
     """
 
     first: int | None
@@ -93,11 +93,11 @@ class WorkflowTrainer:
     Args:
         env: training networks, as many as the settings say, in parts (see `environments`). evaluation: the same, with
             other random numbers.
-        policy: makes who acts for a learner; the learner itself by default.
+        policy: makes the policy that acts for a learner; by default the learner itself.
 
     Attributes:
-        heard: is told, at every step of every rollout, how many episodes have been trained, the current share of one
-            counted in, and of the current evaluation the share that is done, if there is one.
+        heard: called at every step of every rollout with the number of trained episodes (with the current share of one)
+            and, during an evaluation, its finished share.
     """
 
     def __init__(self, settings: WorkflowTraining, env: Parts, evaluation: Parts, policy: Any = None) -> None:
@@ -121,11 +121,11 @@ class WorkflowTrainer:
         self.best: Order | None = None
         self.prices: list[OrderEvaluation] = []
         self.recent: list[float] = []
-        self._learner_steps = 0  # of learners that were given up
+        self._learner_steps = 0  # steps of discarded learners
         self._proposal: Proposal | None = None
         self._began = 0  # episodes when this workflow's training began
         self._kept: tuple[float, dict[str, Any]] | None = None  # best policy of the final phase
-        self.last: dict[str, Any] | None = None  # at the end: the learner's own weights, before it got the best ones
+        self.last: dict[str, Any] | None = None  # at the end: the learner's last weights, before it loads the best ones
         self.learner, self._policy = self._new_learner()
 
     @property
@@ -134,7 +134,7 @@ class WorkflowTrainer:
 
     @property
     def environments(self) -> tuple[Parts, Parts]:
-        """The environments of training and of evaluation."""
+        """Return the environments of training and of evaluation."""
         return self._env, self._evaluation
 
     @property
@@ -143,13 +143,13 @@ class WorkflowTrainer:
 
     @property
     def order(self) -> Order | None:
-        """The current workflow."""
+        """Return the current workflow."""
         if self.phase == SEARCH:
             return None if self._proposal is None else self._proposal.order
         return self.best if self.phase in (FINAL, DONE) else None
 
     def advance(self) -> dict[str, float]:
-        """Play an episode of each network and learn from it, and make the transitions that are due.
+        """Play an episode of each network, learn from it, and change phase or workflow when due.
 
         Returns:
             Current numbers.
@@ -207,10 +207,10 @@ class WorkflowTrainer:
         """Evaluate the learner's policy, as it acts in training, on new episodes.
 
         Args:
-            order: of all episodes; several: dealt out in turn.
-            episodes: from their start, and as many with a head start of the attacker.
-            told: whether the policy is told the order that it is judged by.
-            fresh: whether any are from their start; returns and compliance are of those that there are.
+            order: the order of all episodes; several orders are assigned in turn.
+            episodes: number without a head start, and as many with a head start of the attacker.
+            told: whether the policy sees the order that it is judged by.
+            fresh: whether to play episodes without a head start; else returns and compliance are of those with one.
         """
         settings, rounds = self.settings, -(-episodes // self.settings.envs)
         rows: npt.NDArray[np.int64] | None = None
@@ -257,7 +257,7 @@ class WorkflowTrainer:
         )
 
     def verdict(self, judged: int, obeyed: int) -> Verdict:
-        """Whether so many judged fixes and complied ones pass the gate; too few are not judged, and never pass."""
+        """Return whether the judged fixes and those that complied pass the gate; too few never pass."""
         if judged < self.settings.min_judged:
             return "not judged"
         return "passed" if obeyed >= self.settings.gate * judged else "failed"
@@ -267,7 +267,7 @@ class WorkflowTrainer:
         return self.settings.mixed_share > 0 and self.settings.inherit
 
     def _orders(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
-        """Workflows of the next episodes, (envs, 5), and which networks the current figures are of, bool (envs,)."""
+        """Return workflows of the next episodes, (envs, 5), and which networks count in the metrics, bool (envs,)."""
         envs = self.settings.envs
         random = np.random.default_rng((self.settings.seed, _ORDERS, self.updates))
         mixed = np.array(ORDERS)[random.integers(len(ORDERS), size=envs)]
@@ -288,7 +288,7 @@ class WorkflowTrainer:
         return np.where(random.random(settings.envs) < settings.head_start_share, steps, 0)
 
     def state(self) -> dict[str, Any]:
-        """Everything that `restore` needs: numbers, strings, tensors, nested."""
+        """Return everything that `restore` needs: nested numbers, strings and tensors."""
         return {
             "phase": self.phase,
             "counted": [self.episodes, self.updates, self.env_steps, self._learner_steps, self._began],
@@ -382,7 +382,7 @@ class WorkflowTrainer:
         self.phase = DONE
 
     def price(self, episodes: int) -> list[OrderEvaluation]:
-        """What the policy does told no order, and told those that begin with each type."""
+        """Evaluate the policy without an order, and with the orders that begin with each type."""
         found = [OrderEvaluation(None, self.evaluate(None, episodes), 0.0)]
         for kind in range(N_TYPES):
             orders = [order for order in ORDERS if order[0] == kind]
@@ -398,12 +398,12 @@ class WorkflowTrainer:
 
 
 def joined(runs: Sequence[Episodes]) -> Episodes:
-    """All episodes of several runs."""
+    """Join the episodes of several runs."""
     return Episodes(*(np.concatenate([getattr(run, each.name) for run in runs]) for each in fields(Episodes)))
 
 
 def _paid(rewards: npt.NDArray[np.float32], returns: npt.NDArray[np.float64]) -> dict[str, float]:
-    """What the learner was paid in an episode on average, and how much of it was for keeping to the workflow."""
+    """Return the learner's mean reward of an episode, and how much of it came from the workflow."""
     total = float(rewards.sum(0, dtype=np.float64).mean())
     return {"total_reward": total, "alignment_reward": total - float(returns.mean())}
 
