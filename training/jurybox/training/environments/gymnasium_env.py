@@ -1,6 +1,6 @@
 """Adapts any Gymnasium environment: observations as rows of one shape, actions from a policy's outputs.
 
-What networks compute with is float32. An observation becomes one flat row:
+Networks compute in float32. An observation becomes one flat row:
 
 - numbers (Box of any dtype and bounds, Discrete and MultiDiscrete as one-hot, MultiBinary; the parts of Dict and Tuple
   one after another) as float32, or as uint8 where all of them are 0 or 1;
@@ -38,7 +38,7 @@ __all__ = [
 Array = npt.NDArray[Any]
 Environment = gymnasium.Env[Any, Any]
 
-_LEAST_SIDE = 36  # of a picture: what the convolutions of Mnih et al. (2015) need
+_LEAST_SIDE = 36  # of a picture: the least that the convolutions of Mnih et al. (2015) accept
 
 
 class EnvironmentUnusable(ValueError):
@@ -56,9 +56,9 @@ def make_environment(
 
     Args:
         name: registered with Gymnasium ("CartPole-v1"), of a module that registers it ("ale_py:ALE/Pong-v5"), or
-            "package.module:factory", a callable that gives one.
+            "package.module:factory", a callable that returns an environment.
         arguments: keyword arguments of the factory, or of ``gymnasium.make``.
-        max_episode_steps: an episode is truncated after so many, if it has not ended before.
+        max_episode_steps: truncate an episode after this number of steps.
 
     Raises:
         EnvironmentUnusable: it cannot be made.
@@ -85,22 +85,22 @@ def make_environment(
 
 
 def _imported(module: str) -> ModuleType:
-    """The module of that name; those of the folder that one is in are found too, as ``python -m`` finds them."""
+    """Import a module; also find those in the current folder, as ``python -m`` does."""
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
         here = str(Path.cwd())
         if error.name != module.partition(".")[0] or here in sys.path:
             raise
-        sys.path.append(here)  # processes that are started from here have it, too
+        sys.path.append(here)  # also for processes that this one starts
         return importlib.import_module(module)
 
 
 def reset_mask(options: Mapping[str, Any] | None, n: int) -> npt.NDArray[np.bool_]:
-    """Which of `n` environments ``options["reset_mask"]`` names, as Gymnasium's vector environments take it; else all.
+    """Return which of `n` environments ``options["reset_mask"]`` selects, as in Gymnasium; all without it.
 
     Raises:
-        ValueError: it is no bool array (n,) with a True in it.
+        ValueError: the mask is not a bool array (n,) with at least one True.
     """
     mask = (options or {}).get("reset_mask")
     if mask is None:
@@ -117,8 +117,8 @@ class Seen:
     """The format of observation rows.
 
     Attributes:
-        numbers: how many numbers.
-        pictures: of every picture its (channels, height, width).
+        numbers: number of numeric elements.
+        pictures: (channels, height, width) of every picture.
         binary: whether all numbers are 0 or 1, and there are no pictures.
     """
 
@@ -128,12 +128,12 @@ class Seen:
 
     @property
     def dtype(self) -> str:
-        """Of a row."""
+        """Return the dtype of a row."""
         return "uint8" if self.pictures or self.binary else "float32"
 
     @property
     def size(self) -> int:
-        """Elements of a row."""
+        """Return the number of elements of a row."""
         if not self.pictures:
             return self.numbers
         return 4 * self.numbers + sum(math.prod(shape) for shape in self.pictures)
@@ -143,7 +143,7 @@ class Observations:
     """Converts observations of one space to rows.
 
     Args:
-        space: of Box, Discrete, MultiDiscrete, MultiBinary, Dict and Tuple, nested as it likes.
+        space: of Box, Discrete, MultiDiscrete, MultiBinary, Dict and Tuple, nested at any depth.
 
     Attributes:
         seen: what the rows hold.
@@ -283,9 +283,9 @@ class Does:
     """The format of a policy's output.
 
     Attributes:
-        discrete: whether it chooses one of `size` actions, and else gives `size` numbers.
-        size: how many.
-        first: number of the first one in the environment.
+        discrete: whether it chooses one of `size` actions; else it returns `size` numbers.
+        size: number of actions or numbers.
+        first: the environment's number of the first action.
         low, high: bounds of the numbers, flat, in the environment's unit.
     """
 
@@ -308,7 +308,7 @@ class Actions:
         space: Box or Discrete.
 
     Raises:
-        EnvironmentUnusable: it is another one.
+        EnvironmentUnusable: it is another kind of space.
     """
 
     def __init__(self, space: spaces.Space[Any]) -> None:
@@ -336,7 +336,7 @@ class Actions:
         return self._box(self._low + half * (np.asarray(action, np.float64) + 1.0))
 
     def clipped(self, action: Any) -> Any:
-        """The same for numbers in the environment's own unit, clipped to the bounds."""
+        """Return the action for numbers in the environment's own unit, clipped to the bounds."""
         return self.does.first + int(action) if self.does.discrete else self._box(np.asarray(action, np.float64))
 
     def _box(self, numbers: npt.NDArray[np.float64]) -> Array:
@@ -374,6 +374,6 @@ class RowsEnv(gymnasium.Wrapper[Any, Any, Any, Any]):
 def rows_environment(
     name: str, arguments: Mapping[str, Any], max_episode_steps: int | None = None, render_mode: str | None = None
 ) -> RowsEnv:
-    """What `make_environment` gives, with rows for observations. A factory is told of a `render_mode` if one is set."""
+    """Make an environment with rows as observations. A factory gets `render_mode` if one is set."""
     given = dict(arguments) if render_mode is None else {**arguments, "render_mode": render_mode}
     return RowsEnv(make_environment(name, given, max_episode_steps))

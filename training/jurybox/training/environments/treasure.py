@@ -43,14 +43,14 @@ class TreasureConfig:
     """Settings of a world.
 
     Attributes:
-        agents: how many.
+        agents: number of agents.
         height, width: tiles, outer walls included.
         view: side of the square window that an agent sees, odd; the agent stands in the middle.
-        values: of the kinds of gems.
-        gems: of each kind, at the start and at most.
+        values: value of each kind of gem.
+        gems: number of each kind at the start, which is also the maximum.
         growth: probability, each turn, that a missing gem grows on a free tile.
-        walls: part of the inner tiles that are walls, 0 to 0.4; they never cut the floor in two.
-        turns: of an episode.
+        walls: share of the inner tiles that are walls, 0 to 0.4; the floor stays connected.
+        turns: length of an episode.
     """
 
     agents: int = 2
@@ -76,7 +76,7 @@ class TreasureConfig:
 
     @property
     def planes(self) -> int:
-        """Planes of an observation: wall, other agents, and a plane for each kind of gem."""
+        """Return the number of planes of an observation: wall, other agents, and a plane for each kind of gem."""
         return 2 + len(self.values)
 
 
@@ -86,7 +86,7 @@ class World:
     Attributes:
         tiles: (height, width) uint8: FLOOR, WALL, or FIRST_GEM + kind.
         places: (agents, 2) int64: row and column of each.
-        turn: how many have been completed in this episode.
+        turn: number of completed turns in this episode.
     """
 
     def __init__(self, config: TreasureConfig, random: np.random.Generator) -> None:
@@ -111,7 +111,7 @@ class World:
         self._see()
 
     def _see(self) -> None:
-        # Everything that an agent can see, padded, so that windows are slices: planes are kept up as things move.
+        # Padded planes of all that agents can see, so that windows are slices; every move updates them.
         margin, config = self._margin, self.config
         shape = (config.planes, config.height + 2 * margin, config.width + 2 * margin)
         self._planes: npt.NDArray[np.uint8] = np.zeros(shape, np.uint8)
@@ -128,7 +128,7 @@ class World:
         ]
 
     def entities_act(self) -> None:
-        """The first part of a turn: each missing gem may grow somewhere."""
+        """Do the first part of a turn: each missing gem may grow somewhere."""
         for kind, missing in enumerate(self._missing):
             for _ in range(int(self.random.binomial(missing, self.config.growth)) if missing else 0):
                 place = self._grow(kind, (self.tiles == FLOOR) & (self._inside[1] == 0))
@@ -137,7 +137,7 @@ class World:
                     self._missing[kind] -= 1
 
     def pov(self, agent: int) -> npt.NDArray[np.uint8]:
-        """The observation of an agent: (planes, view, view) uint8 of 0 and 1. Outside of the world are walls.
+        """Return the observation of an agent: (planes, view, view) uint8 of 0 and 1. Outside of the world are walls.
 
         Planes: walls, other agents, then gems by kind. It does not see itself.
         """
@@ -148,7 +148,7 @@ class World:
         return window
 
     def act(self, agent: int, move: int) -> float:
-        """Move an agent; returns its reward: the value of the gem it took, or 0."""
+        """Move an agent; return its reward: the value of the gem it took, or 0."""
         row, column = self.places[agent]
         down, right = _STEPS[Move(move)]
         there = (int(row + down), int(column + right))
@@ -166,7 +166,7 @@ class World:
         return float(self._values[tile - FIRST_GEM])
 
     def state(self) -> dict[str, Any]:
-        """Everything that `restore` needs, as JSON and arrays."""
+        """Return everything that `restore` needs, as JSON and arrays."""
         return {
             "tiles": self.tiles.copy(),
             "places": self.places.copy(),
@@ -191,7 +191,7 @@ class World:
         return place
 
     def _walled(self) -> Grid:
-        """The outer wall and inner ones at random, one by one, as long as all floor stays connected."""
+        """Create the outer wall, and random inner walls one by one as long as all floor stays connected."""
         tiles = np.zeros((self.config.height, self.config.width), np.uint8)
         tiles[0], tiles[-1], tiles[:, 0], tiles[:, -1] = WALL, WALL, WALL, WALL
         inner = np.argwhere(tiles == FLOOR)
@@ -199,7 +199,7 @@ class World:
         for row, column in self.random.permutation(inner):
             if not wanted:
                 break
-            # Where the floor around a tile is one run of the ring of its neighbours, a wall here cuts nothing off.
+            # If the floor among a tile's eight neighbours is one contiguous run, a wall here disconnects nothing.
             ring = [bool(tiles[row + r, column + c] == FLOOR) for r, c in _RING]
             if sum(ring[i] != ring[i - 1] for i in range(8)) <= 2:
                 tiles[row, column] = WALL
@@ -292,7 +292,7 @@ class TreasureHunt(AECEnv):  # type: ignore[misc]
         self.agent_selection = self.agents[self._next]
 
     def render(self) -> npt.NDArray[np.uint8] | str | None:
-        """A picture (height, width, 3) uint8, or lines of characters: # wall, 1 2 3 gems by kind, A B agents."""
+        """Return a picture (height, width, 3) uint8, or lines of characters: # wall, 1 2 3 gems by kind, A B agents."""
         world = self._world
         if self.render_mode == "ansi":
             signs = {FLOOR: ".", WALL: "#"}

@@ -1,7 +1,7 @@
 """The original CAGE Challenge 2 simulator (CybORG 2.1), if installed, with the interface of our own.
 
 CybORG is not on a package index: ``pip install -e`` its repository, https://github.com/cage-challenge/cage-challenge-2
-(folder CybORG). It speaks Gym's API from before 0.26: reset() returns an observation, step() four values.
+(folder CybORG). It uses the API of Gym before 0.26: reset() returns an observation, step() four values.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ class CyborgMissing(RuntimeError):
 class CyborgEnv(gymnasium.Env[Observations, Any]):
     """Scenario 2 through the ChallengeWrapper; observation, actions and info as `CageEnv` has them.
 
-    Asking CybORG for the truth costs as much as half a step, so it is asked only after a step that can have changed
-    it: blue removed or restored, or red exploited or escalated.
+    To read CybORG's true state takes as long as half a step. So it is read only after a step that can have changed it:
+    blue removed or restored, or red exploited or escalated.
 
     Args:
         red: "B_line" or "Meander".
         episode_length: steps.
-        make: makes (CybORG, wrapper) for a red agent, for tests; CybORG's own by default.
+        make: creates (CybORG, wrapper) for a red agent, for tests; CybORG's own by default.
 
     Raises:
         CyborgMissing: CybORG is not installed.
@@ -61,7 +61,7 @@ class CyborgEnv(gymnasium.Env[Observations, Any]):
 
     @property
     def cyborg(self) -> tuple[Any, Any]:
-        """CybORG itself, and its wrapper."""
+        """Return CybORG itself and its wrapper."""
         return self._cyborg, self._wrapped
 
     def reset(
@@ -90,7 +90,7 @@ class CyborgEnv(gymnasium.Env[Observations, Any]):
         )
 
     def read_truth(self) -> npt.NDArray[np.int8]:
-        """Per host 0 clean, 1 a user's session of red's, 2 a privileged one; int8 (13,), read-only."""
+        """Return 0 (clean), 1 (red has a user session) or 2 (a privileged one) per host; int8 (13,), read-only."""
         if self._truth is None:
             self._truth = levels(self._cyborg.get_agent_state("True"))
             self._truth.flags.writeable = False
@@ -101,7 +101,7 @@ class CyborgEnv(gymnasium.Env[Observations, Any]):
 
 
 def levels(state: Mapping[str, Any]) -> npt.NDArray[np.int8]:
-    """CybORG's true state, a record per host, as 0 clean, 1 user, 2 privileged; int8 (13,)."""
+    """Convert CybORG's true state, a record per host, to 0 clean, 1 user, 2 privileged; int8 (13,)."""
     found = np.zeros(t.N_HOSTS, np.int8)
     for index, host in enumerate(t.HOSTS):
         for session in state.get(host, {}).get("Sessions", ()):

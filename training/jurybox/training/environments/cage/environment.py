@@ -66,7 +66,7 @@ class CageVectorEnv(VectorEnv[Observations, npt.NDArray[Any], Any]):
         """Begin new episodes in all networks, or in those of ``options["reset_mask"]``, bool (num_envs,).
 
         Args:
-            seed: of the one generator that all networks draw from; None goes on with it.
+            seed: of the generator that all networks share; None: continue with its state.
         """
         if seed is not None:
             numbers = [seed] if isinstance(seed, int) else [number for number in seed if number is not None]
@@ -76,7 +76,7 @@ class CageVectorEnv(VectorEnv[Observations, npt.NDArray[Any], Any]):
         return self._observations(), self._info()
 
     def step(self, actions: npt.NDArray[Any]) -> Step:
-        """One step of every network; where an episode ended, what `autoreset_mode` says."""
+        """Step every network; handle ended episodes as `autoreset_mode` says."""
         actions = np.asarray(actions)
         if actions.shape != (self.num_envs,) or actions.min() < 0 or actions.max() >= t.N_ACTIONS:
             raise ValueError(
@@ -104,7 +104,7 @@ class CageVectorEnv(VectorEnv[Observations, npt.NDArray[Any], Any]):
         return self._observations(), rewards, terminated, truncated, {**final, **self._info()}
 
     def action_masks(self) -> npt.NDArray[np.bool_]:
-        """Masks without actions that are certain to fail, bool (num_envs, 145); blue knows its decoys."""
+        """Return masks without actions that are certain to fail, bool (num_envs, 145); blue knows its decoys."""
         return self.networks.possible()
 
     def _begin(self, which: npt.NDArray[np.bool_]) -> None:
@@ -132,14 +132,14 @@ class CageVectorEnv(VectorEnv[Observations, npt.NDArray[Any], Any]):
 
 
 class CageRows(CageVectorEnv):
-    """Some rows of a `CageVectorEnv`: they do what they would do in the whole one.
+    """Some rows of a `CageVectorEnv`, which behave as in the whole one.
 
-    The generator is drawn from for all networks and only these rows' numbers are used, which is cheap: a step draws
-    four numbers a network. That holds as long as all parts are reset and stepped equally often, and no row is reset
+    The generator draws for all networks, and only these rows' numbers are used. This is cheap: a step draws four
+    numbers for each network. That holds as long as all parts are reset and stepped equally often, and no row is reset
     alone.
 
     Args:
-        first: the first row of these. of: all networks. masks: infos hold ``action_masks``, too.
+        first: the first of these rows. of: number of all networks. masks: infos also hold ``action_masks``.
     """
 
     def __init__(
@@ -162,7 +162,7 @@ class CageRows(CageVectorEnv):
     def reset(
         self, *, seed: int | Sequence[int | None] | None = None, options: dict[str, Any] | None = None
     ) -> tuple[Observations, dict[str, Any]]:
-        """As `CageVectorEnv` does; `seed` is the first row's, as Gymnasium spreads one seed: that of all + its number.
+        """Reset as `CageVectorEnv` does; `seed` is the first row's: the seed of all plus its number, as in Gymnasium.
 
         Raises:
             ValueError: other seeds than one number.
@@ -175,7 +175,7 @@ class CageRows(CageVectorEnv):
         return super().reset(options=options)
 
     def random_state(self) -> dict[str, Any]:
-        """The state of the generator, which is the same in all parts."""
+        """Return the state of the generator, which is the same in all parts."""
         return dict(self.networks.random.bit_generator.state)
 
     def restore_random_state(self, state: dict[str, Any]) -> None:
@@ -204,7 +204,7 @@ class _RowsOfRandom(np.random.Generator):
 class CageEnv(gymnasium.Env[Observations, Any]):
     """Defend one network. Observation int8 (52,), action in 0..144; see `CageVectorEnv` for the rest.
 
-    Where there is a choice, step many networks with `CageVectorEnv`: it takes hardly longer for a hundred than for one.
+    If possible, step many networks with `CageVectorEnv`: a hundred take hardly longer than one.
     """
 
     metadata = {"render_modes": []}  # noqa: RUF012 (Gymnasium declares it so)
@@ -216,7 +216,7 @@ class CageEnv(gymnasium.Env[Observations, Any]):
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[Observations, dict[str, Any]]:
-        """As `gymnasium.Env.reset`; info has the truth, "true_state"."""
+        """As `gymnasium.Env.reset`; info has the true state, "true_state"."""
         super().reset(seed=seed)
         self._vector.networks.random = self.np_random
         observations, info = self._vector.reset()
@@ -228,6 +228,6 @@ class CageEnv(gymnasium.Env[Observations, Any]):
         return observations[0], float(rewards[0]), False, bool(truncated[0]), {"true_state": info["true_state"][0]}
 
     def action_masks(self) -> npt.NDArray[np.bool_]:
-        """A mask without actions that are certain to fail, bool (145,)."""
+        """Return a mask without actions that are certain to fail, bool (145,)."""
         mask: npt.NDArray[np.bool_] = self._vector.action_masks()[0]
         return mask

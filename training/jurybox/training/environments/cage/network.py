@@ -11,8 +11,8 @@ import numpy.typing as npt
 
 from jurybox.training.environments.cage import tables as t
 
-# Each attacker is told what came of its last action and says what it does next, a verb and a target per network: a
-# host, or for a sweep a subnet. What they know of a network they learned by their own actions.
+# Each attacker gets the success of its last action and returns the next, a verb and a target per network: a host, or
+# for a sweep a subnet. Attackers know of a network only what their own actions revealed.
 
 
 Floats = npt.NDArray[np.float64]
@@ -33,7 +33,7 @@ class Verb(IntEnum):
 class Red(Protocol):
     """An attacker of (n,) networks.
 
-    What it has heard of are masks, int64 (n,): `known` hosts, `scanned` hosts, whose ports it has seen, and `subnets`.
+    Its knowledge is masks, int64 (n,): `known` hosts, `scanned` hosts, whose ports it has seen, and `subnets`.
     """
 
     def reset(self, which: Bools, chance: Floats) -> None:
@@ -42,7 +42,7 @@ class Red(Protocol):
     def choose(
         self, success: Bools, known: t.Ints, scanned: t.Ints, subnets: t.Ints, chance: Floats
     ) -> tuple[t.Ints, t.Ints]:
-        """Verbs and targets, int64 (n,) each, given whether the last action succeeded."""
+        """Return verbs and targets, int64 (n,) each, given whether the last action succeeded."""
 
 
 # B_line's stages: verb, next stage after failure.
@@ -52,7 +52,7 @@ _LAST = len(_VERBS) - 1
 _SCAN_ENTRY, _EXPLOIT_SERVER = 1, 12
 _OP_SERVER, _FOOTHOLD = 1 << t.OP_SERVER0, 1 << t.USER0
 _ENTRIES = np.array([t.INDEX[f"User{number}"] for number in (1, 2, 3, 4)])
-# By entry (row) and stage: the target. The entry knows one Enterprise host, that is where it goes on.
+# By entry (row) and stage: the target. The entry host reveals one Enterprise host, the next target.
 _TARGETS = np.zeros((t.N_HOSTS, len(_VERBS)), np.int64)
 for _entry in _ENTRIES:
     _revealed = t.MEMBERS[t.REVEALS[_entry], 0]
@@ -76,13 +76,13 @@ class BLine:
         self, success: Bools, known: t.Ints, scanned: t.Ints, subnets: t.Ints, chance: Floats
     ) -> tuple[t.Ints, t.Ints]:
         stage = np.where(success, np.minimum(self.stage + 1, _LAST), _AFTER_FAILURE[self.stage])
-        # A scan of Op_Server0 that found the way closed has succeeded and shown nothing to exploit.
+        # A scan of Op_Server0 over a closed path succeeds, but reveals nothing to exploit.
         self.stage = np.where((stage == _EXPLOIT_SERVER) & (scanned & _OP_SERVER == 0), _SCAN_ENTRY, stage)
         return _VERBS[self.stage], _TARGETS[self.entry, self.stage]
 
 
 class Meander:
-    """Attacks all known hosts in random order, and uses Impact when it believes to own Op_Server0.
+    """Attacks all known hosts in random order, and uses Impact when it believes that it owns Op_Server0.
 
     It escalates on its foothold User0 first, and later exploits it like any other.
     """
@@ -113,7 +113,7 @@ class Meander:
                 self.owned & _OP_SERVER,
             ]
         )
-        # From the least urgent to the most: exploit, escalate, scan, sweep, Impact.
+        # In ascending priority: exploit, escalate, scan, sweep, Impact.
         verb = np.full(len(success), int(Verb.SLEEP))
         option = np.zeros_like(verb)
         for each in (Verb.EXPLOIT, Verb.ESCALATE, Verb.SCAN, Verb.SWEEP, Verb.IMPACT):
@@ -130,7 +130,7 @@ class Meander:
         return verb, target
 
     def _forget(self, success: Bools) -> None:
-        """After a failed exploit forget all Op hosts, or without any all Enterprise hosts; else only the host."""
+        """After a failed exploit forget all Op hosts, or if there are none all Enterprise hosts; else only the host."""
         bit = 1 << self.target
         lost_address = (self.verb == Verb.EXPLOIT) & ~success
         lost_host = ((self.verb == Verb.ESCALATE) | (self.verb == Verb.IMPACT)) & ~success
@@ -143,7 +143,7 @@ class Meander:
 REDS: dict[str, Callable[[int], Red]] = {"B_line": BLine, "Meander": Meander}
 
 
-# Many networks of CAGE Challenge 2 stepped at once: one row of every array is one network, sets of hosts are masks.
+# Many networks of CAGE Challenge 2, stepped at once: one row of every array is one network, sets of hosts are masks.
 #
 # A step is blue's action, red's action, then blue's monitor sweep and the reward; green sleeps. At most two hosts
 # change in a step, blue's and red's target, so nothing here loops over hosts.
@@ -162,8 +162,8 @@ class Networks:
 
     Args:
         red: "B_line" or "Meander".
-        quirk: as CybORG 2.1 does it: once Op_Server0 was restored in an episode, Impact costs nothing any more. Without
-            it the documented rule: the service is down from a successful Impact to the next restore.
+        quirk: behave as CybORG 2.1: after a restore of Op_Server0, Impact costs nothing in the rest of the episode.
+            Without it, use the documented rule: the service is down from a successful Impact to the next restore.
         seed: of everything random.
 
     Attributes:
@@ -173,7 +173,7 @@ class Networks:
             so that Remove ends it; unprivileged and not removable; privileged.
         files: hosts with a file that Analyse finds.
         decoys: int64 (n, 13), ports that decoys hold.
-        known, scanned, subnets: what red has heard of, and the hosts it has scanned.
+        known, scanned, subnets: the hosts red knows, the hosts it has scanned, and the subnets it knows.
         down: int64 (n,), 1 where OTService of Op_Server0 is down.
         flagged: hosts on which this step's sweep saw a process of red's.
     """
@@ -188,7 +188,7 @@ class Networks:
         self._rows = np.arange(n)
         self.belief = np.zeros((n, t.N_HOSTS, 4), np.int8)
         self.decoys = np.zeros((n, t.N_HOSTS), np.int64)
-        self.ports = np.zeros((n, t.N_HOSTS), np.int64)  # that red has seen
+        self.ports = np.zeros((n, t.N_HOSTS), np.int64)  # ports that red has seen
         self.shells, self.sticky, self.root, self.files = (np.zeros(n, np.int64) for _ in range(4))
         self.known, self.scanned, self.subnets = (np.zeros(n, np.int64) for _ in range(3))
         self.down, self.flagged, self._spared, self._placed = (np.zeros(n, np.int64) for _ in range(4))
@@ -208,16 +208,16 @@ class Networks:
 
     @property
     def sessions(self) -> t.Ints:
-        """Hosts with any red session, as masks (n,)."""
+        """Return the hosts with any red session, as masks (n,)."""
         return self.shells | self.sticky | self.root
 
     def true_state(self) -> npt.NDArray[np.int8]:
-        """The true state by host: 0 clean, 1 a user's session, 2 a privileged one; int8 (n, 13)."""
+        """Return the true state by host: 0 clean, 1 a user session, 2 a privileged one; int8 (n, 13)."""
         state: npt.NDArray[np.int8] = t.BITS[self.sessions] + t.BITS[self.root]
         return state
 
     def possible(self) -> Bools:
-        """Masks without actions that are certain to fail, bool (n, 145): a decoy needs its system and a free port."""
+        """Return masks without actions that must fail, bool (n, 145): a decoy needs its system and a free port."""
         free = (self.decoys[:, t.TARGET] & t.DECOY_NEEDS) == 0
         mask: Bools = t.POSSIBLE & free
         return mask
@@ -276,7 +276,7 @@ class Networks:
         self.scanned |= np.where(scanning, bit, 0)
 
         escalate = (verb == Verb.ESCALATE) & (sessions & bit > 0)
-        fresh = self.root & bit == 0  # what is privileged already needs no tool
+        fresh = self.root & bit == 0  # hosts that are privileged already need no tool
         self.known |= np.where(escalate, t.REVEALS[host], 0)
         self.subnets |= np.where(escalate, 1 << subnet, 0)
 
@@ -301,11 +301,11 @@ class Networks:
         self._success = success | escalate | impact | won
 
         noticed = trying & ((real | fake) > 0)
-        # A decoy put up in this step is an event as well. It hides what shows no pattern, and together with the two
-        # connections of an exploit that met a decoy it makes three to one port, which is one.
+        # A decoy deployed in this step is also an event. It hides events without a pattern. With the two connections of
+        # an exploit that met a decoy there are three events at one port, which is a pattern.
         beside = self._placed & bit > 0
         few = t.PORT_COUNT[host] + t.N_PORTS[decoys & ~t.OPEN_PORTS[host]] < t.FEW_PORTS
-        # Ten tries at a password show for what they are, won or not; so does a reverse shell, if it is detected.
+        # Ten password attempts are recognised, successful or not; so is a reverse shell, if it is detected.
         exploits = noticed & (seen | ~shell | (beside & (real == 0)))
         rows = self._rows[exploits]
         self._look(rows, host[exploits], 0, _EXPLOIT)

@@ -61,7 +61,7 @@ SUBNET_HOSTS = np.array([USER_HOSTS, ENTERPRISE_HOSTS | mask_of("Defender"), OPE
 
 WINDOWS = mask_of("Enterprise1", "Enterprise2", "User0", "User1", "User2")
 
-# Ports that matter: each is what one exploit aims at. The order is that in which red prefers the exploits.
+# The relevant ports: each is the target of one exploit, in the order of red's preference.
 PORTS = (21, 25, 3390, 443, 80, 139, 3389, 22)
 EXPLOITS = ("FTP", "Haraka", "SQL", "HTTPS", "HTTP", "EternalBlue", "BlueKeep", "SSH")
 SSH = EXPLOITS.index("SSH")
@@ -104,14 +104,14 @@ OUTCOME = np.array(
         [0, 2, 2, 1, 1, 0, 0, 1],
     ]
 )
-# Ports whose service answers the exploit aimed at them. EternalBlue meets nothing it knows on the Enterprise servers,
-# nor does BlueKeep on User3, where a database listens on the port of remote desktops: nobody sees these tries.
+# Ports whose service answers the exploit aimed at them. EternalBlue finds no matching service on the
+# Enterprise servers, nor BlueKeep on User3, where a database listens on the RDP port: these attempts are invisible.
 ANSWERING_PORTS = OPEN_PORTS.copy()
 ANSWERING_PORTS[[INDEX["Enterprise1"], INDEX["Enterprise2"]]] &= ~ports_of(139)
 ANSWERING_PORTS[INDEX["User3"]] &= ~ports_of(3389)
-# All ports that a scan finds open, those that no exploit aims at included.
+# All ports that a scan finds open, also those that no exploit targets.
 PORT_COUNT = np.array([3, 1, 7, 7, 1, 1, 1, 1, 2, 2, 4, 4, 5])
-FEW_PORTS = 3  # fewer are no pattern
+FEW_PORTS = 3  # fewer ports are no pattern
 P_TOP_EXPLOIT = 0.75  # else one of the others, uniformly
 P_DETECTED = 0.95  # of a reverse shell, by blue's sweep
 
@@ -147,7 +147,7 @@ _VERBS = ("Analyse", "Remove", *(f"Decoy{name}" for name in ("Apache", "Femitter
 _VERBS += ("DecoySvchost", "DecoyTomcat", "DecoyVsftpd", "Restore")
 ACTION_NAMES = ("Sleep", "Monitor", *(f"{verb} {host}" for verb in _VERBS for host in HOSTS))
 
-# Port that a decoy opens. Vsftpd's looks whether 21 is free and then opens 80, whoever has that already.
+# Port that a decoy opens. Vsftpd's checks that 21 is free, but then opens 80, even if 80 is taken.
 _DECOY_PORT = {
     Blue.APACHE: 80,
     Blue.FEMITTER: 21,
@@ -175,7 +175,7 @@ def _targets(kind: Blue) -> Ints:
 
 
 ANALYSE_HOST, REMOVE_HOST, RESTORE_HOST = _targets(Blue.ANALYSE), _targets(Blue.REMOVE), _targets(Blue.RESTORE)
-# Per action: the port a decoy opens where it can stand at all (else 0), and the ports that must be free of decoys.
+# Per action: the port a decoy opens if the host allows it (else 0), and the ports that must be free of decoys.
 DECOY_OPENS = np.zeros(N_ACTIONS, np.int64)
 DECOY_NEEDS = np.zeros(N_ACTIONS, np.int64)
 for _id in range(N_ACTIONS):
@@ -187,7 +187,7 @@ for _id in range(N_ACTIONS):
         _runs = not (_kind in _WINDOWS_ONLY and not _windows) and not (_kind in _LINUX_ONLY and _windows)
         if _runs and not _checked & OPEN_PORTS[_host]:
             DECOY_OPENS[_id], DECOY_NEEDS[_id] = _port, 0 if _kind == Blue.VSFTPD else _port
-# Actions that may do something on a fresh network.
+# Actions that may have an effect on a new network.
 POSSIBLE = (DECOY_OPENS > 0) | (KIND < Blue.APACHE) | (KIND == Blue.RESTORE)
 
 FIX_KINDS = (Blue.REMOVE, Blue.RESTORE)
@@ -212,7 +212,7 @@ def _members(bits: npt.NDArray[Any]) -> Ints:
 
 MEMBERS = _members(BITS)  # (8192, 13)
 
-# Exploits open to red by the ports it has seen, best first: (256, 8) and how many. SQL wants a web port as well.
+# Exploits open to red by the ports it has seen, best first: (256, 8) and how many. SQL also needs a web port.
 _KNOWN = np.arange(256)[:, None] >> np.arange(8) & 1
 N_PORTS = _KNOWN.sum(1)  # of sets of ports
 _CANDIDATES = _KNOWN.copy()

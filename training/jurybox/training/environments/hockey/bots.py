@@ -16,9 +16,9 @@ BOTS: tuple[BotName, ...] = ("weak", "strong", "random")
 """Names of the opponents that need no learning."""
 
 _HOME = -3.5
-_PAST = 0.2  # the target lies so far beyond the puck, so that it is run through
+_PAST = 0.2  # distance of the target behind the puck, so that the player hits it at speed
 _BRAKE, _BRAKE_SECONDS = 0.5, (0.1, 0.1, 1.0)  # for x, y and the angle
-_SWING = 0.2  # radians of the racket's slow sine that pass in a step at most
+_SWING = 0.2  # maximum phase step of the racket's slow sine, in radians
 
 
 class Opponent(Protocol):
@@ -28,7 +28,7 @@ class Opponent(Protocol):
         """Begin a game."""
 
     def act(self, observation: Observation) -> Action:
-        """An action (4,) for an observation (18,) in the player's own frame."""
+        """Return an action (4,) for an observation (18,) in the player's own frame."""
 
 
 class Bot:
@@ -84,12 +84,12 @@ class RandomPlayer:
         self._rng = np.random.default_rng(seed)
 
     def act(self, observation: Observation) -> Action:
-        """A random action, float32 (action_size,) in [-1, 1]."""
+        """Sample a random action, float32 (action_size,) in [-1, 1]."""
         return self._rng.uniform(-1.0, 1.0, self._size).astype(np.float32)
 
 
 def make_opponent(name: str, seed: int = 0, action_size: int = 4) -> Opponent:
-    """The built-in opponent of that name: "weak", "strong" or "random".
+    """Return the built-in opponent of that name: "weak", "strong" or "random".
 
     Raises:
         ValueError: there is none.

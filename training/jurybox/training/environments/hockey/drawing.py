@@ -25,7 +25,7 @@ from jurybox.training.environments.hockey.rink import (
     WALL_Y,
 )
 
-_GOAL_FRAMES = 20  # that a goal stays in the picture
+_GOAL_FRAMES = 20  # number of frames that show a goal
 Frame = npt.NDArray[np.uint8]
 _Colour = tuple[int, int, int]
 
@@ -43,7 +43,7 @@ class _Canvas:
     def __init__(self, width: int) -> None:
         self.scale = width / 10.0
         self.width, self.height = width, round(8.2 * self.scale)
-        # Twice the size, made smaller at the end: that is what makes edges smooth.
+        # Draw at twice the size and shrink at the end, so that edges are smooth.
         self.zoom = 2
         self.pixels = np.full((self.height * self.zoom, self.width * self.zoom, 3), _NIGHT, np.uint8)
 
@@ -70,7 +70,7 @@ class _Canvas:
         cv2.circle(self.pixels, self.at(x, y), r, colour, self.size(width), cv2.LINE_AA, _SHIFT)
 
     def text(self, x: float, y: float, said: str, height: float, colour: _Colour) -> None:
-        """Centred at (x, y); `height` of a capital."""
+        """Draw text centred at (x, y); `height` is that of a capital."""
         scale = height * self.scale * self.zoom / 21.0
         thick = max(1, round(scale * 1.6))
         (w, h), _ = cv2.getTextSize(said, _FONT, scale, thick)
@@ -90,7 +90,7 @@ def draw(
     names: tuple[str, str] = ("left", "right"),
     width: int = 640,
 ) -> Frame:
-    """The rink as it is now, uint8 (height, width, 3), RGB.
+    """Draw the rink's current state, uint8 (height, width, 3), RGB.
 
     Args:
         score: goals so far, written above.
@@ -119,7 +119,7 @@ def _rink(canvas: _Canvas) -> None:
         pale = tuple(round(0.86 * ice + 0.14 * own) for ice, own in zip(_ICE, colour, strict=True))
         canvas.disc(side * inner_x, 0.0, 1.45, (pale[0], pale[1], pale[2]))
         canvas.ring(side * inner_x, 0.0, 1.45, colour, 0.03)
-        # What of the crease lies outside the rink is covered again; the mouth is open.
+        # Cover the part of the crease outside the rink; the mouth stays open.
         canvas.box(side * inner_x, -inner_y, side * outer_x, inner_y, _BOARD)
         canvas.box(side * outer_x, -inner_y, side * 5.0, inner_y, _NIGHT)
         mouth = [(inner_x, -MOUTH_INSIDE), (outer_x, -MOUTH), (outer_x, MOUTH), (inner_x, MOUTH_INSIDE)]
@@ -174,7 +174,7 @@ def film(
     width: int = 640,
     every: int = 1,
 ) -> list[Frame]:
-    """Frames of a few games, `policy` on the left.
+    """Return frames of a few games, `policy` on the left.
 
     Args:
         every: steps between two frames: 1 for 50 frames a second.

@@ -17,7 +17,7 @@ Action = npt.NDArray[np.float32]
 TimeOut = Literal["truncate", "original"]
 
 GOAL_REWARD = 10.0
-_APART = 0.7  # of player and puck, so that they do not touch
+_APART = 0.7  # distance of player and puck, so that they do not touch
 
 
 class Mode(IntEnum):
@@ -57,13 +57,13 @@ class Game(Protocol):
     def observation_size(self) -> int: ...
     @property
     def action_size(self) -> int:
-        """Values of one player's action."""
+        """Return the number of values of one player's action."""
 
     def reset(self, seed: int | None = None, *, first: int | None = None) -> Observation:
-        """Begin a game; returns (2, observation_size). `first` has the puck on its side."""
+        """Begin a game; return (2, observation_size). The puck starts on the side of `first`."""
 
     def step(self, actions: Sequence[Sequence[float]] | npt.NDArray[Any]) -> Turn:
-        """Both players act; actions are (2, action_size) from -1 to 1, each in its player's own frame."""
+        """Let both players act; actions are (2, action_size) from -1 to 1, each in its player's own frame."""
 
     def close(self) -> None: ...
 
@@ -83,14 +83,14 @@ class HockeyGame:
 
     Without `keep` the last two are missing, and so is the fourth value of actions. Angles are the same in both frames.
 
-    The reward is 10 for a goal, -10 for one conceded, and each step that the puck is in the own half and does not move
-    away, a little less the further away it is; it is the original's, so returns can be compared.
+    The reward is 10 for a goal and -10 for one conceded. In each step in which the puck is in the own half and does not
+    move away, there is a small penalty that grows with its distance. Returns can be compared with the original's.
 
     Args:
         mode: a whole game, or a drill: shooting (player 0 has the puck), defence (the puck comes at player 0's goal).
         keep: see `Rink`.
-        time_out: "truncate": a game ends after its 250 (drills: 80) steps, truncated, since a learner should not take
-            the clock's end for the world's (Pardo et al., "Time Limits in Reinforcement Learning", ICML 2018).
+        time_out: "truncate": a game ends after its 250 (drills: 80) steps, truncated, since a time limit is not a
+            terminal state (Pardo et al., "Time Limits in Reinforcement Learning", ICML 2018).
             "original": one step later and as terminated, as the original does.
         seed: of the first game, and of what follows until `reset(seed)`.
     """
@@ -118,16 +118,16 @@ class HockeyGame:
 
     @property
     def observation_size(self) -> int:
-        """Numbers of an observation."""
+        """Return the number of values of an observation."""
         return 18 if self.rink.keep else 16
 
     @property
     def action_size(self) -> int:
-        """Numbers of an action."""
+        """Return the number of values of an action."""
         return 4 if self.rink.keep else 3
 
     def reset(self, seed: int | None = None, *, first: int | None = None) -> Observation:
-        """Begin a game; returns both observations, (2, 18).
+        """Begin a game; return both observations, (2, 18).
 
         Args:
             seed: makes this game and those after it repeatable.
@@ -149,7 +149,7 @@ class HockeyGame:
         if self.mode is Mode.NORMAL:
             self.rink.reset(left, right, (-SIDES[starter] * u(1.0, 2.0), u(-1.0, 1.0)), (0.0, 0.0))
             return
-        # The original draws drills from a little more than this, into walls and the other player.
+        # The original's range is a little larger and includes overlaps with walls and the other player.
         right = (u(-1 / 3, 3.49), u(-2.0, 2.0))
         if self.mode is Mode.TRAIN_SHOOTING:
             self.rink.reset(left, right, (-u(1.0, 2.0), u(-1.0, 1.0)), (0.0, 0.0))
@@ -157,13 +157,13 @@ class HockeyGame:
         puck = right
         while math.dist(puck, right) < _APART:
             puck = (u(0.0, 10 / 3), u(-3.1, 3.1))
-        # Aimed at a point behind the goal: a little beside it for some, so that not every shot has to be stopped.
+        # Aim at a point behind the goal; some shots miss, so that not every shot has to be stopped.
         away = math.atan2(u(-0.75, 0.75) - puck[1], -5.0 - puck[0])
         self.rink.reset(left, right, puck, (0.0, 0.0))
         self.rink.kick((SHOT_SPEED * math.cos(away), SHOT_SPEED * math.sin(away)))
 
     def step(self, actions: Sequence[Sequence[float]] | npt.NDArray[Any]) -> Turn:
-        """Both players act.
+        """Let both players act.
 
         Args:
             actions: (2, 4), each in its player's own frame: force x, force y, torque, shoot; clipped to [-1, 1].
@@ -238,5 +238,5 @@ MIRROR_ACTION = np.array([1, -1, -1, 1], np.float32)
 
 
 def mirrors(observation_size: int, action_size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Factors of mirrored observations and actions, also for the sizes without holding the puck."""
+    """Return factors that mirror observations and actions, also for the sizes without holding the puck."""
     return MIRROR_OBSERVATION[:observation_size], MIRROR_ACTION[:action_size]

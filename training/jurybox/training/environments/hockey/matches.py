@@ -16,13 +16,13 @@ Policy = Callable[[npt.NDArray[np.float32]], npt.NDArray[np.float32]]
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """A game to be played by the learner, as player 0.
+    """A game for the learner, who is player 0.
 
     Attributes:
-        seed: of the game and of the opponent's own chance.
-        first: on whose side the puck begins.
+        seed: of the game and of the opponent's random numbers.
+        first: the player on whose side the puck begins.
         opponent: name.
-        player: who plays under that name.
+        player: the player of that name.
         noise: (steps, action) added to the learner's actions, or None.
     """
 
@@ -35,14 +35,14 @@ class Match:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """How a match ended, for the learner.
+    """The result of a match, from the learner's side.
 
     Attributes:
         opponent: name.
         winner: 1 won, 0 tied, -1 lost.
         steps: of the game.
         score: sum of the environment's own rewards.
-        touches: times the learner caught the puck.
+        touches: how often the learner caught the puck.
     """
 
     opponent: str
@@ -59,9 +59,9 @@ class Table:
     """Parallel games, each with its current match.
 
     Attributes:
-        games: they stay their owner's to close.
-        seen: (games, 2, o) what both players of each game see now.
-        matches: by number of the game, the match that is going on there.
+        games: their owner closes them.
+        seen: (games, 2, o), the current observations of both players.
+        matches: the current match by number of the game.
     """
 
     def __init__(self, games: Sequence[Game]) -> None:
@@ -81,12 +81,12 @@ class Table:
     def step(
         self, slots: Sequence[int], chosen: npt.NDArray[np.float32], watch: Watch | None = None
     ) -> list[tuple[int, Result]]:
-        """One step of some games.
+        """Step some games.
 
         Args:
-            slots: which; in all of them a match is going on.
+            slots: numbers of the games, each with a current match.
             chosen: (len(slots), a), the learner's actions without noise.
-            watch: is told of every step: number of the game, observations before it (2, o), actions (2, a), what came.
+            watch: called at every step: number of the game, observations before it (2, o), actions (2, a), result.
 
         Returns:
             (number of the game, result) of the matches that are over now.

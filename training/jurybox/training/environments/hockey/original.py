@@ -25,14 +25,14 @@ def make_game(
     time_out: TimeOut = "truncate",
     seed: int | None = None,
 ) -> Game:
-    """A game of two.
+    """Make a game for two players.
 
     Args:
         environment: None for `HockeyGame`; ``module:Class`` for an environment with the original's interface, such as
             ``hockey.hockey_env:HockeyEnv`` where that is installed.
 
     Raises:
-        ValueError: the name is of another form.
+        ValueError: the name has another form.
         ImportError: the module is not installed, or has no such class; the message says which.
     """
     if environment is None:
@@ -58,12 +58,12 @@ def make_game(
 class OriginalGame:
     """A game over such an environment.
 
-    Its end of time comes as ``terminated``; a game that ended so, without a winner, after its full time is reported
-    as truncated, unless ``time_out="original"``.
+    The original reports a time-out as ``terminated``. This class reports a game that ended so, after its full time
+    without a winner, as truncated, unless ``time_out="original"``.
 
     Args:
         environment: the object; closed with this.
-        mode: what is played.
+        mode: see `HockeyGame`.
         time_out: see `HockeyGame`.
         seed: of the first game, and of what follows until `reset(seed)`.
     """
@@ -72,7 +72,7 @@ class OriginalGame:
         self.environment = environment
         self.mode = mode
         self.time_out = time_out
-        # Asked of a game: the space that the original declares has 18 values without keeping the puck as well.
+        # Read from a game: the original declares a space of 18 values even without keeping the puck.
         self.observation_size = len(environment.reset(seed=0)[0])
         self.action_size = int(environment.action_space.shape[0]) // 2
         self._taken = 0
@@ -80,7 +80,7 @@ class OriginalGame:
 
     def reset(self, seed: int | None = None, *, first: int | None = None) -> Observation:
         self._taken = 0
-        if seed is None:  # the original would take one from the system: no game after the first could be repeated
+        if seed is None:  # the original would draw one from the system, so later games could not be repeated
             seed = int(self._rng.integers(2**31))
         else:
             self._rng = np.random.default_rng(seed)

@@ -16,7 +16,7 @@ PLAYERS = ("left", "right")
 
 
 class HockeyParallel(ParallelEnv[str, Observation, Action]):  # type: ignore[misc]
-    """Both players act at once, each in its own frame: a policy of one side plays the other as it is.
+    """Both players act at once, each in its own frame, so one policy can play either side.
 
     Args:
         mode, keep, time_out: see `HockeyGame`, whose observations, rewards and info these are.
@@ -63,7 +63,7 @@ class HockeyParallel(ParallelEnv[str, Observation, Action]):  # type: ignore[mis
     def step(
         self, actions: dict[str, Action]
     ) -> tuple[dict[str, Observation], dict[str, float], dict[str, bool], dict[str, bool], dict[str, dict[str, Any]]]:
-        """A fiftieth of a second; with a goal or the end of time both players are done."""
+        """Advance a fiftieth of a second; a goal or a time-out ends the game for both players."""
         turn = self.game.step(np.stack([actions[name] for name in PLAYERS]))
         winner = turn.infos[0]["winner"]
         if winner:
@@ -79,7 +79,7 @@ class HockeyParallel(ParallelEnv[str, Observation, Action]):  # type: ignore[mis
         )
 
     def render(self) -> Frame | None:
-        """The rink now, uint8 (height, width, 3), when ``render_mode`` is "rgb_array"."""
+        """Return the current picture, uint8 (height, width, 3), when ``render_mode`` is "rgb_array"."""
         return None if self.render_mode is None else draw(self.game, score=(self.score[0], self.score[1]))
 
     def close(self) -> None:

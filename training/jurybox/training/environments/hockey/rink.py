@@ -27,10 +27,10 @@ WALL_X = 245 / _PIXELS  # centre of the side walls
 MOUTH, MOUTH_INSIDE = 75 / _PIXELS, 82 / _PIXELS  # half the goal's width at its back, and where the rink opens into it
 GOAL_X, GOAL_DEPTH = 245 / _PIXELS, 20 / _PIXELS  # where the goals' boxes begin, and how deep they are
 PUCK_RADIUS = 13 / _PIXELS
-_SKIN = 0.01  # Box2D has polygons touch others from this far
+_SKIN = 0.01  # distance at which polygons touch in Box2D
 _REACH = PUCK_RADIUS + _SKIN
 IN_GOAL = GOAL_X - _REACH  # a puck this far from the centre line touches a goal's box
-# Front flat, back round; the vertex at -12 is where the measured mass of 58 and inertia of 4.58 come out.
+# Front flat, back round; the vertex at -12 reproduces the measured mass of 58 and inertia of 4.58.
 RACKET = tuple(
     (x / _PIXELS, y / _PIXELS)
     for x, y in ((6, 24), (-12, 24), (-21.6, 12), (-25.2, 0), (-21.6, -12), (-12, -24), (6, -24))
@@ -39,13 +39,13 @@ RACKET = tuple(
 FORCE, TORQUE = 6000.0, 400.0
 DAMPING, BRAKE_DAMPING, TOP_SPEED = 5.0, 20.0, 10.0
 ANGULAR_DAMPING, ANGULAR_BRAKE_DAMPING, MAX_ANGLE = 2.0, 10.0, math.pi / 3
-_TURN_BACK = 0.1  # beyond the greatest angle a tenth of it, and of the speed outwards, is taken back each step
+_TURN_BACK = 0.1  # share of the excess angle, and of the outward speed, that each step removes
 CENTRE_ZONE, BACK_LINE, SIDE_LINE = 0.5, 3.5, 2.8
 PUCK_DAMPING, FAST_PUCK_DAMPING, FAST_PUCK = 0.05, 10.0, 25.0
 SHOT_SPEED, HOLD_STEPS = 60.0, 15
 _AT_REST = 0.1  # a puck that moves away no faster than this is caught
 
-SIDES = (1.0, -1.0)  # what turns a player's own frame into the rink's, and back
+SIDES = (1.0, -1.0)  # factors between a player's own frame and the rink's
 
 # What collides with what: rackets and puck with walls, with each other and among themselves; rackets with the goals'
 # boxes, into which only the puck may go.
@@ -72,7 +72,7 @@ class Rink:
 
     Attributes:
         players, puck: Box2D bodies.
-        hold: for both players, steps until the puck that it holds is shot, the shot's own included; 0: it holds none.
+        hold: for both players, steps until the puck that it holds is shot, including the shot; 0: it holds none.
         caught: for both players, whether it caught the puck in the last step.
         scorer: the player whose puck was in the other's goal when the last step began, or None.
 
@@ -93,8 +93,8 @@ class Rink:
     ) -> None:
         """Reset all bodies; all but the puck are at rest.
 
-        The world is made anew: Box2D keeps impulses of old contacts, so a world that is used again would remember the
-        game before, and a game would not be a function of its seed.
+        This creates a new world: Box2D keeps impulses of old contacts, so in a reused world a game would depend on the
+        game before it and not only on its seed.
         """
         world = b2World(gravity=(0, 0), doSleep=True)
         self._world = world
@@ -122,7 +122,7 @@ class Rink:
         self.scorer: int | None = None
 
     def set_state(self, state: Sequence[float] | npt.NDArray[Any]) -> None:
-        """Begin anew from what player 0 would see (`HockeyGame` has the table): 18 numbers, or 16 where nobody holds.
+        """Reset to player 0's observation (see the table in `HockeyGame`): 18 numbers, or 16 without `keep`.
 
         Example:
             >>> rink = Rink()
@@ -158,7 +158,7 @@ class Rink:
         )
 
     def step(self, actions: Sequence[Sequence[float]]) -> None:
-        """A fiftieth of a second.
+        """Advance a fiftieth of a second.
 
         Args:
             actions: for both players (force x, force y, torque, shoot) in their own frame, from -1 to 1; `shoot` may be
@@ -190,9 +190,9 @@ class Rink:
         self.puck.ApplyForceToCenter((force * velocity[0], force * velocity[1]), True)
 
     def _in_goal(self) -> int | None:
-        """The player who has just scored.
+        """Return the player who has just scored, or None.
 
-        The box behind the mouth is looked at by place and not with a Box2D sensor: those have no continuous collision,
+        This compares positions with the box behind the mouth. Box2D's sensors have no continuous collision detection,
         and a puck just shot moves further in a step than the box is deep.
         """
         place = self.puck.position
@@ -206,7 +206,7 @@ class Rink:
         place, velocity = body.position, body.linearVelocity
         x, y, vx, vy = side * place.x, side * place.y, side * velocity.x, side * velocity.y
         force_x, force_y = action[0] * FORCE, action[1] * FORCE
-        if x > -CENTRE_ZONE:  # the centre line throws back who runs over it; no force of the player's own counts
+        if x > -CENTRE_ZONE:  # the centre line pushes players back and cancels their own force
             body.linearDamping = BRAKE_DAMPING
             force_x = -((2.0 if vx > 0 else 0.0) + x) * vx * self._mass / STEP
         else:
@@ -218,7 +218,7 @@ class Rink:
                 push = STEP / self._mass
                 if (vx + push * force_x) ** 2 + (vy + push * force_y) ** 2 >= speed:
                     force_x = force_y = 0.0
-        # Who pushes over a line stops there.
+        # Stop a player that pushes over a line.
         if (x < -BACK_LINE and force_x < 0) or (x > 0 and force_x > 0):
             force_x = vx = 0.0
             body.linearVelocity = (0.0, side * vy)
@@ -240,8 +240,8 @@ class Rink:
     def _carry(self, number: int, *, shoot: bool) -> None:
         """Move a held puck with its holder; the holder, or the end of the hold, shoots it.
 
-        It is put into the racket, and Box2D moves it out through the nearest side, which is the front, without making
-        it faster: so it stands before the racket after the step, and never in a wall.
+        The puck is placed inside the racket, and Box2D pushes it out through the nearest side, the front, without
+        adding speed: so after the step it is in front of the racket, and never in a wall.
         """
         body, puck = self.players[number], self.puck
         place, velocity = body.position, body.linearVelocity

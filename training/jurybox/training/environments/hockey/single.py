@@ -15,7 +15,7 @@ from jurybox.training.environments.hockey.game import Action, HockeyGame, Mode, 
 from jurybox.training.environments.hockey.original import make_game
 from jurybox.training.environments.hockey.rink import FPS
 
-# One thing at a time, for learners with a discrete choice: nothing, forces, torques, shoot.
+# Discrete actions, one effect each: nothing, forces, torques, shoot.
 DISCRETE_ACTIONS = np.array(
     [
         [0, 0, 0, 0],
@@ -40,7 +40,7 @@ class HockeyEnv(gymnasium.Env[Observation, Any]):
     Args:
         opponent: "weak", "strong", "random", or any object with ``reset(seed)`` and ``act(observation)``.
         mode, keep, time_out: see `HockeyGame`.
-        environment: another game than this package's, see `make_game`; it has no pictures.
+        environment: a game other than this package's, see `make_game`; it has no pictures.
         seed: seeds the first game and what follows, until ``reset(seed=...)`` says otherwise.
         render_mode: "rgb_array" or None.
     """
@@ -83,7 +83,7 @@ class HockeyEnv(gymnasium.Env[Observation, Any]):
         """Begin a game.
 
         Args:
-            seed: makes this game and those after it repeatable, the opponent's chance included.
+            seed: makes this game, those after it, and the opponent's random numbers repeatable.
             options: ``{"first": 0 or 1}`` says on whose side the puck begins; otherwise in turn.
         """
         super().reset(seed=seed)
@@ -99,7 +99,7 @@ class HockeyEnv(gymnasium.Env[Observation, Any]):
         return self._seen[0], self._info()
 
     def step(self, action: Any) -> tuple[Observation, float, bool, bool, dict[str, Any]]:
-        """A fiftieth of a second; see `HockeyGame.step`."""
+        """Advance a fiftieth of a second; see `HockeyGame.step`."""
         own: Action = self._table[int(action)] if self.discrete else np.asarray(action, np.float32)
         turn = self.game.step(np.stack((own, self.opponent.act(self._seen[1]))))
         self._seen = turn.observations
@@ -109,7 +109,7 @@ class HockeyEnv(gymnasium.Env[Observation, Any]):
         return self._seen[0], turn.rewards[0], turn.terminated, turn.truncated, turn.infos[0]
 
     def render(self) -> Frame | None:
-        """The rink now, uint8 (height, width, 3), when ``render_mode`` is "rgb_array"."""
+        """Return the current picture, uint8 (height, width, 3), when ``render_mode`` is "rgb_array"."""
         if self.render_mode is None or not isinstance(self.game, HockeyGame):
             return None
         return draw(self.game, score=(self.score[0], self.score[1]))

@@ -1,8 +1,8 @@
-"""How far a picture is from the undamaged photo: what no juror scores, and no policy is paid for.
+"""Measures the distance of a picture from the undamaged photo, which no juror scores and no reward includes.
 
-A picture is compared with the photo as it was before its damage, turned and enlarged as the picture is: the tilt of the
-damage and that of the edits are known, so the two are registered exactly, and an edit that only turns costs nothing by
-itself. How crooked a picture was left is told by a number of its own.
+A picture is compared with the photo before its damage, turned and enlarged in the same way: the tilts of the damage and
+of the edits are known, so the two are registered exactly, and an edit that only turns adds no distance. A separate
+number measures the tilt that is left.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ Perceptual = Callable[[Image, Image], float]
 
 # By name: whether more is better.
 MEASURES: Mapping[str, bool] = {"psnr": True, "ssim": True, "ciede2000": False}
-_HIGHEST_PSNR = 60.0  # decibels; equal pictures have none
-_SIDE = 192  # of the pictures whose colours and structure are compared: what is seen at arm's length
+_HIGHEST_PSNR = 60.0  # decibels; undefined for equal pictures
+_SIDE = 192  # of the pictures whose colours and structure are compared: the detail visible at arm's length
 
-# Kinds of damage, and the settings of a Degradation that tell of them.
+# Kinds of damage, and the settings of a Degradation that belong to them.
 DAMAGES: Mapping[str, tuple[str, ...]] = {
     "exposure": ("exposure",),
     "haze": ("haze",),
@@ -37,7 +37,7 @@ DAMAGES: Mapping[str, tuple[str, ...]] = {
 
 
 def damages_of(degradation: Mapping[str, float]) -> tuple[str, ...]:
-    """The kinds of damage in a degradation; none for an intact photo."""
+    """Return the kinds of damage in a degradation; none for an intact photo."""
     return tuple(kind for kind, names in DAMAGES.items() if any(degradation.get(name) for name in names))
 
 
@@ -57,16 +57,16 @@ def psnr(picture: Image, reference: Image) -> float:
 
 
 def distance(one: Image, other: Image) -> float:
-    """The mean distance in CIELAB of two small pictures of one size: what CIEDE2000 refines, in a fifth of its time."""
+    """Return the mean CIELAB distance of two small pictures of one size, in a fifth of CIEDE2000's time."""
     first, second = (cv2.cvtColor(each.astype(np.float32) / 255, cv2.COLOR_RGB2LAB) for each in (one, other))
     return float(np.linalg.norm(first - second, axis=2).mean())
 
 
 def measure(picture: Image, reference: Image, perceptual: Perceptual | None = None) -> dict[str, float]:
-    """What tells a picture from its registered reference, both uint8 (side, side, 3).
+    """Measure the difference between a picture and its registered reference, both uint8 (side, side, 3).
 
     Args:
-        perceptual: a learned distance of the two, where one is at hand.
+        perceptual: a learned distance of the two, if available.
 
     Returns:
         ``psnr`` in decibels, ``ssim`` of the luma (Wang et al., 2004, with its Gaussian window), ``ciede2000``, the
@@ -89,10 +89,10 @@ def measure(picture: Image, reference: Image, perceptual: Perceptual | None = No
 
 
 def load_perceptual(name: str) -> Perceptual:
-    """The function ``"package.module:function"``, which makes a learned distance of two pictures.
+    """Load the function ``"package.module:function"``, which makes a learned distance of two pictures.
 
     Raises:
-        ValueError: there is none of that name.
+        ValueError: there is no such function.
     """
     module, _, function = name.partition(":")
     try:

@@ -12,7 +12,7 @@ import cv2
 import numpy as np
 import numpy.typing as npt
 
-# The tools a photographer has, gathered in one recipe that is always applied to the original.
+# A photographer's tools, combined in one recipe that is always applied to the original.
 #
 # A recipe (:class:`Edits`) is a point in the space of the tools' settings. Edit steps move that point; the picture is
 # rendered from the untouched original every time, so ten steps quantise no more often than one.
@@ -60,7 +60,7 @@ class Edits:
 
     @classmethod
     def from_vector(cls, vector: npt.ArrayLike) -> Edits:
-        """The recipe with these settings, in the order of :data:`TOOLS`, each held inside its limits."""
+        """The recipe with these settings, in the order of :data:`TOOLS`, each clipped to its limits."""
         values = np.asarray(vector, dtype=np.float64)
         if values.shape != (len(TOOLS),) or not np.isfinite(values).all():
             raise ValueError(f"expected {len(TOOLS)} finite settings ({', '.join(TOOLS)}), got {vector!r}")
@@ -71,7 +71,7 @@ class Edits:
         return np.array(astuple(self))
 
     def moved(self, deltas: npt.ArrayLike) -> Edits:
-        """The recipe after one edit step: every tool moved by its delta (same units), held inside its limits."""
+        """The recipe after one edit step: every tool moved by its delta (same units), clipped to its limits."""
         return Edits.from_vector(self.vector() + np.asarray(deltas, dtype=np.float64))
 
     def as_dict(self) -> dict[str, float]:
@@ -131,7 +131,7 @@ def apply_full(picture: Image, edits: Edits, side: int) -> Image:
     """Render a picture of any size and shape with a recipe that was found on a square of `side` pixels.
 
     Sharpness and noise are judged at that size: their radii grow with the picture, so that it looks the same when it is
-    shown as large. It is turned and enlarged around its own centre.
+    shown as large. The picture is turned and enlarged around its own centre.
 
     Args:
         picture: uint8 (height, width, 3) RGB; not written to.
@@ -193,7 +193,7 @@ def tone_table(edits: Edits) -> Image:
     """The look-up table of exposure, white balance and contrast for each channel: uint8 (1, 256, 3)."""
     stops = edits.exposure + white_balance_stops(edits.temperature, edits.tint)
     linear = _LINEAR[:, None] * np.exp2(stops)[None, :]
-    # Not clipped in between: what exposure pushes past white, contrast may pull back.
+    # Not clipped in between: contrast may bring back values that exposure moved past white.
     encoded = np.where(linear <= 0.0031308, 12.92 * linear, 1.055 * linear ** (1 / 2.4) - 0.055)
     contrasted = 0.5 + (encoded - 0.5) * 2.0**edits.contrast
     table: Image = np.rint(np.clip(contrasted, 0.0, 1.0) * 255.0).astype(np.uint8)
@@ -245,11 +245,11 @@ def _through_table(source: Image, out: Image, *, table: Image) -> None:
     cv2.LUT(source, table, dst=out)
 
 
-# What goes wrong with a photo, at random but repeatably.
+# Random but repeatable degradations of a photo.
 #
 # A few faults at a time, each strong enough to be seen. They are faults of light and camera, not the editor's tools
 # run backwards: haze pulls towards a veil of its own grey, over-exposure clips, noise comes after blur, and all of it
-# is rounded to 8 bits before the editor sees it. So the tools mend most of the damage and undo none of it exactly.
+# is rounded to 8 bits before the editor sees it. So the tools repair most of the damage, but none of it exactly.
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,12 +288,12 @@ Fault = Callable[[np.random.Generator, float], dict[str, float]]
 
 
 def _either(rng: np.random.Generator, low: float, high: float) -> float:
-    """Uniform in [low, high] with either sign."""
+    """Sample uniformly in [low, high], with a random sign."""
     return float(rng.uniform(low, high) * rng.choice((-1.0, 1.0)))
 
 
 def _exposure(rng: np.random.Generator, strength: float) -> dict[str, float]:
-    # Lost highlights stay lost, so over-exposure is the milder of the two.
+    # Clipped highlights cannot be restored, so over-exposure is the milder of the two.
     dark = rng.random() < 0.6
     return {"exposure": strength * float(rng.uniform(-2.6, -1.1) if dark else rng.uniform(0.7, 1.5))}
 
@@ -327,11 +327,11 @@ _HOW_OFTEN = np.array([3.0, 2.5, 2.0, 2.0, 1.0, 1.0])
 
 
 def draw(rng: np.random.Generator, strength: float = 1.0, tilted: float = 0.0) -> Degradation:
-    """Two to four different faults of random strength.
+    """Sample two to four different faults of random strength.
 
     Args:
-        rng: all randomness comes from here, the noise's seed included.
-        strength: scales every fault; 1 is what a careless amateur delivers.
+        rng: the only source of randomness, also for the noise's seed.
+        strength: scales every fault; 1 is ordinary.
         tilted: share of the others that are tilted beside their faults.
     """
     if not strength > 0.0:
@@ -371,7 +371,7 @@ def degrade(photo: Image, fault: Degradation) -> Image:
 
 
 _FITTED = [TOOLS.index(name) for name in ("exposure", "contrast", "saturation", "temperature", "tint")]
-_NUDGE, _LARGEST = 0.04, 0.7  # of a setting: to find the slope above the rounding to 8 bits, and at once
+_NUDGE, _LARGEST = 0.04, 0.7  # steps of a setting: for a slope above the rounding to 8 bits, and the largest
 # Colours as photographs have them, uint8 (16, 16, 3): every brightness, most of them not far from grey.
 _GREYS = np.repeat(np.linspace(4, 251, 16), 16)[:, None]
 _SPREAD = np.random.default_rng(0).normal(0, 22, (256, 3))
@@ -380,7 +380,7 @@ _PALETTE: Image = np.clip(_GREYS + _SPREAD, 0, 255).astype(np.uint8).reshape(16,
 
 @lru_cache(maxsize=256)
 def cure(fault: Degradation) -> Edits:
-    """What mends a degradation as far as the tools can: a training that knows the damage may show it; about 5 ms.
+    """Return edits that repair a degradation as far as the tools can, for demonstrations; takes about 5 ms.
 
     The tools that change colours are fitted together, so that a palette comes back as it was. Undoing fault by fault
     spoils every second picture: under-exposed haze is no longer dark, and the tools come in another order than the
@@ -390,7 +390,7 @@ def cure(fault: Degradation) -> Edits:
     colours = replace(fault, blur=0.0, noise=0.0, tilt=0.0, noise_seed=0)
     if any((fault.exposure, fault.haze, fault.saturation, fault.temperature, fault.tint)):
         inverse = (-fault.exposure, -math.log2(1 - fault.haze), -fault.saturation, -fault.temperature, -fault.tint)
-        # Where haze hides what exposure did, much less of it is to be undone: there are two valleys.
+        # Haze can hide most of the exposure's effect, so there are two local minima.
         starts = [np.array(inverse)] + [np.array(inverse) * (0.3, 1, 1, 0.5, 0.5)] * bool(fault.haze)
         damaged = degrade(_PALETTE, colours)
         settings[_FITTED] = min((_fitted(damaged, start) for start in starts), key=lambda each: each[1])[0]
@@ -401,7 +401,7 @@ def cure(fault: Degradation) -> Edits:
 
 
 def _fitted(damaged: Image, start: Vector) -> tuple[Vector, float]:
-    """Settings that bring the palette back, from a start (Levenberg and Marquardt), and what is missed."""
+    """Fit settings that restore the palette, from a start (Levenberg-Marquardt); return them and the error."""
     lowest, highest = LOWEST[_FITTED], HIGHEST[_FITTED]
 
     def missed(settings: Vector) -> Vector:

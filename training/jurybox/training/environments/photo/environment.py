@@ -22,11 +22,11 @@ from jurybox.training.environments.photo.scorer import LocalScorer, Scorer, Serv
 
 Action = npt.NDArray[np.float32]
 
-# What an action of 1 moves, in the units of Edits: about half of what a typical fault asks for.
+# The change that an action of 1 makes, in the units of Edits: about half the repair of a typical fault.
 STEP_SIZES = np.array([0.8, 0.5, 0.6, 0.5, 0.25, 0.4, 8.0, 2.0, 0.1])
-_PER_DEGREE, _PER_STOP_OF_CROP = 0.3, 5.0  # what turning and cropping count, in units of CIELAB
-_SMALL = 96  # pixels of the picture that the distance from the input is measured at
-AUDITED = 4  # one episode of so many is audited, which takes as long as half of its scores
+_PER_DEGREE, _PER_STOP_OF_CROP = 0.3, 5.0  # the weight of turning and cropping, in units of CIELAB
+_SMALL = 96  # side of the pictures that are compared with the input, in pixels
+AUDITED = 4  # one of this many episodes is audited, which takes as long as half of its scores
 
 
 class PhotoEdit(gymnasium.Env[observation.Observation, Action]):
@@ -35,7 +35,7 @@ class PhotoEdit(gymnasium.Env[observation.Observation, Action]):
     **Actions** are a ``Box(-1, 1, (9,))``: one small move of every tool at once, ``STEP_SIZES`` units each at full
     deflection, added to the recipe so far. Moves are used rather than settings because they close a loop: the
     picture that is seen is the picture that is moved, so "darker than it should be: lighten" is right at every step,
-    under every recipe, and can be said by a nearly linear policy. All tools move together rather than one by one (a
+    under every recipe, and a nearly linear policy can represent it. All tools move together rather than one by one (a
     ``Discrete`` choice of tool and sign) because a verdict of the juror then teaches about nine tools at once, and
     four steps suffice where one tool at a time would need a dozen.
 
@@ -43,31 +43,31 @@ class PhotoEdit(gymnasium.Env[observation.Observation, Action]):
 
     **Rewards** are ``reward_scale * (score after - score before)`` in shares of ``score_range``. They sum to the whole
     improvement, and a step that helps pays at once, so a small discount (0 to 0.5) learns fastest. With a ``price``
-    the score is taken less the price of what the edits moved so far, so that an edit pays only if the juror finds the
-    picture better by more than that, and to leave an intact photo alone pays best.
+    the price of the edits so far is subtracted from the score, so that an edit pays only if it raises the juror's score
+    by more than its price, and no edit is best for an intact photo.
 
     **The end**: an episode has exactly ``steps`` steps, and this is ``terminated``, never ``truncated``. The number of
     steps is part of the task, the time left is in the observation, and no reward lies beyond the end; a learner that
-    bootstrapped there would count improvements that nobody can make (Pardo et al., "Time Limits in Reinforcement
+    bootstrapped there would count improvements that are impossible (Pardo et al., "Time Limits in Reinforcement
     Learning", ICML 2018).
 
     **Info** has ``score``, ``score_before`` (of the damaged photo), ``photo`` (name), ``edits`` and ``degradation``. At
-    the end of every `AUDITED`-th episode it has ``audit``, too: by name, what was not rewarded, of the edited picture
-    and (``NAME_before``) of the damaged one: ``psnr``, from the undamaged photo, and the scores of the audit jurors.
+    the end of every `AUDITED`-th episode it has ``audit``, too: by name, measures that are not rewarded, of the edited
+    picture and (``NAME_before``) of the damaged one: ``psnr`` to the undamaged photo, and the audit jurors' scores.
 
     Args:
         scorer: scores what is rendered into its buffer; the environment closes it.
-        auditors: by name, jurors that are asked and told of, and never rewarded; the environment closes them.
+        auditors: by name, jurors whose scores are reported and never rewarded; the environment closes them.
         library: photos; those shipped with scikit-image and scikit-learn when None.
         split: which side of the library is used.
         steps: edit steps of an episode.
         strength: how badly photos are damaged; 1 is ordinary.
         reward_scale: see above.
-        score_range: the juror's ordinary lowest and highest score; only a scale, scores beyond it are fine.
+        score_range: the juror's ordinary lowest and highest score; only a scale, scores may exceed it.
         price: score that is paid for each unit of CIELAB (about a just noticeable difference of colour) that the edits
             move the picture away from the one that came in, see `moved`.
-        intact: share of the episodes that begin with an undamaged photo, of which nothing is best.
-        tilted: share of the damaged photos without a tilt that are given one beside their faults; by themselves a
+        intact: share of the episodes that begin with an undamaged photo, for which no edit is best.
+        tilted: share of the damaged photos without a tilt that get one in addition to their faults; otherwise a
             quarter are tilted, which is few to learn straightening from.
         seed: seeds the first episode and what follows, until ``reset(seed=...)`` says otherwise.
         render_mode: "rgb_array" or None.
@@ -140,8 +140,8 @@ class PhotoEdit(gymnasium.Env[observation.Observation, Action]):
         Args:
             seed: makes photo, crop and damage repeatable.
             options: ``{"photo": name}`` chooses the photo; crop and damage stay random. ``{"intact": True}`` does no
-                damage, False does some. ``{"tilt": degrees}`` tilts a damaged photo by so many, counter-clockwise,
-                whatever tilt was drawn.
+                damage, False does some. ``{"tilt": degrees}`` tilts a damaged photo counter-clockwise by that
+                angle instead of the sampled one.
         """
         super().reset(seed=seed)
         names = list(self._photos)
@@ -197,10 +197,10 @@ class PhotoEdit(gymnasium.Env[observation.Observation, Action]):
         return apply(self._damaged, self._edits)
 
     def moved(self) -> float:
-        """How far the edits moved the picture in the scorer's buffer from the one that came in.
+        """Return how far the edits moved the picture in the scorer's buffer from the damaged one.
 
         The mean distance in CIELAB of the two, turned and enlarged alike; each degree of turning and each stop of crop
-        count beside it. 0 without edits.
+        adds to it. 0 without edits.
         """
         assert self._small is not None
         turned = Edits(straighten=self._edits.straighten, crop=self._edits.crop)
@@ -210,12 +210,12 @@ class PhotoEdit(gymnasium.Env[observation.Observation, Action]):
         return colours + _PER_DEGREE * abs(turned.straighten) + _PER_STOP_OF_CROP * turned.crop
 
     def worth(self, damaged: Image, edits: Edits) -> float:
-        """What is paid for a picture that was edited so: its score less the price."""
+        """Return the value of a picture after these edits: its score minus the price."""
         self._damaged, self._small, self._edits = damaged, _shrunk(damaged), edits
         return self._rendered_score() - self.price * self.moved()
 
     def nearer(self) -> float:
-        """By how many units of CIELAB the edited picture is nearer to the undamaged photo than the damaged one."""
+        """Return by how many units of CIELAB the edits moved the damaged picture towards the undamaged photo."""
         assert self._damaged is not None and self._undamaged is not None
         tilt, told = self._degradation.tilt, []
         for edits in (Edits(), self._edits):
@@ -282,8 +282,8 @@ class PhotoConfig:
         model: the juror's name on the server.
         address: the server's address; ``JURYBOX_ADDRESS`` or the default when None.
         timeout: seconds to wait for the server to appear, and for each score.
-        juror: the factory of a local juror, ``"package.module:function"``, or of one that the server is given.
-        juror_args: what it is called with, such as ``{"weights": "juror.safetensors"}``.
+        juror: the factory of a local juror, ``"package.module:function"``, or of one that is loaded on the server.
+        juror_args: the factory's keyword arguments, such as ``{"weights": "juror.safetensors"}``.
         photos: a folder of .jpg and .png; None means the photos shipped with scikit-image and scikit-learn.
         on_broken: what a broken file in that folder does, "error" or "skip".
         split: "training" or "held_out" photos.
@@ -291,13 +291,13 @@ class PhotoConfig:
         strength: how badly photos are damaged.
         reward_scale: reward for rising through the whole range of scores.
         lowest_score, highest_score: the juror's ordinary range.
-        price: score that each unit of CIELAB costs by which the edits move the picture; 0: edits are free.
+        price: score that each unit of CIELAB costs by which the edits change the picture; 0: edits are free.
         intact: share of the episodes that begin with an undamaged photo; none in an evaluation, which has its own.
         tilted: share of the photos without a tilt that are given one in training; none in an evaluation.
         seed: environment i is seeded ``seed + i``.
-        audit: jurors that are asked and logged and never rewarded: by name, the factory of each. With "server" it is
+        audit: jurors whose scores are logged and never rewarded: by name, the factory of each. With "server" it is
             the server's model of that name, and where there is none, it is loaded there for the time of the training.
-        audit_models: by those names, what the server calls them where it is something else.
+        audit_models: by those names, the server's names where they differ.
     """
 
     scorer: Literal["server", "local"] = "server"
@@ -341,7 +341,7 @@ def build(config: PhotoConfig, index: int = 0) -> PhotoEdit:
         PhotoError: when the photos cannot be used.
         ScorerError: when a local juror cannot be made; a server's are raised at the first ``reset``.
     """
-    # One thread a worker: OpenCV would otherwise start a pool of its own in every one of them.
+    # One thread per worker: OpenCV would otherwise start a thread pool in every one.
     cv2.setNumThreads(0)
     return PhotoEdit(
         make_scorer(config),
@@ -361,7 +361,7 @@ def build(config: PhotoConfig, index: int = 0) -> PhotoEdit:
 
 
 def played(*, render_mode: str | None = None, **config: Any) -> PhotoEdit:
-    """One environment of `PhotoConfig`'s fields by name, as whoever plays a policy makes it."""
+    """Make one environment from `PhotoConfig`'s fields by name, for playing a policy."""
     environment = build(PhotoConfig(**config))
     environment.render_mode = render_mode
     return environment

@@ -14,7 +14,7 @@ from jurybox.training.environments.photo.observation import Observation
 __all__ = ["evaluate"]
 
 Policy = Callable[[Observation], Action]
-_APART = 10_000_000  # between the seeds of two photos: more than anybody counts seeds
+_APART = 10_000_000  # between the seeds of two photos: more than any number of seeds in use
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,11 +119,11 @@ def _edit(environment: PhotoEdit, policy: Policy, photo: str, seed: int, intact:
 
 @dataclass(frozen=True, slots=True)
 class Straightened:
-    """What a policy turned a tilted picture by.
+    """By how much a policy turned a tilted picture.
 
     Attributes:
         photo, seed: what crop and other faults were drawn from.
-        tilt: degrees counter-clockwise that the photo was tilted by. straighten: degrees that the policy turned it by.
+        tilt: the photo's tilt in degrees, counter-clockwise. straighten: the policy's turn in degrees.
     """
 
     photo: str
@@ -135,8 +135,8 @@ class Straightened:
 def straighten(environment: PhotoEdit, policy: Policy, angles: Mapping[int, float]) -> list[Straightened]:
     """Let a policy edit every photo of the environment's split, tilted to both sides by the same angle.
 
-    The two pictures of a pair have the same crop and the same other faults. So what a photograph leans by itself, and
-    whatever else draws a policy to one side, cannot pass for an answer to the tilt.
+    The two pictures of a pair have the same crop and the same other faults. So neither a photo's own tilt nor a
+    policy's bias to one side can look like an answer to the tilt.
 
     Args:
         angles: degrees by seed; every photo is tilted by each of them.

@@ -9,10 +9,10 @@ from gymnasium import spaces
 
 from jurybox.training.environments.photo.edits import HIGHEST, LOWEST, TOOLS, Edits, Image
 
-# What a photographer reads off a picture at a glance, as numbers.
+# Statistics that describe what a photographer sees at a glance.
 #
 # Every number is scaled so that an ordinary photo lies within about [-1, 1] and the neutral value is near 0: a policy
-# that is linear in them can already say "too dark: more exposure", which is what lets it learn in a few thousand
+# that is linear in them can already represent "too dark: more exposure", so it can learn in a few thousand
 # steps.
 
 
@@ -54,7 +54,7 @@ def measure(picture: Image, found: Columns | None = None) -> Numbers:
 
     Args:
         picture: uint8 (side, side, 3) RGB; about 1 ms at 384 pixels.
-        found: its `directions`, where they are known already.
+        found: its `directions`, if already known.
 
     Returns:
         float32 (len(NAMES),), clipped to [-1, 1], in the order of :data:`NAMES`:
@@ -68,7 +68,7 @@ def measure(picture: Image, found: Columns | None = None) -> Numbers:
           variance estimation", CVIU 64(2), 1996);
         - tilt and uprightness: sine and cosine of four times the edges' direction, averaged by their strength;
         - slant: how far clear edges that are nearly upright or level lean clockwise, on average and that of the most
-          frequent directions, in 5 degrees; small where few edges tell.
+          frequent directions, in 5 degrees; small if there are few such edges.
     """
     luma = np.asarray(cv2.cvtColor(picture, cv2.COLOR_RGB2GRAY), dtype=np.uint8)
     small = np.asarray(cv2.resize(picture, (_SMALL, _SMALL), interpolation=cv2.INTER_AREA), dtype=np.uint8)
@@ -107,7 +107,7 @@ def _colour(small: Image) -> Columns:
     red, green, blue = pixels.T
     warmth, magenta = red - blue, 0.5 * (red + blue) - green
     chroma = np.sqrt(warmth * warmth + 4.0 * magenta * magenta)
-    # A cast moves what should be grey; the more coloured half says more about the subject than about the light.
+    # A colour cast shifts grey; the more coloured half depends more on the subject than on the light.
     neutral = chroma <= np.partition(chroma, chroma.size // 2)[chroma.size // 2]
     return np.array(
         [
@@ -145,7 +145,7 @@ def _detail(luma: Image, small: Image) -> Columns:
 
 
 def directions(picture: Image) -> Columns:
-    """The directions of clear edges: shares of all edges' strength, float64 (2, 30), by the degree.
+    """Return the directions of clear edges: shares of all edges' strength, float64 (2, 30), one degree per column.
 
     In the first row around the upright, in the second around the level, each from 15 degrees to one side to 15 to the
     other. A picture that is turned moves them along the rows.
@@ -154,7 +154,7 @@ def directions(picture: Image) -> Columns:
     half = cv2.resize(luma, (2 * _SMALL, 2 * _SMALL), interpolation=cv2.INTER_AREA).astype(np.float32)
     smooth = cv2.GaussianBlur(half, (0, 0), 1.5)
     right, down = cv2.Sobel(smooth, cv2.CV_32F, 1, 0), cv2.Sobel(smooth, cv2.CV_32F, 0, 1)
-    # The structure tensor: one direction for each surrounding, and how far all there agree on it.
+    # The structure tensor: a direction for each neighbourhood, and its coherence.
     parts = [cv2.GaussianBlur(each, (0, 0), 2.0)[::2, ::2].ravel() for each in (right**2, down**2, right * down)]
     across, along, both = parts
     agreed = (np.square(across - along) + 4 * np.square(both)) / (np.square(across + along) + 1e-3)
@@ -187,8 +187,8 @@ def _slant(found: Columns) -> Columns:
 # One flat float32 vector within [-1, 1], because that is what every library's plain MLP takes; the slices below say
 # where each part lies for whoever wants to give the parts to networks of their own.
 #
-# The view's pixels are shrunk to :data:`VIEW_SCALE` of the statistics' range: 768 pixels at full range would drown
-# fifty numbers that say more, and a young network would spend its first thousands of steps on unlearning them.
+# The view's pixels are shrunk to :data:`VIEW_SCALE` of the statistics' range: 768 pixels at full range would outweigh
+# fifty more informative numbers, and a new network would spend its first thousands of steps on learning to ignore them.
 
 
 VIEW_SIDE = 16
@@ -203,7 +203,7 @@ VIEW = slice(SCORE.stop, SCORE.stop + _VIEW_SIZE)
 DIRECTIONS = slice(VIEW.stop, VIEW.stop + 4 * _SLANTS)
 SIZE = DIRECTIONS.stop
 
-# What changes its sign where a picture is mirrored.
+# Numbers that change their sign in a mirrored picture.
 _LEANING = [
     *(NAMES.index(name) for name in ("tilt", "slant", "slant_of_lines")),
     EDITS.start + TOOLS.index("straighten"),
@@ -218,7 +218,7 @@ def space() -> spaces.Box:
 
 
 def observe(picture: Image, edits: Edits, time: float, score: float) -> Observation:
-    """The observation of one moment.
+    """Return the observation of the current state.
 
     Args:
         picture: the current picture, uint8 (384, 384, 3).
@@ -243,7 +243,7 @@ def observe(picture: Image, edits: Edits, time: float, score: float) -> Observat
 
 
 def leaning() -> tuple[list[int], list[int], list[float]]:
-    """What tells how a picture leans, and what becomes of it in a mirror.
+    """Return which numbers encode a picture's tilt, and how a mirrored picture changes them.
 
     Returns:
         The numbers of the observation that tell it: directions, slants, how far it is straightened already, and the
@@ -255,7 +255,7 @@ def leaning() -> tuple[list[int], list[int], list[float]]:
 
 
 def mirrored(seen: Observation) -> Observation:
-    """The observations of the mirrored pictures, which lean to the other side; float32 (n, SIZE) of the same."""
+    """Return the observations of the mirrored pictures, which lean to the other side; float32 (n, SIZE) of the same."""
     found = seen.copy()
     found[:, _LEANING] *= -1.0
     view = seen[:, VIEW].reshape(-1, VIEW_SIDE, VIEW_SIDE, 3)

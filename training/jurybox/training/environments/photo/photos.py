@@ -1,8 +1,8 @@
 """The photos: those in the wheels of scikit-image and scikit-learn, or a folder.
 
-The split into training and held-out photos is by photo, never by crop, and depends on nothing but what the photos show.
-Copies of one picture, also renamed, re-encoded or resized, are on the same side, so that an evaluation has no scene of
-the training.
+The split into training and held-out photos is by photo, never by crop, and depends only on the photos' content.
+Copies of one picture, also renamed, re-encoded or resized, are on the same side, so that an evaluation contains no
+scene of the training.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class PhotoLibrary:
 
     @property
     def left_out(self) -> str:
-        """A sentence on the files of a folder that are not used; "" if all are."""
+        """Return a sentence on the files of a folder that are not used; "" if all are."""
         used, parts = len(self.training) + len(self.held_out), []
         if self.beyond_limit:
             parts.append(f"{self.beyond_limit} more than are kept in memory")
@@ -197,13 +197,13 @@ class PhotoLibrary:
 
 def _held_out(photos: Sequence[Photo], share: float) -> set[str]:
     """Names of the held-out photos; all if all are copies of one."""
-    # By a digest of what they show, so that the split has nothing to do with the order in which a camera counts.
+    # By a digest of the content, so that the split does not depend on a camera's numbering.
     pictures = sorted(_copies(photos), key=lambda alike: min(_digest(photo) for photo in alike))
     wanted, held = max(1, round(share * len(photos))), list[Photo]()
     for alike in pictures:
         if len(held) + len(alike) <= wanted and len(held) + len(alike) < len(photos):
             held += alike
-    if not held:  # each has more copies than are to be held out
+    if not held:  # each has more copies than the number to hold out
         held = min(pictures, key=len)
     return {photo.name for photo in held}
 

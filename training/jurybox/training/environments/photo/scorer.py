@@ -23,7 +23,7 @@ SHAPE = (SIDE, SIDE, 3)
 
 
 class ScorerError(RuntimeError):
-    """A juror does not fit the environment; the message says what was expected and what came."""
+    """A juror does not fit the environment; the message has the expected and the actual format."""
 
 
 class Scorer(Protocol):
@@ -44,8 +44,8 @@ class ServerScorer:
     """A juror on a Jurybox server.
 
     Connects when the buffer is first asked for, so it can be made in one process, pickled, and used in another. It
-    leases a single row. When the server was restarted meanwhile, the picture moves to a row of the new one and is
-    scored there; so ask for ``buffer`` anew after every score.
+    leases a single row. If the server has restarted, the picture moves to a row of the new server and is scored
+    there; so read ``buffer`` again after every score.
 
     Args:
         model: the juror's name on the server; it takes ``image`` (uint8, 384 x 384 x 3) and gives ``score``.
@@ -89,7 +89,7 @@ class ServerScorer:
         return float(self._rows.outputs["score"][0])
 
     def close(self) -> None:
-        """Give the row and the connection back."""
+        """Release the row and close the connection."""
         self._give_row_back()
         self._lane = None
         self._held.close()
