@@ -8,8 +8,8 @@
 
 All numbers are little-endian. ROWS are whole slots as they lie in memory (sequence word first, so every row
 carries its ticket), LINKS and PRIORITIES the arrays beside them. A COMMIT (JSON: the counters) closes one save:
-later records of an incremental save replace earlier ones of the same slots, and what follows the last commit does
-not count.
+later records of an incremental save replace earlier ones of the same slots, and records after the last commit are
+ignored.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ _CHECK = struct.Struct("<I")
 RECORD_BYTES = _RECORD.size + _CHECK.size
 _READ_AHEAD = 64 << 20
 CODECS = ("none", "lz4", "zstd")
-_NATIVE = 2  # so many of them, from the first on, are the native core's
-_DAMAGED, _NO_ROOM, _UNREADABLE = 1, 2, 3  # what it says of a piece
+_NATIVE = 2  # the native core reads the first two
+_DAMAGED, _NO_ROOM, _UNREADABLE = 1, 2, 3  # its status of a piece
 
 
 class Kind(IntEnum):
@@ -53,7 +53,7 @@ class Kind(IntEnum):
 
 
 _COMMIT_MAGIC = b"JBRC" + struct.pack("<I", Kind.COMMIT)
-_LONGEST_COMMIT = 1 << 20  # one that is longer is found by going through the file
+_LONGEST_COMMIT = 1 << 20  # a longer one is found by scanning the file
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +117,7 @@ def record_head(kind: Kind, payload: Any, *, part: int, codec: int, first: int, 
 
 
 def compressor(name: str) -> Callable[[Any], Any]:
-    """A function from a buffer to its compressed bytes; each thread may call it."""
+    """Return a thread-safe function from a buffer to its compressed bytes."""
     if name == "lz4":
         from lz4 import block
 
@@ -180,7 +180,7 @@ class Archive:
                     f"{path} is cut off after {self._last}: no commit follows; recover=True loads what is whole"
                 )
         except BaseException:
-            os.close(self._fd)  # the mapping goes with the views that the error's frames hold
+            os.close(self._fd)  # the mapping ends with the views that the error's frames hold
             raise
 
     def _read_head(self) -> int:
@@ -203,13 +203,13 @@ class Archive:
         return int(_HEAD.size + length)
 
     def records(self) -> Iterator[Record]:
-        """All records up to the last commit, in order (with `recover`: up to the end).
+        """Iterate over all records up to the last commit, in order (with `recover`: up to the end).
 
         Those of a file that ends with its commit, as all do but after an accident, are read off while they are used, so
         that nobody waits for the disk twice.
 
         Raises:
-            Damaged: a record's head is not what was written.
+            Damaged: a record's head is corrupt.
         """
         if self._records is not None:
             yield from self._records
@@ -300,13 +300,13 @@ class Archive:
     def bring(
         self, records: list[Record], targets: list[int], memory: npt.NDArray[np.uint8], bare: Segment | None
     ) -> list[Record]:
-        """Read records to `targets` in `memory`, without the interpreter's lock; returns the damaged ones.
+        """Read records to `targets` in `memory`, without the interpreter's lock; return the damaged ones.
 
-        When recovering, a damaged record leaves what lies there: that may be whole rows of an earlier save.
+        When recovering, a damaged record leaves its slots unchanged: they may hold whole rows of an earlier save.
 
         Args:
             records: one or more, all of them `is_native` or none.
-            bare: the segment, where its pages are yet to be had.
+            bare: the segment, if its pages are not allocated yet.
 
         Raises:
             SharedMemoryError: there is no room.
@@ -339,7 +339,7 @@ class Archive:
         del file  # an error's frames hold no view of the file, which could then not be closed
         if _NO_ROOM in found:
             if bare is not None:
-                bare.allocate(0, bare.size)  # says what is missing
+                bare.allocate(0, bare.size)  # its error says what is missing
             raise SharedMemoryError(f"there is no memory for the rows of {self.path}; make room or load fewer")
         return found
 

@@ -29,7 +29,7 @@ class Batch(Mapping[str, npt.NDArray[Any]]):
         indices: (n,) int64; which rows these are, for `update_priorities`.
         weights: (n,) float32 importance weights, the largest is 1; None from a replay without priorities.
         valid: masks, uint8, by field (stacks: (n, stack)) or "sequence" ((n, length)).
-        windows: what surrounds each row.
+        windows: the rows that surround each row.
     """
 
     def __init__(
@@ -137,18 +137,18 @@ def _new_array(shape: tuple[int, ...], dtype: np.dtype[Any]) -> npt.NDArray[Any]
     return array
 
 
-_SLICE = 0.1  # seconds between two looks whether to stop
+_SLICE = 0.1  # seconds between two checks for a stop
 
 
 class Prefetch(ParentsOwn):
-    """An endless iterator over samples of `n` rows, which a thread draws in advance.
+    """An infinite iterator over samples of `n` rows, which a thread draws in advance.
 
-    On the host it gives `Batch` objects, which are filled again: a batch is the caller's until the next is asked for.
+    On the host it gives `Batch` objects, which are reused: a batch is valid until the next one is requested.
     With a device it gives dicts of tensors there (and "indices", "weights"), copied from page-locked memory on a
-    stream of their own; they are the caller's for good.
+    stream of their own; they are not reused.
 
-    A sampler that waits for the rate limiter raises its Timeout here; a closed one ends, in whatever thread it is
-    asked. In a forked child, which has no such thread, it is refused.
+    The iterator raises the Timeout of a sampler that waits for the rate limiter. After `close` it ends in every thread.
+    A forked child, which lacks the thread, cannot use it.
 
     Args:
         make, draw: `Replay.batch` and `Replay.sample`.
@@ -174,7 +174,7 @@ class Prefetch(ParentsOwn):
         arguments = () if windows is None else (windows,)
         self._n = n
         self._device = device
-        # One more than are ready: the one that the caller holds.
+        # One more than the depth: the batch that the caller holds.
         pinned = device is not None and device.startswith("cuda")
         self._free: queue.Queue[Batch] = queue.Queue()
         for _ in range(depth + 1):
@@ -218,7 +218,7 @@ class Prefetch(ParentsOwn):
         if self._forked:
             return
         self._stop.set()
-        # A batch more than it has lets the thread see that it is to stop.
+        # An additional batch wakes the thread, so that it stops.
         self._free.put(self._make(0))
         self._thread.join()
 
@@ -253,7 +253,7 @@ class Prefetch(ParentsOwn):
 
 
 def _mover(device: str) -> Any:
-    """A function that copies a batch to `device`; the batch may be filled again when it returns."""
+    """Return a function that copies a batch to `device`; afterwards the batch may be reused."""
     import torch
 
     def columns(batch: Batch) -> dict[str, torch.Tensor]:

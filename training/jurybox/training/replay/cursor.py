@@ -20,14 +20,14 @@ class Cursor:
     Rows that were overwritten or given up before they were taken are missed, and so is one that its writer had not
     finished when a later one was taken (a killed writer never does): what must not be lost is not to be told this way.
 
-    A forked child has a cursor of its own, which begins where its parent's stood: both are handed every row.
+    A forked child has its own cursor, which begins at its parent's position: both get every row.
 
     Args:
-        replay: stays the caller's to close.
+        replay: the caller closes it.
 
     Attributes:
-        at: the ticket of the next row; begins after all that were handed out by then. Tickets, and not rows added, say
-            where a row lies: a writer that meets a slot that is taken (by one who was killed there, say) takes another.
+        at: the ticket of the next row; begins after all tickets issued so far. Tickets, not counts of added rows,
+            determine slots: a writer skips a slot that another writer holds (for example a killed one).
     """
 
     def __init__(self, replay: Parts) -> None:
@@ -63,17 +63,17 @@ class Cursor:
         return np.ndarray((n, *shape), dtype, rows.data, self._offsets[name] if n else 0, strides).copy()
 
 
-# What came into a replay since the last look: whole rows in the order of their tickets, and how they hang together.
+# New rows of a replay since the last call: whole rows in the order of their tickets, and their links.
 #
-# A row that is taken gets a position, counted from 0; its neighbours are told by theirs. So whoever keeps the rows
-# elsewhere (a device's memory, a replay on another host) needs to know nothing of the ring they came through.
+# A row that is taken gets a position, counted from 0; links to its neighbours are positions. So a copy of the
+# rows (in a device's memory, or a replay on another host) does not depend on the ring they came from.
 
 
 # Instead of a neighbour's position. Before a row: it is its episode's first, or its predecessor never came. After it:
 # the next row has not come, or the episode is over.
 FIRST, UNKNOWN = -1, -2
 NOT_YET, ENDED = -1, -2
-# So long a reserved row may take to be written before it is given up: its writer was killed in the midst of it.
+# Maximum time to write a reserved row; after it the writer counts as killed, and the row is given up.
 _TIMEOUT = 1.0
 _ENDED_WORD = np.uint64(2**64 - 1)
 
@@ -119,10 +119,10 @@ class NewRows(ParentsOwn):
         self.missed = 0
         self._part = part
         self._capacity = part.capacity
-        self._next = int(part.ring.tail)  # tickets below it have been looked at
-        self._late: dict[int, float] = {}  # tickets whose row was not whole then, and since when
-        self._open: dict[int, int] = {}  # tickets whose episode went on then, and the row's position
-        # Where the rows that the ring still holds went: ticket and position by slot.
+        self._next = int(part.ring.tail)  # tickets below it have been checked
+        self._late: dict[int, float] = {}  # tickets of rows that were not whole, and since when
+        self._open: dict[int, int] = {}  # tickets of rows whose episode went on, and their positions
+        # Ticket and position, by slot, of taken rows that the ring still holds.
         self._ticket_at = np.full(part.capacity, -1, np.int64)
         self._position_at = np.full(part.capacity, -1, np.int64)
         self._links = np.zeros((0, 16), np.uint8)
@@ -134,10 +134,10 @@ class NewRows(ParentsOwn):
         return int(self._part.ring.reserved) - self._next
 
     def take(self, staging: npt.NDArray[np.uint8], most: int | None = None) -> Iterator[Piece]:
-        """The new rows, in pieces that lie in `staging` (m, slot bytes) until the next one is asked for.
+        """Iterate over the new rows in pieces, each valid in `staging` (m, slot bytes) until the next request.
 
         Args:
-            most: rows at once; what is left comes next time.
+            most: maximum number of rows; the rest follows in the next call.
         """
         self._require_own()
         ring = self._part.ring
@@ -154,7 +154,7 @@ class NewRows(ParentsOwn):
         self._give_up(newest)
 
     def ended(self) -> npt.NDArray[np.int64]:
-        """Positions of rows whose episode went on when they were taken, and has ended with them since."""
+        """Return positions of rows that turned out to be the last of their episodes after they were taken."""
         self._require_own()
         if self._part.links is None or not self._open:
             return np.empty(0, np.int64)
@@ -170,7 +170,7 @@ class NewRows(ParentsOwn):
     def discard(self) -> None:
         """Free the slots of the rows that were read, for waiting writers."""
         self._require_own()
-        # What is still being written stays, and all behind it.
+        # Keep rows that are still being written, and all after them.
         upto = min(self._late, default=self._next)
         ring = self._part.ring
         ring.discard(max(0, upto - max(int(ring.tail), self._next - self._capacity)))

@@ -2,7 +2,7 @@
 
 A segment is ``magic, length, JSON``, then for each part a control block, slots, links and a sum tree, each at its own
 page. A slot is a sequence word and the fields of one row side by side: a drawn row is one run of memory, so a small
-row costs one or two cache misses however many fields it has.
+row costs one or two cache misses for any number of fields.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _HEAD = struct.Struct("<8sII")
 _PAGE = 4096
 _SEQUENCE_BYTES = 8
 _MOST_FIELDS = 64
-# From here on a field is worth a cache line of its own: copies to aligned memory are up to a tenth faster.
+# Fields of at least this size start at a cache line: copies to aligned memory are up to a tenth faster.
 _LARGE = 1024
 
 
@@ -68,8 +68,8 @@ class Layout:
     """The layout that all processes of a replay share.
 
     Attributes:
-        slot: places of the fields in a row. parts: the pool, then the anchor where there is one. Both follow from all
-            else.
+        slot: places of the fields in a row. parts: the pool, then the anchor where there is one. Both follow from the
+            other attributes.
     """
 
     capacity: int

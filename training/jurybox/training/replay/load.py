@@ -30,7 +30,7 @@ def load(
 
     Args:
         opened: makes the replay object of its memory, layout and place.
-        recover: take what is whole from a damaged or cut file, instead of refusing it.
+        recover: load the undamaged part of a damaged or truncated file, instead of refusing it.
 
     Raises:
         Damaged: the file is not what was written; the message names the chunk.
@@ -39,7 +39,7 @@ def load(
     archive = Archive(path, recover=recover)
     try:
         layout, where = archive.layout, check_name(name)
-        # Getting a page costs more than filling it: every thread gets those that it is about to fill.
+        # Allocating a page costs more than filling it: every thread allocates the pages that it fills.
         segment = make_segment(where, layout.segment_bytes, allocate=False)
         try:
             end = 0
@@ -60,7 +60,7 @@ def load(
 
 
 def restore(replay: Parts, path: Path, *, recover: bool) -> None:
-    """Replace the rows of a replay by those of the file at `path`; nobody may write or sample meanwhile.
+    """Replace the rows of a replay by those of the file at `path`; no process may write or sample meanwhile.
 
     Raises:
         Damaged: the file is not what was written; with recover=False it is then left half restored, without rows.
@@ -108,7 +108,7 @@ def _fill(replay: Parts, archive: Archive, recover: bool, bare: Segment | None) 
             for batch in _batches(archive.records()):
                 if batch:
                     placing.append(pool.submit(_place, replay, archive, batch, bare))
-                else:  # what an incremental save wrote comes after what it replaces
+                else:  # records of an incremental save follow those they replace
                     wait()
             wait()
         finally:
@@ -189,7 +189,7 @@ def _settle(part: Part, counters: dict[str, int] | None, damaged: bool) -> None:
             part.leaves[there & (part.leaves == 0)] = _HIGHEST_UNLESS_SAID
         part.ring.rebuild_sums()
     if part.links is not None:
-        # The writers of these episodes are gone: what had no next row yet never gets one.
+        # The writers of these episodes are gone: a row without a next row never gets one.
         after = part.links.view(np.uint64)[:, 1]
         open_ended = after == 0
         named = ~open_ended & (after != _ENDED)

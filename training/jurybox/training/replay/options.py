@@ -15,10 +15,10 @@ from jurybox.protocol.errors import Code, Refused
 
 
 class ParentsOwn:
-    """Something that a forked child leaves to its parent, since its thread or its rows are there.
+    """An object that only the parent may use after a fork, since its thread or its rows belong to the parent.
 
     Attributes:
-        told: why it is refused, and what to do instead.
+        told: the reason for the refusal, and what to do instead.
     """
 
     told: ClassVar[str]
@@ -36,7 +36,7 @@ class ParentsOwn:
 
 
 class NotEnoughRows(Refused):
-    """The replay holds fewer rows that fit the request than were asked for."""
+    """The replay holds too few rows that fit the request."""
 
     code = Code.NOT_READY
 
@@ -217,13 +217,13 @@ class RateLimiter:
 
     The rule is Reverb's SampleToInsertRatio (Cassirer et al., 2021, arXiv:2102.04736): with d = added * ratio -
     sampled, adding waits while d would rise above ratio * least_rows + error, sampling while it would fall below
-    ratio * least_rows - error. Writers that look at the same moment can pass together: the bound is exact to within
+    ratio * least_rows - error. Writers that check at the same moment can pass together: the bound is exact to within
     one call of each writer and sampler.
 
     Attributes:
         samples_per_insert: the ratio.
-        least_rows: no sample before that many rows are there.
-        error: how far the ratio may stray, in samples; at least one sample and one insert must fit.
+        least_rows: no sample before the replay has this many rows.
+        error: maximum deviation from the ratio, in samples; at least one sample and one insert must fit.
     """
 
     samples_per_insert: float
@@ -261,9 +261,9 @@ class Windows:
         stack: 0, or the number of frames of a stack: `stacked` fields get shape (n, stack, ...), the newest frame last.
         stacked: which fields are stacked ("next_<field>" follows its field). Frames before an episode's first row
             are zeroes, and `batch.valid[field]` (n, stack) says so.
-        length: 0, or the rows of a sequence: every field gets shape (n, length, ...) from the drawn row on. After
-            the episode's end come zeroes; `batch.valid["sequence"]` (n, length) says so.
-        full_length: draw only sequences that an episode's end does not cut.
+        length: 0, or the rows of a sequence: every field gets shape (n, length, ...) from the drawn row on. Rows
+            after the episode's end are zeroes; `batch.valid["sequence"]` (n, length) marks them.
+        full_length: draw only sequences that lie within one episode.
     """
 
     n_step: int = 0
@@ -286,7 +286,7 @@ class Windows:
 
     @property
     def any(self) -> bool:
-        """Whether anything is set: else a draw is of single rows."""
+        """Whether any window is set; without, draws are single rows."""
         return bool(self.n_step or self.next or self.stack or self.length)
 
     @property

@@ -26,7 +26,7 @@ def check_name(where: str | Path) -> str | Path:
     """Validate the name of a replay.
 
     Raises:
-        ValueError: it is a name that cannot.
+        ValueError: the name is not valid.
     """
     if isinstance(where, Path):
         return where.absolute()
@@ -46,7 +46,7 @@ def make_segment(where: str | Path, size: int, *, allocate: bool = True) -> Segm
     """New memory of `size` zeroed bytes.
 
     Args:
-        allocate: get all of it now. False: whoever writes to it calls `Segment.allocate` before.
+        allocate: allocate all pages now. False: writers call `Segment.allocate` first.
 
     Raises:
         SharedMemoryError: there is no room, or the name is taken.
@@ -177,8 +177,8 @@ class Part:
         """Draw n rows into `columns` from position `first` on.
 
         Raises:
-            NotEnoughRows: there are none to draw, or not so many.
-            Timeout: the rate limiter let nobody sample.
+            NotEnoughRows: there are too few rows to draw.
+            Timeout: the rate limiter allowed no sample.
         """
         ring = self.ring
         status = ring.sample(columns, n, first, replace, prioritized, beta, self.mark)
@@ -259,7 +259,7 @@ def format_parts(segment: Segment, layout: Layout) -> None:
     head = layout.head()
     segment.buffer[: len(head)] = head
     for number, place in enumerate(layout.parts):
-        # The anchor keeps what it has: it drops what comes when it is full.
+        # The anchor keeps its rows: when it is full it drops new ones.
         full = "drop_newest" if number == 1 else layout.full
         limiter = layout.limiter if number == 0 else None
         least, most = limiter.bounds if limiter else (0.0, 0.0)
@@ -291,9 +291,9 @@ class Counters:
         added: rows written, those of killed writers included.
         overwritten: rows that newer ones replaced (or that were discarded).
         dropped: rows that a full replay refused.
-        retried: slots that were passed by, because another writer was in them or a killed one had been.
+        retried: slots that writers skipped, because another writer, perhaps a killed one, held them.
         sampled: rows handed out.
-        redrawn: draws thrown away, because their row was being written or did not fit what was asked for.
+        redrawn: discarded draws, because their row was being written or did not fit the request.
         stale_priorities: priorities that came after their row was overwritten.
     """
 

@@ -79,7 +79,7 @@ class Replay:
         self.add: Adding = self._pool.ring.add
         self.extend: Adding = self._pool.ring.extend
         forks.register(self)
-        weakref.finalize(self, segment.close)  # who drops it without a word leaves no descriptor behind
+        weakref.finalize(self, segment.close)  # closes the descriptor of a replay that was not closed
 
     @classmethod
     def create(
@@ -104,17 +104,17 @@ class Replay:
         Args:
             name: by which `attach` finds it; one user's replays have different names. A `Path`: that file, mapped, is
                 the memory; it stays when its processes are gone.
-            fields: what a row is made of, in the order in which `add` is best called.
+            fields: the fields of a row, in the best order for the arguments of `add`.
             prioritized: keep priorities (T. Schaul et al., 2016, proportional variant).
             alpha: exponent of the priorities, 0 to 1.
             full: what a full replay does with a new row: "overwrite" the oldest, "block" until rows are taken or
                 discarded, "drop_newest".
             episodes: link rows to those before and after them.
             anchor: rows of a second part that nothing overwrites; see `anchor` and `sample`.
-            limiter: hold writers and samplers together.
-            threads: that copy large samples; None: one a core, four at most.
+            limiter: couples writers and samplers.
+            threads: number of threads that copy large samples; None: one per core, at most four.
             seed: of this process's draws; None: from the operating system.
-            timeout: seconds that add and sample wait, where something makes them wait.
+            timeout: maximum number of seconds that add and sample wait.
             populate: touch all memory now, instead of when a row is first written (seconds for gigabytes).
 
         Raises:
@@ -233,11 +233,11 @@ class Replay:
 
         Args:
             out: a batch of `batch()`, filled and given back; None: a new one. Its own windows count.
-            windows: what is handed out around each row.
+            windows: the rows to return around each row.
             replace: whether a row may be drawn twice.
             uniform: ignore the priorities of a prioritized replay.
             beta: exponent of the importance weights, 0 to 1.
-            anchor_ratio: part of the rows that come from the anchor, where there is one with rows in it.
+            anchor_ratio: share of the rows that come from the anchor, if it has any rows.
 
         Raises:
             NotEnoughRows: the replay is empty, holds fewer rows than asked for without replacement, or none that
@@ -341,7 +341,7 @@ class Replay:
 
     @property
     def counters(self) -> Counters:
-        """What happened to rows since the replay was made."""
+        """Return the counters of rows since the replay was made."""
         return Counters.of(self.parts)
 
     def repair(self) -> None:

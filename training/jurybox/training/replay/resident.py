@@ -1,4 +1,4 @@
-"""A replay that lives in a device's memory: rows go there once, and every draw is made there."""
+"""A replay that lives in a device's memory: rows are copied there once, and sampled there."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class _Neighbours:
         positions: (n, back + 1 + ahead), the drawn row in column `back`.
         before, after: (n,) how many rows there are on either side.
         transitions: (n,) rows from the drawn one on that are transitions.
-        fits: (n,) whether the drawn row has around it what is asked for.
+        fits: (n,) whether the drawn row has all requested neighbours.
         steps, next, terminated: (n,) of n-step returns: transitions made, where they led, whether the episode is over.
     """
 
@@ -220,13 +220,13 @@ def _widened(spec: Field, stored: torch.Tensor) -> torch.Tensor:
             counts, rest = stored[:, :4].contiguous().view(torch.int32), stored[:, 4:].contiguous()
             indices, numbers = rest.view(torch.int32)[:, :most].long(), rest.view(torch.float32)[:, most:]
             used = torch.arange(most, device=stored.device) < counts
-            # What is not used goes to a place behind the end.
+            # Unused elements go to a place behind the end.
             wide = torch.zeros((m, spec.elements + 1), device=stored.device)
             values = wide.scatter_(1, torch.where(used, indices, spec.elements), numbers)[:, :-1]
     return values.reshape(m, *spec.shape)
 
 
-# The shared replay is the way in: actors of any process write into it, `refresh` brings what is new to the device, in
+# Actors of any process write into the shared replay, `refresh` copies new rows to the device, in
 # the form in which it is stored (planes as bits stay bits), and `sample` draws, gathers, widens and links rows there
 # without touching the host. The shared replay may be small where it blocks or drops when full: `refresh` then gives
 # its slots back to the writers, so nothing is lost. One that overwrites keeps its rows, and what it overwrites before

@@ -33,9 +33,9 @@ from jurybox.training.replay.part import Part, Parts, standing_of
 CHUNK_BYTES = 512 << 10
 # Chunks that a thread packs and writes at once, without the interpreter in between.
 _CHUNKS_A_BATCH = 16
-# So much may wait to be written back before the disk is set to work: fsync then finds little left to do.
+# Bytes that may wait before write-back begins, so that fsync has little left to do.
 _WRITEBACK_BYTES = 32 << 20
-# Chunks that came out no smaller are a sign to stop trying; every so many are tried again.
+# After chunks that did not shrink, stop compressing; try again after this many.
 _TRY_AGAIN = 16
 
 
@@ -94,7 +94,7 @@ class _Output:
 
 
 class _Compressor:
-    """Compresses data, unless it was not compressible lately."""
+    """Compresses data, unless recent data was not compressible."""
 
     def __init__(self, codec: str) -> None:
         self._number = CODECS.index(codec) if codec in CODECS else 0
@@ -182,7 +182,7 @@ def _write(replay: Parts, fd: int, at: int, codec: str, *, before: Saved | None,
                 saved.rows += _write_part(job, part, number, newest, before=before, saved=saved)
     finally:
         output.finish()
-    # The commit is written when all else is on the disk: whoever reads it may trust what is before it.
+    # Write the commit when all else is on the disk, so that readers can trust the records before it.
     payload = json.dumps({"parts": counters, "rows": saved.rows, "time": time.time()}).encode()
     output_at = output.at
     head = record_head(Kind.COMMIT, payload, part=0, codec=0, first=0, rows=0, raw_bytes=len(payload))

@@ -33,7 +33,7 @@ class SharedReplayBuffer(ReplayBuffer):
         name: of the replay; None: one of its own.
         attach: join the replay of that name that another process has made, instead of making it.
         stored_observations: None, "uint8" or "float16": how float32 observations are kept.
-        limiter: hold writers and samplers together.
+        limiter: couples writers and samplers.
 
     Sampled tensors on the CPU are copies, as Stable-Baselines3's are. Rows added by others are used like its own.
 
@@ -58,7 +58,7 @@ class SharedReplayBuffer(ReplayBuffer):
         limiter: RateLimiter | None = None,
         seed: int | None = None,
     ) -> None:
-        # Not ReplayBuffer's own constructor: it would allocate the arrays that the replay takes the place of.
+        # Do not call ReplayBuffer's constructor: it would allocate the arrays that the replay replaces.
         BaseBuffer.__init__(self, buffer_size, observation_space, action_space, device, n_envs=n_envs)
         if optimize_memory_usage:
             raise ValueError(
@@ -90,7 +90,7 @@ class SharedReplayBuffer(ReplayBuffer):
             )
         )
         self._batch: Batch | None = None
-        # The maker removes the name; algorithms drop their buffers without a word.
+        # The creator removes the name, because algorithms do not close their buffers.
         weakref.finalize(self, _leave, self.replay, os.getpid(), unlink=not attach)
 
     def size(self) -> int:
@@ -99,7 +99,7 @@ class SharedReplayBuffer(ReplayBuffer):
 
     @property
     def full(self) -> bool:
-        """Whether the next row takes the place of another."""
+        """Whether the next row replaces another."""
         return len(self.replay) == self.replay.capacity
 
     @full.setter
@@ -143,7 +143,7 @@ class SharedReplayBuffer(ReplayBuffer):
         )
 
     def sample(self, batch_size: int, env: VecNormalize | None = None) -> ReplayBufferSamples:
-        """`batch_size` transitions, uniformly."""
+        """Sample `batch_size` transitions uniformly."""
         if self._batch is None or self._batch.n != batch_size:
             self._batch = self.replay.batch(batch_size)
         batch = self.replay.sample(batch_size, self._batch)

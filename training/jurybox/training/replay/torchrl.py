@@ -61,7 +61,7 @@ class SharedStorage(Storage):  # type: ignore[misc]
         return len(self.replay)
 
     def contains(self, item: Any) -> bool:
-        """Whether the replay holds as many rows as that."""
+        """Whether the replay holds more rows than `item`."""
         return bool(0 <= int(item) < len(self))
 
     def _empty(self) -> None:

@@ -13,7 +13,7 @@ from jurybox.training.replay.part import Parts
 
 __all__ = ["Exporter", "Importer"]
 
-# A ticket that no row ever has: whoever asks for what was before finds that it is gone.
+# A ticket that no row ever has: its row counts as overwritten.
 _NEVER = np.uint64(1 << 61)
 
 
@@ -34,7 +34,7 @@ class Exporter:
     """Reads the new rows of a replay as batches that can be sent.
 
     Args:
-        replay: whose rows; stays the caller's to close.
+        replay: the source; the caller closes it.
         most_bytes: of slots in one batch.
     """
 
@@ -62,11 +62,11 @@ class Exporter:
 class Importer:
     """Adds one source's batches to a replay, in order.
 
-    A batch that was lost on the way costs its rows, and the rows after it begin where what was before is not known.
+    If a batch is lost, so are its rows, and the predecessors of the rows after it are unknown.
 
     Args:
-        replay: where to; it overwrites when full. Stays the caller's to close.
-        span: rows of the source's replay: so far back a row may name the one before it.
+        replay: the target, which overwrites when full; the caller closes it.
+        span: rows of the source's replay, the maximum distance of a row from its predecessor.
     """
 
     def __init__(self, replay: Parts, span: int) -> None:

@@ -17,8 +17,8 @@ from jurybox.training.replay.part import Part
 class Reservation(ParentsOwn):
     """`rows[name]` is an array of shape (n, ...) that IS the ring's rows, in their stored dtype.
 
-    Leaving the ``with`` block makes them visible, an exception in it gives them back. Until then no reader sees
-    them, and a killed writer costs these slots. In a forked child the rows are still its parent's: it is refused.
+    Leaving the ``with`` block makes them visible, an exception in it releases them. Until then no reader sees
+    them, and a killed writer loses these slots. A forked child cannot use its parent's reservation.
     """
 
     told = "these rows were reserved before a fork, and are the parent's to write: reserve rows here"
@@ -83,11 +83,11 @@ class Adding(Protocol):
     """The fields of one row or of n, by name: numbers, NumPy arrays or CPU tensors, strided or not.
 
     Returns:
-        The rows written: fewer than came (0 of 1) where the replay is full and drops.
+        The rows written: fewer than given (0 of 1) if the replay is full and drops rows.
 
     Raises:
         SpecMismatch: a field is missing, unknown, or of another shape or kind of dtype.
-        Timeout: full="block" or the rate limiter let nothing in for `timeout` seconds.
+        Timeout: full="block" or the rate limiter admitted no row for `timeout` seconds.
     """
 
     def __call__(self, **fields: Any) -> int: ...
@@ -96,8 +96,8 @@ class Adding(Protocol):
 class Streams:
     """`n` independent runs of rows, each linked to its own predecessor; belongs to one thread of one process.
 
-    A replay's own `add` is one such stream. Envs side by side want one each: otherwise their rows would be taken
-    for one episode. In a forked child they begin anew: no row of a child's follows one of its parent's.
+    A replay's own `add` is one such stream. Parallel envs need one each: otherwise their rows would form one
+    episode. In a forked child they start again: no row of the child follows a row of its parent.
     """
 
     def __init__(self, part: Part, n: int, *, group: bool) -> None:

@@ -13,7 +13,7 @@ from gymnasium.spaces import Box, Dict, Discrete, MultiBinary, MultiDiscrete, Tu
 
 from jurybox.protocol.segment import Segment
 
-# What environments and their worker share: arrays over one segment, laid out the same way on both sides.
+# Arrays that environments and their worker share over one segment, with the same layout on both sides.
 #
 # A batch of a Gymnasium space is a tree: an array for Box, Discrete, MultiBinary and MultiDiscrete, a dict for Dict,
 # a tuple for Tuple. Its row i belongs to environment i.
@@ -33,7 +33,7 @@ class Shared:
     Attributes:
         actions, observations: trees of the two spaces.
         rewards: float64. terminated, truncated, over: bool; `over` says that the episode has ended and the next is due.
-        infos: declared info fields by name; `told` says by name who has set them in its last step.
+        infos: declared info fields by name; `told` marks, by name, the environments that set them in their last step.
         final_observations, final_infos, final_told: the same for the ends of episodes; empty unless they begin anew in
             the step in which they end.
     """
@@ -73,7 +73,7 @@ def arrange(
     def marks() -> dict[str, npt.NDArray[np.bool_]]:
         return {name: place(np.bool_, ()) for name in fields}
 
-    shared = Shared(  # in the order in which they lie
+    shared = Shared(  # in memory order
         actions=_tree(action, place),
         observations=_tree(observation, place),
         rewards=place(np.float64, ()),
@@ -102,7 +102,7 @@ def put(tree: Tree, rows: Any, value: Any) -> None:
 
 
 def take(tree: Tree, rows: Any) -> Any:
-    """A copy of one row or several."""
+    """Return a copy of one row or several."""
     if isinstance(tree, dict):
         return {name: take(part, rows) for name, part in tree.items()}
     if isinstance(tree, tuple):
@@ -128,7 +128,7 @@ def _tree(space: Space[Any], place: Callable[[npt.DTypeLike, tuple[int, ...]], A
 
 
 def shared_infos(fields: dict[str, Any], told: dict[str, Any], rows: Any) -> dict[str, Any]:
-    """Copies of the declared fields that were set."""
+    """Return copies of the declared fields that were set."""
     infos: dict[str, Any] = {}
     for name, field in fields.items():
         mask = told[name][rows]

@@ -1,7 +1,7 @@
 """Any Gymnasium environments in worker processes, as one VectorEnv; in lock-step, or in the order of completion.
 
 Observations, actions, rewards, ends and the infos that are declared lie in one shared memory; a message to or from a
-worker names environments and no more. The asynchronous half follows EnvPool's send and recv
+worker contains only environment numbers. The asynchronous half follows EnvPool's send and recv
 (https://envpool.readthedocs.io): the learner asks for the first k results and does not wait for the slowest.
 """
 
@@ -34,8 +34,8 @@ _Options = dict[str, Any]
 class ProcessVectorEnv(VectorEnv[Any, Any, Any]):
     """Environments in worker processes. Close it, or use it in a ``with``.
 
-    A worker that dies, or says nothing for `timeout` seconds, is replaced, and new environments take the places of
-    those it held. Their episodes are cut: they answer with truncated=True, their last observation, reward 0 and
+    A worker that dies, or sends nothing for `timeout` seconds, is replaced, and new environments take the places of
+    those it held. Their episodes are truncated: they return truncated=True, their last observation, reward 0 and
     ``info["restarted"]``, and go on as after any end of an episode. (Those idle meanwhile say so to their next action.)
     Each new environment begins with a seed of its own, derived from the seed of the last `reset` that had one, its
     number, and how often it was replaced since.
@@ -46,7 +46,7 @@ class ProcessVectorEnv(VectorEnv[Any, Any, Any]):
         autoreset_mode: as Gymnasium defines them.
         info_fields: infos that have a fixed shape, by name: (dtype, shape of one value). They travel through shared
             memory; others are pickled.
-        batch_size: environments that `recv` hands out; all by default.
+        batch_size: environments that `recv` returns; all by default.
         timeout: seconds that a worker may be silent while it has work.
         start_timeout: seconds that a worker may take to make its environments.
 
@@ -147,7 +147,7 @@ class ProcessVectorEnv(VectorEnv[Any, Any, Any]):
         self._send(actions, list(range(self.num_envs)), STEP)
 
     def step_wait(self, timeout: float | None = None) -> Step:
-        """Results of `step_async`, in the order of the environments."""
+        """Return the results of `step_async`, in the order of the environments."""
         self._collect(self.num_envs, timeout)
         self._ready.clear()
         return self._results(np.arange(self.num_envs))
@@ -162,13 +162,13 @@ class ProcessVectorEnv(VectorEnv[Any, Any, Any]):
         self._send(actions, numbers, STEP_EACH)
 
     def recv(self, count: int | None = None, *, timeout: float | None = None) -> Step:
-        """Results of the first `count` environments to be ready, `batch_size` by default, in that order.
+        """Return results of the first `count` environments to be ready, `batch_size` by default, in that order.
 
         Their numbers are ``infos["env_id"]``, int64 (count,); every array has `count` rows.
 
         Raises:
             Timeout: they are not ready within `timeout` seconds; nothing is lost, ask again.
-            RuntimeError: fewer have an action.
+            RuntimeError: fewer environments have an action.
         """
         count = count or self.batch_size
         self._collect(count, timeout)
@@ -222,7 +222,7 @@ class ProcessVectorEnv(VectorEnv[Any, Any, Any]):
         finals = self.autoreset_mode is AutoresetMode.SAME_STEP
         _, size = arrange(self.num_envs, observation, action, self._fields, finals=finals, segment=None)
         segment = Segment.create(segment_name(f"vector{os.getpid()}.{secrets.token_hex(4)}", "envs"), size)
-        segment.unlink()  # workers get its descriptor, so the kernel frees it with the last of us
+        segment.unlink()  # workers get its descriptor, so the kernel frees it with the last process
         self._segment = segment
         self._pool.share(self.num_envs, self._fields, segment)
         return arrange(self.num_envs, observation, action, self._fields, finals=finals, segment=segment)[0]
@@ -297,7 +297,7 @@ class ProcessVectorEnv(VectorEnv[Any, Any, Any]):
         )
 
     def _life(self, number: int) -> int:
-        """How often an environment was replaced."""
+        """Return how often an environment was replaced."""
         return self._pool.lives[self._pool.owner[number]]
 
     def _is_new(self, number: int) -> bool:

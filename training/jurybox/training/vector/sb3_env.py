@@ -100,10 +100,10 @@ class WorkerVecEnv(SubprocVecEnv):
         VecEnv.__init__(self, len(spaces), observation, action)
 
     def close(self) -> None:
-        """End the workers: asked at first, killed when they have not ended in two seconds."""
+        """Ask the workers to end, and kill them after two seconds."""
         with interrupts.held():
             if self.closed:
                 return
             self.closed = True
-            if os.getpid() == self._pid:  # a forked child's copy is none: the workers are its parent's
+            if os.getpid() == self._pid:  # not in a forked child: the workers are its parent's
                 end_all(self._members)

@@ -62,7 +62,7 @@ def bind_to(parent: int) -> None:
     if sys.platform == "linux":
         # A worker that waits for the server does not read its pipe, so the pipe's end alone would come late.
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:  # it died before the order stood
+    if os.getppid() != parent:  # the parent died before the call took effect
         os._exit(1)
 
 
@@ -126,7 +126,7 @@ def described(error: Exception) -> WorkerFailed:
 STEP, STEP_EACH, RESET, CALL = b"S", b"E", b"R", b"C"
 DONE, VALUE, RAISED = b"D", b"V", b"X"
 _COUNT = struct.Struct("<I")
-_TELL_EVERY = 100e-6  # seconds; steps shorter than that are told of together
+_TELL_EVERY = 100e-6  # seconds; steps shorter than that are reported together
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,10 +164,10 @@ class Answers(Protocol):
     """How a worker answers a message."""
 
     def answer(self, message: bytes) -> Iterator[bytes]:
-        """The answers, each sent as soon as it is there."""
+        """Yield the answers; each is sent at once."""
 
     def failed(self, error: Exception) -> bytes:
-        """The answer where `answer` raised."""
+        """Return the answer for an exception in `answer`."""
 
 
 class CommandAnswers:

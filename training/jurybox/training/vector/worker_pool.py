@@ -37,7 +37,7 @@ from jurybox.training.vector.worker import (
 _RUN = "from jurybox.training.vector.worker import main; main()"
 
 STOP = 2.0  # seconds that workers get to close their environments
-_STUCK = 60.0  # seconds that one message may take, once it has begun; a worker that was stopped in its midst is gone
+_STUCK = 60.0  # seconds for one message, once it has begun; a worker that takes longer counts as gone
 
 
 class WorkerProcess:
@@ -115,7 +115,7 @@ class WorkerProcess:
         return self.process.pid
 
     def send(self, message: bytes) -> bool:
-        """False when it is gone."""
+        """Send a message; return False if the worker is gone."""
         try:
             self.pipe.send_bytes(message)
         except OSError:
@@ -124,7 +124,7 @@ class WorkerProcess:
         return True
 
     def receive(self) -> bytes | None:
-        """Its next message; None when it is gone."""
+        """Return the worker's next message; None if it is gone."""
         try:
             message = self.pipe.recv_bytes()
         except (EOFError, OSError):
@@ -163,7 +163,7 @@ def end_all(members: Sequence[WorkerProcess]) -> None:
         member.end(until)
 
 
-_DEATHS = 3  # of one worker, with nothing done between them, before it is given up
+_DEATHS = 3  # deaths of a worker without finished work in between, before the pool fails
 
 
 class WorkerPool:
@@ -173,7 +173,7 @@ class WorkerPool:
         make: one function for each environment.
         workers: processes; environments are dealt out evenly, in order.
         mode: what a worker does at the end of an episode.
-        timeout: seconds that a worker may work on without a word before it is taken for dead.
+        timeout: seconds that a worker may work without a message before it counts as dead.
         start_timeout: seconds that it may take to make its environments.
 
     Attributes:
