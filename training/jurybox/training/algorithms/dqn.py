@@ -30,8 +30,8 @@ class ValueSettings:
         learning_rate: of Adam (epsilon 0.01 / batch_size is the paper's for DQN; Adam's own is used here).
         gamma: the discount of one step.
         n_steps: steps of a return before it is bootstrapped.
-        target_update_interval: learner steps between two copies of the network to the target network; 0: whoever owns
-            the learner calls `move_target`.
+        target_update_interval: learner steps between two copies of the network to the target network; 0: the owner
+            of the learner calls `move_target`.
         hidden: units of the hidden layers.
         max_grad_norm: gradients are scaled down to it.
     """
@@ -81,9 +81,9 @@ class ValueLearner(ABC):
     """A network, its target network and their optimiser.
 
     Args:
-        network: of which the target network is a copy.
+        network: the network; the target network is a copy of it.
         device: where both are.
-        seed: of whatever the loss draws.
+        seed: of the loss's random numbers.
 
     Attributes:
         network: the one that learns.
@@ -102,16 +102,16 @@ class ValueLearner(ABC):
         self.steps = 0
 
     def update(self, batch: Mapping[str, npt.NDArray[Any]]) -> float:
-        """Make one optimiser step; returns its loss.
+        """Make one optimiser step; return its loss.
 
         Args:
             batch: "observation" and "next_observation" (n, ...), "action" (n,), "reward" (n,) of n-step returns, and
-                "discount" (n,): what the value of the next observation is multiplied by, 0 where nothing comes after.
+                "discount" (n,): the factor of the next observation's value, 0 after a termination.
         """
         return float(self.learn({name: torch.from_numpy(array).to(self.device) for name, array in batch.items()}))
 
     def learn(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """`update` with tensors on the device; the loss stays there until somebody reads it."""
+        """`update` with tensors on the device; the loss stays there until it is read."""
         loss = self.loss(batch)
         self.optimiser.zero_grad(set_to_none=True)
         loss.backward()  # type: ignore[no-untyped-call]
@@ -124,7 +124,7 @@ class ValueLearner(ABC):
         return loss.detach()
 
     def move_target(self, tau: float = 1.0) -> None:
-        """Move the target network that far towards the network; 1: it becomes a copy."""
+        """Move the target network towards the network by the share `tau`; 1 copies it."""
         with torch.no_grad():
             torch._foreach_lerp_(list(self.target.parameters()), list(self.network.parameters()), tau)
 
@@ -183,7 +183,7 @@ POLICY_QUANTILES = 32  # K there
 class QuantileNetwork(ValueNetwork):
     """Returns' quantiles from stacked observations of any dtype: (n, stack, ...) -> (n, taus, actions).
 
-    A policy compares `values`: means over fixed, evenly spread quantiles, so that it draws nothing.
+    A policy compares `values`: means over fixed, evenly spread quantiles, without random numbers.
 
     Args:
         scale: what observations are multiplied by.
@@ -237,8 +237,8 @@ def quantile_loss(own: torch.Tensor, taus: torch.Tensor, wanted: torch.Tensor) -
     """The quantile Huber loss: sums over own quantiles, means over wanted ones and rows.
 
     Args:
-        own, taus: (n, N): values, and the quantiles that they are meant to be.
-        wanted: (n, N'): samples of what they should be quantiles of.
+        own, taus: (n, N): predicted values, and their quantile levels.
+        wanted: (n, N'): samples of the target distribution.
     """
     errors = wanted[:, None, :] - own[:, :, None]
     huber = nn.functional.huber_loss(errors, torch.zeros_like(errors), reduction="none")

@@ -27,14 +27,14 @@ class LeagueSettings:
     """Settings of the choice of opponents.
 
     Attributes:
-        anchors: names without "anchor:"; never leave.
-        anchor_share: chance that the next opponent is an anchor (all alike) while the pool has anybody.
-        pool: past selves kept; the oldest leaves for a new one.
+        anchors: names without "anchor:"; they are never removed.
+        anchor_share: probability that the next opponent is an anchor (uniformly) while the pool is not empty.
+        pool: maximum number of past policies; a new one replaces the oldest.
         weighting: "variance" (f_var) or "hard" (f_hard).
         hardness: k of f_hard.
-        least_games: against a pool member with fewer (decayed) games than this the weight is 1, the most there is.
-        decay: what all earlier games of a pair count after one more, so that old results of a learner that got better
-            fade; 1 forgets nothing.
+        least_games: against a pool member with fewer (decayed) games than this the weight is 1, the maximum.
+        decay: factor for all earlier games of a pair at each new game, so that old results of an improving learner
+            lose weight; 1 forgets nothing.
     """
 
     anchors: tuple[str, ...] = ("weak", "strong")
@@ -79,7 +79,7 @@ class League:
             version: of its weights; not in the pool yet.
 
         Returns:
-            Its name, and the name of the member that had to leave for it.
+            Its name, and the name of the member that it replaces.
         """
         name = f"pool:{version}"
         if name in self.pool:

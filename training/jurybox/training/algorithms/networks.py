@@ -1,7 +1,7 @@
 """Networks of the built-in algorithms for any environment's observations: numbers, pictures, or both in one row.
 
-Each takes rows as replays and env workers have them (`Features` says how they look) and gives what a policy's server
-would answer: values of actions, an action, or the parameters of a distribution of actions.
+Each takes rows as replays and env workers hold them (see `Features`) and returns the outputs that a policy server
+returns: values of actions, an action, or the parameters of a distribution of actions.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __all__ = [
     "SquashedGaussianActor",
 ]
 
-CLIP = 10.0  # deviations; beyond them a normalised number tells no more
+CLIP = 10.0  # deviations; bound of normalised numbers
 _ALONE, _AMONG = 512, 256  # features of a picture: of the only part of an observation, and of one among others
 _LOG_STD = (-20.0, 2.0)  # bounds of the logarithm of a deviation (Haarnoja et al., 2018, in their own code)
 
@@ -72,7 +72,7 @@ class Features(nn.Module):
             self.register_buffer("scale", torch.ones(numbers))
 
     def raw_numbers(self, rows: Tensor) -> Tensor:
-        """The numbers of rows, (n, numbers) float32, as they came."""
+        """Return the numbers of rows, (n, numbers) float32, not normalised."""
         if not self._shapes:
             return rows.float()
         return rows[:, : 4 * self.numbers].clone(memory_format=torch.contiguous_format).view(torch.float32)
@@ -145,7 +145,7 @@ class DeterministicActor(nn.Module):
         self.layers = perceptron(features.size, hidden, actions)
 
     def before_tanh(self, rows: Tensor) -> Tensor:
-        """What enters the last tanh, (n, actions)."""
+        """Return the input of the last tanh, (n, actions)."""
         out: Tensor = self.layers(self.features(rows))
         return out
 
@@ -226,7 +226,7 @@ class GaussianActorCritic(SeeingActorCritic):
     def forward(self, observation: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # type: ignore[override]
         """Mean and logarithm of the deviation, (n, actions) each, and value (n,)."""
         mean, value = super().forward(observation)
-        # A sum, not a view of the parameter: that would want a gradient in inference mode, too.
+        # A sum, not a view of the parameter: a view would require a gradient even in inference mode.
         return mean, self.log_std + torch.zeros_like(mean), value
 
     def scores(self, observation: Tensor, actions: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
@@ -239,7 +239,7 @@ class GaussianMean(GaussianActorCritic):
     """Of PPO without exploration: rows to actions (n, actions), -1 at the lower of their `bounds` and 1 at the upper.
 
     Attributes:
-        bounds: (2, actions); set by whoever serves it, and not among the weights.
+        bounds: (2, actions); set by the server, and not part of the weights.
     """
 
     bounds: Tensor
@@ -279,7 +279,7 @@ OUTPUTS: Mapping[str, tuple[str, ...]] = {
 
 
 def outputs_of(algorithm: str, discrete: bool) -> tuple[str, ...]:
-    """Names of what the acting network of an algorithm gives."""
+    """Return the names of the outputs of an algorithm's acting network."""
     return OUTPUTS["ppo of numbers" if algorithm == "ppo" and not discrete else algorithm]
 
 
@@ -296,7 +296,7 @@ def acting_network(
 ) -> nn.Module:
     """The network that acts, the same one for the same seed; its `state_dict` is what learners publish.
 
-    Without `explores` those that give a distribution of numbers give its middle instead, with the same weights.
+    Without `explores`, networks that return a continuous distribution return its mean instead, with the same weights.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

@@ -23,7 +23,7 @@ class ActorCritic(nn.Module):
 
     Args:
         inputs: features of an observation.
-        actions: how many there are.
+        actions: number of actions.
         hidden: widths of the hidden layers of both networks.
     """
 
@@ -78,13 +78,13 @@ class PPOSettings:
         gamma: discount.
         n_epochs: passes over a rollout.
         batch_size: rows of one optimiser step.
-        clip_range: how far the ratio of probabilities may move.
+        clip_range: maximum change of the probability ratio.
         ent_coef: weight of the entropy bonus.
         vf_coef: weight of the value loss.
         max_grad_norm: norm at which gradients are clipped.
         gae: generalised advantage estimation; else the discounted return minus the value.
         gae_lambda: its lambda.
-        bootstrap: an episode cut by its length counts the value of its last state; else it counts nothing.
+        bootstrap: add the value of the last state to a truncated episode; else add nothing.
         normalize_advantage: to mean 0 and deviation 1 in a minibatch.
         normalise_returns: the critic learns returns scaled by their running mean and deviation.
         clip_value: keep new values within `clip_range` (of normalised returns) of the old ones.
@@ -189,7 +189,7 @@ class PPO:
         inputs: size of an observation's row.
         actions: number of actions.
         seed: of its weights, its actions and the order of its minibatches.
-        network: to be used instead of a new one of these sizes, with weights of its own.
+        network: used with its weights instead of a new network of these sizes.
         device: where updates are computed.
     """
 
@@ -310,7 +310,7 @@ class PPO:
         change = log_probs - batch["log_probs"]
         ratio = change.exp()
         advantages = batch["advantages"]
-        if settings.normalize_advantage and len(advantages) > 1:  # one alone has no deviation
+        if settings.normalize_advantage and len(advantages) > 1:  # a single one has no deviation
             advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)
         bounded = ratio.clamp(1 - settings.clip_range, 1 + settings.clip_range)
         policy_loss = -torch.min(ratio * advantages, bounded * advantages).mean()
@@ -333,8 +333,8 @@ class PPO:
         return loss, told
 
     def _observe(self, returns: Floats) -> None:
-        """Move mean and deviation of returns towards this rollout's; the policy changes what they are, so old ones
-        are forgotten with a half-life of about seven rollouts."""
+        """Move mean and deviation of returns towards this rollout's. Returns change with the policy, so old ones are
+        forgotten with a half-life of about seven rollouts."""
         weight = max(0.1, 1.0 / (self._seen + 1))
         variance = (1 - weight) * self._deviation**2 + weight * float(returns.var())
         variance += weight * (1 - weight) * (float(returns.mean()) - self._mean) ** 2

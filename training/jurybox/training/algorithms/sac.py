@@ -32,11 +32,11 @@ class SACSettings:
 
     Attributes:
         learning_rate: of Adam: policy, critics and temperature.
-        tau: how far target critics move towards the others in an update.
+        tau: share by which target critics move towards the critics in an update.
         target_update_interval: learner steps between two such updates.
-        ent_coef: the temperature, what an action's entropy is worth in reward; "auto" learns it, from 1 on, "auto_0.1"
+        ent_coef: the temperature, the weight of the entropy in the reward; "auto" learns it, from 1 on, "auto_0.1"
             from 0.1 on.
-        target_entropy: that "auto" keeps the policy's mean entropy at; "auto": minus the number of actions.
+        target_entropy: the mean entropy of the policy that "auto" maintains; "auto": minus the number of actions.
     """
 
     learning_rate: float = 3e-4
@@ -50,14 +50,14 @@ class SAC:
     """The learner, which takes batches.
 
     Args:
-        actor: that acts and learns.
-        critic: of which the target is a copy.
+        actor: the policy network.
+        critic: the critic; the target is a copy of it.
         actions: numbers of an action.
         device: where everything is computed.
         seed: of the actions that it draws.
 
     Attributes:
-        updates: made so far.
+        updates: number of updates so far.
     """
 
     def __init__(

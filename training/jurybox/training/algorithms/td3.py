@@ -27,8 +27,8 @@ __all__ = ["TD3", "TD3Settings", "Update"]
 class Normaliser:
     """Running mean and variance by element (Chan et al., 1979, for whole batches), in float64.
 
-    Whoever sees raw observations calls `see`; a learner takes `shift_and_scale` over into its policy, and with that
-    policy's weights they are published.
+    Call `see` with raw observations; a learner copies `shift_and_scale` into its policy, and they are published with
+    that policy's weights.
 
     Gymnasium's RunningMeanStd (1.4.0) gives the same numbers with epsilon=0 and takes three times as long for eight
     observations of 18 elements (124 instead of 39 microseconds); no observations at all make its numbers NaN.
@@ -85,7 +85,7 @@ class Actor(nn.Module):
     def __init__(self, observation_size: int, action_size: int, hidden: Sequence[int] = (256, 256)) -> None:
         super().__init__()
         self.layers = perceptron(observation_size, hidden, action_size)
-        # A first policy that does little: saturated tanh units would learn slowly.
+        # Small initial actions: saturated tanh units would learn slowly.
         with torch.no_grad():
             last = self.layers[-1]
             assert isinstance(last, nn.Linear)

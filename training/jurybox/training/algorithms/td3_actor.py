@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 __all__ = ["NumpyActor", "TD3Settings", "coloured_noise"]
 
-CLIP = 5.0  # deviations; beyond them an observation tells no more
+CLIP = 5.0  # deviations; bound of normalised observations
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ class TD3Settings:
         tau: how far target networks move towards the others in a step.
         policy_delay: critic steps for each step of actor and targets.
         target_policy_noise, target_noise_clip: deviation and bound of the noise on target actions (smoothing).
-        pre_tanh_penalty: weight of the squared size, beyond 1, of what enters the actor's last tanh; keeps actions
+        pre_tanh_penalty: weight of the squared size, beyond 1, of the input of the actor's last tanh; keeps actions
             from being stuck at their bounds, where they have no gradient. 0 is plain TD3.
         reward_scale: rewards are multiplied by it.
     """
@@ -45,7 +45,7 @@ def coloured_noise(rng: np.random.Generator, steps: int, size: int, colour: floa
     """`steps` values of unit variance for each of `size` actions, (steps, size).
 
     Its power falls with frequency f as f ** -colour: 0 is white, 1 pink, 2 red. Pink noise keeps a direction long
-    enough to get somewhere and still does not drift; it beats white and Ornstein-Uhlenbeck noise over many tasks (O.
+    enough to explore, but does not drift; it beats white and Ornstein-Uhlenbeck noise over many tasks (O.
     Eberhard et al., "Pink Noise Is All You Need", ICLR 2023). Made as in J. Timmer and M. König (1995): random Fourier
     coefficients of the wanted power.
 

@@ -17,8 +17,8 @@ from jurybox.training.replay.part import Part, Parts, packed_strides
 class Cursor:
     """A reader of a replay whose fields are stored unpacked.
 
-    Rows that were overwritten or given up before they were taken are missed, and so is one that its writer had not
-    finished when a later one was taken (a killed writer never does): what must not be lost is not to be told this way.
+    A cursor misses rows that were overwritten or given up before it took them. It also misses a row that its writer had
+    not finished when a later one was taken (a killed writer never does). So do not use it where no row may be lost.
 
     A forked child has its own cursor, which begins at its parent's position: both get every row.
 
