@@ -296,7 +296,7 @@ def acting_network(
 ) -> nn.Module:
     """The network that acts, the same one for the same seed; its `state_dict` is what learners publish.
 
-    Without `explores`, networks that return a continuous distribution return its mean instead, with the same weights.
+    Without `explores`, networks that return a continuous distribution return its median, with the same weights.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
