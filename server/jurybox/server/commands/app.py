@@ -20,14 +20,18 @@ from jurybox.protocol.wire import PROTOCOL_VERSION, build_version
 
 GROUP = "jurybox.commands"
 _USAGE = 2
-_SHOW, _TOP = "jurybox.server.commands.show", "jurybox.server.commands.top"
+_SHOW, _TOP, _BENCH = (f"jurybox.server.commands.{name}" for name in ("show", "top", "bench"))
 # Our own that print tables: whoever starts a server needs nothing of what they import.
 _LATER = [
     EntryPoint(name, f"{module}:{name}", GROUP)
-    for module, names in ((_SHOW, ("status", "models", "health", "sleep", "wake")), (_TOP, ("top",)))
+    for module, names in (
+        (_SHOW, ("status", "models", "health", "sleep", "wake")),
+        (_TOP, ("top",)),
+        (_BENCH, ("bench",)),
+    )
     for name in names
 ]
-_OURS = ("serve", "status", "models", "health", "top", "sleep", "wake", "doctor", "keys")  # as they are listed
+_OURS = ("serve", "status", "models", "health", "top", "bench", "sleep", "wake", "doctor", "keys")  # as they are listed
 
 
 class PluginCommand(TyperCommand):

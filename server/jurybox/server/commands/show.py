@@ -30,7 +30,7 @@ def status(as_json: AsJson = False, address: Address = None) -> None:
         typer.echo(json.dumps(document, indent=2))
         return
     server, lanes, memory = document["server"], document["lanes"], document["memory"]
-    console = _console()
+    console = output()
     console.print(
         Text(
             f"jurybox {server['build']} at {server['address']}{_gateway(server)}: {server['state']}, "
@@ -85,7 +85,7 @@ def models(as_json: AsJson = False, address: Address = None) -> None:
     if as_json:
         typer.echo(json.dumps(document["models"], indent=2))
         return
-    console = _console()
+    console = output()
     table = Table("model", "state", "inputs", "outputs", ">max batch", ">rows", "weights")
     for model in document["models"]:
         table.add(
@@ -266,7 +266,7 @@ def _print_reasons(console: Console, document: dict[str, Any]) -> None:
             console.print(Text(f"{model['name']}: {model['reason']}", style="red"))
 
 
-def _console() -> Console:
+def output() -> Console:
     """Standard output; if it is not a terminal, wide enough that no line is wrapped, for grep."""
     console = Console(highlight=False)
     return console if console.is_terminal else Console(highlight=False, width=200)
