@@ -158,7 +158,7 @@ def test_status_tells_the_sessions_of_models_with_state(run, server, document):
 
 def test_status_breaks_no_word_at_80_columns(run, server, document, monkeypatch):
     document["models"][0].update(requests=1_234_567_890, rows=12_345_678_901)
-    monkeypatch.setattr("jurybox.server.commands.show._console", lambda: Console(width=80, highlight=False))
+    monkeypatch.setattr("jurybox.server.commands.show.output", lambda: Console(width=80, highlight=False))
     output = run("status").output
     assert max(map(len, output.splitlines())) <= 80
     words = set(output.split())
