@@ -19,6 +19,7 @@ from jurybox.server.commands.show import Address, AsJson, Table, batch, duration
 
 _FAILED, _USAGE, _INTERRUPTED = 1, 2, 130
 _CLIENT = "jurybox.server.commands.bench_client"
+_ANSWER = 5.0  # seconds in which the server answers what is no request of a model
 _TIMEOUT = 30.0  # seconds of one request
 _START = 120.0  # seconds in which all clients connect: a hundred interpreters start slowly
 _MOST_CLIENTS = 512
@@ -46,7 +47,7 @@ def bench(
     numbers, results = _numbers(clients), list[dict[str, Any]]()
     if inputs is not None and not is_zipfile(inputs):
         raise typer.BadParameter(f"{inputs} is no .npz file: expected one as numpy.savez writes it")
-    with reaching(address) as where, connect(where, timeout=_TIMEOUT) as server:
+    with reaching(address) as where, connect(where, timeout=_ANSWER) as server:
         name = _chosen(model, server.models())
         most = server.describe(name).max_batch
         orders = {"address": where, "model": name, "rows": rows, "timeout": _TIMEOUT, "inputs": str(inputs or "")}
