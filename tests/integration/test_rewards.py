@@ -160,6 +160,22 @@ def test_verl_scores_of_one_step_go_out_together(where):
     assert asyncio.run(step()) == [32.0] * 32  # in another event loop
 
 
+def test_a_call_that_was_cancelled_before_it_went_out_costs_the_next_ones_nothing(where):
+    juror = Juror("text_length", **where)
+    assert juror.scores({"text": ["abc"]}, 1) == [3.0]
+
+    async def step():
+        with juror._answering:  # the juror's thread cannot take it yet
+            gone = asyncio.ensure_future(juror.scores_async({"text": ["abcd"]}, 1))
+            await asyncio.sleep(0.1)
+            gone.cancel()
+            await asyncio.sleep(0.1)  # a few turns of the loop later the call itself is cancelled
+        return await juror.scores_async({"text": ["abcde"]}, 1)
+
+    assert asyncio.run(asyncio.wait_for(step(), 30)) == [5.0]
+    assert juror.scores({"text": ["ab"]}, 1) == [2.0]
+
+
 def test_verl_is_stopped_by_a_missing_score_or_gets_nan(where):
     with pytest.raises(RowFailed, match="a bad text"):
         asyncio.run(verl_score("text_length", **where)(solution_str="bad", data_source="d"))

@@ -124,7 +124,7 @@ class Juror:
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self._answering = threading.Lock()  # held by the thread that asks just now
-        self._queue: queue.SimpleQueue[_Asked | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[list[_Asked] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._model: Model | None = None
         self._server: Server | None = None
@@ -222,8 +222,7 @@ class Juror:
         if self._pid != os.getpid():
             self._start()  # a forked child has no thread
         with self._lock:
-            for asked in turn:
-                self._queue.put(asked)
+            self._queue.put(turn)  # at once: the thread takes what is there, and would begin with the first alone
             if self._thread is None:
                 self._thread = threading.Thread(
                     target=_work, args=(weakref.ref(self), self._queue), name=f"rewards {self.name}", daemon=True
@@ -349,29 +348,33 @@ class Juror:
         self._output = name
 
 
-def _work(of: weakref.ref[Juror], waiting: queue.SimpleQueue[_Asked | None]) -> None:
+def _work(of: weakref.ref[Juror], waiting: queue.SimpleQueue[list[_Asked] | None]) -> None:
     """The thread of a juror: send all waiting calls as one request, in a loop; None ends it."""
     while (first := waiting.get()) is not None:
-        taken: list[_Asked] = []
-        try:
-            juror = of()
-            with contextlib.nullcontext() if juror is None else juror._answering:
-                taken = _taken(first, waiting)
-                if juror is not None:
-                    juror._answer(taken)
-            del juror
-            failure: BaseException = ServerGone("this juror was closed")
-        except BaseException as error:  # noqa: BLE001  somebody waits for each of them
-            failure = error
-        for asked in taken:
-            if not asked.answer.done() and not asked.waits_for:
-                asked.answer.set_exception(failure)
-        del first, taken, asked, failure
+        _serve(of, first, waiting)
+        del first
 
 
-def _taken(first: _Asked, waiting: queue.SimpleQueue[_Asked | None]) -> list[_Asked]:
-    """The calls of one request: the first, and those that wait behind it, without cancelled ones."""
-    taken, rows = [first], first.n
+def _serve(of: weakref.ref[Juror], first: list[_Asked], waiting: queue.SimpleQueue[list[_Asked] | None]) -> None:
+    taken: list[_Asked] = []
+    try:
+        juror = of()
+        with contextlib.nullcontext() if juror is None else juror._answering:
+            taken = _taken(first, waiting)
+            if juror is not None:
+                juror._answer(taken)
+        del juror
+        failure: BaseException = ServerGone("this juror was closed")
+    except BaseException as error:  # noqa: BLE001  somebody waits for each of them
+        failure = error
+    for asked in taken:
+        if not asked.answer.done() and not asked.waits_for:
+            asked.answer.set_exception(failure)
+
+
+def _taken(first: list[_Asked], waiting: queue.SimpleQueue[list[_Asked] | None]) -> list[_Asked]:
+    """The calls of one request: the first ones, and those that wait behind them, without cancelled ones."""
+    taken, rows = list(first), sum(asked.n for asked in first)
     while rows < _TOGETHER:
         try:
             if (more := waiting.get_nowait()) is None:
@@ -379,8 +382,8 @@ def _taken(first: _Asked, waiting: queue.SimpleQueue[_Asked | None]) -> list[_As
                 break
         except queue.Empty:
             break
-        taken.append(more)
-        rows += more.n
+        taken += more
+        rows += sum(asked.n for asked in more)
     return [asked for asked in taken if asked.answer.set_running_or_notify_cancel()]
 
 
