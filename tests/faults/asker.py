@@ -7,7 +7,7 @@ TRANSPORT is as `connect` has it, or "web": HTTP with binary tensors on one conn
 Of the models affine (rows of one shape), shout (texts) and sum (sessions) it asks those that the server has, in turn.
 
 A journal gets three float64 a call: when it began and ended (s of CLOCK_MONOTONIC), and 1 for a right answer, 0 for an
-error, -1 for a wrong answer.
+error, -1 for a wrong answer. What was wrong is told at the end, and written beside the journal (`JOURNAL.wrong`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -34,6 +34,24 @@ from jurybox.protocol.errors import Code
 
 TIMEOUT = 60.0  # seconds for one answer: whatever is done to the server, it is back before
 CALL = struct.Struct("3d")  # of a journal
+
+
+_wrong: list[str] = []  # what was asked, what came, what was expected
+
+
+def same(got: Any, expected: Any, asked: object) -> bool:
+    """Whether an answer is the expected one; where it is not, it is kept with what was asked."""
+    right = np.array_equal(got, expected)
+    if not right:
+        got, expected = (value.tolist() if isinstance(value, np.ndarray) else value for value in (got, expected))
+        _wrong.append(f"{time.monotonic():.3f} asked {asked}, expected {expected}, got {got}")
+    return right
+
+
+def keep_wrong(journal: BinaryIO) -> None:
+    """Write the last wrong answer beside the journal."""
+    with Path(f"{journal.name}.wrong").open("a") as file:
+        file.write(f"{_wrong[-1]}\n")
 
 
 @dataclass(frozen=True)
@@ -66,7 +84,7 @@ def affine(server: Server, rng: np.random.Generator) -> Callable[[], bool]:
 
     def right() -> bool:
         x = rng.standard_normal((int(rng.integers(1, 9)), 4)).astype(np.float32)
-        return np.array_equal(model.infer(x), 2 * x + 1)
+        return same(model.infer(x), 2 * x + 1, "affine")
 
     return right
 
@@ -76,7 +94,7 @@ def shout(server: Server, rng: np.random.Generator) -> Callable[[], bool]:
 
     def right() -> bool:
         texts = [bytes(rng.integers(97, 123, rng.integers(0, 400), np.uint8)) for _ in range(rng.integers(1, 5))]
-        return list(model.infer(texts)) == [text.upper() for text in texts]
+        return same(list(model.infer(texts)), [text.upper() for text in texts], "shout")
 
     return right
 
@@ -95,7 +113,7 @@ def sums(server: Server, rng: np.random.Generator) -> Callable[[], bool]:
             except SessionLost as lost:  # with an engine or a connection, or what an error left unknown
                 reset |= np.isin(ids, lost.sessions)
         total[ids] = np.where(reset, 0, total[ids]) + x[:, 0]
-        return np.array_equal(y, total[ids])
+        return same(y, total[ids], f"sum {ids} {reset}")
 
     return right
 
@@ -110,17 +128,19 @@ class Web:
         self.where = address.removeprefix("http://")
         self.rng = rng
         self.line: http.client.HTTPConnection | None = None
+        self.version = 0
 
     def affine(self) -> bool:
         x = self.rng.standard_normal((int(self.rng.integers(1, 9)), 4)).astype(np.float32)
-        return np.array_equal(self.infer("affine", "observation", "FP32", x.shape, x.tobytes()), 2 * x.reshape(-1) + 1)
+        y = self.infer("affine", "observation", "FP32", x.shape, x.tobytes())
+        return same(y, 2 * x.reshape(-1) + 1, f"affine {x.shape}, version {self.version}")
 
     def policy(self) -> bool:
         """Its weights change all the time: an answer is of the version that it names."""
         x = self.rng.integers(1, 100, (2, 4)).astype(np.float32)
         y = self.infer("policy", "observation", "FP32", x.shape, x.tobytes())
         scale, offset = (self.version, self.version) if self.version else (2, 1)
-        return np.array_equal(y, scale * x.reshape(-1) + offset)
+        return same(y, scale * x.reshape(-1) + offset, f"policy {x.tolist()}, version {self.version}")
 
     def infer(self, model: str, name: str, datatype: str, shape: tuple[int, ...], raw: bytes) -> np.ndarray:
         tensor = {"name": name, "shape": shape, "datatype": datatype, "parameters": {"binary_data_size": len(raw)}}
@@ -186,7 +206,10 @@ def ask(address: str, transport: str, journal: BinaryIO | None) -> Told:
             outcome = 0.0
             try:
                 outcome = 1.0 if asked(question, again=address.startswith("grpc://")) else -1.0
-                wrong += outcome < 0
+                if outcome < 0:
+                    wrong += 1
+                    if journal is not None:
+                        keep_wrong(journal)
                 answered += 1
             except Error as error:
                 errors.append(f"{type(error).__name__}: {error}")

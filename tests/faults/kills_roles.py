@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 import zmq
-from tests.faults.asker import CALL, ask
+from tests.faults.asker import CALL, ask, keep_wrong, same
 
 from jurybox.client import Error, Model, Server, connect
 from jurybox.protocol import wire
@@ -164,7 +164,9 @@ def follow(address: str, journal: Path) -> None:
             with contextlib.suppress(Error):
                 reply = model.infer_reply(x)
                 scale, offset = (reply.version, reply.version) if reply.version else (2, 1)
-                outcome = YES if np.array_equal(reply.outputs, scale * x + offset) else WRONG
+                outcome = YES if same(reply.outputs, scale * x + offset, f"version {reply.version}") else WRONG
+                if outcome == WRONG:
+                    keep_wrong(journal)
             file.write(CALL.pack(began, time.monotonic(), outcome))
             file.flush()
             time.sleep(0.01)

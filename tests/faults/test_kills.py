@@ -439,6 +439,7 @@ def one_round(
         "answers": {name: int((each[:, 2] > 0).sum()) for name, each in calls.items()},
         "wrong": {name: int((each[:, 2] == WRONG).sum()) for name, each in calls.items()}
         | {"probe": int((probes[:, 2] == WRONG).sum())},
+        "wrong_ones": {path.stem: path.read_text().splitlines()[:20] for path in folder.glob("*.wrong")},
         "lost": lost,
         "probes": len(probes),
         "late": int((np.maximum(probes[:, 1], probes[:, 3]) - probes[:, 0] > TIMEOUT + 0.5).sum()),
@@ -514,7 +515,7 @@ def judge(done: dict) -> None:
         bounds = {"supervisor": NEW_SERVER}
         late = [each for each in done["recoveries"] if each[1] > bounds.get(each[0], READY) and each[4] <= OTHERS]
         assert not late, late
-    assert not any(done["wrong"].values()), done["wrong"]
+    assert not any(done["wrong"].values()), (done["wrong"], done["wrong_ones"])
     assert not [each for each in done["lost"].values() if each["else"]], (done["lost"], done["examples"])
     assert not [deed for deed in done["deeds"] if deed[0] == "!"], done["deeds"]
     assert done["quarantined"] == done["faults"] == 0

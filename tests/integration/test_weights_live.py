@@ -1,5 +1,6 @@
 """Publishing while the engine serves: every answer is of one whole version, and says which."""
 
+import asyncio
 import gc
 import os
 import signal
@@ -7,6 +8,7 @@ import threading
 import time
 from pathlib import Path
 
+import httpx
 import numpy as np
 import pytest
 from tests.forking import in_a_child
@@ -29,8 +31,9 @@ def server(request, tmp_path_factory):
         "policy": {"factory": "tests.models:affine", "publish": request.param, "keep_versions": 3, "max_lag": 2},
         "half": {"factory": "tests.models:affine", "publish": request.param, "dtype": "bfloat16"},
         "fixed": {"factory": "tests.models:affine"},
+        "short": {"factory": "tests.models:affine", "publish": request.param, "rows": 16},
     }
-    with serving(tmp_path_factory.mktemp("server"), models) as running:
+    with serving(tmp_path_factory.mktemp("server"), models, http="127.0.0.1:0") as running:
         yield running
 
 
@@ -79,6 +82,59 @@ def test_every_answer_is_of_one_whole_version_however_fast_the_learner(server, c
         thread.join()
     assert not wrong
     assert len(seen) >= 30
+
+
+def rows_of_one_version(replies, publisher):
+    """Ask while somebody publishes, until many versions were seen; every reply is (outputs, version) for X."""
+    stop = threading.Event()
+
+    def learn():
+        while not stop.wait(0.003):
+            publisher.publish(affine(publisher.version + 1))
+
+    publisher.publish(affine(publisher.version + 1))
+    learner = threading.Thread(target=learn)
+    learner.start()
+    seen, until = set(), time.monotonic() + 30
+    try:
+        while len(seen) < 30 and time.monotonic() < until:
+            outputs, version = replies()
+            assert (outputs == np.float32(version) * X + np.float32(1000 * version)).all(), (outputs, version)
+            seen.add(version)
+    finally:
+        stop.set()
+        learner.join()
+    assert len(seen) >= 30
+
+
+def test_rows_that_a_batch_holds_are_of_one_version_though_the_lane_holds_fewer(client):
+    model, publisher = client.model("short", rows=1), client.publisher("short")
+
+    def asked():
+        reply = model.infer_reply(X)
+        return reply.outputs, reply.version
+
+    def asked_in_a_loop():
+        reply = asyncio.run(model.infer_reply_async(X))
+        return reply.outputs, reply.version
+
+    rows_of_one_version(asked, publisher)
+    rows_of_one_version(asked_in_a_loop, publisher)
+
+
+def test_a_gateway_short_of_rows_answers_a_request_by_one_version(client):
+    publisher, ready = client.publisher("short"), client.status()["server"]["http"]
+    with (
+        client.model("short", rows=12),
+        httpx.Client(base_url=f"http://{ready}", timeout=30) as web,
+    ):  # of 16: it gets two
+
+        def asked():
+            row = {"name": "observation", "shape": [3, 4], "datatype": "FP32", "data": X.ravel().tolist()}
+            answer = web.post("/v2/models/short/infer", json={"inputs": [row]}).raise_for_status().json()
+            return np.array(answer["outputs"][0]["data"], np.float32).reshape(3, 4), int(answer["model_version"])
+
+        rows_of_one_version(asked, publisher)
 
 
 def test_a_client_is_answered_by_the_version_it_names_while_that_is_held(client):

@@ -134,7 +134,10 @@ class Model(forks.Closing):
         return self.infer_reply(inputs, timeout=timeout, version=version).outputs
 
     def infer_reply(self, inputs: Arrays, *, timeout: float | None = None, version: int = 0) -> Reply:
-        """Like `infer`, but return a `Reply` with the weights version: the oldest one used."""
+        """Like `infer`, but return a `Reply` with the weights version.
+
+        Up to `max_batch` rows are computed by one version. Of more rows it is the oldest one used.
+        """
         requests = self.requests
         return requests.asked(lambda: requests.lane.codec.checked(inputs), timeout, version)
 
@@ -146,7 +149,7 @@ class Model(forks.Closing):
         return (await self.infer_reply_async(inputs, timeout=timeout, version=version)).outputs
 
     async def infer_reply_async(self, inputs: Arrays, *, timeout: float | None = None, version: int = 0) -> Reply:
-        """Like `infer_async`, but return a `Reply` with the weights version: the oldest one used."""
+        """Like `infer_async`, but return a `Reply` with the weights version, as `infer_reply` does."""
         requests = self.requests
         deadline = requests.turns.deadline(timeout)
         given, n = requests.lane.codec.checked(inputs)

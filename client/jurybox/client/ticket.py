@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from jurybox.client.in_flight import LOOK_AFTER, Answer, InFlight, Turns
 from jurybox.client.lane import Lane, row_failed
 from jurybox.client.row_codec import Checked, shaped
-from jurybox.protocol.errors import Busy, Code, Error, Refused, RowFailed, Timeout
+from jurybox.protocol.errors import Busy, Code, Error, Refused, RowFailed, Timeout, VersionNotHeld
 
 if TYPE_CHECKING:
     import asyncio
@@ -287,6 +287,9 @@ class Asked(Protocol):
 class Pieces:
     """n checked rows, cut into tickets as rows of the lane become free.
 
+    Rows that one batch could hold are computed by one version of the weights however they are cut: pieces that another
+    version computed are asked for again. More rows than that may be of several versions.
+
     Args:
         deadline: ns of CLOCK_MONOTONIC.
         version: of the weights to be answered by; 0: the newest.
@@ -298,11 +301,11 @@ class Pieces:
         self._given = given
         self._n = n
         self._deadline = deadline
-        self._version = version
+        self._wanted = self._version = version
         self._outputs = lane.codec.room(n)
+        self._unsent: deque[tuple[int, int]] = deque([(0, n)] if n else [])  # (first, number of rows) among the n
         self._in_flight: deque[tuple[int, Ticket]] = deque()  # each with its first row's place among the n
-        self._sent = 0
-        self._versions: list[int] = []
+        self._answered: dict[tuple[int, int], int] = {}  # the weights version of each piece
         self._errors: dict[int, str] = {}
 
     def answered(self) -> Reply:
@@ -313,7 +316,7 @@ class Pieces:
         """
         lane, deadline = self._lane, self._deadline
         try:
-            while self._sent < self._n or self._in_flight:
+            while self._left():
                 self._send_some()
                 if not self._in_flight:
                     if not lane.wait_for_rows(deadline):
@@ -324,9 +327,14 @@ class Pieces:
                 assert waited is not None
                 lane.wait(waited, deadline)
                 try:
-                    self._versions.append(ticket._into(self._outputs, at))
+                    self._answered[at, ticket.rows] = ticket._into(self._outputs, at)
                 except RowFailed as error:
                     self._take_part(at, ticket.rows, error)
+                except VersionNotHeld:
+                    if self._wanted:
+                        raise
+                    self._begin_again()
+                    continue
                 self._in_flight.popleft()
         finally:
             self._give_up()
@@ -336,7 +344,7 @@ class Pieces:
         """As `answered`, in an event loop and without the lock."""
         lane, turns, deadline = self._lane, self._model.turns, self._deadline
         try:
-            while self._sent < self._n or self._in_flight:
+            while self._left():
                 await turns.alone(self._send_some, deadline)
                 if self._in_flight:
                     at, ticket = self._in_flight[0]
@@ -346,44 +354,75 @@ class Pieces:
                         if ticket.rows == self._n:
                             raise
                         self._take_part(at, ticket.rows, error)
+                    except VersionNotHeld:
+                        if self._wanted:
+                            raise
+                        self._begin_again()
+                        continue
                     else:
                         if ticket.rows == self._n:
                             return reply
                         lane.codec.place(self._outputs, at, ticket.rows, reply.outputs)
-                        self._versions.append(reply.version)
+                        self._answered[at, ticket.rows] = reply.version
                     self._in_flight.popleft()
-                elif self._sent < self._n:
+                elif self._unsent:
                     await rows_come_back(self._model.turns, lane, deadline)
         finally:
             self._give_up()
         return self._whole()
+
+    def _left(self) -> bool:
+        """Whether pieces are still to be answered. Rows of one batch: also those of another version than the newest."""
+        if self._unsent or self._in_flight:
+            return True
+        if self._n <= self._model.max_batch and len(versions := set(self._answered.values())) > 1:
+            self._version = max(versions)
+            for (at, rows), version in list(self._answered.items()):
+                if version != self._version:
+                    self._unsent.append((at, rows))
+                    del self._answered[at, rows]
+                    self._errors = {row: why for row, why in self._errors.items() if not at <= row < at + rows}
+        return bool(self._unsent)
+
+    def _begin_again(self) -> None:
+        """Ask for all rows anew: the version that the others are of is not held any more."""
+        self._give_up()
+        self._in_flight.clear()
+        self._answered.clear()
+        self._errors.clear()
+        self._version = 0
+        self._unsent = deque([(0, self._n)])
 
     def _send_some(self) -> None:
         """Send as many of the rows as there is room for."""
         model, lane = self._model, self._lane
         if lane.gone is not None:
             raise lane.lost()
-        while self._sent < self._n:
-            wanted = min(self._n - self._sent, model.max_batch)
+        while self._unsent:
+            at, left = self._unsent[0]
+            wanted = min(left, model.max_batch)
             first, piece = lane.find(wanted), wanted
             if first is None and (model.give_up_kept() or not (piece := lane.largest)):
                 lane.receive_now()
                 piece = min(wanted, lane.largest)
             if first is None and (not piece or (first := lane.find(piece)) is None):
                 break
-            ticket = send_rows(model.turns, lane, self._given, self._sent, piece, first, self._deadline, self._version)
-            self._in_flight.append((self._sent, ticket))
-            self._sent += piece
+            ticket = send_rows(model.turns, lane, self._given, at, piece, first, self._deadline, self._version)
+            self._in_flight.append((at, ticket))
+            if piece == left:
+                self._unsent.popleft()
+            else:
+                self._unsent[0] = (at + piece, left - piece)
 
     def _take_part(self, at: int, n: int, error: RowFailed) -> None:
         """Collect a piece of which rows failed."""
         self._lane.codec.place(self._outputs, at, n, error.outputs)
         self._errors.update({at + index: reason for index, reason in error.errors.items()})
-        self._versions.append(error.version)
+        self._answered[at, n] = error.version
 
     def _whole(self) -> Reply:
         """The reply that the pieces make. Raises RowFailed where rows failed."""
-        version, outputs = min(self._versions, default=0), shaped(self._outputs)
+        version, outputs = min(self._answered.values(), default=0), shaped(self._outputs)
         if self._errors:
             raise row_failed(self._lane.model, self._errors, self._n, outputs, version)
         return Reply(outputs, version)

@@ -136,7 +136,7 @@ class Lanes:
         return None if held is None or held.makeshift else held
 
     async def ask(self, held: Held, inputs: Arrays, n: int, seconds: float, version: int) -> tuple[Arrays, int]:
-        """Compute n rows; more than a batch are sent in pieces.
+        """Compute n rows; more than a batch are sent in pieces, which several versions of the weights may compute.
 
         Args:
             inputs: (n, *row shape) of every input of the spec.
@@ -150,7 +150,7 @@ class Lanes:
             Timeout, Busy, ModelFailed, Refused, ServerGone.
         """
         with held:
-            if n <= held.piece:
+            if n <= held.model.max_batch:  # all by one version, also where the lane is short of rows
                 return await held.coalescer.ask(inputs, n, seconds, version)
             return await self._in_pieces(held, inputs, n, time.monotonic() + seconds, version)
 
