@@ -562,7 +562,7 @@ def test_health_asks_a_model_with_state_and_leaves_its_sequences_alone(raw, curl
 def near(tmp_path_factory):
     """A connection to a server whose models have few rows."""
     running_sum = {"factory": "tests.open_models:running_sum", "max_batch": 4}
-    models = {"few": {**running_sum, "rows": 18}, "fewer": {**running_sum, "rows": 9}}
+    models = {name: {**running_sum, "rows": rows} for name, rows in (("few", 18), ("kept", 18), ("fewer", 9))}
     length = {"factory": "tests.reward_models:text_length", "max_batch": 4, "rows": 16}
     models |= {f"length-{asked}": length for asked in ("model", "panel", "juror")}
     options = {"http": "127.0.0.1:0", "grpc": "127.0.0.1:0"}
@@ -583,6 +583,24 @@ def test_sequences_wait_a_moment_for_the_rows_that_others_gave_back(near):
             assert one_step("alone") == [5]
     with ThreadPoolExecutor(6) as pool:
         assert list(pool.map(one_step, range(1, 41))) == [[5]] * 40
+
+
+def test_a_sequence_does_not_keep_the_few_rows_that_were_free_at_the_start_in_use(near):
+    """The lane of a gateway that was just started is exchanged for a larger one before a sequence begins on it."""
+    way = Http(SimpleNamespace(http=near.status()["server"]["http"]), binary=False)
+
+    def begin(name):
+        return way.one("kept", {"x": numbers(5)}, sequence_id=name, sequence_start=True)
+
+    with ThreadPoolExecutor(1) as pool:
+        with near.model("kept", rows=1).sessions(14):
+            first = pool.submit(begin, "first")
+            time.sleep(0.3)
+        assert first.result(60) == [5]
+    for name in range(1, 7):
+        assert begin(name) == [5]
+    for name in ("first", *range(1, 7)):
+        assert way.one("kept", {"x": numbers(1)}, sequence_id=name, sequence_end=True) == [6]
 
 
 @pytest.mark.parametrize("asked", ["model", "panel", "juror"])

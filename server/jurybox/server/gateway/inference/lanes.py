@@ -50,6 +50,7 @@ class Held:
         self.rows = rows
         self.makeshift = makeshift
         self.largest_until = 0.0
+        self._leased = time.monotonic()
         self.piece = min(model.max_batch, rows)  # rows of the largest ticket
         self.codec = codec_of(model.spec)
         self.sessions: Sessions | None = None
@@ -73,6 +74,15 @@ class Held:
     def __exit__(self, *_: object) -> None:
         self.in_use -= 1
         self._lanes.let_go(self)
+
+    @property
+    def may_be_exchanged(self) -> bool:
+        """Whether a sequence should wait for a larger lane before it begins on this one, which it would keep in use.
+
+        A gateway that was just started finds few rows free until those of its predecessor were taken back.
+        """
+        young = time.monotonic() < self._leased + MOMENT
+        return young and self.makeshift and self.sessions is not None and not self.has_sequence
 
     @property
     def has_sequence(self) -> bool:
@@ -118,13 +128,15 @@ class Lanes:
         return await asyncio.shield(holding)  # who gives up must not cancel it for the others
 
     async def hold_soon(self, name: str, until: float) -> Held:
-        """As `hold`; where no row is free, it waits for one until `until`, s of the monotonic clock.
+        """As `hold`; where no row is free, or few for sequences, it waits until `until`, s of the monotonic clock.
 
         A gateway that was just started asks for rows before those of its predecessor, which died, were taken back.
         """
         while True:
             try:
-                return await self.hold(name)
+                held = await self.hold(name)
+                if not held.may_be_exchanged or time.monotonic() > until:
+                    return held
             except Busy:
                 if time.monotonic() > until:
                     raise
@@ -283,7 +295,7 @@ class Lanes:
             rows = wanted = 1 if trying else min(most, max(1, message.arena_rows // 2))
             while True:
                 if earlier is not None and not earlier.retired and rows <= earlier.rows:
-                    earlier.largest_until = time.monotonic() + _AGAIN
+                    earlier.largest_until = time.monotonic() + (SOON if earlier.may_be_exchanged else _AGAIN)
                     earlier.makeshift = rows < wanted
                     return earlier  # no more rows are free: the one that there is must do
                 try:
