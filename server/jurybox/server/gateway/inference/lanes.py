@@ -19,7 +19,7 @@ from jurybox.client import Busy, Model, Server, Timeout, connect
 from jurybox.client.lane import row_failed
 from jurybox.client.row_codec import codec_of, shaped
 from jurybox.client.sessions import Sessions
-from jurybox.protocol.errors import Code, ModelFailed, Refused, RowFailed, asleep
+from jurybox.protocol.errors import Code, Error, ModelFailed, Refused, RowFailed, asleep
 from jurybox.protocol.spec import ModelSpec
 from jurybox.protocol.wire import require_name
 from jurybox.server.gateway.inference.coalescer import Arrays, RequestCoalescer
@@ -132,14 +132,19 @@ class Lanes:
 
         A gateway that was just started asks for rows before those of its predecessor, which died, were taken back.
         """
+        held: Held | None = None
         while True:
+            late = time.monotonic() > until
             try:
                 held = await self.hold(name)
-                if not held.may_be_exchanged or time.monotonic() > until:
+                if late or not held.may_be_exchanged:
                     return held
-            except Busy:
-                if time.monotonic() > until:
-                    raise
+            except Error as error:
+                if held is None or held.retired:
+                    if late or not isinstance(error, Busy):
+                        raise
+                elif late:  # a larger one could not be asked for: no engine serves just now
+                    return held
             await asyncio.sleep(SOON)
 
     def held(self, name: str) -> Held | None:

@@ -1,0 +1,61 @@
+"""The gateway's lanes: how long a request waits for the rows of a gateway that has died."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from jurybox.client import Busy, Refused
+from jurybox.protocol.errors import Code
+from jurybox.server.gateway.inference.lanes import Lanes
+
+
+def lane(name, *, exchanged=False):
+    return SimpleNamespace(name=name, may_be_exchanged=exchanged, retired=False)
+
+
+FEW, MANY = lane("few rows", exchanged=True), lane("many rows")
+LOADING = Refused("model 'sum' is loading", Code.NOT_READY)
+
+
+def held_soon(monkeypatch, answers, seconds=10.0):
+    """What `hold_soon` gives where `hold` answers so, one after another and then the last again and again."""
+    lanes = Lanes("ipc:///nowhere")
+    left = list(answers)
+
+    async def hold(name, *, trying=False):
+        answer = left.pop(0) if len(left) > 1 else left[0]
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(lanes, "hold", hold)
+    try:
+        return asyncio.run(lanes.hold_soon("sum", time.monotonic() + seconds))
+    finally:
+        lanes.close()
+
+
+def test_a_request_waits_until_rows_are_free(monkeypatch):
+    assert held_soon(monkeypatch, [Busy("none is free"), Busy("none is free"), MANY]) is MANY
+    with pytest.raises(Busy):
+        held_soon(monkeypatch, [Busy("none is free")], 0.1)
+
+
+def test_what_a_lane_cannot_help_is_told_at_once(monkeypatch):
+    with pytest.raises(Refused, match="loading"):
+        held_soon(monkeypatch, [LOADING, MANY])
+
+
+def test_a_lane_of_few_rows_is_exchanged_and_serves_where_no_other_comes(monkeypatch):
+    assert held_soon(monkeypatch, [FEW, FEW, MANY]) is MANY
+    assert held_soon(monkeypatch, [FEW], 0.1) is FEW
+
+
+def test_while_no_engine_serves_a_lane_of_few_rows_is_kept(monkeypatch):
+    """A request on it waits for the engine; refused now, it would fail where health has just said that all is well."""
+    assert held_soon(monkeypatch, [FEW, LOADING, LOADING, MANY]) is MANY
+    assert held_soon(monkeypatch, [FEW, LOADING], 0.1) is FEW
