@@ -151,6 +151,20 @@ def test_a_client_is_answered_by_the_version_it_names_while_that_is_held(client)
         model.infer(X, version=versions[0])
 
 
+def test_a_version_that_was_used_last_is_not_answered_by_what_took_its_place(client):
+    """Nobody asked meanwhile, so the module still points to the copy that was filled with a later version."""
+    model, publisher = client.model("short"), client.publisher("short")  # keeps no earlier version
+    used = publisher.publish(affine(publisher.version + 1))
+    wait_until(lambda: model.infer_reply(X).version == used, 30, "adoption")
+    for _ in range(2):
+        later = publisher.publish(affine(publisher.version + 1))
+        wait_until(lambda: in_use(client, "short")["version"] == later, 30, "adoption")  # noqa: B023
+    with pytest.raises(Refused, match=f"version {used} is not held"):
+        model.infer(X, version=used)
+    reply = model.infer_reply(X, version=later)
+    assert (reply.outputs == later * X + 1000 * later).all()
+
+
 def test_a_model_that_computes_in_another_dtype_takes_the_learners(client):
     model, publisher = client.model("half"), client.publisher("half")
     version = publisher.publish({"scale": np.array(2.0, np.float32), "offset": np.array(0.5, np.float32)})

@@ -149,12 +149,13 @@ class WeightsUpdater:
             VersionNotHeld: it is not held (any more).
         """
         wanted = version or self.version
-        if wanted == self._used:
+        if wanted == self._used == self.version:
             return
-        held = list(self._copies)[1:]  # the oldest may be half filled with the next version
+        held = list(self._copies)[1:]  # the oldest may be half filled with the next version, and be the one last used
         for copy in held:
             if copy.version == wanted:
-                self._point(copy)
+                if wanted != self._used:
+                    self._point(copy)
                 return
         there = ", ".join(str(copy.version) for copy in held if copy.version) or "none"
         raise VersionNotHeld(
