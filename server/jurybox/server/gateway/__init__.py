@@ -1,1 +1,1 @@
-"""The gateway: HTTP, gRPC and websockets. To the server it is one more client."""
+"""The gateway: HTTP, gRPC and WebSocket endpoints. To the server it is an ordinary client."""

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 async def reasons(source: StatusSource) -> list[str]:
-    """Reasons why the server is not ready, models that do not answer included; empty if it is ready."""
+    """Return why the server is not ready, according to its status document; empty if it is ready."""
     try:
         return not_ready(await source.status())
     except Error as error:
@@ -35,10 +35,10 @@ async def reasons(source: StatusSource) -> list[str]:
 
 
 def not_ready(document: dict[str, Any]) -> list[str]:
-    """Reasons why the server is not ready; empty if it is.
+    """Return why the server is not ready, from its status document; empty if it is ready.
 
-    Ready means: it does not drain, at least one engine serves with a fresh heartbeat, every configured model is loaded,
-    and none is in quarantine. A model that was put to sleep is as it should be.
+    The server is ready when it is not draining, at least one engine serves with a fresh heartbeat, every configured
+    model is loaded, and no model is in quarantine. A sleeping model does not count against readiness.
     """
     reasons = []
     state = document["server"]["state"]
@@ -48,8 +48,8 @@ def not_ready(document: dict[str, Any]) -> list[str]:
         reasons += [_engine(engine) for engine in document["engines"]] or ["there is no engine"]
     for model in document["models"]:
         if model["state"] == "sleeping":
-            continue  # as somebody ordered, who wakes it, too
-        # One that a client has just asked for is not missed by anybody before it has come.
+            continue  # a client put it to sleep on purpose
+        # A model that is being loaded at a client's request is not missing: only configured ones are required.
         if model["state"] != "ready" and (model.get("configured", True) or model["state"] != "loading"):
             why = f": {model['reason']}" if model["reason"] else ""
             reasons.append(f"model {model['name']!r} is {model['state']}{why}")
@@ -62,24 +62,26 @@ def _engine(engine: dict[str, Any]) -> str:
     return f"engine {engine['index']} is {engine['state']}, restarted {engine['restarts']} times"
 
 
-# Whether models answer: each has answered somebody here just now, or is asked one row.
+# A readiness check tests whether each model answers: it has answered a request recently, or it is sent a probe of one
+# row.
 #
-# It is asked as everybody who comes through the gateway is, on the same lanes: only so does it fail when they do.
-# Nobody asking, nothing runs. Where real requests are answered, none is added to them.
+# Probes use the same lanes as requests through the gateway, so that they fail when those fail. No probe is sent without
+# a check, nor to a model that has just answered a real request.
 
 
-FRESH = 0.05  # seconds for which an answer shows that a model answers
-_TIMEOUT = 2.0  # seconds a model has for the row; health checks commonly wait for 1 to 10
-_SILENT_FOR = 30.0  # seconds a supervisor may be busy while its engines answer all the same
-_TRIES = 3  # as a request has
+FRESH = 0.05  # seconds during which a model that has answered needs no probe
+_TIMEOUT = 2.0  # seconds to answer a probe; health checks commonly wait for 1 to 10
+_SILENT_FOR = 30.0  # seconds that the supervisor may be unresponsive while its engines still answer
+_TRIES = 3  # as many as for a request
 
 
 class SelfTest:
-    """Remembers when each model last answered, and sends a request to those that have not answered lately.
+    """A readiness check that remembers when each model last answered, and probes those that have not lately.
 
     Args:
-        lanes: those that requests are answered on.
-        clock: seconds, monotonic.
+        source: source of the server's status.
+        lanes: the lanes that requests use.
+        clock: monotonic clock, in seconds.
     """
 
     def __init__(self, source: StatusSource, lanes: Lanes, clock: Callable[[], float] = time.monotonic) -> None:
@@ -87,24 +89,25 @@ class SelfTest:
         self._lanes = lanes
         self._clock = clock
         self._answered: dict[str, float] = {}
-        self._asking: dict[str, tuple[float, asyncio.Task[str]]] = {}  # when it began, the last of each model
-        self._document: Document | None = None  # the last there was, and when
+        self._asking: dict[str, tuple[float, asyncio.Task[str]]] = {}  # the last probe of each model, and its start
+        self._document: Document | None = None  # the last one received, at the time `_asked`
         self._asked = 0.0
 
     def told(self, model: str, answered: bool) -> None:
-        """Record that a request to that model was answered, or failed."""
+        """Record whether a request to that model was answered or failed."""
         if answered:
             self._answered[model] = self._clock()
         else:
             self._answered.pop(model, None)
 
     async def reasons(self) -> list[str]:
-        """Why the server should get no requests now; empty when every model is loaded and answers."""
+        """Return why the server should get no requests now; empty if every model is loaded and answers."""
         try:
             document = self._document = await self._source.status()
             self._asked = self._clock()
         except (ServerGone, Timeout) as error:
-            # Who leases lanes and restarts engines is away or busy. Whoever has a lane is answered all the same.
+            # The supervisor, which leases lanes and restarts engines, is gone or busy. Requests on lanes that are
+            # already leased are answered without it.
             if self._document is None or self._clock() - self._asked >= _SILENT_FOR:
                 return [str(error)]
             document = self._document
@@ -112,7 +115,7 @@ class SelfTest:
             return [str(error)]
         if document["server"]["state"] == "draining":
             return not_ready(document)
-        # Asked even where the document says that no engine serves: a request waits for the next one, as this row does.
+        # Probe even if no engine serves according to the document: the probe, like a request, waits for the next one.
         asked = [
             model["name"]
             for model in document["models"]
@@ -123,12 +126,12 @@ class SelfTest:
         return not_ready(document) + silent if silent or broken or not asked else []
 
     async def silent(self, name: str) -> str:
-        """The reason why a model does not answer; empty if it does."""
+        """Return why a model does not answer; empty if it does."""
         now = self._clock()
         if now - self._answered.get(name, -FRESH) < FRESH:
             return ""
-        # Who asks at nearly the same moment shares the answer. No row is shared for longer: one that was sent a second
-        # ago has a second left, and its time-out says nothing about a request that is sent now.
+        # Checks at nearly the same time share a probe. An older probe is not shared: one that was sent a second ago
+        # times out in a second, which says nothing about a request that is sent now.
         began, asking = self._asking.get(name, (-FRESH, None))
         if asking is None or now - began >= FRESH:
             asking = asyncio.create_task(self.ask(name))
@@ -136,10 +139,14 @@ class SelfTest:
         return await asyncio.shield(asking)
 
     async def ask(self, name: str, version: int = 0) -> str:
-        """Request one row of zeros, of a weights version (0: the newest); returns the reason for a failure."""
+        """Request one row of zeros, and return why it failed; empty if it was answered.
+
+        Args:
+            version: of the weights; 0: the newest.
+        """
         tries = _TRIES
         until = self._clock() + _TIMEOUT
-        exchanged = until - _TIMEOUT + MOMENT  # as long as requests wait for rows that a dead gateway had
+        exchanged = until - _TIMEOUT + MOMENT  # requests wait as long for the rows of a gateway that died
         while True:
             held = None
             try:
@@ -151,11 +158,11 @@ class SelfTest:
                     continue
                 tries -= 1
                 if error.code == Code.STALE_LEASE and tries:
-                    continue  # it was loaded again just now
+                    continue  # the model has just been reloaded
                 if error.code == Code.MODEL_NOT_FOUND and not version:
-                    return ""  # it was unloaded just now
+                    return ""  # the model has just been unloaded
                 return f"model {name!r} does not answer: {error}"
-            except Exception as error:  # noqa: BLE001  a probe tells what is wrong, whatever it is
+            except Exception as error:  # noqa: BLE001  a probe reports every kind of failure
                 return f"model {name!r} does not answer: {said(error)}"
             self._answered[name] = self._clock()
             return ""
@@ -178,7 +185,7 @@ class ModelVersion(BaseModel):
     version: int
     newest: int
     digest: str
-    age: float | None  # seconds since they were adopted; null: they are those it was loaded with
+    age: float | None  # seconds since they were adopted; null: the model was loaded with them
 
 
 class Version(BaseModel):
@@ -190,7 +197,7 @@ class Version(BaseModel):
     python: str
     torch: str | None
     devices: list[str]  # of the engines, in order
-    server: str | None  # new at every start; null when the server does not answer
+    server: str | None  # the server's id, new at every start; null when the server does not answer
     models: dict[str, ModelVersion]
 
 
@@ -205,19 +212,19 @@ class AnyText(JSONResponse):
     """A JSON response for arbitrary text: lone surrogates are escaped."""
 
     def render(self, content: Any) -> bytes:
-        """As Response.render."""
+        """Encode the content; see `Response.render`."""
         text = json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
         return text.encode("utf-8", "backslashreplace")
 
 
 class NeverCached:
-    """Forbids caching of every response."""
+    """ASGI middleware that forbids caching of every response."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """As ASGI asks."""
+        """Run the application and mark its responses; see the ASGI specification."""
 
         async def send_marked(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -236,14 +243,15 @@ def create_app(
     """Create the application over a source of the server's status.
 
     Args:
-        readiness: why the server is not ready; without it, what the status document says.
-        routers: bring more paths.
-        ports: of each port for robots, by name, what is counted there.
+        source: source of the server's status.
+        readiness: returns why the server is not ready; by default the status document decides.
+        routers: further routes.
+        ports: the counters of each port for robots, by name.
     """
     app = FastAPI(
         title="Jurybox",
         version=build_version(),
-        docs_url=None,  # FastAPI's pages would load their scripts from a foreign host
+        docs_url=None,  # FastAPI's pages would load their scripts from another host
         redoc_url=None,
         default_response_class=AnyText,
     )
@@ -257,7 +265,7 @@ def create_app(
 
     @app.exception_handler(Exception)
     async def broke(_request: Request, error: Exception) -> JSONResponse:
-        # Its traceback is in the log; who asked gets a sentence all the same.
+        # The log has the traceback; the client gets an error message all the same.
         why = f"the gateway failed at this request ({said(error, 200)}); its log says more"
         return AnyText({"error": why, "code": Code.MODEL_FAILED.name}, 500)
 
@@ -267,12 +275,12 @@ def create_app(
     @app.get("/health", responses=ill)
     @app.get("/health/ready", responses=ill)
     async def ready(response: Response) -> Health:
-        """200 if requests would be answered; else 503 with the reasons."""
+        """Return 200 if requests would be answered, else 503 with the reasons."""
         return _health(response, await (readiness() if readiness else reasons(source)))
 
     @app.get("/health/live", responses=ill)
     async def live(response: Response) -> Health:
-        """200 while the supervisor answers, whatever the state of its engines."""
+        """Return 200 while the supervisor answers, whatever the state of its engines."""
         try:
             await source.status()
         except Error as error:
@@ -281,7 +289,7 @@ def create_app(
 
     @app.get("/version")
     async def versions() -> Version:
-        """The build, and which weights every model computes with."""
+        """Return the build, and the weights version of every model."""
         try:
             document: dict[str, Any] | None = await source.status()
         except Error:
@@ -290,7 +298,7 @@ def create_app(
 
     @app.get("/status", responses=failures)
     async def status() -> dict[str, Any]:
-        """The status document, as `jurybox status --json` prints it."""
+        """Return the status document, as `jurybox status --json` prints it."""
         return await source.status()
 
     app.state.watching = Watching(source, ports)
@@ -325,7 +333,7 @@ def _version(document: dict[str, Any] | None) -> Version:
 
 
 def _installed(distribution: str) -> str | None:
-    """A package's version from its metadata: importing torch would cost the gateway seconds and memory."""
+    """Return a package's version from its metadata: importing torch would cost the gateway seconds and memory."""
     try:
         return version(distribution)
     except PackageNotFoundError:

@@ -1,9 +1,9 @@
 """gRPC over HTTP/2 on the event loop: connections, their calls, and the methods that answer them.
 
-A call in grpc.aio costs several times what a small inference does: threads hand every event over to one another. Here
-the loop reads a socket, `native.GrpcConnection` (the system's libnghttp2) says what came, and answers go out with one
-write. Methods are written and registered as those of grpc.aio are, by grpcio's own generated code; a direct method
-(security.grpc) is a plain function, for which no task is made.
+A call in grpc.aio costs several times as much as a small inference, because its threads pass every event to each other.
+Here the event loop reads the socket, `native.GrpcConnection` (over the system's libnghttp2) parses it into events, and
+answers are sent with one write. Methods are implemented and registered as for grpc.aio, with grpcio's generated code; a
+direct method (security.grpc) is a plain function that needs no task.
 """
 
 from __future__ import annotations
@@ -34,24 +34,24 @@ from jurybox.server.security.grpc import (
 )
 
 _MOST_CONNECTIONS = 4096
-_MOST_QUEUED = 1 << 20  # bytes of a stream's answers that the peer has not taken yet
+_MOST_QUEUED = 1 << 20  # bytes of a stream's answers that are queued for the peer
 _READ = 1 << 18  # bytes read at once
-_QUIET = 20.0  # seconds without a byte after which a peer is asked whether it is still there, and has for its answer
-_LONE = 3  # events at once of which one call consists
+_QUIET = 20.0  # seconds without a byte after which the peer is pinged; it has as long to answer
+_LONE = 3  # events of a single unary call that arrives at once: call, message, end
 _CALL, _MESSAGE, _COMPRESSED, _END, _GONE, _TOO_LARGE = range(6)  # native.GrpcConnection's events
 _WINDOW_BITS = {b"gzip": 31, b"deflate": 15}
 _STATUS = grpc.StatusCode
 
 
 class _Details(NamedTuple):
-    """What a generic handler of grpcio is asked by."""
+    """The call details that grpcio's generic handlers look a method up by, as grpc.HandlerCallDetails."""
 
     method: str
     invocation_metadata: Sequence[tuple[str, Any]] = ()
 
 
 class Call:
-    """A call in progress; to its method the context, as grpc.aio.ServicerContext is, or a DirectCall."""
+    """A call in progress, passed to its method as a grpc.aio.ServicerContext, or to a direct method as a DirectCall."""
 
     __slots__ = (
         "_connection", "_direct", "_done", "_handler", "_late", "_message", "_number", "_requests", "_taken", "_task",
@@ -68,9 +68,9 @@ class Call:
         self._until = until  # its deadline, s of the monotonic clock
         self._done = False
         self._message: bytes | None = None
-        self._taken = 0  # bytes of the server's room
-        self._requests: deque[bytes | None] | None = None  # of a stream; None after the last
-        self._waiting: asyncio.Future[None] | None = None  # for the next of them
+        self._taken = 0  # bytes reserved from the server's limit
+        self._requests: deque[bytes | None] | None = None  # messages of a request stream, None after the last
+        self._waiting: asyncio.Future[None] | None = None  # for the next of these messages
         self._task: asyncio.Task[None] | None = None
         self._late: asyncio.TimerHandle | None = None
         self._trailing: Sequence[tuple[str, str]] = ()
@@ -79,23 +79,23 @@ class Call:
 
     @property
     def source(self) -> Source | None:
-        """As security.grpc.DirectCall."""
+        """The connection, if it has no other call now; see `security.grpc.DirectCall.source`."""
         return self._connection.source if self._connection.lone else None
 
     def done(self) -> bool:
-        """Whether it was answered, or its peer is gone: what is answered then goes nowhere."""
+        """Return whether the call was answered or its peer is gone; a further answer is discarded."""
         return self._done
 
     def time_remaining(self) -> float | None:
-        """Seconds until the deadline; None: there is none."""
+        """Return the seconds until the deadline; None if there is none."""
         return None if self._until is None else max(0.0, self._until - time.monotonic())
 
     def set_trailing_metadata(self, trailing: Sequence[tuple[str, str]]) -> None:
-        """Metadata that ends the call."""
+        """Set the metadata that is sent with the status."""
         self._trailing = trailing
 
     async def abort(self, code: Any, details: str = "") -> NoReturn:
-        """End the call with a status of grpc.StatusCode. Raises grpc.aio.AbortError, always."""
+        """End the call with a status of grpc.StatusCode. Always raises grpc.aio.AbortError."""
         self._finish(code, details)
         raise grpc.aio.AbortError()
 
@@ -112,7 +112,7 @@ class Call:
         self._finish(code, details)
 
     def as_usual(self) -> None:
-        """Have the usual method answer the message."""
+        """Let the ordinary method answer the message."""
         if self._done:
             return
         self._give()
@@ -126,7 +126,7 @@ class Call:
     # ---- for the connection
 
     def begin(self) -> None:
-        """It was asked for; messages follow."""
+        """Start the call; its messages follow."""
         if self._handler.request_streaming:
             self._requests = deque()
             self._run(self._answers(self._handler.stream_stream(self._iterated(), self)))
@@ -134,23 +134,23 @@ class Call:
             self._watch()
 
     def came(self, message: bytes) -> None:
-        """A message."""
+        """Accept a message of the peer."""
         if self._requests is not None:
             self._requests.append(message)
             self._wake()
         elif self._message is None:
             self._message = message
         else:
-            self._finish(_STATUS.INTERNAL, "more than one message came: this method takes one")
+            self._finish(_STATUS.INTERNAL, "expected one request message, got more than one")
 
     def ended(self) -> None:
-        """The last message was there."""
+        """Handle the end of the peer's messages."""
         message = self._message
         if self._requests is not None:
             self._requests.append(None)
             self._wake()
         elif message is None:
-            self._finish(_STATUS.INTERNAL, "no message came: this method takes one")
+            self._finish(_STATUS.INTERNAL, "expected one request message, got none")
         elif self._direct is None:
             self.as_usual()
         else:
@@ -165,14 +165,14 @@ class Call:
                 self.as_usual()
 
     def gone(self) -> None:
-        """The peer has given it up, or the connection is over."""
+        """Handle the peer's cancellation of the call, or the end of the connection."""
         self._end()
         self._wake()
         if self._task is not None:
             self._task.cancel()
 
     def refuse(self, code: Any, details: str) -> None:
-        """End the call, whatever its method does."""
+        """End the call with a status, and cancel its method."""
         self._finish(code, details)
         self._wake()
         if self._task is not None:
@@ -193,7 +193,7 @@ class Call:
     def _ran(self, task: asyncio.Task[None]) -> None:
         self._task = None
         if task.cancelled():
-            self._finish(_STATUS.CANCELLED, "the call was given up")
+            self._finish(_STATUS.CANCELLED, "the call was cancelled")
         elif (error := task.exception()) is not None and not isinstance(error, grpc.aio.AbortError):
             self.fail(failure(error))
 
@@ -263,15 +263,15 @@ class _Connection(asyncio.BufferedProtocol):
         self._transport: Any = None
         self.source: Source | None = None
         self._paused = self._reading = self.lone = False
-        self._waiters: list[asyncio.Future[None]] = []  # of calls, until the peer may have taken something
+        self._waiters: list[asyncio.Future[None]] = []  # of calls, until the peer may have received something
         self._heard = 0.0
-        self._asked = False  # the peer, whether it is still there
+        self._asked = False  # whether a ping is unanswered
         self._timer: asyncio.TimerHandle | None = None
 
-    # ---- what asyncio calls
+    # ---- called by asyncio
 
     def connection_made(self, transport: Any) -> None:
-        """As asyncio asks."""
+        """Register the connection; see `asyncio.BaseProtocol`."""
         self._transport = transport
         self.source = Source(transport.get_extra_info("peername"))
         if len(self._server.connections) >= _MOST_CONNECTIONS:
@@ -283,14 +283,14 @@ class _Connection(asyncio.BufferedProtocol):
         self.flush()
 
     def get_buffer(self, _hint: int) -> bytearray:
-        """As asyncio asks: all connections share the memory, which is read before the loop turns to another."""
+        """Return the buffer, which all connections share: it is parsed before the loop serves another one."""
         return self._server.buffer
 
     def buffer_updated(self, size: int) -> None:
-        """As asyncio asks."""
+        """Parse the bytes in the buffer and handle the events; see `asyncio.BufferedProtocol`."""
         self._heard = self.loop.time()
         self._asked = False
-        self._reading = True  # what is answered meanwhile goes out together
+        self._reading = True  # answers made meanwhile are sent with one write
         over = False
         try:
             events = self.native.feed(self._server.buffer, size)
@@ -301,7 +301,7 @@ class _Connection(asyncio.BufferedProtocol):
                     continue
                 try:
                     self._take_in(*event)
-                except Exception as error:  # noqa: BLE001  of a method's own; the connection has other calls
+                except Exception as error:  # noqa: BLE001  a method's error must not end the connection's other calls
                     told = failure(error)
                     if (call := self.calls.get(event[1])) is not None:
                         call.fail(told)
@@ -329,10 +329,10 @@ class _Connection(asyncio.BufferedProtocol):
             self._too_large(call, f"{told} vs. {self._server.most_message}")
 
     def eof_received(self) -> None:
-        """As asyncio asks: the transport closes."""
+        """Let the transport close; see `asyncio.BufferedProtocol`."""
 
     def connection_lost(self, error: Exception | None) -> None:
-        """As asyncio asks."""
+        """Cancel all calls; see `asyncio.BaseProtocol`."""
         self._server.connections.discard(self)
         if self._timer is not None:
             self._timer.cancel()
@@ -343,19 +343,19 @@ class _Connection(asyncio.BufferedProtocol):
         self._server.look()
 
     def pause_writing(self) -> None:
-        """As asyncio asks."""
+        """Stop writing; see `asyncio.BaseProtocol`."""
         self._paused = True
 
     def resume_writing(self) -> None:
-        """As asyncio asks."""
+        """Write again; see `asyncio.BaseProtocol`."""
         self._paused = False
         self.flush()
         self._wake()
 
-    # ---- for calls, and the server
+    # ---- called by calls and the server
 
     def flush(self) -> None:
-        """Send what there is to send."""
+        """Write the pending bytes to the transport, unless it is paused or a read is being handled."""
         if self._paused or self._reading or self._transport is None:
             return
         if data := self.native.outgoing():
@@ -366,24 +366,24 @@ class _Connection(asyncio.BufferedProtocol):
             self._server.look()
 
     def full(self, number: int) -> bool:
-        """Whether a stream's answers wait for the peer."""
+        """Return whether a stream must wait until the peer has received more of its answers."""
         return self._paused or self.native.queued(number) > _MOST_QUEUED
 
     async def taken_some(self) -> None:
-        """Wait until the peer may have taken something, or is gone."""
+        """Wait until the peer may have received something, or is gone."""
         future: asyncio.Future[None] = self.loop.create_future()
         self._waiters.append(future)
         await future
 
     def drain(self) -> None:
-        """Take no new calls."""
+        """Accept no new calls."""
         self.native.drain()
         self.flush()
 
     def close(self) -> None:
-        """End all calls, and the connection."""
+        """End all calls with UNAVAILABLE, and close the connection."""
         for call in list(self.calls.values()):
-            call.refuse(_STATUS.UNAVAILABLE, "the server stops")
+            call.refuse(_STATUS.UNAVAILABLE, "the server is shutting down")
         if self._transport is not None:
             self._transport.close()
 
@@ -413,24 +413,24 @@ class _Connection(asyncio.BufferedProtocol):
         told = named.decode("latin-1")
         if (bits := _WINDOW_BITS.get(named)) is None:
             call.set_trailing_metadata((("grpc-accept-encoding", "identity, deflate, gzip"),))
-            call.refuse(_STATUS.UNIMPLEMENTED, f"messages in encoding {told!r} are not read: expected gzip or deflate")
+            call.refuse(_STATUS.UNIMPLEMENTED, f"unsupported message encoding {told!r}: expected gzip or deflate")
             return
         inflating = zlib.decompressobj(bits)
         try:
             message = inflating.decompress(data, most + 1)
         except zlib.error as error:
-            call.refuse(_STATUS.INTERNAL, f"a message in encoding {told!r} could not be read: {error}")
+            call.refuse(_STATUS.INTERNAL, f"a message with encoding {told!r} cannot be decompressed: {error}")
             return
         if len(message) > most:
-            self._too_large(call, f"more than {most} when inflated")
+            self._too_large(call, f"more than {most} after decompression")
         elif not inflating.eof:
-            call.refuse(_STATUS.INTERNAL, f"a message in encoding {told!r} ends early")
+            call.refuse(_STATUS.INTERNAL, f"a message with encoding {told!r} is truncated")
         else:
             self.native.taken(number, max(0, len(data) - len(message)))
             call.came(message)
 
     def _look(self) -> None:
-        """Is the peer still there?"""
+        """Ping a quiet peer; abort the connection if the last ping was not answered."""
         quiet = self.loop.time() - self._heard
         if quiet < _QUIET:
             self._timer = self.loop.call_later(_QUIET - quiet, self._look)
@@ -451,15 +451,15 @@ class _Connection(asyncio.BufferedProtocol):
 
 
 class Calls:
-    """The methods of a port, and its connections; in place of a grpc.aio.Server. Make it in the loop that serves it.
+    """The methods of a port and its connections, instead of a grpc.aio.Server. Create it in the loop that serves it.
 
     Args:
         access: token, TLS and limits.
-        room: bounds the bytes of all requests together.
-        direct: methods that are functions, by path.
+        room: limits the bytes of all requests together.
+        direct: direct methods, by path.
 
     Raises:
-        ValueError, OSError: the certificate or its key.
+        ValueError, OSError: the certificate or its key cannot be loaded.
     """
 
     def __init__(self, access: Access, room: Room, direct: Mapping[str, Direct]) -> None:
@@ -478,15 +478,15 @@ class Calls:
         self._idle = asyncio.Event()
 
     def add_generic_rpc_handlers(self, handlers: Sequence[Any]) -> None:
-        """As grpc.aio.Server, for generated code."""
+        """Add generic handlers, like `grpc.aio.Server`; called by generated code."""
         self._generic += handlers
 
     def add_registered_method_handlers(self, service: str, handlers: Mapping[str, Any]) -> None:
-        """As grpc.aio.Server, for generated code."""
+        """Add the methods of a service, like `grpc.aio.Server`; called by generated code."""
         self._methods.update({f"/{service}/{name}".encode(): handler for name, handler in handlers.items()})
 
     def found(self, path: bytes) -> Any:
-        """The handler of a method, or None."""
+        """Return the handler of a method, or None."""
         if (known := self._methods.get(path)) is None:
             details = _Details(path.decode("latin-1"))
             known = next((found for handler in self._generic if (found := handler.service(details))), None)
@@ -495,11 +495,11 @@ class Calls:
         return known
 
     async def start(self, listener: socket.socket) -> None:
-        """Serve a socket that listens."""
+        """Serve a listening socket."""
         self._listening = await self.loop.create_server(lambda: _Connection(self), sock=listener, ssl=self._tls)
 
     async def stop(self, grace: float) -> None:
-        """Refuse new calls, wait for those in progress that many seconds, and close all connections."""
+        """Refuse new calls, wait up to `grace` seconds for those in progress, and close all connections."""
         self.stopping = True
         if self._listening is not None:
             self._listening.close()
@@ -512,13 +512,13 @@ class Calls:
             connection.close()
 
     def look(self) -> None:
-        """Is nothing in progress any more?"""
+        """Let `stop` continue if no call is in progress any more."""
         if self.stopping and not any(one.calls or one.native.calls for one in self.connections):
             self._idle.set()
 
 
 def _tls(access: Access) -> ssl.SSLContext | None:
-    if access.tls() is None:  # which looks who may read the key
+    if access.tls() is None:  # `tls` also checks the permissions of the key file
         return None
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2

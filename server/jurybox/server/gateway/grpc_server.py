@@ -32,15 +32,15 @@ from jurybox.server.settings.endpoints import split_host
 Readiness = Callable[[], Awaitable[list[str]]]
 
 _log = logging.getLogger("jurybox.gateway.grpc")
-_EVERY = 0.5  # seconds between two looks for somebody who watches
+_EVERY = 0.5  # seconds between two readiness checks for a watching client
 
 
 class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # grpcio-health-checking has no types
-    """Health of the server ("") and of each of its services, which are ready at the same time.
+    """Health of the server ("") and of each of its services, which all become ready together.
 
     Args:
-        services: their full names.
-        readiness: why the server is not ready; empty when it is.
+        services: full names of the services.
+        readiness: returns why the server is not ready; empty if it is.
     """
 
     def __init__(self, services: Sequence[str], readiness: Readiness) -> None:
@@ -80,11 +80,11 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # grpcio-he
         return health_pb2.HealthCheckResponse.SERVING if ready else health_pb2.HealthCheckResponse.NOT_SERVING
 
     def _unknown(self, service: str) -> str:
-        return f"no service {service!r} is offered here; there are: {', '.join(sorted(self._known - {''})) or 'none'}"
+        return f"unknown service {service!r}; available: {', '.join(sorted(self._known - {''})) or 'none'}"
 
 
 class Status:
-    """Returns the status document, as ``jurybox status --json`` and HTTP's /status do."""
+    """The service that returns the status document, as ``jurybox status --json`` and HTTP's /status do."""
 
     def __init__(self, source: StatusSource) -> None:
         self._source = source
@@ -95,7 +95,7 @@ class Status:
 
 
 GRACE = 2.0  # seconds that calls in progress get when the gateway stops
-_CONNECTION_MS = 20_000  # idle time after which a peer is asked whether it is still there
+_CONNECTION_MS = 20_000  # idle time after which a peer is pinged
 
 
 _INSTALL = "install it (apt install libnghttp2-14, dnf install libnghttp2)"
@@ -110,11 +110,11 @@ class Service:
     """One gRPC service.
 
     Attributes:
-        name: in full, "package.Service".
+        name: full name, "package.Service".
         file: descriptor of the .proto that defines it, for reflection.
-        servicer: answers its calls.
-        add: the generated add_..._to_server, or whatever registers the servicer on a server.
-        direct: functions that are asked before its methods, by the methods' paths.
+        servicer: implements its methods.
+        add: the generated add_..._to_server, or another function that registers the servicer on a server.
+        direct: direct methods, which are tried before the servicer's, by path.
     """
 
     name: str
@@ -125,24 +125,24 @@ class Service:
 
 
 class GrpcServer:
-    """A gRPC server over some services. Make it in the event loop that serves it.
+    """A gRPC server for some services. Create it in the event loop that serves it.
 
     Args:
-        address: "host:port"; port 0 takes a free one.
-        services: what is offered besides health and reflection.
-        readiness: why the server is not ready, for grpc.health.v1; an empty list when it is.
-        access: the walls before every call; without it the limits alone.
-        http2: what speaks HTTP/2: "nghttp2", the system's library, much the faster; "grpcio", which is always there; or
-            "auto", the first of them that is there.
+        address: "host:port"; port 0 selects a free one.
+        services: the services besides health and reflection.
+        readiness: returns why the server is not ready, for grpc.health.v1; an empty list if it is.
+        access: access control of every call; by default only the limits apply.
+        http2: the HTTP/2 implementation: "nghttp2", the system's library, which is much faster; "grpcio", which is
+            always available; or "auto", the first of them that is available.
 
     Attributes:
-        http2: what does, with its version, and why not the other.
-        ended: set where grpcio's server ended by itself: a method's path that is no UTF-8 is enough. Another in the
-            same process is not to be trusted, so who has made this should end.
-        bound: where it really listens.
+        http2: the HTTP/2 implementation in use, with its version, and for grpcio why it was chosen.
+        ended: set when grpcio's server ended by itself; a method path that is not UTF-8 is enough. A second server in
+            the same process would not be reliable, so the process should exit.
+        bound: the address that it really listens on.
 
     Raises:
-        CannotListen, ValueError: the address cannot be had, or what is to speak HTTP/2.
+        CannotListen, ValueError: the address cannot be bound, or the HTTP/2 implementation is not available.
     """
 
     def __init__(
@@ -170,7 +170,9 @@ class GrpcServer:
             self._calls = Calls(access, self._room, direct)
             self._offer(self._calls, {})
         else:
-            self._listener.close()  # gRPC's own message names neither the port's state nor a remedy
+            # grpcio binds the address itself. `listen` came first because gRPC's error message gives neither the cause
+            # nor a remedy.
+            self._listener.close()
             self._aio = self._new_aio()
 
     async def start(self) -> None:
@@ -210,7 +212,7 @@ class GrpcServer:
             interceptors=interceptors(self._access),
             options=(
                 *limits(self._access),
-                ("grpc.so_reuseport", 0),  # two servers must not share a port unnoticed
+                ("grpc.so_reuseport", 0),  # a second server on the port must fail instead of sharing it
                 ("grpc.keepalive_time_ms", _CONNECTION_MS),
                 ("grpc.http2.min_recv_ping_interval_without_data_ms", _CONNECTION_MS // 4),
             ),
@@ -229,7 +231,7 @@ class GrpcServer:
         why: object = "it stopped"
         try:
             await self._aio.wait_for_termination()
-        except Exception as error:  # noqa: BLE001  whatever ended it
+        except Exception as error:  # noqa: BLE001  any error means that the server has ended
             why = error
         if not self._stopping:
             _log.error("grpcio's server ended (%s)", why)
@@ -237,17 +239,24 @@ class GrpcServer:
 
 
 def choose_http2(wanted: str) -> tuple[str, bool]:
-    """What is to speak HTTP/2, in words, and whether that is libnghttp2. Raises ValueError where it cannot be had."""
+    """Choose the HTTP/2 implementation.
+
+    Returns:
+        Its description for logs and status, and whether it is libnghttp2.
+
+    Raises:
+        ValueError: the wanted one is not available.
+    """
     version, missing = native.nghttp2()
     if wanted == "nghttp2" and missing:
         raise ValueError(f"server.grpc_http2 = 'nghttp2': {missing}; {_INSTALL}, or set it to 'auto' or 'grpcio'")
     if wanted != "grpcio" and version:
         return f"libnghttp2 {version}", True
-    return f"grpcio {grpc.__version__} ({missing if wanted == 'auto' else 'server.grpc_http2 says so'})", False
+    return f"grpcio {grpc.__version__} ({missing if wanted == 'auto' else 'set by server.grpc_http2'})", False
 
 
 def _pool_of(files: Sequence[FileDescriptor]) -> DescriptorPool:
-    """A descriptor pool with these files and their imports; not all of them are in the default pool."""
+    """Return a descriptor pool with these files and their imports; the default pool lacks some of them."""
     pool = DescriptorPool()
     added: set[str] = set()
 
