@@ -1,7 +1,7 @@
 """The HTTP server: uvicorn on a socket that is bound before the application starts.
 
-Requests are parsed by httptools (llhttp, in C), which takes 0.15 ms less of a lone request than h11; by h11 where there
-is no httptools. Of the two only h11 bounds what it holds, so here is what bounds the other.
+Requests are parsed by httptools (llhttp, in C), which saves 0.15 ms per single request compared with h11, or by h11
+where httptools is not installed. Of the two only h11 limits what it buffers, so this module adds limits to httptools.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ class CannotListen(OSError):
 
 
 def listen(address: str, setting: str = "http") -> socket.socket:
-    """Bind and listen on "host:port"; port 0 takes a free port.
+    """Bind and listen on "host:port"; port 0 selects a free port.
 
     Args:
-        setting: whose address it is, "http", "grpc" or "dialects.NAME", for messages.
+        setting: the setting that the address comes from, for messages: "http", "grpc" or "dialects.NAME".
 
     Raises:
-        CannotListen: the port is taken, or the host is not this one.
+        CannotListen: the port is in use, or the address is not one of this host.
     """
     host, port = split_host(address)
     try:
@@ -44,7 +44,7 @@ def listen(address: str, setting: str = "http") -> socket.socket:
         )[0]
         listener = socket.socket(family, kind, protocol)
         try:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # back at once after a kill
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # bind at once after a restart
             listener.bind(where)
             listener.listen(_BACKLOG)
         except OSError:
@@ -64,27 +64,27 @@ def listen(address: str, setting: str = "http") -> socket.socket:
 
 
 def bound_name(host: str, port: int) -> str:
-    """ "host:port", with brackets for IPv6."""
+    """Return "host:port", with brackets for IPv6."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 try:
     from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
-except ImportError:  # a Python that it has no wheel for
+except ImportError:  # there is no wheel for this Python
     HttpToolsProtocol = None  # type: ignore[assignment, misc]
 
 _CONNECTIONS = 512  # open at once; beyond that requests are answered 503
-_KEEP_ALIVE = 75  # seconds that a connection may rest between requests: longer than the clients' pools keep theirs,
-# so that none sends a request just when its connection is closed (httpx 5, aiohttp 15; uvicorn would take 5)
-_MOST_HEADERS = 32 << 10  # bytes of a request's line and headers
+_KEEP_ALIVE = 75  # seconds that a connection may be idle between requests: longer than clients' pools keep theirs, so
+# that no client sends a request just when its connection is closed (httpx: 5, aiohttp: 15; uvicorn's default: 5)
+_MOST_HEADERS = 32 << 10  # bytes of a request line and headers
 GRACE = 2  # seconds that requests in progress get when the gateway stops
 
 
-_MOST_PIPELINED = 64  # requests of one connection that wait behind the one that is being answered
+_MOST_PIPELINED = 64  # requests of one connection that wait behind the one being answered
 
 
 class _Unfit(ValueError):
-    """What came is more than is taken; httptools makes an invalid request of it, which is answered 400."""
+    """A request exceeds a limit, or its Host header is not valid; httptools rejects it, and it is answered 400."""
 
 
 if HttpToolsProtocol is None:
@@ -92,58 +92,61 @@ if HttpToolsProtocol is None:
     from uvicorn.protocols.http.h11_impl import H11Protocol
 
     class Connection(H11Protocol):
-        """A connection as uvicorn has it."""
+        """uvicorn's h11 connection."""
 
         @property
         def between(self) -> bool:
-            """Whether all requests were answered and nothing has come of the next."""
+            """Whether all requests were answered and no byte of the next was received."""
             conn = self.conn
             return conn.our_state is h11.IDLE and conn.their_state is h11.IDLE and not conn.trailing_data[0]
 
 else:
 
     class Connection(HttpToolsProtocol):  # type: ignore[no-redef]
-        """Bounds a request's line and headers, what stands around a body's parts, and the requests that wait.
+        """uvicorn's httptools connection, with limits on the request head, chunk framing and pipelined requests.
 
-        As h11 does, it wants one Host of a request of HTTP/1.1.
+        Like h11, it requires exactly one Host header in an HTTP/1.1 request.
         """
 
         _cycles: tuple[Any, ...] = ()  # requests that are not answered yet
-        _reading = False  # whether a request has begun and is not whole yet
-        _loose = 0  # bytes since the last part of a body, or the last whole request
-        _headers_bytes = 0  # of headers, and of what follows a body
+        _reading = False  # whether a request has begun and is not complete yet
+        _loose = 0  # bytes received since the last part of a body or the last complete request
+        _headers_bytes = 0  # of the request line, headers and trailers
 
         @property
         def between(self) -> bool:
-            """Whether all requests were answered and nothing has come of the next."""
+            """Whether all requests were answered and no byte of the next was received."""
             return not self._reading and all(cycle.response_complete for cycle in self._cycles)
 
         def data_received(self, data: bytes) -> None:
-            """As asyncio.Protocol. A header is told of when it is whole, so one that never ends is counted here."""
+            """Parse the data; see `asyncio.Protocol`.
+
+            httptools calls `on_header` only for a complete header, so a header without end is counted here.
+            """
             self._loose += len(data)
             super().data_received(data)
             if self._loose > _MOST_HEADERS and not self.transport.is_closing():
                 self.send_400_response("Headers too large.")
 
         def on_message_begin(self) -> None:
-            """As httptools asks."""
+            """Limit the pipelined requests; a callback of httptools."""
             if len(self.pipeline) >= _MOST_PIPELINED:
                 raise _Unfit
             self._headers_bytes, self._reading = 0, True
             super().on_message_begin()
 
         def on_url(self, url: bytes) -> None:
-            """As httptools asks."""
+            """Count the bytes of the URL; a callback of httptools."""
             self._count(len(url))
             super().on_url(url)
 
         def on_header(self, name: bytes, value: bytes) -> None:
-            """As httptools asks."""
-            self._count(len(name) + len(value) + 4)  # and what stands between them
+            """Count the bytes of a header; a callback of httptools."""
+            self._count(len(name) + len(value) + 4)  # 4: the colon, a space and CRLF
             super().on_header(name, value)
 
         def on_headers_complete(self) -> None:
-            """As httptools asks."""
+            """Check the Host header; a callback of httptools."""
             hosts = [value for name, value in self.headers if name == b"host"]
             if len(hosts) > 1 or (not hosts and self.parser.get_http_version() == "1.1"):
                 raise _Unfit
@@ -151,12 +154,15 @@ else:
             self._cycles = (*(cycle for cycle in self._cycles if not cycle.response_complete), self.cycle)
 
         def send_400_response(self, msg: str) -> None:
-            """Answer what is no request. Those before it get no answer behind this one."""
+            """Answer an invalid request. Requests before it that are not answered yet get no answer after this one."""
             self._forget_cycles()
             super().send_400_response(msg)
 
         def connection_lost(self, exc: Exception | None) -> None:
-            """As asyncio.Protocol. uvicorn tells the last request alone, and the one being answered is another."""
+            """Mark all unanswered requests as disconnected; see `asyncio.Protocol`.
+
+            uvicorn marks only the last request, which with pipelining is not the one being answered.
+            """
             self._forget_cycles()
             super().connection_lost(exc)
 
@@ -168,12 +174,12 @@ else:
             self._cycles = ()
 
         def on_body(self, body: bytes) -> None:
-            """As httptools asks."""
+            """Reset the count of framing bytes; a callback of httptools."""
             self._loose = 0
             super().on_body(body)
 
         def on_message_complete(self) -> None:
-            """As httptools asks."""
+            """Record that the request is complete; a callback of httptools."""
             self._loose, self._reading = 0, False
             super().on_message_complete()
 
@@ -192,20 +198,21 @@ class _Uvicorn(uvicorn.Server):
 
 
 class HttpServer:
-    """An HTTP server that listens from its construction; connections made before `run` are served then.
+    """An HTTP server that listens from its construction on; `run` also serves connections made before it.
 
     Args:
-        address: "host:port"; port 0 takes a free one.
-        access: the walls before the application.
-        setting: whose address it is, as `listen` has it.
-        protocol: of its connections, instead of uvicorn's.
-        room: for the bytes of all bodies, where the protocol accounts there as well.
+        address: "host:port"; port 0 selects a free one.
+        app: the ASGI application.
+        access: access control in front of the application.
+        setting: the setting that the address comes from; see `listen`.
+        protocol: class of the connections, instead of `Connection`.
+        room: limits the bytes of all bodies; pass it if the protocol reserves bytes from it, too.
 
     Attributes:
-        bound: where it really listens.
+        bound: the address that it really listens on.
 
     Raises:
-        CannotListen, ValueError: the address cannot be had.
+        CannotListen, ValueError: the address cannot be bound.
     """
 
     def __init__(
@@ -223,10 +230,10 @@ class HttpServer:
         self._uvicorn = _Uvicorn(
             uvicorn.Config(
                 guarded(app, access, loopback=is_loopback(split_host(address)[0]), room=room),
-                # Said, not found out: uvicorn would take what happens to be installed, and that may bound nothing.
+                # Explicit: uvicorn would choose a protocol by what is installed, and that one may have no limits.
                 http=protocol or Connection,
                 ws="none",
-                log_config=None,  # its records go where ours go
+                log_config=None,  # uvicorn's records go to Jurybox's handlers
                 access_log=False,
                 lifespan="off",
                 server_header=False,
@@ -240,10 +247,10 @@ class HttpServer:
         )
 
     async def run(self) -> bool:
-        """Serve until `stop`; returns whether it served."""
+        """Serve until `stop` is called, and return whether the server started."""
         await self._uvicorn.serve(sockets=[self._listener])
         return self._uvicorn.started
 
     def stop(self) -> None:
-        """Make `run` return, after the requests in progress or the grace period."""
+        """Make `run` return after the requests in progress are answered, or after the grace period."""
         self._uvicorn.should_exit = True

@@ -24,29 +24,33 @@ if TYPE_CHECKING:
 
 Document = dict[str, Any]
 
-_MARGIN = 0.5  # seconds: the client gives up first, and knows better why
+_MARGIN = 0.5  # seconds by which we wait longer than the client, whose time-out has the better error message
 
 
 class StatusSource(Protocol):
     """A source of the server's status."""
 
     async def status(self, *, fresh: bool = False) -> Document:
-        """The status document of jurybox.server.status; `fresh`: made after this call.
+        """Return the status document (see jurybox.server.status).
 
-        Raises Error, such as ServerGone, when there is none.
+        Args:
+            fresh: return a document that was made after this call, not a cached one.
+
+        Raises:
+            Error: there is none, for example because the server is gone (ServerGone).
         """
         ...
 
 
 class ClientSource(StatusSource):
-    """Gets the status through the client, in a single thread.
+    """The status as the client gets it, in a single thread.
 
-    An answer, or the lack of one, is kept for a moment, so that many probes cost the server as much as one.
+    An answer or an error is cached for a moment, so that many probes cost the server no more than one.
 
     Args:
-        address: the server's.
-        timeout: seconds the server has for an answer.
-        keep: seconds an answer is good for.
+        address: address of the server.
+        timeout: seconds to wait for an answer of the server.
+        keep: seconds for which an answer is cached.
     """
 
     def __init__(self, address: str, *, timeout: float = 1.0, keep: float = 0.1) -> None:
@@ -65,7 +69,7 @@ class ClientSource(StatusSource):
             question.add_done_callback(self._note)
             self._question = question
         try:
-            # Shielded: who gives up must not cancel the question of the others.
+            # Shielded: a caller that gives up must not cancel the request that it shares with others.
             return await asyncio.wait_for(asyncio.shield(question), self._timeout + _MARGIN)
         except TimeoutError as error:
             if isinstance(error, Error):
@@ -80,10 +84,10 @@ class ClientSource(StatusSource):
     def _note(self, question: asyncio.Future[Document]) -> None:
         self._answered = time.monotonic()
         if not question.cancelled():
-            question.exception()  # seen, whether or not anybody still waits for it
+            question.exception()  # mark it as retrieved: every caller may have given up
 
     def _ask(self) -> Document:
-        """In the thread: get the status; after a failure the next call uses a new connection."""
+        """Get the status, in the thread; after a failure the next call opens a new connection."""
         try:
             if self._connection is None:
                 self._connection = connect(self._address, timeout=self._timeout)
@@ -106,7 +110,7 @@ _FILES = {
     "/page/charts.js": ("charts.js", "text/javascript; charset=utf-8"),
     "/page/icon.svg": ("icon.svg", "image/svg+xml"),
 }
-# The page loads nothing but its own files and talks to nobody but this server; nobody may put it in a frame.
+# The page loads only its own files, connects only to this server, and cannot be embedded in a frame.
 PAGE_HEADERS = {
     "Content-Security-Policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
@@ -122,13 +126,14 @@ PAGE_HEADERS = {
 
 
 class Watching:
-    """The routes, and what to close at the end.
+    """The routes of the live page and of the metrics. Call `close` at the end.
 
     Args:
-        ports: of each port for robots, by name, what is counted there.
+        source: source of the server's status.
+        ports: the counters of each port for robots, by name.
 
     Attributes:
-        router: to be included in an application.
+        router: the routes, for an application to include.
     """
 
     def __init__(self, source: StatusSource, ports: Mapping[str, PortCounters] | None = None) -> None:
@@ -154,7 +159,7 @@ class Watching:
         self.router.add_api_route(path, page, response_class=Response, include_in_schema=False)
 
     async def _metrics(self, request: Request) -> Response:
-        """Counters, gauges and histograms in Prometheus's text format, or OpenMetrics where that is accepted."""
+        """Return the metrics in Prometheus's text format, or in OpenMetrics format where that is accepted."""
         body, content_type = exposition(await self._watch.snapshot(), request.headers.get("accept", ""))
         return Response(body, headers={"Content-Type": content_type})
 
@@ -171,8 +176,8 @@ class Watching:
             await stream.aclose()
 
 
-_NAMES_FOR = 1.0  # seconds a status document is good for: it tells the names, the scoreboard tells the numbers
-_SILENT_FOR = 30.0  # seconds a supervisor may owe the next one; then it is no longer busy, but hangs
+_NAMES_FOR = 1.0  # seconds for which a status document is used: it has the names, the scoreboard has the numbers
+_SILENT_FOR = 30.0  # seconds after which a supervisor without a new document counts as hung, not as busy
 INTERVAL = 0.4  # seconds between two documents of the stream
 _MOST_WATCHERS = 64
 
@@ -191,15 +196,17 @@ class Watch:
         """Take a snapshot.
 
         Raises:
-            ServerGone, Timeout: no server answers, and none lives that has lately.
+            ServerGone, Timeout: the server does not answer, and its scoreboard cannot be used instead: it has no living
+                owner, or the last document is too old.
         """
         if self._document is None or time.monotonic() - self._asked >= _NAMES_FOR:
             try:
                 self._document = await self._source.status()
                 self._asked = time.monotonic()
             except (ServerGone, Timeout):
-                # The client calls gone who died and who had no core for a second alike. The scoreboard knows better:
-                # its owner's lock says whether it lives, and then it tells the truth, under the names it had.
+                # The client cannot tell a server that died from one that got no CPU time for a second. The scoreboard
+                # can: its owner's lock shows whether the server lives. If so, the scoreboard is valid, with the names
+                # of the last document.
                 if self._document is None or time.monotonic() - self._asked >= _SILENT_FOR:
                     raise
         try:
@@ -214,9 +221,9 @@ class Watch:
 
 
 class Broadcast:
-    """One sampling task for all watching clients; it runs while there is one.
+    """One sampling task for all watching clients, which runs while there is a client.
 
-    Who reads slowly misses documents, and holds nobody up.
+    A client that reads slowly misses documents, and does not delay the others.
     """
 
     def __init__(self, watch: Watch, interval: float = INTERVAL) -> None:
@@ -234,12 +241,12 @@ class Broadcast:
         return self._watchers
 
     def require_room(self) -> None:
-        """Raises Refused if the maximum number of clients watch."""
+        """Raise Refused if the maximum number of clients watch."""
         if self._watchers >= _MOST_WATCHERS:
-            raise Refused(f"{_MOST_WATCHERS} live pages are open, which is all there may be: close one", Code.BUSY)
+            raise Refused(f"{_MOST_WATCHERS} live pages are open, which is the maximum: close one", Code.BUSY)
 
     async def stream(self) -> AsyncGenerator[str]:
-        """Server-sent events (WHATWG HTML, 9.2): `sample` with a document, `gone` with a reason if there is none."""
+        """Yield server-sent events (WHATWG HTML, 9.2): `sample` with a document, or `gone` with the reason for none."""
         self._watchers += 1
         try:
             if self._task is None:
@@ -257,7 +264,7 @@ class Broadcast:
                 self._task = None
 
     def close(self) -> None:
-        """End all streams, so that an open page does not delay the end of the gateway."""
+        """End all streams, so that an open page does not delay the gateway's shutdown."""
         self._closed = True
         self._changed.set()
 
@@ -268,14 +275,14 @@ class Broadcast:
             try:
                 document = history.add(await self._watch.snapshot())
                 self._tell("sample", json.dumps(document, separators=(",", ":")))
-            except Exception as error:  # noqa: BLE001  who watches is told, and the next look may go well
+            except Exception as error:  # noqa: BLE001  clients get the error, and the next snapshot may succeed
                 self._tell("gone", json.dumps({"reason": said(error)}))
             await asyncio.sleep(max(0.05, self._interval - (time.monotonic() - began)))
 
     def _tell(self, event: str, data: str) -> None:
-        # One event is made for all watchers. sse-starlette (3.7.0) makes it anew for each: 0.3 ms for a document of
-        # 20 kB, which for 64 watchers is 5 % of a core, and it looks into uvicorn's signal handlers to end streams,
-        # which `close` ends here. It would replace the next line.
+        # One event is formatted for all watchers. sse-starlette (3.7.0) would replace the next line, but it formats the
+        # event for each watcher, 0.3 ms for a document of 20 kB (5 % of a core for 64 watchers), and it hooks into
+        # uvicorn's signal handlers to end streams, which `close` does here.
         self._latest = f"event: {event}\ndata: {data}\n\n"
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
