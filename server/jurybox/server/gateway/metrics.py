@@ -1,4 +1,4 @@
-"""The table of metrics: definitions, and how their samples are read from a snapshot of the scoreboard."""
+"""The table of metrics: their definitions, and functions that read their samples from a snapshot of the scoreboard."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True)
 class Distribution:
-    """A histogram's sample: `counts` (buckets,) as the scoreboard keeps them, and their sum in base units."""
+    """A histogram's sample: `counts` (buckets,) as on the scoreboard, and the `total` of the values in base units."""
 
     counts: NDArray[np.uint64]
     total: float
@@ -51,7 +51,7 @@ Samples = Iterable[tuple[Labels, float | Distribution]]
 class Buckets:
     """The buckets of a histogram: upper bounds 2^first to 2^last, divided by `scale`.
 
-    A bucket of the scoreboard counts whole numbers below 2^i, so that of `exact` ones (rows) the bound is 2^i - 1.
+    A bucket of the scoreboard counts integers below 2^i, so that the bound of `exact` values (rows) is 2^i - 1.
     """
 
     first: int
@@ -60,7 +60,7 @@ class Buckets:
     exact: bool = False
 
     def cumulated(self, value: Distribution) -> list[tuple[str, float]]:
-        """(upper bound, cumulative count) pairs, the last bound +Inf."""
+        """Return (upper bound, cumulative count) pairs; the last bound is +Inf."""
         upto = np.cumsum(value.counts)
         told = [(str((2**i - self.exact) / self.scale), float(upto[i])) for i in range(self.first, self.last + 1)]
         return [*told, ("+Inf", float(upto[-1]))]
@@ -68,17 +68,18 @@ class Buckets:
 
 @dataclass(frozen=True)
 class Metric:
-    """One row of the table.
+    """A metric, one row of the table.
 
     Attributes:
-        name: without prefix; a counter's without `_total`.
-        labels: names of the labels that tell its samples apart.
-        help: what it is; one sentence.
-        use: what to conclude from it.
-        read: its samples in a snapshot.
-        unit: "seconds", "bytes", "rows", "versions", "ratio"; "" for what is counted one by one.
-        like: what Triton or vLLM call the same.
-        buckets: of a histogram.
+        name: its name, without the prefix and a counter's `_total`.
+        kind: its Prometheus type.
+        labels: names of its labels.
+        help: what it measures, in one sentence.
+        use: what to conclude from its value.
+        read: returns its samples in a snapshot.
+        unit: "seconds", "bytes", "rows", "versions", "ratio"; "" for a number of events or objects.
+        like: names of the same metric in Triton and vLLM.
+        buckets: the buckets of a histogram.
     """
 
     name: str
@@ -93,12 +94,12 @@ class Metric:
 
     @property
     def full_name(self) -> str:
-        """The name in queries; histograms add _bucket, _sum or _count."""
+        """The name in queries; a histogram's series add _bucket, _sum or _count."""
         return f"{PREFIX}{self.name}{'_total' if self.kind is Kind.COUNTER else ''}"
 
 
 def by_model(read: Callable[[Snapshot, int], float | Distribution | None]) -> Callable[[Snapshot], Samples]:
-    """One sample for each model, read from (snapshot, model index); None is left out."""
+    """Return a reader of one sample per model; `read(snapshot, model index)` returns it, or None for no sample."""
 
     def samples(snapshot: Snapshot) -> Samples:
         for at, model in enumerate(snapshot.models):
@@ -109,7 +110,11 @@ def by_model(read: Callable[[Snapshot, int], float | Distribution | None]) -> Ca
 
 
 def by_engine(read: Callable[[NDArray[Any], Snapshot, int], float | None]) -> Callable[[Snapshot], Samples]:
-    """One sample for each engine, read from (record, snapshot, engine index); None is left out."""
+    """Return a reader of one sample per engine.
+
+    Args:
+        read: called with (record, snapshot, engine index); returns the sample, or None for no sample.
+    """
 
     def samples(snapshot: Snapshot) -> Samples:
         for index, record in enumerate(snapshot.engines):
@@ -120,12 +125,18 @@ def by_engine(read: Callable[[NDArray[Any], Snapshot, int], float | None]) -> Ca
 
 
 def counted(field: str) -> Callable[[Snapshot], Samples]:
-    """A counter of the scoreboard summed over engines, one sample for each model."""
+    """Return a reader of a scoreboard counter, summed over engines: one sample per model."""
     return by_model(lambda snapshot, at: float(snapshot.counters[field][:, at].sum()))
 
 
 def distributed(field: str, total: str, scale: float) -> Callable[[Snapshot], Samples]:
-    """A histogram of the scoreboard summed over engines, by model; `total` names the counter of the sum."""
+    """Return a reader of a scoreboard histogram, summed over engines: one sample per model.
+
+    Args:
+        field: the histogram's counters.
+        total: the counter of the sum of its values.
+        scale: divisor that converts this sum to base units.
+    """
 
     def read(snapshot: Snapshot, at: int) -> Distribution:
         counters = snapshot.counters[:, at]
@@ -135,19 +146,19 @@ def distributed(field: str, total: str, scale: float) -> Callable[[Snapshot], Sa
 
 
 def told(values: Callable[[Snapshot], Mapping[str, float]]) -> Callable[[Snapshot], Samples]:
-    """Samples with one label, from a mapping of label values."""
+    """Return a reader of samples with one label; `values` returns them by label value."""
     return lambda snapshot: [((label,), value) for label, value in values(snapshot).items()]
 
 
 def by_port(read: Callable[[PortCounters], float | Distribution]) -> Callable[[Snapshot], Samples]:
-    """One sample for each port for robots."""
+    """Return a reader of one sample per robot port."""
     return lambda snapshot: [((name,), read(counters)) for name, counters in snapshot.ports.items()]
 
 
 def by_port_and(
     reasons: Sequence[str], read: Callable[[PortCounters], Mapping[str, int]]
 ) -> Callable[[Snapshot], Samples]:
-    """One sample for each port for robots and reason."""
+    """Return a reader of one sample per robot port and reason."""
     return lambda snapshot: [
         ((name, reason), float(read(counters).get(reason, 0)))
         for name, counters in snapshot.ports.items()
@@ -156,15 +167,16 @@ def by_port_and(
 
 
 def at_port(read: Callable[[PortCounters], Times]) -> Callable[[Snapshot], Samples]:
-    """A histogram for each port for robots."""
+    """Return a reader of one histogram per robot port."""
     return by_port(lambda counters: Distribution(read(counters).counts, read(counters).total))
 
 
-# Every metric of `/metrics`. The exposition, docs/metrics.md and the Grafana dashboard are all made from this table.
+# Every metric of `/metrics`. The exposition, docs/metrics.md and the Grafana dashboard are all generated from this
+# table.
 #
-# Names follow what users of Triton and vLLM know, with base units and Prometheus's suffixes. Labels are few on purpose:
-# `model` or `engine`, whose number is bounded by the scoreboard. Counters live on the scoreboard, which the supervisor
-# owns: an engine that is started again goes on counting where its predecessor stopped.
+# Names follow those of Triton and vLLM, with base units and Prometheus's suffixes. There are few labels on purpose:
+# `model` or `engine`, whose number is bounded by the scoreboard. The counters are on the scoreboard, which the
+# supervisor owns, so that a restarted engine continues the counts of its predecessor.
 
 
 _COUNTER, _GAUGE, _HISTOGRAM = Kind.COUNTER, Kind.GAUGE, Kind.HISTOGRAM
@@ -441,18 +453,18 @@ TABLE = (
 
 
 class SnapshotCollector(Collector):
-    """A Prometheus collector over one snapshot, without state of its own."""
+    """A stateless Prometheus collector over one snapshot."""
 
     def __init__(self, snapshot: Snapshot) -> None:
         self._snapshot = snapshot
 
     def collect(self) -> Iterable[Family]:
-        """The interface of prometheus_client."""
+        """Return the metric families; see `prometheus_client.registry.Collector`."""
         return [_family(metric, self._snapshot) for metric in TABLE]
 
 
 def exposition(snapshot: Snapshot, accept: str = "") -> tuple[bytes, str]:
-    """The body and the content type of a scrape, in the format of the Accept header."""
+    """Return the body and the content type of a scrape, in the format that the Accept header asks for."""
     encode, content_type = choose_encoder(accept)
     return encode(SnapshotCollector(snapshot)), content_type
 

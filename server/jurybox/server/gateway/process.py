@@ -1,4 +1,4 @@
-"""The gateway's process: settings from the control pipe, HTTP and gRPC until told to stop or the supervisor ends."""
+"""The gateway process: it takes its settings from the control pipe, and serves until told to stop or the pipe ends."""
 
 from __future__ import annotations
 
@@ -28,19 +28,20 @@ if TYPE_CHECKING:
     from jurybox.server.gateway.grpc_server import GrpcServer
     from jurybox.server.gateway.robots.server import RobotServer
 
-_SWITCH = 0.0005  # seconds a busy loop keeps the thread waiting that tells it of answers; Python's own are 5 ms
-_KEPT = 64 << 20  # bytes of messages and decoded pictures: to map anew costs as much as to read or decode one
+_SWITCH = 0.0005  # switch interval, s: a busy loop delays the thread that receives answers by it (Python's: 5 ms)
+_KEPT = 64 << 20  # bytes of freed memory kept for messages and images: mapping it anew costs as much as decoding one
 STOPPED, FAILED, COULD_NOT_START = 0, 1, 3
 
 
 async def serve(control_pipe: ControlPipe, orders: dict[str, Any], log: Log) -> int:
-    """Serve until the control pipe says stop, or ends; returns the exit status."""
+    """Serve until the control pipe brings the order to stop, or ends; return the exit status."""
     source = ClientSource(orders["address"])
     spoken: Spoken | None = None
     endpoints = [orders[name] for name in ("http", "grpc") if orders[name]]
     local = all(is_loopback(split_host(endpoint)[0]) for endpoint in endpoints)
     access = Access.from_order(orders)
-    # Clients on other hosts could name this host's memory, so there it is off whatever the setting says.
+    # Shared memory is off if clients on other hosts can connect, whatever the settings: they could name regions of this
+    # host.
     oip = OpenInference(
         orders["address"],
         source,
@@ -53,7 +54,7 @@ async def serve(control_pipe: ControlPipe, orders: dict[str, Any], log: Log) -> 
         routers = [http_inference.router(oip, most=access.max_message)]
         keep_freed_memory(_KEPT)
         if orders.get("dialects"):
-            # Imported here: it brings Pillow.
+            # Imported here because it imports Pillow.
             from jurybox.server.gateway.dialects.known_paths import with_dialects
             from jurybox.server.gateway.dialects.router import Paths, applications
 
@@ -83,7 +84,7 @@ async def serve(control_pipe: ControlPipe, orders: dict[str, Any], log: Log) -> 
     asyncio.get_running_loop().set_exception_handler(lambda _, context: _broke(context, oip, log))
     if rpc is not None:
         await rpc.start()
-    # The HTTP socket listens already: whoever connects from now on is answered.
+    # The HTTP socket is listening already: clients that connect from now on are answered.
     bound: dict[str, Any] = {
         "http": http.bound if http else "",
         "grpc": rpc.bound if rpc else "",
@@ -112,7 +113,7 @@ async def serve(control_pipe: ControlPipe, orders: dict[str, Any], log: Log) -> 
 
 
 def _grpc_server(orders: dict[str, Any], oip: OpenInference, source: StatusSource, access: Access) -> GrpcServer:
-    # Imported here: where gRPC is off, it would cost memory and start-up time for nothing.
+    # Imported here: without gRPC the import would waste memory and start-up time.
     from jurybox.protocol import control_pb2, control_pb2_grpc
     from jurybox.server.gateway import remote_weights
     from jurybox.server.gateway.grpc_server import GrpcServer, Service, Status
@@ -135,10 +136,10 @@ def _robot_servers(orders: dict[str, Any], access: Access) -> dict[str, RobotSer
 async def _until(
     stop: asyncio.Event, servers: Sequence[HttpServer], hang_up: Callable[[], None], rpc: GrpcServer | None
 ) -> bool:
-    """Serve until `stop`, or until one of the servers ends by itself; gives whether all was well.
+    """Serve until `stop` is set or one of the servers ends by itself; return whether all of them served without fault.
 
     Args:
-        hang_up: ends the answers that go on for as long as somebody watches.
+        hang_up: ends the streams to clients that watch.
     """
     running = [asyncio.create_task(server.run()) for server in servers]
     stopping = asyncio.create_task(stop.wait())
@@ -153,9 +154,9 @@ async def _until(
 
 
 def _broke(context: dict[str, Any], oip: OpenInference, log: Log) -> None:
-    """Handle an exception in the event loop that was not awaited: log it, and check for lost answers."""
+    """Handle an uncaught exception in the event loop: log it, and check for lost answers."""
     error = context.get("exception")
-    if isinstance(error, (ConnectionError, BlockingIOError)):  # a peer left; gRPC's poller was woken for nothing
+    if isinstance(error, (ConnectionError, BlockingIOError)):  # a disconnected client; a spurious wake-up in gRPC
         return
     log.error("unexpected", what=context.get("message", ""), error=said(error) if error else "", exc_info=error)
     if "handle" in context:
@@ -163,7 +164,7 @@ def _broke(context: dict[str, Any], oip: OpenInference, log: Log) -> None:
 
 
 def _loop() -> asyncio.AbstractEventLoop:
-    """A loop of uvloop, which makes a gRPC call a tenth cheaper; of asyncio where uvloop is not available."""
+    """Return a uvloop event loop, which makes a gRPC call a tenth cheaper, or asyncio's where uvloop is missing."""
     try:
         import uvloop
     except ImportError:
@@ -172,10 +173,10 @@ def _loop() -> asyncio.AbstractEventLoop:
 
 
 def run(control_pipe: ControlPipe, ahead: Sequence[str] = ()) -> int:
-    """The gateway's main: the first message configures it.
+    """Run the gateway, configured by the first message of the control pipe; return the exit status.
 
     Args:
-        ahead: names of modules to import before it waits for that message.
+        ahead: names of modules to import before waiting for that message.
     """
     for module in ahead:
         import_module(module)
@@ -183,15 +184,15 @@ def run(control_pipe: ControlPipe, ahead: Sequence[str] = ()) -> int:
     if orders is None:
         return STOPPED
     sys.setswitchinterval(_SWITCH)
-    os.environ.setdefault("JURYBOX_SPIN_US", "0")  # a thread that spins for answers takes a core from the calls
+    os.environ.setdefault("JURYBOX_SPIN_US", "0")  # a thread that spins for answers would take CPU time from the calls
     log = configure("gateway", orders["log_level"], orders["log_format"])
     try:
         with asyncio.Runner(loop_factory=_loop) as runner:
             return runner.run(serve(control_pipe, orders, log))
-    except BrokenPipeError:  # the supervisor went while it was being told something
+    except BrokenPipeError:  # the supervisor exited during a `send`
         return STOPPED
 
 
 def leave(status: int) -> None:
-    """End the process now, without waiting for threads that wait for a server."""
+    """Exit at once, without joining threads that may be waiting for a server."""
     os._exit(status)

@@ -1,9 +1,8 @@
-"""The gRPC service by which learners and actors on other machines reach the weights channels of this host.
+"""The gRPC service that connects learners and actors on other machines to the weights channels of this host.
 
 A stream is a publisher or a reader of a model. It uses the ordinary client, so a remote publisher follows the rules of
 a local one. The readers of one model share a connection and the publications in transit, so hundreds of readers need
-little memory. Work that copies or waits runs
-in threads; the gateway's event loop carries messages only.
+little memory. Work that copies or blocks runs in threads; the gateway's event loop only transfers messages.
 """
 
 from __future__ import annotations
@@ -45,16 +44,16 @@ _STALL = 30.0  # seconds between two messages of one publication, in either dire
 _THREADS = 8
 _MOST_BYTES = 8 << 30  # of one model's weights
 _MOST_STREAMS = 256  # of publishers, and of readers
-_MOST_KEPT = 4  # publications of one model that are on their way to readers; slow ones share the last of them
-_PIECE_BYTES = 256 << 10  # of a publication, in one message to a reader: so much waits for each that does not read
-_MOST_SAID = 1000  # characters of an error
+_MOST_KEPT = 4  # publications of one model in transit to readers; beyond that, readers get the last one
+_PIECE_BYTES = 256 << 10  # of a publication per message to a reader: as much is buffered for each that does not read
+_MOST_SAID = 1000  # characters of an error message
 _NAME = PUBLISH.rpartition("/")[0].lstrip("/")  # of the service
 _T = TypeVar("_T")
 _M = TypeVar("_M")
 
 
 def service(address: str) -> Service:
-    """The service, for a GrpcServer; `address` is the server's."""
+    """Return the service for a GrpcServer; `address` is the server's."""
     servicer = RemoteWeights(address)
     return Service(_NAME, remote_weights_pb2.DESCRIPTOR, servicer, lambda servicer, server: servicer.add_to(server))
 
@@ -63,11 +62,11 @@ class RemoteWeights:
     """The service jurybox.RemoteWeights.
 
     Args:
-        address: of the server.
-        stall: seconds after which a stream is given up that has not begun, stopped in the middle of a publication, or
-            takes nothing of one.
-        most_bytes: larger weights are refused.
-        most_streams: of publishers, and of readers; more are refused with RESOURCE_EXHAUSTED.
+        address: address of the server.
+        stall: seconds after which a stream is ended that sent no first message, stopped within a publication, or does
+            not receive one.
+        most_bytes: largest weights of a model that are accepted, bytes.
+        most_streams: largest number of publishers, and of readers; more are refused with RESOURCE_EXHAUSTED.
     """
 
     def __init__(
@@ -83,7 +82,7 @@ class RemoteWeights:
         self._most_bytes = most_bytes
         self._most_streams = most_streams
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="remote weights")
-        # These belong to the event loop.
+        # Used only in the event loop.
         self._streams = {"publishers": 0, "readers": 0}
         self._sources: dict[str, _Shared] = {}
 
@@ -130,7 +129,7 @@ class RemoteWeights:
         told = False
         await self._come("readers", context)
         try:
-            # Between questions an actor may take as long as it likes; HTTP/2's pings tell whether it is still there.
+            # An actor may take any time between requests; HTTP/2 pings detect whether it is still connected.
             while (request := await self._message(requests, self._stall if shared is None else None)) is not None:
                 try:
                     if shared is None:
@@ -140,7 +139,7 @@ class RemoteWeights:
                     head, kept = await self._in_thread(source.answer, request)
                 except Error as error:
                     yield pb.ReadReply(refusal=_refusal(error))
-                    # Over a new stream there may be an answer: from the next server, or the model as it is now.
+                    # A new stream may succeed, with the next server or with the model as it is then.
                     if source is None or error.code == Code.SERVER_GONE:
                         self._forget(shared)
                         return
@@ -152,7 +151,7 @@ class RemoteWeights:
                     for piece in kept.pieces:
                         with self._stalling():
                             yield piece
-                    kept, piece = None, b""  # or they would be held until the next question
+                    kept, piece = None, b""  # release the memory now, not at the next request
         finally:
             self._streams["readers"] -= 1
             self._leave(shared)
@@ -163,8 +162,8 @@ class RemoteWeights:
             await abort(
                 context,
                 Busy(
-                    f"{self._most_streams} {kind} of weights are connected from elsewhere, as many as there may be: "
-                    "close those that are done, or read once a host and share what was read"
+                    f"{self._most_streams} {kind} of weights are connected over gRPC, which is the maximum: close "
+                    "those that are done, or read once per host and share the weights"
                 ),
             )
         self._streams[kind] += 1
@@ -172,9 +171,9 @@ class RemoteWeights:
     async def _next(
         self, requests: AsyncIterator[pb.PublishRequest], publisher: _Publisher | None
     ) -> pb.PublishRequest | None:
-        """The next message; None at the end, and if a publication is incomplete.
+        """Return the next message; None at the end of the stream, or if the rest of a publication does not arrive.
 
-        Between publications a learner may take as long as it likes; HTTP/2's pings tell whether it is still there.
+        A learner may take any time between publications; HTTP/2 pings detect whether it is still connected.
         """
         waits_long = publisher is not None and not publisher.receiving
         return await self._message(requests, None if waits_long else self._stall)
@@ -187,7 +186,7 @@ class RemoteWeights:
 
     @contextlib.contextmanager
     def _stalling(self) -> Iterator[None]:
-        """Cancel the stream if a message is not taken in time."""
+        """Cancel the stream if the peer does not receive a message in time."""
         task = asyncio.current_task()
         assert task is not None
         handle = asyncio.get_running_loop().call_later(self._stall, task.cancel)
@@ -200,7 +199,7 @@ class RemoteWeights:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work, *arguments)
 
     def _join(self, model: str) -> _Shared:
-        """Get the model's source; the first reader opens it."""
+        """Return the model's source; the first reader opens it."""
         require_name(model)
         shared = self._sources.get(model)
         if shared is None:
@@ -233,7 +232,7 @@ def _serialized(reply: pb.ReadReply | bytes) -> bytes:
 
 
 def _refusal(error: Error) -> pb.WeightsRefusal:
-    """An error as a message; its text is escaped."""
+    """Return an error as a message; characters that UTF-8 cannot encode are replaced."""
     message = str(error)[:_MOST_SAID].encode("utf-8", "replace").decode()
     return pb.WeightsRefusal(code=error.code, message=message)
 
@@ -242,8 +241,8 @@ class _Publisher:
     """A local publisher fed by chunks.
 
     Attributes:
-        receiving: in the middle of a publication.
-        broken: what came cannot be trusted; the stream must end.
+        receiving: whether a publication is incomplete.
+        broken: whether the peer violated the protocol, so that the stream must end.
     """
 
     def __init__(self, address: str, request: pb.PublishRequest, most_bytes: int) -> None:
@@ -258,8 +257,8 @@ class _Publisher:
             self._layout = self._publisher.channel.layout
             if self._layout.nbytes > most_bytes:
                 raise Refused(
-                    f"the weights of {request.open.model!r} have {self._layout.nbytes} bytes, at most {most_bytes} may "
-                    "come from elsewhere: publish on the server's host",
+                    f"the weights of {request.open.model!r} have {self._layout.nbytes} bytes, at most {most_bytes} are "
+                    "accepted over gRPC: publish on the server's host",
                     Code.TOO_LARGE,
                 )
         except BaseException:
@@ -269,7 +268,7 @@ class _Publisher:
         self.broken = False
         self._begin = pb.BeginPublication()
         self._assembly: Assembly | None = None
-        # What came last, whole, by what it came as: changed chunks go on top of it.
+        # The last complete publication of the stream, by its `bfloat16`: changed chunks are applied to it.
         self._base: dict[bool, np.ndarray[Any, np.dtype[np.uint8]]] = {}
 
     def opened(self) -> pb.Opened:
@@ -282,7 +281,7 @@ class _Publisher:
         )
 
     def take(self, request: pb.PublishRequest) -> pb.PublishReply | None:
-        """Take one message of a publication; returns the reply after the last. Raises Error."""
+        """Handle one message of a publication, and return the reply after the last. Raises Error."""
         kind = request.WhichOneof("part")
         try:
             if kind == "begin" and not self.receiving:
@@ -297,14 +296,14 @@ class _Publisher:
             self.broken = error.code in (Code.MALFORMED, Code.TOO_LARGE)
             raise
         self.broken = True
-        raise Error(f"{kind!r} has no place here: expected begin, chunks, end", Code.MALFORMED)
+        raise Error(f"unexpected message {kind!r}: expected begin, chunks, end", Code.MALFORMED)
 
     def _start(self, begin: pb.BeginPublication) -> None:
         travelling = transfer_layout(self._layout, bfloat16=begin.bfloat16)
         if begin.layout_hash.hex() != travelling.hash:
             raise Error(
-                f"the layout that was announced ({begin.layout_hash.hex()[:12]}) is not the channel's "
-                f"({travelling.hash[:12]}): publish what the model was made with",
+                f"the announced layout ({begin.layout_hash.hex()[:12]}) is not the channel's "
+                f"({travelling.hash[:12]}): publish tensors with the model's names, shapes and dtypes",
                 Code.MALFORMED,
             )
         if len(begin.extra) > self._publisher.channel.extra_bytes:
@@ -312,9 +311,9 @@ class _Publisher:
                 f"extra takes {len(begin.extra)} bytes, there is room for {self._publisher.channel.extra_bytes}",
                 Code.TOO_LARGE,
             )
-        base = self._base.pop(begin.bfloat16, None)  # until the publication is whole, it is nobody's base
+        base = self._base.pop(begin.bfloat16, None)  # no base again until this publication is complete
         if begin.changed_only and base is None:
-            raise Error("changed chunks came before any whole publication of this stream", Code.MALFORMED)
+            raise Error("changed chunks were announced before any complete publication of this stream", Code.MALFORMED)
         flat = np.zeros(travelling.nbytes, np.uint8) if base is None else base
         self._assembly = Assembly(flat, gaps=begin.changed_only)
         self._begin, self.receiving = begin, True
@@ -339,7 +338,7 @@ class _Publisher:
 
 
 class _Shared:
-    """A source, which may still be opening, and its number of readers."""
+    """A source, which may still be opening, and the number of its readers."""
 
     def __init__(self, model: str, opening: asyncio.Future[_Source]) -> None:
         self.model = model
@@ -348,7 +347,7 @@ class _Shared:
 
 
 class _Kept:
-    """One publication as messages, shared by all readers."""
+    """A publication as serialized messages, shared by all readers."""
 
     def __init__(self, version: int, extra: bytes, published: float, flat: np.ndarray[Any, Any]) -> None:
         self.version, self.extra, self.published = version, extra, published
@@ -374,7 +373,7 @@ class _Source:
         self._alive: weakref.WeakSet[_Kept] = weakref.WeakSet()
 
     def answer(self, request: pb.ReadRequest) -> tuple[pb.WeightsHead, _Kept | None]:
-        """The answer, and the publication that follows it. Raises Timeout, ServerGone."""
+        """Return the head of the answer, and the publication that follows it, if any. Raises Timeout, ServerGone."""
         reader = self._reader
         reader.require_owner()
         newer = reader.newer_than(request.newer_than)
@@ -389,7 +388,7 @@ class _Source:
         return head, kept
 
     def _publication(self) -> _Kept:
-        """The newest publication, or a slightly older one if slow readers hold the maximum number."""
+        """Return the newest publication, or a slightly older one if slow readers hold the maximum number."""
         with self._turn:
             newest = self._newest
             if newest is None or (self._reader.newer_than(newest.version) and len(self._alive) < _MOST_KEPT):
@@ -398,7 +397,7 @@ class _Source:
                 except Timeout:
                     if newest is None:
                         raise
-                    return newest  # a publisher in the middle of a snapshot: the last one is whole
+                    return newest  # a publisher is writing a snapshot; the last publication is complete
                 published = time.monotonic() - self._reader.age_seconds
                 newest = self._newest = _Kept(version, extra, published, self._flat)
                 self._alive.add(newest)
