@@ -1,12 +1,13 @@
-"""Flow-GRPO's UnifiedReward: an OpenAI chat of one picture and one question for the sentence "Final Score: X".
+"""Flow-GRPO's UnifiedReward: an OpenAI chat with one picture and one question, answered by "Final Score: X".
 
     POST v1/chat/completions   {"messages": [{"content": [{"type": "image_url", "image_url": {"url": "data:image;..."}},
                                                           {"type": "text", "text": str}]}], ...}
         -> {"choices": [{"message": {"content": "Final Score: 3.5"}}], ...}
 
-Its client takes X where it is 1 to 5 and makes 0.0 of anything else, so the juror's scores are on that scale, and one
-that is not gets an error status, which ends the training with the reason. It asks twice more after 408, 409, 429, 5xx.
-It makes an event loop for each step and keeps its connections, which break in the next one: none is kept open here.
+The client accepts X from 1 to 5 and turns anything else into 0.0. So the juror must score on that scale: another score
+gets an error status, which ends the training with the reason. The client retries twice after 408, 409, 429 and 5xx. It
+creates an event loop for each step and reuses its connections, which fail in the next loop, so each answer closes the
+connection.
 """
 
 from __future__ import annotations
@@ -27,7 +28,13 @@ _SPOKEN = "expected a chat of one message with a picture (image_url) and a text"
 
 
 async def unifiedreward(intake: Intake, body: bytes) -> Reply:
-    """Answer one question. Raises ProtocolMismatch, SpecMismatch, Unscored, and what `Intake.answered` raises."""
+    """Answer one question.
+
+    Raises:
+        ProtocolMismatch, SpecMismatch: the request is not valid.
+        Unscored: the score is outside 1 to 5.
+        Error: whatever `Intake.answered` raises.
+    """
     return await intake.answered(_asked, _answer, body)
 
 
@@ -55,12 +62,12 @@ def _answer(request: Request, scores: Scores) -> Reply:
 
 
 def refusal(why: str) -> tuple[bytes, str]:
-    """A body that says why there is no answer, and its media type."""
+    """Return the body of an error response, and its media type."""
     return json.dumps({"error": {"message": why, "type": "invalid_request_error"}}).encode(), MEDIA
 
 
 def about(intake: Intake) -> dict[str, dict[str, Any]]:
-    """What is told of the server."""
+    """Return the responses to GET /health and /v1/models."""
     models = [{"id": name, "object": "model", "created": 0, "owned_by": "jurybox"} for name in intake.rewards]
     return {"/health": {"status": "ok"}, "/v1/models": {"object": "list", "data": models}}
 
@@ -82,13 +89,13 @@ def _asked(body: bytes) -> Request:
     if type(text) is not str or type(url) is not str:
         raise ProtocolMismatch(_SPOKEN, Code.MALFORMED)
     if not url.startswith("data:"):
-        raise SpecMismatch(f"expected the picture itself, data:image;base64,..., came {plain(url, 50)!r}")
+        raise SpecMismatch(f"expected an inline picture, data:image;base64,..., came {plain(url, 50)!r}")
     columns = {"prompt": [_caption(text)], "text": [text]}
     return Request(columns, 1, {"image": [url]}, plain(given.get("model", ""), 100))
 
 
 def _caption(text: str) -> str:
-    """The prompt in the client's question; of another question all of it."""
+    """Return the prompt in the client's question, or the whole text if the question has another form."""
     start = text.find(_CAPTION)
     if start < 0 or not text.endswith("]"):
         return text

@@ -1,14 +1,14 @@
-"""cosmos-rl's reward service: pictures are sent in one request, and their scores asked for in others.
+"""cosmos-rl's reward service: one request sends the pictures, later ones ask for their scores.
 
     POST enqueue   a line of JSON, then a .npy file: uint8 (n, height, width, 3)
         {"prompts": [str, ...], "reward_fn": {name: weight, ...}, "media_type": "image"} -> {"uuid": str}
     POST pull      a form with uuid and type, the reward's name
-        -> {"scores": {name: [float, ...]}, ...} as soon as they are there, else 400 {"message": why}
+        -> {"scores": {name: [float, ...]}, ...} as soon as they are available, else 400 {"message": why}
 
-Its client asks sixty times, over 53 minutes, whatever else the answer says. So a sample without a score is NaN in the
-answer, for which the client leaves out its prompt, and what can never be scored is refused before it gets a uuid.
-Answers are kept for ten minutes, for a client that lost one asks again; the oldest that were read go sooner where there
-are thousands.
+The client polls sixty times, over 53 minutes, whatever other answer it gets. So a sample without a score is NaN in the
+answer, which makes the client drop its prompt, and a request that can never be scored is refused before it gets a uuid.
+Answers are kept for ten minutes, because a client that lost one asks again; when there are thousands, the oldest of
+those that were read are deleted sooner.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from jurybox.protocol.errors import Busy, Code, Error, ProtocolMismatch, Refused
 from jurybox.server.gateway.dialects.intake import Intake, Reply, Request, listed
 from jurybox.server.gateway.dialects.json_dialects import MEDIA, read
 
-_HOLD = 4.0  # seconds that a question waits for the scores; the client's own time-out is 5
+_HOLD = 4.0  # seconds that `pull` waits for the scores; the client's own time-out is 5
 _KEPT = 600.0  # seconds
 _MOST_KEPT = 4096  # answers, and requests that are being scored
 _MOST_WAITING = 1 << 30  # bytes of pictures that are being scored
@@ -43,20 +43,21 @@ _SPOKEN = "expected a line of JSON and a .npy file of uint8 (n, height, width, 3
 
 @dataclass(slots=True)
 class _Sent:
-    """One request that was taken in."""
+    """A request that was accepted."""
 
     scoring: asyncio.Task[dict[str, Any]]
     size: int  # bytes of its pictures
-    at: float  # monotonic seconds
-    read: bool = False  # whether anybody has asked for its scores and got them
+    at: float  # when it was accepted, monotonic seconds
+    read: bool = False  # whether a client has got its scores
 
 
 class Cosmos:
-    """The requests of one dialect that are being scored, and the answers not yet too old.
+    """The requests of one dialect that are being scored, and the answers that are still kept.
 
     Args:
-        log: told (dialect's reward, why) of samples without a score: the client itself is told NaN.
-        clock: monotonic seconds.
+        intake: scores the requests.
+        log: called with the reason when samples have no score, because the client gets only NaN.
+        clock: monotonic clock, in seconds.
     """
 
     def __init__(self, intake: Intake, log: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
@@ -66,11 +67,11 @@ class Cosmos:
         self._sent: dict[str, _Sent] = {}
 
     def answers(self) -> Mapping[str, Callable[[bytes], Awaitable[Reply]]]:
-        """What answers a body, by path."""
+        """Return the functions that answer a request body, by path."""
         return {"/enqueue": self.enqueue, "/pull": self.pull, "/ping": self.ping}
 
     async def enqueue(self, body: bytes) -> Reply:
-        """Take pictures in. Raises ProtocolMismatch, SpecMismatch, Refused, Busy."""
+        """Accept pictures for scoring. Raises ProtocolMismatch, SpecMismatch, Refused, Busy."""
         given, pictures = await self._intake.off_loop(_split, body)
         prompts = listed(given, "prompts", len(pictures))
         rewards = given.get("reward_fn")
@@ -79,7 +80,7 @@ class Cosmos:
         wanted = [name for name, weight in rewards.items() if not (_is_number(weight) and weight <= 0)]
         if strange := [name for name in wanted if name not in self._intake.rewards]:
             there = ", ".join(self._intake.rewards)
-            raise SpecMismatch(f"reward {plain(strange[0], 100)!r} is asked for, there are: {there}")
+            raise SpecMismatch(f"unknown reward {plain(strange[0], 100)!r}, expected one of {there}")
         self._forget_old()
         waiting = sum(one.size for one in self._sent.values() if not one.scoring.done())
         if waiting + pictures.nbytes > max(_MOST_WAITING, pictures.nbytes) or len(self._sent) >= _MOST_KEPT:
@@ -88,32 +89,32 @@ class Cosmos:
         columns = {"prompt": prompts, "text": prompts}
         scoring = asyncio.create_task(self._scored(Request(columns, len(pictures), {"image": list(pictures)})))
         self._sent[key] = _Sent(scoring, pictures.nbytes, self._clock())
-        await asyncio.sleep(0)  # so that scoring begins now, and not after the answer was sent
+        await asyncio.sleep(0)  # let scoring start now, not after the answer was sent
         return Reply(json.dumps({"uuid": key}).encode(), MEDIA)
 
     async def pull(self, body: bytes) -> Reply:
-        """The scores of a request, or 400 where they are not there yet."""
+        """Return the scores of a request, or 400 if they are not available yet."""
         form = parse_qs(body[:10_000].decode("latin-1"))
         (key,), (reward,) = (form.get(name, [""])[-1:] for name in ("uuid", "type"))
         sent = self._sent.get(key)
         if sent is None:
             return _not_yet(f"no request {plain(key, 50)!r} is known here: answers are kept for {_KEPT:g} s")
         if reward and reward not in self._intake.rewards:
-            return _not_yet(f"no reward {plain(reward, 100)!r}, there are: {', '.join(self._intake.rewards)}")
+            return _not_yet(f"unknown reward {plain(reward, 100)!r}, expected one of {', '.join(self._intake.rewards)}")
         await asyncio.wait((sent.scoring,), timeout=_HOLD)
         if not sent.scoring.done():
-            return _not_yet("the scores are not there yet")
+            return _not_yet("the scores are not available yet")
         sent.read = True
         answer = {**sent.scoring.result(), "type": reward or self._intake.reward}
-        # NaN stands for a score that could not be made: the bare word, which its client reads.
+        # json.dumps writes a missing score as a bare NaN, which the client can parse.
         return Reply(json.dumps(answer).encode(), MEDIA, version=answer["weights_version"])
 
     async def ping(self, _body: bytes) -> Reply:
-        """Says that somebody is there."""
+        """Return that the service is available."""
         return Reply(json.dumps({"status": "ok"}).encode(), MEDIA)
 
     async def _scored(self, request: Request) -> dict[str, Any]:
-        """The answer; never raises, for the client would ask for an hour."""
+        """Return the answer. Never raises: the client would poll for an hour."""
         began = self._clock()
         n = request.n
         names = self._intake.rewards
@@ -144,14 +145,14 @@ class Cosmos:
         since = self._clock() - _KEPT
         for key in [key for key, one in self._sent.items() if one.at < since and one.scoring.done()]:
             del self._sent[key]
-        if len(self._sent) >= _MOST_KEPT:  # then the oldest that were read go before their time
+        if len(self._sent) >= _MOST_KEPT:  # then delete the oldest answers that were read early
             read = (key for key, one in self._sent.items() if one.read)
             for key in list(islice(read, _MOST_KEPT // 8)):
                 del self._sent[key]
 
 
 def refusal(why: str) -> tuple[bytes, str]:
-    """A body that says why there is no answer, and its media type."""
+    """Return the body of an error response, and its media type."""
     return json.dumps({"message": why}).encode(), MEDIA
 
 
@@ -164,15 +165,15 @@ def _is_number(value: Any) -> bool:
 
 
 def _split(body: bytes) -> tuple[dict[str, Any], NDArray[np.uint8]]:
-    """The JSON, and the pictures as they lie in the body. Raises ProtocolMismatch, SpecMismatch, Refused."""
+    """Return the JSON, and the pictures as a view of the body. Raises ProtocolMismatch, SpecMismatch, Refused."""
     end = body.find(b"\n", 0, _MOST_LINE)
     if end < 0:
         raise ProtocolMismatch(f"{_SPOKEN}, came no line of less than {_MOST_LINE} bytes", Code.MALFORMED)
     given = read(body[:end])
     if given.get("media_type") != "image":
         came = plain(json.dumps(given.get("media_type")), 50)
-        raise Refused(f'expected media_type "image", came {came}: latents and video are not scored here')
-    file = io.BytesIO(body[end + 1 : end + 12_000])  # the header alone: NumPy's bound on it is 10,000
+        raise Refused(f'expected media_type "image", came {came}: latents and video are not supported')
+    file = io.BytesIO(body[end + 1 : end + 12_000])  # only the header: NumPy limits it to 10,000 bytes
     try:
         version = npy.read_magic(file)
         header = npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0

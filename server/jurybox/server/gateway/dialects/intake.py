@@ -1,11 +1,11 @@
-"""Common to all dialects: convert the fields of a request to rows of a model, and ask for their scores.
+"""What all dialects share: converting the fields of a request to rows of a model, and requesting their scores.
 
-Pictures are decoded in threads (Pillow releases the interpreter's lock). Requests that arrive at the same time are
-batched by the engine.
+Pictures are decoded in threads (Pillow releases the global interpreter lock). The engine batches requests that arrive
+at the same time.
 
-A picture is rotated by its EXIF data and converted to RGB; transparency is dropped. With `resize` it is brought to a
-size with Pillow's bicubic filter, which averages over what it shrinks (antialiasing). Encodings and filters change
-scores: docs/reward_hygiene.md.
+A picture is rotated according to its EXIF data and converted to RGB; transparency is dropped. With `resize` it is
+resized with Pillow's bicubic filter, which is antialiased when it shrinks. Encodings and filters change scores: see
+docs/reward_hygiene.md.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ from jurybox.protocol.errors import Code, Error, Refused, SpecMismatch, said
 VERSION_HEADER = "x-jurybox-weights-version"
 _FORMATS = ("JPEG", "PNG", "WEBP")
 _MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK", "YCbCr")
-MOST_PIXELS = 1 << 25  # of one picture, about 100 MB when it is decoded
+MOST_PIXELS = 1 << 25  # of one picture, about 100 MB decoded
 _MOST_ROWS = 4096  # of one request
 _WORKERS = max(2, os.cpu_count() or 1)
 
 
 class ThreadPool:
-    """Threads for the intakes of a gateway: they parse requests and decode pictures.
+    """The threads of a gateway's intakes, which parse requests and decode pictures.
 
-    As ThreadPoolExecutor and the loop's run_in_executor, without what makes a third of a lone request's way there and
-    back: a second future, its lock, and its callbacks.
+    Like ThreadPoolExecutor with the loop's run_in_executor, but without the second future, its lock and its callbacks,
+    which take a third of the round trip of a single request.
 
     Args:
-        intakes: how many there are. In each of them one thread at most waits for an engine's answer.
+        intakes: number of intakes. Each adds a thread, because in each at most one waits for an engine's answer.
     """
 
     def __init__(self, intakes: int = 0) -> None:
@@ -59,12 +59,12 @@ class ThreadPool:
         self._unborn = _WORKERS + intakes
 
     async def run(self, action: Callable[..., Any], *arguments: Any) -> Any:
-        """Call a function in one of the threads; raises what it raises."""
+        """Call a function in one of the threads, and return what it returns or raise what it raises."""
         loop = asyncio.get_running_loop()
         done: asyncio.Future[Any] = loop.create_future()
         task = (loop, done, action, arguments)
         with self._lock:
-            # Who was idle last: its memory is warm, and each thread has memory of its own.
+            # The thread that became idle last: each has its own memory, and that of this one is still warm.
             idle = self._idle.pop() if self._idle else None
             if idle is None:
                 self._todo.append(task)
@@ -83,7 +83,7 @@ class ThreadPool:
                 if task is None:
                     self._idle.append(own)
             _do(*(own.get() if task is None else task))
-            del task  # a body, and pictures
+            del task  # release the body and the pictures
 
 
 _Task = tuple[asyncio.AbstractEventLoop, "asyncio.Future[Any]", Callable[..., Any], tuple[Any, ...]]
@@ -96,12 +96,12 @@ def _do(
     arguments: tuple[Any, ...],
 ) -> None:
     if done.cancelled():
-        return  # nobody waits for it any more
+        return
     found, failure = None, None
     try:
         found = action(*arguments)
-    except BaseException as error:  # noqa: BLE001  somebody waits for it
-        failure = RuntimeError(said(error)) if isinstance(error, StopIteration) else error  # which no future takes
+    except BaseException as error:  # noqa: BLE001  the waiting caller must get every error
+        failure = RuntimeError(said(error)) if isinstance(error, StopIteration) else error  # futures reject the former
     with suppress(RuntimeError):  # the loop was closed
         loop.call_soon_threadsafe(_end, done, found, failure)
 
@@ -116,10 +116,12 @@ def _end(done: asyncio.Future[Any], found: Any, failure: BaseException | None) -
 
 
 class Scores(NamedTuple):
-    """The scores of a request, all finite, and the oldest weights version that computed them.
+    """The scores of a request.
 
     Attributes:
-        parts: of a panel the scores of its members, by name.
+        values: one finite score per row.
+        version: the oldest weights version that computed them.
+        parts: the scores of a panel's members, by name.
     """
 
     values: list[float]
@@ -128,13 +130,14 @@ class Scores(NamedTuple):
 
 
 class Request(NamedTuple):
-    """The rows that a request wants scores of.
+    """The rows that a request asks to score.
 
     Attributes:
-        columns: values of each field, n of each.
-        pictures: of fields that are pictures ("image", "source", ...) n each: encoded ones, bytes or base64 text, or
-            uint8 (height, width, 3); of "video" lists of such, the frames, all of one size.
-        told: more of the request, for its answer.
+        columns: n values of each field.
+        n: number of rows.
+        pictures: n pictures of each field of pictures ("image", "source", ...), encoded (bytes or base64 text) or as
+            uint8 (height, width, 3); of "video" n lists of frames, each of such pictures of one size.
+        told: further data of the request that its answer needs.
     """
 
     columns: Mapping[str, Any]
@@ -144,12 +147,12 @@ class Request(NamedTuple):
 
 
 class Reply(NamedTuple):
-    """An answer over HTTP; Starlette's Response takes 0.03 ms to be made.
+    """An HTTP response. Starlette's Response would take 0.03 ms to create.
 
     Attributes:
-        media: the body's type.
-        version: of the weights; none: it is not told in a header.
-        headers: others, names in lower case.
+        media: media type of the body.
+        version: weights version, sent in a header; None: no such header.
+        headers: further headers, with names in lower case.
     """
 
     body: bytes
@@ -159,19 +162,19 @@ class Reply(NamedTuple):
     headers: tuple[tuple[str, str], ...] = ()
 
     def fields(self) -> list[tuple[str, str]]:
-        """All headers, the body's among them."""
+        """Return all headers, including those of the body."""
         told = [("content-length", str(len(self.body))), ("content-type", self.media)]
         if self.version is not None:
             told.append((VERSION_HEADER, str(self.version)))
         return [*told, *self.headers]
 
 
-Write = Callable[[Request, Scores], Reply]  # an answer, where all rows have scores
-WriteRows = Callable[[Request, Found], Reply]  # an answer, whatever is missing
+Write = Callable[[Request, Scores], Reply]  # writes an answer when all rows have scores
+WriteRows = Callable[[Request, Found], Reply]  # writes an answer even when scores are missing
 
 
 class NoPicture(str):
-    """Why a picture cannot be decoded."""
+    """The reason why a picture cannot be decoded."""
 
     __slots__ = ()
 
@@ -184,13 +187,13 @@ class Unscored(Error):
 
 @dataclass(slots=True)
 class _Begun:
-    """A request whose rows were asked for.
+    """A request whose rows were sent to the model.
 
     Attributes:
-        found: of each row why it was not asked for, or nothing.
-        good: the rows that were.
-        scores: theirs, where they are there already.
-        waiting: waits for them, where they are not.
+        found: for each row the reason why it was not sent, or "".
+        good: indices of the rows that were sent.
+        scores: their scores, if they are available already.
+        waiting: waits for the scores, if they are not.
     """
 
     found: Found
@@ -199,11 +202,11 @@ class _Begun:
     waiting: Callable[[], Awaitable[Found]] | None = None
 
     async def end(self) -> Found:
-        """The scores of all rows, or why they have none."""
+        """Wait for the scores; return for each row its score, or the reason why it has none."""
         return self.told(self.scores if self.waiting is None else await self.waiting())
 
     def told(self, scores: Found | None) -> Found:
-        """The same, of the scores of those rows that were asked for."""
+        """Return for each row its score or the reason for none, given the scores of the rows that were sent."""
         found = self.found
         if scores is None:
             return found
@@ -218,17 +221,18 @@ class _Begun:
 
 
 class Intake:
-    """Converts and scores the requests of one dialect.
+    """The scorer of one dialect's requests, which converts them to rows of the model.
 
     Args:
-        address: the server's.
-        juror: model, inputs, output and timeout, as `jurybox.client.rewards.Juror` takes them.
-        size: (height, width) that pictures are resized to; None: they stay as they are.
-        reward: the reward's name, where a dialect's requests name one.
-        members: names of the panel's members, where the model is one.
+        pool: threads that parse requests and decode pictures.
+        address: address of the server.
+        juror: model, inputs, output and timeout; see `jurybox.client.rewards.Juror`.
+        size: (height, width) to resize pictures to; None: no resizing.
+        reward: name of the reward, for dialects whose requests name one.
+        members: names of the members, if the model is a panel.
 
     Attributes:
-        rewards: the names that a request may ask for: the reward's, and those of a panel's members.
+        rewards: the names that a request may ask for: the reward's and those of a panel's members.
     """
 
     def __init__(
@@ -246,24 +250,24 @@ class Intake:
         self._pool = pool
         self._juror = Juror(address=address, **juror)
         self._size = size
-        self._in_hand = 0  # requests begun and not answered
+        self._in_hand = 0  # requests in progress
         self._named = {name for name in (juror.get("inputs") or {}).values() if type(name) is str}
 
     async def score(self, request: Request) -> Scores:
-        """The scores of a request's rows. Raises Unscored if a row has none.
+        """Return the scores of a request's rows.
 
         Raises:
-            Unscored: a row failed, its picture is none, or its score is not finite.
-            Refused (code NOT_READY): no row got a score in time; a moment later they may.
-            What `rows` raises.
+            Unscored: a row failed, its picture cannot be decoded, or its score is not finite.
+            Refused (code NOT_READY): rows have no score only for reasons that may pass, so that a retry may succeed.
+            Error: whatever `rows` raises.
         """
         return _all_scored(await self.rows(request))
 
     async def rows(self, request: Request) -> Found:
-        """For each row its score, or why it has none; and the weights version, and a panel's parts.
+        """Return for each row its score or the reason for none, with the weights version and a panel's parts.
 
         Raises:
-            SpecMismatch: what came does not fit the model.
+            SpecMismatch: the rows do not fit the model's inputs.
             Timeout, Busy, ServerGone, ModelNotFound, Refused.
         """
         _check_rows(request)
@@ -281,20 +285,22 @@ class Intake:
             self._in_hand -= 1
 
     async def answered(self, read: Callable[[bytes], Request], write: Write, body: bytes) -> Reply:
-        """As `answered_rows`; raises as `score` where a row has no score."""
+        """Answer a request like `answered_rows`, but raise like `score` if a row has no score."""
         return await self.answered_rows(read, lambda request, found: write(request, _all_scored(found)), body)
 
     async def answered_rows(self, read: Callable[[bytes], Request], write: WriteRows, body: bytes) -> Reply:
-        """Read a body in the thread pool, ask for its rows' scores, and write the answer.
+        """Read a body in the thread pool, request the scores of its rows, and write the answer.
 
-        What has at most one picture is decoded and sent by the thread that read it. Where no other request is in hand
-        that thread waits for the answer, too, and writes ours: each change of threads costs a lone request 0.1 ms.
+        The thread that reads a request also sends it to the model, unless it has several rows with pictures. If no
+        other request is in progress, this thread also waits for the scores and writes the answer: each switch of
+        threads costs a single request 0.1 ms.
 
         Args:
-            read, write: raise what they find wrong.
+            read: parses the body.
+            write: writes the answer.
 
         Raises:
-            What `read`, `write` and `rows` raise.
+            Error: whatever `read`, `write` and `rows` raise.
         """
         self._in_hand += 1
         try:
@@ -317,10 +323,10 @@ class Intake:
         return None if begun.waiting is not None else write(request, begun.told(begun.scores)), request, begun
 
     def _begin(self, request: Request, decoded: Mapping[str, Sequence[Any]], *, here: bool = False) -> _Begun:
-        """Ask for the rows whose pictures could be decoded.
+        """Request the scores of the rows whose pictures could be decoded.
 
         Args:
-            here: in this thread, which then waits for the scores, unless others are being asked.
+            here: wait for the scores in this thread, unless other requests are in progress.
         """
         found, good, given = Found([""] * request.n), list(range(request.n)), dict(request.columns)
         for images in decoded.values():
@@ -337,7 +343,7 @@ class Intake:
         return _Begun(found, good, scores, None if scores is not None else self._juror.ask(given, len(good)))
 
     async def _decoded(self, pictures: Sequence[Any]) -> list[Any]:
-        """Arrays, and the reason where one cannot be decoded. Those of a large request share a few tasks."""
+        """Return decoded pictures, or the reason for each that cannot be decoded. A large request uses a few tasks."""
         if self._is_ready(pictures):
             return list(pictures)
         step = 1 + len(pictures) // (4 * _WORKERS)
@@ -349,7 +355,7 @@ class Intake:
         return [self._picture(one) for one in pictures]
 
     def _is_ready(self, pictures: Sequence[Any]) -> bool:
-        """Whether there is nothing to decode."""
+        """Return whether all pictures are arrays of the right size, so that none needs to be decoded."""
         return all(isinstance(one, np.ndarray) and self._fits(one) for one in pictures)
 
     def _fits(self, picture: NDArray[np.uint8]) -> bool:
@@ -360,12 +366,12 @@ class Intake:
         return await self._pool.run(action, *arguments)
 
     async def lease(self) -> None:
-        """Lease the lane now, before others' lanes grow over its rows; what fails is tried again at a request."""
+        """Lease the lane now, before other lanes take up its rows. After an error the next request tries again."""
         with suppress(Error):
             await self._juror.scores_async({}, 0)
 
     def takes(self, name: str) -> bool:
-        """Whether an input of the model is said to be this field: of what is not sent unless it is wanted."""
+        """Return whether the settings map this field to an input of the model; optional fields need that."""
         return name in self._named
 
     def close(self) -> None:
@@ -373,7 +379,7 @@ class Intake:
         self._juror.close()
 
     def _picture(self, given: Any) -> NDArray[np.uint8] | NoPicture:
-        """Decode a picture, or the frames of a video; returns the reason where it cannot be decoded."""
+        """Decode a picture or the frames of a video; return the reason if it cannot be decoded."""
         if type(given) is list:
             return self._video(given)
         if isinstance(given, np.ndarray):
@@ -386,7 +392,7 @@ class Intake:
             return NoPicture(error)
 
     def _video(self, frames: list[Any]) -> NDArray[np.uint8] | NoPicture:
-        """(frames, height, width, 3) of encoded frames, bounded as one picture is."""
+        """Decode frames to (frames, height, width, 3); together they have the size limit of one picture."""
         pictures: list[NDArray[np.uint8]] = []
         for frame in frames:
             picture = self._picture(frame) if type(frame) is not list else NoPicture("a frame is a list")
@@ -402,7 +408,7 @@ class Intake:
 
 def _check_rows(request: Request) -> None:
     if request.n > _MOST_ROWS:
-        raise Refused(f"{request.n} samples came in one request, expected at most {_MOST_ROWS}", Code.TOO_LARGE)
+        raise Refused(f"a request of {request.n} samples, expected at most {_MOST_ROWS}", Code.TOO_LARGE)
 
 
 def _all_scored(found: Found) -> Scores:
@@ -415,13 +421,13 @@ def _all_scored(found: Found) -> Scores:
         passing = all(isinstance(one, Passing) for one in wrong.values())
         raise Refused(why, Code.NOT_READY) if passing else Unscored(why)
     values = [score for score in found if not isinstance(score, str)]
-    # Where the total is there, so is every member's score.
+    # A row with a total has the score of every member.
     parts = {name: [score for score in part if not isinstance(score, str)] for name, part in found.parts.items()}
     return Scores(values, found.version, parts)
 
 
 def encoded_bytes(given: Any) -> bytes:
-    """The bytes of a picture that came as such or in base64, with or without ``data:``. Raises SpecMismatch."""
+    """Return the bytes of a picture given as bytes, base64 text or a ``data:`` URL. Raises SpecMismatch."""
     if type(given) is bytes:
         return given
     if type(given) is not str:
@@ -429,43 +435,47 @@ def encoded_bytes(given: Any) -> bytes:
     try:
         text = given[given.index(",", 0, 100) + 1 :] if given.startswith("data:") else given
         found = native.base64_decoded(text)
-        return base64.b64decode(text, validate=True) if found is None else found  # which says what is wrong
+        return base64.b64decode(text, validate=True) if found is None else found  # b64decode has the error message
     except (binascii.Error, ValueError) as error:
         raise SpecMismatch(f"expected a picture in base64: {said(error, 100)}") from error
 
 
 def decoded(data: bytes, size: tuple[int, int] | None = None) -> NDArray[np.uint8]:
-    """An RGB picture, (height, width, 3), from a JPEG, PNG or WebP file's bytes; of an animation the first frame.
+    """Decode the bytes of a JPEG, PNG or WebP file; of an animation only the first frame.
 
-    Its size is read off the header and checked before anything is decoded.
+    The size is read from the header and checked before the pixels are decoded.
 
     Args:
+        data: contents of the file.
         size: (height, width) to resize to.
 
+    Returns:
+        RGB pixels, uint8 (height, width, 3).
+
     Raises:
-        SpecMismatch: it is none of these, cut off, broken or too large.
+        SpecMismatch: the file has another format, or is truncated, damaged or too large.
     """
     try:
-        if data[:4] == b"RIFF":  # Pillow makes room for a WebP's pixels as soon as it is opened
+        if data[:4] == b"RIFF":  # Pillow allocates a WebP's pixels when it opens the file
             _check_pixels(*_webp_size(data))
         with Image.open(io.BytesIO(data), formats=_FORMATS) as image:
             _check_pixels(*image.size)
             if image.mode not in _MODES:
                 raise SpecMismatch(f"a picture of mode {image.mode!r}, expected 8 bits a channel")
-            ImageOps.exif_transpose(image, in_place=True)  # otherwise it copies what need not be turned
+            ImageOps.exif_transpose(image, in_place=True)  # otherwise it copies pictures that need no rotation
             rgb = image if image.mode == "RGB" else image.convert("RGB")
             return _pixels(rgb if size is None else _resized(rgb, size))
     except SpecMismatch:
         raise
-    except UnidentifiedImageError as error:  # whose text is an address in memory
-        raise SpecMismatch("expected a whole JPEG, PNG or WebP file: its beginning is none of theirs") from error
+    except UnidentifiedImageError as error:  # its message is only a memory address
+        raise SpecMismatch("expected a complete JPEG, PNG or WebP file: the header is of another format") from error
     except Exception as error:
-        raise SpecMismatch(f"expected a whole JPEG, PNG or WebP file: {said(error, 150)}") from error
+        raise SpecMismatch(f"expected a complete JPEG, PNG or WebP file: {said(error, 150)}") from error
 
 
 def _pixels(rgb: Image.Image) -> NDArray[np.uint8]:
-    """As np.asarray, which copies twice, in half the time where Pillow (11.2 and later) tells where the pixels are."""
-    with suppress(AttributeError, ValueError):  # an older one; a picture of many megabytes, which lies in parts
+    """Return the pixels like np.asarray, which copies them twice, in half the time with Pillow 11.2 or later."""
+    with suppress(AttributeError, ValueError):  # an older Pillow; a large picture, which Pillow stores in blocks
         schema, array = rgb.__arrow_c_array__()
         pixels = np.empty((rgb.height, rgb.width, 3), np.uint8)
         if native.drop_fourth(schema, array, pixels):
@@ -483,10 +493,10 @@ def _check_pixels(width: int, height: int) -> None:
 
 
 def _webp_size(data: bytes) -> tuple[int, int]:
-    """Width and height in a WebP file's header (RFC 9649)."""
+    """Return width and height from a WebP file's header (RFC 9649)."""
     kind = data[12:16]
     if len(data) < 30 or data[8:12] != b"WEBP" or kind not in (b"VP8X", b"VP8 ", b"VP8L"):
-        raise SpecMismatch("expected a whole JPEG, PNG or WebP file: the header is cut off or none of theirs")
+        raise SpecMismatch("expected a complete JPEG, PNG or WebP file: the header is truncated or of another format")
     if kind == b"VP8X":
         return 1 + int.from_bytes(data[24:27], "little"), 1 + int.from_bytes(data[27:30], "little")
     if kind == b"VP8 ":
@@ -496,7 +506,7 @@ def _webp_size(data: bytes) -> tuple[int, int]:
 
 
 def listed(body: Mapping[str, Any], name: str, n: int | None = None) -> list[Any]:
-    """Get a field that is a list, of n values if n is given. Raises SpecMismatch."""
+    """Return a field that must be a list, of n values if n is given. Raises SpecMismatch."""
     values = body.get(name)
     if type(values) is not list:
         raise SpecMismatch(f"expected a list in {name!r}, came {type(values).__name__}")
