@@ -14,18 +14,18 @@ from jurybox.server.gateway.dialects.intake import Intake, Reply, Request, Score
 
 MEDIA = "application/json"
 _METRIC = "score"
-_LONG = 4096  # characters of a string that is worth being cut out
-_WRITTEN = json.JSONEncoder(allow_nan=False).encode  # json.dumps makes one for each call that says so
+_LONG = 4096  # characters of the shortest string that is cut out before parsing
+_WRITTEN = json.JSONEncoder(allow_nan=False).encode  # json.dumps(..., allow_nan=False) creates an encoder in each call
 
 
 async def openrlhf(intake: Intake, body: bytes) -> Reply:
-    """OpenRLHF's remote reward model: JSON for JSON, one sample or a whole rollout.
+    """Answer OpenRLHF's remote reward model: JSON for one sample or a whole rollout.
 
         {"query": [str, ...], "prompts": [str, ...], "labels": [str | null, ...]}
             -> {"rewards": [float, ...], "scores": [float, ...], "extra_logs": {"weights_version": [int, ...]}}
 
-    Its client repeats what is not 2xx five times, a second apart; then the sample goes on with reward None. A client of
-    several URLs sends empty lists to the second and further ones.
+    The client retries five times, a second apart, when the status is not 2xx; then the sample gets the reward None. A
+    client with several URLs sends empty lists to all but the first.
     """
     return await intake.answered(_openrlhf, _openrlhf_answer, body)
 
@@ -61,27 +61,30 @@ def read(body: bytes) -> dict[str, Any]:
 
 
 def parsed(body: bytes) -> Any:
-    """As json.loads, which looks at every character of a string: pictures are cut out before. Raises as that."""
+    """Parse JSON like json.loads, with the same errors, but cut long strings (pictures) out before.
+
+    json.loads would examine each of their characters.
+    """
     if len(body) > 2 * _LONG and json.detect_encoding(body) == "utf-8":
         rest, texts = native.json_cut(bytes(body), _LONG) or (b"", [])
         if texts:
             left = iter(texts)
-            with suppress(ValueError, RecursionError):  # json.loads tells what is wrong with the whole
+            with suppress(ValueError, RecursionError):  # json.loads of the whole body raises the right error
                 return json.loads(rest, parse_constant=lambda _: next(left))
     return json.loads(body)
 
 
 def refusal(why: str) -> tuple[bytes, str]:
-    """The body of an error response, and its media type."""
+    """Return the body of an error response, and its media type."""
     return json.dumps({"error": why}).encode(), MEDIA
 
 
 async def slime(intake: Intake, body: bytes) -> Reply:
-    """slime's remote reward model: one sample in JSON for one number.
+    """Answer slime's remote reward model: one sample in JSON, answered by one number.
 
         {"prompt": str | [{"role": ..., "content": ...}, ...], "response": str, "label": str | null} -> float
 
-    The whole body is the reward, so a sample without a score gets an error status: slime asks ten times, then stops.
+    The whole body is the reward, so a sample without a score gets an error status. slime tries ten times, then stops.
     """
     return await intake.answered(_slime, lambda _, scores: _versioned(scores.values[0], scores.version), body)
 
@@ -96,13 +99,13 @@ def _slime(body: bytes) -> Request:
 
 
 async def flow_factory(intake: Intake, body: bytes) -> Reply:
-    """Flow-Factory's remote reward: JSON with PNG pictures in base64.
+    """Answer Flow-Factory's remote reward: JSON with PNG pictures in base64.
 
         {"prompt": [str, ...], "image": [base64, ...], "video": null, ...} -> {"rewards": [float, ...]}
-        with "video": [[base64, ...], ...], the frames, and "condition_images": [[base64], ...], the field source
+        optionally "video": [[base64, ...], ...], the frames, and "condition_images": [[base64], ...], the field source
 
-    An "error" that comes with status 200 stops its training with our text; any other status is repeated three times
-    without a pause, and its text is lost.
+    An "error" in a response with status 200 stops the training with its text. On any other status the client retries
+    three times without a pause, and the text is lost.
     """
     return await intake.answered(
         lambda body: _flow_factory(intake, body),
@@ -116,7 +119,7 @@ def _flow_factory(intake: Intake, body: bytes) -> Request:
     prompts = listed(given, "prompt")
     n = len(prompts)
     if given.get("condition_videos"):
-        raise Refused("condition_videos came: videos that condition a sample are not scored here", Code.UNSUPPORTED)
+        raise Refused("condition_videos is not supported: videos cannot condition a sample here", Code.UNSUPPORTED)
     pictures = {name: listed(given, name, n) for name in ("image", "video") if given.get(name) is not None}
     if not all(type(frames) is list for frames in pictures.get("video", ())):
         raise SpecMismatch("expected a list of frames for each sample in 'video'")
@@ -126,7 +129,7 @@ def _flow_factory(intake: Intake, body: bytes) -> Request:
         if name in pictures and not intake.takes(name):
             came = "condition_images" if name == "source" else name
             raise Refused(
-                f"{came} came: the model scores none. For one that does: inputs = {{INPUT = {name!r}}}",
+                f"{came} is no input of the model; for a model that has one, set inputs = {{INPUT = {name!r}}}",
                 Code.UNSUPPORTED,
             )
     return Request({"prompt": prompts, "text": prompts}, n, pictures)
@@ -139,7 +142,7 @@ def _only_condition(given: Any) -> Any:
 
 
 def unirl_about(intake: Intake) -> dict[str, dict[str, Any]]:
-    """The responses of /health and /rewards."""
+    """Return the responses to GET /health and /rewards."""
     return {
         "/health": {"status": "ok", "rewards": {name: [_METRIC] for name in intake.rewards}},
         "/rewards": {"rewards": intake.rewards},
@@ -147,16 +150,16 @@ def unirl_about(intake: Intake) -> dict[str, dict[str, Any]]:
 
 
 async def unirl(intake: Intake, body: bytes) -> Reply:
-    """UniRL's reward service: JSON with pictures in base64; each sample of a request has its own results and errors.
+    """Answer UniRL's reward service: JSON with pictures in base64, and results and errors for each sample.
 
         {"requests": [{"history": [{"text": str, "image_b64": base64, ...}, ...],
                        "required_rewards": [name, ...], "metadata": {...} | null}]}
             -> {"results": [{name: {"score": float}, ...}, ...], "errors": [{name: str}, ...]}
 
-    A panel's members are rewards, too. The client makes one number of all that stands beside a score (the first, the
-    mean or the greatest), so nothing does. It repeats what is not 2xx three times, and stops at a sample with an error.
-    The last turn is scored, as an edit of the first turn's picture where the dialect's inputs name "source"; a file
-    name on the server's host ("video_path") is never opened.
+    A panel's members are rewards, too. The client combines all numbers of a result into one (the first, the mean or the
+    greatest), so a result has only the score. It retries three times when the status is not 2xx, and stops at a sample
+    with an error. The last turn is scored, as an edit of the first turn's picture if the dialect's inputs name
+    "source". A path on the server's host ("video_path") is never opened.
     """
     return await intake.answered_rows(
         lambda body: _unirl(intake, body), lambda request, found: _unirl_answer(intake, request, found), body
@@ -168,7 +171,7 @@ def _unirl_answer(intake: Intake, request: Request, found: Found) -> Reply:
     scores = {name: found.parts.get(name, found) for name in intake.rewards}
     wanted = [(i, name) for i, names in enumerate(required) for name in names]
     if late := next((why for i, name in wanted if isinstance(why := scores[name][i], Passing)), ""):
-        raise Refused(late, Code.NOT_READY)  # worth another try
+        raise Refused(late, Code.NOT_READY)  # the client retries
     results: list[dict[str, Any]] = [{} for _ in required]
     errors: list[dict[str, str]] = [{} for _ in required]
     for name, column in scores.items():
@@ -186,7 +189,7 @@ def _unirl(intake: Intake, body: bytes) -> Request:
     turns = [_last_turn(intake, request) for request in requests]
     seen = [turn.get("image_b64") is not None for turn in turns]
     if any(seen) and not all(seen):
-        raise ProtocolMismatch("some samples came with a picture and some without: send them apart", Code.MALFORMED)
+        raise ProtocolMismatch("some samples have a picture and some none: send separate requests", Code.MALFORMED)
     texts = [turn.get("text") or "" for turn in turns]
     metadata = [json.dumps(request.get("metadata")) for request in requests]
     pictures = {"image": [turn["image_b64"] for turn in turns]} if any(seen) else {}
@@ -197,7 +200,7 @@ def _unirl(intake: Intake, body: bytes) -> Request:
 
 
 def _source(request: dict[str, Any]) -> str:
-    """The picture before its edit: that of the first of two turns."""
+    """Return the picture before the edit, which is that of the first of two turns."""
     first = request["history"][0]
     if len(request["history"]) < 2 or type(first) is not dict or type(first.get("image_b64")) is not str:
         raise ProtocolMismatch("expected two turns with image_b64, the picture before its edit first", Code.MALFORMED)
@@ -212,13 +215,13 @@ def _last_turn(intake: Intake, request: Any) -> dict[str, Any]:
     required = request.get("required_rewards")
     if type(required) is not list or not required or any(name not in intake.rewards for name in required):
         told, there = plain(json.dumps(required), 200), ", ".join(intake.rewards)
-        raise ProtocolMismatch(f"rewards {told} are required, expected names of these: {there}", Code.MALFORMED)
+        raise ProtocolMismatch(f"required_rewards is {told}, expected names of {there}", Code.MALFORMED)
     turn: dict[str, Any] = history[-1]
     if turn.get("video_b64") is not None or turn.get("video_path") is not None:
-        raise ProtocolMismatch("video is not scored here, expected image_b64 or text", Code.MALFORMED)
+        raise ProtocolMismatch("video is not supported, expected image_b64 or text", Code.MALFORMED)
     return turn
 
 
 def unirl_refusal(why: str) -> tuple[bytes, str]:
-    """The body of an error response, and its media type."""
+    """Return the body of an error response, and its media type."""
     return json.dumps({"detail": why}).encode(), MEDIA

@@ -1,9 +1,9 @@
-"""A dialect's requests whose head was seen before, answered ahead of HTTP's and the application's layers.
+"""Fast path for a dialect's requests whose head was seen before, around HTTP parsing and the application.
 
-As inference/http_forms.py does it for tensors. A trainer's requests begin with the same bytes every time, but for the
-length of the body. The first goes through uvicorn, all walls (security.http) and the application; where that answered
-it, its head is kept, without the length. Walls and routing look at nothing but those bytes, and at the length, which is
-bounded here as there. Whatever is special in any way goes through the layers as ever.
+It does for dialects what inference/http_forms.py does for tensors. A trainer's requests begin with the same bytes every
+time, except for the length of the body. The first request goes through uvicorn, access control (security.http) and the
+application. If the application answered it, its head is kept, without the length. Access control and routing depend
+only on these bytes and on the length, which has the same limit here. All other requests take the ordinary path.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from jurybox.server.gateway.inference.http_forms import (
 from jurybox.server.security.access import Room
 from jurybox.server.security.http import DATA_HEADERS, Taken
 
-ANSWERED = "jurybox.dialect"  # in a request's scope: called with what answers its body, once it is answered
+ANSWERED = "jurybox.dialect"  # in a request's scope: a function to call with the endpoint that answered its body
 Endpoint = Callable[[bytes], Awaitable[Reply]]
 _LENGTH = re.compile(rb"\r\n[Cc]ontent-[Ll]ength: ([0-9]{1,8})\r\n")
 _BEGIN = b"POST /"
@@ -34,25 +34,25 @@ _INFERENCE = b"POST /v2/"
 NEVER_CACHED = (b"cache-control", b"no-store")
 _FIELDS = b"".join(b"%b: %b\r\n" % pair for pair in (NEVER_CACHED, *DATA_HEADERS)) + b"\r\n"
 
-_Key = tuple[bytes, bytes]  # a head, before and after the digits of its content-length
+_Key = tuple[bytes, bytes]  # the parts of a head before and after the digits of its content-length
 
 
 class _Sent(NamedTuple):
-    """A request whose body comes, or that is being answered."""
+    """A request whose body is being received, or that is being answered."""
 
     head: bytes
     length: int
     answer: Endpoint
     taken: Taken
-    parts: list[bytes]  # of the body, as they came
+    parts: list[bytes]  # of the body, as received
 
 
 class KnownPaths:
-    """The heads of all connections of a port whose dialect answered.
+    """The known heads of a port, which all its connections share.
 
     Args:
-        room: bounds the bytes of all bodies together.
-        most: bytes of a body.
+        room: limits the bytes of all bodies together.
+        most: largest body, bytes.
     """
 
     def __init__(self, room: Room, most: int) -> None:
@@ -61,7 +61,7 @@ class KnownPaths:
         self.heads: dict[_Key, Endpoint] = {}
 
     def learn(self, head: bytes, scope: Any, endpoint: Endpoint) -> None:
-        """A request that began with these bytes was answered by that."""
+        """Record that `endpoint` answered a request with this head."""
         length, found = plain_length(scope), _LENGTH.search(head)
         if length is None or found is None or int(found[1]) != length or len(head) > MOST_HEAD:
             return
@@ -70,7 +70,7 @@ class KnownPaths:
         self.heads[head[: found.start(1)], head[found.end(1) :]] = endpoint
 
     def of(self, head: bytes) -> _Sent | None:
-        """What a head asks for; None where it goes the usual way."""
+        """Return a new request with this head; None if it must take the ordinary path."""
         if (found := _LENGTH.search(head)) is None:
             return None
         endpoint = self.heads.get((head[: found.start(1)], head[found.end(1) :]))
@@ -81,14 +81,14 @@ class KnownPaths:
 
 
 class DialectProtocol(InferProtocol):
-    """A connection that answers requests of dialects with known heads by itself."""
+    """A connection that answers a dialect's requests with known heads directly."""
 
-    paths: KnownPaths  # of a subclass, as `with_dialects` makes it
+    paths: KnownPaths  # set in the subclass that `with_dialects` creates
     _sent: _Sent | None = None
-    _left = 0  # bytes of its body that are to come
+    _left = 0  # bytes of its body that are still to be received
 
     def data_received(self, data: bytes) -> None:
-        """As asyncio asks."""
+        """Receive bytes of a request; see `asyncio.Protocol`."""
         if self._asking:
             super().data_received(data)
         elif self._sent is not None:
@@ -105,7 +105,7 @@ class DialectProtocol(InferProtocol):
             super().data_received(data)
 
     def shutdown(self) -> None:
-        """As uvicorn asks: once what has begun is answered."""
+        """Close the connection, after a request that has begun is answered; called by uvicorn."""
         self._leaving = True
         if self._sent is None:
             super().shutdown()
@@ -126,7 +126,7 @@ class DialectProtocol(InferProtocol):
             sent.parts.append(data)
             try:
                 sent.taken.take(len(data))
-            except Refused:  # the usual way says so
+            except Refused:  # the ordinary path answers with the error
                 data, self._ahead = b"".join((sent.head, *sent.parts, self._ahead)), b""
                 self._give()
                 super().data_received(data)
@@ -135,7 +135,7 @@ class DialectProtocol(InferProtocol):
             return
         self._asking = True
         task = self.loop.create_task(self._answered(sent))
-        self.tasks.add(task)  # those that are waited for at the end
+        self.tasks.add(task)  # uvicorn waits for these tasks when it stops
         task.add_done_callback(self.tasks.discard)
 
     async def _answered(self, sent: _Sent) -> None:
@@ -147,7 +147,7 @@ class DialectProtocol(InferProtocol):
             raise
         finally:
             parts.clear()
-            sent.taken.give()  # not before, whether or not the client is still there: a thread had the body
+            sent.taken.give()  # not before, even if the client has disconnected: a thread was using the body
         if self._gone:
             return
         closes = ("connection", "close") in reply.headers
@@ -161,16 +161,16 @@ class DialectProtocol(InferProtocol):
     def _give(self) -> None:
         sent, self._sent = self._sent, None
         if sent is not None and not self._asking:
-            sent.taken.give()  # its body never came
+            sent.taken.give()  # the body was not received in full
         super()._give()
 
 
 def with_dialects(protocol: type[InferProtocol], room: Room, most: int) -> type[DialectProtocol]:
-    """The class of a port's connections.
+    """Return the class of a port's connections.
 
     Args:
-        protocol: of a port without dialects, InferProtocol's own.
-        room: for the bytes of all bodies.
-        most: bytes of one body.
+        protocol: the class for a port without dialects.
+        room: limits the bytes of all bodies together.
+        most: largest body, bytes.
     """
     return type("KnownDialectProtocol", (DialectProtocol, protocol), {"paths": KnownPaths(room, most)})

@@ -16,41 +16,42 @@ _NOT_THIS_TAG = -10.0
 
 
 async def flow_grpo(intake: Intake, body: bytes) -> Reply:
-    """Flow-GRPO's remote rewards: a pickled dict of JPEG pictures, and prompts, for a pickled dict of scores.
+    """Answer Flow-GRPO's remote rewards: a pickled dict of JPEG pictures and prompts, for a pickled dict of scores.
 
         {"images": [bytes, ...]}                        -> {"outputs": [float, ...]}
         {"images": [bytes, ...], "prompts": [str, ...]} -> {"outputs": [float, ...]}
-        {"images": [bytes, ...], "meta_datas": [{...}, ...], "only_strict": bool} -> as `_geneval`
+        {"images": [bytes, ...], "meta_datas": [{...}, ...], "only_strict": bool} -> as `_judged`
 
-    The client looks at no status but 500, which it repeats for a day and a half, and at 503 with Retry-After, which it
-    obeys. So what cannot be scored is answered with a 4xx whose body has no "outputs": its training stops, and says so.
+    The client handles only status 500, which it retries for a day and a half, and 503 with Retry-After, which it
+    respects. So a request that cannot be scored gets a 4xx without "outputs" in its body, which stops the training with
+    an error.
     """
-    # Lists, not arrays: the client adds them up with +=.
+    # The answer has lists, not arrays, because the client concatenates them with +=.
     return await intake.answered(
         lambda body: _asked(intake, given := read(body), given), lambda *found: _told("outputs", *found), body
     )
 
 
 def _told(name: str, request: Request, scores: Scores) -> Reply:
-    """The answer of a dict of one list; GenEval's, where that was asked for."""
+    """Return an answer with the scores under `name`, or GenEval's answer if the request is of that kind."""
     if request.told is not None:
         return _judged(request.told, scores)
     return Reply(dumps({name: scores.values}), MEDIA, version=scores.version)
 
 
 def _geneval(intake: Intake, given: dict[str, Any], told: dict[str, Any]) -> Request:
-    """GenEval's judgements, of a panel with the members `rewards` and `strict_rewards`; its total is `scores`.
+    """Convert a GenEval request, for a panel with the members `rewards` and `strict_rewards` and the total `scores`.
 
-    Each picture has a dict that says what is to be seen on it: the field "metadata", as JSON.
+    Each picture has a dict that describes what it should show. The model gets it as JSON, as the field "metadata".
 
     Args:
-        given: with "images".
-        told: with "meta_datas" and "only_strict".
+        given: the dict with "images".
+        told: the dict with "meta_datas" and "only_strict".
     """
     if missing := [name for name in _JUDGED if name not in intake.rewards]:
         raise Refused(
-            f"GenEval's requests ('meta_datas') want a panel with the members {' and '.join(_JUDGED)}, as "
-            f"docs/dialects.md has it; {', '.join(missing)} is missing in {intake.reward!r}"
+            f"GenEval's requests ('meta_datas') need a panel with the members {' and '.join(_JUDGED)}, see "
+            f"docs/dialects.md; {', '.join(missing)} is missing in {intake.reward!r}"
         )
     pictures = listed(given, "images")
     described = listed(told, "meta_datas", len(pictures))
@@ -69,10 +70,10 @@ def _geneval(intake: Intake, given: dict[str, Any], told: dict[str, Any]) -> Req
 
 
 def _judged(told: tuple[list[Any], Any], scores: Scores) -> Reply:
-    """GenEval's answer; what is under another tag than the picture's own is -10, which its clients leave out.
+    """Return GenEval's answer. A picture's value under other tags than its own is -10, which the clients ignore.
 
     Args:
-        told: tags, and whether `rewards` are 0, as upstream's are then.
+        told: the tags, and "only_strict", with which all `rewards` are 0, as in the original server.
     """
     tags, only_strict = told
     rewards, strict = (scores.parts.get(name, []) for name in _JUDGED)
@@ -104,7 +105,7 @@ def read(body: bytes) -> dict[str, Any]:
 
 
 def _asked(intake: Intake, given: dict[str, Any], told: Any) -> Request:
-    """The pictures of a request, with their prompts if it has any; GenEval's, where it is told of metadata."""
+    """Convert a request: pictures, with prompts if it has any; or a GenEval request, if `told` has "meta_datas"."""
     if type(told) is dict and "meta_datas" in told:
         return _geneval(intake, given, told)
     pictures, n = _pictures(intake, given)
@@ -115,7 +116,7 @@ def _asked(intake: Intake, given: dict[str, Any], told: Any) -> Request:
 
 
 def _pictures(intake: Intake, given: dict[str, Any]) -> tuple[dict[str, list[Any]], int]:
-    """Pictures by field, and how many of each; of an edit they come as a dict of lists, "edited" among them."""
+    """Return the pictures by field and the number of each. An edit's come as a dict of lists, one of them "edited"."""
     if type(given.get("images")) is not dict:
         pictures = listed(given, "images")
         return {"image": pictures}, len(pictures)
@@ -123,8 +124,8 @@ def _pictures(intake: Intake, given: dict[str, Any]) -> tuple[dict[str, list[Any
     names = {"image" if name == "edited" else plain(name, 50): name for name in came}
     if strange := [name for name in names if name != "image" and not intake.takes(name)]:
         raise Refused(
-            f"pictures {', '.join(map(repr, came))} of an edit came: name {strange[0]!r} in the dialect's inputs, or "
-            "send the edited ones alone",
+            f"an edit with the pictures {', '.join(map(repr, came))}: name {strange[0]!r} in the dialect's inputs, or "
+            "send only the edited ones",
             Code.UNSUPPORTED,
         )
     if not names:
@@ -134,20 +135,20 @@ def _pictures(intake: Intake, given: dict[str, Any]) -> tuple[dict[str, list[Any
 
 
 def refusal(why: str) -> tuple[bytes, str]:
-    """The body of an error response, and its media type."""
+    """Return the body of an error response, and its media type."""
     return dumps({"error": why}), MEDIA
 
 
 async def verl_omni(intake: Intake, body: bytes) -> Reply:
-    """The HTTP scorer of verl-omni and deepgen_rl: a pickled dict for a pickled dict.
+    """Answer the HTTP scorer of verl-omni and deepgen_rl: a pickled dict for a pickled dict.
 
         {"images": [bytes, ...], "prompts": [str, ...], "metadata": {...}} -> {"scores": [float, ...]}
         the same with {"edited": [bytes, ...], NAME: [bytes, ...]} as images (deepgen_rl's edits): "edited" is the field
             image, every other must be named in the dialect's inputs
-        the same with "meta_datas" and "only_strict" in the metadata (deepgen_rl's gen_eval) -> as `_geneval`
+        the same with "meta_datas" and "only_strict" in the metadata (deepgen_rl's gen_eval) -> as `_judged`
 
-    verl-omni asks again after 408, 429 and 5xx; any other 4xx stops with the text of "error". Bodies of errors are
-    unpickled too, so they are pickles always.
+    verl-omni retries after 408, 429 and 5xx; any other 4xx stops the training with the text of "error". The client
+    unpickles the bodies of errors, too, so every body is a pickle.
     """
     return await intake.answered(
         lambda body: _asked(intake, given := read(body), given.get("metadata")),

@@ -1,10 +1,10 @@
-"""Parse pickles of plain data without unpickling: imports nothing, calls nothing, and checks sizes before it allocates.
+"""Parse pickles of plain data without unpickling: import nothing, call nothing, and check sizes before allocation.
 
-An allow-list of classes in `pickle.Unpickler.find_class` is not enough. A NumPy array of dtype object takes the bytes
-of the stream for pointers; nine bytes with a large memo index make the C unpickler allocate half a gigabyte before any
-class is looked up; a few hundred bytes of shared references stand for lists of 10^9 elements. So this is a separate
-parser, for the opcodes of plain data (https://peps.python.org/pep-3154/, pickletools). Its memo is a dict, its
-"classes" are names that are compared. Everything else is refused by its name.
+An allow-list of classes in `pickle.Unpickler.find_class` is not enough. A NumPy array of dtype object interprets the
+bytes of the stream as pointers. Nine bytes with a large memo index make the C unpickler allocate half a gigabyte before
+any class is looked up. A few hundred bytes of shared references represent lists of 10^9 elements. So this is a separate
+parser, for the opcodes of plain data (https://peps.python.org/pep-3154/, pickletools). Its memo is a dict, and its
+"classes" are names that it compares. Everything else raises an error with its name.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ class Limits:
     """Limits of a stream.
 
     Attributes:
-        opcodes: of the stream.
-        marks: open at once.
-        values: in the result, shared ones counted as often as they stand there.
-        depth: containers inside one another in the result.
-        repeated: bytes of text, byte strings and arrays in the result beyond the stream's own length. Only what is
-            shared makes a result larger than its stream.
+        opcodes: opcodes in the stream.
+        marks: marks open at once.
+        values: values in the result; a shared one counts as often as it occurs.
+        depth: nested containers in the result.
+        repeated: bytes of text, byte strings and arrays in the result beyond the length of the stream. Only shared
+            values make a result larger than its stream.
     """
 
     opcodes: int = 1 << 16
@@ -63,11 +63,11 @@ class _Name:
 @dataclass(slots=True, eq=False)
 class _Dtype:
     kind: str  # "U15", "f8"
-    order: str = ""  # "<", ">" or "|", once it is told
+    order: str = ""  # "<", ">" or "|"; empty until BUILD sets it
 
     def made(self) -> np.dtype[Any]:
         if not self.order:
-            raise NotPlain("the pickle uses a dtype before it tells its byte order")
+            raise NotPlain("the pickle uses a dtype before it sets its byte order")
         return np.dtype(self.order + self.kind)
 
 
@@ -88,7 +88,7 @@ _GLOBALS: Final = {
     ("_codecs", "encode"): _Name("encode"),
     ("__builtin__", "bytes"): _Name("bytes"),
 }
-# Text, truth values, integers and floating-point numbers of fixed size: nothing that holds a pointer.
+# Text, booleans, integers and floating-point numbers of fixed size: nothing that contains pointers.
 _KIND = re.compile(r"U[1-9][0-9]{0,6}|b1|[iu][1248]|f[248]")
 # (dtype, version, order, subdtype, names, fields, itemsize, alignment, flags): numpy/core/src/multiarray/descriptor.c
 _DTYPE_STATE = 8
@@ -103,14 +103,14 @@ class _Reader:
         self._limits = limits
         self._at = 0
         self._stack: list[Any] = []
-        self._marks: list[int] = []  # where in the stack
+        self._marks: list[int] = []  # indices into the stack
         self._memo: dict[int, Any] = {}
 
     def read(self) -> Any:
         data, size, opcodes = self._data, self._size, _OPCODES
         for _ in range(self._limits.opcodes):
             if self._at >= size:
-                raise NotPlain(f"the pickle ends after {size} bytes without STOP: it was cut off")
+                raise NotPlain(f"the pickle ends after {size} bytes without STOP: it is truncated")
             opcode = data[self._at]
             self._at += 1
             if opcode == _STOP:
@@ -162,7 +162,7 @@ class _Reader:
 
     def since_mark(self) -> list[Any]:
         if not self._marks:
-            raise NotPlain(f"the pickle goes back to a mark at {self._at} where it has set none")
+            raise NotPlain(f"the pickle refers to a mark at {self._at} where none is set")
         at = self._marks.pop()
         values = self._stack[at:]
         del self._stack[at:]
@@ -183,7 +183,7 @@ class _Reader:
 
     def get(self, at: int) -> None:
         if at not in self._memo:
-            raise NotPlain(f"the pickle gets value {at} of its memo, which it has not put there")
+            raise NotPlain(f"the pickle gets value {at} of its memo, which was never put there")
         self.push(self._memo[at])
 
     def protocol(self) -> None:
@@ -234,7 +234,7 @@ class _Reader:
         if len(pairs) % 2:
             raise NotPlain(f"the pickle has a key without a value at {self._at}")
         for key, value in zip(pairs[::2], pairs[1::2], strict=True):
-            # Nothing else: the hash of nested tuples alone can take for ever.
+            # No other keys: hashing nested tuples can take practically forever.
             if type(key) is not str and type(key) is not int:
                 raise NotPlain(
                     f"the pickle has a {type(key).__name__.strip('_')} as a key: expected text or an integer"
@@ -289,7 +289,7 @@ def _odd(name: str) -> Any:
 
 
 def _dtype(kind: Any, align: Any, copy: Any) -> _Dtype:
-    # Only text is quoted: the text of nested tuples alone can take for ever.
+    # Error messages quote only text: the representation of nested tuples can take practically forever.
     if type(kind) is not str or type(align) is not bool or type(copy) is not bool:
         _odd("dtype")
     if not _KIND.fullmatch(kind):
@@ -326,7 +326,7 @@ def _scalar(dtype: Any, data: Any) -> Any:
 
 
 def _filled(dtype: Any, shape: Any, data: Any, order: Any) -> NDArray[Any]:
-    """An array over the bytes of the stream, without a copy."""
+    """Return an array over the bytes of the stream, without a copy."""
     if type(dtype) is not _Dtype or type(data) is not bytes or type(shape) is not tuple or order not in ("C", "F"):
         _odd("an array")
     if len(shape) > _DIMENSIONS or any(type(size) is not int or not 0 <= size < 1 << 40 for size in shape):
@@ -341,7 +341,7 @@ def _filled(dtype: Any, shape: Any, data: Any, order: Any) -> NDArray[Any]:
             f"{len(data)} came"
         )
     if made.kind == "U" and items and np.frombuffer(data, made.byteorder + "u4").max() > 0x10FFFF:
-        raise NotPlain("the pickle has an array of text with a character that is none")
+        raise NotPlain("the pickle has an array of text with an invalid character")
     return np.frombuffer(data, made).reshape(shape, order=order)
 
 
@@ -368,7 +368,7 @@ _MADE: Final[dict[str, Callable[..., Any]]] = {
 
 
 class _Result:
-    """Copies the parsed value, plain values only, and counts shared values as often as they occur."""
+    """The copier of a parsed value. It accepts only plain values, and counts shared ones as often as they occur."""
 
     def __init__(self, limits: Limits, room: int) -> None:
         self._limits = limits
@@ -400,9 +400,9 @@ class _Result:
         self._values -= values
         self._room -= size
         if self._values < 0:
-            raise NotPlain(f"the pickle stands for more than {self._limits.values} values")
+            raise NotPlain(f"the pickle would result in more than {self._limits.values} values")
         if self._room < 0:
-            raise NotPlain("the pickle refers to the same bytes over and over: it stands for much more than it holds")
+            raise NotPlain("the pickle refers to the same bytes over and over: its result would be too large")
         return True
 
 
@@ -435,7 +435,7 @@ _OPCODES: Final[dict[int, Callable[[_Reader], None]]] = {
     ord("C"): lambda reader: reader.byte_string(1),
     ord("B"): lambda reader: reader.byte_string(4),
     0x8E: lambda reader: reader.byte_string(8),
-    0x96: lambda reader: reader.byte_string(8),  # a bytearray: here they are bytes
+    0x96: lambda reader: reader.byte_string(8),  # a bytearray is returned as bytes
     ord("J"): _Reader.signed,
     ord("K"): lambda reader: reader.push(reader.number(1)),
     ord("M"): lambda reader: reader.push(reader.number(2)),
@@ -463,14 +463,15 @@ def loads(data: bytes | bytearray | memoryview, limits: Limits = LIMITS) -> Any:
 
     Args:
         data: the stream, from the first byte to STOP.
+        limits: limits of the stream and the result.
 
     Returns:
-        None, bool, int, float, str, bytes, list, tuple and dict (of str and int keys). A bytearray comes as bytes, a
-        NumPy array of text as (nested) lists of str, one of numbers as a read-only array over the stream's bytes, a
-        NumPy scalar as a Python one.
+        None, bool, int, float, str, bytes, list, tuple and dict (with str and int keys). A bytearray is returned as
+        bytes, a NumPy array of text as (nested) lists of str, one of numbers as a read-only array over the stream's
+        bytes, and a NumPy scalar as a Python one.
 
     Raises:
-        NotPlain: for anything else; the message names it.
+        NotPlain: the stream has anything else; the message names it.
 
     >>> loads(dumps({"images": [], "only_strict": True}))
     {'images': [], 'only_strict': True}
@@ -479,10 +480,10 @@ def loads(data: bytes | bytearray | memoryview, limits: Limits = LIMITS) -> Any:
 
 
 def dumps(value: Any) -> bytes:
-    """Pickle None, bool, int, float, str, list, tuple and dict with protocol 2, which every Python reads.
+    """Pickle None, bool, int, float, str, list, tuple and dict with protocol 2, which every Python can read.
 
     Raises:
-        TypeError: for a value of any other type, subclasses and NumPy's scalars included.
+        TypeError: a value has another type; subclasses and NumPy scalars count as other types.
     """
     parts = [b"\x80\x02"]
     _write(value, parts)

@@ -1,6 +1,6 @@
 """The HTTP routes of the dialects: /dialects/NAME, bound to a model by [dialects.NAME] of the configuration.
 
-A dialect may have a port of its own besides, whose / is what /dialects/NAME is here.
+A dialect can also have its own port, where / is what /dialects/NAME is here.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ Answer = Callable[[bytes], Awaitable[Reply]]
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """How a dialect answers.
+    """The implementation of a dialect.
 
     Attributes:
-        answers: of one that is bound to a model (and tells reasons to a function): by the path under the dialect's own,
-            what a body is answered with.
-        refusal: a body that says why there is no answer, and its media type.
-        status: of a refusal that asking again does not help; 0: that of the error, 4xx.
-        about: the names of rewards as a GET of "health" and "rewards" tells them.
+        answers: called with the dialect's intake and a function that logs reasons; returns the functions that answer
+            request bodies, by path below the dialect's own.
+        refusal: returns the body of an error response, and its media type.
+        status: status of an error that a retry does not help; 0: a 4xx that depends on the error.
+        about: returns the JSON responses to GET requests, by path.
     """
 
     answers: Callable[[Intake, Callable[[str], None]], Mapping[str, Answer]]
@@ -53,22 +53,23 @@ _DIALECTS = {
     "verl_omni": Dialect(_at("", pickle_dialects.verl_omni), pickle_dialects.refusal),
     "openrlhf": Dialect(_at("", json_dialects.openrlhf), json_dialects.refusal),
     "slime": Dialect(_at("", json_dialects.slime), json_dialects.refusal),
-    # Its client raises the text of an error that comes with 200, and repeats anything else without it.
+    # Its client raises the text of an error with status 200, and retries after any other without reporting the text.
     "flow_factory": Dialect(_at("/compute", json_dialects.flow_factory), json_dialects.refusal, status=200),
     "unirl": Dialect(_at("/score", json_dialects.unirl), json_dialects.unirl_refusal, about=json_dialects.unirl_about),
     "unifiedreward": Dialect(_at(chat.PATH, chat.unifiedreward), chat.refusal, about=chat.about),
     "cosmos": Dialect(lambda intake, log: cosmos.Cosmos(intake, log).answers(), cosmos.refusal),
 }
-# The server is busy, or an engine is starting: the same request may be answered a moment later.
+# Temporary errors: the server is busy, or an engine is starting. A retry may succeed.
 _PASSING = (Code.BUSY, Code.TIMEOUT, Code.SERVER_GONE, Code.NOT_READY, Code.DRAINING)
 _AGAIN = "2"  # seconds
 
 
 class Paths:
-    """Answers POSTs to the dialects' paths before anything else looks at them: an application's routing costs as much.
+    """ASGI middleware that answers POST requests to the dialects' paths without the cost of the application's routing.
 
     Args:
-        endpoints: by path.
+        app: the application, which gets all other requests.
+        endpoints: the dialects' endpoints, by path.
     """
 
     def __init__(self, app: ASGIApp, endpoints: Mapping[str, Endpoint]) -> None:
@@ -76,7 +77,7 @@ class Paths:
         self._endpoints = endpoints
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """As ASGI asks."""
+        """Answer a request; see the ASGI specification."""
         post = scope["type"] == "http" and scope["method"] == "POST"
         endpoint = self._endpoints.get(scope["path"]) if post else None
         if endpoint is None:
@@ -86,7 +87,7 @@ class Paths:
         try:
             reply = await endpoint(await _body(receive))
         except ClientDisconnect:
-            return  # nobody is there to be answered
+            return
         if (told := scope.get(ANSWERED)) is not None:
             told(endpoint)
         headers = [*((name.encode(), value.encode()) for name, value in reply.fields()), NEVER_CACHED]
@@ -95,13 +96,13 @@ class Paths:
 
 
 class Spoken(NamedTuple):
-    """What speaks the dialects.
+    """The applications of all dialects.
 
     Attributes:
-        paths: of all dialects, for `create_app`.
-        endpoints: that `Paths` answers, by path.
-        ports: what answers at the ports of those that have one.
-        intakes: of all.
+        paths: the routes of all dialects, for `create_app`.
+        endpoints: the endpoints for `Paths`, by path.
+        ports: the applications of the dialects with their own port, by name.
+        intakes: the intakes of all dialects.
     """
 
     paths: APIRouter
@@ -111,11 +112,12 @@ class Spoken(NamedTuple):
 
 
 def applications(dialects: Mapping[str, Mapping[str, Any]], address: str, log: Log) -> Spoken:
-    """What the gateway adds for its dialects.
+    """Create the routes and applications of the dialects.
 
     Args:
-        dialects: settings by name, as [dialects.NAME] has them, and `members` where the model is a panel.
-        address: the server's.
+        dialects: the settings in [dialects.NAME], by name, with `members` where the model is a panel.
+        address: address of the server.
+        log: receives the reasons for missing scores.
     """
     paths = APIRouter(tags=["dialects"])
     endpoints: dict[str, Endpoint] = {}
@@ -184,7 +186,7 @@ async def _answered(name: str, dialect: Dialect, answer: Answer, body: bytes, lo
         return await answer(body)
     except Error as error:
         failure = error
-    except Exception as error:  # a client of these may take 500 for a reason to ask for a day and a half
+    except Exception as error:  # some clients retry a 500 for a day and a half
         log.error("a dialect failed", dialect=name, error=said(error), exc_info=error)
         failure = ModelFailed(f"the gateway failed at this request ({said(error, 200)}); its log says more")
     log.warning("no reward", dialect=name, reason=said(failure, 300))
@@ -196,7 +198,7 @@ async def _answered(name: str, dialect: Dialect, answer: Answer, body: bytes, lo
 
 
 async def _body(receive: Receive) -> bytes:
-    """A request's whole body; not copied where it came as one part. Raises ClientDisconnect."""
+    """Return a request's whole body, without a copy if it arrived in one part. Raises ClientDisconnect."""
     parts: list[bytes] = []
     more = True
     while more:
