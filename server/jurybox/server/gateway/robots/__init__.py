@@ -1,1 +1,1 @@
-"""Robots: a websocket server for policies that answer observations with chunks of actions."""
+"""Robots: a WebSocket server for policies that answer observations with chunks of actions."""

@@ -1,4 +1,4 @@
-"""What happened at a robots port since the gateway began, for `/metrics`."""
+"""Counters of a robot port since the start of the gateway, for `/metrics`."""
 
 from __future__ import annotations
 
@@ -28,10 +28,11 @@ _MOST_SECONDS, _MOST_COUNT = 3600.0, 1_000_000
 
 
 class Times:
-    """A histogram of durations, in buckets as the scoreboard's: bucket i has those from 2^(i-1) to 2^i ns.
+    """A histogram of durations with the scoreboard's buckets: bucket i counts those from 2^(i-1) to 2^i ns.
 
     Attributes:
-        total: seconds, of all together.
+        counts: (TIME_BUCKETS,) uint64.
+        total: sum of the durations, seconds.
     """
 
     def __init__(self) -> None:
@@ -39,23 +40,23 @@ class Times:
         self.total = 0.0
 
     def add(self, seconds: float) -> None:
-        """Count one."""
+        """Add a duration."""
         self.counts[min(int(seconds * 1e9).bit_length(), TIME_BUCKETS - 1)] += np.uint64(1)
         self.total += seconds
 
 
 class Jitter:
-    """How much delays differ from one to the next of the same robot, smoothed (RFC 3550, 6.4.1).
+    """The smoothed difference between successive delays of the same robot (RFC 3550, 6.4.1).
 
     Attributes:
-        seconds: of all robots together.
+        seconds: the jitter over all robots.
     """
 
     def __init__(self) -> None:
         self.seconds = 0.0
 
     def add(self, last: float | None, delay: float) -> float:
-        """Take in a robot's delay and the one before; gives the delay."""
+        """Add a robot's delay, given its previous one (None: there is none), and return the delay."""
         if last is not None:
             self.seconds += _JITTER * (abs(delay - last) - self.seconds)
         return delay
@@ -65,13 +66,13 @@ class PortCounters:
     """The counters of one port. Belongs to the gateway's event loop.
 
     Attributes:
-        connected: robots, now.
-        opened, refused: connections, the latter by reason.
+        connected: robots connected now.
+        opened, refused: connections accepted, and refused ones by reason.
         sessions: episodes begun.
-        requests, failures: observations answered, and those that got an error, by reason.
-        delay, jitter: from an observation's arrival to its answer's leaving.
-        batch_wait: from an observation's arrival to its batch's leaving for an engine.
-        client_delay, client_jitter, dropped, starved: as robots say that execute chunks (`AsyncChunkPolicy`).
+        requests, failures: observations answered, and by reason those that got an error.
+        delay, jitter: time from receiving an observation to sending its answer.
+        batch_wait: time from receiving an observation to sending its batch to an engine.
+        client_delay, client_jitter, dropped, starved: as reported by robots that execute chunks (`AsyncChunkPolicy`).
     """
 
     def __init__(self) -> None:
@@ -87,13 +88,13 @@ class PortCounters:
         self.failures[_REASONS.get(error.code, "server")] += 1
 
     def waited(self, waits: Sequence[float]) -> None:
-        """Count the observations of one batch."""
+        """Add the waiting times of one batch's observations, in seconds."""
         for seconds in waits:
             self.batch_wait.add(seconds)
 
 
 class RobotDelays:
-    """What one connection adds to its port's counters."""
+    """The delays of one connection, which adds them to its port's counters."""
 
     def __init__(self, counters: PortCounters) -> None:
         self._counters = counters
@@ -101,7 +102,12 @@ class RobotDelays:
         self._last_told: float | None = None
 
     def answered(self, seconds: float, told: ChunkReport | None) -> None:
-        """Count an observation that was answered after so many seconds, and what it told."""
+        """Count an answered observation.
+
+        Args:
+            seconds: time from its arrival to its answer.
+            told: the report that came with it, if any.
+        """
         counters = self._counters
         counters.requests += 1
         counters.delay.add(seconds)
@@ -116,10 +122,10 @@ class RobotDelays:
 
 
 class ChunkReport:
-    """What a robot tells of the chunks it executed since its last request (jurybox.client.chunks.REPORT).
+    """A robot's report of the chunks it executed since its last request (jurybox.client.chunks.REPORT).
 
     Raises:
-        Malformed: it is not that.
+        Malformed: the value is not a valid report.
     """
 
     def __init__(self, told: Any) -> None:

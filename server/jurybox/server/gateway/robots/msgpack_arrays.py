@@ -1,11 +1,11 @@
-"""A strict, bounded codec for msgpack with NumPy arrays, as robots send them.
+"""A strict codec with size limits for msgpack with NumPy arrays, as robots send them.
 
 The format is msgpack's (github.com/msgpack/msgpack, spec.md). Arrays are maps, in openpi's format
-`{b"__ndarray__": true, b"data", b"dtype", b"shape"}` and `{b"__npgeneric__": true, b"data", b"dtype"}` (of a single
+`{b"__ndarray__": true, b"data", b"dtype", b"shape"}` and `{b"__npgeneric__": true, b"data", b"dtype"}` (a single
 number), or in msgpack-numpy's, `{"nd": true, "type", "kind", "data", "shape"}` with keys of text or bytes.
 
-It does not use a library: libraries allocate what a header claims (an array of 2^32 elements, a thousand nested lists)
-before it can be checked, and the clients' own decoders read eight bytes of dtype "O" as a pointer.
+It uses no library: libraries allocate what a header claims (an array of 2^32 elements, a thousand nested lists) before
+it can be checked, and the clients' own decoders interpret eight bytes of dtype "O" as a pointer.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from jurybox.protocol.errors import Code, ProtocolMismatch, plain
 
-MOST_ITEMS = 10_000  # values in one message, keys too; an observation has some tens
+MOST_ITEMS = 10_000  # values in one message, including keys; an observation has some tens
 MOST_DEPTH = 16
 _MOST_AXES = 16
 _MOST_AXIS = 1 << 31
@@ -30,7 +30,7 @@ _LAST_CHARACTER = 0x10FFFF
 
 
 class Malformed(ProtocolMismatch):
-    """Not a valid message; says where, and what was expected."""
+    """A message is not valid; the text names the place and what was expected."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message, Code.MALFORMED)
@@ -39,13 +39,13 @@ class Malformed(ProtocolMismatch):
 def unpackb(data: bytes | bytearray | memoryview) -> Any:
     """Decode one message.
 
-    Maps become dicts with keys of text, arrays become NumPy arrays in this machine's byte order, read-only views of
-    `data` where they can be. Of single numbers of NumPy's come plain ones, of text arrays `<U` arrays.
+    Maps become dicts with str keys. Arrays become NumPy arrays in the native byte order, read-only views of `data`
+    where possible. NumPy scalars become Python numbers, and arrays of text become `<U` arrays.
 
     Raises:
-        Malformed: it is no msgpack, ends early or late, holds anything but the above (extension types, other keys, a
-            key twice, dtypes of objects, structures, dates or complex numbers, data of another size than dtype and
-            shape make), more than MOST_ITEMS values, or more than MOST_DEPTH maps and lists in one another.
+        Malformed: the data is not msgpack, is truncated or followed by other bytes; has anything else (extension types,
+            other keys, duplicate keys, dtypes of objects, structures, dates or complex numbers, data whose size does
+            not fit dtype and shape); has more than MOST_ITEMS values; or nests maps and lists deeper than MOST_DEPTH.
     """
     reader = _Reader(memoryview(data).cast("B"))
     value = reader.value(0)
@@ -55,7 +55,7 @@ def unpackb(data: bytes | bytearray | memoryview) -> Any:
 
 
 class _Reader:
-    """Decodes one message; `at` is the next byte."""
+    """The decoder of one message; `at` is the index of the next byte."""
 
     def __init__(self, data: memoryview) -> None:
         self.data = data
@@ -63,10 +63,10 @@ class _Reader:
         self._items = 0
 
     def value(self, depth: int) -> Any:
-        """The next value."""
+        """Decode and return the next value."""
         self._items += 1
         if self._items > MOST_ITEMS:
-            raise Malformed(f"more than {MOST_ITEMS} values came in one message: send numbers in arrays")
+            raise Malformed(f"a message has more than {MOST_ITEMS} values: send numbers in arrays")
         kind = self._take(1)[0]
         if kind < 0x80:
             return kind
@@ -100,7 +100,7 @@ class _Reader:
         try:
             return str(self._take(size), "utf-8")
         except UnicodeDecodeError as error:
-            raise Malformed(f"text before byte {self.at} is no UTF-8: {error.reason}") from error
+            raise Malformed(f"text before byte {self.at} is not UTF-8: {error.reason}") from error
 
     def _bytes(self, size: int, _: int = 0) -> memoryview:
         return self._take(size)
@@ -121,27 +121,27 @@ class _Reader:
             elif not isinstance(key, str):
                 raise Malformed(f"a key of {type(key).__name__} before byte {self.at}: expected text")
             if key in found:
-                raise Malformed(f"key {plain(key, 80)!r} came twice in one map")
+                raise Malformed(f"duplicate key {plain(key, 80)!r} in a map")
             found[key] = self.value(depth)
         if "__ndarray__" in found or "__npgeneric__" in found:
             return _array(found) if "__ndarray__" in found else _number(found)
         if "nd" in found and "type" in found:
             return _of_msgpack_numpy(found)
         if marked:
-            raise Malformed(f"keys of bytes in a map that is no array ({_keys(found)}): expected text")
+            raise Malformed(f"keys of bytes in a map that is not an array ({_keys(found)}): expected text")
         return {key: _whole(value) for key, value in found.items()}
 
     def _room(self, least: int, depth: int) -> None:
-        """Check a header's size before allocation; a value has at least one byte."""
+        """Check the size in a header before allocation: each value takes at least one byte."""
         if depth > MOST_DEPTH:
-            raise Malformed(f"more than {MOST_DEPTH} maps and lists in one another")
+            raise Malformed(f"maps and lists are nested deeper than {MOST_DEPTH}")
         if least > len(self.data) - self.at or least > MOST_ITEMS:
             raise Malformed(f"a list or map of {least} values at byte {self.at}: the message has no room for them")
 
 
 _NUMBERS = {0xCA + i: struct.Struct(f">{kind}") for i, kind in enumerate("fdBHIQbhiq")}
 _CONSTANTS = {0xC0: None, 0xC2: False, 0xC3: True}
-# By the first byte: what reads a value whose size follows, and of how many bytes that size is.
+# By the first byte: the method that reads a value whose size follows, and the number of bytes of this size.
 _SIZED: dict[int, tuple[Callable[[_Reader, int, int], Any], int]] = {
     first + i: (read, length)
     for read, first, lengths in (
@@ -155,12 +155,12 @@ _SIZED: dict[int, tuple[Callable[[_Reader, int, int], Any], int]] = {
 
 
 def _whole(value: Any) -> Any:
-    """Copy bytes that are not an array's data."""
+    """Return a copy of bytes that are not an array's data; any other value as it is."""
     return bytes(value) if isinstance(value, memoryview) else value
 
 
 def _shown(value: Any) -> str:
-    """A value for an error message; of large values only the type."""
+    """Return a value as text for an error message; for large values only the type."""
     return plain(repr(value[:80]) if isinstance(value, str) else value, 80) if _small(value) else type(value).__name__
 
 
@@ -173,7 +173,7 @@ def _keys(found: dict[str, Any]) -> str:
 
 
 def _dtype(name: Any) -> np.dtype[Any]:
-    if isinstance(name, memoryview):  # msgpack-numpy writes either
+    if isinstance(name, memoryview):  # msgpack-numpy writes text or bytes
         name = str(name, "ascii", "replace")
     if not isinstance(name, str) or not _DTYPE.fullmatch(name):
         raise Malformed(f"dtype {_shown(name)}: expected numbers, bool or text, such as '<f4', '|u1', '|b1', '<U5'")
@@ -182,7 +182,7 @@ def _dtype(name: Any) -> np.dtype[Any]:
 
 def _array(found: dict[str, Any], marker: str = "__ndarray__", dtype_key: str = "dtype") -> NDArray[Any]:
     if found.get(marker) is not True or not {"data", "shape", dtype_key} <= found.keys():
-        raise Malformed(f"an array came with {_keys(found)}: expected data, {dtype_key} and shape")
+        raise Malformed(f"an array with the keys {_keys(found)}: expected data, {dtype_key} and shape")
     dtype, shape, data = _dtype(found[dtype_key]), found["shape"], found["data"]
     if (
         not isinstance(shape, list)
@@ -201,7 +201,7 @@ def _array(found: dict[str, Any], marker: str = "__ndarray__", dtype_key: str = 
         _require_bools(data)
     try:
         array: NDArray[Any] = np.ndarray(shape, dtype, data if len(data) else None)
-    except (ValueError, OverflowError) as error:  # sizes with a 0 among them multiply to anything
+    except (ValueError, OverflowError) as error:  # with a size of 0 the product does not limit the other sizes
         raise Malformed(f"shape {shape} of an array: {error}") from error
     array.flags.writeable = False
     return array if dtype.isnative else array.astype(dtype.newbyteorder("="))
@@ -213,7 +213,7 @@ def _of_msgpack_numpy(found: dict[str, Any]) -> Any:
             raise Malformed("an array of a structured or an object dtype: expected numbers or text")
         return _array(found, "nd", "type")
     if found["nd"] is not False or "data" not in found:
-        raise Malformed(f"an array came with {_keys(found)}: expected nd, type and data")
+        raise Malformed(f"an array with the keys {_keys(found)}: expected nd, type and data")
     return _array(found | {"nd": True, "shape": []}, "nd", "type").item()
 
 
@@ -222,9 +222,9 @@ def _text_bytes(value: Any) -> bytes | memoryview:
 
 
 def _number(found: dict[str, Any]) -> Any:
-    """A NumPy scalar or text as a Python value."""
+    """Return a NumPy scalar or text as a Python value."""
     if found["__npgeneric__"] is not True or not {"data", "dtype"} <= found.keys():
-        raise Malformed(f"a NumPy number came with {_keys(found)}: expected data and dtype")
+        raise Malformed(f"a NumPy number with the keys {_keys(found)}: expected data and dtype")
     dtype, value = _dtype(found["dtype"]), found["data"]
     match dtype.kind:
         case "b":
@@ -237,7 +237,7 @@ def _number(found: dict[str, Any]) -> Any:
             limits = np.iinfo(dtype)
             fits = type(value) is int and limits.min <= value <= limits.max
     if not fits:
-        raise Malformed(f"a NumPy number of dtype {dtype.str}: {_shown(value)} came as its value")
+        raise Malformed(f"a NumPy number of dtype {dtype.str}: the value {_shown(value)} does not fit")
     return value
 
 
@@ -245,20 +245,20 @@ def _require_characters(data: memoryview, dtype: np.dtype[Any]) -> None:
     characters = np.frombuffer(data, dtype.str[0] + "u4") if len(data) else np.empty(0, "u4")
     surrogates = (characters >= 0xD800) & (characters <= 0xDFFF)
     if len(characters) and (int(characters.max()) > _LAST_CHARACTER or bool(surrogates.any())):
-        raise Malformed("an array of text holds what is no Unicode character")
+        raise Malformed("an array of text has an invalid Unicode character")
 
 
 def _require_bools(data: memoryview) -> None:
     if len(data) and int(np.frombuffer(data, np.uint8).max()) > 1:
-        raise Malformed("an array of bool holds other bytes than 0 and 1")
+        raise Malformed("an array of bool has bytes other than 0 and 1")
 
 
 def packb(value: Any) -> bytes:
     """Encode one message: None, bool, int, float, str, bytes, lists, tuples, dicts, and arrays in openpi's format.
 
     Raises:
-        TypeError: a value of another type, or an array that is not of numbers, bool or text.
-        OverflowError: a whole number that 64 bits cannot hold.
+        TypeError: a value has another type, or an array is not of numbers, bool or text.
+        OverflowError: an integer does not fit in 64 bits.
     """
     parts: list[bytes | memoryview] = []
     _put(value, parts)
@@ -320,7 +320,7 @@ def _put_int(value: int, parts: list[bytes | memoryview]) -> None:
 
 
 def _head(size: int, small: int, below: int, codes: tuple[int, int, int]) -> bytes:
-    """The header of text, bytes, lists and maps: type and size."""
+    """Return the header of text, bytes, a list or a map: type and size."""
     if size < below:
         return bytes((small | size,))
     if size < 1 << 8 and codes[0]:

@@ -1,4 +1,4 @@
-"""Converts a robot's observation to a row of a model: names, dtypes and layouts are mapped, never guessed."""
+"""Conversion of a robot's observation to a row of a model. Names, dtypes and layouts follow fixed rules, no guesses."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ _CHANNELS = 3
 
 
 def row_of(observation: Mapping[str, Any], spec: ModelSpec) -> dict[str, Any]:
-    """One row of every input, without a batch axis; text as UTF-8 bytes.
+    """Return a value for every input, without a batch axis; text as UTF-8 bytes.
 
-    Nested maps are named by their path, `{"images": {"top": ...}}` is input "images/top". What the model does not take
-    is left out. Numbers are converted where they keep their meaning: floats to any size of floats, whole numbers to
-    floats and to whole numbers that hold them. An image (uint8, three channels last) may come as floats from 0 to 1,
-    and with its channels first.
+    Values in nested maps are named by their path: `{"images": {"top": ...}}` is the input "images/top". Entries that
+    are not inputs of the model are ignored. Numbers are converted where they keep their meaning: floats to floats of
+    any size, integers to floats and to integer types that can represent them. An image (uint8, three channels last) may
+    also be given as floats from 0 to 1, and with its channels first.
 
     Raises:
-        SpecMismatch: an input is missing, or what came is not it; the message names it.
+        SpecMismatch: an input is missing or does not fit; the message names it.
     """
     named = dict(_flat(observation, ""))
     if missing := [name for name in spec.inputs if name not in named]:
         came = ", ".join(plain(name, 80) for name in sorted(named)[:20]) or "nothing"
         raise SpecMismatch(
-            f"an observation for {spec.name!r} has {', '.join(spec.inputs)}; {', '.join(missing)} is missing: came "
+            f"an observation for {spec.name!r} needs {', '.join(spec.inputs)}; {', '.join(missing)} is missing: came "
             f"{came}"
         )
     return {name: _one(name, tensor, named[name]) for name, tensor in spec.inputs.items()}
@@ -90,11 +90,10 @@ def _numbers(name: str, spec: TensorSpec, value: Any) -> NDArray[Any]:
 
 
 def _pixels(name: str, image: NDArray[Any]) -> NDArray[np.uint8]:
-    """Convert floats from 0 to 1 to bytes, truncated as by openpi's own server."""
-    if image.size and not (image.min() >= 0 and image.max() <= 1):  # not so with a NaN, too
+    """Convert floats from 0 to 1 to uint8, truncated like in openpi's own server."""
+    if image.size and not (image.min() >= 0 and image.max() <= 1):  # also true with a NaN
         raise SpecMismatch(
-            f"{name!r} of the observation: an image of floats is from 0 to 1, came {image.min()} to {image.max()}: "
-            "send uint8"
+            f"{name!r} of the observation: expected floats from 0 to 1, came {image.min()} to {image.max()}: send uint8"
         )
     return (image * 255).astype(np.uint8)
 
@@ -114,5 +113,5 @@ def _cast(name: str, dtype: np.dtype[Any], array: NDArray[Any]) -> NDArray[Any]:
         if not array.size or (int(array.min()) >= limits.min and int(array.max()) <= limits.max):
             return array.astype(dtype)
     raise SpecMismatch(
-        f"{name!r} of the observation: expected {dtype}, came {array.dtype} whose numbers it cannot hold"
+        f"{name!r} of the observation: expected {dtype}, came {array.dtype} with numbers that it cannot hold"
     )

@@ -1,4 +1,4 @@
-"""A model for robots as a client of the engines: many connections, one episode each, batched together."""
+"""A robot port's model, as a client of the engines: many connections with one episode each, batched together."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from jurybox.server.gateway.robots.arrivals import ArrivalTracker
 from jurybox.server.gateway.robots.counters import PortCounters
 from jurybox.server.gateway.robots.observations import row_of
 
-_CONNECT = 2.0  # seconds the server has for an answer on the control socket
+_CONNECT = 2.0  # seconds to wait for an answer on the control socket
 _MOST_ENDED = 1024  # names of ended sessions that a connection remembers
 
 
 class RobotPolicy:
     """The model of one port. Belongs to one event loop.
 
-    Rows are leased at the first connection, as many as there may be connections, and kept: a robot that connects asks
-    nobody for memory, and one that leaves leaves none behind. Observations that wait at the same time go as one ticket,
-    which waits a little for robots that are about to ask (`ArrivalTracker`).
+    The first observation leases a row for each of the `clients` (for a model without state at most half of the arena's)
+    and the policy keeps them, so that robots connect and disconnect without leases. Observations that wait at the same
+    time are sent as one ticket, which waits a little for robots that are about to send the next one (`ArrivalTracker`).
 
     Args:
-        address: the server's.
-        model: its name.
-        clients: connections at most, and so requests in flight.
-        timeout: seconds for one answer.
-        counters: of the port.
+        address: address of the server.
+        model: name of the model.
+        clients: largest number of connections, and so of requests in flight.
+        timeout: seconds to wait for an answer.
+        counters: counters of the port.
     """
 
     def __init__(
@@ -53,14 +53,14 @@ class RobotPolicy:
         self._coalescer: RequestCoalescer | None = None
         self._spec: ModelSpec | None = None  # the coalescer's
         self._engines = 1
-        self._unknown: set[int] = set()  # whose last answer did not come in time, perhaps after its step
+        self._unknown: set[int] = set()  # places whose last request timed out, so that its step may have been computed
 
     @contextlib.asynccontextmanager
     async def episode(self, timeout: float) -> AsyncIterator[Episode]:
-        """An episode for one connection; use it in an ``async with``.
+        """Return an async context manager with an episode for one connection.
 
         Args:
-            timeout: seconds to wait for a place: one who comes again may be faster than the end of who left.
+            timeout: seconds to wait for a free place: a robot may connect again before its old connection has ended.
 
         Raises:
             Busy: all places are taken.
@@ -68,9 +68,9 @@ class RobotPolicy:
         try:
             async with asyncio.timeout(timeout), self._freed:
                 await self._freed.wait_for(lambda: bool(self._free))
-                place = self._free.pop(0)  # the one that was left longest ago
+                place = self._free.pop(0)  # the one that has been free longest
         except TimeoutError:
-            raise Busy(f"{self._clients} robots are connected, and more may not be (robots.NAME.clients)") from None
+            raise Busy(f"{self._clients} robots are connected, which is the maximum (robots.NAME.clients)") from None
         try:
             yield Episode(self, place)
         finally:
@@ -84,7 +84,16 @@ class RobotPolicy:
     async def ask(
         self, observation: Mapping[str, Any], place: int, *, begins: bool, within: float | None = None
     ) -> Any:
-        """Infer for one observation, `within` seconds where it says so; gives outputs by name, without a batch axis.
+        """Compute the outputs for one observation.
+
+        Args:
+            observation: values by input name; see `row_of`.
+            place: the connection's place.
+            begins: whether the observation begins an episode.
+            within: seconds to wait for the answer, if less than the port's `timeout`.
+
+        Returns:
+            Outputs by name, without a batch axis.
 
         Raises:
             SpecMismatch, RowFailed, SessionLost, Timeout, Busy, ModelFailed, ModelNotFound, Refused, ServerGone.
@@ -106,7 +115,7 @@ class RobotPolicy:
             outputs, _ = await coalescer.ask(rows, 1, max(0.0, until - time.monotonic()), 0, sessions)
         except Timeout:
             if sessions is not None:
-                self._unknown.add(place)  # its step may have been computed, or be computed yet
+                self._unknown.add(place)  # its step may have been computed, or may still be
             raise
         finally:
             self._arrivals.answered(place)
@@ -114,18 +123,18 @@ class RobotPolicy:
         return {name: value[0] for name, value in outputs.items()}
 
     def _require_known(self, place: int, begins: bool) -> None:
-        """Raises SessionLost where nobody knows which steps a session has taken."""
+        """Raise SessionLost if it is not known which steps a session has taken."""
         if begins:
             self._unknown.discard(place)
         elif place in self._unknown:
             raise SessionLost(
-                f"the episode's state of {self._name!r} is lost: an answer did not come in time; begin another episode "
-                "with reset",
+                f"the episode's state of {self._name!r} is lost: an answer did not arrive in time; begin another "
+                "episode with reset",
                 sessions=[place],
             )
 
     def _coalesced(self, model: Model) -> RequestCoalescer:
-        """A coalescer for the model as it is now: where it was loaded anew, its spec may be another."""
+        """Create a coalescer for the model's current spec, which may have changed if the model was reloaded."""
         most = min(model.max_batch, self._clients)
         self._arrivals = ArrivalTracker(most, self._engines, self._counters.waited)
         self._spec = model.spec
@@ -151,7 +160,7 @@ class RobotPolicy:
             return self._model
 
     def _lease(self) -> tuple[Model, Sessions | None]:
-        """In a thread: lease rows for all episodes."""
+        """Lease rows for all episodes; called in a thread."""
         if self._server is None:
             self._server = connect(self._address, timeout=_CONNECT)
         described = self._server.describe(self._name)
@@ -182,14 +191,14 @@ class Episode:
         """Set the session of the next observation; a new name begins an episode.
 
         Raises:
-            SessionLost: it was ended when another began.
+            SessionLost: the session ended when another one began.
         """
         if session == self._session:
             return
         if session in self._ended:
             raise SessionLost(
-                f"session {session[:80]!r} ended when {self._session[:80]!r} began: a connection keeps one session, "
-                "connect once for each"
+                f"session {session[:80]!r} ended when {self._session[:80]!r} began: a connection has one session, open "
+                "one connection for each"
             )
         if self._session:
             self._ended[self._session] = None
@@ -199,14 +208,14 @@ class Episode:
         self._session = session
 
     async def infer(self, observation: Mapping[str, Any], within: float | None = None) -> dict[str, NDArray[Any]]:
-        """As RobotPolicy.ask."""
+        """Return the outputs for an observation; see `RobotPolicy.ask`."""
         outputs: dict[str, Any] = await self._policy.ask(observation, self._place, begins=self._begins, within=within)
         self._begins = False
         return outputs
 
 
 def require_actions(name: str, outputs: list[str]) -> str:
-    """Get the output that holds the actions. Raises SpecMismatch."""
+    """Return the name of the output that has the actions. Raises SpecMismatch."""
     if "actions" in outputs or len(outputs) == 1:
         return "actions" if "actions" in outputs else outputs[0]
-    raise SpecMismatch(f"model {name!r} gives {', '.join(outputs)}: robots expect one output, or one named actions")
+    raise SpecMismatch(f"model {name!r} has {', '.join(outputs)}: robots expect one output, or one named actions")

@@ -1,7 +1,8 @@
-"""The websocket server for robots: openpi's protocol, and vllm-omni's variant of it at a path of its own.
+"""The WebSocket server for robots: openpi's protocol, and vllm-omni's variant of it at a separate path.
 
 A connection is an episode. The server sends the metadata first; then every binary frame is an observation (msgpack with
-arrays) and gets one answer, in order. An error with one observation is answered, and the connection stays open.
+arrays) and gets one answer, in order. An observation that fails is answered with an error, and the connection stays
+open.
 """
 
 from __future__ import annotations
@@ -29,35 +30,35 @@ from jurybox.server.gateway.robots.msgpack_arrays import Malformed, packb, unpac
 from jurybox.server.gateway.robots.policy import Episode, RobotPolicy, require_actions
 from jurybox.server.security.access import Access, Token
 
-VLLM_OMNI = "/v1/realtime/robot/openpi"  # the path that asks for its variant
+VLLM_OMNI = "/v1/realtime/robot/openpi"  # the path of vllm-omni's variant
 _TIMEOUT = 5.0  # seconds that a connection waits for a place
-_MOST_WITHIN = 86_400.0  # seconds in which a robot may want its answer
-_PING = 20.0  # seconds between two pings, and until a connection without pong is over
-_MOST_IN_LOOP = 1 << 20  # bytes of a frame that is read in the event loop; larger ones in a thread
+_MOST_WITHIN = 86_400.0  # seconds, largest `answer_within` of a request
+_PING = 20.0  # seconds between two pings, and until a connection without a pong is closed
+_MOST_IN_LOOP = 1 << 20  # bytes of the largest frame that is decoded in the event loop, not in a thread
 _INTERNAL_ERROR, _TRY_AGAIN_LATER = (
     1011,
     1013,
 )  # of a close (rfc-editor.org/rfc/rfc6455, section 7.4.1; IANA's registry)
 _log = logging.getLogger("jurybox.gateway.robots")
-_silent = logging.getLogger("jurybox.gateway.robots.websockets")  # tells of every port scan, with a traceback
+_silent = logging.getLogger("jurybox.gateway.robots.websockets")  # would log every port scan with a traceback
 _silent.disabled = True
 
 
 class RobotServer:
-    """Listens from its construction, and serves one model from `start`.
+    """A WebSocket server for one model. It listens from its construction on, and serves after `start`.
 
     Args:
-        name: of the table [robots.NAME].
-        settings: of that table, as jurybox.server.settings has them.
-        address: the server's own.
-        access: token, TLS, and bytes of the largest message.
+        name: name of the table [robots.NAME].
+        settings: settings of that table; see jurybox.server.settings.
+        address: address of the Jurybox server.
+        access: token, TLS, and size of the largest message.
 
     Attributes:
-        bound: where it really listens.
-        counters: what has happened here.
+        bound: the address that it really listens on.
+        counters: the counters of the port.
 
     Raises:
-        CannotListen, ValueError: the address cannot be had.
+        CannotListen, ValueError: the address cannot be bound.
     """
 
     def __init__(self, name: str, settings: Mapping[str, Any], address: str, access: Access) -> None:
@@ -88,10 +89,10 @@ class RobotServer:
             sock=self._socket,
             ssl=tls,
             process_request=self._admit,
-            origins=[None],  # a web page must not steer a robot: browsers say where a page is from, robots don't
-            compression=None,  # nothing to win on images, and what is small on the way could be large here
+            origins=[None],  # a web page must not control a robot: browsers send an Origin header, robots do not
+            compression=None,  # it gains nothing on images, and a small message could expand to a large one
             max_size=self._access.max_message,
-            max_queue=1,  # frames read ahead of the one that is answered
+            max_queue=1,  # frames read ahead of the one being answered
             open_timeout=10,
             ping_interval=_PING,
             ping_timeout=_PING,
@@ -142,8 +143,8 @@ class RobotServer:
             self.counters.refused["full"] += 1
             await connection.close(_TRY_AGAIN_LATER, plain(error, 100))
         except ConnectionClosed:
-            pass  # the robot left
-        except Exception as error:  # noqa: BLE001  a defect of ours; the others go on
+            pass  # the robot disconnected
+        except Exception as error:  # noqa: BLE001  a bug must not end the other connections
             _log.error("robots.%s: a connection failed: %s", self._name, said(error), exc_info=error)
             await connection.close(_INTERNAL_ERROR, "the gateway failed; its log says more")
 
@@ -164,7 +165,7 @@ class RobotServer:
         delays: RobotDelays,
         frame: str | bytes,
     ) -> bool:
-        """Answer one frame; returns whether the connection stays open."""
+        """Answer one frame, and return whether the connection stays open."""
         began = time.monotonic()
         if isinstance(frame, str) and dialect.ignores_text:
             return True
@@ -187,10 +188,10 @@ class RobotServer:
 
 async def _read(frame: str | bytes) -> dict[str, Any]:
     if isinstance(frame, str):
-        raise Malformed("a text frame came: expected a binary one, a msgpack map of an observation")
+        raise Malformed("expected a binary frame with a msgpack map (an observation), came a text frame")
     found = unpackb(frame) if len(frame) < _MOST_IN_LOOP else await asyncio.to_thread(unpackb, frame)
     if not isinstance(found, dict):
-        raise Malformed(f"a message of {type(found).__name__}: expected a map, of an observation")
+        raise Malformed(f"expected a map (an observation), came {type(found).__name__}")
     return found
 
 
@@ -208,20 +209,20 @@ def _as_bearer(authorization: str) -> str:
 
 
 class Openpi:
-    """Answers openpi's clients; one object for each connection.
+    """The protocol of openpi's clients; one object per connection.
 
-    Beside the observation a request may carry what the client of vllm-omni sends: `endpoint` ("infer" or "reset"),
-    `session_id`; and `reset`, true where the observation is an episode's first.
+    Besides the observation a request may have the fields that vllm-omni's client sends, `endpoint` ("infer" or "reset")
+    and `session_id`; and `reset`, which is true if the observation begins an episode.
     """
 
     ignores_text = False
-    ends_with_session = True  # its clients have no other way to begin anew
+    ends_with_session = True  # close after a lost session: the clients have no other way to begin a new one
 
     def __init__(self) -> None:
-        self.total_ms: float | None = None  # of the answer before
+        self.total_ms: float | None = None  # duration of the previous answer
 
     async def answered(self, episode: Episode, request: dict[str, Any], within: float | None) -> tuple[bytes, bool]:
-        """The frame that answers a request, and whether that is an observation. Raises Error."""
+        """Return the frame that answers a request, and whether the request is an observation. Raises Error."""
         endpoint, session, reset = request.pop("endpoint", "infer"), request.pop("session_id", ""), request.get("reset")
         if endpoint not in ("infer", "reset"):
             raise SpecMismatch(f"endpoint {plain(endpoint, 80)!r}: expected 'infer' or 'reset'")
@@ -238,25 +239,25 @@ class Openpi:
         return self.reply(outputs, 1e3 * (time.monotonic() - asked)), True
 
     def reply(self, outputs: Mapping[str, Any], infer_ms: float) -> bytes:
-        """The answer to an observation."""
+        """Return the answer to an observation."""
         actions = require_actions("", list(outputs))
         timing = {"infer_ms": infer_ms} | ({} if self.total_ms is None else {"prev_total_ms": self.total_ms})
         named = {"actions" if name == actions else name: value for name, value in outputs.items()}
         return packb({**named, "server_timing": timing, "policy_timing": {"infer_ms": infer_ms}})
 
     def error(self, why: str) -> str | bytes:
-        """The answer to a failed observation."""
+        """Return the answer to an observation that failed."""
         return why
 
 
 class VllmOmni(Openpi):
-    """Answers clients of vllm-omni's robot endpoint."""
+    """The protocol of clients of vllm-omni's robot endpoint."""
 
     ignores_text = True
     ends_with_session = False
 
     def reply(self, outputs: Mapping[str, Any], infer_ms: float) -> bytes:
-        """The bare actions, float32; of a model with several outputs a map."""
+        """Return only the actions, as float32; for a model with several outputs a map."""
         if len(outputs) > 1:
             return packb(outputs)
         (actions,) = outputs.values()
