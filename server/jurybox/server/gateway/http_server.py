@@ -161,7 +161,7 @@ else:
         def connection_lost(self, exc: Exception | None) -> None:
             """Mark all unanswered requests as disconnected; see `asyncio.Protocol`.
 
-            uvicorn marks only the last request, which with pipelining is not the one being answered.
+            uvicorn marks only the last request. With pipelining the one being answered is another.
             """
             self._forget_cycles()
             super().connection_lost(exc)

@@ -1,4 +1,4 @@
-"""The server's status for the gateway, and the live page: snapshots once a second, streamed to browsers."""
+"""The server's status for the gateway, and the live page: snapshots of the server, streamed to browsers."""
 
 from __future__ import annotations
 

@@ -101,7 +101,7 @@ def _do(
     try:
         found = action(*arguments)
     except BaseException as error:  # noqa: BLE001  the waiting caller must get every error
-        failure = RuntimeError(said(error)) if isinstance(error, StopIteration) else error  # futures reject the former
+        failure = RuntimeError(said(error)) if isinstance(error, StopIteration) else error  # futures reject it
     with suppress(RuntimeError):  # the loop was closed
         loop.call_soon_threadsafe(_end, done, found, failure)
 

@@ -54,7 +54,7 @@ def read(body: bytes) -> dict[str, Any]:
     try:
         given = parsed(body)
     except (ValueError, RecursionError) as error:
-        raise ProtocolMismatch(f"the body is no JSON: {said(error, 200)}", Code.MALFORMED) from error
+        raise ProtocolMismatch(f"the body is not JSON: {said(error, 200)}", Code.MALFORMED) from error
     if type(given) is not dict:
         raise SpecMismatch(f"expected a JSON object, came {type(given).__name__}")
     return given
