@@ -1,12 +1,12 @@
 """Coalesces requests: those that arrive while others are computed are sent as one ticket.
 
-A ticket costs the gateway, the engine and the kernel the same however many rows it has. So rows of different requests
-share tickets, two in flight at most: one computes, one waits, and what comes meanwhile makes up the next. A lone
-request waits for nobody. Rows of different sessions of a model with state share tickets in the same way. Where
-somebody knows who is about to ask (`Gathering`, `Returning`), the next ticket waits for them.
+A ticket costs the gateway, the engine and the kernel the same regardless of its number of rows. Therefore rows of
+different requests share tickets: while one ticket per engine is in flight, the requests that arrive form the next one.
+A single request is sent immediately. Rows of different sessions of a stateful model share tickets in the same way. If
+`Gathering` or `Returning` predicts that more requests are about to arrive, the next ticket waits for them.
 
-Every caller gets an answer: an exception on the lane is raised to all requests of the ticket, and the lane, whose rows
-may be lost, is given up.
+Every caller gets an answer: an exception on the lane is raised to all requests of the ticket, and the lane is given
+up, because its rows may be lost.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ from jurybox.protocol.errors import Code, Error, ModelFailed, Refused, RowFailed
 from jurybox.server.gateway.inference.returning import Returning
 from jurybox.server.security.access import Source
 
-Arrays = Mapping[str, Any]  # (n, *row shape) by name; a list of n arrays or bytes where rows differ in size
+Arrays = Mapping[str, Any]  # (n, *row shape) by name; a list of n arrays or bytes if the rows differ in size
 
-_IN_FLIGHT = 1
-_ALONE = 4  # requests of one source after another, from which on their answers are waited for in the loop
-_BRIEF = 0.0003  # seconds that the loop may sleep for one: to be told of it takes a third of that
-_TOGETHER = 0.0005  # likewise, for a ticket of those that share few cores: who would be read meanwhile runs first
-_IN_VAIN = 64  # requests until it is tried again
+_IN_FLIGHT = 1  # tickets per engine
+_ALONE = 4  # consecutive requests of one source after which the event loop blocks for its answers
+_BRIEF = 0.0003  # seconds for which the loop may block for one answer; a wake-up through the loop takes a third of that
+_TOGETHER = 0.0005  # likewise, if clients share few cores with the gateway: they run while it blocks
+_IN_VAIN = 64  # requests without blocking after the loop has blocked in vain
 _OVERDUE = 2.0  # seconds after its last request's deadline within which a ticket ends by itself
-_OVER = (Code.STALE_LEASE, Code.SERVER_GONE, Code.BUSY)  # the lane is not ours any more, or its rows don't come back
-_DOUBT = 1.0  # seconds a ticket still has whose answer may have been lost on the way
+_OVER = (Code.STALE_LEASE, Code.SERVER_GONE, Code.BUSY)  # the lane is no longer ours, or its rows are not returned
+_DOUBT = 1.0  # seconds that a ticket has left once its answer may have been lost
 
 
 @dataclass(slots=True)
 class _Asked:
-    """Rows of one request; `came` and `until` are in seconds of the monotonic clock.
+    """The rows of one request; `came` and `until` are in seconds of the monotonic clock.
 
-    `sessions` are those that the rows are of, each with whether it begins; None: the model keeps no state.
+    `sessions` maps the session of each row to whether it begins; None: the model keeps no state.
     """
 
     inputs: Arrays
@@ -59,9 +59,10 @@ class _Asked:
 
 
 class Answered(Protocol):
-    """Where a request's answer goes: a future, or what is called as one. Its arrays are overwritten after `set_result`.
+    """The receiver of a request's answer: a future, or an object with its methods.
 
-    A future is given copies.
+    A future gets copies of the arrays. Any other receiver must use them within `set_result`; they are overwritten
+    afterwards.
     """
 
     def done(self) -> bool: ...
@@ -70,7 +71,7 @@ class Answered(Protocol):
 
 
 class _Sent:
-    """A ticket that was sent without a task. It waits as a future of its ticket, and ends as a task."""
+    """A ticket sent without a task: a future to its ticket, and a task to the coalescer."""
 
     __slots__ = ("_coalescer", "_done", "_looking", "_loop", "_until", "began", "ticket")
 
@@ -84,14 +85,14 @@ class _Sent:
         self.ticket = ticket
 
     def look(self, *, at_once: bool = False) -> None:
-        """Wait for the answer, and look after the engine meanwhile. `at_once`: give it now, if it is there."""
+        """Wait for the answer, and check the engine meanwhile. `at_once`: if it has arrived, deliver it now."""
         again = self._looking is not None
         if again and time.monotonic() > self._until + _OVERDUE:
             self._coalescer._end(self)
             return
         try:
             answered = self.ticket.watched(self._loop, self, again=again)
-        except Exception:  # noqa: BLE001  the ticket raises it again when its outputs are asked for
+        except Exception:  # noqa: BLE001  the ticket raises it again when its outputs are read
             answered = True
         if answered and at_once:
             self._over()
@@ -102,17 +103,17 @@ class _Sent:
             self._looking = self._loop.call_later(LOOK_AFTER, self.look)
 
     def done(self) -> bool:
-        """As a future's."""
+        """See `asyncio.Future.done`."""
         return self._done
 
     def set_result(self, _: None) -> None:
-        """As a future's."""
+        """See `asyncio.Future.set_result`."""
         if not self._done:
             self._over()
             self._loop.call_soon(self._coalescer._came, self)
 
     def cancel(self) -> None:
-        """As a task's: nobody waits for it any more."""
+        """See `asyncio.Task.cancel`; its requests have ended."""
         self._over()
         self._coalescer._in_flight.pop(self, None)
         self.ticket.give_up()
@@ -124,32 +125,37 @@ class _Sent:
 
 
 class Gathering(Protocol):
-    """Knows who is about to ask, and so whether the next ticket should wait for more requests."""
+    """A prediction of which requests are about to arrive, and so whether the next ticket should wait for them."""
 
     def wait(self, waiting: int, computing: int) -> float:
-        """Seconds for which the next ticket should still wait, where so many requests wait and are computed."""
+        """Return the seconds for which the next ticket should still wait.
+
+        Args:
+            waiting: requests that wait to be sent.
+            computing: requests in flight.
+        """
         ...
 
     def went(self, waits: Sequence[float]) -> None:
-        """A ticket was sent whose requests had waited so many seconds."""
+        """Record that a ticket was sent; `waits` are the seconds that each of its requests waited."""
         ...
 
     def took(self, rows: int, seconds: float) -> None:
-        """A ticket of so many rows was answered."""
+        """Record that a ticket of `rows` rows was answered after `seconds`."""
         ...
 
 
 class RequestCoalescer:
-    """Coalesces the requests of one lane. Belongs to one event loop.
+    """Coalesces the requests of one lane. Use it in one event loop only.
 
     Args:
-        model: whose lane it is.
-        most: rows of a ticket.
-        broken: called when the lane cannot be trusted with rows any more.
-        idle: called when nothing is in flight and nobody waits.
-        sessions: of a model with state.
-        gathering: asked before every ticket that is not full.
-        engines: that answer this lane; each is sent a ticket before another waits.
+        model: the model that holds the lane.
+        most: the maximum number of rows of a ticket.
+        broken: called when the lane must no longer be used for rows.
+        idle: called when no request waits or is in flight.
+        sessions: the sessions of a stateful model; None: the model keeps no state.
+        gathering: consulted before every ticket that is not full.
+        engines: the number of engines that answer this lane; each is sent a ticket before another waits.
     """
 
     def __init__(
@@ -166,7 +172,7 @@ class RequestCoalescer:
         self._gathering = gathering
         self._most_in_flight = _IN_FLIGHT * engines
         self._gathered: asyncio.TimerHandle | None = None  # sends the ticket that waits for more requests
-        self._rooms: list[dict[str, Any]] = []  # memory in which rows were joined, for the next ticket
+        self._rooms: list[dict[str, Any]] = []  # buffers in which rows were joined, to reuse for the next ticket
         self._sessions = sessions
         self._most = most
         self._broken = broken
@@ -176,11 +182,11 @@ class RequestCoalescer:
         self._waiting: deque[_Asked] = deque()
         self._in_flight: dict[asyncio.Task[None] | _Sent, list[_Asked]] = {}
         self._plain = sessions is None and gathering is None and not model.spec.open
-        self._source: Source | None = None  # who asked last, and how often nobody else did
-        self._alone = 0
+        self._source: Source | None = None  # of the last request
+        self._alone = 0  # consecutive requests of it after its first
         self._returning = Returning() if self._plain else None
-        self._vain = 0  # tickets until the loop sleeps for one of several again
-        self._took = 0.0  # seconds that a ticket takes, about
+        self._vain = 0  # tickets until the loop blocks for one of several requests again
+        self._took = 0.0  # seconds that a ticket takes, smoothed
         self._called = False
 
     @property
@@ -191,13 +197,13 @@ class RequestCoalescer:
     async def ask(
         self, inputs: Arrays, n: int, seconds: float, version: int, sessions: Mapping[int, bool] | None = None
     ) -> tuple[Arrays, int]:
-        """Compute n rows, at most `most`; gives outputs by name, views of their ticket's, and the weights' version.
+        """Compute n rows, at most `most`; return the outputs by name (views of the ticket's) and the weights' version.
 
         Args:
-            sessions: of a model with state those that the rows are of, in their order, and whether each begins.
+            sessions: for a stateful model, the session of each row, in order, and whether it begins.
 
         Raises:
-            SessionLost: `sessions` of it have lost their state; nothing was computed.
+            SessionLost: the sessions in its `sessions` have lost their state; nothing was computed.
             Timeout, Busy, ModelFailed, Refused, ServerGone.
         """
         loop = asyncio.get_running_loop()
@@ -218,11 +224,11 @@ class RequestCoalescer:
         sessions: Mapping[int, bool] | None = None,
         source: Source | None = None,
     ) -> asyncio.TimerHandle:
-        """As `ask`, for who waits otherwise. Returns what is to be cancelled with the answer.
+        """Queue n rows as `ask` does, and deliver the result to `answer`. Return a timer to cancel once it is answered.
 
         Args:
-            source: the connection that asks, and asks nothing else; None: anybody. Where nobody else does for a while,
-                the answer may be given before this returns.
+            source: the connection that sent the request and has no other request in flight; None: unknown. If it is
+                the only active one for a while, `answer` may be set before this returns.
         """
         self._alone = self._alone + 1 if source is not None and source is self._source else 0
         self._source = source
@@ -231,19 +237,19 @@ class RequestCoalescer:
         self._waiting.append(_Asked(inputs, n, version, now, now + seconds, answer, sessions, source))
         returning, waiting = self._returning, len(self._waiting)
         if returning is not None and returning.asked(source, seconds, waiting) and self._gathered is not None:
-            pass  # it goes with those that are waited for
+            pass  # the ticket that waits for more requests includes it
         elif self._alone > _ALONE and self._may_send() and not self._called:
             self._send()
         elif not self._called and self._may_send():
-            # Not at once: requests that came in the same turn of the loop come along.
+            # Not immediately: requests that arrive in the same iteration of the loop share the ticket.
             self._called = True
             loop.call_soon(self._send)
         if self._in_flight:
-            self._look()  # the thread that watches for answers would have to wait for a pause
+            self._look()  # the thread that watches for answers would have to wait until the loop pauses
         return late
 
     def look_again(self) -> None:
-        """Who was waited for may come no more."""
+        """Reconsider the wait for more requests: those expected may no longer come."""
         if self._gathered is not None:
             self._send()
 
@@ -255,7 +261,7 @@ class RequestCoalescer:
             self._fail(taken, error)
 
     def doubt(self) -> None:
-        """An answer may have been lost: requests in flight get a short time, then they are sent again."""
+        """Handle that an answer may have been lost: tickets in flight get a short time, then are sent again."""
         for task in self._in_flight:
             asyncio.get_running_loop().call_later(_DOUBT, self._end, task)
 
@@ -263,12 +269,12 @@ class RequestCoalescer:
         try:
             self._model.look()
         except Error:
-            pass  # whoever waits for the ticket is told by it
-        except Exception as error:  # noqa: BLE001  what another's answer holds is nothing to whoever asks now
+            pass  # the ticket itself raises it to its callers
+        except Exception as error:  # noqa: BLE001  another request's answer must not fail the present caller
             self._lose(error)
 
     def _lose(self, error: Exception) -> None:
-        """Answers were lost: their requests are sent again on another lane."""
+        """Give up the lane after answers were lost; their requests are sent again on another lane."""
         self.give_up(Refused(f"{self._unread}: {said(error)}", Code.STALE_LEASE))
         self._broken()
 
@@ -287,7 +293,7 @@ class RequestCoalescer:
             self._lose(TimeoutError("its ticket did not end"))
 
     def _may_send(self) -> bool:
-        """Whether another ticket may go; where one is full already, one more than there are engines."""
+        """Return whether another ticket may be sent. A full one may exceed the limit by one if `gathering` is set."""
         free = self._most_in_flight - len(self._in_flight)
         return free > 0 or (self._gathering is not None and free == 0 and len(self._waiting) >= self._most)
 
@@ -322,13 +328,13 @@ class RequestCoalescer:
         task.add_done_callback(self._sent)
 
     def _sent_at_once(self, taken: list[_Asked]) -> bool:
-        """Send rows of fixed shapes without a task; False where that does not go, and nothing was done."""
+        """Send rows of fixed shapes without a task; return False if that is impossible and nothing was done."""
         until, began = max(asked.until for asked in taken), time.monotonic()
         brief = self._brief(taken)
         try:
             parts = [(asked.inputs, asked.n) for asked in taken]
             ticket = self._model.submit_parts(parts, int(until * 1e9), taken[0].version, brief)
-        except Exception:  # noqa: BLE001  the usual way says what is wrong
+        except Exception:  # noqa: BLE001  the normal path reports what is wrong
             return False
         if ticket is None:
             return False
@@ -340,7 +346,7 @@ class RequestCoalescer:
         return True
 
     def _brief(self, taken: list[_Asked]) -> float:
-        """Seconds for which the loop may sleep for the answer, since nothing better is to be done."""
+        """Return the seconds for which the loop may block for the answer because it has no other work."""
         if self._alone > _ALONE and len(taken) == 1:
             return 2 * self._took if self._took < _BRIEF else 0.0
         if self._vain > 0:
@@ -355,17 +361,17 @@ class RequestCoalescer:
         return 0.0
 
     def _came(self, sent: _Sent) -> None:
-        """A ticket that was sent at once is answered, or lost."""
+        """Distribute the outputs of a ticket that was sent without a task, or handle its error."""
         taken = self._in_flight.pop(sent, None)
         if taken is None:
             return
-        took = min(time.monotonic() - sent.began, 2 * _BRIEF)  # one that took long says little of the next
+        took = min(time.monotonic() - sent.began, 2 * _BRIEF)  # a slow ticket says little about the next one
         self._took += 0.125 * (took - self._took) if self._took else took
         if self._returning is not None:
             self._returning.took(sum(asked.n for asked in taken), took)
         try:
             outputs, version = sent.ticket.seen()
-        except Exception:  # noqa: BLE001  as a ticket of the usual way that raised it
+        except Exception:  # noqa: BLE001  _answer gets it from the ticket and handles it
             self._begin(self._answer(taken, sent.ticket), taken)
         else:
             self._give(taken, outputs, version)
@@ -376,7 +382,7 @@ class RequestCoalescer:
             self._idle()
 
     def _give(self, taken: list[_Asked], outputs: Arrays, version: int) -> None:
-        """Give each its rows of outputs that lie where others will overwrite them."""
+        """Deliver to each request its rows of `outputs`, whose memory later tickets overwrite."""
         at = 0
         for asked in taken:
             end = at + asked.n
@@ -387,15 +393,15 @@ class RequestCoalescer:
                 part = {name: rows[at:end].copy() if copied else rows[at:end] for name, rows in outputs.items()}
                 try:
                     answer.set_result((part, version))
-                except Exception as error:  # noqa: BLE001  one answer that cannot be given is not the others' affair
+                except Exception as error:  # noqa: BLE001  one failing receiver must not cost the others their answers
                     answer.set_exception(ModelFailed(f"{self._unread}: {said(error)}"))
             at = end
 
     def _take(self) -> list[_Asked]:
-        """The requests of the next ticket: those that wait longest, of one weights version.
+        """Remove and return the requests of the next ticket: the oldest ones that ask for the same weights version.
 
-        They fit into neighbouring rows. What goes in pieces is answered with the oldest of their versions, which is not
-        to be told to a caller all of whose rows were in a later one.
+        They fit into adjacent free rows. Otherwise the client would split the ticket and report the oldest version of
+        its parts, which is wrong for a caller whose rows were all computed with a newer one.
         """
         taken: list[_Asked] = []
         rows = 0
@@ -405,14 +411,14 @@ class RequestCoalescer:
             if taken and (rows + asked.n > most or asked.version != taken[0].version or _meet(asked, taken)):
                 break
             self._waiting.popleft()
-            if not asked.answer.done():  # its caller has given up
+            if not asked.answer.done():  # else its caller has given up
                 taken.append(asked)
                 rows += asked.n
         return taken
 
     def _sent(self, task: asyncio.Task[None]) -> None:
         taken = self._in_flight.pop(task)
-        if task.cancelled() or task.exception() is not None:  # BaseExceptions alone come here
+        if task.cancelled() or task.exception() is not None:  # only BaseExceptions that are not Exceptions
             self._fail(taken, Refused(f"the ticket of model {self._model.name!r} was given up", Code.STALE_LEASE))
         if self._waiting:
             self._send()
@@ -422,15 +428,15 @@ class RequestCoalescer:
     async def _answer(self, taken: list[_Asked], ticket: Ticket | None = None) -> None:
         try:
             await self._compute(taken, ticket)
-        except Exception as error:  # noqa: BLE001  whatever it is, somebody waits for it
+        except Exception as error:  # noqa: BLE001  every waiting caller must get an answer
             if isinstance(error, SessionLost) and len(taken) > 1 and error.sessions:
                 await self._answer_others(taken, error)
                 return
-            # What the lane should not raise may have cost it rows.
+            # After an unexpected exception, rows of the lane may be lost.
             ours = isinstance(error, Error)
             failure = error if isinstance(error, Error) else ModelFailed(f"{self._unread}: {said(error)}")
             if len(taken) > 1 and failure.code in (Code.MODEL_FAILED, Code.SPEC_MISMATCH):
-                for asked in taken:  # one of them breaks the model, or is none of it; the others must not be told so
+                for asked in taken:  # one of them fails the model or does not fit it; the others must not fail with it
                     if not asked.answer.done():
                         await self._answer([asked])
             self._fail(taken, failure)
@@ -438,7 +444,7 @@ class RequestCoalescer:
                 self._broken()
 
     async def _answer_others(self, taken: list[_Asked], lost: SessionLost) -> None:
-        """Some have lost their sessions, so that nothing was computed: tell them, and ask for the others alone."""
+        """Fail the requests whose sessions are lost, and send the others again: nothing was computed."""
         rest = []
         for asked in taken:
             if not (mine := [number for number in asked.sessions or () if number in lost.sessions]):
@@ -452,7 +458,7 @@ class RequestCoalescer:
             self._fail(taken, lost)
 
     async def _compute(self, taken: list[_Asked], ticket: Ticket | None = None) -> None:
-        """Send these rows as one ticket, if they were not, and distribute the answers."""
+        """Send these rows as one ticket, unless `ticket` is given, and distribute the answers."""
         first, began, room = taken[0], time.monotonic(), None
         if len(taken) == 1 or ticket is not None:
             inputs: Arrays = first.inputs
@@ -477,13 +483,13 @@ class RequestCoalescer:
                 came = await self._sessions.infer_async(
                     inputs, list(begins), list(begins.values()), timeout=seconds, version=first.version
                 )
-                version = self._sessions.version  # nothing else runs between its last line and here
+                version = self._sessions.version  # no other task runs between the end of infer_async and here
         except RowFailed as error:
             if len(taken) == 1 or not error.errors:
                 raise
             came, version, failed = error.outputs, error.version, error.errors
         if room is not None:
-            self._rooms.append(room)  # after an error it may still be read
+            self._rooms.append(room)  # not after an error: it may still be read
         if self._gathering is not None:
             self._gathering.took(sum(asked.n for asked in taken), time.monotonic() - began)
         outputs = came if len(self._outputs) > 1 else {self._outputs[0]: came}
@@ -500,7 +506,7 @@ class RequestCoalescer:
             at = end
 
     def _joined_in(self, room: dict[str, Any], name: str, parts: list[Any]) -> Any:
-        """As _joined, in memory that is there: new pages for images cost more than their copy."""
+        """Concatenate as `_joined` does, in a reused buffer: for images, new pages cost more than the copy."""
         if type(parts[0]) is list:
             return _joined(parts)
         rows, kept = sum(map(len, parts)), room.get(name)
@@ -516,7 +522,7 @@ class RequestCoalescer:
 
 
 def _meet(asked: _Asked, taken: list[_Asked]) -> bool:
-    """Whether a session of this request is in one of those: it needs the answer to that first."""
+    """Return whether a session of this request is also in `taken`: the earlier step must be answered first."""
     if asked.sessions is None:
         return False
     return any(other.sessions is not None and asked.sessions.keys() & other.sessions.keys() for other in taken)
@@ -526,5 +532,5 @@ def _joined(parts: list[Any]) -> Any:
     """Concatenate the rows of several requests."""
     if type(parts[0]) is list:
         return [row for part in parts for row in part]
-    # Rows made for a model that was loaded anew meanwhile, with another dtype, must not become rows of the new one.
+    # No casting: the model may have been reloaded with another dtype since these rows were read.
     return np.concatenate(parts, dtype=parts[0].dtype, casting="no")

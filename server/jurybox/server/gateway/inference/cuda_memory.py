@@ -1,10 +1,10 @@
 """The CUDA-shared-memory extension: tensors in device memory that a client exported and registered.
 
-The gateway never touches a device. It binds rows of lanes of its own to places in the regions (client/device_rows.py),
-and the engines open them: so what a handle is worth shows at the first request that names it.
+The gateway never touches a device. It binds rows of its own lanes to places in the regions (client/device_rows.py),
+and the engines open the regions. So an invalid handle is detected only at the first request that uses it.
 
-A binding is one way in which a request's tensors lie: clients use the same places again and again, and only the first
-request of each way waits for engines to open anything. The least recently used of them make room.
+A binding belongs to one layout of a request's tensors: clients use the same places repeatedly, and only the first
+request of each layout waits for engines to open its regions. The least recently used bindings are evicted.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from jurybox.server.gateway.inference.shared_memory import Registered, Registry
 from jurybox.server.gateway.inference.tensors import Place, datatype_of, malformed
 
 _MOST_BINDINGS = 64  # each holds rows of an arena
-_UNBIND = 30.0  # seconds that engines get to let go
+_UNBIND = 30.0  # seconds that engines have to close the memory
 
 
 @dataclass(frozen=True, slots=True)
 class CudaRegion(Registered):
-    """Of device memory."""
+    """A registered region of device memory."""
 
     handle: bytes
     device: int
@@ -39,7 +39,7 @@ class CudaRegion(Registered):
 
 @dataclass(slots=True)
 class _Way:
-    """A binding, and whose turn it is to ask with it."""
+    """A binding, and the lock that orders its requests."""
 
     rows: BoundRows
     regions: frozenset[str]
@@ -47,7 +47,7 @@ class _Way:
 
 
 class CudaRegions(Registry[CudaRegion]):
-    """The registered regions and what is bound to them.
+    """The registered regions and the rows bound to them.
 
     Args:
         allowed: whether regions can be registered.
@@ -65,7 +65,7 @@ class CudaRegions(Registry[CudaRegion]):
         return name in self._regions
 
     def register(self, name: str, handle: bytes, device: int, size: int) -> None:
-        """Register a region. Raises Refused: it is off, the name is taken, this is no handle."""
+        """Register a region. Raises Refused: registration is off, the name is taken, or the handle is invalid."""
         if not self.allowed:
             raise Refused(
                 "CUDA shared memory is off here. To take it from clients, set server.cuda_shared_memory = true, on a "
@@ -81,10 +81,10 @@ class CudaRegions(Registry[CudaRegion]):
         self._regions[name] = CudaRegion(name, size, handle, device)
 
     async def unregister(self, name: str = "") -> None:
-        """Unregister a region, or all without a name, once no engine has it open. An unknown name is ignored.
+        """Unregister a region once no engine has it open; without a name, all. An unknown name is ignored.
 
         Raises:
-            Timeout: an engine is in a batch with it for long; the region is still there.
+            Timeout: an engine has used it in a batch for too long; the region stays registered.
         """
         for region in self._chosen(name):
             async with self._making:
@@ -101,11 +101,11 @@ class CudaRegions(Registry[CudaRegion]):
         seconds: float,
         version: int,
     ) -> tuple[int, int]:
-        """Answer a request all of whose tensors lie in regions; gives the number of rows and the weights version.
+        """Answer a request whose tensors all lie in regions; return the number of rows and the weights version.
 
         Args:
-            inputs: of each its datatype, shape and place.
-            outputs: where those that are wanted go.
+            inputs: the datatype, shape and place of each input.
+            outputs: the place of each requested output.
         """
         rows = self._checked(spec, inputs)
         for name, place in outputs.items():
@@ -154,13 +154,13 @@ class CudaRegions(Registry[CudaRegion]):
         return server.bound_rows(model, rows, where(inputs), where(outputs), timeout=seconds)
 
     async def _end(self, key: Any, way: _Way) -> None:
-        """End a binding once its request is answered."""
+        """End a binding once its current request is answered."""
         async with way.turn:
             self._ways.pop(key, None)
             await asyncio.to_thread(way.rows.end, _UNBIND)
 
     def _checked(self, spec: ModelSpec, inputs: Mapping[str, tuple[str, Sequence[int], Place]]) -> int:
-        """The number of rows of inputs that fit the spec."""
+        """Check the inputs against the spec and return their number of rows."""
         if inputs.keys() != spec.inputs.keys():
             raise malformed(f"inputs {', '.join(inputs) or 'none'} came, expected {', '.join(spec.inputs)}")
         counts = set()

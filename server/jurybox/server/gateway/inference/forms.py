@@ -1,10 +1,10 @@
-"""Requests of a form that was read before.
+"""A cache of parsed requests: a request of a known *form* is answered without parsing it again.
 
-A client's requests differ in their numbers alone: name, shapes, datatypes and wanted outputs are the same bytes every
-time. So a request is read and checked in full once, and what came out is kept under those bytes as its *form*. A later
-request of the form is its raw numbers, which go to the model's coalescer without a task, and an answer whose head is
-written already. What is special in any way (parameters, rows that differ in size, sequences, panels) has no form, and
-is answered as ever; so is a form whose model was loaded anew.
+A client's requests differ only in their tensor data: model name, shapes, datatypes and requested outputs are the same
+bytes every time. So a request is parsed and checked in full once, and the result is cached as its *form*, with those
+bytes as the key. Of a later request of the same form only the raw data is read. It goes to the model's coalescer
+without a task, and the head of its answer is already serialized. Requests with special features (parameters, rows that
+differ in size, sequences, panels) have no form and take the normal path, as does a form whose model was reloaded.
 """
 
 from __future__ import annotations
@@ -24,39 +24,39 @@ from jurybox.server.gateway.inference.tensors import datatype_of, weights_versio
 from jurybox.server.security.access import Source
 
 _MOST_FORMS = 1024
-_MOST_HEADS = 8  # weights versions for which the head of an answer is kept
+_MOST_HEADS = 8  # weights versions for which the head of an answer is cached
 
-# (model, version, outputs without their numbers, bytes of each) -> what goes before the bytes of each.
+# (model, version, outputs without their data, bytes of each) -> the bytes that precede the data of each output.
 Heads: TypeAlias = Callable[[str, str, Sequence[Output], Sequence[int]], list[bytes]]
 
 
 class Asker(Protocol):
-    """Who asked: a transport's end of one request."""
+    """The transport's side of one request."""
 
     @property
     def source(self) -> Source | None:
-        """The connection that it came by, where that asks nothing else just now; None: not known."""
+        """The connection of the request, if it has no other request in flight; None: unknown."""
         ...
 
     def done(self) -> bool:
-        """Whether nobody waits any more."""
+        """Return whether the caller no longer waits for the answer."""
         ...
 
     def reply(self, pieces: list[bytes]) -> None:
-        """Answer with these bytes, one after another."""
+        """Answer with the concatenation of `pieces`."""
         ...
 
     def fail(self, error: Error) -> None:
-        """Answer with an error; where its code is STALE_LEASE, ask again in the usual way."""
+        """Answer with an error; if its code is STALE_LEASE, repeat the request on the normal path instead."""
         ...
 
 
 class Form:
-    """What requests of one form have in common.
+    """The common parts of all requests of one form.
 
     Attributes:
-        held: the lane that they were read for.
-        sizes: bytes of every input.
+        held: the lane for which they were parsed.
+        sizes: the size of each input in bytes.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class Form:
         self._written: dict[int, list[bytes]] = {}
 
     def rows(self, data: Any, places: Sequence[tuple[int, int]]) -> Arrays | None:
-        """The inputs that lie in `data`, each at (offset, size); None where one has another size."""
+        """Return the inputs in `data`, each at its (offset, size); None if a size differs from the form's."""
         if [size for _, size in places] != self.sizes:
             return None
         return {
@@ -94,7 +94,7 @@ class Form:
         }
 
     def ask(self, inputs: Arrays, seconds: float | None, asker: Asker) -> None:
-        """Ask the model for these rows; `seconds` until the asker gives up, None: it does not say."""
+        """Compute these rows and answer `asker`; `seconds` is the asker's time-out, None: it has none."""
         left = DEFAULT_TIMEOUT if seconds is None else min(seconds, DEFAULT_TIMEOUT)
         answer = _Answer(self, asker)
         late = self.held.coalescer.put(inputs, self._n, left, self._version, answer, None, asker.source)
@@ -104,7 +104,7 @@ class Form:
             answer.late = late
 
     def answered(self, outputs: Arrays, version: int, asker: Asker) -> None:
-        """Give an asker its outputs."""
+        """Send the outputs to the asker."""
         if self._pinned and version != self._version:
             why = f"version {self._version} of {self._model!r} is not held, {version} is the newest"
             asker.fail(ModelNotFound(f"{why}: name one that is, or none"))
@@ -121,14 +121,14 @@ class Form:
         asker.reply(pieces)
 
     def failed(self, error: Error, asker: Asker) -> None:
-        """Tell an asker."""
+        """Send the error to the asker."""
         if error.code != Code.STALE_LEASE:
             self._told(self._model, error.code == Code.ROW_FAILED)
         asker.fail(error)
 
 
 class _Answer:
-    """Where one answer goes, in place of a future."""
+    """The receiver of one answer, in place of a future."""
 
     __slots__ = ("_asker", "_form", "given", "late")
 
@@ -139,7 +139,7 @@ class _Answer:
         self.late: TimerHandle | None = None
 
     def done(self) -> bool:
-        # A connection asks again after this answer, and what comes late must not be taken as the answer to that.
+        # After an answer, a late result must not be sent as the answer to the connection's next request.
         return self.given or self._asker.done()
 
     def set_result(self, result: tuple[Arrays, int]) -> None:
@@ -157,11 +157,12 @@ class _Answer:
 
 
 class Forms:
-    """The forms of one transport, by the bytes that say them.
+    """The cached forms of one transport.
 
     Args:
-        read: reads those bytes as a request, with zeros for its contents or none; None where it can have no form.
-        heads: writes the head of an answer.
+        read: parses the bytes of a form as a request whose contents are zeros or empty; returns None if the request
+            cannot have a form.
+        heads: serializes the head of an answer.
     """
 
     def __init__(self, oip: OpenInference, read: Callable[[bytes], InferRequest | None], heads: Heads) -> None:
@@ -171,7 +172,7 @@ class Forms:
         self._forms: dict[bytes, Form | None] = {}
 
     def get(self, told: bytes) -> Form | None:
-        """The form of a request; None where it has none, or none yet."""
+        """Return the form of a request, or None if there is none."""
         form = self._forms.get(told)
         if form is None and told in self._forms:
             return None
@@ -191,7 +192,7 @@ class Forms:
                 return None
             form = Form(self._oip, held, request, *found, self._heads)
         except Error:
-            return None  # the usual way says what is wrong
+            return None  # the normal path reports what is wrong
         if any(one.raw and len(one.data) != size for one, size in zip(request.inputs, form.sizes, strict=True)):
             return None
         self._forms[told] = form

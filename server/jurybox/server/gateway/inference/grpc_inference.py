@@ -1,4 +1,4 @@
-"""Inference requests and answers as messages of open_inference.proto."""
+"""The Open Inference Protocol over gRPC: requests and answers as messages of open_inference.proto, and the service."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ _REGION = "shared_memory_region"
 
 
 def request_of(message: pb.ModelInferRequest, seconds: float | None) -> InferRequest:
-    """The request in a message.
+    """Parse a message as a request.
 
     Args:
-        seconds: until the call's deadline; None: it has none.
+        seconds: the time until the call's deadline; None: it has none.
 
     Raises:
-        ProtocolMismatch (code MALFORMED): raw contents and inputs don't fit together.
+        ProtocolMismatch (code MALFORMED): raw contents and inputs do not match.
     """
     for what, there in (("inputs", len(message.inputs)), ("outputs", len(message.outputs))):
         if there > MOST_TENSORS:
@@ -72,7 +72,7 @@ def request_of(message: pb.ModelInferRequest, seconds: float | None) -> InferReq
 
 
 def message_of(response: InferResponse) -> pb.ModelInferResponse:
-    """The message of an answer; outputs in shared memory have empty contents, so that places stay in order."""
+    """Return the message of an answer. Outputs in shared memory have empty raw contents, which keeps the positions."""
     message = pb.ModelInferResponse()
     message.CopyFrom(
         _head(response.model, response.version, tuple((o.name, o.datatype, o.shape) for o in response.outputs))
@@ -90,7 +90,7 @@ def message_of(response: InferResponse) -> pb.ModelInferResponse:
 
 @lru_cache(maxsize=1024)
 def _head(model: str, version: str, outputs: tuple[tuple[str, str, tuple[int, ...]], ...]) -> pb.ModelInferResponse:
-    """The common part of responses to requests of the same form."""
+    """Return the common part of the answers to requests of the same form."""
     message = pb.ModelInferResponse(model_name=model, model_version=version)
     for name, datatype, shape in outputs:
         message.outputs.add(name=name, datatype=datatype, shape=shape)
@@ -105,7 +105,7 @@ def _input(tensor: pb.ModelInferRequest.InferInputTensor, *, raw: bool) -> Input
         field = _FIELDS.get(tensor.datatype)
         if field is None:
             raise malformed(f"input {tensor.name!r}: {tensor.datatype!r} has no typed contents: send it raw")
-        data = getattr(tensor.contents, field)  # a list only where their number is right
+        data = getattr(tensor.contents, field)  # converted to a list only after its length was checked
     if len(tensor.shape) > MOST_DIMENSIONS:
         raise malformed(f"input {tensor.name!r} has {len(tensor.shape)} dimensions, expected at most {MOST_DIMENSIONS}")
     return Input(tensor.name, tensor.datatype, tuple(tensor.shape), data, False, _plain(tensor.parameters))
@@ -120,7 +120,7 @@ def _plain(parameters: Mapping[str, pb.InferParameter]) -> dict[str, Any]:
 
 
 def plain_value(name: str, value: pb.InferParameter | pb.ModelRepositoryParameter) -> Any:
-    """The value of a parameter. Raises ProtocolMismatch if it is empty."""
+    """Return the value of a parameter. Raises ProtocolMismatch if it is empty."""
     chosen = value.WhichOneof("parameter_choice")
     if chosen is None:
         raise malformed(f"parameter {name!r} holds no value")
@@ -136,12 +136,12 @@ def _told(target: Any, parameters: Mapping[str, Any]) -> None:
 Context: TypeAlias = Any  # grpc.aio.ServicerContext; grpcio has no types
 
 _PIPELINED = 64  # requests of one stream in flight
-_MOST_SAID = 1000  # characters of an error
+_MOST_SAID = 1000  # characters of an error message
 _METHODS = pb.DESCRIPTOR.services_by_name["GRPCInferenceService"]
 
 
 def service(oip: OpenInference, room: Room) -> Service:
-    """The service, for a GrpcServer; `room` bounds the requests of all streams together."""
+    """Return the service for a GrpcServer; `room` limits the requests of all streams together."""
     return Service(
         _METHODS.full_name,
         pb.DESCRIPTOR,
@@ -151,18 +151,18 @@ def service(oip: OpenInference, room: Room) -> Service:
     )
 
 
-_ID, _RAW_IN, _RAW_OUT = 0x1A, 0x3A, 0x32  # tags: numbers of fields, and that their length comes first
+_ID, _RAW_IN, _RAW_OUT = 0x1A, 0x3A, 0x32  # tags: field number and wire type LEN
 _MOST_HEAD = 4096  # bytes of a form
 
 
 class KnownForms:
-    """Answers ModelInfer where the form of the request is known."""
+    """A direct method that answers ModelInfer if the form of the request is cached."""
 
     def __init__(self, oip: OpenInference) -> None:
         self._forms = Forms(oip, _read_form, _written_heads)
 
     def __call__(self, message: bytes, call: DirectCall) -> bool:
-        """As a direct method of security.grpc."""
+        """Answer the call, or return False; a `Direct` method of security.grpc."""
         parts = cut(message)
         if parts is None:
             return False
@@ -175,7 +175,7 @@ class KnownForms:
 
 
 class _Caller:
-    """An asker of forms.py."""
+    """A gRPC call as an `Asker` of forms.py."""
 
     __slots__ = ("_call", "_ident", "done", "source")
 
@@ -191,16 +191,20 @@ class _Caller:
         self._call.reply(b"".join(pieces))
 
     def fail(self, error: Error) -> None:
-        if error.code == Code.STALE_LEASE:  # on another lane, with another spec perhaps
+        if error.code == Code.STALE_LEASE:  # the normal path uses another lane, perhaps with another spec
             self._call.as_usual()
         else:
             self._call.fail(error)
 
 
 def cut(message: bytes) -> tuple[bytes, bytes, list[tuple[int, int]]] | None:
-    """Cut a ModelInferRequest at its top level: all but id and raw contents, id, and (offset, size) of raw contents.
+    """Split a ModelInferRequest at its top level without parsing its submessages.
 
-    None for what is no such message, or is read by protobuf alone (protobuf.dev/programming-guides/encoding).
+    The encoding is described at protobuf.dev/programming-guides/encoding.
+
+    Returns:
+        All fields except id and raw contents; the id; the (offset, size) of each raw content. None if it is no such
+        message or only protobuf can parse it.
     """
     head, ident, raw = b"", b"", []
     at, end = 0, len(message)
@@ -208,7 +212,7 @@ def cut(message: bytes) -> tuple[bytes, bytes, list[tuple[int, int]]] | None:
         while at < end:
             begin, tag, size, shift = at, message[at], 0, 0
             if tag & 0x87 != 2:
-                return None  # all fields of it have a length, and a number below 16
+                return None  # all fields of the message have wire type LEN and a number below 16
             while True:
                 at += 1
                 byte = message[at]
@@ -229,13 +233,13 @@ def cut(message: bytes) -> tuple[bytes, bytes, list[tuple[int, int]]] | None:
             at = stop
     except IndexError:
         return None
-    return (head, ident, raw) if ident.isascii() else None  # others may be no UTF-8
+    return (head, ident, raw) if ident.isascii() else None  # another id may be invalid UTF-8
 
 
 def _read_form(told: bytes) -> InferRequest | None:
     try:
         request = request_of(pb.ModelInferRequest.FromString(told), None)
-    except Exception:  # noqa: BLE001  the usual way says what is wrong
+    except Exception:  # noqa: BLE001  the normal path reports what is wrong
         return None
     return None if any(one.data is not None for one in request.inputs) else request
 
@@ -258,7 +262,7 @@ def _tagged(tag: int, size: int) -> bytes:
 
 
 class InferenceServicer:
-    """The inference service; errors are those of the table in jurybox.protocol.errors."""
+    """The inference service. Errors get the status codes of the table in jurybox.protocol.errors."""
 
     def __init__(self, oip: OpenInference, room: Room) -> None:
         self._oip = oip
@@ -295,7 +299,7 @@ class InferenceServicer:
     async def ModelStreamInfer(
         self, requests: AsyncIterator[pb.ModelInferRequest], context: Context
     ) -> AsyncIterator[pb.ModelStreamInferResponse]:
-        """One answer or one error for every request, in their order; many are in flight at once."""
+        """Yield one answer or one error for each request, in order; several requests are in flight at once."""
         room = asyncio.Semaphore(_PIPELINED)
         asked: asyncio.Queue[asyncio.Task[pb.ModelStreamInferResponse] | None] = asyncio.Queue()
 
@@ -312,7 +316,7 @@ class InferenceServicer:
             while (answer := await asked.get()) is not None:
                 yield await answer
                 room.release()
-            await taking  # what came last may have been no request
+            await taking  # raises if the last message was no valid request
         finally:
             taking.cancel()
             while not asked.empty():
@@ -328,7 +332,7 @@ class InferenceServicer:
             finally:
                 self._room.give(size)
         except Exception as error:  # noqa: BLE001  one request's error must not end the stream of the others
-            # In the same step of the loop, so that the next request of the sequence finds it lost.
+            # No await before this line: the sequence must be lost before its next request is processed.
             if "sequence_id" in request.parameters:
                 name = request.parameters["sequence_id"]
                 self._oip.sequences.lose(request.model_name, name.string_param or name.int64_param)
@@ -407,5 +411,5 @@ class InferenceServicer:
 
 
 def unsupported(what: str) -> Refused:
-    """The error for a part of the protocol that is not served."""
+    """Return the error for an unsupported part of the protocol."""
     return Refused(f"{what} is not served here; there are: {', '.join(models.EXTENSIONS)}", Code.UNSUPPORTED)

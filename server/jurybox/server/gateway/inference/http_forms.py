@@ -1,9 +1,10 @@
-"""HTTP requests with binary tensors whose head was seen before, answered ahead of HTTP's and the application's layers.
+"""A fast path for HTTP requests with binary tensors whose head was seen before.
 
-A client's requests begin with the same bytes every time. The first goes through uvicorn, all walls (security.http) and
-the application. Where that answered it, its head is kept: walls and routing look at nothing but those bytes, so they
-would say the same of the next request that begins with them. That one's body is read as a form (forms.py). The bytes
-of all bodies are bounded here as there. Whatever is special in any way goes through the layers as ever.
+A client's requests begin with the same bytes every time. The first one goes through uvicorn, all middlewares
+(security.http) and the application. If it is answered with success, its head is cached: middlewares and routing depend
+on those bytes alone, so they would accept the next request that begins with them. The body of that request is read as
+a form (forms.py), without uvicorn and the application. The limit on the bytes of all bodies holds here too. Any
+request with special features takes the normal path.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ from jurybox.server.security.http import SECURITY_HEADERS
 
 MOST_HEADS = 1024
 MOST_HEAD = 8 << 10  # bytes of one
-MOST_BODY = 4 << 20  # bytes; larger ones go the usual way
+MOST_BODY = 4 << 20  # bytes; larger ones take the normal path
 _BEGINS = b"POST /v2/models/"
-ENDS = re.compile(rb"\n\r?\n")  # as h11 and httptools find the end of a head
+ENDS = re.compile(rb"\n\r?\n")  # the end of a head, as h11 and httptools find it
 _SPECIAL = frozenset({b"transfer-encoding", b"content-encoding", b"expect", b"upgrade", b"trailer"})
 _LINES = {status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in HTTPStatus}
 _HEADERS = "".join(f"{name.lower()}: {value}\r\n" for name, value in SECURITY_HEADERS.items())
@@ -36,7 +37,7 @@ _HEADERS = f"cache-control: no-store\r\n{_HEADERS}\r\n"
 
 
 class _Head(NamedTuple):
-    """What a head says: the model, and the lengths of body and JSON in bytes."""
+    """The contents of a head: the model, its version, and the lengths of body and JSON in bytes."""
 
     model: str
     version: str
@@ -45,10 +46,10 @@ class _Head(NamedTuple):
 
 
 class KnownHeads:
-    """The heads of all connections of a port that were answered, and the forms of their bodies.
+    """The cached request heads of all connections of a port, and the forms of their bodies.
 
     Args:
-        room: bounds the bytes of all bodies together.
+        room: limits the bytes of all bodies together.
     """
 
     def __init__(self, oip: OpenInference, room: Room) -> None:
@@ -57,7 +58,7 @@ class KnownHeads:
         self.heads: dict[bytes, _Head] = {}
 
     def learn(self, head: bytes, scope: Any, model: str, version: str, json_length: int) -> None:
-        """A request that began with these bytes was answered in binary."""
+        """Cache the head of a request that was answered with binary tensors, if it can be cached."""
         length = plain_length(scope)
         if length is None or len(head) > MOST_HEAD or length > MOST_BODY:
             return
@@ -67,7 +68,7 @@ class KnownHeads:
 
 
 def plain_length(scope: Any) -> int | None:
-    """The length of a request's body; None where anything about its head is special."""
+    """Return the length of a request's body; None if its head has special features."""
     fields = scope["headers"]
     lengths = [value for name, value in fields if name == b"content-length"]
     stays = all(value.lower() == b"keep-alive" for name, value in fields if name == b"connection")
@@ -81,7 +82,7 @@ def _read_form(told: bytes) -> InferRequest | None:
         request, names, all_binary = http_inference.request_of(
             model.decode(), version.decode(), body + bytes(int(size)), str(len(body))
         )
-    except Exception:  # noqa: BLE001  the usual way says what is wrong
+    except Exception:  # noqa: BLE001  the normal path reports what is wrong
         return None
     binary = all_binary or (bool(request.outputs) and names == {one.name for one in request.outputs})
     return request if binary and not request.id and all(one.raw for one in request.inputs) else None
@@ -101,21 +102,21 @@ def _written_heads(model: str, version: str, outputs: Sequence[Output], sizes: S
 
 
 class InferProtocol(Connection):
-    """uvicorn's connection, which answers requests with known heads by itself. To forms.py it is the asker."""
+    """A connection of uvicorn that answers requests with cached heads itself. It is their `Asker` for forms.py."""
 
-    known: KnownHeads  # of a subclass, as `protocol_of` makes it
+    known: KnownHeads  # set in a subclass by `protocol_of`
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
-        self._head: _Head | None = None  # of the request whose body comes, or that is being answered
-        self._came = bytearray()  # that head as it came, and its body
-        self._begins = 0  # where in it the body begins
-        self._taken = 0  # bytes of the room
+        self._head: _Head | None = None  # of the request that is being received or answered
+        self._came = bytearray()  # the bytes received of that request: head and body
+        self._begins = 0  # offset of the body in it
+        self._taken = 0  # bytes reserved in the room
         self._asking = self._gone = self._leaving = False
-        self._ahead = b""  # what came after it
+        self._ahead = b""  # bytes received after the request
 
     def data_received(self, data: bytes) -> None:
-        """As asyncio asks."""
+        """See `asyncio.Protocol.data_received`."""
         if self._asking:
             self._ahead += data
             self.flow.pause_reading()
@@ -127,18 +128,18 @@ class InferProtocol(Connection):
             super().data_received(data)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """As asyncio asks."""
+        """See `asyncio.BaseProtocol.connection_made`."""
         self._source = Source(transport.get_extra_info("peername"))
         super().connection_made(transport)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """As asyncio asks."""
+        """See `asyncio.BaseProtocol.connection_lost`."""
         self._gone = True
         self._give()
         super().connection_lost(exc)
 
     def shutdown(self) -> None:
-        """As uvicorn asks: once what has begun is answered."""
+        """Shut down as uvicorn's protocol, once the current request is answered."""
         self._leaving = True
         if self._head is None:
             super().shutdown()
@@ -159,8 +160,8 @@ class InferProtocol(Connection):
         )
 
     def _by_layers(self, data: bytes, head: bytes, mark: str, learn: Callable[..., None]) -> None:
-        """Go the usual way with a request; what answers it finds `learn`, given its scope, under `mark` in there."""
-        # The head alone: what came behind it may be another request, whose scope would be taken for this one's.
+        """Pass a request to uvicorn. Its handler finds `learn`, bound to the scope, in the scope under `mark`."""
+        # Only the head at first: the bytes behind it may hold another request, whose scope would replace this one's.
         earlier, rest = self.scope, data[len(head) :]
         super().data_received(head)
         if (scope := self.scope) is not earlier:
@@ -176,9 +177,9 @@ class InferProtocol(Connection):
             data, self._ahead = data[:cut], data[cut:]
         self._came += data
         try:
-            self.known.room.take(len(data))  # as it comes: who only says how much will come holds nothing
+            self.known.room.take(len(data))  # as data arrives: a declared length alone must not reserve anything
         except Refused:
-            self._as_usual()  # which says so
+            self._as_usual()  # which reports the error
             return
         self._taken += len(data)
         if len(self._came) < whole:
@@ -203,20 +204,20 @@ class InferProtocol(Connection):
 
     @property
     def source(self) -> Source | None:
-        """As forms.py asks."""
+        """See `Asker.source`."""
         return None if self._ahead else self._source
 
     def done(self) -> bool:
-        """As forms.py asks."""
+        """See `Asker.done`."""
         return self._gone
 
     def reply(self, pieces: list[bytes]) -> None:
-        """As forms.py asks."""
+        """See `Asker.reply`."""
         self._answer(200, pieces)
 
     def fail(self, error: Error) -> None:
-        """As forms.py asks."""
-        if error.code == Code.STALE_LEASE:  # on another lane, with another spec perhaps
+        """See `Asker.fail`."""
+        if error.code == Code.STALE_LEASE:  # the normal path uses another lane, perhaps with another spec
             self._as_usual()
             return
         row = TABLE.get(error.code)
@@ -238,7 +239,7 @@ class InferProtocol(Connection):
         default = [b"%b: %b\r\n" % pair for pair in self.server_state.default_headers]
         self._give()
         self.transport.write(b"".join((line, *default, *pieces)))
-        self.on_response_complete()  # reads on, and closes where nothing comes any more
+        self.on_response_complete()  # resumes reading and starts the keep-alive time-out
         if self._leaving:
             super().shutdown()
         elif self.flow.write_paused:
@@ -248,17 +249,17 @@ class InferProtocol(Connection):
             self.data_received(data)
 
     def resume_writing(self) -> None:
-        """As asyncio asks."""
+        """See `asyncio.BaseProtocol.resume_writing`."""
         super().resume_writing()
         self.flow.resume_reading()
 
     def _give(self) -> None:
-        """The request is over: its bytes are free."""
+        """End the current request and release its bytes."""
         taken, self._taken = self._taken, 0
         self._head, self._asking, self._came = None, False, bytearray()
         self.known.room.give(taken)
 
 
 def protocol_of(oip: OpenInference, room: Room) -> type[InferProtocol]:
-    """The class of a port's connections."""
+    """Return the protocol class for the connections of a port."""
     return type("KnownInferProtocol", (InferProtocol,), {"known": KnownHeads(oip, room)})

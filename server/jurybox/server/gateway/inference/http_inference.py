@@ -1,7 +1,7 @@
-"""Inference requests and answers as HTTP bodies: JSON, and JSON with binary tensors after it.
+"""The Open Inference Protocol over HTTP: requests and answers as JSON, or as JSON followed by binary tensors.
 
-After the protocol's "binary tensor data" extension: where the header Inference-Header-Content-Length is there, so many
-bytes of JSON come first, then the binary tensors one after another in the order in which the JSON names them.
+As in the protocol's "binary tensor data" extension: the header Inference-Header-Content-Length gives the length of the
+JSON in bytes; the binary tensors follow it in the order in which the JSON names them.
 """
 
 from __future__ import annotations
@@ -26,21 +26,22 @@ from jurybox.server.gateway.inference.tensors import MOST_TENSORS, malformed, re
 from jurybox.server.security.http import TAKEN, Taken
 
 LENGTH = "Inference-Header-Content-Length"
-ANSWERED = "jurybox.answered"  # in a request's scope: called with (model, version, bytes of JSON) once it is, in binary
+ANSWERED = "jurybox.answered"  # in a request's scope: called with (model, version, bytes of JSON) on a binary answer
 _SIZE, _BINARY, _ALL_BINARY = "binary_data_size", "binary_data", "binary_data_output"
 
 
 def request_of(model: str, version: str, body: bytes, json_length: str | None) -> tuple[InferRequest, set[str], bool]:
-    """The request in a body.
+    """Parse a body as a request.
 
     Args:
-        json_length: the header's value, where it is there.
+        json_length: the value of the header Inference-Header-Content-Length; None: it is absent.
 
     Returns:
-        The request, the names of the outputs asked for in binary, and whether all others are.
+        The request, the names of the outputs requested in binary, and whether all outputs are binary because the
+        request names none.
 
     Raises:
-        ProtocolMismatch (code MALFORMED): says what is wrong where.
+        ProtocolMismatch (code MALFORMED): the body is invalid; the message names the field.
     """
     length = len(body)
     if json_length is not None:
@@ -56,7 +57,7 @@ def request_of(model: str, version: str, body: bytes, json_length: str | None) -
         inputs.append(tensor)
         binary = binary[taken:]
     if len(binary):
-        raise malformed(f"{len(binary)} bytes came after the tensors that {_SIZE} tells of: expected none")
+        raise malformed(f"{len(binary)} bytes came after the tensors that {_SIZE} declares: expected none")
     parameters = _parameters(given, "request")
     all_binary = truth(_ALL_BINARY, parameters.pop(_ALL_BINARY, False))
     names: set[str] = set()
@@ -73,7 +74,7 @@ def request_of(model: str, version: str, body: bytes, json_length: str | None) -
 
 
 def body_of(response: InferResponse, binary: set[str], *, all_binary: bool) -> tuple[bytes, int | None]:
-    """The body of an answer, and the length of its JSON where binary tensors follow."""
+    """Return the body of an answer, and the length of its JSON if binary tensors follow, else None."""
     raw: list[bytes] = []
     outputs = [_output(output, raw, binary=all_binary or output.name in binary) for output in response.outputs]
     told: dict[str, Any] = {"model_name": response.model, "model_version": response.version}
@@ -86,7 +87,7 @@ def body_of(response: InferResponse, binary: set[str], *, all_binary: bool) -> t
 
 
 def whole(text: str, most: int) -> int:
-    """Parse a whole number from 0 to `most` in ASCII digits; -1 for other text."""
+    """Parse a whole number from 0 to `most` in ASCII digits; return -1 for any other text."""
     if not (text.isascii() and text.isdigit()) or len(text) > 20:
         return -1
     number = int(text)
@@ -133,7 +134,7 @@ def _output(output: Output, raw: list[bytes], *, binary: bool) -> dict[str, Any]
 
 
 def _numbers(output: Output, array: NDArray[Any]) -> list[Any]:
-    """Elements as JSON values; null in failed rows."""
+    """Return the elements as JSON values; null in failed rows."""
     data: list[Any] = array.ravel().tolist()
     if array.dtype.kind != "f":
         return data
@@ -144,7 +145,7 @@ def _numbers(output: Output, array: NDArray[Any]) -> list[Any]:
         array = array[[row for row in range(len(array)) if row not in output.failed]]
     if not math.isfinite(float(np.sum(array, dtype=np.float64))):
         raise Refused(
-            f"output {output.name!r} holds NaN or infinity, which JSON cannot say: ask for it with binary_data",
+            f"output {output.name!r} holds NaN or infinity, which JSON cannot represent: ask for it with binary_data",
             Code.UNSUPPORTED,
         )
     return data
@@ -155,7 +156,7 @@ def _text_of(name: str, rows: list[bytes]) -> list[str]:
         return [row.decode() for row in rows]
     except UnicodeDecodeError:
         raise Refused(
-            f"output {name!r} holds bytes that are no UTF-8, which JSON cannot say: ask for it with binary_data",
+            f"output {name!r} holds bytes that are no UTF-8, which JSON cannot represent: ask for it with binary_data",
             Code.UNSUPPORTED,
         ) from None
 
@@ -192,18 +193,18 @@ def _parameters(given: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 MAX_BODY_BYTES = 64 << 20
-_PIECE = 1 << 20  # bytes that are unpacked at a time, so that nobody waits for all of a body
+_PIECE = 1 << 20  # bytes that are decompressed at a time, so that other requests do not wait for a whole body
 _MODEL = "/v2/models/{name:path}"
 _WINDOW = {"gzip": zlib.MAX_WBITS | 16, "deflate": zlib.MAX_WBITS}
 
 
 def router(oip: OpenInference, *, most: int = MAX_BODY_BYTES) -> APIRouter:
-    """The routes, for `create_app`; `most` limits a body in bytes, compressed or not."""
+    """Return the routes for `create_app`; `most` limits a body in bytes, compressed and decompressed."""
     paths = APIRouter(tags=["Open Inference Protocol"])
     _health(paths, oip)
     _repository(paths, oip, most)
     _shared_memory(paths, oip, most)
-    _models(paths, oip, most)  # last: a model's name may have slashes, so its path takes what nobody else did
+    _models(paths, oip, most)  # last: a model's name may contain slashes, so its path would match the other routes
     return paths
 
 
@@ -301,7 +302,7 @@ def _repository(paths: APIRouter, oip: OpenInference, most: int) -> None:
 
     @paths.post("/v2/repository/models/{name:path}/wake")
     async def wake(name: str) -> Response:
-        """Bring back a model that sleeps, with the newest weights."""
+        """Move a sleeping model's weights back to the device, in their newest version."""
         await oip.repository.wake(name)
         return AnyText({})
 
@@ -348,7 +349,7 @@ def _shared_memory(paths: APIRouter, oip: OpenInference, most: int) -> None:
         try:
             raw = base64.b64decode(text, validate=True)
         except ValueError as error:
-            raise malformed(f"raw_handle is no base64: {error}") from error
+            raise malformed(f"raw_handle is not valid base64: {error}") from error
         oip.cuda_regions.register(name, raw, device, size)
         return AnyText({})
 
@@ -410,7 +411,7 @@ async def _body(request: Request, most: int) -> bytes:
 
 
 async def _unpacked(body: bytes, encoding: str, most: int, taken: Taken | None) -> bytes:
-    """Decompress a body piece by piece, so that other requests get their turn."""
+    """Decompress a body in pieces, so that other requests can run in between."""
     decoder = zlib.decompressobj(_WINDOW[encoding])
     parts: list[bytes] = []
     left, size = body, 0
@@ -418,10 +419,10 @@ async def _unpacked(body: bytes, encoding: str, most: int, taken: Taken | None) 
         try:
             part = decoder.decompress(left, _PIECE)
         except zlib.error as error:
-            raise malformed(f"the body is no {encoding}: {error}") from error
+            raise malformed(f"the body is not valid {encoding}: {error}") from error
         left = decoder.unconsumed_tail
         if not part and not decoder.eof:
-            raise malformed(f"the body is no whole {encoding}: it ends early")
+            raise malformed(f"the body is incomplete {encoding}: it ends early")
         size += len(part)
         if size > most:
             raise _too_large(most)

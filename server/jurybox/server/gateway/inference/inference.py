@@ -53,7 +53,7 @@ class Input:
     """One input: its declared name, datatype and shape, and its elements.
 
     Attributes:
-        data: bytes (raw), or a sequence of plain values, or None where a parameter names shared memory.
+        data: bytes (raw), a sequence of plain values, or None if the elements are in shared memory or missing.
         raw: whether `data` is bytes.
     """
 
@@ -75,11 +75,11 @@ class Wanted:
 
 @dataclass(slots=True)
 class InferRequest:
-    """A request: rows for a model. Without `outputs` it gets all outputs.
+    """A request: rows for a model. If `outputs` is empty, all outputs are returned.
 
     Attributes:
-        version: of the weights, in digits; empty: the newest.
-        seconds: until the transport's own deadline; None: it has none.
+        version: the weights version in decimal digits; empty: the newest.
+        seconds: the time until the transport's own deadline; None: it has none.
     """
 
     model: str
@@ -96,8 +96,8 @@ class Output:
     """One output.
 
     Attributes:
-        array: of shape `shape`, or the byte strings of datatype BYTES; None where it was written to shared memory.
-        failed: rows in which nothing stands.
+        array: an array of shape `shape`, or the byte strings of datatype BYTES; None if written to shared memory.
+        failed: the rows without a value.
     """
 
     name: str
@@ -108,7 +108,7 @@ class Output:
     failed: Collection[int] = ()
 
     def raw(self) -> bytes:
-        """The elements as raw bytes; empty if they are in shared memory."""
+        """Return the elements as raw bytes; empty if they are in shared memory."""
         if self.array is None:
             return b""
         return joined_strings(self.array) if isinstance(self.array, list) else self.array.tobytes()
@@ -125,20 +125,20 @@ class InferResponse:
     parameters: Parameters = field(default_factory=dict)
 
 
-_TRIES = 3  # lanes that a request is asked on where one after another is taken back
+_TRIES = 3  # lanes on which a request is tried if they are revoked one after another
 _GONE = (Code.STALE_LEASE, Code.SERVER_GONE)
 _FINAL = {"triton_final_response": True}
 
 
 class OpenInference:
-    """The server behind the protocol; requests run on the gateway's lanes.
+    """The implementation of the protocol, independent of transports; requests run on the gateway's lanes.
 
     Args:
-        address: the server's.
-        shared_memory: what the names of clients' shared memory begin with; empty: they may name none.
+        address: the server's address.
+        shared_memory: the prefix of the names of clients' shared memory; empty: they may register none.
         cuda_shared_memory: whether clients may register device memory.
-        idle: seconds without a request after which a sequence is over.
-        panels: members of each by name, as the status document has them.
+        idle: seconds without a request after which a sequence ends.
+        panels: the members of each panel by name, as in the status document.
     """
 
     def __init__(
@@ -156,7 +156,7 @@ class OpenInference:
         self._panels = panels or {}
         self.lanes = Lanes(address)
         self.self_test = SelfTest(source, self.lanes)
-        self.told = self.self_test.told  # the name of a model, and whether a request to it was answered
+        self.told = self.self_test.told  # (model, answered): records whether a request to the model was answered
         self.reasons = self.self_test.reasons
         self.regions = Regions(shared_memory)
         self.cuda_regions = CudaRegions(allowed=cuda_shared_memory, lanes=self.lanes)
@@ -167,7 +167,7 @@ class OpenInference:
         """Run one request.
 
         Raises:
-            Error: with a code of jurybox.protocol.errors that says what the transport should answer.
+            Error: its code of jurybox.protocol.errors determines the transport's status code.
         """
         if request.model in self._panels:
             return await self._panel(request, self._panels[request.model])
@@ -189,9 +189,9 @@ class OpenInference:
                 return InferResponse(request.model, "", request.id, [], lost)
 
     def plain(self, held: Held, request: InferRequest) -> tuple[int, list[str]] | None:
-        """The rows of a request, whatever its contents, and its outputs' names.
+        """Return the number of rows of a request and the names of its outputs, which do not depend on its contents.
 
-        None where something in it is special, so that it is read anew each time. Raises Error where it is wrong.
+        Return None if the request has special features and must be parsed each time. Raises Error if it is invalid.
         """
         spec = held.spec
         if request.model in self._panels or request.parameters or spec.open or held.sessions is not None:
@@ -206,7 +206,7 @@ class OpenInference:
         return n, [name for name, _ in self._wanted(spec.outputs, request.outputs, n)]
 
     async def _infer_on_device(self, request: InferRequest, asked: Asked) -> InferResponse:
-        """Run a request whose tensors lie in device memory, all of them."""
+        """Run a request whose tensors all lie in device memory."""
         seconds = min(value for value in (asked.seconds, request.seconds, DEFAULT_TIMEOUT) if value is not None)
         until = time.monotonic() + min(seconds - SOON, MOMENT)
         spec = (await self.lanes.hold_soon(request.model, until)).spec
@@ -218,7 +218,7 @@ class OpenInference:
             if place is None or place.region not in self.cuda_regions:
                 raise Refused(
                     f"tensor {tensor.name!r} lies in no CUDA region, others of this request do: expected all inputs "
-                    "and the outputs that are wanted there",
+                    "and all requested outputs there",
                     Code.UNSUPPORTED,
                 )
             if isinstance(tensor, Input):
@@ -276,7 +276,7 @@ class OpenInference:
                 arrays, used, failed = outputs, error.version, error.errors
                 break
             except NoSession:
-                # A lane of few rows, leased while others had them, is exchanged for a larger one as soon as may be.
+                # A lane with few rows, leased while others held the rest, is soon exchanged for a larger one.
                 if not held.makeshift or time.monotonic() > exchanged:
                     self.told(request.model, False)
                     raise
@@ -288,7 +288,7 @@ class OpenInference:
                     if error.code == Code.STALE_LEASE and not turn.begins:
                         raise turn.lost() from None
                 if error.code == Code.STALE_LEASE and tries:
-                    continue  # with another spec perhaps, so everything is checked anew
+                    continue  # the next lane may have another spec, so all checks run again
                 self.told(request.model, False)
                 raise
         if request.version and used != version:
@@ -303,10 +303,10 @@ class OpenInference:
         return InferResponse(request.model, str(used), request.id, made, told)
 
     async def _panel(self, request: InferRequest, members: Mapping[str, Any]) -> InferResponse:
-        """Ask a panel's members side by side; a row that one of them has no score for has no total.
+        """Run all members of a panel concurrently; a row without a score from one of them has no total.
 
         Raises:
-            RowFailed: rows failed and nobody asked for row_errors. What a member's request raises.
+            RowFailed: rows failed and the request does not set row_errors. Any error of a member's request.
         """
         asked = of_request(request.parameters) if request.parameters else NOTHING
         if asked.steps is not None or asked.over or request.version:
@@ -354,7 +354,7 @@ class OpenInference:
         arrays: dict[str, NDArray[Any]] = {}
         failed: dict[int, str] = {}
         for name, answer in zip(members, answers, strict=True):
-            # A copy: what stands in rows that failed is no score (0 where the output holds whole numbers).
+            # A copy: failed rows are overwritten, since they hold no score (0 if the output has an integer dtype).
             scores = arrays[name] = np.array(answer.outputs[0].array, np.float32).reshape(-1)
             wrong = {int(row): why for row, why in json.loads(answer.parameters.get("row_errors", "{}")).items()}
             for row in np.flatnonzero(~np.isfinite(scores)).tolist():
@@ -365,7 +365,7 @@ class OpenInference:
         if len({len(scores) for scores in arrays.values()}) > 1:
             raise SpecMismatch("the members' inputs have different numbers of rows: expected as many of each")
         weighed = [np.float64(member["weight"]) * arrays[name] for name, member in members.items()]
-        with np.errstate(over="ignore"):  # looked at here
+        with np.errstate(over="ignore"):  # checked below
             total = arrays[models.TOTAL] = np.sum(weighed, axis=0).astype(np.float32)
         for row in np.flatnonzero(~np.isfinite(total)).tolist():
             failed.setdefault(row, f"the total is {total[row]}")
@@ -388,7 +388,7 @@ class OpenInference:
         return InferResponse(request.model, str(version), request.id, given, told)
 
     def _inputs(self, held: Held, specs: Mapping[str, TensorSpec], given: list[Input]) -> tuple[dict[str, Rows], int]:
-        """Rows by name, n each."""
+        """Return the rows of each input by name, and their number n."""
         arrays: dict[str, Rows] = {}
         n = 0
         for tensor in given:
@@ -420,7 +420,7 @@ class OpenInference:
         return rows_of(tensor.name, tensor.datatype, tensor.shape, spec, extents, source)
 
     def _wanted(self, specs: Mapping[str, TensorSpec], wanted: list[Wanted], n: int) -> list[tuple[str, Place | None]]:
-        """The outputs to give, each with the shared memory it goes to; refused before anything is computed."""
+        """Return the requested outputs, each with its place in shared memory or None; check them before computing."""
         if not wanted:
             return [(name, None) for name in specs]
         places: dict[str, Place | None] = {}
@@ -433,7 +433,7 @@ class OpenInference:
             if extents is not None:
                 raise malformed(f"output {output.name!r}: extents are the answer's to say; ask with extents: true")
             if place is not None:
-                spec = specs[output.name]  # of what differs in size the answer's size is not known yet
+                spec = specs[output.name]  # if its rows differ in size, the size of the output is not known yet
                 self.regions.check(place, 0 if spec.variable else n * spec.row_bytes, output.name)
             places[output.name] = place
         return list(places.items())
@@ -451,13 +451,13 @@ class OpenInference:
         return Output(name, output.datatype, output.shape, None, {**output.parameters, **place.told()})
 
     def metadata(self) -> dict[str, Any]:
-        """Name, version and supported extensions."""
+        """Return name, version and supported extensions of the server."""
         memory = {"system_shared_memory": self.regions.allowed, "cuda_shared_memory": self.cuda_regions.allowed}
         extensions = [*models.EXTENSIONS, *(name for name, allowed in memory.items() if allowed)]
         return {"name": models.NAME, "version": build_version(), "extensions": extensions}
 
     async def live(self) -> bool:
-        """Whether the supervisor answers."""
+        """Return whether the supervisor answers."""
         try:
             await self._source.status()
         except Error:
@@ -465,7 +465,7 @@ class OpenInference:
         return True
 
     async def model_reason(self, name: str, version: str) -> str:
-        """The reason why a model is not ready; empty if it is. Raises ModelNotFound."""
+        """Return the reason why a model is not ready; empty if it is ready. Raises ModelNotFound."""
         document = await self._source.status(fresh=True)
         model = models.find(document, name)
         if name in document.get("panels", {}):
@@ -476,16 +476,16 @@ class OpenInference:
             return f"the server is {document['server']['state']}, model {name!r} is {model['state']}"
         if wanted := weights_version(version):
             return await self.self_test.ask(name, wanted)
-        if version and model["weights"]["version"]:  # "0": the weights it was loaded with
+        if version and model["weights"]["version"]:  # version "0": the weights with which it was loaded
             return f"version 0 of {name!r} is not held, {model['weights']['version']} is the newest"
         return await self.self_test.silent(name)
 
     async def described(self, name: str, version: str) -> dict[str, Any]:
-        """A model's part of the status document, once it has loaded. Raises as `models.described`."""
+        """Return a loaded model's part of the status document. Raises the errors of `models.described`."""
         return models.described(await self._source.status(fresh=True), name, version)
 
     async def statistics(self, name: str, version: str) -> list[dict[str, Any]]:
-        """Statistics of one model, or of all without a name. Raises ModelNotFound."""
+        """Return the statistics of a model; without a name, of all. Raises ModelNotFound."""
         document = await self._source.status(fresh=True)
         found = [models.described(document, name, version)] if name else document["models"]
         if name in document.get("panels", {}):
@@ -493,13 +493,13 @@ class OpenInference:
         return [models.statistics(model) for model in found]
 
     async def index(self, repository: str, *, ready: bool) -> list[dict[str, Any]]:
-        """List the models. Raises ModelNotFound for a named repository: there is one, without a name."""
+        """List the models. Raises ModelNotFound if a repository is named: the only one has no name."""
         if repository:
             raise ModelNotFound(f"no repository {repository!r}: a server has one, without a name")
         return models.index(await self._source.status(fresh=True), ready=ready)
 
     def doubt(self) -> None:
-        """An exception in the event loop that was not awaited may have lost an answer."""
+        """Handle an unretrieved exception in the event loop, which may have lost an answer."""
         self.lanes.doubt()
 
     def close(self) -> None:
@@ -509,7 +509,7 @@ class OpenInference:
 
 
 async def _kept(answer: Coroutine[Any, Any, InferResponse]) -> InferResponse | Error:
-    """An answer, or what it raised, so that its neighbours go on."""
+    """Return the answer or its error, so that an error does not cancel the other members' requests."""
     try:
         return await answer
     except Error as error:
@@ -517,7 +517,7 @@ async def _kept(answer: Coroutine[Any, Any, InferResponse]) -> InferResponse | E
 
 
 def score_output(member: Mapping[str, Any], outputs: Mapping[str, TensorSpec]) -> str:
-    """The output of a panel's member that is its score. Raises SpecMismatch."""
+    """Return the name of the output that is a panel member's score. Raises SpecMismatch."""
     name = member["output"] or (next(iter(outputs)) if len(outputs) == 1 else "")
     if name not in outputs or outputs[name].dtype == BYTES or outputs[name].shape not in ((), (1,)):
         told = ", ".join(f"{key} {spec}" for key, spec in outputs.items())
@@ -526,14 +526,18 @@ def score_output(member: Mapping[str, Any], outputs: Mapping[str, TensorSpec]) -
 
 
 def _specs(model: ModelSpec, asked: Asked) -> tuple[Mapping[str, TensorSpec], Mapping[str, TensorSpec]]:
-    """What goes in and what comes out: inputs and outputs, or the state of sequences in place of one of them."""
+    """Return the specs of a request's inputs and outputs; for a state exchange, those of the state and none."""
     if asked.state == GET:
         return {}, model.state
     return (model.state, {}) if asked.state == SET else (model.inputs, model.outputs)
 
 
 def _require_sequence(held: Held, turn: Turn | None) -> None:
-    """Raises Refused (UNSUPPORTED) or SpecMismatch unless a model with state, and only such, is used by a sequence."""
+    """Check that a request belongs to a sequence exactly if the model is stateful.
+
+    Raises:
+        SpecMismatch: a stateful model without a sequence. Refused (code UNSUPPORTED): a stateless one with a sequence.
+    """
     if held.spec.state and turn is None:
         raise SpecMismatch(
             f"model {held.spec.name!r} keeps state ({', '.join(held.spec.state)}): expected the parameter sequence_id, "
@@ -546,10 +550,10 @@ def _require_sequence(held: Held, turn: Turn | None) -> None:
 
 
 def _output(name: str, spec: TensorSpec, rows: Rows, failed: Mapping[int, str], *, extents: bool) -> Output:
-    """An output as one tensor; failed rows are empty.
+    """Return an output as one tensor. Failed rows are NaN, 0 or empty.
 
     Raises:
-        Refused (code UNSUPPORTED): its rows differ in size, and nobody asked for extents.
+        Refused (code UNSUPPORTED): its rows differ in size, and the request does not set extents.
     """
     nothing = np.nan if spec.dtype.startswith("float") else 0
     if spec.dtype == BYTES:
@@ -570,7 +574,7 @@ def _output(name: str, spec: TensorSpec, rows: Rows, failed: Mapping[int, str], 
     if len(shapes) > 1:
         raise Refused(
             f"rows of output {name!r} differ in size ({', '.join(map(str, sorted(shapes)[:3]))}), which one tensor "
-            "cannot hold: ask one row at a time, or for a flat tensor with their sizes, by the parameter extents: true",
+            "cannot hold: ask one row at a time, or set the parameter extents to true for a flat tensor with the sizes",
             Code.UNSUPPORTED,
         )
     shape = shapes.pop() if shapes else spec.measured([0] * spec.extents)
