@@ -68,7 +68,7 @@ class CudaRegions(Registry[CudaRegion]):
         """Register a region. Raises Refused: registration is off, the name is taken, or the handle is invalid."""
         if not self.allowed:
             raise Refused(
-                "CUDA shared memory is off here. To take it from clients, set server.cuda_shared_memory = true, on a "
+                "CUDA shared memory is off here. To accept it from clients, set server.cuda_shared_memory = true, on a "
                 "server whose HTTP and gRPC listen on loopback alone"
             )
         self._require_free(name)

@@ -2,8 +2,8 @@
 
 The requests of all callers share the lane, so the engine batches them.
 
-A lane that fails is given up, and the next request leases another. All lanes share one connection, which stays open
-when a single request is slow.
+A lane that fails is given up, and the next request leases another one. All lanes share one connection, which stays
+open if a single request is slow.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ from jurybox.server.gateway.inference.coalescer import Arrays, RequestCoalescer
 
 T = TypeVar("T")
 
-DEFAULT_TIMEOUT = 60.0  # seconds a request has that brings no time-out of its own
-_CONNECT = 2.0  # seconds the server has for an answer on the control socket
-_AGAIN = 1.0  # seconds between two tries to lease more rows than one
-SOON, MOMENT = 0.02, 1.5  # seconds until another lane may be there, and is there unless others keep its rows
+DEFAULT_TIMEOUT = 60.0  # seconds for a request without a time-out of its own
+_CONNECT = 2.0  # seconds that the server has to answer on the control socket
+_AGAIN = 1.0  # seconds between two attempts to lease a larger lane
+SOON, MOMENT = 0.02, 1.5  # seconds: between attempts to lease rows; until a dead client's rows are reclaimed at latest
 _BATCHES = 2  # in flight on a lane: one computed, one waiting
-_SESSIONS = 1024  # sequences of a model at most: each has a row of the lane, and a state on the engines' device
+_SESSIONS = 1024  # the maximum of a model's sequences: each uses a row of the lane and a state on the engines' device
 
 
 class Held:
     """A lane of a model, leased until the model's spec changes.
 
     Attributes:
-        rows: it has.
-        makeshift: it has fewer than there might be, for it was leased to try the model with.
-        largest_until: no larger one is asked for until then (s of the monotonic clock), for there was none.
-        sessions: of a model with state, one for each row; else None. `free` are those that no sequence has.
+        rows: its number of rows.
+        makeshift: whether it was leased with fewer rows than a full one, such as the one row of a probe.
+        largest_until: until then (s of the monotonic clock) no larger lane is tried, because none was available.
+        sessions: for a stateful model, one session for each row; else None. `free` are those without a sequence.
     """
 
     def __init__(self, model: Model, rows: int, *, makeshift: bool, lanes: Lanes) -> None:
@@ -57,16 +57,16 @@ class Held:
         self.free: list[int] = []
         if model.spec.state:
             self.sessions = Sessions(model.requests, rows)
-            self.free = [*range(rows - 1, 0, -1)] or [0]  # session 0 is for trying the model, where there are several
+            self.free = [*range(rows - 1, 0, -1)] or [0]  # session 0 is reserved for probes if there are several
         self.coalescer = RequestCoalescer(
             model, self.piece, lambda: lanes.retire(self), lambda: lanes.let_go(self), self.sessions
         )
-        self.in_use = 0  # callers that are waited for
+        self.in_use = 0  # callers inside the ``with``
         self.retired = self.closed = False
         self._lanes = lanes
 
     def __enter__(self) -> None:
-        """It stays open inside the ``with``. Raises Refused (code STALE_LEASE) where it is given up already."""
+        """Keep the lane open inside the ``with``. Raises Refused (code STALE_LEASE) if it was given up already."""
         if self.retired:
             raise Refused(f"the lane of {self.spec.name!r} was given up just now", Code.STALE_LEASE)
         self.in_use += 1
@@ -77,42 +77,42 @@ class Held:
 
     @property
     def may_be_exchanged(self) -> bool:
-        """Whether a sequence should wait for a larger lane before it begins on this one, which it would keep in use.
+        """Whether a new sequence should wait for a larger lane: once it has begun, this one stays in use.
 
-        A gateway that was just started finds few rows free until those of its predecessor were taken back.
+        A gateway that has just started finds few free rows until those of its dead predecessor are reclaimed.
         """
         young = time.monotonic() < self._leased + MOMENT
         return young and self.makeshift and self.sessions is not None and not self.has_sequence
 
     @property
     def has_sequence(self) -> bool:
-        """Whether a sequence's state would be lost with the lane."""
+        """Whether the lane holds the state of a sequence."""
         return self.sessions is not None and len(self.free) < max(1, self.rows - 1)
 
 
 class Lanes:
-    """Leases a lane for each requested model, and runs requests on it. Belongs to one event loop.
+    """Leases a lane for each requested model and runs requests on it. Use it in one event loop only.
 
     Args:
-        address: the server's.
+        address: the server's address.
     """
 
     def __init__(self, address: str) -> None:
         self._address = address
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="lanes")  # what waits, waits there
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="lanes")  # blocking calls run there
         self._connecting = threading.Lock()
         self._server: Server | None = None
         self._held: dict[str, Held] = {}
         self._holding: dict[str, asyncio.Future[Held]] = {}
 
     async def hold(self, name: str, *, trying: bool = False) -> Held:
-        """The lane of a model, leased now where it is not yet.
+        """Return the lane of a model; lease it first if there is none.
 
         Args:
-            trying: one row will do. The lane serves all the same, until a request leases a larger one.
+            trying: one row is enough. The lane serves requests too, until one of them leases a larger lane.
 
         Raises:
-            ModelNotFound, ModelFailed; Refused (code NOT_READY): it is loading; Busy: its arena is taken.
+            ModelNotFound, ModelFailed; Refused (code NOT_READY): it is loading; Busy: its arena has no free rows.
         """
         held = self._held.get(name)
         if held is not None and (
@@ -125,12 +125,14 @@ class Lanes:
             holding = asyncio.get_running_loop().run_in_executor(self._thread, self._lease, name, trying, held)
             self._holding[name] = holding
             holding.add_done_callback(lambda done: self._leased(name, done))
-        return await asyncio.shield(holding)  # who gives up must not cancel it for the others
+        return await asyncio.shield(holding)  # a cancelled caller must not cancel it for the others
 
     async def hold_soon(self, name: str, until: float) -> Held:
-        """As `hold`; where no row is free, or few for sequences, it waits until `until`, s of the monotonic clock.
+        """Return the lane as `hold` does; wait until `until` (s of the monotonic clock) for free rows if there are none.
 
-        A gateway that was just started asks for rows before those of its predecessor, which died, were taken back.
+        For sequences, also wait for a larger lane if this one was leased just now with few rows.
+
+        A gateway that has just started may request rows before those of its dead predecessor are reclaimed.
         """
         held: Held | None = None
         while True:
@@ -143,41 +145,41 @@ class Lanes:
                 if held is None or held.retired:
                     if late or not isinstance(error, Busy):
                         raise
-                elif late:  # a larger one could not be asked for: no engine serves just now
+                elif late:  # no larger lane can be leased while no engine serves
                     return held
             await asyncio.sleep(SOON)
 
     def held(self, name: str) -> Held | None:
-        """The lane of a model that `hold` would return at once; None where there is none."""
+        """Return the lane of a model if `hold` would return it without leasing, else None."""
         held = self._held.get(name)
         return None if held is None or held.makeshift else held
 
     async def ask(self, held: Held, inputs: Arrays, n: int, seconds: float, version: int) -> tuple[Arrays, int]:
-        """Compute n rows; more than a batch are sent in pieces, which several versions of the weights may compute.
+        """Compute n rows; more rows than a batch holds are sent in pieces, possibly computed by several weights versions.
 
         Args:
-            inputs: (n, *row shape) of every input of the spec.
-            version: of the weights; 0: the newest.
+            inputs: an array of shape (n, *row shape) for every input of the spec.
+            version: the weights version; 0: the newest.
 
         Returns:
-            (n, *row shape) of every output, and the weights' version: the oldest of its pieces'.
+            An array of shape (n, *row shape) for every output, and the weights version, the oldest of all pieces.
 
         Raises:
-            Refused (code STALE_LEASE): the lane is over; hold anew and ask once more.
+            Refused (code STALE_LEASE): the lane was given up; call `hold` again and repeat the request.
             Timeout, Busy, ModelFailed, Refused, ServerGone.
         """
         with held:
-            if n <= held.model.max_batch:  # all by one version, also where the lane is short of rows
+            if n <= held.model.max_batch:  # computed by one version, even if the lane has fewer rows
                 return await held.coalescer.ask(inputs, n, seconds, version)
             return await self._in_pieces(held, inputs, n, time.monotonic() + seconds, version)
 
     async def ask_sessions(
         self, held: Held, inputs: Arrays, sessions: list[int], begin: list[bool], seconds: float, version: int
     ) -> tuple[Arrays, int]:
-        """As `ask`, for one row of each session.
+        """Compute one row of each session, as `ask` does.
 
         Raises:
-            SessionLost: `sessions` of it are those that have lost their state. As `ask`.
+            SessionLost: its `sessions` have lost their state. Any error of `ask`.
         """
         begins = dict(zip(sessions, begin, strict=True))
         with held:
@@ -186,34 +188,34 @@ class Lanes:
     async def exchange_state(
         self, held: Held, sessions: list[int], begin: list[bool], state: Arrays | None, seconds: float
     ) -> Arrays:
-        """The state of some sessions, by name; or write it, where one is given. Raises as `ask_sessions`."""
+        """Return the state of some sessions by name, or write `state` if given. Raises the errors of `ask_sessions`."""
         assert held.sessions is not None
         with held:
             return await held.sessions.exchange_state_async(sessions, begin, state, seconds)
 
     async def probe(self, held: Held, seconds: float, version: int) -> None:
-        """Request one row of zeros. Raises as `ask`."""
+        """Request one row of zeros. Raises the errors of `ask`."""
         row = {name: spec.zeros(1) for name, spec in held.spec.inputs.items()}
         try:
             if held.sessions is None:
                 await self.ask(held, row, 1, seconds, version)
             elif held.rows > 1:
                 await self.ask_sessions(held, row, [0], [True], seconds, version)
-            elif held.free:  # else a sequence has it, whose requests say whether the model answers
+            elif held.free:  # else a sequence uses it, and its requests show whether the model answers
                 only = held.free.pop()
                 try:
                     await self.ask_sessions(held, row, [only], [True], seconds, version)
                 finally:
                     held.free.append(only)
         except RowFailed:
-            pass  # the model has looked at it: it answers
+            pass  # the model rejected the row of zeros, so it answers
 
     async def call(self, action: Callable[[Server], T]) -> T:
-        """Run a blocking function of the connection, such as loading a model, in a thread."""
+        """Run a blocking function of the connection, such as loading a model, in a thread, and return its result."""
         return await asyncio.to_thread(lambda: action(self._connected()))
 
     def retire(self, held: Held) -> None:
-        """Give up a lane: its requests are sent again on the next one; it is released when it is no longer in use."""
+        """Give up a lane: its requests are sent again on the next one. It is released when it is no longer in use."""
         if held.retired:
             return
         held.retired = True
@@ -230,7 +232,7 @@ class Lanes:
             self._thread.submit(held.model.close)
 
     def doubt(self) -> None:
-        """An exception occurred where answers are received; any request may be affected."""
+        """Handle an exception where answers are received: any request may be affected."""
         for held in list(self._held.values()):
             held.coalescer.doubt()
 
@@ -283,7 +285,7 @@ class Lanes:
                 self.let_go(earlier)
 
     def _lease(self, name: str, trying: bool, earlier: Held | None) -> Held:
-        """In the thread: lease as many rows as available, or one for a probe."""
+        """Lease as many rows as available, or one for a probe. Runs in the thread."""
         try:
             server = self._connected()
             message = server.describe(name)
@@ -302,10 +304,10 @@ class Lanes:
                 if earlier is not None and not earlier.retired and rows <= earlier.rows:
                     earlier.largest_until = time.monotonic() + (SOON if earlier.may_be_exchanged else _AGAIN)
                     earlier.makeshift = rows < wanted
-                    return earlier  # no more rows are free: the one that there is must do
+                    return earlier  # no more rows are free, so keep the present lane
                 try:
                     model = server.model(name, rows=rows, timeout=0.0)
-                    # Requests without state can do with few rows; a sequence needs one for itself.
+                    # Stateless requests work with few rows; every sequence needs its own row.
                     few = stateful and rows < wanted
                     return Held(model, rows, makeshift=trying or few, lanes=self)
                 except Busy:

@@ -1,7 +1,7 @@
 """Metadata, configuration and statistics of models, and the repository's index.
 
-All of it comes from the server's status document, as dicts with the protocol's field names, which JSON and protobuf
-messages share.
+All data comes from the server's status document. The results are dicts with the protocol's field names, which JSON and
+protobuf messages share.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _STATES["sleeping"] = "UNAVAILABLE"  # the reason begins with SLEEPS
 
 
 def find(document: Document, name: str) -> dict[str, Any]:
-    """A model's part of the status document. Raises ModelNotFound, naming those there are."""
+    """Return a model's part of the status document. Raises ModelNotFound, which lists the served models."""
     require_name(name)
     if name in (panels := document.get("panels", {})):
         return _panel(document, name, panels[name])
@@ -45,7 +45,7 @@ def find(document: Document, name: str) -> dict[str, Any]:
 
 
 def _panel(document: Document, name: str, members: dict[str, Any]) -> dict[str, Any]:
-    """A panel in the form of a model's part: the inputs of all members; the total and their scores as outputs."""
+    """Return a panel as a model's part: the inputs of all members; as outputs the total and each member's score."""
     parts = [find(document, member["model"]) for member in members.values()]
     bad = [part for part in parts if part["state"] != "ready"]
     inputs = {key: spec for part in parts for key, spec in part["inputs"].items()}
@@ -64,24 +64,24 @@ def _panel(document: Document, name: str, members: dict[str, Any]) -> dict[str, 
 
 
 def described(document: Document, name: str, version: str) -> dict[str, Any]:
-    """As `find`, for a loaded model and a possible version.
+    """Return a model's part of the status document, as `find` does, if it is loaded and the version exists.
 
     Raises:
-        ModelNotFound: no such model or version. Refused (code NOT_READY): it is loading, or could not be.
+        ModelNotFound: no such model or version. Refused (code NOT_READY): it is loading, or loading failed.
     """
     model = find(document, name)
     if weights_version(version) > model["weights"]["newest"]:
         raise ModelNotFound(
             f"version {version} of model {name!r} was never published: the newest is {model['weights']['newest']}"
         )
-    if not model["inputs"]:  # one that sleeps has them
+    if not model["inputs"]:  # a sleeping model has them
         why = f": {model['reason']}" if model["reason"] else ""
         raise Refused(f"model {name!r} is {model['state']}{why}", Code.NOT_READY)
     return model
 
 
 def metadata(model: dict[str, Any]) -> dict[str, Any]:
-    """The inputs and outputs of the model; -1 is any number of rows."""
+    """Return the model's metadata; -1 in a shape stands for any number of rows."""
 
     def tensors(specs: dict[str, Any]) -> list[dict[str, Any]]:
         return [
@@ -99,12 +99,12 @@ def metadata(model: dict[str, Any]) -> dict[str, Any]:
 
 
 def config(model: dict[str, Any], idle: float) -> dict[str, Any]:
-    """The model's configuration in Triton's fields; `dims` is the shape of one row.
+    """Return the model's configuration in Triton's fields; `dims` is the shape of one row.
 
-    The rest stands in `parameters.jurybox`, JSON: inputs, outputs and state as spec.plain_specs gives them.
+    The full specs are in `parameters.jurybox` as JSON: inputs, outputs and state in the format of spec.plain_specs.
 
     Args:
-        idle: seconds without a request after which a sequence is over.
+        idle: seconds without a request after which a sequence ends.
     """
     state = model["session_state"]
 
@@ -144,10 +144,10 @@ def _data_type(dtype: str) -> str:
 
 
 def statistics(model: dict[str, Any]) -> dict[str, Any]:
-    """A model's counters since the server's start, of all clients, not only of the gateway.
+    """Return a model's counters since the server's start, of all clients, not only of the gateway.
 
-    Counts are exact. The scoreboard counts times in powers of two, so a sum of nanoseconds is an estimate: each
-    bucket's middle on the logarithmic scale, at most a factor of 1.42 off for every single time.
+    Counts are exact. The scoreboard's histograms of times have buckets in powers of two, so a sum of nanoseconds is an
+    estimate: it uses each bucket's middle on the logarithmic scale, which is off by at most a factor of 1.42.
     """
     batches, requests = model["batches"], model["requests"]
     histograms = model["histograms"]
@@ -172,7 +172,7 @@ def statistics(model: dict[str, Any]) -> dict[str, Any]:
 
 
 def index(document: Document, *, ready: bool) -> list[dict[str, Any]]:
-    """The models; only the ready ones if requested."""
+    """Return the models; only the ready ones if `ready`."""
     return [
         {
             "name": model["name"],
@@ -196,8 +196,8 @@ def _sum_ns(counts: list[int]) -> int:
 
 # The model-repository extension: loading and unloading models.
 #
-# A request may bring settings, which name code to import: as much of it as `server.remote_factories` lets in, which is
-# nothing unless the configuration says so.
+# A request may contain settings, which name code to import: only what `server.remote_factories` allows, which is
+# nothing by default.
 
 
 _LOAD = 120.0  # seconds
@@ -213,24 +213,24 @@ class Repository:
         """Load or reload a configured model; it keeps serving during a reload.
 
         Args:
-            parameters: none; or `wake`, true, for one that sleeps; or `settings`, as JSON of [models.NAME], and `keep`,
-                seconds, for a model that the client brings and keeps; or `keep` alone, which holds such a model on.
+            parameters: empty; or `wake`: true to wake a sleeping model; or `settings` (the JSON of [models.NAME]) and
+                `keep` (seconds) to load a model that the client defines; or `keep` alone to keep such a model longer.
 
         Raises:
-            ModelNotFound: none of that name is configured. ModelFailed, Timeout: it could not be loaded.
-            Refused: other parameters came with the request, or settings that the configuration does not let in.
+            ModelNotFound: no model of that name is configured. ModelFailed, Timeout: it could not be loaded.
+            Refused: the request has other parameters, or settings that the configuration does not allow.
         """
         _only_ours(repository)
         given = dict(parameters)
         if truth("wake", given.pop("wake", False)):
             if given:
-                raise malformed("wake brings back a model as it was: expected no other parameter with it")
+                raise malformed("wake restores a model as it was: expected no other parameter with it")
             await self.wake(model)
             return
         settings, keep = given.pop("settings", ""), given.pop("keep", 0)
         for name in given:
             raise Refused(
-                f"parameter {name!r}: files and settings of Triton's name code to run, which is not taken from HTTP or "
+                f"parameter {name!r}: Triton's files and settings name code to run, which is not accepted over HTTP or "
                 "gRPC; change the server's configuration, or call jurybox.client's Server.load"
             )
         if not isinstance(settings, str) or isinstance(keep, bool) or not isinstance(keep, int | float):
@@ -246,7 +246,7 @@ class Repository:
             await self._lanes.call(lambda server: server.load(model, timeout=_LOAD))
 
     async def unload(self, repository: str, model: str, parameters: Parameters) -> None:
-        """Unload a model; with the parameter `sleep`, true, put it to sleep. Raises ModelNotFound."""
+        """Unload a model; if the parameter `sleep` is true, put it to sleep instead. Raises ModelNotFound."""
         _only_ours(repository)
         given = dict(parameters)
         sleeps = truth("sleep", given.pop("sleep", False))
@@ -265,7 +265,7 @@ class Repository:
         await self._lanes.call(lambda server: server.sleep(model, timeout=_LOAD))
 
     async def wake(self, model: str) -> None:
-        """Move them back. Raises ModelNotFound, ModelFailed."""
+        """Move a sleeping model's weights back to the device. Raises ModelNotFound, ModelFailed."""
         await self._lanes.call(lambda server: server.wake(model, timeout=_LOAD))
 
 

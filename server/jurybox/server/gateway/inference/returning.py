@@ -1,11 +1,14 @@
-"""Which connections are about to ask again, and whether the next ticket waits for them.
+"""Which connections are about to send another request, and whether the next ticket waits for them.
 
-A gRPC client in closed loop uses 200 to 300 microseconds of CPU a request, gateway and engine half as much, and most of
-their part is a ticket's, however many rows it has. Where all of them share one or two cores, little is lost by a
-ticket that waits for clients that were just answered: they run meanwhile. So it waits there for half of those who
-lately came back at once, as the engine does (engine/batches.py), and the other half runs while it is computed. Nobody
-is waited for who asks from another host, or now and then; who is missed must be quick again first; where waits
-are often in vain, or a model's cost is all by the row, there are none. With cores to spare a ticket waits for nobody.
+A gRPC client in a closed loop uses 200 to 300 microseconds of CPU per request, gateway and engine half as much, and
+most of their share is a cost per ticket, regardless of its number of rows. If all of them share one or two cores, a
+ticket that waits for recently answered clients loses little time, because the clients run meanwhile. So the next ticket
+waits for half of the clients that recently sent their next request at once, as the engine does (engine/batches.py), and
+the other half runs while it is computed.
+
+A ticket does not wait for clients on other hosts or with infrequent requests. A client that did not return in time is
+waited for again only after another quick request. There are no waits at all if they are often in vain, if a model's
+cost is proportional to its rows, or if more cores are available.
 """
 
 from __future__ import annotations
@@ -18,21 +21,21 @@ from jurybox.server.batch_cost import BatchCost
 from jurybox.server.security.access import Source
 
 _FEW = 2  # cores that clients, gateway and engine share
-_MOST_AWAY = 1024  # connections may have ended
-_QUICK = 0.004  # seconds within which a client in closed loop is back, where all run at once
-_MOST_WAIT = 0.002  # seconds; uvloop's timers know no less than one thousandth
-_HURRY = 0.1  # seconds: a request that has no more waits for nobody
-_SHARED = 0.3  # of what a ticket takes: where it has less in common, waiting does not pay
-_MOST_IN_VAIN = 0.25  # of the waits; where more are, nobody is waited for
-_SMOOTHING, _FORGIVEN = 0.1, 0.995  # what is left of that share after a ticket that waited for nobody
+_MOST_AWAY = 1024  # a limit, because connections may have ended
+_QUICK = 0.004  # seconds within which a client in a closed loop sends its next request, if all run at once
+_MOST_WAIT = 0.002  # seconds; the resolution of uvloop's timers is one millisecond
+_HURRY = 0.1  # seconds: a request with a shorter time-out does not wait for others
+_SHARED = 0.3  # the smallest share of a ticket's duration that is independent of its rows for which waiting pays
+_MOST_IN_VAIN = 0.25  # the largest share of waits in vain; above it, tickets do not wait
+_SMOOTHING, _FORGIVEN = 0.1, 0.995  # the second: the decay of that share with each ticket that does not wait
 
 
 class Returning:
-    """Who of a model's clients is about to come back. Belongs to one event loop.
+    """A prediction of which clients of a model are about to send another request. Use it in one event loop only.
 
     Args:
-        cores: that this process may use.
-        clock: seconds, monotonic.
+        cores: the number of cores that this process may use; None: those of its affinity mask.
+        clock: a monotonic clock in seconds.
     """
 
     def __init__(self, cores: int | None = None, clock: Callable[[], float] = time.monotonic) -> None:
@@ -40,12 +43,12 @@ class Returning:
         self._clock = clock
         self._cost = BatchCost()
         self._took = 0.0  # seconds of a ticket, smoothed
-        self._away: dict[Source, None] = {}  # quick ones that were answered and have not asked since
-        self._until = 0.0  # when the wait that goes on is over; 0: none does
-        self._in_vain = 0.0  # the share of waits that nobody ended, smoothed
+        self._away: dict[Source, None] = {}  # quick ones that were answered and have sent no request since
+        self._until = 0.0  # when the current wait ends; 0: there is none
+        self._in_vain = 0.0  # the share of waits that timed out, smoothed
 
     def asked(self, source: Source | None, seconds: float, waiting: int) -> bool:
-        """A request came, which has so many seconds. Gives whether the `waiting` go on waiting."""
+        """Record a request with a time-out of `seconds`; return whether the `waiting` requests should keep waiting."""
         if seconds < _HURRY:
             self._forget()
         if source is None or not self._few:
@@ -55,7 +58,7 @@ class Returning:
         return self._until > 0.0 and waiting < len(self._away)
 
     def answered(self, source: Source | None) -> None:
-        """A request was answered."""
+        """Record that a request was answered."""
         if source is not None and self._few:
             source.answered = self._clock()
             if source.quick:
@@ -64,17 +67,17 @@ class Returning:
                 self._away[source] = None
 
     def took(self, rows: int, seconds: float) -> None:
-        """A ticket of so many rows was answered."""
+        """Record that a ticket of `rows` rows was answered after `seconds`."""
         if self._few:
             self._cost.observe(rows, int(seconds * 1e9))
             self._took += _SMOOTHING * (seconds - self._took)
 
     def together(self, source: Source | None) -> bool:
-        """Whether a ticket of this and others has the loop to itself: nobody's core is kept from work by its wait."""
+        """Return whether the event loop may block for a ticket of this source and others, since no core sits idle."""
         return self._few and source is not None and source.quick
 
     def wait(self, waiting: int) -> float:
-        """Seconds for which the next ticket, of so many requests, should still wait."""
+        """Return the seconds for which the next ticket, of `waiting` requests so far, should still wait."""
         if waiting >= len(self._away):
             if self._until:
                 self._until, self._in_vain = 0.0, (1 - _SMOOTHING) * self._in_vain
@@ -93,7 +96,7 @@ class Returning:
         return 0.0
 
     def _forget(self) -> None:
-        """Who is away now is not waited for, before it was quick once more."""
+        """Stop waiting for the sources that are away now, until they are quick again."""
         for source in self._away:
             source.quick = False
         self._away.clear()

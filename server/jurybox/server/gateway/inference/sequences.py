@@ -1,16 +1,16 @@
 """Sequences: requests that share a state which the model keeps, identified by a name that the client chooses.
 
-After Triton's sequence batcher: a request with `sequence_start` is the first, one with `sequence_end` the last.
-Sessions of our own client (jurybox.client.Sessions over grpc://) are sequences too; it numbers their steps, which are
-compared here.
+As in Triton's sequence batcher, a request with `sequence_start` is the first, one with `sequence_end` the last.
+Sessions of our own client (jurybox.client.Sessions over grpc://) are sequences too. The client numbers their steps, and
+this module checks the numbers.
 
-A request of a sequence is answered from the state that its client expects, or not at all:
-- requests of one sequence are computed one after another, in the order in which they came;
-- where one fails, those that were queued behind it are refused, since they assumed its success;
-- where one fails in a stream, its sequence is lost: nobody knows which requests were sent before its failure was seen;
-- a client that does not get the result of a request (a time-out, a cancelled call) has lost the sequence;
-- a state that an engine, a lane or this process held when it ended is lost, and its sequence with it.
-A lost sequence gets SESSION_LOST until it is started again.
+A request of a sequence is answered from the state that its client expects, or fails:
+- the requests of a sequence are computed one after another, in the order of their arrival;
+- if one fails, those queued behind it are refused, since they assumed its success;
+- if one fails in a stream, its sequence is lost: it is unknown which requests were sent before its failure was seen;
+- if a client does not receive the result of a request (a time-out, a cancelled call), its sequence is lost;
+- if an engine, a lane or this process ends, the states that it held are lost, and their sequences with them.
+The requests of a lost sequence fail with SESSION_LOST until it is started again.
 """
 
 from __future__ import annotations
@@ -35,26 +35,26 @@ from jurybox.server.gateway.inference.coalescer import Arrays
 from jurybox.server.gateway.inference.lanes import Held, Lanes
 from jurybox.server.gateway.inference.tensors import SET, Steps
 
-Key = tuple[Any, ...]  # model, and the sequence's name
+Key = tuple[Any, ...]  # the model, then the sequence's name
 
-IDLE = 60.0  # seconds without a request after which a sequence is over
-_OVERTAKEN = 0.25  # seconds that a step waits for the one before it, where both were under way at once
-_LOOK = 0.005  # seconds between two looks whether it has come
+IDLE = 60.0  # seconds without a request after which a sequence ends
+_OVERTAKEN = 0.25  # seconds that a step waits for its predecessor, which it may have overtaken on the way
+_LOOK = 0.005  # seconds between two checks whether the predecessor has arrived
 
 
 class NoSession(Busy):
-    """No session is left for a sequence that begins; nothing was computed, and the turn may be asked again."""
+    """No session is free for a new sequence. Nothing was computed, and `Turn.infer` may be called again."""
 
 
 class _Sequence:
     """One sequence.
 
     Attributes:
-        coming: the step that the next request to come has.
-        next: the step that the state is for; None where it is lost.
-        held, slot: whose session it is; None, -1 before it begins.
-        tail: done when the request that came last has ended.
-        pending: requests that have not ended; `used`: when the last one did, s of the monotonic clock.
+        coming: the step number that the next request to arrive must have.
+        next: the step for which the state is valid; None: the state is lost.
+        held, slot: the lane and number of its session; None and -1: it has none.
+        tail: a future that is done when the request that arrived last has ended.
+        pending: the number of requests that have not ended; `used`: when the last one ended (s of the monotonic clock).
     """
 
     __slots__ = ("coming", "held", "next", "pending", "slot", "tail", "used")
@@ -70,7 +70,7 @@ class _Sequence:
 
 
 class Turn:
-    """The position of a request in the order of its sequences. Use it in a ``with``, from before the first wait."""
+    """The position of a request in the order of its sequences. Enter its ``with`` block before the first await."""
 
     def __init__(self, sequences: Sequences, model: str, steps: Steps) -> None:
         self._all = sequences
@@ -80,7 +80,7 @@ class Turn:
         self._asked = steps.steps
         self._end = steps.end
         self.steps: list[int] = []
-        self._came: list[int] = []  # what each sequence expected to come when this did
+        self._came: list[int] = []  # `coming` of each sequence when this request arrived
         self._waited = False
         self._of: list[_Sequence] = []
         self._before: list[asyncio.Future[None]] = []
@@ -94,7 +94,8 @@ class Turn:
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         if self._ended is None:
             return
-        # What was refused before it was looked at has not come. Who was given up knows nothing of that.
+        # A request that was refused before its turn counts as not sent. After a time-out or a cancelled call it counts
+        # as sent: the client does not know that it was not computed.
         refused = not self._waited and isinstance(error, Error) and not isinstance(error, Timeout)
         _end_after(self._before, self._ended)
         for key, sequence, step, came in zip(self.keys, self._of, self.steps, self._came, strict=True):
@@ -102,7 +103,7 @@ class Turn:
                 sequence.coming = came
             sequence.pending -= 1
             if error is not None and sequence.next is None and not sequence.pending:
-                self._all.release(sequence)  # its state is lost: the session is of use to others alone
+                self._all.release(sequence)  # its state is lost, so only other sequences can use the session
             self._all.used(key, sequence)
 
     @property
@@ -116,14 +117,14 @@ class Turn:
         """Compute one row of each sequence, in order.
 
         Args:
-            state: GET, to be given their state and nothing computed; SET, where the inputs are what it shall be.
+            state: GET: return the state, SET: replace it by the inputs; in both cases nothing is computed.
 
         Raises:
-            SessionLost: `sessions` of it are the rows whose sequences have lost their state; nothing was computed.
+            SessionLost: its `sessions` are the rows whose sequences have lost their state; nothing was computed.
             Timeout, Busy, ModelFailed, SpecMismatch, RowFailed, Refused, ServerGone.
         """
         if n != len(self.keys) or n > held.model.max_batch:
-            many = f"{len(self.keys)} sequences" if self.told else "a sequence, which goes on row by row"
+            many = f"{len(self.keys)} sequences" if self.told else "a sequence, which takes one row per request"
             raise SpecMismatch(f"{n} rows came for {many}: expected 1 row each, at most {held.model.max_batch} in all")
         await self._my_turn(until)
         self._require(held)
@@ -132,7 +133,7 @@ class Turn:
         begin = [step == 0 for step in self.steps]
         before = [sequence.next for sequence in self._of]
         for sequence in self._of:
-            sequence.next = None  # until it is known what became of this step
+            sequence.next = None  # until the outcome of this step is known
         try:
             left = until - time.monotonic()
             if state:
@@ -155,25 +156,25 @@ class Turn:
         return answer
 
     def lost(self) -> SessionLost:
-        """The error to raise if the lane of its sequences is gone."""
+        """Mark the sequences as lost and return the error to raise if their lane is gone."""
         return self._lost(range(len(self.keys)))
 
     def _overtook(self) -> bool:
-        """Whether a step arrived before its predecessor."""
+        """Return whether a step arrived before its predecessor."""
         for key, step in zip(self.keys, self._asked, strict=True):
             if step and ((sequence := self._all.known(key)) is None or sequence.coming < step):
                 return True
         return False
 
     def _take(self) -> None:
-        """Queue behind earlier requests. This does not wait, so no two requests can wait for each other."""
+        """Queue behind earlier requests, without an await, so that no two requests can wait for each other."""
         self._ended = asyncio.get_running_loop().create_future()
         for key, asked in zip(self.keys, self._asked, strict=True):
             sequence = self._all.known(key) or self._all.new(key)
             self._came.append(sequence.coming)
             step = sequence.coming if asked is None else asked
             if asked is None and not sequence.coming:
-                step = 1  # of a sequence that never began: refused when its turn comes
+                step = 1  # the sequence never began; _require refuses it
             sequence.coming = step + 1
             sequence.pending += 1
             if sequence.tail is not None and not sequence.tail.done():
@@ -186,7 +187,7 @@ class Turn:
         self._waited = True
         if self._ended is None:
             give_up = min(until, time.monotonic() + _OVERTAKEN)
-            while self._overtook() and time.monotonic() < give_up:  # noqa: ASYNC110  rare, and over soon
+            while self._overtook() and time.monotonic() < give_up:  # noqa: ASYNC110  rare and short
                 await asyncio.sleep(_LOOK)
             self._take()
         if self._before:
@@ -195,7 +196,7 @@ class Turn:
                 raise Timeout(f"an earlier request of this sequence of model {self.model!r} was not answered in time")
 
     def _require(self, held: Held) -> None:
-        """Raises SessionLost if a state is not the one that its step expects."""
+        """Check that every state is the one that its step expects. Raises SessionLost."""
         gone = [
             row
             for row, (sequence, step) in enumerate(zip(self._of, self.steps, strict=True))
@@ -213,13 +214,13 @@ class Turn:
             return SessionLost(f"sessions of {len(rows)} rows have lost their state", sessions=list(rows))
         return SessionLost(
             f"sequence {plain(self.keys[0][1])!r} of model {self.model!r} has no state here: it never began, was idle "
-            f"for {self._all.idle:g} s, an earlier request of it failed, or its engine ended. Begin it with "
+            f"for {self._all.idle:g} s, an earlier request of it failed, or its engine ended. Start it with "
             "sequence_start (the START flag)",
             sessions=list(rows),
         )
 
     def _place(self, held: Held) -> None:
-        """Assign a session to each new sequence. Raises Busy if none is left."""
+        """Assign a session to each new sequence. Raises NoSession if none is free."""
         wanting = [sequence for sequence in self._of if sequence.held is not held]
         if len(wanting) > len(held.free):
             self._all.sweep()
@@ -240,7 +241,7 @@ class Turn:
                 self._all.release(sequence)
 
     def _still(self, rows: Sequence[int], before: Sequence[int | None]) -> None:
-        """These rows were not computed: they can be sent again unless later requests assumed their success."""
+        """Restore the sequences of rows that were not computed, unless later requests assumed their success."""
         for row in rows:
             sequence = self._of[row]
             if sequence.coming == self.steps[row] + 1:
@@ -248,36 +249,37 @@ class Turn:
 
 
 class Sequences:
-    """The sequences of all models. Belongs to one event loop.
+    """The sequences of all models. Use it in one event loop only.
 
     Args:
-        idle: seconds without a request after which a sequence is over.
+        idle: seconds without a request after which a sequence ends.
+        clock: a monotonic clock in seconds.
     """
 
     def __init__(self, idle: float = IDLE, clock: Callable[[], float] = time.monotonic) -> None:
         self.idle = idle
         self._clock = clock
-        self._known: OrderedDict[Key, _Sequence] = OrderedDict()  # those used longest ago come first
+        self._known: OrderedDict[Key, _Sequence] = OrderedDict()  # least recently used first
 
     def __len__(self) -> int:
         return len(self._known)
 
     def turn(self, model: str, steps: Steps) -> Turn:
-        """The position of a new request."""
+        """Return the position of a new request in its sequences."""
         return Turn(self, model, steps)
 
     def over(self, model: str, client: str) -> None:
-        """Our own client has closed its sessions."""
+        """End all sessions of our own client `client`."""
         for key in [key for key in self._known if key[:2] == (model, client) and len(key) == 3]:
             self._drop(key)
 
     def lose(self, model: str, name: int | str) -> None:
         """Refuse every step of this sequence until it is started again."""
         if (sequence := self._known.get((model, name))) is not None:
-            sequence.coming += 1  # no state will ever be for that step
+            sequence.coming += 1  # no state can ever be valid for that step
 
     def known(self, key: Key) -> _Sequence | None:
-        """Get a sequence if it has not ended."""
+        """Return a sequence, or None if it has ended."""
         sequence = self._known.get(key)
         if sequence is not None and self._is_over(sequence):
             self._drop(key)
@@ -285,7 +287,7 @@ class Sequences:
         return sequence
 
     def new(self, key: Key) -> _Sequence:
-        """Create a sequence."""
+        """Create and return a sequence."""
         sequence = self._known[key] = _Sequence(self._clock())
         return sequence
 
@@ -312,7 +314,7 @@ class Sequences:
             if self._is_over(sequence):
                 self._drop(key)
             elif not sequence.pending:
-                break  # used later than it, all that follow
+                break  # all that follow were used later
 
     def _is_over(self, sequence: _Sequence) -> bool:
         return not sequence.pending and self._clock() - sequence.used >= self.idle
@@ -325,7 +327,7 @@ class Sequences:
 
 
 def _end_after(before: Sequence[asyncio.Future[None]], ended: asyncio.Future[None]) -> None:
-    """A cancelled request ends after those before it, because later ones wait for it."""
+    """Set `ended` when all of `before` are done: later requests wait for it, so a cancelled one must not end early."""
     waiting = next((each for each in before if not each.done()), None)
     if waiting is not None:
         waiting.add_done_callback(lambda _: _end_after(before, ended))

@@ -1,10 +1,10 @@
 """The system-shared-memory extension: tensors in POSIX shared memory that a client created and registered.
 
-The gateway opens files of its user on request. So registration is off until a setting gives a prefix for the names of
-regions; other shared memory of the user cannot be registered.
+Registration makes the gateway open files of its user. Therefore it is off until a setting gives a prefix for the names
+of regions; other shared memory of the user cannot be registered.
 
-Regions are read and written through their file, never mapped: a client that shrinks one gets an error where a mapping
-would end this process (SIGBUS).
+Regions are read and written through their file and never mapped: if a client shrinks one, the request fails, whereas
+access to a mapping would end this process (SIGBUS).
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from jurybox.protocol.spec import TensorSpec
 from jurybox.server.gateway.inference.tensors import Place, Source, malformed
 from jurybox.server.security.access import OWN_PREFIX
 
-_POSIX = Path("/dev/shm")  # where shm_open(3) keeps its objects, whatever JURYBOX_SHM_DIR says of ours
+_POSIX = Path("/dev/shm")  # where shm_open(3) keeps its objects; JURYBOX_SHM_DIR applies only to our own files
 _KEY = re.compile(r"/?[^/\0]{1,254}")
-_MOST_REGIONS = 256  # one in POSIX shared memory is an open file, and a process has a thousand
+_MOST_REGIONS = 256  # each in POSIX shared memory is an open file; a process may have about a thousand
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class Registered:
 
 @dataclass(frozen=True, slots=True)
 class Region(Registered):
-    """Of shared memory; `fd` is open while it is registered."""
+    """A registered region of shared memory; `fd` is open while it is registered."""
 
     key: str
     offset: int
@@ -52,10 +52,10 @@ R = TypeVar("R", bound="Registered")
 
 
 class Registry(Generic[R]):
-    """Registered regions by name: what those in POSIX shared memory and those on devices have in common.
+    """Registered regions by name: the common base for POSIX shared memory and device memory.
 
     Args:
-        kind: what messages call one.
+        kind: the name of a region in error messages.
     """
 
     def __init__(self, kind: str) -> None:
@@ -63,7 +63,7 @@ class Registry(Generic[R]):
         self._regions: dict[str, R] = {}
 
     def status(self, name: str = "") -> list[R]:
-        """The status of a region, or of all without a name. Raises Refused (code MODEL_NOT_FOUND) if unknown."""
+        """Return the named region; without a name, all. Raises Refused (code MODEL_NOT_FOUND) if it is unknown."""
         return [self._named(name)] if name else list(self._regions.values())
 
     def _require_free(self, name: str) -> None:
@@ -76,14 +76,14 @@ class Registry(Generic[R]):
             raise Refused(f"{_MOST_REGIONS} regions are registered: unregister those not needed", Code.BUSY)
 
     def _chosen(self, name: str) -> list[str]:
-        """The names of a region, or of all without a name; none of an unknown one."""
+        """Return the name in a list; without a name, all names; an empty list if the name is unknown."""
         return [name] if name in self._regions else [] if name else list(self._regions)
 
     def check(self, place: Place, size: int, tensor: str) -> None:
         """Check that `size` bytes fit into the region.
 
         Raises:
-            Refused: no such region. ProtocolMismatch (code MALFORMED): the place lies outside of it, or is too small.
+            Refused: no such region. ProtocolMismatch (code MALFORMED): the place is outside of it or too small.
         """
         region = self._named(place.region)
         if place.offset + place.size > region.size:
@@ -105,7 +105,7 @@ class Regions(Registry[Region]):
     """The registered regions, shared by all transports.
 
     Args:
-        prefix: what the names of regions begin with; empty: none can be registered.
+        prefix: the required prefix of the regions' names; empty: none can be registered.
 
     Attributes:
         allowed: whether regions can be registered.
@@ -120,12 +120,12 @@ class Regions(Registry[Region]):
         """Register a region.
 
         Raises:
-            Refused: there is none of that key, it was not made for this, it is too small, or the name is taken.
+            Refused: the shared memory does not exist, is not permitted or too small, or the name is taken.
         """
         if not self.allowed:
             raise Refused(
-                "shared memory is off here. To take it from clients, set server.shared_memory_prefix to what the names "
-                "of their regions begin with, on a server whose HTTP and gRPC listen on loopback alone"
+                "shared memory is off here. To accept it from clients, set server.shared_memory_prefix to the prefix "
+                "of their regions' names, on a server whose HTTP and gRPC listen on loopback alone"
             )
         self._require_free(name)
         self._require_room()
@@ -143,16 +143,16 @@ class Regions(Registry[Region]):
         self._regions[name] = Region(name, size, key, offset, fd)
 
     def unregister(self, name: str = "") -> None:
-        """Unregister a region, or all without a name. An unknown name is ignored."""
+        """Unregister a region; without a name, all. An unknown name is ignored."""
         for chosen in self._chosen(name):
             os.close(self._regions.pop(chosen).fd)
 
     def read(self, place: Place, shape: tuple[int, ...], dtype: np.dtype[Any], tensor: str) -> NDArray[Any]:
-        """Read a copy of the tensor. Raises as `check`, and if the memory has been shrunk since."""
+        """Read a copy of the tensor. Raises the errors of `check`, and ProtocolMismatch if the region was shrunk."""
         size = math.prod(shape) * dtype.itemsize
         if place.size != size:
             raise malformed(f"tensor {tensor!r} has {size} bytes, {place.size} were given in shared memory")
-        self.check(place, size, tensor)  # before there is an array: a shape alone may ask for all memory there is
+        self.check(place, size, tensor)  # before the allocation: a declared shape could exhaust the memory
         array = np.empty(shape, dtype)
         region = self._named(place.region)
         if os.preadv(region.fd, [array.reshape(-1).view(np.uint8).data], region.offset + place.offset) != array.nbytes:
@@ -160,11 +160,11 @@ class Regions(Registry[Region]):
         return array
 
     def write(self, place: Place, array: NDArray[Any], tensor: str) -> None:
-        """Write a tensor. Raises as `read`."""
+        """Write a tensor. Raises the errors of `read`."""
         self.check(place, array.nbytes, tensor)
         region = self._named(place.region)
         at = region.offset + place.offset
-        if os.fstat(region.fd).st_size < at + array.nbytes:  # writing would grow it again
+        if os.fstat(region.fd).st_size < at + array.nbytes:  # writing would extend the file again
             raise self._shrunk(region)
         os.pwritev(region.fd, [np.ascontiguousarray(array).reshape(-1).view(np.uint8).data], at)
 
@@ -175,7 +175,7 @@ class Regions(Registry[Region]):
     def _open(self, key: str) -> int:
         """Open the file of a key; it must belong to this user and have the prefix."""
         if plain(key) != key or not _KEY.fullmatch(key) or key.lstrip("/") in (".", ".."):
-            raise Refused(f"key {key!r}: expected a name as shm_open(3) takes it, such as '/my_input'", Code.MALFORMED)
+            raise Refused(f"key {key!r}: expected a name for shm_open(3), such as '/my_input'", Code.MALFORMED)
         name = key.removeprefix("/")
         if not name.startswith(self._prefix) or name.startswith(OWN_PREFIX):
             raise Refused(f"{key!r} may not be registered: expected a name that begins with {self._prefix!r}")
@@ -183,15 +183,15 @@ class Regions(Registry[Region]):
             fd = os.open(_POSIX / name, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         except OSError as error:
             raise Refused(
-                f"shared memory {key!r} cannot be opened in {_POSIX}: {error.strerror}; the client makes it, on "
+                f"shared memory {key!r} cannot be opened in {_POSIX}: {error.strerror}; the client creates it, on "
                 "this host and as the server's user",
                 Code.MALFORMED,
             ) from error
         found = os.fstat(fd)
-        # Another user's file is not ours to write; nor is one with a second name, which may be what it was made under.
+        # Files of other users must not be written, nor files with a second link: they may be other files of this user.
         if not stat.S_ISREG(found.st_mode) or found.st_uid != os.getuid() or found.st_nlink != 1:
             os.close(fd)
-            raise Refused(f"{key!r} is not shared memory of the server's user, under this name alone")
+            raise Refused(f"{key!r} is not shared memory of the server's user with this name only")
         return fd
 
     def _shrunk(self, region: Region) -> Exception:
@@ -205,11 +205,15 @@ class Stretch(Source):
         self._regions, self._place, self._name = regions, place, name
 
     def elements(self, shape: tuple[int, ...], spec: TensorSpec) -> NDArray[Any]:
-        """As Source.elements. Raises as `Regions.read`."""
+        """Return the elements as an array. Raises the errors of `Regions.read`."""
         return self._regions.read(self._place, shape, spec.numpy_dtype, self._name)
 
     def strings(self, n: int, spec: TensorSpec) -> list[bytes]:
-        """As Source.strings. Raises as `Regions.read`; Error (SPEC_MISMATCH) where a length lies."""
+        """Return the elements as n byte strings.
+
+        Raises:
+            Error (SPEC_MISMATCH): a length prefix is wrong. Any error of `Regions.read`.
+        """
         if self._place.size > (most := n * (spec.capacity + 4)):
             raise malformed(f"tensor {self._name!r} has at most {most} bytes, {self._place.size} were given")
         data = self._regions.read(self._place, (self._place.size,), np.dtype(np.uint8), self._name)

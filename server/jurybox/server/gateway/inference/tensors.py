@@ -18,21 +18,21 @@ from jurybox.protocol.row_frames import MOST_ROWS, extents_of_text, split_string
 from jurybox.protocol.spec import BYTES, OIP_NAMES, TensorSpec
 
 Parameters = Mapping[str, Any]  # bool, int, float or str
-Rows = NDArray[Any] | list[Any]  # (n, *row shape); a list of n arrays or bytes where rows differ in size
+Rows = NDArray[Any] | list[Any]  # (n, *row shape); a list of n arrays or bytes if the rows differ in size
 
 MOST_DIMENSIONS = 32
-MOST_TENSORS = 1024  # inputs, outputs and parameters that a request may name, of each kind
-# What JSON of so many bytes becomes in memory: numbers eight times as much, lists and objects thirty times.
+MOST_TENSORS = 1024  # the maximum number of inputs, of outputs and of parameters in a request
+# Parsed JSON takes more memory than its text: numbers eight times as much, lists and objects thirty times.
 _MOST_PARTS = {b"{": 8 * MOST_TENSORS, b"[": 1 << 20, b'"': 64 * MOST_TENSORS}
 
 
 def malformed(message: str) -> Error:
-    """The error for a malformed request."""
+    """Return the error for a malformed request."""
     return error_for(Code.MALFORMED, message)
 
 
 def read_json(body: bytes) -> dict[str, Any]:
-    """An object. Raises ProtocolMismatch: it is none, or has more parts than a request has."""
+    """Parse a JSON object. Raises ProtocolMismatch if it is none, or has more parts than a request can have."""
     for mark, most in _MOST_PARTS.items():
         if (there := body.count(mark)) > most:
             raise malformed(
@@ -48,14 +48,14 @@ def read_json(body: bytes) -> dict[str, Any]:
 
 
 def shown(value: object) -> str:
-    """A value of a request for an error message; of large values only the type."""
+    """Format a value of a request for an error message; for a list or dict, only the type."""
     if isinstance(value, (list, dict)):
         return f"a {type(value).__name__}"
     return repr(value[:40] if isinstance(value, str) else str(value)[:40])
 
 
 def datatype_of(spec: TensorSpec) -> str:
-    """The protocol's name of a spec's dtype."""
+    """Return the protocol's name of a spec's dtype."""
     return OIP_NAMES[spec.dtype]
 
 
@@ -63,7 +63,7 @@ def checked_shape(name: str, datatype: str, shape: Sequence[Any], spec: TensorSp
     """Check the declared shape (n, *row shape) of an input.
 
     Raises:
-        SpecMismatch: datatype or shape are not the model's; says both.
+        SpecMismatch: datatype or shape do not match the model's; the message names both.
     """
     _check_datatype(name, datatype, spec)
     given = tuple(shape)
@@ -100,14 +100,14 @@ def _check_datatype(name: str, datatype: str, spec: TensorSpec) -> None:
 def rows_of(
     name: str, datatype: str, shape: Sequence[Any], spec: TensorSpec, extents: str | None, source: Source
 ) -> Rows:
-    """The rows of an input, fully checked, so that they cannot fail other requests of the same ticket.
+    """Return the rows of an input, fully checked, so that they cannot fail other requests of the same ticket.
 
     Args:
-        extents: the sizes of rows that differ, as text; the payload is flat then, `shape` its length.
-        source: gives the elements.
+        extents: the sizes of the rows as text if they differ; the payload is then flat, and `shape` its length.
+        source: the elements.
 
     Raises:
-        SpecMismatch, Error: (SPEC_MISMATCH) what was expected and what came.
+        SpecMismatch, Error (SPEC_MISMATCH): the input does not match the spec; the message names both.
     """
     if extents is not None:
         if not spec.extents or spec.dtype == BYTES:
@@ -130,17 +130,17 @@ def rows_of(
 
 
 class Source:
-    """The elements of an input, as `Raw` or `Values`. This one has none: reading it raises ProtocolMismatch."""
+    """The elements of an input; the base of `Raw` and `Values`. This class has none and raises ProtocolMismatch."""
 
     def __init__(self, name: str) -> None:
         self._name = name
 
     def elements(self, shape: tuple[int, ...], spec: TensorSpec) -> NDArray[Any]:
-        """The elements as an array of that shape."""
+        """Return the elements as an array of shape `shape`."""
         raise malformed(f"input {self._name!r} came without data")
 
     def strings(self, n: int, spec: TensorSpec) -> list[bytes]:
-        """The elements as n byte strings."""
+        """Return the elements as n byte strings."""
         raise malformed(f"input {self._name!r} came without data")
 
 
@@ -151,7 +151,7 @@ class Raw(Source):
         self._name, self._data = name, data
 
     def elements(self, shape: tuple[int, ...], spec: TensorSpec) -> NDArray[Any]:
-        """As Source.elements. Raises SpecMismatch if their number differs."""
+        """Return the elements as an array. Raises SpecMismatch if their number is wrong."""
         expected = math.prod(shape) * spec.numpy_dtype.itemsize
         if len(self._data) != expected:
             raise SpecMismatch(
@@ -160,7 +160,7 @@ class Raw(Source):
         return np.frombuffer(self._data, spec.numpy_dtype).reshape(shape)
 
     def strings(self, n: int, spec: TensorSpec) -> list[bytes]:
-        """As Source.strings. Raises Error (SPEC_MISMATCH) where a length lies."""
+        """Return the elements as n byte strings. Raises Error (SPEC_MISMATCH) if a length prefix is wrong."""
         return split_strings(f"input {self._name!r}", self._data, n, spec.capacity)
 
 
@@ -171,10 +171,10 @@ class Values(Source):
         self._name, self._values = name, values
 
     def elements(self, shape: tuple[int, ...], spec: TensorSpec) -> NDArray[Any]:
-        """As Source.elements.
+        """Return the elements as an array.
 
         Raises:
-            SpecMismatch: their number, nesting, kind or range is not what datatype and shape ask for.
+            SpecMismatch: their number, nesting, type or range does not match datatype and shape.
         """
         dtype, datatype = spec.numpy_dtype, OIP_NAMES[spec.dtype]
         flat = self._flat(shape)
@@ -186,7 +186,7 @@ class Values(Source):
             raise SpecMismatch(f"input {self._name!r}: a value does not fit {datatype}: {error}") from error
 
     def strings(self, n: int, spec: TensorSpec) -> list[bytes]:
-        """As Source.strings, of text (its UTF-8) or bytes. Raises SpecMismatch."""
+        """Return the elements, which are text (encoded as UTF-8) or bytes, as n byte strings. Raises SpecMismatch."""
         flat = self._flat((n,))
         self._check_kinds(flat, {str, bytes}, "BYTES")
         rows: list[bytes] = []
@@ -207,7 +207,7 @@ class Values(Source):
             raise SpecMismatch(
                 f"input {self._name!r}: expected {math.prod(shape)} values for shape {list(shape)}, {len(values)} came"
             )
-        return values if isinstance(values, list) else list(values)  # now that their number is right
+        return values if isinstance(values, list) else list(values)  # only after their number was checked
 
     def _check_kinds(self, flat: list[Any], kinds: set[type], datatype: str) -> None:
         if not set(map(type, flat)) <= kinds:
@@ -218,36 +218,36 @@ class Values(Source):
         level: list[Any] = [values]
         for size in shape:
             if not all(isinstance(part, list) and len(part) == size for part in level):
-                raise SpecMismatch(f"input {self._name!r}: data is nested otherwise than shape {list(shape)} says")
+                raise SpecMismatch(f"input {self._name!r}: the nesting of data does not match shape {list(shape)}")
             level = [value for part in level for value in part]
         return level
 
 
-# What may be said in a request's parameters: each is honoured or refused by name, none is ignored.
+# The parameters of a request: each is supported or refused by name, none is ignored.
 #
-# After Triton's documentation: protocol extensions "parameters", "sequence", "classification", "binary tensor data".
+# They follow Triton's protocol extensions "parameters", "sequence", "classification" and "binary tensor data".
 
 
 _MOST_MICROSECONDS = 86_400_000_000  # a day
-_NEWEST = 2**63 - 1  # no weights version is larger
+_NEWEST = 2**63 - 1  # the largest weights version
 _MOST_NAMED = 128  # characters of a sequence's name, as in Triton
 _FINAL = "triton_enable_empty_final_response"
 REGION, _SIZE, _OFFSET = "shared_memory_region", "shared_memory_byte_size", "shared_memory_offset"
 _EXTENTS = "extents"
 _CLIENT = re.compile(r"[0-9a-f]{32}")
 _KNOWN = "timeout, priority, sequence_id, sequence_start, sequence_end, session_state, row_errors, extents"
-GET, SET = "get", "set"  # of session_state
+GET, SET = "get", "set"  # the values of session_state
 
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """The sequences of a request to a model with state, one for each row.
+    """The sequences of a request to a stateful model, one for each row.
 
     Attributes:
-        sequences: their names: (id,) of a sequence as Triton has them, (client, slot) of a session of our own client.
-        steps: the number of the request since the sequence began, 0 where it begins; None: the next.
-        end: whether they are over after it.
-        told: whether the answer to a lost sequence says so in a parameter, as our client asks, and not by an error.
+        sequences: their names: (id,) for a sequence as in Triton, (client, slot) for a session of our own client.
+        steps: for each, the number of the request since the sequence began, 0 if it begins; None: the next number.
+        end: whether they end after the request.
+        told: whether a lost sequence is reported in a parameter of the answer, as to our own client, or by an error.
     """
 
     sequences: tuple[tuple[Any, ...], ...]
@@ -261,13 +261,13 @@ class Asked:
     """The parameters of a request.
 
     Attributes:
-        seconds: until which an answer is of use; None: not said.
-        final: whether the answer should say that it is the only one.
-        row_errors: whether rows that failed are told in a parameter of the answer; else the request fails with them.
-        extents: whether outputs may come flat, with the sizes of their rows in a parameter, where those differ.
-        steps: of sequences; None: it is of none.
-        over: the client of ours whose sessions are over.
-        state: GET where the answer is the sequences' state, SET where the inputs are; nothing is computed then.
+        seconds: the time-out; None: not given.
+        final: whether the answer should contain a parameter which marks it as the only one.
+        row_errors: whether failed rows are reported in a parameter of the answer; otherwise they fail the request.
+        extents: whether outputs whose rows differ in size may be flat, with the sizes of the rows in a parameter.
+        steps: the steps of its sequences; None: it belongs to none.
+        over: the id of one of our own clients, whose sessions end; empty: none.
+        state: GET to return the sequences' state, SET to replace it by the inputs; then nothing is computed.
     """
 
     seconds: float | None = None
@@ -288,7 +288,7 @@ class Place:
     offset: int
 
     def told(self) -> dict[str, Any]:
-        """The parameters of a tensor that lies there."""
+        """Return the parameters of a tensor at this place."""
         where = {REGION: self.region, _SIZE: self.size}
         return where | {_OFFSET: self.offset} if self.offset else where
 
@@ -297,7 +297,7 @@ NOTHING = Asked()
 
 
 def of_request(parameters: Parameters) -> Asked:
-    """Read the parameters of a request. Raises Refused (code UNSUPPORTED) naming what is not done here."""
+    """Parse the parameters of a request. Raises Refused (code UNSUPPORTED), which names the unsupported parameter."""
     seconds, client, state = None, "", ""
     flags = dict.fromkeys((_FINAL, "row_errors", _EXTENTS, "sequence_start", "sequence_end"), False)
     sequence: int | str = 0
@@ -334,13 +334,13 @@ def of_request(parameters: Parameters) -> Asked:
     elif flags["sequence_start"] or flags["sequence_end"]:
         raise malformed("sequence_start and sequence_end came without a sequence_id")
     if (sessions is None) != (not client) or (client and sequence):
-        raise malformed("expected session_client and sessions together, and no sequence_id beside them")
+        raise malformed("expected session_client and sessions together, and no sequence_id with them")
     if sessions:
         steps = _steps_of(client, sessions)
     elif client:
         over = client
     if state and steps is None:
-        raise malformed("session_state came without the sequence whose state is meant: expected a sequence_id")
+        raise malformed("session_state came without a sequence: expected a sequence_id")
     return Asked(seconds, flags[_FINAL], flags["row_errors"], flags[_EXTENTS], steps, over, state)
 
 
@@ -356,7 +356,7 @@ def _sequence_id(value: object) -> int | str:
 
 
 def _steps_of(client: str, text: str) -> Steps:
-    """Parse our own client's steps: "slot:step" of each row, separated by semicolons. Raises ProtocolMismatch."""
+    """Parse our own client's steps: "slot:step" for each row, separated by semicolons. Raises ProtocolMismatch."""
     if text.count(";") >= MOST_ROWS or len(text) > 22 * MOST_ROWS:
         raise malformed(f"sessions of more than {MOST_ROWS} rows came: send fewer rows in a request")
     names: list[tuple[Any, ...]] = []
@@ -368,19 +368,19 @@ def _steps_of(client: str, text: str) -> Steps:
         names.append((client, int(slot)))
         steps.append(int(step))
     if len(set(names)) != len(names):
-        raise malformed("sessions: a session stands in one request twice")
+        raise malformed("sessions: a session occurs twice in one request")
     return Steps(tuple(names), tuple(steps), False, True)
 
 
 def of_tensor(name: str, parameters: Parameters) -> tuple[Place | None, str | None]:
-    """Parse the parameters of an input or output: its part of shared memory or None, and the sizes of its rows.
+    """Parse the parameters of an input or output; return its place in shared memory and its extents, or None.
 
     Raises:
-        Refused (code UNSUPPORTED): a parameter that is not honoured here. ProtocolMismatch: one that makes no sense.
+        Refused (code UNSUPPORTED): a parameter is not supported. ProtocolMismatch: a parameter is invalid.
     """
     for key in parameters:
         if key == "classification":
-            raise _refused(f"output {name!r}: classification is not done here: take the scores and sort them")
+            raise _refused(f"output {name!r}: classification is not done here: request the scores and sort them")
         if key not in (REGION, _SIZE, _OFFSET, _EXTENTS):
             raise _refused(
                 f"tensor {name!r}: parameter {plain(key, 60)!r} is not known here; there are: {REGION}, {_SIZE}, "
@@ -399,7 +399,7 @@ def of_tensor(name: str, parameters: Parameters) -> tuple[Place | None, str | No
 
 
 def weights_version(text: str) -> int:
-    """The weights version that a model version names; 0 is the newest. Raises Refused (code MODEL_NOT_FOUND)."""
+    """Return the weights version that a model version names; 0: the newest. Raises Refused (code MODEL_NOT_FOUND)."""
     if not text:
         return 0
     if not (text.isascii() and text.isdigit()) or len(text) > 19 or int(text) > _NEWEST:
@@ -413,14 +413,14 @@ def weights_version(text: str) -> int:
 
 def _whole(name: str, value: object, most: int) -> int:
     if type(value) is str and value.isascii() and value.isdigit() and len(value) < 20:
-        value = int(value)  # the KServe gRPC protocol of old had no unsigned choice
+        value = int(value)  # older versions of the KServe gRPC protocol have no unsigned parameters
     if type(value) is not int or not 0 <= value <= most:
         raise malformed(f"parameter {name}={shown(value)}: expected a whole number from 0 to {most}")
     return value
 
 
 def truth(name: str, value: object) -> bool:
-    """A parameter that is true or false. Raises ProtocolMismatch."""
+    """Return the value of a Boolean parameter. Raises ProtocolMismatch."""
     if type(value) is not bool:
         raise malformed(f"parameter {name}={shown(value)}: expected true or false")
     return value
