@@ -1,4 +1,4 @@
-"""Security settings, and files of secrets, which are read only if nobody else can read them."""
+"""Security settings, and files of secrets, which are read only if no other user can read them."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from jurybox.protocol.address import is_loopback
 from jurybox.protocol.errors import Code, Refused
 from jurybox.server.settings.endpoints import split_host
 
-_OTHERS = stat.S_IRWXO | stat.S_IWGRP  # a group may read: that is how orchestrators mount a secret
+_OTHERS = stat.S_IRWXO | stat.S_IWGRP  # the group may read, since orchestrators mount secrets this way
 _MOST_BYTES = 1 << 20
 
 
 def too_open(path: Path) -> str | None:
-    """The reason why a file is too open for a secret; None if it is not, or does not exist."""
+    """Return the reason why a file's mode is too open for a secret; None if it is not, or the file does not exist."""
     try:
         found = path.stat()
     except OSError:
@@ -39,10 +39,10 @@ def too_open(path: Path) -> str | None:
 
 
 def read_secret(path: Path) -> bytes:
-    """The contents of a file that only its owner (and a group) can read.
+    """Return the contents of a file that only its owner (and group) can read.
 
     Raises:
-        ValueError: it cannot be read, is no plain file, is larger than 1 MiB, or others can read or change it.
+        ValueError: it cannot be read, is no regular file, is larger than 1 MiB, or others can read or change it.
     """
     try:
         if not path.is_file():
@@ -54,7 +54,7 @@ def read_secret(path: Path) -> bytes:
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from error
     if len(content) > _MOST_BYTES:
-        raise ValueError(f"{path} is larger than 1 MiB, which no secret is")
+        raise ValueError(f"{path} is larger than 1 MiB, too large for a secret")
     return content
 
 
@@ -66,13 +66,13 @@ def write_new(path: Path, content: str, mode: int) -> None:
 
 
 SHORTEST = 16  # characters
-CHALLENGES = ("Bearer", 'Basic realm="jurybox", charset="UTF-8"')  # the second lets a browser ask its user
+CHALLENGES = ("Bearer", 'Basic realm="jurybox", charset="UTF-8"')  # with the second, a browser prompts its user
 
 
 class Token:
     """A token, compared in constant time.
 
-    Kept and compared as a digest: `compare_digest` alone would tell the token's length.
+    It is stored and compared as a digest: `compare_digest` alone would reveal the token's length.
     """
 
     def __init__(self, secret: str) -> None:
@@ -82,7 +82,7 @@ class Token:
         return "Token(...)"
 
     def is_shown_by(self, authorization: str | None) -> bool:
-        """Whether an Authorization header has the token: ``Bearer TOKEN``, or ``Basic`` with the token as password."""
+        """Check an Authorization header: ``Bearer TOKEN``, or ``Basic`` with the token as password."""
         scheme, _, given = (authorization or "").partition(" ")
         shown = given.strip() if scheme.lower() == "bearer" else _password(given) if scheme.lower() == "basic" else ""
         return hmac.compare_digest(_digest(shown), self._digest)
@@ -99,7 +99,7 @@ def _password(given: str) -> str:
         return ""
 
 
-OWN_PREFIX = "jurybox-"  # of the server's own shared memory
+OWN_PREFIX = "jurybox-"  # prefix of the server's own shared memory
 FILES = ("token_file", "tls_cert", "tls_key", "curve_key", "curve_clients")  # settings that name files or folders
 
 
@@ -107,14 +107,14 @@ def _check_prefix(text: str) -> str:
     if not text:
         return text
     if not re.fullmatch(r"[\w.-]{1,100}", text, re.ASCII):
-        raise ValueError('expected what the names of clients\' shared memory begin with, letters, digits and "_.-"')
+        raise ValueError('expected a prefix of the names of clients\' shared memory, of letters, digits and "_.-"')
     if text.startswith(OWN_PREFIX) or OWN_PREFIX.startswith(text):
-        raise ValueError(f"the server's own memory is named {OWN_PREFIX}...: expected another beginning")
+        raise ValueError(f"the server's own memory is named {OWN_PREFIX}...: expected another prefix")
     return text
 
 
 class SecuritySettings(BaseModel):
-    """Part of [server]; docs/security.md describes each setting."""
+    """The security settings of [server]; docs/security.md describes each of them."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
 
@@ -131,11 +131,11 @@ class SecuritySettings(BaseModel):
     @model_validator(mode="after")
     def _goes_together(self) -> SecuritySettings:
         if self.token is not None and self.token_file is not None:
-            raise ValueError("token and token_file both came, expected one of them")
+            raise ValueError("token and token_file are both set, expected one of them")
         if (self.tls_cert is None) != (self.tls_key is None):
             raise ValueError("expected tls_cert and tls_key together, or neither")
         if self.curve_clients is not None and self.curve_key is None:
-            raise ValueError("curve_clients came without curve_key, which is the server's own pair of keys")
+            raise ValueError("curve_clients is set without curve_key, the server's own key pair")
         return self
 
     @property
@@ -144,14 +144,14 @@ class SecuritySettings(BaseModel):
         return self.max_message_mib << 20
 
     def secret_token(self) -> str | None:
-        """The required token, if there is one. Raises ValueError, without the token in its text."""
+        """Return the required token, or None. Raises ValueError, whose text does not contain the token."""
         if self.token is not None:
             token = self.token.get_secret_value()
         elif self.token_file is not None:
             try:
                 token = read_secret(Path(self.token_file)).decode("ascii").strip()
             except UnicodeDecodeError:
-                raise ValueError(f"{self.token_file} holds other than ASCII characters") from None
+                raise ValueError(f"{self.token_file} contains non-ASCII characters") from None
         else:
             return None
         if len(token) < SHORTEST or not token.isascii() or not token.isprintable() or " " in token:
@@ -162,7 +162,7 @@ class SecuritySettings(BaseModel):
         return token
 
     def broken_secrets(self) -> list[str]:
-        """Problems with the files of these settings, one line each."""
+        """Return the problems with the files of these settings, one line each."""
         found = []
         try:
             self.secret_token()
@@ -181,7 +181,11 @@ class SecuritySettings(BaseModel):
         return found
 
     def lacking(self, listening: Mapping[str, str]) -> list[str]:
-        """Ports with a token that other hosts can reach without authentication, one line each; addresses by setting."""
+        """Return the ports that other hosts can reach although they lack a token or TLS, one line each.
+
+        Args:
+            listening: the address of each port, by the name of its setting.
+        """
         shown = self.token is not None or self.token_file is not None
         lacks = [f"server.{what}" for what, there in (("token_file", shown), ("tls_cert", self.tls_cert)) if not there]
         return [
@@ -191,7 +195,7 @@ class SecuritySettings(BaseModel):
         ]
 
 
-# CURVE keys: pairs made and read as files, in the format that ZeroMQ's own tools use.
+# CURVE keys: key pairs in files, in the format of ZeroMQ's own tools.
 #
 # Elliptic-curve encryption and authentication of ZeroMQ connections: rfc.zeromq.org/spec/26. A key is 32 bytes,
 # written as 40 characters of Z85.
@@ -203,15 +207,15 @@ _PAIR = 'metadata\ncurve\n    public-key = "{public}"\n'
 
 
 def make_pair(name: Path) -> tuple[Path, Path, str]:
-    """Create NAME.key (public) and NAME.key_secret (mode 0600); returns both paths and the public key.
+    """Create NAME.key (public) and NAME.key_secret (mode 0600); return both paths and the public key.
 
     Raises:
-        FileExistsError: one of them is there already: a key that is in use is never replaced.
+        FileExistsError: one of them exists already. Existing keys are never replaced.
     """
     public_file, secret_file = Path(f"{name}{PUBLIC}"), Path(f"{name}{SECRET}")
     for file in (public_file, secret_file):
         if file.exists():
-            raise FileExistsError(f"{file} exists: move it away, or take another name")
+            raise FileExistsError(f"{file} exists: move it away, or choose another name")
     public, secret = (key.decode("ascii") for key in zmq.curve_keypair())
     pair = _PAIR.format(public=public)
     write_new(
@@ -224,10 +228,10 @@ def make_pair(name: Path) -> tuple[Path, Path, str]:
 
 
 def read_pair(file: Path) -> tuple[bytes, bytes]:
-    """Public and secret key of a NAME.key_secret.
+    """Return the public and the secret key of a NAME.key_secret file.
 
     Raises:
-        ValueError: it cannot be read, others can read it, or it holds no pair.
+        ValueError: it cannot be read, others can read it, or it contains no key pair.
     """
     read_secret(file)
     public, secret = zmq.auth.load_certificate(file)
@@ -237,18 +241,18 @@ def read_pair(file: Path) -> tuple[bytes, bytes]:
 
 
 def public_keys(folder: Path) -> list[Path]:
-    """Read the .key files of a folder: the keys of admitted clients."""
+    """Return the .key files of a folder, sorted: the keys of admitted clients."""
     return sorted(folder.glob(f"*{PUBLIC}"))
 
 
-_AT_ONCE = 8  # messages of the largest size that may be in a process at once
+_AT_ONCE = 8  # messages of the maximum size that a process may hold at once
 
 
 class Room:
-    """Limits the bytes of all requests that a process holds at once. Belongs to one event loop.
+    """A limit on the bytes of all requests that a process holds at once. Use it in one event loop only.
 
     Args:
-        most: bytes.
+        most: the maximum number of bytes.
     """
 
     def __init__(self, most: int) -> None:
@@ -256,7 +260,7 @@ class Room:
         self._held = 0
 
     def take(self, size: int) -> None:
-        """Reserve bytes. Raises Refused (code BUSY) if there is no room now."""
+        """Reserve `size` bytes. Raises Refused (code BUSY) if too few are left."""
         if self._held + size > self._most:
             raise Refused(
                 f"requests of {self._held} bytes are being answered, and at most {self._most} are held at once: ask "
@@ -266,13 +270,13 @@ class Room:
         self._held += size
 
     def give(self, size: int) -> None:
-        """Release bytes."""
+        """Release `size` bytes."""
         self._held -= size
 
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """The gateway's part of the security settings; its secrets are left out of `repr`."""
+    """The gateway's part of the security settings; `repr` omits its secrets."""
 
     secret: str | None = None
     tls_cert: str | None = None
@@ -286,7 +290,7 @@ class Access:
 
     @classmethod
     def of(cls, settings: SecuritySettings) -> Access:
-        """The access of these settings. Raises ValueError if a secret cannot be read."""
+        """Create it from settings. Raises ValueError if a secret cannot be read."""
         return cls(
             settings.secret_token(),
             settings.tls_cert,
@@ -298,15 +302,15 @@ class Access:
 
     @classmethod
     def from_order(cls, orders: dict[str, Any]) -> Access:
-        """The inverse of `order`; without settings only the limits apply."""
+        """Create it from what `order` returned; if there is none, only the default limits apply."""
         return cls(**orders.get("access", {}))
 
     def order(self) -> dict[str, Any]:
-        """The settings for the control pipe, a private socket of two processes."""
+        """Return the settings for the control pipe, a private socket between two processes."""
         return {"access": asdict(self)}
 
     def room(self) -> Room:
-        """The limit for the requests of one transport."""
+        """Return a new limit for the requests of one transport."""
         return Room(_AT_ONCE * self.max_message)
 
     @property
@@ -314,22 +318,22 @@ class Access:
         return Token(self.secret) if self.secret else None
 
     def tls(self) -> tuple[bytes, bytes] | None:
-        """Private key and certificate chain in PEM; None without TLS. Raises ValueError, OSError."""
+        """Return private key and certificate chain as PEM; None without TLS. Raises ValueError, OSError."""
         if self.tls_cert is None or self.tls_key is None:
             return None
         return read_secret(Path(self.tls_key)), Path(self.tls_cert).read_bytes()
 
 
 class Source:
-    """A connection that asks one thing at a time, to those who wait for it.
+    """A client's connection with at most one request in flight, and how soon it sends the next one.
 
     Args:
         peer: its address, as a transport's "peername".
 
     Attributes:
-        near: whether it is of this host.
-        answered: when it was answered last, s of the monotonic clock.
-        quick: whether it asked again at once after that before.
+        near: whether the client runs on this host.
+        answered: the time of the last answer in s of the monotonic clock.
+        quick: whether the last request followed the answer before it at once.
     """
 
     __slots__ = ("answered", "near", "quick")
@@ -341,7 +345,7 @@ class Source:
 
 
 def _is_near(peer: Any) -> bool:
-    """Whether a peer runs on this host."""
+    """Return whether a peer runs on this host."""
     try:
         return not peer or isinstance(peer, str) or ip_address(str(peer[0]).removeprefix("::ffff:")).is_loopback
     except ValueError:

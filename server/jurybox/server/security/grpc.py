@@ -1,4 +1,4 @@
-"""Access control of the gRPC services: token, TLS, size limits, and unexpected exceptions."""
+"""Access control of the gRPC services: token, TLS and size limits; handling of unexpected exceptions."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from google.protobuf.descriptor import Descriptor
 from jurybox.protocol.errors import TABLE, Code, Error, error_for, said
 from jurybox.server.security.access import Access, Room, Source, Token
 
-# As in http.py: probes carry no token, and these answer yes or no.
+# As in http.py: probes send no token; these methods reveal only yes or no.
 OPEN_METHODS = frozenset(
     {
         "/grpc.health.v1.Health/Check",
@@ -23,12 +23,12 @@ OPEN_METHODS = frozenset(
     }
 )
 UNAUTHENTICATED = "expected metadata 'authorization: Bearer TOKEN' with the server's token (server.token_file)"
-CODE = "jurybox-code"  # trailing metadata: several codes of errors.Code share a status of gRPC's
+CODE = "jurybox-code"  # trailing metadata: several codes of errors.Code map to the same gRPC status
 MOST_METADATA = 16 << 10  # bytes
-_MOST_DETAILS = 1000  # characters of an error: they travel as metadata, up to twelve bytes each
+_MOST_DETAILS = 1000  # characters of an error: they are sent as metadata, in up to twelve bytes each
 MOST_STREAMS = 1024  # calls in progress on one connection
-_FEW_BYTES = 64 << 10  # a message of no more is harmless, whatever its parts
-_MOST_PARTS = 1 << 16  # of a message: every tensor, parameter and number that is not packed
+_FEW_BYTES = 64 << 10  # a message up to this size is harmless, whatever its parts
+_MOST_PARTS = 1 << 16  # of a message: every tensor, parameter and unpacked number counts
 _STATUS = {status.value[0]: status for status in grpc.StatusCode}
 _log = logging.getLogger("jurybox.gateway.grpc")
 
@@ -42,7 +42,7 @@ class TokenAsked(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has 
     async def intercept_service(
         self, continuation: Callable[[Any], Awaitable[Any]], handler_call_details: Any
     ) -> grpc.RpcMethodHandler:
-        """As gRPC asks."""
+        """See `grpc.aio.ServerInterceptor.intercept_service`."""
         metadata = handler_call_details.invocation_metadata or ()
         if admitted(self._token, handler_call_details.method, metadata):
             return await continuation(handler_call_details)
@@ -50,7 +50,7 @@ class TokenAsked(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has 
 
 
 def admitted(token: Token, method: str, metadata: Iterable[tuple[str, Any]]) -> bool:
-    """Whether a call may be made: with the token as ``authorization: Bearer TOKEN`` in its metadata, or by anybody."""
+    """Return whether a call is admitted: its method is open, or its metadata has ``authorization: Bearer TOKEN``."""
     if method in OPEN_METHODS:
         return True
     shown = [value for name, value in metadata if name == "authorization"]
@@ -62,7 +62,7 @@ async def _refuse(_requests: AsyncIterator[bytes], context: Any) -> AsyncIterato
     yield b""
 
 
-# Of streams, whatever the method: no message is read before the call is refused.
+# A stream-stream handler for any method: the call is refused before a message is read.
 _REFUSAL = grpc.stream_stream_rpc_method_handler(_refuse)
 
 
@@ -75,14 +75,14 @@ async def abort(context: Any, error: Error) -> NoReturn:
 
 
 def status_of(error: Error) -> tuple[Any, str, tuple[tuple[str, str], ...]]:
-    """The status of an error, its details, and the metadata that ends the call."""
+    """Return the status code of an error, its details, and the trailing metadata of the call."""
     row = TABLE.get(error.code)
     code = _STATUS[row.grpc] if row else grpc.StatusCode.UNKNOWN
     return code, said(error, _MOST_DETAILS), ((CODE, str(int(error.code))),)
 
 
 def failure(error: BaseException) -> Error:
-    """What a caller is told of an exception: it, if it is an Error; anything else is logged."""
+    """Return the error to report for an exception: an `Error` itself; anything else is logged and replaced by one."""
     if isinstance(error, Error):
         return error
     _log.error("a call failed: %s", said(error), exc_info=error)
@@ -90,7 +90,7 @@ def failure(error: BaseException) -> Error:
 
 
 class _Came(NamedTuple):
-    """A message, or the reason why it is refused."""
+    """A received message, or the error with which it is refused."""
 
     message: Any
     size: int
@@ -98,40 +98,41 @@ class _Came(NamedTuple):
 
 
 class DirectCall(Protocol):
-    """A call, as a direct method sees it. It is answered once."""
+    """A call as passed to a direct method. It is answered once."""
 
     @property
     def source(self) -> Source | None:
-        """The connection that it came by, where that asks nothing else just now; None: not known."""
+        """The connection of the call, if it has no other call in progress; None: unknown."""
         ...
 
     def done(self) -> bool:
-        """Whether nobody waits any more."""
+        """Return whether the caller no longer waits for the answer."""
         ...
 
     def time_remaining(self) -> float | None:
-        """Seconds until its deadline; None: it has none."""
+        """Return the seconds until its deadline; None: it has none."""
         ...
 
     def reply(self, message: bytes) -> None:
-        """Answer it."""
+        """End the call with an answer."""
         ...
 
     def fail(self, error: Error) -> None:
-        """End it with the status of an error."""
+        """End the call with the status of an error."""
         ...
 
     def as_usual(self) -> None:
-        """Have the usual method answer after all."""
+        """Pass the call to the regular method."""
         ...
 
 
-# Given the message's bytes, answers now or later, without a task; False: the usual method is to answer.
+# Gets the bytes of a message and answers the call now or later, without a task. Returns False to leave the call to the
+# regular method.
 Direct: TypeAlias = Callable[[bytes, DirectCall], bool]
 
 
 class _AwaitedCall:
-    """A call of grpc.aio, which wants a coroutine to wait for the answer: bytes, or None for the usual method."""
+    """A call of grpc.aio, whose coroutine awaits `answer`: bytes, or None for the regular method."""
 
     source = None
 
@@ -149,11 +150,13 @@ class _AwaitedCall:
 class Guarding:
     """A server proxy that wraps each method of added services.
 
-    A message that cannot be read, or of too many parts, is refused as such. So is one for which there is no room now.
-    An `Error` that a method raises ends the call as the table says; anything else is logged and ends it as INTERNAL.
+    It refuses a message that cannot be parsed, has too many parts, or does not fit into `room` at present. An `Error`
+    from a method ends the call with its status of errors.TABLE. Any other exception is logged and ends it as INTERNAL.
 
     Args:
-        direct: functions that are asked before methods of one request and one answer, by the methods' paths.
+        server: the server to which the wrapped methods are added.
+        room: limits the bytes of all messages together.
+        direct: functions to try before unary-unary methods, by the methods' paths.
     """
 
     def __init__(self, server: Any, room: Room, direct: Mapping[str, Direct]) -> None:
@@ -162,11 +165,11 @@ class Guarding:
         self._direct = direct
 
     def add_generic_rpc_handlers(self, handlers: Sequence[Any]) -> None:
-        """As grpc.aio.Server."""
+        """See `grpc.aio.Server.add_generic_rpc_handlers`."""
         self._server.add_generic_rpc_handlers(tuple(_Generic(handler, self._guarded) for handler in handlers))
 
     def add_registered_method_handlers(self, service: str, handlers: Mapping[str, Any]) -> None:
-        """As grpc.aio.Server."""
+        """See `grpc.aio.Server.add_registered_method_handlers`."""
         guarded = {name: self._guarded(f"/{service}/{name}", handler) for name, handler in handlers.items()}
         self._server.add_registered_method_handlers(service, guarded)
 
@@ -255,7 +258,7 @@ class Guarding:
 
 
 class _Generic(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpc has no types
-    """A handler of several methods, each wrapped once."""
+    """A handler of several methods, each of which is wrapped once."""
 
     def __init__(self, handler: Any, guard: Callable[[str, Any], Any]) -> None:
         self._handler = handler
@@ -263,7 +266,7 @@ class _Generic(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpc has no typ
         self._guarded: dict[str, Any] = {}
 
     def service(self, handler_call_details: Any) -> Any:
-        """As gRPC asks."""
+        """See `grpc.GenericRpcHandler.service`."""
         method = handler_call_details.method
         if (guarded := self._guarded.get(method)) is None and (found := self._handler.service(handler_call_details)):
             guarded = self._guarded[method] = self._guard(method, found)
@@ -271,7 +274,7 @@ class _Generic(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpc has no typ
 
 
 def _taken(came: _Came, room: Room) -> Any:
-    """Check the message and reserve its bytes. Raises Error."""
+    """Return the message after reserving its bytes. Raises Error if it is refused."""
     if came.error is not None:
         raise came.error
     room.take(came.size)
@@ -301,14 +304,14 @@ def _reader(deserialize: Callable[[bytes], Any]) -> Callable[[bytes], _Came]:
             return _Came(None, 0, error_for(Code.TOO_LARGE, why))
         try:
             return _Came(deserialize(data), len(data))
-        except Exception as error:  # noqa: BLE001  bytes from outside: whatever their parser says, they are no message
+        except Exception as error:  # noqa: BLE001  untrusted bytes: any exception of the parser means no valid message
             return _Came(None, 0, error_for(Code.MALFORMED, f"no message came: {said(error, 200)}"))
 
     return read
 
 
 def _has_many_parts(data: bytes, kind: Descriptor) -> bool:
-    """Whether a message has too many parts: two bytes of it may need a hundred in memory."""
+    """Return whether a message has too many parts, each of which may take two bytes in it but a hundred in memory."""
     parts = 0
     inside = [(0, len(data), kind)]
     try:
@@ -333,14 +336,14 @@ def _has_many_parts(data: bytes, kind: Descriptor) -> bool:
                             inside.append((at, at + size, field.message_type))
                         at += size
                     case _:
-                        return False  # the parser says what that is
+                        return False  # invalid: the parser reports it
     except IndexError:
-        pass  # it ends early: that, too
+        pass  # truncated: the parser reports that too
     return False
 
 
 def _varint(data: bytes, at: int) -> tuple[int, int]:
-    """Decode a varint; returns it and the next position (protobuf.dev/programming-guides/encoding)."""
+    """Decode a varint; return it and the next position (protobuf.dev/programming-guides/encoding)."""
     value = shift = 0
     while True:
         byte = data[at]
@@ -352,12 +355,12 @@ def _varint(data: bytes, at: int) -> tuple[int, int]:
 
 
 def interceptors(access: Access) -> list[grpc.aio.ServerInterceptor]:
-    """For grpc.aio.server(interceptors=...)."""
+    """Return the interceptors for grpc.aio.server(interceptors=...)."""
     return [] if (token := access.token) is None else [TokenAsked(token)]
 
 
 def limits(access: Access) -> list[tuple[str, int]]:
-    """For grpc.aio.server(options=...)."""
+    """Return the limits for grpc.aio.server(options=...)."""
     return [
         ("grpc.max_receive_message_length", access.max_message),
         ("grpc.max_send_message_length", access.max_message),
@@ -367,7 +370,7 @@ def limits(access: Access) -> list[tuple[str, int]]:
 
 
 def open_port(server: grpc.aio.Server, where: str, access: Access) -> int:
-    """Listen on "host:port", with TLS if configured; returns the port."""
+    """Listen on "host:port", with TLS if configured; return the port."""
     tls = access.tls()
     if tls is None:
         return int(server.add_insecure_port(where))

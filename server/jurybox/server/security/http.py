@@ -1,4 +1,4 @@
-"""Access control of the HTTP application, as ASGI middlewares: headers, Host, Origin, token, size of a body."""
+"""Access control of the HTTP application as ASGI middlewares: headers, Host, Origin, token, size of a body."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jurybox.protocol.address import is_loopback
 from jurybox.protocol.errors import Code, Refused
 from jurybox.server.security.access import CHALLENGES, Access, Room, Token
 
-# Probes of orchestrators and load balancers carry no token. To whom shows none they say yes or no, not why.
+# Probes of orchestrators and load balancers send no token. Without a token these paths answer yes or no, not why.
 OPEN_PATHS = frozenset({"/health", "/health/live", "/health/ready", "/v2/health/live", "/v2/health/ready"})
 SECURITY_HEADERS = {
     "Content-Security-Policy": "default-src 'none'; frame-ancestors 'none'; base-uri 'none'; form-action 'none'",
@@ -24,10 +24,10 @@ SECURITY_HEADERS = {
     "Cross-Origin-Opener-Policy": "same-origin",
 }
 _SECURITY_HEADERS = [(name.lower().encode(), value.encode()) for name, value in SECURITY_HEADERS.items()]
-# Of answers to POSTs that pages of other sites cannot make, and that are no page themselves: a client of Python's takes
-# longer to read a header than we to think of it.
+# The headers for answers that are not pages, to POSTs that pages of other sites cannot send. The other headers are left
+# out because a Python client spends time on parsing each.
 DATA_HEADERS = [header for header in _SECURITY_HEADERS if header[0] == b"x-content-type-options"]
-DATA_ONLY = "jurybox.data"  # in a request's scope: its answer is such a one
+DATA_ONLY = "jurybox.data"  # in a request's scope: its answer needs only DATA_HEADERS
 _READING = ("GET", "HEAD", "OPTIONS")
 
 
@@ -35,19 +35,19 @@ TAKEN = "jurybox.taken"  # in a request's scope
 
 
 class Taken:
-    """The bytes that one request has reserved."""
+    """The bytes that one request has reserved in a `Room`."""
 
     def __init__(self, room: Room) -> None:
         self._room = room
         self._size = 0
 
     def take(self, size: int) -> None:
-        """As Room.take."""
+        """Reserve `size` bytes; see `Room.take`."""
         self._room.take(size)
         self._size += size
 
     def give(self) -> None:
-        """Release all of it."""
+        """Release all reserved bytes."""
         self._room.give(self._size)
         self._size = 0
 
@@ -56,9 +56,9 @@ def guarded(app: ASGIApp, access: Access, *, loopback: bool, room: Room | None =
     """Wrap the application in all middlewares.
 
     Args:
-        loopback: it listens for this host alone, so that requests which name another host come from a web page that
-            has bent its own name to here (DNS rebinding).
-        room: for the bytes of all bodies, where others account there as well.
+        loopback: whether it listens on loopback only; then a request that names another host comes from a web page
+            whose name was changed to resolve to this host (DNS rebinding), and is refused.
+        room: limits the bytes of all bodies, if it is shared with others; None: a new one is created.
     """
     app = BodyLimit(app, access.max_message, room or access.room())
     if (token := access.token) is not None:
@@ -70,13 +70,13 @@ def guarded(app: ASGIApp, access: Access, *, loopback: bool, room: Room | None =
 
 
 class SecurityHeaders:
-    """Adds security headers, of which data needs fewer than pages. A page that needs others sets them itself."""
+    """Adds security headers, fewer for data than for pages. A page can override them by setting its own."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """As ASGI asks."""
+        """Handle a request as an ASGI application."""
 
         async def send_marked(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -93,15 +93,16 @@ class SecurityHeaders:
 class LoopbackHost:
     """Accepts only requests whose Host is a loopback name or address, against DNS rebinding.
 
-    Starlette's TrustedHostMiddleware takes a list of names: it would refuse 127.9.9.9 (loopback is all of 127.0.0.0/8)
-    and answers 400 in plain text, where clients of this server expect 421 and JSON with a code.
+    Starlette's TrustedHostMiddleware is unsuitable: it accepts a list of names, so it would refuse 127.9.9.9 (loopback
+    is all of 127.0.0.0/8). It also answers 400 in plain text, but clients of this server expect 421 and JSON with a
+    code.
     """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """As ASGI asks."""
+        """Handle a request as an ASGI application."""
         given = _header(scope, b"host")
         if scope["type"] == "http" and not _names_loopback(given):
             await _refuse(
@@ -118,24 +119,24 @@ class SameOrigin:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """As ASGI asks."""
+        """Handle a request as an ASGI application."""
         if scope["type"] == "http" and scope["method"] not in _READING:
             origin = _header(scope, b"origin")
             if origin and _netloc_of(origin) != _header(scope, b"host").lower():
-                await _refuse(send, 403, Code.REFUSED, f"a page of {origin!r} may not use this server in its name")
+                await _refuse(send, 403, Code.REFUSED, f"pages of {origin!r} may not send requests to this server")
                 return
         await self._app(scope, receive, send)
 
 
 class TokenAsked:
-    """Accepts only requests with the token; open paths answer without it, in less detail."""
+    """Accepts only requests with the token; open paths answer without it, but in less detail."""
 
     def __init__(self, app: ASGIApp, token: Token) -> None:
         self._app = app
         self._token = token
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """As ASGI asks."""
+        """Handle a request as an ASGI application."""
         if scope["type"] != "http" or self._token.is_shown_by(_header(scope, b"authorization")):
             await self._app(scope, receive, send)
         elif scope["path"] in OPEN_PATHS and scope["method"] in _READING:
@@ -151,9 +152,9 @@ class TokenAsked:
 
 
 class BodyLimit:
-    """Limits the size of a body, whatever its declared length, and of all bodies together.
+    """Limits the actual size of each body, and of all bodies together.
 
-    The application finds a `Taken` in the scope, under TAKEN, to account there for what it makes of a body.
+    The scope contains a `Taken` under TAKEN, with which the application reserves bytes for a decompressed body.
     """
 
     def __init__(self, app: ASGIApp, most: int, room: Room) -> None:
@@ -162,11 +163,11 @@ class BodyLimit:
         self._room = room
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """As ASGI asks."""
+        """Handle a request as an ASGI application."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        says = f"a body of at most {self._most} bytes is taken: send less, or raise server.max_message_mib"
+        says = f"a body may have at most {self._most} bytes: send less, or raise server.max_message_mib"
         claimed = _header(scope, b"content-length")
         if claimed.isascii() and claimed.isdigit() and (len(claimed) > 20 or int(claimed) > self._most):
             await _refuse(send, 413, Code.TOO_LARGE, says)
@@ -200,14 +201,14 @@ class BodyLimit:
         try:
             await self._app(scope, counted, noted)
         except Exception:
-            if not refused:  # it was told that the client left, and may say so
+            if not refused:  # after a refusal the application sees a disconnect, and may raise an error for it
                 raise
         finally:
             taken.give()
 
 
 def _without_reasons(send: Send) -> Send:
-    """Forward a successful response; of others the status alone."""
+    """Wrap `send` to forward a successful response unchanged, and only the status of an error."""
     status = 0
 
     async def trimmed(message: Message) -> None:
@@ -241,7 +242,7 @@ async def _answer(send: Send, status: int, content: dict[str, object], headers: 
 
 
 def _header(scope: Scope, name: bytes) -> str:
-    """The first header of a name in lower case, as ASGI has them; "" without it."""
+    """Return the first header of that name; "" if it is missing. Names are in lower case, as in ASGI."""
     if scope["type"] == "http":
         for key, value in scope["headers"]:
             if key == name:
@@ -251,12 +252,12 @@ def _header(scope: Scope, name: bytes) -> str:
 
 @functools.lru_cache(maxsize=64)
 def _names_loopback(host: str) -> bool:
-    """Whether a Host header names a loopback address. Remembered: a client sends the same one with each request."""
+    """Return whether a Host header names a loopback address. Cached, since a client always sends the same header."""
     return is_loopback(_host_of(host))
 
 
 def _host_of(given: str) -> str:
-    """The host in a Host header: "name", "name:port" or "[ipv6]:port"; empty if it is malformed."""
+    """Return the host in a Host header ("name", "name:port" or "[ipv6]:port"); empty if it is malformed."""
     with contextlib.suppress(ValueError):
         return urlsplit(f"//{given}").hostname or ""
     return ""

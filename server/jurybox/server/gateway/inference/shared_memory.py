@@ -175,7 +175,7 @@ class Regions(Registry[Region]):
     def _open(self, key: str) -> int:
         """Open the file of a key; it must belong to this user and have the prefix."""
         if plain(key) != key or not _KEY.fullmatch(key) or key.lstrip("/") in (".", ".."):
-            raise Refused(f"key {key!r}: expected a name for shm_open(3), such as '/my_input'", Code.MALFORMED)
+            raise Refused(f"key {key!r}: expected a name as shm_open(3) takes it, such as '/my_input'", Code.MALFORMED)
         name = key.removeprefix("/")
         if not name.startswith(self._prefix) or name.startswith(OWN_PREFIX):
             raise Refused(f"{key!r} may not be registered: expected a name that begins with {self._prefix!r}")
