@@ -1,5 +1,5 @@
-"""The relay: serves clients of other hosts over ZeroMQ. To the server it is one more client.
+"""The relay: serves clients on other hosts over ZeroMQ. To the server it is an ordinary client.
 
-Control messages are forwarded to the supervisor. The relay leases a lane for each client; tickets arrive with their
-rows, which are copied to the lane, and are then sent as those of a local client.
+Control messages are forwarded to the supervisor. The relay leases a lane for each client. Tickets arrive with their
+rows, which the relay copies to the lane before it sends the tickets like those of a local client.
 """

@@ -1,4 +1,4 @@
-"""The relay's socket to the network where no keys are asked for: connections of its own, without libzmq's thread."""
+"""The relay's network socket without CURVE: it manages its own connections, without libzmq's I/O thread."""
 
 from __future__ import annotations
 
@@ -16,39 +16,39 @@ from jurybox import native
 from jurybox.protocol.descriptors import exhausted
 from jurybox.protocol.wire import PREFIX
 
-_MOST_CONNECTIONS = 8192  # of lanes and control sockets; more are closed at once
+_MOST_CONNECTIONS = 8192  # of lanes and control sockets; further ones are closed at once
 _BACKLOG = 128
-_BEAT, _SILENCE, _HANDSHAKE = 2.0, 10.0, 5.0  # seconds: as Front's
-_CLIENTS = 8  # clients that may leave as much unread as one may, before all others are held to one message each
+_BEAT, _SILENCE, _HANDSHAKE = 2.0, 10.0, 5.0  # seconds, as in Front
+_CLIENTS = 8  # the limit on all clients' unread bytes, in limits of one; above it, each may have one unread message
 _TURN = 64  # messages of one connection before others get a turn
-_PROBE = (PREFIX, bytes(8), b"")  # a control reply to call number 0, which nobody has made
+_PROBE = (PREFIX, bytes(8), b"")  # a control reply to call number 0, which no client has made
 
 
 class _Connection:
-    """A client's connection; its name once it has shaken hands."""
+    """A client's connection; `name` is set after the handshake."""
 
     def __init__(self, made: socket.socket, most: int) -> None:
         self.descriptor = made.fileno()
         self.link = native.Zmtp(self.descriptor, b"", most, 0.0, router=True)
         made.detach()
-        self.link.watched(on=True)  # what the kernel does not take goes on when it has room
+        self.link.watched(on=True)  # a send never blocks: unsent bytes follow when the descriptor is writable
         self.since = time.monotonic()
         self.name: bytes | None = None
-        self.take_in: Callable[[], object] | None = None  # who takes what it can, before messages are handed out
+        self.take_in: Callable[[], object] | None = None  # called before messages are delivered; may take some
 
 
 class OpenFront:
-    """As Front (remote_clients.py), without CURVE: the relay's thread reads and writes each connection itself.
+    """A `Front` (remote_clients.py) without CURVE: the relay's thread reads and writes each connection itself.
 
     Args:
-        where: "host:port"; port 0 takes a free one.
-        max_message: bytes of the largest frame, and of what one client may leave unread.
+        where: "host:port"; with port 0, a free port is chosen.
+        max_message: the maximum size of a frame in bytes, and the maximum of bytes that one client may leave unread.
 
     Attributes:
-        bound: "host:port" where it really listens.
+        bound: the actual "host:port".
 
     Raises:
-        OSError: it cannot be bound; socket.gaierror: the host is no address here.
+        OSError: it cannot be bound; socket.gaierror: the host cannot be resolved.
     """
 
     def __init__(self, where: str, max_message: int) -> None:
@@ -60,11 +60,11 @@ class OpenFront:
         family, kind, protocol, _, address = found[0]
         self._listener = socket.socket(family, kind, protocol)
         self._epoll = select.epoll()
-        self._connections: dict[int, _Connection] = {}  # by what the epoll names
+        self._connections: dict[int, _Connection] = {}  # by the descriptor in the epoll
         self._named: dict[bytes, _Connection] = {}
-        self._parked: dict[int, _Connection] = {}  # by socket: they wait for the end of another of their name
+        self._parked: dict[int, _Connection] = {}  # by socket: they wait until another with their name is closed
         self._messages: deque[list[Any]] = deque()
-        self._more: dict[bytes, _Connection] = {}  # of those that sent more than they get in one turn
+        self._more: dict[bytes, _Connection] = {}  # connections with messages left over from their last turn
         self._numbers = itertools.count(1)
         try:
             self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -81,21 +81,21 @@ class OpenFront:
         self.bound = f"[{name[0]}]:{name[1]}" if ":" in name[0] else f"{name[0]}:{name[1]}"
 
     def fileno(self) -> int:
-        """Readable when messages may have come."""
+        """Return a descriptor that is readable when messages may have arrived."""
         return self._epoll.fileno()
 
     def has_news(self) -> bool:
-        """Whether messages are waiting. `fileno` tells of all others."""
+        """Return whether messages are waiting that `fileno` does not signal."""
         return bool(self._messages or self._more)
 
     def receive(self, sizes: Callable[[bytes], int]) -> list[Any] | None:
-        """A client's message, its routing id and frames: bytes, or arrays of uint8 where they are large. None: none."""
+        """Return a client's message: its routing id, then frames, as bytes or large ones as uint8 arrays; or None."""
         if not self._messages:
             self._look()
         return self._messages.popleft() if self._messages else None
 
     def has_room(self, client: bytes, size: int) -> bool:
-        """Whether a message of so many bytes can be sent to a client now. One may always be on its way."""
+        """Return whether a message of `size` bytes can be sent to a client now. One message is always allowed."""
         connection = self._named.get(client)
         if connection is None or not (unsent := connection.link.pending):
             return True
@@ -104,7 +104,10 @@ class OpenFront:
         return sum(other.link.pending for other in self._named.values()) + size <= _CLIENTS * self._most
 
     def send(self, frames: Sequence[Any]) -> bool:
-        """Send to the client that the first frame names; False if it is gone. A client that does not read loses it."""
+        """Send to the client that the first frame names; return False if it is gone.
+
+        The message is dropped if the client has left too many bytes unread.
+        """
         connection = self._named.get(frames[0])
         if connection is None:
             return False
@@ -117,29 +120,29 @@ class OpenFront:
         return False
 
     def link(self, client: bytes) -> native.Zmtp | None:
-        """A client's connection; None if it is gone."""
+        """Return a client's connection; None if it is gone."""
         connection = self._named.get(client)
         return None if connection is None else connection.link
 
     def give_first(self, client: bytes, take_in: Callable[[], object]) -> None:
-        """Have this called before a client's messages are handed out: it may take the first of them from the link."""
+        """Set a function to call before a client's messages are delivered; it may take the first ones from the link."""
         if (connection := self._named.get(client)) is not None:
             connection.take_in = take_in
 
     def look_again(self, client: bytes) -> None:
-        """Messages stay in a client's link, of which the kernel tells no more."""
+        """Note that messages remain in a client's link, for which `fileno` gives no further signal."""
         if (connection := self._named.get(client)) is not None:
             self._more[client] = connection
 
     def forget_sent(self) -> None:
-        """Ask silent clients for a sign of life, and end the connections of those that are gone."""
+        """Ping silent clients, and close the connections of those that do not answer."""
         now = time.monotonic()
         for connection in list(self._connections.values()):
             link = connection.link
             if connection.descriptor in self._parked:
                 continue
             if connection.name is not None and link.silence > _BEAT and link.look():
-                # It was not silent: of a large frame that comes slowly, the kernel tells when there is enough of it.
+                # It was not silent: while a large frame arrives slowly, the kernel signals only once there is enough.
                 self._more[connection.name] = connection
             if link.broken or link.silence > _SILENCE or (not link.ready and now - connection.since > _HANDSHAKE):
                 self._end(connection)
@@ -148,7 +151,7 @@ class OpenFront:
         self._listen()
 
     def is_there(self, client: bytes) -> bool:
-        """Whether a client is connected."""
+        """Return whether a client is connected."""
         return self.send((client, *_PROBE))
 
     def close(self) -> None:
@@ -162,7 +165,7 @@ class OpenFront:
         self._listener.close()
 
     def _look(self) -> None:
-        """Read what has come; accept who wants to connect."""
+        """Read the data that has arrived, and accept new connections."""
         more, self._more = self._more, {}
         for sender, flooding in more.items():
             if self._named.get(sender) is flooding:
@@ -189,7 +192,7 @@ class OpenFront:
                 self._end(connection)
 
     def _take(self, name: bytes, connection: _Connection) -> None:
-        """Hand out some of what came by a connection: one that floods the relay must not keep it from others."""
+        """Deliver a limited number of a connection's messages, so that a flood of them does not starve the others."""
         if connection.take_in is not None:
             connection.take_in()
             if not connection.link.arrived:
@@ -200,9 +203,9 @@ class OpenFront:
             self._more[name] = connection
 
     def _name(self, connection: _Connection) -> bool:
-        """Know a connection by its name; False where it has to wait for the end of another, or has a wrong one."""
+        """Register a connection by its name; return False if the name is invalid or still in use by another one."""
         name = connection.link.peer or b"\0" + next(self._numbers).to_bytes(8, "little")
-        if connection.link.peer[:1] == b"\0":  # those are given here
+        if connection.link.peer[:1] == b"\0":  # reserved for generated names
             self._end(connection)
             return False
         connection.name = name
@@ -222,10 +225,10 @@ class OpenFront:
                 return
             except OSError as error:
                 if exhausted(error) or error.errno in (errno.ENOBUFS, errno.ENOMEM):
-                    with contextlib.suppress(OSError):  # until some are free: `forget_sent` listens again
+                    with contextlib.suppress(OSError):  # until resources are free: `forget_sent` listens again
                         self._epoll.unregister(self._listener.fileno())
                     return
-                continue  # who was to be accepted is gone
+                continue  # the client is gone already
             if len(self._connections) >= _MOST_CONNECTIONS:
                 made.close()
                 continue
@@ -233,7 +236,7 @@ class OpenFront:
                 made.setblocking(False)
                 made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 connection = _Connection(made, self._most)
-            except (OSError, RuntimeError):  # it is gone, or no descriptor is left
+            except (OSError, RuntimeError):  # the client is gone, or no descriptor is free
                 made.close()
                 continue
             self._connections[connection.link.descriptor] = connection
@@ -244,7 +247,7 @@ class OpenFront:
             self._epoll.register(self._listener.fileno(), select.EPOLLIN)
 
     def _end(self, connection: _Connection) -> None:
-        """Close a connection; who waits for its name has it now."""
+        """Close a connection; a parked connection with the same name takes over."""
         descriptor = connection.link.descriptor
         if self._connections.pop(descriptor, None) is None:
             return

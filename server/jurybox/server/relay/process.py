@@ -1,4 +1,4 @@
-"""The relay's process: settings from the control pipe, then an event loop until told to stop, or the server is gone."""
+"""The relay's process: it reads its settings from the control pipe and runs an event loop until it is stopped."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from jurybox.server.relay.relay import Relay
 from jurybox.server.relay.remote_clients import Front
 
 _CONNECT = 10.0  # seconds for the server's own transport
-_MOST_REPLY = 64 << 20  # bytes of what the supervisor says, whatever clients may send: a status document grows
-_LOOK_AFTER = 0.1  # seconds between two looks at engines
-_RECLAIM = 1.0  # seconds between two looks whether clients are there
-_KEPT = 8 << 20  # bytes that stay with the process: what the largest messages pass through
-_FIRST_TO_DIE = 500  # of -1000..1000: where memory runs out, the kernel ends this process before an engine
+_MOST_REPLY = 64 << 20  # bytes of a supervisor's reply, independent of max_message: a status document may be large
+_LOOK_AFTER = 0.1  # seconds between two checks of the engines
+_RECLAIM = 1.0  # seconds between two checks whether clients are connected
+_KEPT = 8 << 20  # bytes of freed memory that the process keeps, for the buffers of large messages
+_FIRST_TO_DIE = 500  # of -1000..1000: when memory runs out, the kernel kills this process before an engine
 STOPPED, FAILED, COULD_NOT_START = 0, 1, 3
 
 
 async def serve(control_pipe: ControlPipe, orders: dict[str, Any], log: Log) -> int:
-    """Serve until the control pipe says stop, or ends; returns the exit status."""
+    """Serve until the control pipe orders a stop or is closed, or the server is gone; return the exit status."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     try:
         front = _front(context, orders)
@@ -59,7 +59,7 @@ async def serve(control_pipe: ControlPipe, orders: dict[str, Any], log: Log) -> 
 
 
 def _front(context: zmq.Context[zmq.Socket[bytes]], orders: dict[str, Any]) -> Front | OpenFront:
-    """libzmq speaks CURVE, and knows network interfaces by name; all else goes without its thread."""
+    """Create the network socket. libzmq is used only for CURVE and for names of network interfaces."""
     if orders["curve_key"] is None:
         with contextlib.suppress(socket.gaierror):
             return OpenFront(orders["tcp"], orders["max_message"])
@@ -79,15 +79,15 @@ async def _until(stop: asyncio.Event, relay: Relay) -> None:
 
 
 def run(control_pipe: ControlPipe) -> int:
-    """The relay's main: the first message configures it."""
+    """Run the relay until it is stopped; return the exit status. The first message on the pipe configures it."""
     orders = configuration(control_pipe)
     if orders is None:
         return STOPPED
     keep_freed_memory(_KEPT)
     log = configure("relay", orders["log_level"], orders["log_format"])
-    with contextlib.suppress(OSError):  # some containers forbid it; then the kernel chooses as it likes
+    with contextlib.suppress(OSError):  # some containers forbid it; then the kernel's default order applies
         Path("/proc/self/oom_score_adj").write_text(str(_FIRST_TO_DIE))
     try:
         return asyncio.run(serve(control_pipe, orders, log))
-    except BrokenPipeError:  # the supervisor went while it was being told something
+    except BrokenPipeError:  # the supervisor ended while a message was being sent to it
         return STOPPED

@@ -1,4 +1,4 @@
-"""The relay's messages: it forwards control calls, leases lanes, sends tickets and returns answers."""
+"""The relay's message handling: it forwards control calls, leases lanes, sends tickets and returns answers."""
 
 from __future__ import annotations
 
@@ -38,29 +38,29 @@ from jurybox.protocol.wire import (
 from jurybox.server.relay.open_front import OpenFront
 from jurybox.server.relay.remote_clients import Front, HeldLane, InlineTicket, head
 
-_MOST_LANES = 1024  # half of all there are: clients of this host must find some, too
-_MOST_CALLS = 4096  # passed on and not answered yet
-_MOST_CALLS_EACH = 64  # of them one client's, who asks one at a time: nobody shall take them all
-_CALL_TIMEOUT = 30.0  # seconds after which a call's answer is expected no longer
+_MOST_LANES = 1024  # half of all lanes: the rest is for local clients
+_MOST_CALLS = 4096  # forwarded and not answered yet
+_MOST_CALLS_EACH = 64  # of them for one client (which makes one call at a time), so that no client can use them all
+_CALL_TIMEOUT = 30.0  # seconds after which a call's answer is no longer expected
 _LEASE, _ROWS = slice(10, 18), slice(42, 46)  # in a ticket's frame
-_STAY = 0.005  # seconds of taking in and answering before others of the loop get a turn
-_PAUSE_MS = 1  # to wait for the next message before the loop does
-_ALONE = 16  # turns after which a client counts as alone: others are not heard while its answer is waited for
+_STAY = 0.005  # seconds of receiving and answering before other callbacks of the loop get a turn
+_PAUSE_MS = 1  # to wait for the next message here before returning to the loop
+_ALONE = 16  # turns after which a client counts as alone: other clients are not read while its answer is awaited
 _TURN = 64  # messages handled before others get a turn
-_SOON = 0.01  # seconds until an answer is tried again that its client had left no room for
-_MISSED = 2  # looks at a client in a row that found no connection
+_SOON = 0.01  # seconds until an answer is retried that did not fit into its client's limit
+_MISSED = 2  # consecutive checks without a connection after which a client counts as gone
 
 Answer = Callable[[ControlReply], ControlReply]
 
 
 class Relay:
-    """The relay. Belongs to the event loop's thread.
+    """The relay. Use it in the event loop's thread only.
 
     Args:
-        front: to the clients.
+        front: the socket to the clients.
         back: a DEALER to the supervisor's control socket.
         link: the relay's own connection to the server.
-        report: called with (event, fields) for what should be logged.
+        report: called with (event, **fields) to log an event.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Relay:
         self._link = link
         self._report = report
         self._loop = asyncio.get_running_loop()
-        self._lanes: dict[int, HeldLane] = {}  # by the number its client knows, which nobody can guess
+        self._lanes: dict[int, HeldLane] = {}  # by the lease number given to the client, which is unguessable
         self._missing: dict[bytes, int] = {}
         self._calls: dict[bytes, tuple[float, bytes, bytes, Answer]] = {}
         self._calls_of: Counter[bytes] = Counter()
@@ -80,8 +80,8 @@ class Relay:
         self._bad_messages, self._complained_at = 0, 0.0
         self._owing = False
         self._waiting: dict[HeldLane, None] = {}  # lanes with tickets in flight
-        self._lone: HeldLane | None = None  # the only one of those, and for how many turns
-        self._turns = 0
+        self._lone: HeldLane | None = None  # the only one of those, if there is one
+        self._turns = 0  # for which it was the only one
         self._words = Words()
         self._back_descriptor = int(back.getsockopt(zmq.FD))
         self._loop.add_reader(front.fileno(), self._serve)
@@ -93,7 +93,7 @@ class Relay:
             self._ears.register(descriptor, select.POLLIN)
 
     def pump(self) -> None:
-        """Handle all waiting messages of both sides: a ZeroMQ descriptor signals changes only."""
+        """Handle all waiting messages of both sides: a ZeroMQ descriptor signals only changes."""
         self._pumping = False
         if self._closed:
             return
@@ -102,11 +102,12 @@ class Relay:
         self._serve()
 
     def _serve(self) -> None:
-        """Take in what clients sent, and answer what engines have computed, as long as there is something to do.
+        """Receive clients' messages and send engines' answers, as long as there are any.
 
-        A lone client's answer is waited for right here, some microseconds, as a lone client of this host does. Of the
-        others an engine tells, once it knows that this process is about to sleep. While requests come one after another
-        that sleep is here, too: the event loop takes longer from one to the next than the system call.
+        If only one client has a request in flight, this method spins for its answer for some microseconds, as a single
+        local client does. For other answers, an engine signals an event once this process has announced that it is
+        about to sleep. While requests arrive in quick succession, it sleeps here as well, because an iteration of the
+        event loop takes longer than the system call.
         """
         until, waiting, lone = time.monotonic() + _STAY, self._waiting, None
         while not self._closed and not self._pumping:
@@ -143,16 +144,16 @@ class Relay:
                     self._again()  # its messages first
 
     def _stay(self, lone: HeldLane, seconds: float) -> None:
-        """Serve a client that asks alone without coming back here for each of its requests."""
+        """Serve a client that is alone, without returning here for each of its requests."""
         if lone.stay(self._descriptors, _PAUSE_MS / 1e3, seconds) and isinstance(self._front, OpenFront):
             self._front.look_again(lone.sender)
         if lone.waits:
             self._waiting[lone] = None
 
     def _told(self) -> None:
-        """Answers may have come from an engine."""
+        """Handle the event which signals that answers of an engine may have arrived."""
         with contextlib.suppress(BlockingIOError):
-            os.eventfd_read(self._words.descriptor)  # before the look: what comes after it is told again
+            os.eventfd_read(self._words.descriptor)  # reset it first: answers that arrive later signal it again
         self._serve()
 
     def look_after(self) -> None:
@@ -160,7 +161,7 @@ class Relay:
         for held in self._lanes.values():
             if held.waits:
                 held.look_after()
-                self._answered(held)  # looking took the answers that were there, and with them their news
+                self._answered(held)  # look_after received the present answers, for which no signal follows
         self._again()
 
     def reclaim(self) -> None:
@@ -169,7 +170,7 @@ class Relay:
         self._missing = {owner: self._missing.get(owner, 0) + 1 for owner in owners if not self._front.is_there(owner)}
         for number, held in list(self._lanes.items()):
             if self._missing.get(held.owner, 0) >= _MISSED:
-                self._report("remote client gone, rows given back", rows=held.lane.rows)
+                self._report("remote client gone, rows released", rows=held.lane.rows)
                 self._drop(number)
         long_ago = time.monotonic() - _CALL_TIMEOUT
         self._calls = {number: call for number, call in self._calls.items() if call[0] > long_ago}
@@ -187,13 +188,13 @@ class Relay:
         self._words.close()
 
     def _again(self) -> None:
-        """Schedule another look: sending consumes the socket's signal."""
+        """Schedule another call of `pump`: sending consumes the socket's signal."""
         if not self._pumping:
             self._pumping = True
             self._loop.call_soon(self.pump)
 
     def _from_server(self) -> bool:
-        """Handle a limited number of the supervisor's answers; returns whether there may be more."""
+        """Handle a limited number of the supervisor's answers; return whether there may be more."""
         for _ in range(_TURN):
             try:
                 frames = self._back.recv_multipart(zmq.NOBLOCK, copy=False)
@@ -203,7 +204,7 @@ class Relay:
         return True
 
     def _from_clients(self) -> bool:
-        """Handle a limited number of clients' messages; returns whether there may be more."""
+        """Handle a limited number of clients' messages; return whether there may be more."""
         for _ in range(_TURN):
             frames = self._front.receive(self._expected)
             if frames is None:
@@ -218,7 +219,7 @@ class Relay:
             self._complain(f"a message could not be handled: {said(error, 200)}")
 
     def _expected(self, first: bytes) -> int:
-        """Bytes of the frames behind a ticket; 0 where that cannot be said."""
+        """Return the size of the frames that follow a ticket; 0 if it is unknown."""
         if len(first) != TICKET_FRAME or (held := self._lanes.get(int.from_bytes(first[_LEASE], "little"))) is None:
             return 0
         return held.input_bytes(int.from_bytes(first[_ROWS], "little"))
@@ -246,7 +247,7 @@ class Relay:
             self._bad_messages, self._complained_at = 0, now
 
     def _send(self, frames: list[bytes]) -> bool:
-        """Send a message; False if the client is gone."""
+        """Send a message; return False if the client is gone."""
         self._again()
         return self._front.send(frames)
 
@@ -282,7 +283,7 @@ class Relay:
             self._loop.call_later(_SOON, self._pay)
 
     def _pay(self) -> None:
-        """Send answers that slow clients had no room for."""
+        """Send answers that did not fit into the limits of slow clients."""
         self._owing = False
         if not self._closed:
             for held in list(self._lanes.values()):
@@ -326,14 +327,14 @@ class Relay:
 
     def _pass_on(self, sender: bytes, number: bytes, request: ControlRequest, answer: Answer) -> None:
         body = request.SerializeToString()
-        require_control_size(body)  # once more: the supervisor cuts the connection of who sends more, and all its calls
+        require_control_size(body)  # again: for a larger one, the supervisor would close the connection with all calls
         self._number += 1
         ours = self._number.to_bytes(8, "little")
         try:
             if len(self._calls) >= _MOST_CALLS or self._calls_of[sender] >= _MOST_CALLS_EACH:
                 raise zmq.Again
             self._back.send_multipart((PREFIX, ours, body), zmq.NOBLOCK)
-            self._again()  # sending reads the socket's signal, and with it perhaps the news of an answer
+            self._again()  # sending consumes the socket's signal, perhaps that of an answer
         except zmq.Again:
             raise Error("too many calls wait for the server's answer: try again later", Code.BUSY) from None
         self._calls[ours] = (time.monotonic(), sender, number, answer)
@@ -343,7 +344,7 @@ class Relay:
     def _on_reply(self, frames: list[zmq.Frame]) -> None:
         call = self._calls.pop(frames[1].bytes, None) if len(frames) == 3 else None
         if call is None:
-            return  # it took so long that it was forgotten
+            return  # it came after _CALL_TIMEOUT
         _, sender, number, answer = call
         self._calls_of[sender] -= 1
         reply = ControlReply.FromString(frames[2].bytes)
@@ -352,25 +353,25 @@ class Relay:
         except Error as error:
             reply = _failed(error)
         if not self._reply(sender, number, reply) and reply.HasField("lease"):
-            self._drop(reply.lease.lease)  # who asked for it is between two connections, and will never know of it
+            self._drop(reply.lease.lease)  # the client is reconnecting and will never learn of the lease
 
     def _reply(self, sender: bytes, number: bytes, reply: ControlReply) -> bool:
         return self._send([sender, PREFIX, number, reply.SerializeToString()])
 
     def _lease(self, sender: bytes, number: bytes, request: ControlRequest) -> None:
-        """Lease a lane; a repeated call whose answer was lost with a connection gets the same one."""
+        """Lease a lane; a call that is repeated because its answer was lost with a connection gets the same lane."""
         for held in self._lanes.values():
             if (held.owner, held.call) == (sender, number) and held.granted.model.name == request.lease.model:
                 self._reply(sender, number, ControlReply(lease=held.granted))
                 return
         if any(call[1:3] == (sender, number) for call in self._calls.values()):
-            return  # it is answered when the server has
+            return  # it will be answered when the server answers
         if len(self._lanes) >= _MOST_LANES:
-            raise Error(f"{_MOST_LANES} lanes are leased to remote clients, which is all there are", Code.BUSY)
+            raise Error(f"{_MOST_LANES} lanes are leased to remote clients, which is the maximum", Code.BUSY)
         self._pass_on(sender, number, request, lambda reply: self._leased(sender, number, reply))
 
     def _leased(self, sender: bytes, call: bytes, reply: ControlReply) -> ControlReply:
-        """Hold the lane for the client, and tell the client about it."""
+        """Hold the leased lane for the client, and return the reply to the client."""
         if not reply.HasField("lease"):
             return reply
         lease = reply.lease
@@ -401,7 +402,7 @@ def _failed(error: Error) -> ControlReply:
 
 
 def _without_places(reply: ControlReply) -> ControlReply:
-    """The server's hello without addresses that only its own host can reach."""
+    """Return the server's hello without addresses that only its own host can reach."""
     if reply.HasField("server"):
         server = reply.server
         return ControlReply(server=ServerMessage(server_id=server.server_id, build=server.build, models=server.models))

@@ -1,4 +1,4 @@
-"""The relay's socket to the network, and the lanes that it holds for remote clients."""
+"""The relay's network socket with CURVE, and the lanes that the relay holds for remote clients."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
-from zmq.backend import Socket as Bare  # its methods without what zmq.Socket adds, which costs as much as they do
+from zmq.backend import Socket as Bare  # its methods without the wrappers of zmq.Socket, which double their cost
 
 from jurybox import native
 from jurybox.client.in_flight import InFlight
@@ -25,33 +25,33 @@ from jurybox.protocol.errors import MOST_TEXT, Code, Error, cut
 from jurybox.protocol.wire import PACK_REPLY, PREFIX
 from jurybox.server.security.access import public_keys, read_pair
 
-_TRACKED = 4 << 10  # bytes from which on a message is followed until it has left
-_COPIED = 64 << 10  # bytes of a frame below which copying it is cheaper than keeping track of who owns it
+_TRACKED = 4 << 10  # bytes; a message of at least this size is tracked until it has been sent
+_COPIED = 64 << 10  # bytes; copying a smaller frame is cheaper than tracking its owner
 _EVENTS, _RCVMORE, _POLLIN = int(zmq.EVENTS), int(zmq.RCVMORE), int(zmq.POLLIN)
 _NOBLOCK, _SNDMORE = int(zmq.NOBLOCK), int(zmq.SNDMORE | zmq.NOBLOCK)
-_CLIENTS = 8  # clients that may leave as much unread as one may, before all others are held to one message each
-_SEND_HIGH_WATER, _RECEIVE_HIGH_WATER = 1024, 64  # messages a client may leave unread, and send ahead
-_BEAT_MS, _SILENCE_MS = 2000, 10_000  # libzmq's own pings, and the silence that ends a connection
+_CLIENTS = 8  # the limit on all clients' unread bytes, in limits of one; above it, each may have one unread message
+_SEND_HIGH_WATER, _RECEIVE_HIGH_WATER = 1024, 64  # messages that a client may leave unread, and send ahead
+_BEAT_MS, _SILENCE_MS = 2000, 10_000  # interval of libzmq's pings, and the silence after which it closes a connection
 _HANDSHAKE_MS = 5000
 _DOMAIN = "jurybox"
-_MOST_HEAD = 255 + len(PREFIX) + PACK_REPLY.size + MOST_TEXT  # bytes of an answer's first frames: its client, its head
-_PROBE = (PREFIX, bytes(8), b"")  # a control reply to call number 0, which nobody has made
+_MOST_HEAD = 255 + len(PREFIX) + PACK_REPLY.size + MOST_TEXT  # bytes of an answer's first frames: routing id and head
+_PROBE = (PREFIX, bytes(8), b"")  # a control reply to call number 0, which no client has made
 
 
 class Front:
     """A ROUTER socket on TCP, with CURVE if there are keys.
 
     Args:
-        where: "host:port"; port 0 takes a free one.
-        curve_key: the server's .key_secret; None: whoever connects comes in.
-        curve_clients: a folder of .key files of those who may come in; None: any key may.
-        max_message: bytes of the largest frame, and of what one client may leave unread.
+        where: "host:port"; with port 0, a free port is chosen.
+        curve_key: the server's .key_secret file; None: all clients are admitted.
+        curve_clients: a folder with the .key files of the admitted clients; None: any key is admitted.
+        max_message: the maximum size of a frame in bytes, and the maximum of bytes that one client may leave unread.
 
     Attributes:
-        bound: "host:port" where it really listens.
+        bound: the actual "host:port".
 
     Raises:
-        zmq.ZMQError: it cannot be bound; ValueError: the keys cannot be read, or no client's is there.
+        zmq.ZMQError: it cannot be bound; ValueError: the keys cannot be read, or there is none of a client.
     """
 
     def __init__(
@@ -67,10 +67,10 @@ class Front:
         self._unsent: dict[bytes, deque[tuple[zmq.MessageTracker, int]]] = {}
         self._unsent_to: dict[bytes, int] = {}
         self._unsent_bytes = 0
-        self._quiet = False  # nothing was there at the last look, and nothing was done with the socket since
+        self._quiet = False  # whether the last check found no message, and the socket was not used since
         self.socket = context.socket(zmq.ROUTER)
         set_option = self.socket.setsockopt
-        self.socket.copy_threshold = 1024  # of what is sent without a copy: smaller frames are copied all the same
+        self.socket.copy_threshold = 1024  # smaller frames are copied even with copy=False
         set_option(zmq.LINGER, 0)
         set_option(zmq.IPV6, 1 if "[" in where else 0)
         set_option(zmq.SNDHWM, _SEND_HIGH_WATER)
@@ -79,10 +79,10 @@ class Front:
         set_option(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
         set_option(zmq.HEARTBEAT_IVL, _BEAT_MS)
         set_option(zmq.HEARTBEAT_TIMEOUT, _SILENCE_MS)
-        # A second connection of a name is not heard while the first stands. Handing the name over to it leaves the
-        # first one half closed, and a ping on that ends the process (libzmq 4.3.5: "Assertion failed: !_io_error").
+        # A second connection with the same name is ignored while the first is open. A handover of the name would leave
+        # the first half closed, and a ping on it aborts the process (libzmq 4.3.5: "Assertion failed: !_io_error").
         set_option(zmq.ROUTER_HANDOVER, 0)
-        set_option(zmq.ROUTER_MANDATORY, 1)  # says when a client is gone
+        set_option(zmq.ROUTER_MANDATORY, 1)  # reports when a client is gone
         try:
             if curve_key is not None:
                 self._guard_with(context, curve_key, curve_clients)
@@ -94,9 +94,9 @@ class Front:
         self.bound = self.socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0").removeprefix("tcp://")
 
     def has_room(self, client: bytes, size: int) -> bool:
-        """Whether a message of so many bytes can be sent to a client now.
+        """Return whether a message of `size` bytes can be sent to a client now. One message is always allowed.
 
-        ZeroMQ bounds the messages that a client leaves unread, not their bytes. One message may always be on its way.
+        ZeroMQ limits the number of a client's unread messages, but not their bytes.
         """
         waiting = self._unsent.get(client)
         while waiting and waiting[0][0].done:
@@ -111,9 +111,12 @@ class Front:
         return unsent <= self._most_unsent and self._unsent_bytes + size <= _CLIENTS * self._most_unsent
 
     def send(self, frames: Sequence[Any]) -> bool:
-        """Send to the client that the first frame names; False if it is gone. A client that does not read loses it."""
+        """Send to the client that the first frame names; return False if it is gone.
+
+        The message is dropped if the client has left too many messages or bytes unread.
+        """
         size = sum(map(len, frames))
-        self._quiet = False  # sending reads the socket's signal, and with it perhaps the news of a message
+        self._quiet = False  # sending consumes the socket's signal, perhaps that of a message
         try:
             if size < _TRACKED:
                 socket, last = self.socket, len(frames) - 1
@@ -134,7 +137,7 @@ class Front:
         return True
 
     def has_news(self) -> bool:
-        """Whether messages are waiting. Check it before sleeping on `fileno`, which signals changes only."""
+        """Return whether messages are waiting. Check it before waiting on `fileno`, which signals only changes."""
         if self._quiet:
             return False
         there = bool(int(Bare.get(self.socket, _EVENTS)) & _POLLIN)
@@ -142,15 +145,15 @@ class Front:
         return there
 
     def fileno(self) -> int:
-        """Readable when messages may have come. Who was told so takes a look with `receive`."""
+        """Return a descriptor that is readable when messages may have arrived. Then call `receive`."""
         return self._descriptor
 
     def receive(self, sizes: Callable[[bytes], int]) -> list[Any] | None:
-        """A client's message, its routing id and first frames as bytes; None where there is none.
+        """Return a client's message: its routing id, then frames; None if there is none.
 
         Args:
-            sizes: bytes to expect of each frame behind the first, given that: large ones are not copied, and are
-                zmq.Frame.
+            sizes: called with the first frame; returns the expected size of the frames behind it in bytes. If that is
+                large, those are not copied: they are zmq.Frame. All other frames are bytes.
         """
         socket = self.socket
         self._quiet = False
@@ -165,18 +168,18 @@ class Front:
         return frames
 
     def forget_sent(self) -> None:
-        """Forget messages that were sent."""
+        """Drop the records of messages that have been sent."""
         for client in list(self._unsent):
             self.has_room(client, 0)
 
     def is_there(self, client: bytes) -> bool:
-        """Whether a client is connected."""
+        """Return whether a client is connected."""
         return self.send((client, *_PROBE))
 
     def close(self) -> None:
         self.socket.close()
         if self._guard is not None:
-            with contextlib.suppress(zmq.ZMQError):  # the context may be gone already
+            with contextlib.suppress(zmq.ZMQError):  # the context may be terminated already
                 self._guard.stop()
 
     def _guard_with(self, context: zmq.Context[zmq.Socket[bytes]], curve_key: str, curve_clients: str | None) -> None:
@@ -184,7 +187,7 @@ class Front:
         self.socket.setsockopt(zmq.CURVE_PUBLICKEY, public)
         self.socket.setsockopt(zmq.CURVE_SECRETKEY, secret)
         self.socket.setsockopt(zmq.CURVE_SERVER, 1)
-        # RFC 27: the guard is asked by libzmq before a connection carries anything; without an answer nobody comes in.
+        # RFC 27: libzmq asks the authenticator before it passes on any message; without its answer no client gets in.
         self.socket.setsockopt(zmq.ZAP_DOMAIN, _DOMAIN.encode())
         self._guard = ThreadAuthenticator(context)
         self._guard.start()
@@ -199,16 +202,16 @@ class Front:
             )
 
 
-_LONGEST_NS = 3_600_000_000_000  # an hour: no ticket waits longer
+_LONGEST_NS = 3_600_000_000_000  # one hour, the maximum time-out of a ticket
 
 
 class InlineTicket(NamedTuple):
-    """A received ticket: its connection, and the relevant fields of its record."""
+    """A received ticket: the routing id of its connection, and the relevant fields of its record."""
 
     sender: bytes
     sequence: int
     left: int  # ns until its deadline
-    first: int  # row, counted from the lane's first
+    first: int  # its first row, relative to the lane's first row
     rows: int
     version: int
     incarnation: int  # of the client's connection
@@ -217,13 +220,16 @@ class InlineTicket(NamedTuple):
 class HeldLane:
     """Sends the tickets of one client to the engines.
 
-    Its tickets are in one of two hands: this object's, or a native.RelayLane's, which sees to all that is not special
-    as long as none is in flight here. It hands over whenever something else is to be done about the lane.
+    Its tickets in flight are managed either by this object or by a native.RelayLane. The latter handles all regular
+    tickets as long as none is in flight here, and hands its tickets over for any other operation on the lane.
 
     Args:
-        lane: leased by the relay.
-        owner: the connection whose end is the end of the lease.
-        call: the number of the call that it was leased for; `granted`: the answer to it.
+        lane: the lane leased by the relay.
+        owner: the connection that owns the lease; the lease ends with it.
+        call: the number of the control call that leased the lane.
+        granted: the answer to that call.
+        first: the lane's first row in the arena.
+        rows: the lane's number of rows.
     """
 
     def __init__(self, lane: Lane, owner: bytes, call: bytes, granted: Lease, first: int, rows: int) -> None:
@@ -240,7 +246,7 @@ class HeldLane:
         self._shm = lane.transport if isinstance(lane.transport, ShmTransport) else None
         self._this = weakref.ref(self)
         self._native: native.RelayLane | None = None
-        self._native_for: tuple[native.Zmtp, tuple[int, int]] | None = None  # whose connection, which engine's life
+        self._native_for: tuple[native.Zmtp, tuple[int, int]] | None = None  # its connection, (engine, incarnation)
         self._sender = b""
 
     @property
@@ -249,10 +255,11 @@ class HeldLane:
         return bool(self._in_flight) or (self._native is not None and self._native.in_flight > 0)
 
     def connect(self, sender: bytes, link: native.Zmtp) -> bool:
-        """After a `submit`: have the plain ones among the next tickets by this connection go past it, by `take_in`.
+        """After a `submit`: let `take_in` handle the next regular tickets of this connection.
 
         Returns:
-            Whether anything was done: False where rows are not plain, there are several engines, or it is so already.
+            Whether anything changed: False if the rows do not have a fixed size, if there are several engines, or if
+            `take_in` handles them already.
         """
         if not self._inputs or not self._outputs or self._shm is None or (engine := self.lane.only_engine()) is None:
             return False
@@ -272,15 +279,18 @@ class HeldLane:
         return True
 
     def take_in(self) -> int:
-        """Send on the plain tickets that came by its connection; how many. What is left there is for `submit`."""
+        """Send on the regular tickets from its connection; return their number. `submit` must handle what is left."""
         return 0 if self._native is None else self._native.take_in()
 
     def answer(self) -> bool:
-        """Send answers to tickets of `take_in`; False where `answers` has to see to them."""
+        """Send the answers to tickets of `take_in`; return False if `answers` must handle them."""
         return self._native is not None and self._native.answer()
 
     def stay(self, descriptors: Sequence[int], pause: float, seconds: float) -> bool:
-        """Do both for a lone client, see native.RelayLane.stay; returns whether its connection has other messages."""
+        """Run `take_in` and `answer` in a loop for a single client; return whether its connection has other messages.
+
+        See native.RelayLane.stay.
+        """
         if self._native is None or self._native_for is None or self._shm is None or not self._native.mine:
             return False
         self._shm.quiet()
@@ -289,11 +299,11 @@ class HeldLane:
 
     @property
     def sender(self) -> bytes:
-        """Whose connection `take_in` reads."""
+        """The routing id of the connection that `take_in` reads."""
         return self._sender
 
     def _take_back(self) -> None:
-        """Have all tickets in flight here."""
+        """Take over all tickets in flight from the native lane."""
         if self._native is None or self._native_for is None or not self._native.mine:
             return
         engine, life = self._native_for[1]
@@ -307,23 +317,23 @@ class HeldLane:
         self.lane.sequence = max(self.lane.sequence, self._native.number)
 
     def _give(self) -> None:
-        """Nothing is in flight any more: the next tickets may go past this object again."""
+        """If nothing is in flight here, let the native lane handle the next tickets."""
         if self._native is not None and not self._in_flight and not self.lane.in_flight:
             self._native.take_over(self.lane.sequence)
 
     def watch(self, loop: asyncio.AbstractEventLoop, words: Words, arrived: Callable[[], None]) -> None:
-        """Have answers told to `words`; by `arrived` in the loop's thread, where the lane has another transport."""
+        """Have answers signalled to `words`, or with a transport other than shm, by `arrived` in the loop's thread."""
         if self._shm is not None:
             self._shm.tell(words)
         else:
             self.lane.watch(loop, arrived)
 
     def arm(self) -> bool:
-        """Have the next answer told; whether one is there already."""
+        """Request a signal for the next answer; return whether one has arrived already."""
         return self._shm is not None and self._shm.arm()
 
     def spin(self) -> bool:
-        """Whether an answer came within microseconds; only a lone client's is waited for."""
+        """Spin for some microseconds; return whether an answer arrived. Use it only for a single client."""
         return self._shm is not None and self._shm.spin()
 
     def submit(self, ticket: InlineTicket, frames: Sequence[Any]) -> None:
@@ -349,7 +359,7 @@ class HeldLane:
                     f"came first, {ticket.rows} from row {first} now; a number is for one request",
                     Code.MALFORMED,
                 )
-            # Its client lost the connection and sends it again: the answer goes to where it is now.
+            # Its client lost the connection and sends the ticket again: the answer goes to the new connection.
             self._in_flight[ticket.sequence] = (ticket, known[1])
             return
         if any(self._busy[first:end]):
@@ -368,9 +378,9 @@ class HeldLane:
         )
 
     def answers(self, has_room: Callable[[bytes, int], bool] = lambda *_: True) -> Iterator[list[Any]]:
-        """New answers, as frames to send.
+        """Yield new answers as frames to send.
 
-        An answer for which its client has left no room stays in its rows, which are the client's own, until it has.
+        An answer that does not fit into its client's limit now stays in its rows, which belong to the client.
         """
         if self._native is not None and self._native.in_flight:
             self._take_back()
@@ -383,7 +393,7 @@ class HeldLane:
             if not has_room(came.sender, size + _MOST_HEAD):
                 continue
             frames = self._frames(came, sent)
-            # Sizes, state and reasons of failed rows come on top: what there is no room for would be lost.
+            # Sizes, state and reasons of failed rows add to the estimate; a message above the limit would be dropped.
             plain = self._outputs and code in (Code.OK, Code.MODEL_FAILED)
             if plain or has_room(came.sender, sum(map(len, frames))):
                 self._settle(came)
@@ -395,15 +405,15 @@ class HeldLane:
         return any(sent.answer is not None for _, sent in self._in_flight.values())
 
     def look_after(self) -> None:
-        """Check engines and server; raises ServerGone. New answers are in `answers` afterwards."""
+        """Check engines and server. New answers are in `answers` afterwards. Raises ServerGone."""
         if self._native is not None and self._native.in_flight:
             if not self._native.overdue():
-                return  # all of them are new since the last look
+                return  # all tickets in flight are newer than the last check
             self._take_back()
         self.lane.receive(0)
 
     def input_bytes(self, rows: int) -> int:
-        """Bytes of so many rows; 0 where that differs from row to row."""
+        """Return the size of the inputs of `rows` rows in bytes; 0 if it differs from row to row."""
         return self._inputs.row_bytes * rows
 
     def close(self) -> None:
@@ -429,7 +439,7 @@ class HeldLane:
         elif answer.code in (Code.OK, Code.ROW_FAILED):
             failed = answer.code != Code.OK
             rows = row_frames.packed(self.lane.columns, "outputs", sent.first, sent.rows, failed=failed)
-            # Copies: the client may write the next ticket to these rows before the message is gone.
+            # Copies: the client may write the next ticket to these rows before the message is sent.
             frames += [part if type(part) is bytes else part.tobytes() for part in rows]
         elif answer.code == Code.SESSION_LOST:
             frames.append(row_frames.reasons(self.lane.columns, sent.first, sent.rows).tobytes())
@@ -437,5 +447,5 @@ class HeldLane:
 
 
 def head(ticket: InlineTicket, code: int, message: str, version: int = 0) -> bytes:
-    """The first frame of an answer."""
+    """Return the first frame of an answer."""
     return PREFIX + PACK_REPLY.pack(ticket.sequence, version, ticket.incarnation, code) + cut(message, MOST_TEXT)
