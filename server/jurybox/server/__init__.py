@@ -1,1 +1,1 @@
-"""The server: engines, gateway, supervisor and what configures them."""
+"""The server: engines, gateway, relay, supervisor and their configuration."""

@@ -1,16 +1,16 @@
-"""What a batch costs, learnt from batches: engines and the gateway decide by it whether waiting for more rows pays."""
+"""An estimate of a batch's cost, by which engines and the gateway decide whether waiting for more rows pays."""
 
 from __future__ import annotations
 
-_FORGET = 0.005
-_SPREAD = 0.02  # of the rows' variance over their squared mean
+_FORGET = 0.005  # the decay of past batches' weight with each batch
+_SPREAD = 0.02  # the smallest variance of the number of rows over its squared mean for a fit
 
 
 class BatchCost:
-    """What a batch costs: a line through what batches took, by least squares that forget.
+    """A linear model of a batch's duration as a function of its rows, by exponentially weighted least squares.
 
     Attributes:
-        fixed: ns of a batch however few rows it has.
+        fixed: the cost of a batch in ns that is independent of its number of rows.
     """
 
     def __init__(self) -> None:
@@ -18,7 +18,7 @@ class BatchCost:
         self._weight = self._rows = self._ns = self._rows2 = self._rows_ns = 0.0
 
     def observe(self, rows: int, ns: int) -> None:
-        """A batch of so many rows took so long."""
+        """Record that a batch of `rows` rows took `ns`."""
         keep = 1.0 - _FORGET
         self._weight = keep * self._weight + 1.0
         self._rows = keep * self._rows + rows
@@ -27,6 +27,6 @@ class BatchCost:
         self._rows_ns = keep * self._rows_ns + rows * ns
         spread = self._weight * self._rows2 - self._rows * self._rows
         if spread < _SPREAD * self._rows * self._rows:
-            return  # batches of one size say nothing of the slope: what was known before stands
+            return  # batches of equal size do not determine the slope, so keep the last estimate
         slope = (self._weight * self._rows_ns - self._rows * self._ns) / spread
         self.fixed = max(0.0, (self._ns - max(slope, 0.0) * self._rows) / self._weight)

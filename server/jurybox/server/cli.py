@@ -8,11 +8,11 @@ _USAGE = 2
 
 
 def main() -> None:
-    """Run the command line; ends the process with the exit status of docs/operations.md."""
+    """Run the command line and end the process with an exit status of docs/operations.md."""
     if sys.version_info < (3, 11):
         sys.stderr.write(
-            f"jurybox: this is Python {sys.version_info[0]}.{sys.version_info[1]}, which a client may be; the command "
-            "line, servers and trainings need Python 3.11 or newer.\n"
+            f"jurybox: this is Python {sys.version_info[0]}.{sys.version_info[1]}, which only clients support; the "
+            "command line, servers and trainings need Python 3.11 or newer.\n"
         )
         sys.exit(_USAGE)
     try:

@@ -1,6 +1,6 @@
 """Client and engine in one process, without sockets: for tests, debugging, and as the upper bound in benchmarks.
 
-A request runs the engine's loop in the caller's thread.
+A request runs turns of the engine in the caller's thread.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _INCARNATION = 1
 
 
 class InprocTransport(Transport):
-    """Both sides of a transport: the client's calls queue tickets that the engine's core collects."""
+    """Both sides of a transport: the client's calls queue tickets that the engine collects."""
 
     number = 0
     slow = False
@@ -55,14 +55,14 @@ class InprocTransport(Transport):
         self._unanswered: set[int] = set()
 
     def collect(self, out: NDArray[Any]) -> int:
-        """As the engine's Transport.collect."""
+        """Collect tickets; see the engine's `Transport.collect`."""
         n = min(len(self._tickets), len(out))
         for i in range(n):
             out[i] = np.frombuffer(self._tickets.popleft(), TICKET)[0]
         return n
 
     def reply(self, tickets: NDArray[Any], code: int, version: int, message: str) -> None:
-        """As the engine's Transport.reply."""
+        """Store answers; see the engine's `Transport.reply`."""
         self._answers.extend(Answer(n, code, message, version, _INCARNATION) for n in tickets["sequence"].tolist())
 
     def send(self, ticket: InFlight) -> None:
@@ -79,7 +79,7 @@ class InprocTransport(Transport):
         return next(iter(self.receive(timeout)), None)
 
     def receive(self, timeout: float) -> Sequence[Answer]:
-        """Run the engine until there is an answer."""
+        """Run the engine until there is an answer, or for `timeout` seconds; return the answers."""
         until = time.monotonic() + timeout
         while not self._answers and (self._turn() or time.monotonic() < until):
             pass
@@ -91,7 +91,7 @@ class InprocTransport(Transport):
         return ticket.sequence in self._unanswered
 
     def watch(self, loop: asyncio.AbstractEventLoop, arrived: Callable[[], None]) -> None:
-        """Do nothing: answers come in the caller's thread."""
+        """Do nothing: answers arrive in the caller's thread."""
 
     def close(self) -> None:
         """Do nothing: no resources are open."""
@@ -101,12 +101,12 @@ class InprocTransport(Transport):
 
 
 class InprocServer(Closing):
-    """A server for the caller's own thread.
+    """A server that runs in the caller's thread.
 
     Args:
-        models: by name.
-        max_batch: rows of the largest batch of each.
-        rows: of each arena.
+        models: the models by name.
+        max_batch: the maximum number of rows in a batch of each model.
+        rows: the number of rows of each arena.
     """
 
     def __init__(self, models: Mapping[str, ServedModel], *, max_batch: int = 64, rows: int = 256) -> None:
@@ -118,7 +118,7 @@ class InprocServer(Closing):
         self._leases = Leases(self._owned, lambda lane: False, time.monotonic)
         self.engine = Engine(
             self._scoreboard, 0, [], pause=None, interruptible=True
-        )  # its clients are its caller: nobody comes meanwhile
+        )  # pause=None: all clients are in the caller's thread, so no request can arrive while it waits
         for name, model in models.items():
             spec = model.spec(name)
             arena = Arena.create(segment_name(server_id, "arena", self._index[name]), ArenaLayout(spec, rows))
@@ -133,7 +133,7 @@ class InprocServer(Closing):
         record["incarnation"], record["state"] = _INCARNATION, EngineState.SERVING
 
     def model(self, name: str, *, rows: int = 16) -> Model:
-        """As the client's Server.model."""
+        """Return a model; see the client's `Server.model`."""
         if name not in self._index:
             raise ModelNotFound(f"no model {name!r} here; there are: {', '.join(self._index)}")
         return Model(name, lambda n, _: self._lease(name, n), rows, default_timeout=60.0)

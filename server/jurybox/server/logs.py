@@ -4,7 +4,7 @@
 
 Values are escaped, so that a newline in a name cannot start a new line.
 
-`Log` is our own: importing structlog took 0.08 s of CPU in each process of a server, what is used of it here 60 lines.
+`Log` replaces structlog, whose import took 0.08 s of CPU in each process of a server; the used part of it is 60 lines.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any, TextIO
 from jurybox.protocol.errors import plain
 
 _LONGEST = 20_000  # characters of a value in a line
-_TRACEBACK = 6000  # characters of a traceback: its end says where it happened
+_TRACEBACK = 6000  # characters of a traceback; of a longer one, the end is kept
 _KINDS = 256
 _EVERY = 1.0  # seconds
 
@@ -32,16 +32,16 @@ _NAMES = {number: name for name, number in LEVELS.items()} | {logging.CRITICAL: 
 
 
 class Log:
-    """A process's logger: every call is an event, with fields, and one line. From any thread.
+    """A process's logger: every call logs one event with its fields as one line. Thread-safe.
 
-    `exc_info`, among the fields, is an exception whose traceback belongs to the event. Example::
+    The field `exc_info` is an exception whose traceback is logged with the event. Example::
 
         log.warning("bad message", client=7, bytes=3)
 
     Args:
         role, stream, keep: as for `configure`.
-        level: events below it are left out; of the standard logging module.
-        render: the text of a line, without its end.
+        level: the lowest level to log, as in the standard logging module.
+        render: returns the text of a line, without the newline.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Log:
         self._render = render
         self._stream = _SafeStream(stream)
         self._keep = keep
-        self._one_at_a_time = threading.RLock()  # a finaliser that logs while a line is written would wait for ever
+        self._one_at_a_time = threading.RLock()  # reentrant: a finalizer may log while this thread writes a line
 
     def debug(self, event: str, /, **fields: Any) -> None:
         """Log a detail for developers."""
@@ -76,11 +76,11 @@ class Log:
         self.log(logging.ERROR, event, **fields)
 
     def exception(self, event: str, /, **fields: Any) -> None:
-        """Log a failure, with the traceback of the exception that is being handled."""
+        """Log a failure with the traceback of the exception that is being handled."""
         self.log(logging.ERROR, event, **{"exc_info": sys.exc_info()[1], **fields})
 
     def log(self, level: int, event: str, /, **fields: Any) -> None:
-        """Log an event of a level of the standard logging module."""
+        """Log an event with a level of the standard logging module."""
         if level < self._level:
             return
         raised = fields.pop("exc_info", None)
@@ -97,7 +97,7 @@ class Log:
         if self._keep is not None:
             self._keep({**line})
         text = self._render(line) + "\n"
-        # A line is one write, so that processes which share standard error do not write into each other's lines.
+        # Each line is a single write, so that lines of processes which share standard error do not mix.
         with self._one_at_a_time:
             self._stream.write(text)
             self._stream.flush()
@@ -113,11 +113,11 @@ def configure(
     """Set up logging in this process and return its logger.
 
     Args:
-        role: of the process: "supervisor", "engine-0", "gateway"; the field "process" of every line.
+        role: the role of the process, such as "supervisor", "engine-0" or "gateway"; the field "process" of every line.
         level: debug, info, warning or error.
         format: text or json.
-        stream: where lines go; standard error without it.
-        keep: also given every line that is logged, as its fields.
+        stream: the stream for the lines; None: standard error.
+        keep: called with the fields of every logged line.
     """
     log = Log(role, LEVELS[level], _as_json if format == "json" else _as_text, stream or sys.stderr, keep)
     _adopt_foreign(log, LEVELS[level])
@@ -147,17 +147,17 @@ def _escaped(text: str) -> str:
 
 
 class LogLimiter:
-    """Limits frequent log events: one for each model and event in a second, with a count.
+    """Limits frequent log events: at most one per second for each event and model, with a count.
 
     Args:
-        report: called with (event, fields), and "times" where it came more than once.
-        clock: seconds, monotonic.
+        report: called with (event, **fields); the field "times" is the count if it is more than one.
+        clock: a monotonic clock in seconds.
     """
 
     def __init__(self, report: Callable[..., None], clock: Callable[[], float] = time.monotonic) -> None:
         self._report = report
         self._clock = clock
-        self._kinds: dict[tuple[str, object], tuple[float, int, dict[str, Any]]] = {}  # when next, how many wait, last
+        self._kinds: dict[tuple[str, object], tuple[float, int, dict[str, Any]]] = {}  # next time, count, last fields
 
     def __call__(self, event: str, **fields: Any) -> None:
         kind, now = (event, fields.get("model")), self._clock()
@@ -186,15 +186,15 @@ class LogLimiter:
 
 
 def traced(error: BaseException) -> str:
-    """Format an exception's traceback as ASCII text; of a long one the end. Never raises."""
+    """Format an exception's traceback as `plain` text; of a long one, only the end. Never raises."""
     try:
         return plain("".join(traceback.format_exception(error))[-_TRACEBACK:], _TRACEBACK)
-    except BaseException:  # noqa: BLE001  a model's exception may raise anything when it is asked for its text
+    except BaseException:  # noqa: BLE001  str() of a model's exception may raise anything
         return f"(a traceback of {type(error).__name__} that cannot be made)"
 
 
 class _SafeStream:
-    """A stream for lines that ignores write errors (a full disk, a closed pipe)."""
+    """A stream that ignores write errors (a full disk, a closed pipe)."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -221,13 +221,13 @@ class _Adopted(logging.Handler):
         level = min(max(record.levelno // 10 * 10, logging.DEBUG), logging.CRITICAL)
         try:
             text = record.getMessage()
-        except Exception:  # noqa: BLE001  its arguments do not fit its message; what was meant is still worth a line
+        except Exception:  # noqa: BLE001  its arguments do not fit its format; log both without formatting
             text = plain(f"{plain(record.msg)} {plain(record.args)}")
         self._log.log(level, text, logger=record.name, **fields)
 
 
 def _adopt_foreign(log: Log, level: int) -> None:
-    """Forward the logs of libraries: warnings and errors; all of them with level debug."""
+    """Forward the logs of libraries: warnings and errors only, or all records if `level` is debug."""
     root = logging.getLogger()
     for handler in [handler for handler in root.handlers if isinstance(handler, _Adopted)]:
         root.removeHandler(handler)

@@ -21,22 +21,22 @@ Collate = Literal["list", "pad"] | Callable[[list[dict[str, Any]]], Mapping[str,
 class ServedModel:
     """A module with its inputs and outputs.
 
-    The module is called with one argument for each input, then one for each part of the state: by name where its
-    `forward` has parameters of those names, else by position, in this order. It gives the outputs and then the next
-    state: a tensor (where there is one), a tuple in order, or a dict. Tensors have n rows and are on the engine's
-    device; the call is in inference mode.
+    The module is called with one argument for each input, then one for each part of the state: by name if its `forward`
+    has parameters with those names, otherwise by position in this order. It returns the outputs, then the next state:
+    as a tensor (if there is only one), a tuple in order, or a dict. Tensors have n rows and are on the engine's device.
+    The module is called in inference mode.
 
-    An input whose rows differ in size reaches the module as `collate` says:
+    `collate` determines how the module receives an input whose rows differ in size:
 
-    - "list": a list of n tensors of their own shapes, or of n bytes;
-    - "pad": one tensor, rows padded with zeros to the largest, and `NAME_lengths`, int64 (n, k), k the number of sizes
-      that differ ((n,) where it is one); bytes as uint8. Rows of like size are put together, so that padding stays
-      below `max_padding` of what is computed;
-    - a callable: gets a list of n dicts (inputs by name), gives the keyword arguments.
+    - "list": a list of n tensors of different shapes, or of n bytes;
+    - "pad": one tensor with the rows padded with zeros to the largest, and `NAME_lengths`, int64 of shape (n, k), where
+      k is the number of sizes that differ ((n,) if it is one); bytes as uint8. Rows of similar size are batched
+      together, so that the share of padding stays below `max_padding`;
+    - a callable: it gets a list of n dicts (inputs by name) and returns the keyword arguments.
 
-    Parameters, buffers and state of a model that is put to sleep go to host memory, and back when it is woken. A module
-    that holds more on the device has the methods `sleep()` and `wake()`, which then move all of it; each may give the
-    number of bytes.
+    When a model is put to sleep, its parameters, buffers and state are moved to host memory, and back when it is woken.
+    A module that holds more memory on the device defines the methods `sleep()` and `wake()`, which must then move all
+    of it; each may return the number of bytes.
 
     Outputs whose rows differ in size are lists of n tensors, or of n bytes or str.
 
@@ -45,16 +45,17 @@ class ServedModel:
 
     Attributes:
         module: the network, or another `torch.nn.Module`.
-        inputs: of every input the dtype and the shape of ONE row, in order.
-        outputs: the same of every output.
-        example: optional, ``example(n)`` gives n rows of every input as a dict, for warm-up and self-test; without it
-            zeros are used, and of what differs in size a few small rows. Let its rows differ: with `deterministic`
-            batch sizes are compared on them.
-        state: what is kept on the device for every session, by name.
-        initial_state: what a session begins with, one tensor of `state`'s shape by name; without it zeros.
-        collate: how rows that differ in size reach the module.
-        max_padding: the largest share of padding in a batch, of collate="pad".
-        max_elements: the most elements of inputs that differ in size in one batch, padding included; 0: any number.
+        inputs: the dtype and the shape of ONE row for each input, in order.
+        outputs: the same for each output.
+        example: optional; ``example(n)`` returns n rows of every input as a dict, for warm-up and self-test. Without
+            it, zeros are used, and a few small rows for inputs that differ in size. Its rows should differ from each
+            other: with `deterministic`, different batch sizes are compared on them.
+        state: the tensors that are kept on the device for every session, by name.
+        initial_state: the state of a new session: by name, a tensor of the shape in `state`; default: zeros.
+        collate: how the module receives rows that differ in size.
+        max_padding: the maximum share of padding in a batch, for collate="pad".
+        max_elements: the maximum number of elements of inputs that differ in size in one batch, including padding; 0:
+            unlimited.
     """
 
     module: torch.nn.Module
@@ -68,22 +69,22 @@ class ServedModel:
     max_elements: int = 0
 
     def spec(self, name: str) -> ModelSpec:
-        """The spec of a model of this name."""
+        """Return the spec of a model with this name."""
         return ModelSpec(name, dict(self.inputs), dict(self.outputs), dict(self.state))
 
 
 @dataclass(frozen=True, slots=True)
 class RowErrors:
-    """The return value of a module where single rows failed: reasons by row, and the outputs of all rows.
+    """The return value of a module when single rows failed: the reasons by row, and the outputs of all rows.
 
-    The sender of a row that failed gets RowFailed with the reason, its neighbours their answers.
+    The sender of a failed row gets RowFailed with the reason; the other senders get their answers.
 
     Example:
         return RowErrors({3: "not a JPEG"}, {"score": scores})
 
     Attributes:
-        errors: the reason, by the number of the row in the batch.
-        outputs: as the module gives them otherwise, n rows; what stands in failed rows is not used.
+        errors: the reasons, by the number of the row in the batch.
+        outputs: the outputs of all n rows as the module returns them otherwise; those of failed rows are ignored.
     """
 
     errors: Mapping[int, str]

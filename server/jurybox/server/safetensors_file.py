@@ -1,12 +1,13 @@
 """safetensors files of weights, written from and read to the bytes of a channel's slot, without torch.
 
-The format (github.com/huggingface/safetensors, "Format"): eight bytes that give the header's length, the header as JSON
-(name, dtype, shape and place of every tensor, and strings under ``__metadata__``), then the tensors without gaps.
+The format (github.com/huggingface/safetensors, "Format"): eight bytes with the header's length, the header as JSON
+(name, dtype, shape and offsets of every tensor, and strings under ``__metadata__``), then the tensors without gaps.
 
-The library checks what is read. The bytes move here, since it offers no way to hash a file while it is written, and
-none to read bfloat16 without torch except as copies. Measured with safetensors 0.8.0 and 64 tensors of 1 MiB: to write,
-hash and sync took 0.47 s here and 0.58 s with `serialize_file`, whose file must be read again to be hashed (64 MiB more
-of memory); to read took 0.11 s here and 0.35 s with `deserialize`, which holds each tensor twice (128 MiB, not 64).
+The library validates files that are read. This module reads and writes the bytes itself, because the library can
+neither hash a file while writing it nor read bfloat16 without torch except as copies. Measured with safetensors 0.8.0
+and 64 tensors of 1 MiB: writing, hashing and syncing took 0.47 s here and 0.58 s with `serialize_file`, whose file must
+be read again for the hash (64 MiB more of memory); reading took 0.11 s here and 0.35 s with `deserialize`, which holds
+each tensor twice (128 MiB, not 64).
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from safetensors import SafetensorError, safe_open
 from jurybox.protocol.errors import Error
 from jurybox.protocol.weights import WeightsLayout
 
-# The format's names by torch's; it has none for complex128.
+# torch's dtype names to the format's; it has none for complex128.
 _NAMES = {
     "bool": "BOOL", "uint8": "U8", "int8": "I8", "uint16": "U16", "int16": "I16", "uint32": "U32", "int32": "I32",
     "uint64": "U64", "int64": "I64", "float16": "F16", "bfloat16": "BF16", "float32": "F32", "float64": "F64",
@@ -35,11 +36,11 @@ _METADATA = "__metadata__"
 
 
 class DamagedFile(Error):
-    """Not a whole safetensors file, or one with another checksum."""
+    """The file is not a complete safetensors file, or its checksum is wrong."""
 
 
 def unsaveable(layout: WeightsLayout) -> str:
-    """The name of a tensor that the format cannot store; empty if there is none."""
+    """Return the name of a tensor that the format cannot store; empty if there is none."""
     return next((name for name, place in layout.places.items() if place.dtype not in _NAMES), "")
 
 
@@ -47,12 +48,12 @@ def write(file: IO[bytes], layout: WeightsLayout, flat: NDArray[np.uint8], metad
     """Write the tensors of a slot.
 
     Args:
-        layout: where they lie; none of them `unsaveable`.
+        layout: their layout in the slot; none of them may be `unsaveable`.
         flat: the slot's ``layout.nbytes`` bytes.
         metadata: strings for the header.
 
     Returns:
-        SHA-256 of the file, as 64 hexadecimal digits.
+        The SHA-256 of the file as 64 hexadecimal digits.
     """
     sha = hashlib.sha256()
     for part in _parts(layout, flat, metadata):
@@ -76,20 +77,20 @@ def _parts(layout: WeightsLayout, flat: NDArray[np.uint8], metadata: Mapping[str
 
 
 def read(path: Path, sha256: str | None = None) -> tuple[WeightsLayout, dict[str, NDArray[Any]], dict[str, str]]:
-    """The tensors of a file: their layout, arrays in the layout's stored dtypes, and the header's strings.
+    """Read a file; return its tensors' layout, arrays in the layout's stored dtypes, and the header's strings.
 
     Args:
-        sha256: what the file must hash to.
+        sha256: the expected hash of the file; None: not checked.
 
     Raises:
-        DamagedFile: it does not, or is no safetensors file: its tensors must cover its bytes, each byte once.
+        DamagedFile: the hash differs, or it is no safetensors file (tensors must cover its bytes, each byte once).
         OSError: it cannot be read.
     """
     data = path.read_bytes()
     if sha256 is not None and (found := hashlib.sha256(data).hexdigest()) != sha256:
         raise DamagedFile(f"{path} is damaged: expected SHA-256 {sha256[:12]}..., got {found[:12]}...")
     try:
-        with safe_open(path, framework="numpy") as checked:  # compares the header with the file's size, too
+        with safe_open(path, framework="numpy") as checked:  # also compares the header with the file's size
             metadata = checked.metadata() or {}
         begin = 8 + int.from_bytes(data[:8], "little")
         header: dict[str, Any] = json.loads(data[8:begin])

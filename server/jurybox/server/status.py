@@ -1,4 +1,4 @@
-"""The status document, made from the scoreboard: for `jurybox status`, the gateway and reports.
+"""The status document, created from the scoreboard: for `jurybox status`, the gateway and reports.
 
 Durations and ages are in seconds, sizes in bytes. Histograms are the scoreboard's counts summed over engines: bucket 0
 counts zeros, bucket i counts values in [2^(i-1), 2^i), rows or nanoseconds as the name says.
@@ -28,7 +28,7 @@ _SUMS = ("requests", "rows", "batches", "failed", "expired", "refused", "not_hel
 
 
 def status_json(scoreboard: Scoreboard, models: Sequence[HeldModel], lanes: Sequence[LeasedLane], **server: Any) -> str:
-    """The document as JSON; `server` as in `status_document`."""
+    """Return the status document as JSON; `server` as in `status_document`."""
     return json.dumps(status_document(scoreboard, models, lanes, **server))
 
 
@@ -50,20 +50,21 @@ def status_document(
     monotonic_ns: int | None = None,
     **listening: Any,
 ) -> dict[str, Any]:
-    """The status of a server, as JSON values.
+    """Return the status of a server as JSON values.
 
     Args:
-        panels: members of each by name.
-        models: those it holds.
-        lanes: those leased, or about to be free.
-        segments: bytes of each of the server's segments, by name.
+        models: the models that it holds.
+        lanes: the lanes that are leased or retiring.
+        segments: the size of each of the server's segments in bytes, by name.
+        panels: the members of each panel, by name.
         engine_timeout: seconds; a serving engine with an older heartbeat counts as hung.
-        events: of jurybox.server.supervisor.run.
-        devices, pythons: of the engines.
-        now: seconds since 1970 instead of the clock's.
-        monotonic_ns: of CLOCK_MONOTONIC instead of the clock's.
-        listening: where http, grpc and tcp listen; robots and dialects with a port of their own, by name; grpc_http2:
-            what speaks HTTP/2 for gRPC, with its version.
+        events: the events of jurybox.server.supervisor.run.
+        devices: the device of each engine.
+        pythons: the Python interpreter of each engine; empty: the server's.
+        now: seconds since 1970; None: the current time.
+        monotonic_ns: ns of CLOCK_MONOTONIC; None: the current time.
+        listening: the addresses of http, grpc and tcp, and by name those of robots and dialects with their own ports;
+            grpc_http2: the HTTP/2 implementation for gRPC, with its version.
     """
     now = time.time() if now is None else now
     monotonic_ns = time.monotonic_ns() if monotonic_ns is None else monotonic_ns
@@ -106,10 +107,10 @@ def status_document(
 
 
 def percentile(counts: NDArray[np.uint64], quantile: float) -> float | None:
-    """A percentile of a histogram, in its unit; None if it is empty.
+    """Return a percentile of a histogram, in its unit; None if it is empty.
 
-    Within a bucket values are taken as spread evenly on the logarithmic scale, so the answer is off by less than
-    the bucket's factor of two.
+    Values within a bucket are assumed to be uniform on the logarithmic scale, so the result is off by less than the
+    bucket's factor of two.
     """
     total = int(counts.sum())
     if total == 0:
@@ -119,7 +120,7 @@ def percentile(counts: NDArray[np.uint64], quantile: float) -> float | None:
     bucket = min(int(np.searchsorted(upto, rank)), len(counts) - 1)
     if bucket == 0:
         return 0.0
-    # Counts that somebody scribbled may overflow their sum; an estimate is within its bucket all the same.
+    # The sum of corrupted counts may overflow; the estimate must stay within its bucket all the same.
     share = (rank - float(upto[bucket - 1])) / max(1.0, float(counts[bucket]))
     return float(2.0 ** (bucket - 1 + min(max(share, 0.0), 1.0)))
 
@@ -139,7 +140,7 @@ def _engines(
                 "state": state.name.lower(),
                 "hung": state is EngineState.SERVING and age is not None and age > timeout,
                 "pid": int(record["pid"]),
-                "incarnation": f"{int(record['incarnation']):016x}",  # beyond what JavaScript's numbers hold
+                "incarnation": f"{int(record['incarnation']):016x}",  # as text: JavaScript's numbers have only 53 bits
                 "heartbeat_age": age,
                 "restarts": int(record["restarts"]),
                 "expected_wait": int(record["expected_wait"]) / 1e9,
@@ -151,7 +152,7 @@ def _engines(
 
 
 def _state(engines: Sequence[dict[str, Any]]) -> str:
-    """The server's state: serving if an engine is, down if one was and none is being started, else starting."""
+    """Return the server's state: serving if an engine is, down if one was and none is starting, else starting."""
     if any(engine["state"] == "serving" and not engine["hung"] for engine in engines):
         return "serving"
     absent = all(engine["state"] in ("absent", "stopped") or engine["hung"] for engine in engines)
@@ -159,7 +160,7 @@ def _state(engines: Sequence[dict[str, Any]]) -> str:
 
 
 def _model(held: HeldModel, counters: NDArray[Any], lanes: Sequence[LeasedLane], monotonic_ns: int) -> dict[str, Any]:
-    """One model, its counters (engines,) summed."""
+    """Return the status of one model; `counters` (engines,) are summed."""
     message = held.message()
     sums = {name: int(counters[name].sum()) for name in _SUMS}
     histograms = {name: counters[name].sum(axis=0) for name in HISTOGRAMS}
@@ -196,16 +197,16 @@ def _model(held: HeldModel, counters: NDArray[Any], lanes: Sequence[LeasedLane],
 
 
 def _sessions(held: HeldModel, counters: NDArray[Any]) -> int:
-    """Those whose state a living engine keeps."""
+    """Return the number of sessions whose state a running engine keeps."""
     serving = [index for index, state in held.engines.items() if state in ("ready", "reloading")]
     return int(counters["sessions"][serving].sum())
 
 
 def _weights(held: HeldModel, counters: NDArray[Any], monotonic_ns: int) -> dict[str, Any]:
-    """Version, lag and age of the weights in use: those of the serving engine that is furthest behind."""
+    """Return version, lag and age of the weights in use: those of the serving engine that is furthest behind."""
     serving = [index for index, state in held.engines.items() if state in ("ready", "reloading")]
     used = counters[serving] if serving else counters
-    # Engines know the version they adopted; what has been published since, the channel itself says.
+    # Engines know the version that they adopted; only the channel knows the versions published since.
     published = held.channel.newest if held.channel is not None else 0
     version, newest = int(used["version"].min()), max(int(used["newest"].max()), published)
     adopted = used["adopted"][used["adopted"] > 0]

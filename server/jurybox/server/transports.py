@@ -1,4 +1,4 @@
-"""The engine's transports: shm (rings in shared memory, on one host) and ZeroMQ."""
+"""The engine's transports: shm (ring buffers in shared memory, for clients on the same host) and ZeroMQ."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import zmq
 from numpy.typing import NDArray
-from zmq.backend import Socket as Bare  # its methods without what zmq.Socket adds, which costs as much as they do
+from zmq.backend import Socket as Bare  # its methods without the wrappers of zmq.Socket, which double their cost
 
 from jurybox import native
 from jurybox.protocol.errors import MOST_TEXT, Code, cut, plain, said
@@ -20,13 +20,13 @@ from jurybox.server.settings.endpoints import bind_for_own_user
 
 
 class ShmTransport:
-    """The engine's side of its rings.
+    """The engine's side of its shared-memory rings.
 
     Args:
-        segment: name of the rings' segment.
-        others: descriptors that also end `wait`; the first is another transport's.
-        incarnation: of this life of the engine; tickets for another are dropped.
-        spin_us: how long `wait` may spin before it sleeps; what is useful below that it finds out itself.
+        segment: the name of the rings' segment.
+        others: descriptors that also end `wait`; the first is that of another transport.
+        incarnation: the incarnation of this engine process; tickets for another one are dropped.
+        spin_us: the maximum time in microseconds for which `wait` spins before it sleeps; it adapts below this limit.
     """
 
     number = 0
@@ -40,26 +40,26 @@ class ShmTransport:
             incarnation,
             spin_us * 1000,
         )
-        self.collect = self._rings.collect  # as Transport.collect
-        self.wait = self._rings.wait  # seconds
-        self.pause = self._rings.pause  # seconds, tickets
-        self.mend = self._rings.mend  # gives how many lanes were overwritten
-        self.renew = self._rings.renew  # incarnation
+        self.collect = self._rings.collect  # see Transport.collect
+        self.wait = self._rings.wait  # (seconds)
+        self.pause = self._rings.pause  # (seconds, tickets)
+        self.mend = self._rings.mend  # () -> the number of lanes that were overwritten
+        self.renew = self._rings.renew  # (incarnation)
 
     def reply(self, tickets: NDArray[Any], code: int, version: int, message: str) -> None:
-        """As Transport.reply. Answers to a client that never reads are dropped."""
+        """Answer tickets; see `Transport.reply`. Answers to a client that never reads are dropped."""
         self._rings.reply(tickets, code, version, plain(message) if message else "")
 
     def close(self) -> None:
         self._memory.close()
 
 
-# A client's credit (the rows of its lane) bounds what waits for it; beyond that, replies to a peer that never
-# reads are dropped.
+# A client's credit (the rows of its lane) limits the replies that wait for it; beyond that, replies to a peer that
+# never reads are dropped.
 _HIGH_WATER = 8192
-_MAX_MESSAGE = 4096  # a ticket has 66 bytes; libzmq drops the connection of who sends more
-_BAD = 32  # messages a turn that are no tickets: to answer one takes as long as to read several good ones
-_FRAMES = 1024  # of a message of many frames that are dropped in a turn
+_MAX_MESSAGE = 4096  # bytes; a ticket has 66, and libzmq closes a connection that sends a larger message
+_BAD = 32  # invalid messages per turn: answering one takes as long as reading several tickets
+_FRAMES = 1024  # frames of a multipart message that are dropped in a turn
 _ADDRESSED = struct.Struct("<QQ16xI28x")  # of a wire.TICKET: sequence, lease, lane
 assert _ADDRESSED.size == TICKET.itemsize
 _EVENTS, _RCVMORE = int(zmq.EVENTS), int(zmq.RCVMORE)
@@ -70,9 +70,9 @@ class ZmqTransport:
     """Receives tickets and sends replies on one ROUTER socket.
 
     Args:
-        address: where to bind.
-        incarnation: of this life of the engine; every reply carries it.
-        report: called with (event, fields) for what should be logged.
+        address: the address to bind to.
+        incarnation: the incarnation of this engine process, which is part of every reply.
+        report: called with (event, **fields) to log an event.
     """
 
     number = 0
@@ -87,13 +87,13 @@ class ZmqTransport:
     ) -> None:
         self.renew(incarnation)
         self._report = report
-        self._rest = False  # whether a message of many frames is half read
-        self._quiet = False  # nothing was there at the last look, and nothing was done with the socket since
+        self._rest = False  # whether a multipart message has been read only in part
+        self._quiet = False  # whether the last check found no message, and the socket was not used since
         self._socket = context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.SNDHWM, _HIGH_WATER)
         self._socket.setsockopt(zmq.RCVHWM, _HIGH_WATER)
-        self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a lane's holder that reconnects takes its name along
+        self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a lane's holder keeps its name when it reconnects
         self._socket.setsockopt(zmq.MAXMSGSIZE, _MAX_MESSAGE)
         bind_for_own_user(self._socket, address)
         self._signal = select.poll()
@@ -107,27 +107,27 @@ class ZmqTransport:
         return int(self._socket.getsockopt(zmq.FD))
 
     def pending(self) -> bool:
-        """Whether messages are waiting. Check it before sleeping on `fileno`, which signals changes only."""
-        if self._quiet and not self._signal.poll(0):  # a third of what asking libzmq takes
+        """Return whether messages are waiting. Check it before waiting on `fileno`, which signals only changes."""
+        if self._quiet and not self._signal.poll(0):  # takes a third of the time of zmq.EVENTS
             return False
         there = bool(int(Bare.get(self._socket, _EVENTS)) & _POLLIN)
         self._quiet = not there
         return there
 
     def may_sleep(self) -> bool:
-        """Whether `fileno` tells of the next message: the last look found none, and the socket was not used since."""
+        """Return whether `fileno` signals the next message: no message waits, and the socket was not used since."""
         return self._quiet or not self.pending()
 
     def collect(self, out: NDArray[Any]) -> int:
-        """As Transport.collect; other messages get an error reply.
+        """Collect tickets; see `Transport.collect`. Invalid messages get an error reply.
 
-        A turn reads so many messages and no more, good or bad: who sends garbage without end takes its part of every
-        turn, and not the whole of one.
+        A turn reads at most ``len(out)`` messages, valid or not, and at most _BAD invalid ones: a client that floods
+        the socket with invalid messages takes only a part of each turn.
         """
         if not self.pending() or (self._rest and not self._drop_rest()):
             return 0
         socket, receive, get, meant, size = self._socket, Bare.recv, Bare.get, self._meant, TICKET.itemsize
-        room = out.view(np.uint8).data  # NumPy would take longer for one ticket than ZeroMQ
+        room = out.view(np.uint8).data  # assigning a record through NumPy would take longer than receiving it
         n = bad = 0
         try:
             for number in range(len(out)):
@@ -138,11 +138,11 @@ class ZmqTransport:
                     bad += 1
                     if bad == _BAD or self._rest:
                         break
-                # Another incarnation's sender has seen on the scoreboard that this engine is new, and sends again.
+                # Drop a ticket for another incarnation: its sender sees the new one on the scoreboard and resends it.
                 elif frame[-8:] == meant:
                     room[n * size : (n + 1) * size] = frame[2:]
                     n += 1
-                # An exception to say that there was only one costs several looks.
+                # If there was only one message, zmq.Again from another receive would cost more than this check.
                 if number == 0 and not self.pending():
                     break
         except zmq.Again:
@@ -150,8 +150,8 @@ class ZmqTransport:
         return n
 
     def reply(self, tickets: NDArray[Any], code: int, version: int, message: str) -> None:
-        """As Transport.reply. The socket drops replies to peers that are gone."""
-        self._quiet = False  # sending reads the socket's signal, and with it perhaps the news of a message
+        """Answer tickets; see `Transport.reply`. The socket drops replies to peers that are gone."""
+        self._quiet = False  # sending consumes the socket's signal, perhaps that of a message
         socket, send, incarnation = self._socket, Bare.send, self._incarnation
         text = cut(message, MOST_TEXT) if message else b""
         identity, reply = IDENTITY.pack, PACK_REPLY.pack
@@ -183,7 +183,7 @@ class ZmqTransport:
             self._report("complaint not sent", error=said(error))
 
     def _drop_rest(self) -> bool:
-        """Drop the rest of a message of many frames, some in each turn; returns whether that was all."""
+        """Drop the rest of a multipart message, at most _FRAMES frames per turn; return whether all are dropped."""
         for _ in range(_FRAMES):
             if not Bare.get(self._socket, _RCVMORE):
                 self._rest = False
