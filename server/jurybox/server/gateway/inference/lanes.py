@@ -128,7 +128,7 @@ class Lanes:
         return await asyncio.shield(holding)  # a cancelled caller must not cancel it for the others
 
     async def hold_soon(self, name: str, until: float) -> Held:
-        """Return the lane as `hold` does; wait until `until` (s of the monotonic clock) for free rows if there are none.
+        """Return the lane as `hold` does; if no row is free, wait for one until `until` (s of the monotonic clock).
 
         For sequences, also wait for a larger lane if this one was leased just now with few rows.
 
@@ -155,7 +155,7 @@ class Lanes:
         return None if held is None or held.makeshift else held
 
     async def ask(self, held: Held, inputs: Arrays, n: int, seconds: float, version: int) -> tuple[Arrays, int]:
-        """Compute n rows; more rows than a batch holds are sent in pieces, possibly computed by several weights versions.
+        """Compute n rows; more than a batch holds are sent in pieces, possibly computed by several weights versions.
 
         Args:
             inputs: an array of shape (n, *row shape) for every input of the spec.
