@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -162,6 +163,28 @@ class Answer:
         self.result = result
 
     set_exception = set_result
+
+
+async def test_a_slow_model_without_a_fixed_cost_is_asked_at_once(monkeypatch):
+    """Its tickets take some milliseconds for each row: all that is won by waiting is waiting."""
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})
+    clock = Clock()
+    monkeypatch.setattr("jurybox.server.gateway.inference.coalescer.time", SimpleNamespace(monotonic=clock))
+    together = RequestCoalescer(Lane(), 8)
+    for number in range(200):
+        rows, answer = 1 + number % 4, Answer()
+        late = together.put({"x": np.ones((rows, 2), np.float32)}, rows, 60.0, 0, answer)
+        await asyncio.sleep(0)  # it is sent
+        clock.now += 0.005 * rows
+        while not answer.done():
+            assert together.busy
+            await asyncio.sleep(0)
+        late.cancel()
+    clock.now, made, four = 0.0, together._returning, [Source(HERE) for _ in range(4)]
+    made._clock = clock
+    ask_again(made, clock, four)
+    one_of_them_asks(made, four)
+    assert made.wait(1) == 0
 
 
 @pytest.mark.parametrize("missing", [0, 1, 3])

@@ -365,10 +365,11 @@ class RequestCoalescer:
         taken = self._in_flight.pop(sent, None)
         if taken is None:
             return
-        took = min(time.monotonic() - sent.began, 2 * _BRIEF)  # a slow ticket says little about the next one
-        self._took += 0.125 * (took - self._took) if self._took else took
+        took = time.monotonic() - sent.began
         if self._returning is not None:
             self._returning.took(sum(asked.n for asked in taken), took)
+        took = min(took, 2 * _BRIEF)  # a slow ticket says little about the next one
+        self._took += 0.125 * (took - self._took) if self._took else took
         try:
             outputs, version = sent.ticket.seen()
         except Exception:  # noqa: BLE001  _answer gets it from the ticket and handles it

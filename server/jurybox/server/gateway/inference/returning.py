@@ -27,6 +27,7 @@ _MOST_WAIT = 0.002  # seconds; the resolution of uvloop's timers is one millisec
 _HURRY = 0.1  # seconds: a request with a shorter time-out does not wait for others
 _SHARED = 0.3  # the smallest share of a ticket's duration that is independent of its rows for which waiting pays
 _MOST_IN_VAIN = 0.25  # the largest share of waits in vain; above it, tickets do not wait
+_OUTLIER = 8  # times the smoothed duration of a ticket: the longest that is recorded for one
 _SMOOTHING, _FORGIVEN = 0.1, 0.995  # the second: the decay of that share with each ticket that does not wait
 
 
@@ -69,6 +70,7 @@ class Returning:
     def took(self, rows: int, seconds: float) -> None:
         """Record that a ticket of `rows` rows was answered after `seconds`."""
         if self._few:
+            seconds = min(seconds, max(_OUTLIER * self._took, _MOST_WAIT))
             self._cost.observe(rows, int(seconds * 1e9))
             self._took += _SMOOTHING * (seconds - self._took)
 
