@@ -1,1 +1,1 @@
-"""The engine: batches, models, and the loop that joins them. No socket is opened in the core."""
+"""The engine: batches, models, and the loop that connects them. The core opens no socket."""

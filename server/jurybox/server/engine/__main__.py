@@ -1,4 +1,4 @@
-"""python -m jurybox.server.engine FD: started by the supervisor."""
+"""Entry point `python -m jurybox.server.engine FD`, which the supervisor starts."""
 
 import atexit
 import os
@@ -9,8 +9,8 @@ from jurybox.server.engine.process import run
 
 if __name__ == "__main__":
     status = run(attach(int(sys.argv[1])))
-    # What a model registered or printed counts. The rest, to take torch and all it imported apart, would only take time
-    # from the others.
+    # Run the exit handlers and flush what models printed, but skip the interpreter's finalization: tearing down torch
+    # and its imports would only take CPU time from the other processes.
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()

@@ -1,4 +1,4 @@
-"""Batches: running and answering them, counting that, and who is about to come back for the next."""
+"""Run, answer and count batches, and decide how long to wait for clients that are about to send again."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from jurybox.server.logs import traced
 
 
 class Counters:
-    """The counters of one model in one engine; the only writer of its record on the scoreboard.
+    """The counters of one model in one engine, and the only writer of its record on the scoreboard.
 
-    What is counted is kept here and shown there: other processes can write to the scoreboard.
+    The counts are kept here and copied to the scoreboard, because other processes can write to the scoreboard.
 
     Args:
-        shown: one record of scoreboard.COUNTERS, shape (1,); counting goes on where it stands.
+        shown: one record of scoreboard.COUNTERS, shape (1,); counting continues from its values.
     """
 
     def __init__(self, shown: NDArray[Any]) -> None:
         self._shown = shown
         self._own = shown.copy()
-        self._own["sessions"] = 0  # they ended with the engine that kept them
+        self._own["sessions"] = 0  # sessions do not survive the engine that kept them
         self._waiting = 0
 
     def batch(self, tickets: NDArray[Any], rows: int, began: int, ended: int) -> None:
@@ -50,7 +50,7 @@ class Counters:
         self._add("expired", len(tickets))
 
     def not_held(self, tickets: NDArray[Any]) -> None:
-        """Count tickets that asked for a weights version that is not held."""
+        """Count tickets that requested a weights version that is not held."""
         self._add("not_held", len(tickets))
 
     def refused(self, n: int) -> None:
@@ -58,15 +58,15 @@ class Counters:
         self._add("refused", n)
 
     def waiting(self, rows: int) -> None:
-        """Show how many rows wait for a batch."""
+        """Publish how many rows wait for a batch."""
         self._shown["waiting"] = self._waiting = rows
 
     def sessions(self, n: int) -> None:
-        """Show how many sessions have state in this engine."""
+        """Publish how many sessions have state in this engine."""
         self._shown["sessions"] = self._own["sessions"] = n
 
     def adopted(self, version: int, seconds: float) -> None:
-        """Count a change of weights: the version in use from now on, `seconds` after its publication."""
+        """Count a weights update: `version` is in use from now on, `seconds` after it was published."""
         self._own["version"] = version
         self._own["newest"] = np.maximum(self._own["newest"], version)
         self._own["updates"] += 1
@@ -77,7 +77,7 @@ class Counters:
         self.show()
 
     def show(self) -> None:
-        """Rewrite the whole record: another process may have overwritten it."""
+        """Rewrite the whole record, in case another process has overwritten it."""
         self._own["waiting"] = self._waiting
         self._shown[:] = self._own
 
@@ -87,7 +87,7 @@ class Counters:
 
 
 class Runs(Protocol):
-    """What a slot runs: `Served`, or a group of models that are computed together."""
+    """The interface of what a slot runs: `Served`, or a group of models that are computed together."""
 
     spec: ModelSpec
 
@@ -95,14 +95,14 @@ class Runs(Protocol):
     def version(self) -> int: ...
 
     def run(self, tickets: NDArray[Any], rows: int, version: int = 0) -> Outcome | None:
-        """As `Served.run`."""
+        """See `Served.run`."""
 
     def free_memory(self) -> None:
-        """As `Served.free_memory`."""
+        """See `Served.free_memory`."""
 
 
 class Updates(Protocol):
-    """A weights updater of one model, or of a group."""
+    """The interface of a weights updater, of one model or of a group."""
 
     def stop(self) -> None: ...
 
@@ -110,34 +110,37 @@ class Updates(Protocol):
 
 
 class Slot:
-    """A model in this engine: its queue, its module, its counters. Models of a group share one (groups/)."""
+    """A model in this engine: its queue, its module and its counters. The models of a group share one (groups/)."""
 
     def __init__(self, served: Runs, queue: Queue, counters: Counters) -> None:
         self.served = served
         self.queue = queue
         self.counters = counters
         self.cost = BatchCost()
-        self.shown = 0  # 1 + number of the model, as the scoreboard shows who computes; 0: ask the tickets
+        self.shown = 0  # 1 + the model's number, for the scoreboard's `computing`; 0: read it from the tickets
 
     @property
     def updater(self) -> Updates | None:
-        """What keeps the weights at their newest version; None where nobody publishes."""
+        """The updater that keeps the weights at their newest version; None if no weights are published."""
         return self.served.weights_updater if isinstance(self.served, Served) else None
 
     def answers(self, tickets: NDArray[Any], version: int) -> Iterable[tuple[NDArray[Any], int]]:
-        """A computed batch by the weights version of its answers; `version` is the one that was asked for, or 0."""
+        """Split a computed batch by the weights version of its answers.
+
+        `version` is the requested version, or 0 for the newest.
+        """
         return ((tickets, version or self.served.version),)
 
     def parts(self, tickets: NDArray[Any]) -> Sequence[NDArray[Any]]:
-        """The parts of a batch that can fail independently."""
+        """Return the parts of a batch that can fail independently."""
         return (tickets,)
 
     def name(self, tickets: NDArray[Any]) -> str:
-        """The name of the model of these tickets."""
+        """Return the name of the tickets' model."""
         return self.served.spec.name
 
     def show_sessions(self) -> None:
-        """Show the number of sessions with state in this engine."""
+        """Publish the number of sessions with state in this engine."""
         if isinstance(self.served, Served):
             self.counters.sessions(self.served.sessions)
 
@@ -153,39 +156,39 @@ class Slot:
 
 
 # ----
-# Running batches: one at a time on the CPU, two on their way on a device of its own; whatever goes wrong with one.
+# Running batches, one at a time on the CPU and up to two in flight on a device, and recovering from their errors.
 
 
 _SMOOTHING = 0.1
-_ON_THEIR_WAY = 2  # on a device: one computes, the next is copied in
-_TRACED_NS = 10_000_000_000  # a model's traceback is made and logged this often at most
+_ON_THEIR_WAY = 2  # batches in flight on a device: one computes while the next is copied in
+_TRACED_NS = 10_000_000_000  # the shortest time between two logged tracebacks of a model
 
 
 class _Flight(NamedTuple):
-    """A batch that a device computes by itself."""
+    """A batch in flight on a device."""
 
     slot: Slot
     tickets: NDArray[Any]
     rows: int
-    asked: int  # weights version, 0: the newest
+    asked: int  # requested weights version; 0: the newest
     used: int
     began: int
     batch: Batch
 
 
 class Batches:
-    """Runs batches, answers and counts them.
+    """Runs, answers and counts batches.
 
     Args:
         answer: replies to tickets, with a code, a weights version and a message.
-        tracker: told who was answered.
-        clock: nanoseconds.
-        report: called with (event, fields) for what should be logged.
-        interruptible: as `Engine`.
+        tracker: is notified of every answered ticket.
+        clock: returns the time in nanoseconds.
+        report: logs an event, called with (event, fields).
+        interruptible: see `Engine`.
 
     Attributes:
-        mean_ns: what a batch takes, smoothed.
-        regions: what clients have bound to device memory; None where nobody can.
+        mean_ns: the smoothed duration of a batch.
+        regions: the rows that clients have bound to device memory; None if this engine does not support it.
     """
 
     def __init__(
@@ -204,24 +207,28 @@ class Batches:
         self._clock = clock
         self._report = report
         self._mine = (KeyboardInterrupt,) if interruptible else ()
-        self._traced: dict[str, int] = {}  # when a traceback was logged, by model
-        self._flights: deque[_Flight] = deque()  # the oldest first
+        self._traced: dict[str, int] = {}  # time of the last logged traceback, by model
+        self._flights: deque[_Flight] = deque()  # oldest first
         self._landed = 0
 
     @property
     def under_way(self) -> int:
-        """The number of batches begun and not answered."""
+        """The number of batches in flight: begun and not yet answered."""
         return len(self._flights)
 
     def run(self, slot: Slot, tickets: NDArray[Any], rows: int, version: int) -> None:
-        """Answer a batch; on a device of its own, begin it, and answer the oldest where enough are under way."""
+        """Compute and answer a batch. On a device, begin it, and answer the oldest one if enough are in flight."""
         if isinstance(slot.served, DeviceServed):
             self._begin(slot, slot.served, tickets.copy(), rows, version)
         else:
             self._compute(slot, tickets, rows, version)
 
     def land(self, *, wait: bool = False) -> bool:
-        """Answer the oldest batch under way, if it is done or is to be waited for; False where there is none."""
+        """Answer the oldest batch in flight if it is done; return False if none is in flight.
+
+        Args:
+            wait: wait for the batch instead of returning while it is still being computed.
+        """
         if not self._flights:
             return False
         flight = self._flights[0]
@@ -230,19 +237,19 @@ class Batches:
         self._flights.popleft()
         try:
             outcome = flight.batch.finish()
-        except BaseException as error:  # a model may raise anything; its callers are told, others go on
+        except BaseException as error:  # a model may raise anything: its callers get the error, other batches continue
             self._recover(flight.slot, flight.tickets, flight.rows, flight.asked, error)
             if isinstance(error, self._mine):
                 raise
         else:
-            # It counts from when the device was free for it.
+            # Count the batch's time from when the device was free for it.
             began = max(flight.began, self._landed)
             self._computed(flight.slot, flight.tickets, flight.rows, flight.used, began, outcome)
         self._landed = self._clock()
         return True
 
     def land_all(self) -> None:
-        """Answer all that are under way. Afterwards nothing writes to any rows."""
+        """Answer all batches in flight. Afterwards nothing writes to any rows."""
         while self.land(wait=True):
             pass
 
@@ -289,7 +296,7 @@ class Batches:
         slot.cost.observe(computed, ended - began)
 
     def _not_computed(self, slot: Slot, tickets: NDArray[Any], version: int, outcome: Outcome) -> NDArray[Any]:
-        """Answer those of a batch's tickets that failed by themselves; gives the others."""
+        """Answer the tickets of a batch that failed individually; return the others."""
         others = np.ones(len(tickets), np.bool_)
         for numbers, error in outcome.errors:
             left = [number for number in numbers if others[number] and number not in outcome.refused]
@@ -308,7 +315,11 @@ class Batches:
         return tickets[others].copy()
 
     def _recover(self, slot: Slot, tickets: NDArray[Any], rows: int, version: int, error: BaseException) -> None:
-        """A batch was not computed. One that was too large for the memory is halved, and so is every later one."""
+        """Recover from a batch that was not computed.
+
+        If memory ran out, halve this batch and lower the limit for later ones. Otherwise compute its parts separately,
+        so that only the callers whose rows caused the error receive it.
+        """
         if isinstance(error, OUT_OF_MEMORY) and len(tickets) > 1:
             slot.queue.max_batch = max(rows // 2, int(tickets["rows"].max()))
             name = slot.served.spec.name
@@ -320,7 +331,7 @@ class Batches:
             if len(tickets) == 1 or isinstance(error, (*self._mine, VersionNotHeld)):
                 self._fail(slot, tickets, error)
                 return
-            # Whose rows it was that the model could not bear shows in halves: the others' callers get their answers.
+            # Halving isolates the rows that the model fails on: the callers of the other rows get their answers.
             half = len(tickets) // 2
             parts = (tickets[:half].copy(), tickets[half:].copy())
         for part in parts:
@@ -328,7 +339,7 @@ class Batches:
 
     def _fail(self, slot: Slot, tickets: NDArray[Any], error: BaseException) -> None:
         name, version = slot.name(tickets), slot.served.version
-        if isinstance(error, VersionNotHeld):  # what was asked for is not there: no fault of the model
+        if isinstance(error, VersionNotHeld):  # the requested version is missing: not a failure of the model
             slot.counters.not_held(tickets)
             self._report("weights version not held", model=name, error=said(error), tickets=len(tickets))
             self._answer(tickets, error.code, version, said(error))
@@ -341,21 +352,22 @@ class Batches:
             self._traced[name] = now
             fields["exception"] = traced(error)
         self._report("model failed", **fields)
-        # Whatever it raised: a code that the model made up could say that all went well.
+        # Never the error's own code: one that the model has set could be Code.OK.
         self._answer(tickets, Code.MODEL_FAILED, version, message)
 
 
 # ----
-# Who is about to come back: clients in closed loop, and whether one more of them is worth waiting for.
+# Which closed-loop clients are about to send again, and whether the engine should wait for one more ticket.
 #
-# On few cores an engine that starts on whatever has arrived takes the core from the very clients whose tickets would
-# have filled its batch. So it waits a little, but only for clients that lately came back at once, and only by this
-# rule: one more ticket is worth waiting for while it comes sooner than its share of what all of the batch's tickets
-# bear in common so far, the waiting and the fixed cost of a batch. A model whose cost is all by the row has nothing
-# to share, and nobody is waited for. Nor is more than half of the crowd: its halves take turns, and while one is
-# computed the other's clients run, where a batch of everybody would leave all other cores idle. A lone client is
-# never waited for, since nobody is missing when it asks; a client that stays away loses its credit and is waited for
-# no more until it shows again that it is quick. native.ArrivalTracker keeps that book.
+# On few cores an engine that starts at once on whatever has arrived takes the core from the clients whose tickets
+# would have filled its batch. So it waits briefly, but only for clients that recently sent again right after their
+# answer, and only under one rule: it waits for one more ticket as long as that ticket is expected to arrive sooner
+# than one ticket's share of the batch's common cost so far, which is the time waited plus the batch's fixed cost. If a
+# model's cost is purely per row, there is no common cost and the engine does not wait. It also waits for at most half
+# of these clients: the two halves alternate, and while one half's batch is computed the other half's clients run. A
+# batch of all clients would leave all other cores idle. The engine never waits for a lone client, because no other
+# client is missing when its ticket arrives. A client that fails to return in time is not waited for again until it has
+# shown that it is quick. native.ArrivalTracker keeps this record.
 
 
-QUICK = 4  # batches' time within which a client in closed loop is back
+QUICK = 4  # a closed-loop client is quick if it sends again within the time of this many batches

@@ -1,8 +1,8 @@
-"""Compiled modules that compile nothing while they serve: by torch.compile, or ahead by AOTInductor.
+"""Compiled modules that never compile while they serve: with torch.compile, or ahead of time with AOTInductor.
 
-`torch.compile` compiles a module anew for shapes, and for much else, that it has not met. In an engine that would stop
-every model for seconds. So a compiled model is called with a ladder of batch sizes only, each of which its warm-up
-compiles; afterwards whatever would be compiled is computed as it is written.
+`torch.compile` recompiles a module for every new shape and for many other changes. In an engine that would stop every
+model for seconds. So a compiled model is called with a fixed ladder of batch sizes only, and its warm-up compiles each
+of them. Afterwards, any code that would need compilation runs eagerly.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ class Compiled(torch.nn.Module):
     """A module behind `torch.compile`, with static shapes.
 
     Args:
-        module: kept as `_orig_mod`, torch's own name for it.
-        backend: compiles a graph; Inductor without it.
+        module: kept as `_orig_mod`, the name that torch uses.
+        backend: compiles a graph; default: Inductor.
 
     Attributes:
-        graphs: how many were compiled.
-        late: how many would have been since it serves, and were not.
+        graphs: the number of compiled graphs.
+        late: the number of graphs that reached the backend after `seal` and run eagerly.
     """
 
     def __init__(self, module: torch.nn.Module, backend: Backend | None = None) -> None:
@@ -40,7 +40,7 @@ class Compiled(torch.nn.Module):
         self.graphs = self.late = 0
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """As the module's."""
+        """Call the module."""
         if not self._sealed:
             return self._call(*args, **kwargs)
         with _no_recompiling():
@@ -51,7 +51,7 @@ class Compiled(torch.nn.Module):
         self._sealed = True
 
     def _compile(self, graph: torch.fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
-        if self._sealed:  # whatever dynamo made of the call: it is computed as it is written
+        if self._sealed:  # Dynamo traced the call all the same: run the graph eagerly
             self.late += 1
             return graph.forward
         self.graphs += 1
@@ -67,7 +67,7 @@ def _inductor(graph: torch.fx.GraphModule, examples: Sequence[Any]) -> Callable[
 
 @contextlib.contextmanager
 def _no_recompiling() -> Iterator[None]:
-    """Have dynamo run what it has no code for as it is written; torch before 2.6 traces it first."""
+    """Make Dynamo run code eagerly where it has no compiled version; torch before 2.6 traces it first."""
     stance = getattr(torch.compiler, "set_stance", None)
     if stance is None:
         yield
@@ -87,23 +87,24 @@ _HOW = (
 
 
 class AheadError(Exception):
-    """A package cannot be served; the message says why and what to do."""
+    """A package cannot be served; the message states the reason and the remedy."""
 
 
 class CompiledAhead(torch.nn.Module):
-    """A package of AOTInductor. It holds machine code: there is nothing that could be compiled, whatever comes.
+    """An AOTInductor package. It contains machine code, so no input can trigger a compilation.
 
-    Its constants are given by name, and are used where they lie: who writes other weights there, or points to others
-    and calls `weights_changed`, has them computed with from the next batch on.
+    Its constants are passed by name and used in place: after new weights are written to these tensors, or after the
+    tensors point to other memory and `weights_changed` is called, the next batch uses the new weights.
 
     Args:
-        file: what `torch._inductor.aoti_compile_and_package` wrote.
-        inputs: their names, in the order in which it takes them.
-        device: where it is to run.
-        constants: all of its weights and buffers by name; empty: those that were compiled with it.
+        file: the package that `torch._inductor.aoti_compile_and_package` wrote.
+        inputs: the names of the inputs, in the order of the package's arguments.
+        device: the device to run on.
+        constants: all weights and buffers by name; empty: those compiled into the package.
 
     Raises:
-        AheadError: this torch cannot load it, it is for another device, or its constants have other names.
+        AheadError: this torch version cannot load the package, it is for another device, or its constants have other
+            names.
     """
 
     def __init__(
@@ -120,35 +121,35 @@ class CompiledAhead(torch.nn.Module):
         self._load()
 
     def forward(self, **inputs: torch.Tensor) -> Any:
-        """Compute; outputs as the exported module's."""
+        """Compute the outputs, in the form that the exported module returned them."""
         return self._package(*[inputs[name] for name in self._inputs])
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, torch.Tensor]:  # type: ignore[override]
-        """The constants themselves."""
+        """Return the constants themselves, not copies."""
         return dict(self._tensors)
 
     def weights_changed(self) -> None:
-        """Compute with what the tensors of `state_dict` point to now."""
+        """Use the memory that the tensors of `state_dict` point to now."""
         if self._tensors:
             now = {name: tensor.data for name, tensor in self._tensors.items()}
             try:
                 self._package.load_constants(now, check_full_update=True, user_managed=True)
-            except TypeError:  # of torch before 2.8, which copies them
+            except TypeError:  # torch before 2.8 has no user_managed and copies the constants
                 self._package.load_constants(now, check_full_update=True)
 
     def sleep(self) -> int:
-        """Constants to host memory, and nothing else on the device."""
+        """Move the constants to host memory and release everything else on the device; return the bytes moved."""
         self._package = None
         return self._moved(torch.device("cpu"))
 
     def wake(self) -> int:
-        """All of it back."""
+        """Move the constants back and load the package again; return the bytes moved."""
         moved = self._moved(self._device)
         self._load()
         return moved
 
     def _apply(self, fn: Any, recurse: bool = True) -> CompiledAhead:
-        """Where it runs, and in what, was said when it was compiled."""
+        """Do nothing: device and dtype were fixed at compilation."""
         return self
 
     def _moved(self, device: torch.device) -> int:
@@ -157,7 +158,7 @@ class CompiledAhead(torch.nn.Module):
         return sum(tensor.nbytes for tensor in self._tensors.values())
 
     def _load(self) -> None:
-        from torch import _inductor  # seconds, which others need not spend
+        from torch import _inductor  # takes seconds to import, and only packages need it
 
         load = getattr(_inductor, "aoti_load_package", None)
         if load is None:
@@ -166,14 +167,14 @@ class CompiledAhead(torch.nn.Module):
             package = load(str(self._file))
             wanted, made_for = set(package.get_constant_fqns()), package.get_metadata().get(_PLATFORM, "")
         except Exception as error:
-            raise AheadError(f"no package of AOTInductor for this machine: {plain(error)}; {_HOW}") from error
+            raise AheadError(f"not an AOTInductor package for this machine: {plain(error)}; {_HOW}") from error
         if made_for and made_for != self._device.type:
             raise AheadError(f"it was compiled for {made_for}, and this engine computes on {self._device.type}")
         if self._tensors and (missing := sorted(self._tensors.keys() - wanted)):
             raise AheadError(
-                f"{', '.join(missing[:5])} of its weights were compiled into its code and could never change; {_HOW}"
+                f"{', '.join(missing[:5])} of its weights were compiled into its code and can never change; {_HOW}"
             )
         if self._tensors and (unknown := sorted(wanted - self._tensors.keys())):
-            raise AheadError(f"its constants {', '.join(unknown[:5])} are not among the weights that were given")
+            raise AheadError(f"its constants {', '.join(unknown[:5])} are not among the weights given")
         self._package = package
         self.weights_changed()

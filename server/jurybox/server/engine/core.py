@@ -1,4 +1,4 @@
-"""What the engine's core asks of a way in."""
+"""The engine's core, which turns tickets into batches and replies, and the interface of its transports."""
 
 from __future__ import annotations
 
@@ -20,42 +20,46 @@ from jurybox.server.engine.served import Served
 
 
 class Transport(Protocol):
-    """A source of tickets and the way back for replies. None of its methods waits."""
+    """A source of tickets and the sink of their replies. None of its methods blocks."""
 
-    number: int  # the core writes it into the tickets that came through this transport
-    slow: bool  # whether a look takes microseconds: passed by every other time where another transport has tickets
+    number: int  # the core writes it into the tickets that arrive through this transport
+    slow: bool  # whether polling takes microseconds: skipped every other turn if another transport has tickets
 
     def collect(self, out: NDArray[Any]) -> int:
-        """Write tickets that arrived to `out`, n records of wire.TICKET; gives how many, at most n."""
+        """Write newly arrived tickets to `out`, an array of wire.TICKET records; return their number.
+
+        At most len(out) are written.
+        """
 
     def reply(self, tickets: NDArray[Any], code: int, version: int, message: str) -> None:
-        """Answer tickets that came through this transport, all with the same code, weights version and message."""
+        """Answer tickets of this transport, all with the same code, weights version and message."""
 
 
 # ----
-# The engine's core: from tickets to replies, one batch a turn.
+# The engine's core: from tickets to replies, one batch per turn.
 #
-# It opens nothing and waits for nothing, so it runs the same in a process of its own (process.py) and inside a caller
+# It opens no socket and never blocks, so it runs the same way in its own process (process.py) and inside a caller's
 # (jurybox.server.inproc), and tests drive it turn by turn.
 
 
-_ARRIVALS = 1024  # tickets taken in a turn; the rest stays at its transport
+_ARRIVALS = 1024  # the most tickets taken per turn and transport; the rest stays with the transport
 
 
 class Engine:
     """Batches the tickets of all transports.
 
     Args:
-        scoreboard: whose lanes say what a ticket may touch, and where counters go.
-        index: which engine of the scoreboard this is.
-        transports: where tickets come from.
-        clock: nanoseconds, of CLOCK_MONOTONIC unless a test injects its own.
-        pause: lets so many seconds pass, or until so many clients have asked, so that those about to ask can do so;
-            None: never wait for anybody.
-        report: called with (event, fields) for what should be logged.
-        interruptible: whether a KeyboardInterrupt that a model raises may be its user's, whose process this is: the
-            batch is answered as failed and the interrupt goes on. Elsewhere it is a model's exception like another.
-        batches: makes what runs them.
+        scoreboard: its lanes define which rows a ticket may use, and the counters are written to it.
+        index: this engine's index on the scoreboard.
+        transports: the sources of tickets.
+        clock: returns the time in nanoseconds, of CLOCK_MONOTONIC unless a test injects its own.
+        pause: called with (seconds, tickets); returns after that time or once that many tickets have arrived, so that
+            clients about to send can do so. None: never wait for clients.
+        report: logs an event, called with (event, fields).
+        interruptible: whether a KeyboardInterrupt during a model's call may come from the user, as in a user's own
+            process: the batch is answered as failed, and the interrupt is raised again. Otherwise it counts as any
+            other exception of the model.
+        batches: creates the object that runs the batches.
     """
 
     def __init__(
@@ -76,7 +80,7 @@ class Engine:
         for transport in transports:
             self.add_transport(transport)
         self.slots: dict[int, Slot] = {}
-        self._queues: list[Slot] = []  # each slot once, however many models share it
+        self._queues: list[Slot] = []  # every slot once, even if models share it
         self._clock = clock
         self._pause = pause
         self._report = report
@@ -86,17 +90,17 @@ class Engine:
         self._batches = batches(self._answer, self._tracker, clock, report, interruptible=interruptible)
         self._limits = np.zeros(MAX_MODELS, np.uint32)
         self._arenas = np.zeros(MAX_MODELS, np.uint32)
-        self._unserved: dict[int, tuple[Code, str]] = {}  # models that are refused in words of their own
-        self._resting: dict[int, tuple[Slot, int]] = {}  # models that sleep: slot, largest batch
+        self._unserved: dict[int, tuple[Code, str]] = {}  # models that are refused with their own code and message
+        self._resting: dict[int, tuple[Slot, int]] = {}  # sleeping models: slot and largest batch
         self._closed: tuple[Code, str] | None = None
         self._shown = _cell(scoreboard, index, "expected_wait")
         self._computing = _cell(scoreboard, index, "computing")
         self._arrivals = np.zeros(_ARRIVALS, TICKET)
-        self._passed_by = False  # whether the last look left out the slow transports
+        self._passed_by = False  # whether the slow transports were skipped the last time
 
     @property
     def regions(self) -> DeviceRegions | None:
-        """What clients have bound to device memory; None where nobody can."""
+        """The rows that clients have bound to device memory; None if this engine does not support it."""
         return self._batches.regions
 
     @regions.setter
@@ -104,42 +108,45 @@ class Engine:
         self._batches.regions = regions
 
     def add_transport(self, transport: Transport) -> None:
-        """Take tickets from one more transport."""
+        """Add a transport to collect tickets from."""
         transport.number = max((other.number for other in self.transports), default=-1) + 1
         self.transports.append(transport)
 
     def remove_transport(self, transport: Transport) -> None:
-        """Take no more from a transport, and forget what came through it."""
+        """Stop collecting from a transport. Tickets that came through it get no reply."""
         self.transports.remove(transport)
 
     def counters(self, model: int) -> Counters:
-        """The counters of a model in this engine."""
+        """Return the counters of a model in this engine."""
         if model not in self._counters:
             self._counters[model] = Counters(self.scoreboard.counters[self.index, model : model + 1])
         return self._counters[model]
 
     def show_counters(self) -> None:
-        """Write all counters to the scoreboard anew, whatever has been written there."""
+        """Write all counters to the scoreboard again, in case another process has overwritten them."""
         for slot in self._queues:
             slot.show_sessions()
-        for counters in list(self._counters.values()):  # the model loader's thread asks for those of a new model
+        for counters in list(self._counters.values()):  # a copy: the model loader's thread may add an entry
             counters.show()
 
     def finish(self) -> None:
-        """Answer what is being computed; afterwards the device has nothing to do."""
+        """Answer all batches in flight; afterwards the device is idle."""
         self._batches.land_all()
 
     def forget_all(self) -> None:
-        """Drop every ticket: their senders see another incarnation and ask again. Nothing is computed afterwards."""
+        """Drop every ticket; nothing is computed afterwards.
+
+        The senders see a new incarnation of the engine and send again.
+        """
         self._batches.land_all()
         for model, slot in self.slots.items():
             slot.queue.withdraw(model)
 
     def install(self, model: int, served: Served, min_batch: int = 1, max_wait_ns: int = 0, arena: int = 0) -> None:
-        """Serve a model from the next batch on; what waits for an earlier one of its number goes to this one.
+        """Serve a model from the next batch on. It takes over the waiting tickets of an earlier model of its number.
 
         Args:
-            arena: number of the arena whose rows it computes; tickets of lanes of another are refused.
+            arena: the number of the arena whose rows it computes; tickets of lanes in other arenas are refused.
         """
         queue = Queue(served.max_batch, min_batch, max_wait_ns, served.costs, served.max_cost)
         slot = Slot(served, queue, self.counters(model))
@@ -147,7 +154,11 @@ class Engine:
         self.put(model, slot, served.max_batch, arena)
 
     def put(self, model: int, slot: Slot, max_batch: int, arena: int = 0) -> None:
-        """As `install`, into a slot that models may share. `max_batch`: rows of this model's largest batch."""
+        """As `install`, into a slot that models may share.
+
+        Args:
+            max_batch: rows of this model's largest batch.
+        """
         self._batches.land_all()
         earlier = self.slots.get(model)
         if earlier is not None and earlier is not slot:
@@ -155,7 +166,7 @@ class Engine:
                 if int(self._arenas[model]) == arena:
                     slot.queue.push(waiting)
                     slot.queue.pinned |= earlier.queue.pinned
-                else:  # their rows are in a memory that the new one does not read
+                else:  # their rows are in an arena that the new model does not read
                     self._answer(waiting, Code.STALE_LEASE, 0, _REFUSALS[Code.STALE_LEASE])
             earlier.release()
         self._hold(model, slot)
@@ -163,24 +174,26 @@ class Engine:
         self._limits[model], self._arenas[model] = max_batch, arena
 
     def arena(self, model: int) -> int:
-        """Number of the arena in which a model is computed."""
+        """Return the number of the arena whose rows a model computes."""
         return int(self._arenas[model])
 
     def remove(self, model: int) -> None:
-        """Serve a model no longer; what waits for it is refused. Harmless where it is not served."""
+        """Stop serving a model and refuse its waiting tickets. Do nothing if it is not served."""
         self._unserved.pop(model, None)
         self._remove(model, Code.MODEL_NOT_FOUND, "")
 
     def refuse(self, model: int, code: Code, message: str) -> None:
-        """Serve a model no longer, and answer what waits for it, and what comes later, so."""
+        """Stop serving a model, and answer its waiting and later tickets with `code` and `message`."""
         self._remove(model, code, message)
         self._unserved[model] = (code, message)
 
     def rest(self, model: int, message: str) -> Slot | None:
-        """Serve a model no longer, until `resume`: it keeps its slot, and nothing computes with it any more.
+        """Suspend a model until `resume`: it keeps its slot, but no batch uses it.
 
-        What waits for it, and what comes later, is answered with `message`. Returns None where it is not served, or
-        shares its slot with others.
+        Its waiting and later tickets are answered with Code.SLEEPING and `message`.
+
+        Returns:
+            Its slot; None if it is not served, or shares its slot with other models.
         """
         slot = self.slots.get(model)
         if slot is None or not isinstance(slot.served, Served):
@@ -196,14 +209,14 @@ class Engine:
         return slot
 
     def resume(self, model: int) -> None:
-        """Serve a model again that rested."""
+        """Serve a model again after `rest`."""
         if (resting := self._resting.pop(model, None)) is not None:
             slot, self._limits[model] = resting
             self._unserved.pop(model, None)
             self._hold(model, slot)
 
     def resting(self, model: int) -> Slot | None:
-        """The slot of a model that rests."""
+        """Return the slot of a suspended model; None if it is not suspended."""
         return self._resting[model][0] if model in self._resting else None
 
     def _remove(self, model: int, code: Code, message: str) -> None:
@@ -224,7 +237,7 @@ class Engine:
 
     def _forget_counters(self, model: int) -> None:
         self._counters.pop(model, None)
-        self.scoreboard.counters[self.index, model] = 0  # another model may come to this place
+        self.scoreboard.counters[self.index, model] = 0  # another model may get this number
 
     def _hold(self, model: int, slot: Slot | None) -> None:
         if slot is None:
@@ -234,7 +247,7 @@ class Engine:
         self._queues = list(dict.fromkeys(self.slots.values()))
 
     def stop_updaters(self) -> None:
-        """Stop the weights updaters: a thread that outlives the interpreter would crash the process."""
+        """Stop the weights updaters, since a thread that outlives the interpreter would crash the process."""
         updaters = [slot.updater for slot in self._queues if slot.updater is not None]
         for updater in updaters:
             updater.stop()
@@ -242,10 +255,10 @@ class Engine:
             updater.join()
 
     def retire(self, lane: int, lease: int = 0) -> None:
-        """Forget what a lane has waiting that was taken back, and its lease's sessions. Between two turns nothing else
-        touches its rows.
+        """Drop a revoked lane's waiting tickets and its lease's sessions.
 
-        Its client may be alive (the model was replaced) and is told; what it sends later is refused on arrival.
+        Call it between two turns, when nothing uses the lane's rows. The client may still be alive (if the model was
+        replaced), so the dropped tickets are answered with Code.STALE_LEASE. Later ones are refused on arrival.
         """
         self._batches.land_all()
         if self.regions is not None:
@@ -258,13 +271,13 @@ class Engine:
                 self._answer(dropped, Code.STALE_LEASE, 0, _REFUSALS[Code.STALE_LEASE])
 
     def refuse_new(self, code: Code, message: str) -> None:
-        """Answer what has come so far, and everything that comes later with `code`."""
+        """Accept the tickets that have arrived so far; answer all later ones with `code` and `message`."""
         self._passed_by = True
         self._take_in()
         self._closed = (code, message)
 
     def turn(self) -> bool:
-        """Take in what arrived, answer one batch, or begin one; False when there was nothing to compute."""
+        """Take in new tickets, and answer or begin one batch; return False if there was nothing to compute."""
         self._take_in()
         now = self._clock()
         slot = self._next(now)
@@ -289,29 +302,29 @@ class Engine:
         slot.counters.waiting(queue.rows)
         later = sum(slot.queue.rows // slot.queue.max_batch for slot in self._queues)
         self._show_wait(batches=2 + self._batches.under_way + later)
-        self._computing[0] = slot.shown or int(tickets["model"][0]) + 1  # should it end this process, here is who did
+        self._computing[0] = slot.shown or int(tickets["model"][0]) + 1  # names the model if it crashes the process
         self._batches.run(slot, tickets, rows, version)
         return True
 
     def _wait_for_more(self, slot: Slot, began: int) -> None:
-        """Wait for half of the quick clients, as long as that pays (batches.py says why and when)."""
+        """Wait for half of the quick clients as long as that pays (batches.py explains the rule)."""
         assert self._pause is not None
         queue = slot.queue
         while self._tracker.away > len(queue) and queue.rows < queue.max_batch:
             shared = self._clock() - began + slot.cost.fixed
-            more = (self._tracker.away - len(queue) + 1) // 2  # who comes is no longer away
+            more = (self._tracker.away - len(queue) + 1) // 2  # a client that sends is no longer counted in `away`
             self._pause(shared / len(queue) / 1e9, more)
             if not self._take_in():
                 self._tracker.stays_away()
 
     def ready_in(self) -> int | None:
-        """Nanoseconds until a held-back batch is due; None when nothing waits."""
+        """Return the nanoseconds until a held-back batch is due; None if no tickets wait."""
         now = self._clock()
         due = [wait for slot in self._queues if (wait := slot.queue.ready_in(now)) is not None]
         return min(due, default=None)
 
     def _take_in(self) -> int:
-        """Queue what has arrived; gives the number of tickets accepted."""
+        """Queue newly arrived tickets; return the number accepted."""
         accepted, came, pass_by, self._passed_by = 0, 0, not self._passed_by, False
         for transport in self.transports:
             if came and pass_by and transport.slow:
@@ -348,7 +361,7 @@ class Engine:
             tickets = tickets[~same]
 
     def _next(self, now: int) -> Slot | None:
-        """The slot whose oldest ticket has waited longest, of those that are due."""
+        """Return the due slot whose oldest ticket has waited longest; None if no slot is due."""
         if len(self._queues) == 1:
             (slot,) = self._queues
             return slot if slot.queue.ready_in(now) == 0 else None
@@ -356,7 +369,7 @@ class Engine:
         return min(due, key=lambda slot: int(slot.queue.waiting["submitted"][0]), default=None)
 
     def _show_wait(self, batches: int) -> None:
-        """Tell clients with a choice of engines what they would wait here: so many batches, this one included."""
+        """Publish the expected wait of a new ticket, in batches, for clients that choose between engines."""
         self._shown[0] = int(self._batches.mean_ns * batches)
 
     def _answer(self, tickets: NDArray[Any], code: int, version: int, message: str) -> None:
@@ -370,7 +383,7 @@ class Engine:
                     transport.reply(tickets, code, version, message)
                 elif only < 0 and (mine := came_by == transport.number).any():
                     transport.reply(tickets[mine], code, version, message)
-            except Exception as error:  # noqa: BLE001  who cannot be answered must not keep others from their answers
+            except Exception as error:  # noqa: BLE001  one failing transport must not keep the others' replies back
                 self._report("answers not sent", error=said(error), tickets=len(tickets))
 
     def _refuse(self, tickets: NDArray[Any]) -> NDArray[Any]:
@@ -390,7 +403,7 @@ class Engine:
 
 
 def _cell(scoreboard: Scoreboard, index: int, name: str) -> memoryview:
-    """One number of an engine's record; an array takes twice as long to store one."""
+    """Return one number of an engine's record, as a memoryview: storing to an array takes twice as long."""
     array: Any = scoreboard.engines[name][index : index + 1]
     return memoryview(array)
 

@@ -1,4 +1,4 @@
-"""Memory that a GPU reads and writes by itself, without the CPU copying it first."""
+"""Models on a GPU: page-locked memory, streams, CUDA graphs and batches in flight."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ _ALREADY = 712  # cudaErrorHostMemoryAlreadyRegistered
 
 
 class PageLock:
-    """Keeps memory that exists already, such as an arena's, in place for the device's DMA (cudaHostRegister).
+    """A page lock on existing memory, such as an arena, so that the device can access it by DMA (cudaHostRegister).
 
     Attributes:
-        held: whether it worked. Without it copies go through staging memory.
-        reason: why not; a limit on locked memory is a usual one.
+        held: whether the memory is locked. If not, copies go through staging memory.
+        reason: why it is not locked; a common reason is the limit on locked memory.
     """
 
     def __init__(self, memory: NDArray[Any], device: torch.device) -> None:
@@ -43,65 +43,65 @@ class PageLock:
         status = int(torch.cuda.cudart().cudaHostRegister(self._address, memory.nbytes, 0))  # type: ignore[no-untyped-call]
         self.held = status == 0
         if status:
-            self.reason = f"cudaHostRegister gave {status}" + (", locked by another" if status == _ALREADY else "")
+            self.reason = f"cudaHostRegister returned {status}" + (", already registered" if status == _ALREADY else "")
 
     def release(self) -> None:
-        """Let the memory go. Nothing that was queued may still use it."""
+        """Unlock the memory. No queued work may still use it."""
         if self.held:
             self.held = False
             torch.cuda.cudart().cudaHostUnregister(self._address)  # type: ignore[no-untyped-call]
 
 
 def staging(rows: int, shape: tuple[int, ...], dtype: np.dtype[Any], device: torch.device) -> torch.Tensor:
-    """Rows of host memory that copies to and from the device go through, page-locked for a GPU."""
+    """Allocate rows of host memory for copies to and from the device, page-locked for a GPU."""
     return torch.zeros((rows, *shape), dtype=getattr(torch, dtype.name), pin_memory=device.type == "cuda")
 
 
 # ----
-# Streams of a device: work queued on one runs in order, work on two at the same time.
+# Streams of a device: work on one stream runs in order, work on two streams concurrently.
 #
-# The CPU has none. There everything is done when it has been said, and the same code runs, which is how tests without
-# a GPU reach it.
+# The CPU has no streams: each operation has completed when its call returns. The same code runs there, so that tests
+# without a GPU cover it.
 
 
 class Mark:
-    """A point in a stream's work."""
+    """A point in a stream's work, recorded as an event."""
 
     def __init__(self, event: torch.cuda.Event | None) -> None:
         self.event = event
 
     def done(self) -> bool:
-        """Whether the work up to here is done."""
+        """Return whether the work up to this point is done."""
         return self.event is None or bool(self.event.query())  # type: ignore[no-untyped-call]
 
     def wait(self) -> None:
-        """Wait until it is."""
+        """Wait until the work up to this point is done."""
         if self.event is not None:
             self.event.synchronize()
 
 
 class Stream:
-    """A queue of work on a device; in a ``with``, what torch is asked to do goes there."""
+    """A queue of work on a device; `running` makes it torch's current stream."""
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     @property
     def pointer(self) -> int:
-        """As the driver knows it."""
+        """The driver's handle of the stream; 0 on the CPU."""
         return int(self._cuda.cuda_stream) if self._cuda is not None else 0
 
     def running(self) -> AbstractContextManager[object]:
-        """Queue what is done inside."""
+        """Return a context manager that queues torch's work on this stream."""
         return torch.cuda.stream(self._cuda) if self._cuda is not None else contextlib.nullcontext()
 
     def after(self, mark: Mark) -> None:
-        """What is queued from now on runs after that point of another stream."""
+        """Make work queued from now on run after a point of another stream."""
         if self._cuda is not None and mark.event is not None:
             self._cuda.wait_event(mark.event)
 
     def mark(self) -> Mark:
-        """The end of what is queued now."""
+        """Return the end of the work queued so far."""
         if self._cuda is None:
             return Mark(None)
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -110,24 +110,24 @@ class Stream:
 
 
 # ----
-# CUDA graphs for a ladder of batch sizes: a forward of many small kernels is launched as one.
+# CUDA graphs for a ladder of batch sizes: a forward of many small kernels becomes a single launch.
 #
-# A graph has fixed shapes and addresses, so a batch is computed by the graph of the next larger rung, on static
-# inputs whose rows beyond the batch hold whatever was there. Models answer row by row, so those rows change nothing.
+# A graph has fixed shapes and addresses, so a batch is computed by the graph of the next larger rung, on static inputs
+# whose rows beyond the batch hold stale values. Models compute each row independently, so those rows have no effect.
 
 
 Tensors = Mapping[str, torch.Tensor]
-_WARM_UPS = 3  # forwards before a capture: libraries choose their kernels and allocate in the first ones
+_WARM_UPS = 3  # forwards before a capture: libraries choose their kernels and allocate memory in the first ones
 
 
 def ladder(max_batch: int) -> list[int]:
-    """Numbers of rows that get a graph, or that forward of a deterministic model is called with."""
+    """Return the batch sizes that get a graph, or that the forward of a deterministic model is called with."""
     rungs = [1 << i for i in range(max_batch.bit_length()) if 1 << i < max_batch]
     return [*rungs, max_batch]
 
 
 def rung(rungs: list[int], rows: int) -> int:
-    """The smallest rung that holds so many rows."""
+    """Return the smallest rung of at least `rows` rows."""
     return rungs[bisect_left(rungs, rows)]
 
 
@@ -135,9 +135,9 @@ class Graphs:
     """The captured forwards of one set of static inputs.
 
     Args:
-        inputs: static inputs of max_batch rows by name; they stay where they are.
-        forward: computes the outputs by name of some rows of them.
-        stream: where they will run, which is where they are captured.
+        inputs: static inputs of max_batch rows, by name; their addresses must not change.
+        forward: computes the outputs, by name, of the inputs' first rows.
+        stream: the stream to capture on.
     """
 
     def __init__(
@@ -146,7 +146,7 @@ class Graphs:
         self._rungs = ladder(max_batch)
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensors]] = {}
         pool = None
-        for rows in reversed(self._rungs):  # the largest first: the others find room in its memory
+        for rows in reversed(self._rungs):  # the largest first: the others reuse its memory pool
             part = {name: tensor[:rows] for name, tensor in inputs.items()}
             with torch.cuda.stream(stream):
                 for _ in range(_WARM_UPS):
@@ -159,26 +159,28 @@ class Graphs:
             self._graphs[rows] = (graph, outputs)
 
     def run(self, rows: int) -> Tensors:
-        """Compute the static inputs' first rows; gives the outputs, of which the first rows are meant."""
+        """Compute the first `rows` rows of the static inputs; return their outputs, by name."""
         graph, outputs = self._graphs[rung(self._rungs, rows)]
         graph.replay()
         return {name: tensor[:rows] for name, tensor in outputs.items()}
 
 
 # ----
-# What an engine holds of its device's memory, shown on the scoreboard.
+# The engine's device memory: its limit, and its use on the scoreboard.
 
 
-_EVERY = 1.0  # seconds: asking takes torch's allocator some tens of microseconds, beside the loop
+_EVERY = 1.0  # seconds between two queries: each takes torch's allocator tens of microseconds, outside the loop
 
 
 def bound_device_memory(device: torch.device, mib: int, fraction: float = 1.0) -> None:
-    """Let this process take so much of a GPU at most, whoever shares it: `mib` (0: any), and a part of all there is.
+    """Limit how much of a GPU's memory this process may allocate. Do nothing for a CPU.
 
-    Nothing for a CPU.
+    An allocation beyond the limit raises torch.OutOfMemoryError, as on a device of that size, and batches are halved.
+    Weights, activations and graphs count; the few hundred MiB that the driver takes per process do not.
 
-    What does not fit is torch.OutOfMemoryError, as on a device of that size: batches are halved. Weights, activations
-    and graphs count; the driver's own few hundred MiB a process do not.
+    Args:
+        mib: the limit in MiB; 0: no limit.
+        fraction: the limit as a fraction of the device's memory; the smaller of the two limits applies.
     """
     if device.type != "cuda" or (not mib and fraction >= 1.0):
         return
@@ -188,9 +190,9 @@ def bound_device_memory(device: torch.device, mib: int, fraction: float = 1.0) -
 
 
 def show_device_memory(device: torch.device, record: NDArray[Any]) -> None:
-    """Keep `device_bytes` of a scoreboard's engine record, shape (1,), at what torch's allocator has reserved.
+    """Start a thread that keeps `device_bytes` of an engine's record, shape (1,), at the memory torch has reserved.
 
-    Nothing is done for a CPU. The thread ends with the process.
+    Do nothing for a CPU. The thread ends with the process.
     """
 
     def show() -> None:
@@ -203,16 +205,16 @@ def show_device_memory(device: torch.device, record: NDArray[Any]) -> None:
 
 
 # ----
-# A model on a device of its own: two batches on their way, one computing while the next is copied in.
+# A model on a device, with two batches in flight: one computes while the next is copied in.
 #
-# Each batch goes through one of two staging buffers: static inputs on the device, memory on the host, and a stream for
-# its copies. Forwards share one stream, so that they run in order and weights change between two of them.
+# Each batch uses one of two staging buffers: static inputs on the device, host memory, and a stream for its copies.
+# All forwards share one stream, so that they run in order and weights change only between two of them.
 #
 #     buffer 0   copy in | forward | copy out          copy in | ...
 #     buffer 1             copy in | forward | copy out
 
 
-# A copy of its own costs the CPU about what it takes to gather this much.
+# Issuing one copy costs the CPU about as much as gathering this many bytes.
 _DIRECT_BYTES = 64 * 1024
 _BUFFERS = 2
 
@@ -222,9 +224,9 @@ class DeviceServed(Served):
 
     Args:
         memory: the whole arena, to be page-locked.
-        regions: what clients have bound to device memory.
-        graphs: capture CUDA graphs when warming up; a model that cannot be captured is run as it is.
-        report: called with (event, fields) for what should be logged.
+        regions: the rows that clients have bound to device memory.
+        graphs: capture CUDA graphs during warm-up; a model that cannot be captured runs without them.
+        report: logs an event, called with (event, fields).
     """
 
     def __init__(
@@ -256,10 +258,14 @@ class DeviceServed(Served):
         self._buffers = [_StagingBuffer(self, max_batch) for _ in range(_BUFFERS)]
 
     def begin(self, tickets: NDArray[Any], rows: int, version: int = 0) -> Batch:
-        """Queue a batch's copies and forward; as `run`, of a batch to be finished later.
+        """Queue a batch's copies and its forward; return the batch, to be finished later.
+
+        Arguments as `run`.
 
         Raises:
-            Refused, and whatever the model raises; torch.OutOfMemoryError where the device has no room.
+            Refused: rows that should be in device memory are not bound, or cannot be used.
+            torch.OutOfMemoryError: the device is out of memory.
+            Exception: whatever the model raises.
         """
         places = self._regions.of(tickets) if self._regions else None
         self._buffers.append(buffer := self._buffers.pop(0))
@@ -281,16 +287,16 @@ class DeviceServed(Served):
         return Batch(self, buffer, tickets, rows, buffer.copies.mark(), self._take_row_errors(), on_device)
 
     def run(self, tickets: NDArray[Any], rows: int, version: int = 0) -> Outcome | None:
-        """As `Served.run`: begin and finish."""
+        """As `Served.run`: begin a batch and finish it."""
         return self.begin(tickets, rows, version).finish()
 
     def warm_up(self, example: Callable[[int], Mapping[str, Any]] | None = None) -> None:
-        """As `Served.warm_up`; then captures graphs."""
+        """As `Served.warm_up`; then capture the graphs."""
         super().warm_up(example)
         self._capture()
 
     def sleep(self) -> int:
-        """As `Served.sleep`, of inputs and graphs, too."""
+        """As `Served.sleep`; also release the static inputs and the graphs."""
         for buffer in self._buffers:
             buffer.sleep()
         return super().sleep()
@@ -307,23 +313,29 @@ class DeviceServed(Served):
             with torch.inference_mode():
                 for buffer in self._buffers:
                     buffer.capture()
-        except Exception as error:  # noqa: BLE001  what cannot be captured runs all the same
+        except Exception as error:  # noqa: BLE001  a model that cannot be captured runs without graphs
             for buffer in self._buffers:
                 buffer.graphs = None
             torch.cuda.synchronize(self.device)
             self._report("no CUDA graphs", model=self.spec.name, reason=f"{type(error).__name__}: {error}")
         finally:
-            self._take_row_errors()  # a replayed graph calls no forward that would
+            self._take_row_errors()  # discard them: replaying a graph does not call the forward that reports them
 
     def close(self) -> None:
-        """As `Served.close`; every batch has been finished."""
+        """As `Served.close`. Every batch must have been finished."""
         super().close()
         self._lock.release()
 
 
 @dataclass(slots=True, eq=False)
 class Batch:
-    """A batch on its way; `on_device`: all its outputs go where clients want them there."""
+    """A batch in flight.
+
+    Attributes:
+        end: the point at which its copies to the outputs are done.
+        row_errors: the messages of rows that failed, by row.
+        on_device: whether all outputs are written to the clients' device memory, and none to the arena.
+    """
 
     served: DeviceServed
     buffer: _StagingBuffer
@@ -334,13 +346,13 @@ class Batch:
     on_device: bool
 
     def done(self) -> bool:
-        """Whether `finish` would not wait."""
+        """Return whether `finish` would return without waiting."""
         return self.end.done()
 
     def finish(self) -> Outcome | None:
-        """Wait for the outputs and write them to the tickets' rows; gives what of them failed."""
+        """Wait for the outputs and write them to the tickets' rows; return which of the tickets failed."""
         self.end.wait()
-        if self.on_device:  # all outputs are where the clients want them
+        if self.on_device:  # the outputs already are in the clients' device memory
             return self.served.refused(self.tickets, {}, self.rows, self.row_errors)
         for name, array in self.served.arena_outputs.items():
             native.scatter(array, self.tickets, self.buffer.results[name][: self.rows].numpy())
@@ -348,7 +360,7 @@ class Batch:
 
 
 class _StagingBuffer:
-    """What one batch on its way occupies."""
+    """The buffers and the copy stream of one batch in flight."""
 
     def __init__(self, served: DeviceServed, max_batch: int) -> None:
         self._served = served
@@ -366,19 +378,19 @@ class _StagingBuffer:
         self.wake()
 
     def sleep(self) -> None:
-        """Hold nothing on the device."""
+        """Release the device memory."""
         self.graphs = None
         self._inputs = {}
 
     def wake(self) -> None:
-        """Make the static inputs."""
+        """Allocate the static inputs."""
         self._inputs = {
             key: torch.zeros((self._max_batch, *item.shape), dtype=dtype_of(item), device=self._served.device)
             for key, item in self._served.spec.inputs.items()
         }
 
     def copy_in(self, tickets: NDArray[Any], rows: int, *, direct: bool) -> None:
-        """Queue the copies of the tickets' rows to the device, straight from the arena where it pays."""
+        """Queue the copies of the tickets' rows to the device, directly from the arena where that is cheaper."""
         runs = neighbours(tickets)
         for key, arena in self._served.arena_inputs.items():
             target = self._inputs[key]
@@ -392,7 +404,7 @@ class _StagingBuffer:
                 target[:rows].copy_(self._staged[key][:rows], non_blocking=True)
 
     def copy_in_bound(self, tickets: NDArray[Any], places: Sequence[Binding | None], driver: Driver) -> None:
-        """As `copy_in`, of rows of which some lie in clients' device memory."""
+        """As `copy_in`, for batches with rows in clients' device memory."""
         waited: set[int] = set()
         at = 0
         for place, first, n in zip(places, tickets["first"].tolist(), tickets["rows"].tolist(), strict=True):
@@ -412,7 +424,14 @@ class _StagingBuffer:
         *,
         host: bool,
     ) -> bool:
-        """Queue copies of outputs to clients' device memory; False where some, or all (`host`), go to the host, too."""
+        """Queue copies of outputs to clients' device memory.
+
+        Args:
+            host: whether the host needs all outputs as well.
+
+        Returns:
+            False if outputs must be copied to the host, too: some rows are not bound, or `host` is set.
+        """
         rows = int(tickets["rows"].sum())
         self._check(results, rows)
         at = 0
@@ -425,15 +444,19 @@ class _StagingBuffer:
         return not host and None not in places
 
     def forward(self, rows: int) -> Mapping[str, torch.Tensor]:
-        """Queue the forward of the rows copied in."""
+        """Queue the forward of the rows that were copied in."""
         if self.graphs is not None:
             return self.graphs.run(rows)
-        shape = self._served.shaped(rows)  # rows beyond the batch hold whatever was there
+        shape = self._served.shaped(rows)  # rows beyond the batch hold stale values
         results = self._served.forward({key: tensor[:shape] for key, tensor in self._inputs.items()})
         return results if shape == rows else {key: value[:rows] for key, value in results.items()}
 
     def copy_out(self, results: Mapping[str, torch.Tensor], rows: int) -> None:
-        """Queue the copies of the outputs to the host. Raises ModelFailed where they are not what the spec promises."""
+        """Queue the copies of the outputs to the host.
+
+        Raises:
+            ModelFailed: the outputs do not match the spec.
+        """
         self._check(results, rows)
         for key in self._served.spec.outputs:
             self.results[key][:rows].copy_(results[key], non_blocking=True)
@@ -449,18 +472,18 @@ class _StagingBuffer:
                 )
 
     def _keep(self, result: torch.Tensor) -> None:
-        """Its memory belongs to the forwards' stream, which must not reuse it before the copy on this one."""
+        """Keep the result's memory from being reused on the forwards' stream before the copy on this stream is done."""
         if result.is_cuda and self.graphs is None:
             result.record_stream(torch.cuda.current_stream(result.device))
 
     def capture(self) -> None:
-        """Capture graphs over this buffer's inputs."""
+        """Capture the graphs over this buffer's inputs."""
         stream = torch.cuda.Stream(self._served.device)  # type: ignore[no-untyped-call]
         self.graphs = Graphs(self._inputs, self._served.forward, stream, self._max_batch)
 
 
 def neighbours(tickets: NDArray[Any]) -> list[tuple[int, int]]:
-    """The tickets' rows in order, as (first, rows) of runs that lie next to each other."""
+    """Return the tickets' rows in order, as (first, rows) of contiguous runs."""
     firsts, rows = tickets["first"].astype(np.int64), tickets["rows"].astype(np.int64)
     begins = np.flatnonzero(np.r_[True, firsts[1:] != firsts[:-1] + rows[:-1]])
     lengths = np.add.reduceat(rows, begins)
@@ -468,5 +491,5 @@ def neighbours(tickets: NDArray[Any]) -> list[tuple[int, int]]:
 
 
 def pays(runs: Sequence[tuple[int, int]], row_bytes: int) -> bool:
-    """Whether one copy a run is cheaper than gathering all rows first and copying once."""
+    """Return whether one copy per run is cheaper than gathering all rows first and copying them once."""
     return len(runs) == 1 or sum(n for _, n in runs) * row_bytes >= len(runs) * _DIRECT_BYTES
