@@ -1,9 +1,9 @@
-"""Rows that lie in device memory of clients: opened once, read and written where they are.
+"""Rows in the device memory of clients: opened once, then read and written in place.
 
-A client binds rows of its lane to places in memory that it exported. From then on a ticket for these rows means
-those places, and the rows in the arena mean nothing. What is bound is let go of between two batches, so nothing
-computes with it any more; with its lease at the latest. A row of a lease that has anything bound, and is not bound
-itself, is refused: what stands in the arena there is nobody's input.
+A client binds rows of its lane to memory that it has exported. From then on a ticket for these rows uses that memory,
+and the rows in the arena are unused. Bindings are released between two batches, when no batch uses them, and at the
+latest with their lease. If a lease has any bindings, its unbound rows are refused, because their contents in the arena
+are not valid input.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from jurybox.protocol.weights.channel import SLOTS, WeightsClaim
 
 
 class Binding:
-    """Rows of a lease and where they lie.
+    """Rows of a lease that are bound to device memory.
 
     Attributes:
         inputs, outputs: tensors on the device by name, (rows, *row shape), views of the client's memory.
-        event: of the client's, after which its inputs are there; 0: they are there when the ticket comes.
-        broken: why they cannot be used; empty: they can.
+        event: the client's event that its inputs are ready after; 0: they are ready when the ticket arrives.
+        broken: the reason why the memory cannot be used; empty if it can.
     """
 
     def __init__(self, order: Mapping[str, Any]) -> None:
@@ -43,17 +43,17 @@ class Binding:
         self.handles: list[bytes] = []
 
     def part(self, tensors: Mapping[str, torch.Tensor], name: str, first: int, rows: int) -> torch.Tensor:
-        """Of one tensor the rows of a ticket."""
+        """Return a ticket's rows of one tensor."""
         at = first - self.first
         return tensors[name][at : at + rows]
 
 
 class PublishedOnDevice:
-    """A weights channel's publications where the learner keeps them on the device, as tensors by slot and name.
+    """A weights channel's publications in the learner's device memory, as tensors by slot and name.
 
     Args:
-        channel: whose publisher may share its device memory.
-        device: of the engine.
+        channel: the weights channel; its publisher may share its device memory.
+        device: the engine's device.
     """
 
     def __init__(self, channel: WeightsChannel, device: torch.device) -> None:
@@ -65,9 +65,9 @@ class PublishedOnDevice:
         self._slots: list[dict[str, torch.Tensor]] = []
 
     def tensors(self, claim: WeightsClaim) -> Mapping[str, torch.Tensor] | None:
-        """The claimed publication; None where it is not on the device, or cannot be reached from this one.
+        """Return the claimed publication; None if it is not in device memory, or this device cannot access it.
 
-        What was copied from it is of the claimed version if the channel holds the claim afterwards.
+        A copy of these tensors is of the claimed version only if the channel still holds the claim afterwards.
         """
         record = self._channel.device[0]
         generation = int(record["generation"])
@@ -78,7 +78,7 @@ class PublishedOnDevice:
         return self._slots[claim.slot] if self._slots else None
 
     def close(self) -> None:
-        """Let go of the memory; nothing copies from it any more."""
+        """Release the memory. No copy may still read from it."""
         self._slots = []
         pointers, self._pointers = self._pointers, []
         for pointer in pointers:
@@ -87,7 +87,7 @@ class PublishedOnDevice:
                 self._driver.close(pointer)
 
     def _open(self, generation: int) -> None:
-        """Open what a publisher has exported; another one exports anew."""
+        """Open the memory that the publisher exported. A new publisher exports its own, under a new generation."""
         self.close()
         self._generation = generation
         record, layout = self._channel.device[0].copy(), self._channel.layout
@@ -100,45 +100,46 @@ class PublishedOnDevice:
                 self._pointers.append(pointer)
                 base, size = self._driver.extent(pointer)
                 if pointer - base + layout.nbytes > size:
-                    raise Refused(f"{size} bytes are there, the weights take {layout.nbytes}")
+                    raise Refused(f"the exported memory has {size} bytes, the weights take {layout.nbytes}")
                 array = self._driver.array(pointer, (layout.nbytes,), np.dtype(np.uint8))
                 flat = torch.as_tensor(array, device=self._device)
                 slots.append(layout.tensors(flat))
-        except Error:  # of another device, or its learner is gone: the host has the same weights
+        except Error:  # on another device, or the learner is gone: the same weights are in host memory
             self.close()
             return
         self._slots = slots
 
 
 class DeviceRegions:
-    """What clients have bound, of all models of an engine; the loop's thread alone touches it.
+    """The bindings of all clients, for all models of an engine. Only the loop's thread uses it.
 
     Args:
-        device: of the engine.
+        device: the engine's device.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._bound: dict[int, list[Binding]] = {}  # by lease
-        self._open: dict[tuple[int, bytes], tuple[int, int]] = {}  # lease and handle: pointer, and how often it is used
+        self._open: dict[tuple[int, bytes], tuple[int, int]] = {}  # (lease, handle) -> (pointer, use count)
 
     def __bool__(self) -> bool:
         return bool(self._bound)
 
     @functools.cached_property
     def driver(self) -> Driver:
-        """The device's driver."""
+        """The driver of the engine's device."""
         return driver(self._device.index or 0)
 
     def bind(self, order: Mapping[str, Any]) -> None:
-        """Open what an order names.
+        """Open the memory and the event that an order names, and bind its rows to them.
 
         Args:
-            order: lease, first, rows; inputs and outputs, each [name, dtype, shape, handle (hexadecimal), offset].
+            order: lease, first and rows; inputs and outputs, lists of [name, dtype, shape, handle (hexadecimal),
+                offset]; event, a handle (hexadecimal) or empty.
 
         Raises:
-            Refused: a handle that the driver does not know, or with less memory than its rows take. The rows stay
-                bound, and tickets for them are refused: what lies in the arena is not what their client sent.
+            Refused: the driver does not know a handle, or the memory is smaller than its rows. The rows stay bound,
+                and tickets for them are refused, because the client's input is not in the arena.
         """
         binding = Binding(order)
         lease = int(order["lease"])
@@ -159,7 +160,7 @@ class DeviceRegions:
             raise Refused(binding.broken) from error
 
     def unbind(self, lease: int, first: int) -> None:
-        """Let go of what was bound from a row on; no batch with it is under way."""
+        """Release the binding that begins at row `first`. No batch with its rows may be in flight."""
         bindings = self._bound.get(lease, [])
         for binding in [each for each in bindings if each.first == first]:
             bindings.remove(binding)
@@ -168,15 +169,15 @@ class DeviceRegions:
             self._bound.pop(lease, None)
 
     def forget(self, lease: int) -> None:
-        """A lease has ended, and no batch of it is under way."""
+        """Release all bindings of a lease that has ended. No batch with its rows may be in flight."""
         for binding in self._bound.pop(lease, []):
             self._release(lease, binding)
 
     def of(self, tickets: NDArray[Any]) -> list[Binding | None] | None:
-        """Where each ticket's rows lie, None for the arena; None in all where all of them lie there.
+        """Return each ticket's binding, None for rows in the arena; return None alone if all rows are in the arena.
 
         Raises:
-            Refused: rows of a lease that has others bound, or of memory that could not be opened.
+            Refused: the rows are not bound, but others of their lease are; or their memory could not be opened.
         """
         if not self._bound:
             return None
@@ -197,7 +198,7 @@ class DeviceRegions:
         return places
 
     def close(self) -> None:
-        """Let go of everything."""
+        """Release all bindings."""
         for lease in list(self._bound):
             self.forget(lease)
 

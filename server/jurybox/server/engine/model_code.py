@@ -1,4 +1,4 @@
-"""From settings to a module: factories, exported programs, weights files, digests."""
+"""Build a module from a model's settings: factories, exported programs, weights files, digests."""
 
 from __future__ import annotations
 
@@ -35,9 +35,10 @@ class LoadError(Error):
 
 @dataclass(frozen=True, slots=True)
 class ModelOrder:
-    """What [models.NAME] says to an engine: the fields of `ModelSettings` that matter there, checked by the supervisor.
+    """The settings of [models.NAME] that an engine needs: fields of `ModelSettings`, checked by the supervisor.
 
-    Plain, since an engine that imported the configuration's own classes would start a tenth of a second later.
+    A plain dataclass, since importing the configuration's own classes would delay an engine's start by a tenth of a
+    second.
     """
 
     factory: str | None
@@ -61,7 +62,7 @@ class ModelOrder:
 
     @classmethod
     def of(cls, settings: Mapping[str, Any]) -> ModelOrder:
-        """From the JSON of a `ModelSettings`, all of whose fields it has."""
+        """Return the order in the parsed JSON of a `ModelSettings` with all its fields."""
         given = {field.name: settings[field.name] for field in fields(cls)}
         for tensors in ("inputs", "outputs"):
             given[tensors] = {
@@ -72,23 +73,23 @@ class ModelOrder:
 
 
 class Loaded(NamedTuple):
-    """A model ready for its device, and what it was before it was made so."""
+    """A model on its device; its digest and weights layout are those before any conversion of its dtype."""
 
     model: ServedModel
     digest: str
-    layout: WeightsLayout | None  # as a learner publishes it, in the factory's dtypes; None: it takes no publications
+    layout: WeightsLayout | None  # of published weights, in the factory's dtypes; None: no publications are accepted
 
 
 def load(name: str, settings: ModelOrder, device: torch.device, factories: Collection[str] | None = None) -> Loaded:
     """Build the model that `settings` describe and move it to `device`.
 
     Args:
-        factories: may be any callable, since the configuration names them. Of another factory's module, allowed as a
-            whole, only what it defines itself (or lists in `__all__`) is called, not what it happens to import. None:
-            any may.
+        factories: the factories that the configuration names; they may be any callable. Another factory is allowed
+            with its whole module, and must be defined there (or listed in `__all__`), not merely imported. None: any
+            factory is allowed.
 
     Raises:
-        LoadError: the factory or file is missing, raises, or gives something else than a ServedModel.
+        LoadError: the factory or file is missing, raises, or returns something other than a ServedModel.
     """
     if settings.aot:
         return _from_package(name, settings, device)
@@ -108,7 +109,7 @@ def load(name: str, settings: ModelOrder, device: torch.device, factories: Colle
 
 
 def digest(module: torch.nn.Module) -> str:
-    """The first 16 hex digits of the SHA-256 over every parameter and buffer: name, dtype, shape, bytes."""
+    """Return the first 16 hex digits of the SHA-256 of all parameters and buffers: name, dtype, shape and bytes."""
     sha = hashlib.sha256()
     for key, value in sorted(module.state_dict().items()):
         if not isinstance(value, torch.Tensor):
@@ -128,7 +129,7 @@ def _from_factory(name: str, settings: ModelOrder, named: Collection[str] | None
         raise LoadError(f"{where}: cannot import {module_name!r}: {plain(error)}") from error
     except AttributeError as error:
         raise LoadError(f"{where}: module {module_name!r} has no {attribute!r}") from error
-    except BaseException as error:  # a module that ends the process, too
+    except BaseException as error:  # including SystemExit, if the module tries to exit the process
         raise LoadError(f"{where}: importing {module_name!r} raised {said(error)}") from error
     own = attribute in getattr(module, "__all__", ()) or getattr(factory, "__module__", None) == module_name
     if named is not None and settings.factory not in named and (not own or attribute.startswith("_")):
@@ -140,32 +141,32 @@ def _from_factory(name: str, settings: ModelOrder, named: Collection[str] | None
         model = factory(**settings.args)
     except TypeError as error:
         raise LoadError(
-            f"{where}: {plain(error)}; it takes {_signature(factory)}, models.{name}.args gives {plain(settings.args)}"
+            f"{where}: {plain(error)}; it takes {_signature(factory)}, models.{name}.args is {plain(settings.args)}"
         ) from error
     except BaseException as error:
         raise LoadError(f"{where} raised {said(error)}") from error
     if not isinstance(model, ServedModel):
-        raise LoadError(f"{where} gave a {type(model).__name__}, expected jurybox.server.models.ServedModel")
+        raise LoadError(f"{where} returned a {type(model).__name__}, expected jurybox.server.models.ServedModel")
     return model
 
 
 def _signature(factory: Callable[..., Any]) -> str:
     try:
         return plain(inspect.signature(factory))
-    except (TypeError, ValueError):  # of an extension module's callable
+    except (TypeError, ValueError):  # a callable of an extension module may have no signature
         return "other arguments"
 
 
-# ---- code that changed since it was imported
+# ---- reload code that changed since it was imported
 
-_imported_as: dict[str, tuple[int, int]] = {}  # source file -> its time (ns) and size when it was imported
+_imported_as: dict[str, tuple[int, int]] = {}  # source file -> its mtime (ns) and size when it was imported
 
 
 def _imported(name: str) -> ModuleType:
-    """A factory's module, imported anew, with the user's modules around it, where a source file of theirs has changed.
+    """Import a factory's module; reload it and the user's modules around it if one of their source files has changed.
 
-    Models that are in service keep the classes and functions they were made of. Where the new code cannot be imported,
-    the old one stays.
+    Models in service keep the classes and functions they were built from. If the new code cannot be imported, the old
+    modules stay.
     """
     module = sys.modules.get(name)
     family = _family(module) if module is not None else {}
@@ -174,7 +175,7 @@ def _imported(name: str) -> ModuleType:
         _note(module)
         return module
     before = {name: sys.modules.pop(name) for name in family}
-    for file in family.values():  # Python takes a cached file of the same second for the source's
+    for file in family.values():  # Python would use a stale .pyc if the source changed within the same second
         with contextlib.suppress(OSError, NotImplementedError):
             Path(importlib.util.cache_from_source(file)).unlink(missing_ok=True)
     importlib.invalidate_caches()
@@ -194,14 +195,14 @@ def _imported(name: str) -> ModuleType:
 
 
 def _family(module: ModuleType) -> dict[str, str]:
-    """The source file of every loaded module of the user's that lies where the factory's package does, by name."""
+    """Return the source files of all loaded user modules in the factory's package or folder, by module name."""
     file = getattr(module, "__file__", None)
     if not file:
         return {}
     package = Path(file).name == "__init__.py"
     root = Path(file).resolve().parents[module.__name__.count(".") + package]
     if package or "." in module.__name__:
-        root /= module.__name__.partition(".")[0]  # what lies beside a package is somebody else's
+        root /= module.__name__.partition(".")[0]  # files next to a package do not belong to it
     inside, folders = str(root).rstrip(os.sep) + os.sep, dict[str, str]()
     found = {}
     for name, other in list(sys.modules.items()):
@@ -215,9 +216,9 @@ def _family(module: ModuleType) -> dict[str, str]:
 
 
 def _resolved(file: str, folders: dict[str, str]) -> str:
-    """A file's path without symbolic links; `folders` keeps those of folders.
+    """Return a file's path without symbolic links; `folders` caches the resolved folders.
 
-    PyTorch alone is a thousand modules: a Path of each would be most of the time that a small model takes to load.
+    PyTorch alone has a thousand modules: a Path for each would be most of the time that a small model takes to load.
     """
     folder, name = os.path.split(file)
     if os.path.islink(file):  # noqa: PTH114
@@ -271,13 +272,13 @@ def _from_exported(name: str, settings: ModelOrder) -> ServedModel:
     inputs = settings.inputs or {key: _spec_of(where, key, value) for key, value in examples.items()}
     module = _ByName(program.module(), list(inputs)[: len(arguments)])
     if not inputs:
-        raise LoadError(f"{where} keeps no example inputs: give models.{name}.inputs and .outputs in the config")
+        raise LoadError(f"{where} has no example inputs: set models.{name}.inputs and .outputs in the config")
     outputs = settings.outputs or _probe_outputs(where, module, inputs)
     return ServedModel(module, inputs, outputs)
 
 
 def _from_package(name: str, settings: ModelOrder, device: torch.device) -> Loaded:
-    """A package of AOTInductor: a library for this machine, which is code as a factory is."""
+    """Load an AOTInductor package: a library for this machine, which executes code just as a factory does."""
     path = Path(str(settings.exported))
     where = f"models.{name}.exported = {str(path)!r}"
     constants = _weights_of(name, Path(settings.weights)) if settings.weights else {}
@@ -291,7 +292,7 @@ def _from_package(name: str, settings: ModelOrder, device: torch.device) -> Load
     return Loaded(ServedModel(module, inputs, outputs), digits, layout)
 
 
-# All parts of a program that are tensors, names and numbers; those before torch 2.8 lie in no folder.
+# All parts of a program that hold only tensors, names and numbers. Before torch 2.8 they are in no folder.
 _PLAIN = re.compile(
     r"[^/]+/(data/(weights|constants)/((weight|tensor)_\d+|model_(weights|constants)_config\.json|model\.pt)|"
     r"data/sample_inputs/model\.pt|models/model\.json|extra/[^/]+|archive_format|archive_version|byteorder|version|"
@@ -302,9 +303,9 @@ _loading = threading.Lock()
 
 
 def _refuse_objects(where: str, path: Path) -> None:
-    """Refuse an archive with a part that torch would run or unpickle without limits: objects, libraries.
+    """Refuse an archive with parts that torch would execute or unpickle without restrictions: objects, libraries.
 
-    What is left still is code, as a factory is: a graph names the functions that it calls.
+    An accepted archive still is code, as a factory is: a graph names the functions that it calls.
     """
     try:
         with zipfile.ZipFile(path) as archive:
@@ -320,7 +321,10 @@ def _refuse_objects(where: str, path: Path) -> None:
 
 @contextlib.contextmanager
 def _weights_only() -> Iterator[None]:
-    """Have torch.load refuse pickles that hold more than tensors: torch.export.load would fall back to run them."""
+    """Make torch.load refuse pickles that hold more than tensors; torch.export.load would fall back to executing them.
+
+    It sets an environment variable, so only one thread at a time can be inside.
+    """
     with _loading:
         before = os.environ.get(_WEIGHTS_ONLY)
         os.environ[_WEIGHTS_ONLY] = "1"
@@ -334,7 +338,7 @@ def _weights_only() -> Iterator[None]:
 
 
 class _ByName(torch.nn.Module):
-    """An exported program called by its inputs' names; it remembers which of them it takes by position."""
+    """An exported program that is called with inputs by name, and passes the positional ones by position."""
 
     def __init__(self, program: torch.nn.Module, positional: list[str]) -> None:
         super().__init__()
@@ -345,7 +349,7 @@ class _ByName(torch.nn.Module):
         return self.program(*[inputs.pop(name) for name in self._positional], **inputs)
 
     def eval(self) -> _ByName:
-        """An exported program has no modes."""
+        """Do nothing: an exported program has no training and evaluation modes."""
         return self
 
 
@@ -356,7 +360,7 @@ def _spec_of(where: str, name: str, value: object) -> TensorSpec:
 
 
 def _probe_outputs(where: str, module: torch.nn.Module, inputs: Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:
-    """Run two rows to see names and shapes of the outputs; that also tells whether the batch size may vary."""
+    """Run two rows, then three, to find the outputs' names and shapes and to check that the batch size may vary."""
     for rows in (2, 3):
         zeros = {
             key: torch.zeros((rows, *spec.shape), dtype=getattr(torch, spec.dtype)) for key, spec in inputs.items()
@@ -385,7 +389,7 @@ def _load_weights(name: str, module: torch.nn.Module, path: Path) -> None:
 
 
 def _weights_of(name: str, path: Path) -> dict[str, torch.Tensor]:
-    """The tensors of a safetensors file."""
+    """Return the tensors of a safetensors file."""
     try:
         state: dict[str, torch.Tensor] = load_file(path)
     except Exception as error:

@@ -1,7 +1,7 @@
-"""Where models are made ready: a thread that loads, warms up, and hands over to the loop.
+"""The model loader: a thread that loads models, warms them up and passes them to the engine's loop.
 
-The supervisor makes the arena, and for that must know the model's spec, so a load has two halves: load and tell
-the spec; then, with the arena's name, attach, warm up, install.
+The supervisor creates the arena, for which it needs the model's spec, so a load has two halves: load the model and
+report its spec; then, with the arena's name, attach, warm up and install.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from jurybox.server.models import ServedModel
 
 @dataclass(slots=True)
 class _LoadedModel:
-    """A model that is loaded and waits for its arena."""
+    """A loaded model that waits for its arena."""
 
     load: int
     name: str
@@ -50,18 +50,18 @@ class _LoadedModel:
 
 
 class ModelLoader:
-    """Loads models beside the engine's loop.
+    """Loads models in a thread beside the engine's loop.
 
-    Every load has a number of the supervisor's. A model that was unloaded, or ordered anew, while it was being loaded
-    is dropped at the next step: nothing of it is installed or told.
+    The supervisor numbers every load. A model that is unloaded, or loaded again under a new number, while it is still
+    being loaded is dropped at the next step: it is neither installed nor reported.
 
     Args:
-        device: where modules go.
+        device: the device of the modules.
         tell: sends a message to the supervisor; thread-safe.
         later: runs an action in the loop's thread between two turns.
-        engine: the core into which finished models are installed.
-        report: called with (event, fields) for what should be logged.
-        factories: those that the configuration names; None: all there are. See `loader.load`.
+        engine: the core that the models are installed in.
+        report: logs an event, called with (event, fields).
+        factories: the factories that the configuration names; None: any. See `model_code.load`.
     """
 
     def __init__(
@@ -81,43 +81,46 @@ class ModelLoader:
         self._engine = engine
         self._groups = Groups(engine, device, later, report)
         self._unplaced: dict[int, _LoadedModel] = {}
-        self._wanted: dict[int, int] = {}  # model -> the load that counts; the loop's thread alone writes it
-        # Of the models in service; the loop's thread alone touches it.
+        self._wanted: dict[int, int] = {}  # model -> its current load; only the loop's thread writes it
+        # The models in service; only the loop's thread uses it.
         self._attached: dict[int, tuple[Arena, WeightsChannel | None]] = {}
-        self.regions: DeviceRegions | None = None  # what clients have bound to device memory
+        self.regions: DeviceRegions | None = None  # the rows that clients have bound to device memory
         self._jobs: queue.SimpleQueue[tuple[int, int, Callable[[], None]]] = queue.SimpleQueue()
         threading.Thread(target=self._work, name="model-loader", daemon=True).start()
 
     def load(self, model: int, load: int, name: str, settings: dict[str, Any]) -> None:
-        """Begin to load; ends in a message "loaded" or "failed"."""
+        """Begin to load a model. The load ends with a message "loaded" or "failed"."""
         self._wanted[model] = load
         self._jobs.put((model, load, lambda: self._load(model, load, name, ModelOrder.of(settings))))
 
     def arena(self, model: int, load: int, segment: str, number: int, rows: int, weights: str) -> None:
-        """Go on with a loaded model: its arena, and its weights channel where it takes publications.
+        """Continue a load with the model's arena, and with its weights channel if it accepts publications.
 
-        Ends in a message "ready" or "failed".
+        It ends with a message "ready" or "failed".
         """
         self._jobs.put((model, load, lambda: self._finish(model, load, segment, number, rows, weights)))
 
     def abandon(self, model: int, load: int, reason: str) -> None:
-        """Let go of a loaded model that the supervisor has no arena or weights channel for; ends in "failed"."""
+        """Drop a loaded model, since the supervisor could not create its arena or weights channel.
+
+        It ends with a message "failed".
+        """
         self._jobs.put((model, load, lambda: self._abandon(model, load, reason)))
 
     def sleep(self, model: int, load: int, message: str) -> None:
-        """In the loop's thread: a model rests from here on, and its weights go to host memory, beside the loop.
+        """Suspend a model and move its weights to host memory in the loader's thread. Call it in the loop's thread.
 
-        Ends in a message "asleep", with a reason where it could not be done; the model is served again then.
+        It ends with a message "asleep". If the message has a reason, the move failed and the model is served again.
         """
         slot = self._engine.rest(model, message) if self._wanted.get(model) == load else None
         if slot is None or not isinstance(served := slot.served, Served):
-            self._turned("asleep", model, load, reason="it is not served here by itself")
+            self._turned("asleep", model, load, reason="this engine does not serve it, or serves it in a group")
             return
 
         def move() -> None:
             try:
                 moved = served.sleep()
-            except BaseException as error:  # noqa: BLE001  some of it may be on the host: all goes back
+            except BaseException as error:  # noqa: BLE001  some tensors may be on the host: move all of them back
                 self._report("sleep failed", model=model, error=said(error), exception=traced(error))
                 served.wake()
                 self._later(lambda: self._engine.resume(model))
@@ -128,19 +131,20 @@ class ModelLoader:
         self._jobs.put((model, load, move))
 
     def wake(self, model: int, load: int) -> None:
-        """In the loop's thread: the weights of a model go back to the device, beside the loop; then it is served again.
+        """Move a model's weights back to the device in the loader's thread, then serve it again.
 
-        Ends in a message "awake", with a reason where it could not be done; the model sleeps on then.
+        Call it in the loop's thread. It ends with a message "awake". If the message has a reason, the move failed and
+        the model stays asleep.
         """
         slot = self._engine.resting(model) if self._wanted.get(model) == load else None
         if slot is None or not isinstance(served := slot.served, Served):
-            self._turned("awake", model, load, reason="it does not sleep here")
+            self._turned("awake", model, load, reason="it is not asleep in this engine")
             return
 
         def move() -> None:
             try:
                 moved = served.wake()
-            except BaseException as error:  # noqa: BLE001  what is on the device already goes to the host again
+            except BaseException as error:  # noqa: BLE001  some tensors may be on the device: move all back to the host
                 self._report("wake failed", model=model, error=said(error), exception=traced(error))
                 served.sleep()
                 self._turned("awake", model, load, reason=said(error))
@@ -159,7 +163,7 @@ class ModelLoader:
         self._tell(kind, model=model, load=load, bytes=moved, reason=reason)
 
     def unload(self, model: int) -> None:
-        """In the loop's thread: a model is wanted no longer, however far it has come."""
+        """Drop a model at any stage of its load, or in service. Call it in the loop's thread."""
         self._wanted.pop(model, None)
         for attached in self._attached.pop(model, ()):
             if attached is not None:
@@ -169,16 +173,16 @@ class ModelLoader:
     def _work(self) -> None:
         while True:
             model, load, job = self._jobs.get()
-            with contextlib.suppress(OSError):  # the supervisor is gone, and this process ends
+            with contextlib.suppress(OSError):  # the supervisor is gone, and this process will end
                 try:
                     if load and self._wanted.get(model) == load:
-                        # Should this process end in it, the supervisor knows by whom.
+                        # If the load crashes this process, the supervisor knows which model it was.
                         self._tell("begins", model=model, load=load)
                         job()
                         self._tell("ends")
                     elif not load:
                         job()
-                except BaseException as error:  # noqa: BLE001  whatever it was, this model failed and the others go on
+                except BaseException as error:  # noqa: BLE001  whatever it raises, only this model has failed
                     self._failed(model, load, error)
                     self._tell("ends")
 
@@ -202,7 +206,7 @@ class ModelLoader:
     def _finish(self, model: int, load: int, segment: str, number: int, rows: int, weights: str) -> None:
         unplaced = self._unplaced.pop(model, None)
         if unplaced is None or unplaced.load != load:
-            raise LoadError("an arena came for a model that is not loaded: load it again")
+            raise LoadError("an arena arrived for a model that is not loaded: load it again")
         settings = unplaced.settings
         with contextlib.ExitStack() as undo:
             spec = unplaced.model.spec(unplaced.name)
@@ -215,7 +219,7 @@ class ModelLoader:
             if isinstance(unplaced.model.module, Compiled):
                 if any(tensor.variable for tensor in spec.inputs.values()):
                     raise LoadError(
-                        f"models.{unplaced.name}.compile: inputs of variable size have no end of shapes to compile, "
+                        f"models.{unplaced.name}.compile: inputs of variable size have too many shapes to compile, "
                         "expected rows of fixed shape"
                     )
                 if not served.shapes:
@@ -264,7 +268,7 @@ class ModelLoader:
                 return
             try:
                 self._engine.install(model, served, settings.min_batch, settings.max_wait_us * 1000, number)
-            except BaseException as error:  # noqa: BLE001  in the loop, which must not end by it
+            except BaseException as error:  # noqa: BLE001  it runs in the loop, which must not end
                 clean.close()
                 self._failed(model, load, error)
                 return
@@ -282,7 +286,7 @@ class ModelLoader:
                 raise LoadError(f"model {name!r} has rows that differ in size, or state: it cannot be in a group")
             lanes = self._engine.scoreboard.lanes
             return OpenServed(name, model, columns, settings.max_batch, self._device, compute, lanes, shapes)
-        # A group stacks its members' batches itself.
+        # A group stacks its members' batches itself, so its members need no DeviceServed.
         plain_host = self._device.type == "cpu" and FAKE not in os.environ
         if plain_host or settings.group or shapes:
             return Served(
@@ -304,7 +308,7 @@ class ModelLoader:
         )
 
     def _left(self, model: int) -> None:
-        """A model was unloaded: nothing of it is kept, and the group it may have been in goes on without it."""
+        """Drop what is left of an unloaded model, and remove it from its group."""
         if model not in self._wanted:
             self._unplaced.pop(model, None)
             self._groups.leave(model)
@@ -312,8 +316,8 @@ class ModelLoader:
     def _ready(
         self, model: int, load: int, arena: Arena, channel: WeightsChannel | None, warmed: dict[str, Any]
     ) -> None:
-        """In the loop's thread: a model is in service."""
-        if self._wanted.get(model) != load:  # one of a group, unloaded meanwhile; `_left` takes it out of the group
+        """Report that a model is in service. Runs in the loop's thread."""
+        if self._wanted.get(model) != load:  # a group's member, unloaded meanwhile; `_left` removes it from the group
             if model not in self._wanted:
                 self._engine.remove(model)
             return

@@ -1,4 +1,4 @@
-"""Working memory that stays: on a CPU half of an image model's time would otherwise go into page faults."""
+"""The engine's process: its callback queue, its traced batches, and the loop that serves tickets and orders."""
 
 from __future__ import annotations
 
@@ -31,20 +31,21 @@ from jurybox.server.logs import LogLimiter, configure, traced
 from jurybox.server.transports import ShmTransport, ZmqTransport
 
 # ----
-# What other threads want done in the loop's thread, between two turns.
+# Actions of other threads, to be run in the loop's thread between two turns.
 
 
 class CallbackQueue:
-    """Actions in order, and a file that is readable while there are any.
+    """A queue of actions with a file descriptor that is readable while the queue is not empty.
 
     Args:
-        failed: told what an action raised; the others are run all the same.
+        failed: called with the exception of an action; the others run all the same. None: `run` raises it.
     """
 
     def __init__(self, failed: Callable[[BaseException], None] | None = None) -> None:
         self._failed = failed
         self._actions: list[Callable[[], None]] = []
-        # List and file change together: apart, the file could be found empty, or stay readable for nothing.
+        # List and eventfd change under one lock. Otherwise the eventfd could be empty when `run` reads it, or stay
+        # readable with no action queued.
         self._both = threading.Lock()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
 
@@ -52,13 +53,13 @@ class CallbackQueue:
         return self._wake
 
     def put(self, action: Callable[[], None]) -> None:
-        """From any thread: have an action run, soon."""
+        """Queue an action. Thread-safe."""
         with self._both:
             self._actions.append(action)
             os.eventfd_write(self._wake, 1)
 
     def run(self) -> None:
-        """In the loop's thread: run what there is. Next to nothing where there is nothing."""
+        """Run all queued actions. Call it in the loop's thread; it costs next to nothing if the queue is empty."""
         if not self._actions:
             return
         with self._both:
@@ -73,23 +74,23 @@ class CallbackQueue:
                 self._failed(error)
 
     def close(self) -> None:
-        """Close the file."""
+        """Close the file descriptor."""
         os.close(self._wake)
 
 
 # ----
-# An engine that leaves for traces when the batch of a ticket began and ended (jurybox.protocol.timings).
+# Batches that record for traces when each ticket's batch began and ended (jurybox.protocol.timings).
 #
-# It stands around the core, so that an engine without traces runs not one instruction more.
+# It is a subclass, so that an engine without traces runs no additional instructions.
 
 
 class TracedBatches(Batches):
-    """As Batches; leaves a batch's times before it answers, so that who has the answer finds them.
+    """As Batches; writes a batch's times before its tickets are answered, so that a client with its answer finds them.
 
     Args:
-        timings: where to leave them.
-        engine: number to leave with them.
-        parts: of Batches.
+        timings: where the times are written.
+        engine: the engine's number, written with them.
+        parts, more: the arguments of Batches.
     """
 
     def __init__(self, timings: Timings, engine: int, *parts: Any, **more: Any) -> None:
@@ -114,23 +115,23 @@ class TracedBatches(Batches):
 # ----
 # The engine's process: settings and orders from the control pipe, tickets from the transports, one loop.
 #
-# Models are loaded by a thread beside the loop, so that those already ready are served meanwhile; a finished model is
-# installed between two turns.
+# Models are loaded by a thread beside the loop, so that those already in service are served meanwhile. A loaded model
+# is installed between two turns.
 
 
-_HEARTBEAT = 0.25  # seconds between two signs of life of an idle engine
-_MEND_NS = 250_000_000  # between two looks at what other processes may have overwritten
-_ORDERS_NS = 5_000_000  # a busy engine looks at the control pipe this often
-_ORDERS = 256  # carried out between two turns
+_HEARTBEAT = 0.25  # seconds between two heartbeats of an idle engine
+_MEND_NS = 250_000_000  # between two checks of the memory that other processes may have overwritten
+_ORDERS_NS = 5_000_000  # between two reads of the control pipe by a busy engine
+_ORDERS = 256  # the most orders carried out between two turns
 _MILD = ("weights version not held", "out of memory, batches halved")
 
 
 class EngineProcess:
-    """One engine: builds the transports and the core from the first message, then serves until told to stop."""
+    """One engine: builds the transports and the core from the first message, then serves until it is stopped."""
 
     def __init__(self, control_pipe: ControlPipe, orders: dict[str, Any]) -> None:
         torch.set_num_threads(orders["threads"])
-        if orders["device"] == "cpu":
+        if orders["device"] == "cpu":  # page faults would otherwise take half of an image model's time
             keep_freed_memory()
         bound_device_memory(torch.device(orders["device"]), orders["device_memory_mib"], orders["memory"])
         index, incarnation = orders["index"], orders["incarnation"]
@@ -139,7 +140,7 @@ class EngineProcess:
         self._sending = threading.Lock()
         self._scoreboard = Scoreboard.attach(orders["scoreboard"])
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        # Whatever can come as often as somebody likes is logged once a second, with a count.
+        # Events that others can cause at any rate are logged once a second, with a count.
         self._warnings, self._errors = LogLimiter(self._log.warning), LogLimiter(self._log.error)
         self._callbacks = CallbackQueue(self._went_wrong)
         self._zmq = ZmqTransport(self._context, orders["address"], incarnation, self._warnings)
@@ -159,21 +160,21 @@ class EngineProcess:
         self._loader.regions = self._regions
         for order in orders["bindings"]:
             self._engine.regions = self._regions
-            with contextlib.suppress(Refused):  # its tickets are refused with the reason
+            with contextlib.suppress(Refused):  # tickets for these rows are refused with the reason
                 self._regions.bind(order)
-        # The record has one writer, which is this process. Others can write to it, so it is written anew all the time.
+        # This process is the record's only writer. Others can overwrite it, so it is rewritten periodically.
         self._words = self._scoreboard.engine_words(index)
         self._record = self._scoreboard.engines[index : index + 1]
         self._incarnation, self._state_and_pid = incarnation, 0
         self._state(EngineState.LOADING)
         show_device_memory(torch.device(orders["device"]), self._scoreboard.engines[index : index + 1])
-        # Clients are sent here once every model of the configuration is ready, or has failed.
+        # The engine gets clients once every model of the configuration is ready or has failed.
         self._loading = {order["model"] for order in orders["models"]}
         for order in orders["models"]:
             self._loader.load(order["model"], order["load"], order["name"], order["settings"])
         for order in orders["refused"]:
             self._engine.refuse(order["model"], Code(order["code"]), order["reason"])
-        if not self._loading:  # every model was unloaded before its predecessor died
+        if not self._loading:  # all models were unloaded before the previous engine died
             self._serve()
         self._draining = False
         self._stopped = False
@@ -191,7 +192,7 @@ class EngineProcess:
         self._log.error("an action failed", error=said(error), exception=traced(error))
 
     def serve(self) -> None:
-        """Serve until the control pipe ends or says stop."""
+        """Serve until the control pipe is closed or the order "stop" arrives."""
         exact_sleeps()
         with torch.inference_mode():
             self._loop()
@@ -210,7 +211,7 @@ class EngineProcess:
             busy = engine.turn() or self._sleep()
             now = time.monotonic_ns()
             if busy and now < next_look:
-                continue  # a ticket that just came does not wait for what can wait
+                continue  # serve tickets first; orders and heartbeats can wait
             next_look = now + _ORDERS_NS
             self._beat(now)
             if now >= next_mend:
@@ -219,7 +220,7 @@ class EngineProcess:
             self._obey()
 
     def _sleep(self) -> bool:
-        """Wait for tickets, orders, or a batch that is held back; True where tickets came and nothing else."""
+        """Wait for tickets, for orders, or until a held-back batch is due; return True if only tickets arrived."""
         due = self._engine.ready_in()
         if due is None and self._draining:
             self._tell("drained")
@@ -228,21 +229,21 @@ class EngineProcess:
         return self._zmq.may_sleep() and self._shm.wait(timeout)
 
     def _obey(self) -> None:
-        """Carry out what the supervisor ordered and what the model loader finished."""
+        """Carry out the supervisor's orders and run the queued callbacks."""
         for _ in range(_ORDERS):
             try:
                 order = self._control_pipe.receive(0)
             except EOFError:
                 self._stopped = True
                 break
-            except ValueError as error:  # no JSON: what it was cannot be known, and the next may be one
-                self._log.error("an order came that is none", error=said(error))
+            except ValueError as error:  # not JSON: skip it, since the next message may be valid
+                self._log.error("a message is not an order", error=said(error))
                 continue
             if order is None:
                 break
             try:
                 self._carry_out(order)
-            except Exception as error:  # noqa: BLE001  an order that fails is answered; it must not end the engine
+            except Exception as error:  # noqa: BLE001  a failed order is reported; it must not end the engine
                 self._refuse(order, error)
         self._callbacks.run()
         self._warnings.flush()
@@ -251,7 +252,7 @@ class EngineProcess:
     def _refuse(self, order: dict[str, Any], error: Exception) -> None:
         kind = plain(order.get("kind") if isinstance(order, dict) else order, 200)
         self._log.error("an order failed", order=kind, error=said(error), exception=traced(error))
-        with contextlib.suppress(OSError):  # the supervisor is gone, which the next look finds out
+        with contextlib.suppress(OSError):  # the supervisor is gone: the next read of the pipe raises EOFError
             self._tell("order failed", order=kind, reason=said(error))
 
     def _carry_out(self, order: dict[str, Any]) -> None:
@@ -295,7 +296,7 @@ class EngineProcess:
                 raise ValueError(f"unknown order {unknown!r}")
 
     def _bind(self, order: dict[str, Any]) -> None:
-        """Open device memory of a client, or let go of it: between two batches, when none is under way."""
+        """Bind a client's device memory, or release it. No batch is in flight meanwhile."""
         self._engine.finish()
         self._engine.regions = self._regions
         reason = ""
@@ -304,12 +305,12 @@ class EngineProcess:
                 self._regions.bind(order)
             else:
                 self._regions.unbind(order["lease"], order["first"])
-        except Exception as error:  # noqa: BLE001  a client's handle, whatever it is
+        except Exception as error:  # noqa: BLE001  a client's handle may be anything
             reason = said(error)
         self._tell("bound", lease=order["lease"], first=order["first"], reason=reason)
 
     def _stand_by(self) -> None:
-        """Compute nothing until told to go on; orders are carried out, weights adopted, and tickets wait outside."""
+        """Compute nothing until the pause ends. Orders are carried out, weights are updated, and tickets wait."""
         self._engine.finish()
         self._standing = True
         ears = select.poll()
@@ -324,7 +325,7 @@ class EngineProcess:
         self._standing = False
 
     def _let_go(self, model: int) -> None:
-        """A model is not to be loaded any more, should it just be."""
+        """Drop a model that may still be loading; the engine no longer waits for it before it serves."""
         self._loader.unload(model)
         with self._sending:
             self._settled(model)
@@ -354,16 +355,19 @@ class EngineProcess:
         native.show_state(self._record, int(state))
 
     def _beat(self, now: int) -> None:
-        """Incarnation, heartbeat, state and process id; the expected wait between them is the core's to write."""
+        """Write incarnation, heartbeat, state and process id. The core writes the word between, the expected wait."""
         words = self._words
         words[0], words[1], words[3] = self._incarnation, now, self._state_and_pid
 
     def _mend(self) -> None:
-        """Write anew what others can write to. Where tickets or answers may have got lost, begin another life."""
+        """Rewrite memory that other processes can overwrite.
+
+        If tickets or answers may have been lost by it, begin a new incarnation, so that clients send again.
+        """
         self._engine.show_counters()
         if overwritten := self._shm.mend():
             self._log.error(
-                "another process wrote to the tickets' memory; all that are in flight are asked for again",
+                "another process wrote to the tickets' memory; clients send all tickets in flight again",
                 lanes=overwritten,
             )
             self._engine.forget_all()
@@ -374,7 +378,10 @@ class EngineProcess:
 
 
 def run(control_pipe: ControlPipe) -> int:
-    """The engine's main: the first message configures it, and may be long in coming to one on standby."""
+    """Run the engine's process; return its exit status.
+
+    The first message configures it. For an engine on standby it may arrive late.
+    """
     if (orders := configuration(control_pipe)) is not None:
         EngineProcess(control_pipe, orders).serve()
     return 0
