@@ -113,7 +113,12 @@ inline bool possible(std::uint32_t from, std::uint32_t to) { return to - from <=
 class ShmRingsEngine {
   public:
     ShmRingsEngine(ShmRingsMemory* memory, std::uint64_t incarnation, std::int64_t spin_ns)
-        : memory_(memory), incarnation_(incarnation), taken_(kShmRingsLanes), answered_(kShmRingsLanes), spin_(spin_ns) {}
+        : memory_(memory),
+          incarnation_(incarnation),
+          taken_(kShmRingsLanes),
+          answered_(kShmRingsLanes),
+          spin_(spin_ns),
+          lone_spin_(kLoneSpin * spin_ns) {}
 
     // Restore the engine's positions where they are not what it wrote, and set the bits of lanes whose tickets lost theirs.
     // Returns how many lanes were overwritten. What was in their rings may be lost: after `renew` clients ask again.
@@ -207,19 +212,21 @@ class ShmRingsEngine {
     // Wait until something was posted or one of the descriptors is readable; true for a posting, and where of the
     // descriptors only `fds[1]` is readable: tickets come through it as well. `fds[0]` is the pipe into which clients
     // write to wake a sleeping engine. It spins for postings alone: what comes through a descriptor comes by threads or
-    // processes that want the core.
+    // processes that want the core. A client that asks alone, over a gateway perhaps, leaves a core free for a longer
+    // spin; after a sleep the same forward takes twice as long, since the core is cold.
     bool wait(pollfd* fds, std::size_t n_fds, std::int64_t timeout_ns) {
         const auto posted = [this] { return memory_->summary.load(std::memory_order_seq_cst) != 0; };
         if (posted()) return true;
         int turns = 0;
-        const std::int64_t budget = spin_.budget(timeout_ns);
+        Spin& spin = same_lane_ >= kAlone ? lone_spin_ : spin_;
+        const std::int64_t budget = spin.budget(timeout_ns);
         bool other = false;
         const bool found = spin_until(budget, [&] {
             if (posted()) return true;
             if (n_fds > 1 && ++turns % 64 == 0) other = ::poll(fds + 1, n_fds - 1, 0) > 0;
             return other;
         });
-        spin_.ended(found && !other, budget);
+        spin.ended(found && !other, budget);
         if (!found) {
             memory_->sleeping.store(1, std::memory_order_seq_cst);
             if (!posted()) {
@@ -289,10 +296,12 @@ class ShmRingsEngine {
     }
 
     static constexpr std::uint64_t kAlone = 16;  // visits to one lane, one after another
+    static constexpr std::int64_t kLoneSpin = 10;
     ShmRingsMemory* memory_;
     std::uint64_t incarnation_;
     std::vector<std::uint32_t> taken_, answered_;
     Spin spin_;
+    Spin lone_spin_;
     std::uint32_t last_lane_ = kShmRingsLanes;
     std::uint64_t same_lane_ = 0;
     std::uint32_t next_word_ = 0;

@@ -1,4 +1,5 @@
 // The shm rings between threads: nothing lost, nothing answered twice, nobody left asleep.
+#include <chrono>
 #include <cstdio>
 #include <memory>
 #include <string>
@@ -244,6 +245,46 @@ void a_watcher_that_gives_up_takes_nobodys_wake_up() {
     CHECK(took < 30 * kSecond);
 }
 
+// Whether an engine still spins a while after `lanes` clients asked it in turns.
+bool spins_on(std::uint32_t lanes) {
+    constexpr std::int64_t kSpin = kSecond / 5000, kLook = 4 * kSpin;
+    auto rings = memory();
+    Pipe pipe;
+    ShmRingsEngine engine(rings.get(), kIncarnation, kSpin);
+    pollfd fds[] = {{pipe.ends[0], POLLIN, 0}};
+    std::vector<std::unique_ptr<ShmRingsClient>> clients;
+    for (std::uint32_t lane = 0; lane < lanes; ++lane)
+        clients.push_back(std::make_unique<ShmRingsClient>(rings.get(), lane, 1, pipe.ends[1], 0));
+    Ticket taken;
+    Answer answer;
+    for (std::uint64_t n = 1; n <= 40; ++n) {
+        CHECK(clients[n % lanes]->submit(ticket(n)));
+        CHECK(engine.collect(&taken, 1) == 1);
+        CHECK(engine.reply(&taken, 1, kOk, 1, "", 0) == 0);
+        CHECK(clients[n % lanes]->receive(&answer, 1) == 1);
+    }
+    std::atomic<bool> waiting{false};
+    std::thread waiter([&] {
+        waiting = true;
+        CHECK(engine.wait(fds, 1, 30 * kSecond));
+    });
+    while (!waiting) std::this_thread::yield();
+    const std::int64_t until = monotonic_ns() + kLook;
+    while (monotonic_ns() < until) std::this_thread::sleep_for(std::chrono::microseconds(50));
+    const bool spun = rings->sleeping.load() == 0;
+    CHECK(clients[0]->submit(ticket(41)));
+    waiter.join();
+    return spun;
+}
+
+void an_engine_spins_longer_for_a_client_that_is_alone() {
+    bool once = false;
+    const std::int64_t until = monotonic_ns() + 60 * kSecond;  // others may take the core, and end a spin
+    while (!once && monotonic_ns() < until) once = spins_on(1);
+    CHECK(once);
+    CHECK(!spins_on(2) || !spins_on(2) || !spins_on(2));  // where the thread had no core yet, it does not sleep yet
+}
+
 // One thread owns a client; any other may wait for answers and ask how many tickets are in flight.
 void a_watcher_looks_on_while_the_owner_asks(std::int64_t spin_ns) {
     auto rings = memory();
@@ -432,6 +473,7 @@ int main() {
     positions_that_are_nonsense_harm_only_their_lane();
     a_client_that_never_reads_does_not_stop_the_engine();
     a_client_is_told_whether_it_is_alone();
+    an_engine_spins_longer_for_a_client_that_is_alone();
     tickets_for_an_earlier_life_of_the_engine_are_dropped();
     a_watcher_that_gives_up_takes_nobodys_wake_up();
     a_watcher_looks_on_while_the_owner_asks(0);
