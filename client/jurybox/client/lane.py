@@ -208,14 +208,12 @@ class Lane:
         deadline: int,
         version: int = 0,
         holder: weakref.ref[Any] | None = None,
-        brief: float = 0.0,
     ) -> InFlight:
         """Send a ticket for rows already written. It is sent later where no engine serves just now.
 
         Args:
             holder: who wants the answer. Without one it is sent again, should that be necessary, only while it is
                 waited for.
-            brief: seconds to wait for its answer, where no other ticket is in flight.
         """
         self.sequence = sequence = self.sequence + 1
         ticket = InFlight(sequence, first, rows, deadline, version)
@@ -224,9 +222,8 @@ class Lane:
             self._look_after()
         if holder is None:
             self._stale = True  # nobody has cut these rows out of the free runs, and a wait for them may be given up
-        brief = 0.0 if self.in_flight else brief
         self.in_flight[sequence] = ticket
-        self._send(ticket, brief)
+        self._send(ticket)
         return ticket
 
     def ask(self, first: int, rows: int, seconds: float, version: int = 0) -> Answer:
@@ -236,29 +233,37 @@ class Lane:
             Timeout: none came; the rows go free when the engine has answered, or is gone.
             ServerGone: the server is dead, and with it all tickets.
         """
-        now = time.monotonic_ns()
-        deadline = now + int(seconds * 1e9)
+        deadline = time.monotonic_ns() + int(seconds * 1e9)
+        ticket = self.exchange(first, rows, deadline, version, min(seconds, LOOK_AFTER))
+        return ticket.answer or self.wait(ticket, deadline)
+
+    def exchange(self, first: int, rows: int, deadline: int, version: int, seconds: float) -> InFlight:
+        """Send a ticket as `submit` does; if no other one is in flight, wait at most `seconds` for its answer.
+
+        The outputs of an answered ticket stay until the lane is used again.
+        """
         engine = None if self.in_flight else self._choose_engine()
         if engine is None:
-            ticket = self.submit(first, rows, deadline, version)
-            return self.wait(ticket, deadline)
+            return self.submit(first, rows, deadline, version)
         self.sequence = sequence = self.sequence + 1
         ticket = InFlight(sequence, first, rows, deadline, version)
-        ticket.engine, ticket.incarnation, ticket.submitted = engine, self._incarnations.item(engine), now
+        ticket.engine, ticket.incarnation = engine, self._incarnations.item(engine)
+        ticket.submitted = time.monotonic_ns()
         stale, self._stale = self._stale, True
         self.in_flight[sequence] = ticket
         try:
-            answer = self._transport.exchange(ticket, seconds if seconds < LOOK_AFTER else LOOK_AFTER)
+            answer = self._transport.exchange(ticket, seconds)
         except TooManyFiles as error:
             ticket.engine, self._unsent_because, answer = UNSENT, str(error), None  # sent when looked after
         if answer is None:
-            return self.wait(ticket, deadline)
+            return ticket
         if answer.sequence != sequence or answer.code == Code.STALE_LEASE:
             self._settle((answer,))
-            return self.wait(ticket, deadline)
+            return ticket
         del self.in_flight[sequence]
         self._stale = stale
-        return answer
+        ticket.answer = answer
+        return ticket
 
     def caller(self, place: RowPlace) -> tuple[Caller | None, int]:
         """What makes whole calls for some rows, and the engine's life it is for; None where there is no such thing.
@@ -385,7 +390,7 @@ class Lane:
 
     # ---- inside
 
-    def _send(self, ticket: InFlight, brief: float = 0.0) -> None:
+    def _send(self, ticket: InFlight) -> None:
         engine = self._choose_engine()
         if engine is None:
             ticket.engine, self._unsent_because = UNSENT, "no engine serves"
@@ -393,10 +398,7 @@ class Lane:
         ticket.submitted = time.monotonic_ns()
         ticket.engine, ticket.incarnation = engine, self._incarnations.item(engine)
         try:
-            if not brief:
-                self._transport.send(ticket)
-            elif (answer := self._transport.exchange(ticket, brief)) is not None:
-                self._settle((answer,))
+            self._transport.send(ticket)
         except TooManyFiles as error:
             ticket.engine, self._unsent_because = UNSENT, str(error)  # tried again when looked after
 

@@ -14,7 +14,7 @@ from jurybox.client.lane import Lane
 from jurybox.client.row_codec import Checked, shaped, utf8, words
 from jurybox.client.rows import CallRow, Rows
 from jurybox.client.sessions import Sessions
-from jurybox.client.ticket import Pieces, Reply, Ticket, send_parts, send_rows
+from jurybox.client.ticket import Pieces, Reply, Seen, Ticket, send_parts, send_rows
 from jurybox.protocol import forks
 from jurybox.protocol.errors import Busy, Code, Refused, ServerGone, SpecMismatch
 from jurybox.protocol.spec import BYTES, ModelSpec
@@ -193,7 +193,7 @@ class Model(forks.Closing):
 
     def submit_parts(
         self, parts: Sequence[tuple[Mapping[str, NDArray[Any]], int]], deadline: int, version: int, brief: float = 0.0
-    ) -> Ticket | None:
+    ) -> Ticket | Seen | None:
         """Send rows of several callers as one ticket; return None if that is not possible right now.
 
         For gateways; only for models of fixed shapes without state.
@@ -201,7 +201,11 @@ class Model(forks.Closing):
         Args:
             parts: arrays by name, each (n, *row shape) of the spec's dtype, and how many rows of each.
             deadline: ns of CLOCK_MONOTONIC.
-            brief: seconds to wait for the answer before returning, if a sleep would take as long.
+            brief: seconds to wait for the answer, if no other ticket is in flight.
+
+        Returns:
+            A ticket. If the answer came within `brief`: the outputs by name, where they lie, and the weights version;
+            read them before the model is used again.
         """
         requests = self.requests
         try:

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Generator, Mapping, Sequence
 from concurrent.futures import CancelledError
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from numpy.typing import NDArray
 
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     import asyncio
 
 _CANCELLED = "this ticket was cancelled"
+
+Seen: TypeAlias = tuple[dict[str, Any], int]  # outputs by name, which later tickets overwrite; the weights' version
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,14 +164,10 @@ class Ticket:
             self._turns.watch(self._lane, loop)
         return sent.answer is not None
 
-    def seen(self) -> tuple[dict[str, Any], int]:
-        """The outputs of fixed shapes where they lie, by name, and the weights' version; then `give_up` the ticket.
-
-        Raises: as `result`.
-        """
+    def seen(self) -> Seen:
+        """The outputs of fixed shapes where they lie; then `give_up` the ticket. Raises: as `result`."""
         answer = self._checked()
-        end = self.first + self.rows
-        return {name: rows[self.first : end] for name, rows in self._lane.columns.outputs.items()}, answer.version
+        return _seen(self._lane, self.first, self.rows, answer)
 
     def give_up(self) -> None:
         """Drop the outputs: the rows become free now, or when the engine that has them answers."""
@@ -178,8 +176,13 @@ class Ticket:
 
     # ---- inside, in the turn of whoever calls
 
-    def _send(self, deadline: int, version: int, brief: float = 0.0) -> None:
-        self._sent = self._lane.submit(self.first, self.rows, deadline, version, weakref.ref(self), brief)
+    def _send(self, deadline: int, version: int) -> None:
+        self._sent = self._lane.submit(self.first, self.rows, deadline, version, weakref.ref(self))
+
+    def _adopt(self, sent: InFlight) -> None:
+        """Become the holder of a request that was sent without one."""
+        self._sent = sent
+        sent.holder = weakref.ref(self)
 
     def _in_flight(self) -> InFlight | None:
         """Return the request; None if it has failed. Raises if there will be no answer."""
@@ -253,9 +256,13 @@ def send_parts(
     deadline: int,
     version: int,
     brief: float,
-) -> Ticket | None:
-    """As `send_rows`, of rows of several callers; None where the model was loaded anew and they no longer fit."""
-    ticket, at = Ticket(turns, lane, first, rows), first
+) -> Ticket | Seen | None:
+    """As `send_rows`, of rows of several callers; None where the model was loaded anew and they no longer fit.
+
+    With `brief` above 0, wait so many seconds for the answer. Outputs that came by then are returned in place of a
+    ticket; the rows are free again, so read them before the lane is used.
+    """
+    at = first
     for arrays, n in parts:
         for name, column in lane.columns.inputs.items():
             array = arrays[name]
@@ -263,8 +270,20 @@ def send_parts(
                 return None
             column[at : at + n] = array
         at += n
-    ticket._send(deadline, version, brief)
+    if not brief:
+        ticket = Ticket(turns, lane, first, rows)
+        ticket._send(deadline, version)
+        return ticket
+    sent = lane.exchange(first, rows, deadline, version, brief)
+    if (answer := sent.answer) is not None and answer.code == Code.OK and lane.columns.outputs:
+        return _seen(lane, first, rows, answer)
+    ticket = Ticket(turns, lane, first, rows)
+    ticket._adopt(sent)
     return ticket
+
+
+def _seen(lane: Lane, first: int, rows: int, answer: Answer) -> Seen:
+    return {name: column[first : first + rows] for name, column in lane.columns.outputs.items()}, answer.version
 
 
 # ----

@@ -17,6 +17,7 @@ from jurybox.server.gateway.inference.coalescer import RequestCoalescer
 from jurybox.server.gateway.inference.forms import Form
 from jurybox.server.gateway.inference.inference import InferRequest, Input
 from jurybox.server.gateway.inference.lanes import Held
+from jurybox.server.security.access import Source
 
 SPEC = ModelSpec("m", {"x": TensorSpec("float32", (2,))}, {"y": TensorSpec("float32", (2,))})
 ROW = {"x": np.ones((1, 2), np.float32)}
@@ -317,3 +318,84 @@ async def test_what_comes_after_its_time_out_is_no_answer_to_the_connections_nex
     form.ask({"x": ROW["x"] * 3}, 5.0, line)
     await asyncio.sleep(0.5)
     assert line.told == [Code.TIMEOUT, np.full(2, 6, np.float32).tobytes()]
+
+
+class Brief(Lane):
+    """A lane that answers within the time that the loop may block for it, unless told not to (None)."""
+
+    def __init__(self, *behaviour):
+        super().__init__(*behaviour)
+        self.blocked = []
+
+    def submit_parts(self, parts, deadline, version, brief):
+        self.tickets += 1
+        self.blocked.append(brief > 0)
+        outputs = {"y": np.concatenate([arrays["x"] for arrays, _ in parts]) * 2}
+        late = brief > 0 and self.behaviour and self.behaviour.pop(0) is None
+        return (outputs, 7) if brief and not late else Later(outputs)
+
+
+class Later:
+    """A ticket that is answered when the loop turns."""
+
+    def __init__(self, outputs):
+        self.outputs = outputs
+
+    def watched(self, loop, waiter, *, again):
+        loop.call_soon(waiter.set_result, None)
+        return False
+
+    def seen(self):
+        return self.outputs, 7
+
+    def give_up(self):
+        pass
+
+
+async def asked(together, source):
+    """Ask for one row; return whether it was answered before the loop turned."""
+    answer = asyncio.get_running_loop().create_future()
+    late = together.put(ROW, 1, 60.0, 0, answer, None, source)
+    at_once = answer.done()
+    outputs, version = await answer
+    late.cancel()
+    assert (outputs["y"] == 2).all() and version == 7
+    return at_once
+
+
+async def test_the_loop_blocks_for_the_answers_of_a_source_that_asks_alone():
+    lane = Brief()
+    together, told = coalescer(lane)
+    source = Source(("192.0.2.7", 4000))
+    assert [await asked(together, source) for _ in range(10)] == [False] * 5 + [True] * 5
+    assert lane.blocked == [False] * 5 + [True] * 5
+    assert not await asked(together, Source(("192.0.2.7", 4001)))
+    assert not together.busy and told == ["idle"] * 11
+
+
+async def test_a_loop_that_blocked_in_vain_does_not_block_for_some_time():
+    lane = Brief(None, True)
+    together, _ = coalescer(lane)
+    source = Source(("192.0.2.7", 4000))
+    for _ in range(5 + 1 + 16 + 2):
+        await asked(together, source)
+    assert lane.blocked == [False] * 5 + [True] + [False] * 16 + [True] * 2
+
+
+async def test_the_loop_does_not_block_for_a_slow_model(monkeypatch):
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(
+        "jurybox.server.gateway.inference.coalescer.time",
+        SimpleNamespace(monotonic=lambda: clock.now),
+    )
+    lane = Brief()
+    together, _ = coalescer(lane)
+    source = Source(("192.0.2.7", 4000))
+    for _ in range(20):
+        answer = asyncio.get_running_loop().create_future()
+        late = together.put(ROW, 1, 60.0, 0, answer, None, source)
+        await asyncio.sleep(0)
+        clock.now += 0.001
+        await answer
+        late.cancel()
+    assert not any(lane.blocked)

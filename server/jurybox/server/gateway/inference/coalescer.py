@@ -33,9 +33,8 @@ Arrays = Mapping[str, Any]  # (n, *row shape) by name; a list of n arrays or byt
 
 _IN_FLIGHT = 1  # tickets per engine
 _ALONE = 4  # consecutive requests of one source after which the event loop blocks for its answers
-_BRIEF = 0.0003  # seconds for which the loop may block for one answer; a wake-up through the loop takes a third of that
-_TOGETHER = 0.0005  # likewise, if clients share few cores with the gateway: they run while it blocks
-_IN_VAIN = 64  # requests without blocking after the loop has blocked in vain
+_BRIEF = 0.0005  # seconds for which the loop may block for an answer; a wake-up through the loop takes 0.1 ms of it
+_IN_VAIN = 16  # tickets without blocking after the loop has blocked in vain
 _OVERDUE = 2.0  # seconds after its last request's deadline within which a ticket ends by itself
 _OVER = (Code.STALE_LEASE, Code.SERVER_GONE, Code.BUSY)  # the lane is no longer ours, or its rows are not returned
 _DOUBT = 1.0  # seconds that a ticket has left once its answer may have been lost
@@ -84,8 +83,8 @@ class _Sent:
         self.began = began
         self.ticket = ticket
 
-    def look(self, *, at_once: bool = False) -> None:
-        """Wait for the answer, and check the engine meanwhile. `at_once`: if it has arrived, deliver it now."""
+    def look(self) -> None:
+        """Wait for the answer, and check the engine meanwhile."""
         again = self._looking is not None
         if again and time.monotonic() > self._until + _OVERDUE:
             self._coalescer._end(self)
@@ -94,10 +93,7 @@ class _Sent:
             answered = self.ticket.watched(self._loop, self, again=again)
         except Exception:  # noqa: BLE001  the ticket raises it again when its outputs are read
             answered = True
-        if answered and at_once:
-            self._over()
-            self._coalescer._came(self)
-        elif answered:
+        if answered:
             self.set_result(None)
         elif not self._done:
             self._looking = self._loop.call_later(LOOK_AFTER, self.look)
@@ -185,7 +181,7 @@ class RequestCoalescer:
         self._source: Source | None = None  # of the last request
         self._alone = 0  # consecutive requests of it after its first
         self._returning = Returning() if self._plain else None
-        self._vain = 0  # tickets until the loop blocks for one of several requests again
+        self._vain = 0  # tickets until the loop may block again
         self._took = 0.0  # seconds that a ticket takes, smoothed
         self._called = False
 
@@ -330,7 +326,7 @@ class RequestCoalescer:
     def _sent_at_once(self, taken: list[_Asked]) -> bool:
         """Send rows of fixed shapes without a task; return False if that is impossible and nothing was done."""
         until, began = max(asked.until for asked in taken), time.monotonic()
-        brief = self._brief(taken)
+        brief = _BRIEF if self._may_block(taken) else 0.0
         try:
             parts = [(asked.inputs, asked.n) for asked in taken]
             ticket = self._model.submit_parts(parts, int(until * 1e9), taken[0].version, brief)
@@ -338,38 +334,41 @@ class RequestCoalescer:
             return False
         if ticket is None:
             return False
+        if isinstance(ticket, tuple):
+            self._record(taken, began)
+            self._give(taken, *ticket)
+            return True
+        if brief:
+            self._vain = _IN_VAIN
         sent = _Sent(self, ticket, until, began)
         self._in_flight[sent] = taken
-        sent.look(at_once=brief > 0)
-        if brief and not sent.done():
-            self._alone, self._vain = -_IN_VAIN, _IN_VAIN
+        sent.look()
         return True
 
-    def _brief(self, taken: list[_Asked]) -> float:
-        """Return the seconds for which the loop may block for the answer because it has no other work."""
-        if self._alone > _ALONE and len(taken) == 1:
-            return 2 * self._took if self._took < _BRIEF else 0.0
+    def _may_block(self, taken: list[_Asked]) -> bool:
+        """Return whether the loop may block for the answer because it has no other work."""
         if self._vain > 0:
             self._vain -= 1
-        elif (
-            not self._waiting
-            and self._took < _TOGETHER
-            and self._returning is not None
-            and self._returning.together(taken[0].source)
-        ):
-            return _TOGETHER
-        return 0.0
+            return False
+        if self._waiting or self._took >= _BRIEF or self._returning is None:
+            return False
+        alone = self._alone > _ALONE and len(taken) == 1
+        return alone or self._returning.together(taken[0].source)
+
+    def _record(self, taken: list[_Asked], began: float) -> None:
+        """Record how long a ticket took that was sent without a task."""
+        took = time.monotonic() - began
+        if self._returning is not None:
+            self._returning.took(sum(asked.n for asked in taken), took)
+        took = min(took, 2 * _BRIEF)  # a slow ticket says little about the next one
+        self._took += 0.125 * (took - self._took) if self._took else took
 
     def _came(self, sent: _Sent) -> None:
         """Distribute the outputs of a ticket that was sent without a task, or handle its error."""
         taken = self._in_flight.pop(sent, None)
         if taken is None:
             return
-        took = time.monotonic() - sent.began
-        if self._returning is not None:
-            self._returning.took(sum(asked.n for asked in taken), took)
-        took = min(took, 2 * _BRIEF)  # a slow ticket says little about the next one
-        self._took += 0.125 * (took - self._took) if self._took else took
+        self._record(taken, sent.began)
         try:
             outputs, version = sent.ticket.seen()
         except Exception:  # noqa: BLE001  _answer gets it from the ticket and handles it
