@@ -1,4 +1,4 @@
-"""Rows that clients have bound to device memory: which engines have opened it, and what a new engine is told."""
+"""Rows that clients have bound to device memory: which engines have opened it, and the orders for a new engine."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ class _Bound:
 
 
 class Bindings:
-    """What is bound, by lease and first row. An engine that starts is told of all that it may be asked for.
+    """All bindings, by lease and first row. A starting engine gets those of its models.
 
     Args:
-        send: sends an order to an engine: (engine, kind, fields).
+        send: sends an order to an engine, as send(engine, kind, **fields).
     """
 
     def __init__(self, send: Callable[..., None]) -> None:
@@ -37,7 +37,10 @@ class Bindings:
     def handle(
         self, request: BindRequest, lane: LeasedLane, held: HeldModel, living: Collection[int]
     ) -> BindingMessage:
-        """Bind rows, or end that; asked again, tell how it goes. Settled: every engine has done it, or says why not."""
+        """Bind or unbind rows; a repeated request returns the progress.
+
+        The reply is settled once every engine has bound or unbound the rows, or has reported why it could not.
+        """
         key = (lane.lease, request.first)
         bound = self._bound.get(key)
         if request.end:
@@ -52,11 +55,11 @@ class Bindings:
             for index in bound.waiting:
                 self._send(index, "bind", **bound.order)
         elif bound.ending:
-            raise Refused(f"row {request.first} is being let go of: ask again", Code.BUSY)
+            raise Refused(f"row {request.first} is being unbound: try again", Code.BUSY)
         return BindingMessage(settled=not bound.waiting, reason=bound.reason)
 
     def answered(self, engine: int, lease: int, first: int, reason: str) -> None:
-        """An engine has opened what was bound, or let go of it, or says why it could not."""
+        """Record that an engine has bound or unbound rows, or, with a `reason`, that it could not."""
         if (bound := self._bound.get((lease, first))) is not None:
             bound.waiting.discard(engine)
             if reason and not bound.ending:
@@ -64,18 +67,18 @@ class Bindings:
             self._drop_ended()
 
     def engine_died(self, engine: int) -> None:
-        """An engine died, and what it had open with it."""
+        """Record that an engine died, so that no binding waits for it."""
         for bound in self._bound.values():
             bound.waiting.discard(engine)
         self._drop_ended()
 
     def forget(self, lease: int) -> None:
-        """A lease has ended; engines let go of what was bound with it when they retire its lane."""
+        """Drop the bindings of a lease that has ended. Engines release them when they retire its lane."""
         for key in [key for key in self._bound if key[0] == lease]:
             del self._bound[key]
 
     def of(self, models: Sequence[int]) -> list[dict[str, Any]]:
-        """The orders for an engine that starts with these models."""
+        """Return the orders for an engine that starts with these models."""
         return [bound.order for bound in self._bound.values() if bound.model in models and not bound.ending]
 
     def _drop_ended(self) -> None:
@@ -87,17 +90,17 @@ class Bindings:
         if held.spec.open or held.settings.group or held.settings.deterministic:
             raise Refused(
                 f"model {held.name!r} takes no device memory: expected one with rows of fixed shape, without state, "
-                "group and deterministic"
+                "group or deterministic"
             )
         last = request.first + request.rows
         if not request.rows or request.first < lane.first or last > lane.first + lane.rows:
             raise Refused(
-                f"rows {request.first} to {last} were to be bound, expected some of {lane.first} to "
-                f"{lane.first + lane.rows}, the lane's"
+                f"cannot bind rows {request.first} to {last}, expected rows from {lane.first} to "
+                f"{lane.first + lane.rows}, those of the lane"
             )
         for (lease, first), bound in self._bound.items():
             if lease == lane.lease and first < last and request.first < first + int(bound.order["rows"]):
-                raise Refused(f"row {max(first, request.first)} is bound already: end that first")
+                raise Refused(f"row {max(first, request.first)} is already bound: unbind it first")
         if request.event and len(request.event) != HANDLE:
             raise Refused(f"an event's handle has {HANDLE} bytes, {len(request.event)} came")
         return {
@@ -111,7 +114,11 @@ class Bindings:
 
 
 def _places(kind: str, places: Collection[RegionPlace], specs: Mapping[str, TensorSpec]) -> list[list[Any]]:
-    """Each tensor's place: name, dtype, shape of a row, handle, offset. Raises Refused where they do not fit."""
+    """Return each tensor's place: name, dtype, shape of a row, handle (hexadecimal), offset.
+
+    Raises:
+        Refused: the places do not match the specs.
+    """
     given = {place.tensor: place for place in places}
     unwanted = kind == "output" and given and given.keys() <= specs.keys()
     if (given.keys() != specs.keys() and not unwanted) or len(given) != len(places):

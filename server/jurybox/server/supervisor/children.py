@@ -17,17 +17,19 @@ from jurybox.protocol.scoreboard import Scoreboard
 from jurybox.server.security.access import Access
 from jurybox.server.settings.config import RobotSettings, ServerSettings
 
-_AGAIN = 10.0  # seconds between two starts of one that does not stay
+_AGAIN = 10.0  # seconds between two starts of a standby process that ends early
 
 
 class Standby:
-    """At most one process that has imported what it needs, for any child of the same module and environment.
+    """At most one standby process that has done its imports, for any child of the same module and environment.
 
-    Most of what a start takes is Python importing torch, or a web framework; a child that takes this one's place has
-    that behind it.
+    Most of a child's start time is the import of torch, or of a web framework. A child that takes over the standby
+    process does not spend it.
 
     Args:
-        ahead: names of modules that it imports while it waits, beside those that it always needs.
+        module: what ``python -m`` runs.
+        environment: variables set for it.
+        ahead: names of modules that it imports while it waits, in addition to those that it always needs.
     """
 
     def __init__(self, module: str, environment: dict[str, str] | None = None, ahead: Sequence[str] = ()) -> None:
@@ -38,10 +40,10 @@ class Standby:
         self._start_at = 0.0
 
     def look(self, now: float) -> None:
-        """Start one if none is waiting.
+        """Start a standby process if none is waiting.
 
         Raises:
-            OSError: memory or files are short. It is tried again ten seconds later.
+            OSError: there is not enough memory, or too many files are open. It is retried ten seconds later.
         """
         if self._waiting is not None and self._waiting[0].poll() is not None:
             self.close()
@@ -50,17 +52,17 @@ class Standby:
             self._waiting = spawn(self._module, self._ahead, self._environment)
 
     def take(self) -> tuple[subprocess.Popen[bytes], ControlPipe] | None:
-        """Take the waiting process; None if there is none, or it has died."""
+        """Take the standby process; None if there is none, or it has died."""
         taken, self._waiting = self._waiting, None
         if taken is not None and taken[0].poll() is not None:
             taken[1].close()
             return None
         if taken is not None:
-            self._start_at = 0.0  # it did stay; the next one need not wait
+            self._start_at = 0.0  # it did not end early, so the next one can start at once
         return taken
 
     def close(self) -> None:
-        """End it."""
+        """End the standby process, if there is one."""
         if self._waiting is None:
             return
         process, control_pipe = self._waiting
@@ -70,14 +72,14 @@ class Standby:
         control_pipe.close()
 
 
-# Waits before the first, second, ... restart in a row, in seconds; the last one repeats.
+# Seconds before the first, second, ... restart in a row; the last value repeats.
 _BACK_OFF = (0.0, 0.5, 1.0, 2.0, 5.0, 10.0)
-_PROVEN = 1.0  # seconds of service after which it does what it should; a ticket that kills comes back sooner
-_SHORT = 1.0  # seconds until the next attempt where memory or files were short
+_PROVEN = 1.0  # seconds of service after which a child counts as working; a ticket that kills engines returns sooner
+_SHORT = 1.0  # seconds until the next attempt after a lack of memory or files
 
 
 def killed_for_memory() -> int | None:
-    """The number of processes that the kernel's out-of-memory killer has ended; None if unknown."""
+    """Return the number of processes that the kernel's out-of-memory killer has ended; None if unknown."""
     try:
         lines = Path("/proc/vmstat").read_text().splitlines()
     except OSError:
@@ -86,20 +88,22 @@ def killed_for_memory() -> int | None:
 
 
 class ExternalKills:
-    """Tells whether a process was killed from outside: a kill -9 of one that served until then.
+    """Detects children that were killed from outside: by a kill -9 while they were serving.
 
-    The kernel kills so, too, where memory runs out: that is the process's own doing, as are crashes, and as is what is
-    killed because it hangs.
+    The kernel's out-of-memory killer also sends SIGKILL. Such a death counts as the process's own failure, like a
+    crash, or the kill of a process that hangs.
     """
 
     def __init__(self) -> None:
         self._killed = killed_for_memory()
 
     def killed(self, status: int, served: float, *, condemned: bool) -> bool:
-        """Whether a child with that exit status, that had served so many seconds, was killed from outside.
+        """Return whether a dead child was killed from outside.
 
         Args:
-            condemned: it was killed by its parent.
+            status: its exit status.
+            served: seconds that it had served.
+            condemned: whether its parent killed it.
         """
         before, self._killed = self._killed, killed_for_memory()
         own = before is None or before != self._killed
@@ -113,9 +117,9 @@ class Child:
     Args:
         role: its name in logs ("engine-0", "gateway").
         module: what ``python -m`` runs.
-        configure: gives the fields of the first message, anew for every life.
-        environment: variables set for it, or with None removed.
-        standby: of the same module and environment; a start takes the process that waits there, where one does.
+        configure: returns the fields of the first message; called at every start.
+        environment: variables set for it; those that are None are removed.
+        standby: the standby process of the same module and environment; a start uses it if it is there.
         python: the interpreter that runs it.
     """
 
@@ -126,15 +130,15 @@ class Child:
     standby: Standby | None = None
     python: str = sys.executable
     serving: bool = field(default=False, init=False)
-    served_at: float = field(default=0.0, init=False)  # s of the monotonic clock: since when it serves, where it does
-    condemned: bool = field(default=False, init=False)  # killed by ourselves
+    served_at: float = field(default=0.0, init=False)  # s of the monotonic clock; when it began to serve
+    condemned: bool = field(default=False, init=False)  # killed by the supervisor
     failures: int = field(default=0, init=False)  # deaths in a row
     restart_at: float = field(default=0.0, init=False)
     started_at: float = field(default=0.0, init=False)
-    heard_at: float = field(default=0.0, init=False)  # s of the monotonic clock; of those who tell that they live
+    heard_at: float = field(default=0.0, init=False)  # s of the monotonic clock; only gateway and relay
     _orders: deque[tuple[str, dict[str, Any]]] = field(
         default_factory=deque, init=False
-    )  # one a lane at most, and some
+    )  # at most one for each lane, and a few more
     _process: subprocess.Popen[bytes] | None = field(default=None, init=False)
     _control_pipe: ControlPipe | None = field(default=None, init=False)
 
@@ -148,7 +152,7 @@ class Child:
 
     @property
     def orders_waiting(self) -> int:
-        """Orders that could not be sent yet."""
+        """The number of orders that could not be sent yet."""
         return len(self._orders)
 
     def fileno(self) -> int:
@@ -159,7 +163,8 @@ class Child:
         """Start the process and send its configuration.
 
         Raises:
-            Error, OSError: memory or files are short. Nothing was started, and it is due again a second later.
+            Error, OSError: there is not enough memory, or too many files are open. Nothing was started; the next
+                attempt is due a second later.
         """
         self.serving = self.condemned = False
         self.started_at = now
@@ -177,16 +182,16 @@ class Child:
         self.serving, self.served_at = True, now
 
     def send(self, kind: str, **fields: Any) -> None:
-        """Send an order, now or when the child reads again, so that a stopped child cannot block its parent.
+        """Send an order, now or when the child reads again: a stopped child cannot block its parent.
 
-        A dead child's is dropped, since its death is noticed by `messages`.
+        Orders to a dead child are dropped; `messages` reports its death.
         """
         if self._control_pipe is not None:
             self._orders.append((kind, fields))
             self.send_waiting()
 
     def send_waiting(self) -> None:
-        """Send waiting orders."""
+        """Send waiting orders, as far as the child reads them."""
         try:
             while self._orders and self._control_pipe is not None and self._control_pipe.writable():
                 kind, fields = self._orders.popleft()
@@ -196,15 +201,19 @@ class Child:
             self._orders.clear()
 
     def messages(self) -> Iterator[dict[str, Any]]:
-        """Messages of the child; raises EOFError if it is dead."""
+        """Yield the child's messages.
+
+        Raises:
+            EOFError: the child is dead.
+        """
         assert self._control_pipe is not None
         while (message := self._control_pipe.receive(0)) is not None:
             yield message
 
     def bury(self, now: float, *, settled_after: float) -> int:
-        """Clean up after a dead child and schedule its restart; returns its exit status.
+        """Clean up after a dead child, schedule its restart, and return its exit status.
 
-        One that had served for `settled_after` seconds begins its count of failures anew.
+        The count of failures starts anew if it served and had started more than `settled_after` seconds ago.
         """
         status = self._end(timeout=2.0)
         if self.serving and now - self.started_at > settled_after:
@@ -215,18 +224,18 @@ class Child:
         return status
 
     def forgive(self, now: float) -> None:
-        """Do not count the last death: restart at once."""
+        """Do not count the last death, and restart at once."""
         self.failures -= 1
         self.restart_at = now
 
     def kill(self) -> None:
-        """Kill it; `messages` then raises."""
+        """Kill the child; `messages` then raises EOFError."""
         if self._process is not None:
             self.condemned = True
             self._process.kill()
 
     def stop(self, timeout: float) -> None:
-        """Ask it to stop, and kill it after `timeout` seconds."""
+        """Ask the child to stop, and kill it after `timeout` seconds."""
         if self._process is not None:
             self.send("stop")
             self._end(timeout)
@@ -249,7 +258,7 @@ _BOTH = {"address", "log_level", "log_format"}
 _GATEWAY, _RELAY = "jurybox.server.gateway", "jurybox.server.relay"
 _OF_GRPC = tuple(
     f"{_GATEWAY}.{name}" for name in ("grpc_server", "remote_weights", "inference.grpc_inference")
-)  # that a gateway imports only where gRPC is served
+)  # modules that a gateway imports only if it serves gRPC
 
 
 def services(
@@ -259,14 +268,15 @@ def services(
     robots: Mapping[str, RobotSettings],
     panels: Mapping[str, Any],
 ) -> list[Child]:
-    """The gateway and the relay, if the settings ask for them.
+    """Return the gateway and the relay, if the settings ask for them.
 
     Args:
-        dialects: that the gateway speaks, plain settings by name.
-        listening: where "http", "grpc" and "tcp" listen: as configured, later as they said; one that is started again
-            takes the port it had, for its clients come back to that; "robots" and "dialects": the same of each that has
-            a port of its own.
-        panels: members of each by name, plain.
+        listening: the addresses of "http", "grpc" and "tcp", and those of all "robots" and "dialects" with a port of
+            their own: first as configured, later as reported. So a restarted service gets the port that it had, to
+            which its clients reconnect.
+        dialects: the dialects that the gateway serves: their settings by name, as JSON values.
+        robots: the robots' settings by name.
+        panels: the panels' members by name, as JSON values.
     """
 
     def gateway() -> dict[str, Any]:
@@ -287,9 +297,9 @@ def services(
 
     children = []
     if settings.http or settings.grpc or robots or listening["dialects"]:
-        # The pools of threads that gRPC makes and ends leave each of malloc's heaps in pieces: with one heap the
-        # gateway's memory stays level over any number of calls, with a heap a thread it grows for a hundred thousand.
-        # Python's lock lets one thread at a time allocate in any case.
+        # gRPC creates and ends thread pools, which fragments malloc's arenas. With one arena the gateway's memory stays
+        # constant over any number of calls; with an arena for each thread it grows for a hundred thousand calls. One
+        # arena costs nothing, since the GIL lets only one thread at a time allocate.
         environment = {"MALLOC_ARENA_MAX": os.environ.get("MALLOC_ARENA_MAX", "1")}
         standby = Standby(_GATEWAY, environment, _OF_GRPC if settings.grpc else ()) if settings.standby else None
         children.append(Child("gateway", _GATEWAY, gateway, environment, standby))
@@ -298,22 +308,22 @@ def services(
     return children
 
 
-# Which children hang: they live and do not do what they are there for.
+# Detection of children that hang: they are alive, but do not work.
 #
-# Time in which the supervisor itself did not run (stopped, a paused container, a machine without a free core) is held
-# against nobody: then the others may not have run either, and to kill them would make a pause an outage.
+# Time in which the supervisor itself did not run (stopped, a paused container, a machine without a free core) does not
+# count: its children may not have run either, and killing them would turn a pause into an outage.
 
 
-_AHEAD = 1.0  # seconds; `now` was read a moment before the beats are
-_AWAY = 2.0  # seconds between two looks from which on the supervisor was away
+_AHEAD = 1.0  # seconds that a heartbeat may be later than `now`, which is read before it
+_AWAY = 2.0  # seconds between two checks from which on the supervisor counts as having been stopped
 
 
 class Watchdog:
     """Finds children that hang; called several times a second.
 
     Args:
-        scoreboard: on which engines show their heartbeats, ns of CLOCK_MONOTONIC.
-        silence: seconds without a sign of life after which a serving child hangs.
+        scoreboard: where engines write their heartbeats, ns of CLOCK_MONOTONIC.
+        silence: seconds without a heartbeat after which a serving child hangs.
         start_timeout: seconds from its start after which a child that does not serve hangs.
         now: seconds of CLOCK_MONOTONIC, as later for `hanging`.
     """
@@ -324,14 +334,14 @@ class Watchdog:
         self._start_timeout = start_timeout
         self._beats = [0.0] * len(scoreboard.engines)  # seconds of CLOCK_MONOTONIC
         self._looked = now
-        self._since = now  # when the supervisor came back last
+        self._since = now  # when the supervisor last continued after being stopped
 
     def hanging(self, engines: Sequence[Child], services: Sequence[Child], now: float) -> Iterator[tuple[Child, str]]:
-        """Children that hang, each with the reason."""
+        """Yield the children that hang, each with the reason."""
         if now - self._looked > _AWAY:
             self._since = now
         self._looked = now
-        # Other processes can write to the scoreboard: a beat goes neither back nor beyond now.
+        # Other processes can write to the scoreboard, so a heartbeat that goes back or lies in the future is ignored.
         shown = [int(beat) / 1e9 for beat in self._scoreboard.engines["heartbeat"]]
         self._beats = beats = [
             beat if last <= beat <= now + _AHEAD else last for last, beat in zip(self._beats, shown, strict=True)

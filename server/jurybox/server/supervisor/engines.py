@@ -27,8 +27,9 @@ class Engines:
     """All engines: `engines[i]` on `devices[i]`, index i of the scoreboard.
 
     Args:
-        places: where and by what each of them runs.
-        factories: those that the configuration names; of other modules only what they define themselves is called.
+        places: the device, interpreter and memory of each engine.
+        factories: the factories that the configuration names. Of another module, engines call only callables that the
+            module defines itself.
     """
 
     def __init__(
@@ -55,7 +56,7 @@ class Engines:
         self._rings: dict[int, ShmRings] = {}
         self._rings_made = 0
         self._timings = Timings.create(segment_name(server_id, "timings"), segments.create) if settings.traces else None
-        # Read by the mathematical libraries when they are loaded, so they must stand in the environment.
+        # The math libraries read these when they are loaded, so they must be set in the environment.
         threads = str(settings.engine_threads(len(places)))
         self._environment = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
         self._standby = Standby(_MODULE, self._environment) if settings.standby else None
@@ -63,15 +64,15 @@ class Engines:
 
     @property
     def addresses(self) -> list[str]:
-        """Addresses of the engines' ZeroMQ transports."""
+        """The addresses of the engines' ZeroMQ transports."""
         return [engine_address(self._settings.address, index) for index in range(len(self.devices))]
 
     def of(self, held: HeldModel) -> list[int]:
-        """The engines that compute a model."""
+        """Return the engines that compute a model."""
         return list(held.only) or list(range(len(self.engines)))
 
     def living(self) -> list[int]:
-        """The engines whose processes run."""
+        """Return the engines whose processes are running."""
         return [index for index, child in enumerate(self.engines) if child.alive]
 
     def order(self, kind: str, **fields: Any) -> None:
@@ -80,19 +81,19 @@ class Engines:
             self.engines[index].send(kind, **fields)
 
     def load(self, held: HeldModel, only: Collection[int] | None = None) -> None:
-        """Make all living engines load a model, or `only` these of them."""
+        """Make a model's living engines load it, or only those in `only`."""
         for index in self.living():
             if index not in (self.of(held) if only is None else only):
                 continue
             self.engines[index].send("load", **_load_order(held, self._models.begin_load(held, index)))
 
     def pause(self, pause: bool) -> None:
-        """Have all engines compute nothing, those too that start meanwhile; or go on."""
+        """Pause or resume all engines. Engines that start during a pause are paused, too."""
         self.paused = pause
         self.order("pause", pause=pause)
 
     def died(self, index: int) -> None:
-        """Show on the scoreboard that an engine is dead."""
+        """Record on the scoreboard that an engine is dead, and release its bindings."""
         record = self._scoreboard.engines[index : index + 1]
         native.show_state(record, int(EngineState.ABSENT))
         record["incarnation"] = record["computing"] = record["paused"] = 0
@@ -100,7 +101,7 @@ class Engines:
         self.bindings.engine_died(index)
 
     def close(self) -> None:
-        """Remove all segments; the children must be stopped before."""
+        """Remove all segments. The children must be stopped before."""
         for rings in self._rings.values():
             rings.close()
         self._rings.clear()
@@ -153,7 +154,7 @@ class Engines:
         return Child(f"engine-{index}", _MODULE, configure, self._environment, self._standby)
 
     def _new_rings(self, index: int) -> str:
-        """A new segment of rings for each incarnation of an engine, without data of its predecessor."""
+        """Create an engine's segment of rings and return its name. Each incarnation gets a new, empty one."""
         if earlier := self._rings.pop(index, None):
             earlier.close()
         self._rings_made += 1

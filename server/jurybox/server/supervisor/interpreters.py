@@ -1,4 +1,4 @@
-"""Interpreters of their own for engines: is it there, does what is installed in it fit, and how is it started?"""
+"""Interpreters for engines other than the server's: whether their packages are compatible, and their environment."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from typing import Any
 
 from jurybox.protocol.wire import PROTOCOL_VERSION, build_version
 
-# The oldest of each that an engine runs with, and what it cannot run without in whatever version.
+# The oldest versions that an engine runs with, and the packages that it needs in any version.
 _OLDEST = {"torch": (2, 1), "numpy": (1, 26)}
 _NEEDED = ("pyzmq", "safetensors")
 _PYTHON = (3, 10)
-_TIMEOUT = 60.0  # seconds; a cold disk has to be read for it
-# For any Python 3: it may be far too old, and shall say so.
+_TIMEOUT = 60.0  # seconds; the imports may have to read a cold disk
+# It must run with any Python 3, so that an interpreter that is too old can report its version.
 _ASK = """
 import json, sys
 told = {"python": list(sys.version_info[:3])}
@@ -41,12 +41,12 @@ sys.stdout.write("\\n" + json.dumps(told))
 
 
 def environment(python: str) -> dict[str, str | None]:
-    """Variables to set (None: to remove) for a child that another interpreter than the server's runs.
+    """Return the variables to set (None: to remove) for a child that another interpreter than the server's runs.
 
-    PYTHONPATH, PYTHONHOME and VIRTUAL_ENV are those of the server's environment: with them the child would import
-    packages that were made for another Python. The folder in which the server was started stays on the child's path.
+    PYTHONPATH, PYTHONHOME and VIRTUAL_ENV belong to the server's environment: with them the child would import packages
+    that were built for another Python. The folder in which the server was started stays on the child's path.
     """
-    bin_folder = Path(python).parent  # not resolved: an environment's python is a link to another one's
+    bin_folder = Path(python).parent  # not resolved: the python of a virtual environment is a symbolic link
     own = (bin_folder.parent / "pyvenv.cfg").is_file()
     return {
         "PYTHONPATH": None,
@@ -57,7 +57,7 @@ def environment(python: str) -> dict[str, str | None]:
 
 
 def misfits(pythons: Collection[str]) -> list[str]:
-    """What keeps interpreters from running an engine, a sentence each; empty where all of them can."""
+    """Return the problems that keep interpreters from running an engine, one sentence each; empty if all can."""
     return [f"python = {python!r}: {why}" for python in pythons for why in _misfits(python)]
 
 
@@ -81,12 +81,12 @@ def _misfits(python: str) -> list[str]:
             raise ValueError
         return list(_unfit(told))
     except subprocess.TimeoutExpired:
-        return [f"it did not say within {_TIMEOUT:.0f} s which packages it has: is it a Python?"]
+        return [f"it did not report its packages within {_TIMEOUT:.0f} s: is it a Python?"]
     except OSError as error:
         return [f"it cannot be run ({error.strerror}): is it a Python of this machine?"]
     except ValueError:
         last = asked.stderr.strip().rpartition("\n")[2]
-        return [f"it does not say which packages it has ({last or f'exit status {asked.returncode}'}): is it a Python?"]
+        return [f"it does not report its packages ({last or f'exit status {asked.returncode}'}): is it a Python?"]
 
 
 def _unfit(told: dict[str, Any]) -> Collection[str]:

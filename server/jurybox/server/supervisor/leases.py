@@ -1,9 +1,9 @@
 """Leases of lanes: granting, detecting dead clients, and freeing rows once no engine uses them.
 
-A lane goes free -> granted -> held -> retiring -> free. It is held once its client has locked it (a kernel lock on
-the scoreboard's file that ends with the client, whatever ends the client); a grant that nobody locks within the grace
-period lapses. Retiring means every living engine has been asked to forget the lane's tickets: an engine that still
-computes one would otherwise write results into rows that belong to somebody else by then.
+A lane goes free -> granted -> held -> retiring -> free. It is held once its client has locked it: a kernel lock on the
+scoreboard's file, which the kernel drops however the client ends. A grant that no client locks within the grace period
+expires. A lane is retiring while living engines have been asked to forget its tickets and have not all confirmed:
+otherwise an engine that still computes one of them would write results into rows that another client has leased.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ class LeasedLane:
     rows: int
     granted: float
     held: bool = False
-    retiring: set[int] | None = field(default=None)  # engines that have not confirmed yet
+    retiring: set[int] | None = field(default=None)  # engines that have not confirmed yet; None: the lane is leased
 
 
 class Leases:
     """The lanes of a server; the only writer of the scoreboard's lane table.
 
     Args:
-        scoreboard: where lanes are shown.
-        is_locked: whether a client holds the kernel lock of a lane.
+        scoreboard: the scoreboard that shows the lanes.
+        is_locked: returns whether a client holds the kernel lock of a lane.
         clock: seconds, monotonic.
     """
 
@@ -47,19 +47,19 @@ class Leases:
         self._is_locked = is_locked
         self._clock = clock
         self._lanes: dict[int, LeasedLane] = {}
-        # A number no earlier server of this address used, so that its clients' tickets are recognised as stale.
+        # The first number is random, so that tickets of an earlier server's clients are recognised as stale.
         self._next = (secrets.randbits(31) << 32) + 1
 
     def held(self, lane: int, lease: int) -> LeasedLane | None:
-        """A lane that is leased so, and not about to be free."""
+        """Return a lane if it has this lease and is not retiring; else None."""
         found = self._lanes.get(lane)
         return found if found is not None and found.lease == lease and found.retiring is None else None
 
     def grant(self, model: int, rows: int, arena_rows: int, arena: int = 0) -> LeasedLane:
-        """Lease `rows` neighbouring rows of a model's arena, whose number is `arena`.
+        """Lease `rows` adjacent rows of a model's arena, whose number is `arena`.
 
         Raises:
-            Busy: no such run is free; says how much is.
+            Busy: no such run of rows, or no lane, is free; the message says how many are leased.
         """
         first = self._free_run(model, rows, arena_rows)
         lane = next((n for n in range(MAX_LANES) if n not in self._lanes and not self._is_locked(n)), None)
@@ -78,7 +78,7 @@ class Leases:
         return leased_lane
 
     def release(self, lane: int, lease: int, engines: Iterable[int]) -> LeasedLane | None:
-        """Take back a lane from its client; None if the client does not hold it."""
+        """Release a client's lane and return it; return None if the client does not hold it."""
         leased = self._lanes.get(lane)
         if leased is None or leased.lease != lease or leased.retiring is not None:
             return None
@@ -86,7 +86,7 @@ class Leases:
         return leased
 
     def reclaim(self, engines: Iterable[int]) -> list[LeasedLane]:
-        """Begin to take back the lanes of clients that died, or never locked them; returns them."""
+        """Retire the lanes of clients that died or never locked them, and return these lanes."""
         now = self._clock()
         dead = []
         for leased in self._lanes.values():
@@ -101,14 +101,14 @@ class Leases:
         return dead
 
     def revoke(self, model: int, engines: Iterable[int]) -> list[LeasedLane]:
-        """Take back all lanes of a model whose arena is removed; returns them."""
+        """Retire all lanes of a model whose arena is removed, and return them."""
         revoked = [leased for leased in self._lanes.values() if leased.model == model and leased.retiring is None]
         for leased in revoked:
             self._retire(leased, engines)
         return revoked
 
     def confirmed(self, lane: int, lease: int, engine: int) -> None:
-        """Record that an engine has forgotten a retiring lane; after the last one it is free."""
+        """Record that an engine has forgotten a retiring lane. The lane is free once all engines have."""
         leased = self._lanes.get(lane)
         if leased is None or leased.lease != lease or leased.retiring is None:
             return
@@ -117,13 +117,13 @@ class Leases:
             del self._lanes[lane]
 
     def engine_died(self, engine: int) -> None:
-        """Record that an engine is dead and uses no lane."""
+        """Record that an engine is dead, so that no retiring lane waits for it."""
         for leased in list(self._lanes.values()):
             if leased.retiring is not None:
                 self.confirmed(leased.lane, leased.lease, engine)
 
     def in_use(self) -> list[LeasedLane]:
-        """All lanes that are not free."""
+        """Return all lanes that are not free."""
         return list(self._lanes.values())
 
     def _retire(self, leased: LeasedLane, engines: Iterable[int]) -> None:
@@ -134,10 +134,10 @@ class Leases:
             del self._lanes[leased.lane]
 
     def _free_run(self, model: int, rows: int, arena_rows: int) -> int | None:
-        """The smallest gap that holds them; in it one row lies last and others first.
+        """Return the first of `rows` free rows, or None. Takes the smallest gap that fits.
 
-        A single row is often somebody's for a moment only, as that of a first request: between two larger lanes it
-        would leave gaps that nobody after it can use.
+        A single row lies at the end of its gap, more rows at the start: a single row is often leased for a moment only,
+        such as that of a first request, and between two larger lanes it would leave gaps that later lanes cannot use.
         """
         taken = sorted((held.first, held.rows) for held in self._lanes.values() if held.model == model)
         gaps, end = [], 0

@@ -18,7 +18,7 @@ from jurybox.server.settings.config import Settings
 from jurybox.server.supervisor.control import Events
 from jurybox.server.supervisor.supervisor import Supervisor
 
-_DYING = 2.0  # seconds that a server killed just now may take to let go of its address
+_DYING = 2.0  # seconds to wait for the address of a server that has just been killed
 STOPPED, FAILED, COULD_NOT_START = 0, 1, 3
 
 
@@ -27,11 +27,11 @@ class AddressTaken(Error):
 
 
 def run(settings: Settings, *, dry_run: bool = False) -> int:
-    """Serve until stopped by a signal; returns the exit status: 0, 1, 3 or 4.
+    """Serve until a signal arrives, and return the exit status: 0, 1, 3 or 4.
 
-    With `dry_run`, load and warm up every model, log what would be used, and stop.
+    With `dry_run`, load and warm up every model, log the result, and stop.
     """
-    raise_limit()  # every client takes files here, and nobody else's limit is touched
+    raise_limit()  # every client takes file descriptors; the limit changes for this process only
     server = settings.server
     events = Events()
     log = configure("supervisor", server.log_level, server.log_format, keep=events.keep)
@@ -56,7 +56,7 @@ def run(settings: Settings, *, dry_run: bool = False) -> int:
 
 
 def _hold_address(address: str) -> int | None:
-    """Lock the address while this server lives, so that a second one cannot take over its socket."""
+    """Lock the address while this server is alive, so that a second one cannot take over its socket."""
     path = ipc_path(address)
     if path is None:
         return None

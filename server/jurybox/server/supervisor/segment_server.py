@@ -1,15 +1,15 @@
 """The shared memory of a server: sealed, without files, passed to clients over a Unix socket.
 
-A file in /dev/shm can be truncated by any process of its user, and the next touch of a page behind its end is a SIGBUS
-in everybody who has it mapped. Memory of memfd_create(2) with the seals F_SEAL_SHRINK and F_SEAL_GROW keeps its size,
-whoever has a descriptor of it (Linux 3.17). It has no name in any file system, so there is nothing to sweep, and no
-/dev/shm whose size bounds it: the limit is the machine's memory, or the container's.
+Any process of the same user can truncate a file in /dev/shm; every process that has it mapped then gets a SIGBUS when
+it accesses a page beyond the new end. Memory from memfd_create(2) with the seals F_SEAL_SHRINK and F_SEAL_GROW keeps
+its size, whichever processes have a descriptor of it (Linux 3.17). It has no name in any file system, so nothing is
+left to clean up, and the size of /dev/shm does not limit it: the limit is the memory of the machine or the container.
 
-The one thing with a name is a Unix socket beside where files of segments would be, mode 0600, that hands descriptors to
-processes of the same user and to root. A client sends one packet, ``r`` or ``w`` and the segment's name, and gets one
-back: a status byte, with it the descriptors. Each is opened for that client alone, because locks (leases, and the one
-that says that the server lives) belong to an open file, and a duplicate of the server's own would keep its lock when it
-is dead.
+Only a Unix socket has a name, in the folder where files of segments would be. It has mode 0600 and passes descriptors
+to processes of the same user and of root. A client sends one packet, ``r`` or ``w`` and the segment's name, and gets
+one back: a status byte, and with it the descriptors. The server opens them anew for each client, because locks (those
+of leases, and the one that shows that the server is alive) belong to an open file description: a duplicate of the
+server's own descriptor would keep its lock after the server's death.
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ from jurybox.protocol.shm_rings import ShmRings
 
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _BACKLOG = 1024
-_SILENT = 2.0  # seconds a client may be connected and say nothing
-_MOST_SILENT = 64  # such clients at a time; the one that was first goes where another comes
-_TURN = 64  # connections taken at once
-_BREATH = 0.01  # seconds after that many: a flood must not take the interpreter from the supervisor's loop
-_MARGIN = 16 << 20  # bytes that are left to everybody else
+_SILENT = 2.0  # seconds a client may be connected without sending a request
+_MOST_SILENT = 64  # such clients at a time; beyond that the oldest connection is closed
+_TURN = 64  # connections accepted in one turn
+_BREATH = 0.01  # seconds of sleep after a full turn: a flood of connections must not keep the GIL from the supervisor
+_MARGIN = 16 << 20  # bytes that are left for other processes
 _MIB = 1 << 20
 _GROUPS, _PROC = Path("/sys/fs/cgroup"), Path("/proc")
 
 
 class SegmentServer(Closing):
-    """The segments of one owner, and a thread that serves them. Thread-safe.
+    """The segments of one owner, and a thread that passes them to clients. Thread-safe.
 
     Example:
         >>> with SegmentServer("0123abcd") as server:
@@ -61,17 +61,17 @@ class SegmentServer(Closing):
         ...     mapped = Segment.attach(segment.name)  # in any process of this user
 
     Args:
-        owner_id: as in the segments' names.
+        owner_id: the owner's part of the segments' names.
 
     Raises:
-        SharedMemoryError: the socket cannot be made in `segment.directory()`.
-        TooManyFiles: this process may open no more.
+        SharedMemoryError: the socket cannot be created in `segment.directory()`.
+        TooManyFiles: this process may open no more files.
     """
 
     def __init__(self, owner_id: str) -> None:
         self._path = socket_of(segment_name(owner_id, "any"))
         self._lock = threading.Lock()
-        self._held: dict[str, list[int]] = {}  # open files of their own, without locks
+        self._held: dict[str, list[int]] = {}  # descriptors of open files of their own, without locks
         self._sizes: dict[str, int] = {}
         self._users = {os.getuid(), 0}
         try:
@@ -79,10 +79,10 @@ class SegmentServer(Closing):
             self._wake, self._stop = socket.socketpair()
         except OSError as error:
             if exhausted(error):
-                raise TooManyFiles(f"cannot make the socket {self._path}: {remedy()}") from error
+                raise TooManyFiles(f"cannot create the socket {self._path}: {remedy()}") from error
             raise SharedMemoryError(
-                f"cannot make the socket {self._path}: {error.strerror}; expected a folder that this process may write "
-                "to (elsewhere: JURYBOX_SHM_DIR)"
+                f"cannot create the socket {self._path}: {error.strerror}; expected a folder that this process may "
+                "write to (elsewhere: JURYBOX_SHM_DIR)"
             ) from error
         self._thread = threading.Thread(target=self._run, name="segments", daemon=True)
         self._thread.start()
@@ -91,26 +91,26 @@ class SegmentServer(Closing):
         """Create a sealed segment of `size` zeroed bytes, with all pages allocated.
 
         Raises:
-            SharedMemoryError: there is no memory for it; the message says how much there is and what to change.
-            TooManyFiles: this process may open no more.
+            SharedMemoryError: there is not enough memory; the message says how much there is and what to change.
+            TooManyFiles: this process may open no more files.
         """
         check_room(name, size)
         try:
             fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         except OSError as error:
             if exhausted(error):
-                raise TooManyFiles(f"cannot make shared memory: {remedy()}") from error
-            raise SharedMemoryError(f"cannot make shared memory {name}: {error.strerror} (memfd_create)") from error
+                raise TooManyFiles(f"cannot create shared memory: {remedy()}") from error
+            raise SharedMemoryError(f"cannot create shared memory {name}: {error.strerror} (memfd_create)") from error
         try:
-            os.posix_fallocate(fd, 0, size)  # a page that cannot be had later would be a SIGBUS in whoever touches it
+            os.posix_fallocate(fd, 0, size)  # else a page that cannot be allocated later is a SIGBUS on access
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
             try_lock(fd, OWNER_LOCK, shared=True)
             own = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
         except OSError as error:
             os.close(fd)
             if exhausted(error):
-                raise TooManyFiles(f"cannot make shared memory: {remedy()}") from error
-            raise SharedMemoryError(f"cannot make shared memory {name} of {size} bytes: {error.strerror}") from error
+                raise TooManyFiles(f"cannot create shared memory: {remedy()}") from error
+            raise SharedMemoryError(f"cannot create shared memory {name} of {size} bytes: {error.strerror}") from error
         try:
             segment = Segment(name, fd, size, owned=True, withdraw=self._withdraw)
         except OSError as error:
@@ -129,20 +129,20 @@ class SegmentServer(Closing):
         """
         segment = self.create(name, size)
         try:
-            # Its users get both ends in one descriptor, so that nobody writes to a pipe without a reader.
+            # A client opens this end for reading and writing, so that it never writes to a pipe without a reader.
             reading, writing = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         except OSError as error:
             segment.release()
             if exhausted(error):
-                raise TooManyFiles(f"cannot make the pipe of {name}: {remedy()}") from error
-            raise SharedMemoryError(f"cannot make the pipe of {name}: {error.strerror}") from error
+                raise TooManyFiles(f"cannot create the pipe of {name}: {remedy()}") from error
+            raise SharedMemoryError(f"cannot create the pipe of {name}: {error.strerror}") from error
         os.close(writing)
         with self._lock:
             self._held[name].append(reading)
         return ShmRings(segment, -1)
 
     def sizes(self) -> dict[str, int]:
-        """Bytes of each segment, by name."""
+        """Return the size of each segment in bytes, by name."""
         with self._lock:
             return dict(self._sizes)
 
@@ -193,7 +193,7 @@ class SegmentServer(Closing):
                     connection = self._listener.accept()[0]
                 except BlockingIOError:
                     break
-                except OSError:  # no descriptor left: those who are silent give theirs
+                except OSError:  # no descriptor left: close the connections without a request
                     for fd in list(silent):
                         forget(fd)
                     time.sleep(_BREATH)
@@ -209,7 +209,7 @@ class SegmentServer(Closing):
                 time.sleep(_BREATH)
 
     def _answer(self, connection: socket.socket) -> bool:
-        """Answer a client's request; False if it has sent none yet."""
+        """Answer a client's request; return False if it has not sent one yet."""
         connection.setblocking(False)
         fds: list[int] = []
         try:
@@ -226,19 +226,19 @@ class SegmentServer(Closing):
         except BlockingIOError:
             return False
         except OSError:
-            pass  # it is gone
+            pass  # the client is gone
         finally:
             for fd in fds:
                 os.close(fd)
         return True
 
     def _opened(self, name: str, *, writable: bool) -> list[int]:
-        """Open new descriptors of the segment, each its own open file description."""
+        """Open new descriptors of a segment, each with its own open file description."""
         fds: list[int] = []
         try:
             with self._lock:
                 for number, fd in enumerate(self._held.get(name, ())):
-                    # Who watches gets memory that it cannot write to; a pipe is opened as it is.
+                    # Clients that only watch get read-only memory; a pipe is always opened for reading and writing.
                     mode = os.O_RDWR if writable or number else os.O_RDONLY
                     fds.append(os.open(f"/proc/self/fd/{fd}", mode | os.O_CLOEXEC | os.O_NONBLOCK))
         except OSError:
@@ -252,7 +252,7 @@ def check_room(name: str, size: int) -> None:
     """Refuse a segment that would use up the memory of the machine or the container.
 
     Raises:
-        SharedMemoryError: the message says how much there is and what to change.
+        SharedMemoryError: the segment does not fit; the message says how much memory there is and what to change.
     """
     left, where = available_memory()
     if size + _MARGIN > left:
@@ -263,7 +263,7 @@ def check_room(name: str, size: int) -> None:
 
 
 def available_memory(proc: Path = _PROC, groups: Path = _GROUPS) -> tuple[int, str]:
-    """The available memory in bytes, and what limits it: the machine or a control group."""
+    """Return the available memory in bytes, and what limits it: the machine or a control group."""
     machine = _fields(proc / "meminfo")
     found = []
     if "MemAvailable" in machine:
@@ -281,7 +281,7 @@ def available_memory(proc: Path = _PROC, groups: Path = _GROUPS) -> tuple[int, s
         else:
             continue
         group = folder / path.lstrip("/")
-        # A container may see its own group at the top, whatever its path is outside.
+        # A container may see its own group at the root, although its path outside is another.
         for each in (group, *group.parents) if group.is_dir() else (folder,):
             if (room := _room_of(each, *names)) is not None:
                 found.append((room, f"the limit {each / names[0]}"))
@@ -291,7 +291,7 @@ def available_memory(proc: Path = _PROC, groups: Path = _GROUPS) -> tuple[int, s
 
 
 def _room_of(group: Path, limit: str, usage: str, prefix: str) -> int | None:
-    """Bytes left of a control group's limit, reclaimable page cache included; None without a limit."""
+    """Return the bytes left of a control group's limit, including reclaimable page cache; None if it has no limit."""
     with contextlib.suppress(OSError, ValueError):
         most = int((group / limit).read_text())
         used = int((group / usage).read_text())
@@ -301,7 +301,7 @@ def _room_of(group: Path, limit: str, usage: str, prefix: str) -> int | None:
 
 
 def _fields(file: Path) -> dict[str, int]:
-    """Parse lines of a name and a number."""
+    """Parse a file of lines with a name and a number."""
     fields = {}
     with contextlib.suppress(OSError):
         for line in file.read_text().splitlines():
@@ -312,11 +312,14 @@ def _fields(file: Path) -> dict[str, int]:
 
 
 def _listen(path: Path) -> socket.socket:
-    """Create a socket that listens before it gets its name: one that refuses connections belongs to a dead server."""
+    """Create a socket that listens before it is renamed to `path`.
+
+    So a socket that refuses connections belongs to a dead server.
+    """
     unborn = path.with_name(path.name.removesuffix(path.suffix) + UNBORN)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
-        os.fchmod(listener.fileno(), 0o600)  # of the file that bind makes, whatever the umask is
+        os.fchmod(listener.fileno(), 0o600)  # sets the mode of the file that bind creates, independent of the umask
         with SocketPath(unborn) as short:
             listener.bind(short)
         listener.listen(_BACKLOG)

@@ -10,22 +10,22 @@ from collections.abc import Callable, Mapping
 
 from jurybox.protocol.errors import cut
 
-_EVERY = 1.0  # seconds between two words of a start or an end that goes on
-_MORE = 30  # seconds that such a word asks for, from when it is said
-_LAST = 0.5  # seconds that the last words may wait for room
+_EVERY = 1.0  # seconds between two extensions of the start or stop time-out
+_MORE = 30  # seconds by which each extends it, from when it is sent
+_LAST = 0.5  # seconds that `close` waits until the last notifications can be sent
 _LONGEST = 2000  # bytes of a message
 
 
 class ServiceManager:
     """Sends notifications to NOTIFY_SOCKET; does nothing if it is not set.
 
-    The manager's socket holds few datagrams, ten by default, and takes no more while the manager is busy with others.
-    What must be heard is kept and said again until there is room; a sign of life that finds none is dropped.
+    The manager's socket queues few datagrams, ten by default, and accepts no more while the manager is busy. State
+    changes are kept and sent again until the socket accepts them; keep-alives that it does not accept are dropped.
 
     Args:
-        environ: with NOTIFY_SOCKET, a path or "@" and an abstract name, and WATCHDOG_USEC, microseconds of silence
-            after which the manager kills the server.
         report: called with (event, fields) for what should be logged.
+        environ: with NOTIFY_SOCKET, a path or "@" and an abstract name, and WATCHDOG_USEC, microseconds without a
+            keep-alive after which the manager kills the server. None: those of this process.
         clock: seconds, monotonic.
     """
 
@@ -43,7 +43,7 @@ class ServiceManager:
         self._clock = clock
         self._next = 0.0
         self._next_word = 0.0
-        self._unheard: list[str] = []  # what must be heard and found no room, the oldest first
+        self._unheard: list[str] = []  # state changes that could not be sent yet, the oldest first
         self._failing = ""
 
     def starting(self, status: str) -> None:
@@ -51,11 +51,11 @@ class ServiceManager:
         self._go_on(f"STATUS={status}")
 
     def ready(self, status: str) -> None:
-        """The server is ready; `status` is a line for the manager's status."""
+        """Report that the server is ready; `status` is one line for the manager's status."""
         self._must_hear(f"READY=1\nSTATUS={status}")
 
     def stopping(self) -> None:
-        """The server is stopping."""
+        """Report that the server is stopping."""
         self._must_hear("STOPPING=1\nSTATUS=draining")
 
     def draining(self) -> None:
@@ -63,7 +63,7 @@ class ServiceManager:
         self._go_on("STATUS=draining")
 
     def alive(self) -> None:
-        """Send unsent notifications and keep-alives, three in a watchdog period; call it often."""
+        """Send unsent notifications, and three keep-alives in each watchdog period; call it often."""
         if not self._said_all():
             return
         if self._every and (now := self._clock()) >= self._next:
@@ -77,7 +77,7 @@ class ServiceManager:
             time.sleep(0.01)
 
     def _go_on(self, status: str) -> None:
-        """Extend the time-out: otherwise the manager ends a start or a stop that takes too long."""
+        """Extend the time-out; otherwise the manager kills the server if its start or stop takes too long."""
         if self._said_all() and (now := self._clock()) >= self._next_word:
             self._next_word = now + _EVERY
             self._say(f"EXTEND_TIMEOUT_USEC={_MORE * 1_000_000}\n{status}")
@@ -104,7 +104,7 @@ class ServiceManager:
         except BlockingIOError:
             return False
         except OSError as error:
-            # It decides by what it does not hear; the server has clients to serve in any case.
+            # The manager acts on what it does not receive; the server goes on in any case.
             if self._failing != str(error):
                 self._failing = str(error)
                 self._report("the service manager does not listen", address=self._address, error=self._failing)

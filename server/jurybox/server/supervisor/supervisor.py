@@ -28,24 +28,26 @@ from jurybox.server.supervisor.segment_server import SegmentServer
 from jurybox.server.supervisor.service_manager import ServiceManager
 from jurybox.server.supervisor.weights_saver import WeightsSaver
 
-_TICK = 0.25  # seconds between two looks at heartbeats and leases
-_PAUSED = 2.0  # seconds between two looks after which this process was stopped for a while
+_TICK = 0.25  # seconds between two checks of heartbeats and leases
+_PAUSED = 2.0  # seconds between two ticks from which on this process counts as having been stopped
 _SETTLED = 60.0  # seconds of service after which a child's failures are forgotten
 _STOP = 3.0  # seconds a child gets to stop
-_CHANCE = 3  # times as many kills from outside, all while one model was computed, as deaths of another kind are borne
-_DEAD_BY_THEN = 5.0  # seconds after which a predecessor killed just before the start holds nothing any more
-_SELDOM = ("grpc_http2", "robots", "dialects")  # that are told of where there are any
+# A model that is being computed at kills from outside is quarantined after this many times more of them than of deaths
+# of another kind.
+_CHANCE = 3
+_DEAD_BY_THEN = 5.0  # seconds after the start, by when a server killed just before it has lost its locks
+_SELDOM = ("grpc_http2", "robots", "dialects")  # logged only where there are any
 _STOPPED, _COULD_NOT_START, _CHILD_LOST = 0, 3, 4  # exit statuses
 
 
 class Supervisor:
-    """Owns everything a server shares; runs until a signal, or until a child is lost for good."""
+    """Owns all shared resources of a server. Runs until a signal, or until a child can no longer be restarted."""
 
     def __init__(self, settings: Settings, signals: socket.socket, log: Log, events: Events) -> None:
         self._settings = settings.server
         self._signals = signals
         self._log = log
-        self._limited = LogLimiter(log.error)  # for what can come as often as somebody likes
+        self._limited = LogLimiter(log.error)  # for events that others can cause at any rate
         server_id = secrets.token_hex(4)
         engines = settings.engines()
         self._segments = SegmentServer(server_id)
@@ -100,9 +102,10 @@ class Supervisor:
         self._poller = zmq.Poller()
         self._manager = ServiceManager(log.warning)
         self._external_kills = ExternalKills()
-        self._computed: dict[int, NDArray[Any]] = {}  # engine -> batches of each model before this life
-        self._begun: dict[int, tuple[int, int]] = {}  # engine -> model and load that its model loader is busy with
-        self._killed: dict[int, tuple[int, int]] = {}  # engine -> model computed at its last kills from outside
+        self._computed: dict[int, NDArray[Any]] = {}  # engine -> batches of each model before its current start
+        self._begun: dict[int, tuple[int, int]] = {}  # engine -> (model, load) that its model loader is working on
+        # engine -> (the model computed at its last kills from outside, how many these were)
+        self._killed: dict[int, tuple[int, int]] = {}
         self._exit: int | None = None
         self._drain_until: float | None = None
         self._announced = False
@@ -113,7 +116,7 @@ class Supervisor:
         self._ticked = time.monotonic()
 
     def run(self, *, dry_run: bool) -> int:
-        """Start the children and serve; returns the exit status."""
+        """Start the children, serve, and return the exit status."""
         self._poller.register(self._control_socket.socket, zmq.POLLIN)
         self._poller.register(self._signals, zmq.POLLIN)
         try:
@@ -150,7 +153,7 @@ class Supervisor:
         """Run a part of the loop. An exception is logged, and the loop continues.
 
         Raises:
-            Error, OSError: before the server has come to serve, when it may be told to whoever starts it.
+            Error, OSError: before the server serves, when the caller can report it.
         """
         try:
             part(*arguments)
@@ -161,12 +164,12 @@ class Supervisor:
 
     def _tick(self, now: float) -> None:
         self._tell_manager()
-        if (paused := now - self._ticked) > _PAUSED:  # nobody was heard meanwhile, through no fault of theirs
+        if (paused := now - self._ticked) > _PAUSED:  # no keep request could be read meanwhile
             for held in self._models:
                 held.until = None if held.until is None else held.until + paused
         self._ticked = now
         if self._scoreboard.restore():
-            self._log.warning("another process wrote to the server's scoreboard; what stood there is written anew")
+            self._log.warning("another process wrote to the server's scoreboard; its contents are restored")
         for child in self._children():
             child.send_waiting()
         if self._announced and self._drain_until is None:
@@ -184,14 +187,14 @@ class Supervisor:
         if now > self._sweep_at:
             self._sweep_again()
         for name in self._models.look(now):
-            self._log.warning("another process wrote to a weights channel; what can be is written anew", model=name)
+            self._log.warning("another process wrote to a weights channel; it is restored where possible", model=name)
         for lane in self._leases.reclaim(self._engines.living()):
             self._log.info("client gone, rows taken back", lane=lane.lane, rows=lane.rows)
             self._control.forget(lane)
         if self._control.look_at_pause():
-            self._log.warning("who had the engines paused is gone, they go on")
+            self._log.warning("the process that paused the engines is gone, resuming them")
         for held in self._models.given_up(now):
-            self._log.info("nobody keeps this model any more, unloading it", model=held.name)
+            self._log.info("no client keeps this model any more, unloading it", model=held.name)
             self._control.let_go(held)
         self._models.close_replaced({lane.model for lane in self._leases.in_use() if lane.retiring is not None})
 
@@ -199,7 +202,7 @@ class Supervisor:
         if not self._announced:
             waiting = [child.role for child in self._children() if not child.serving]
             self._manager.starting(f"loading, waiting for {', '.join(waiting)}")
-            return  # its watchdog begins with the readiness
+            return  # the manager's watchdog begins with READY
         if self._drain_until is not None:
             self._manager.draining()
         self._manager.alive()
@@ -209,7 +212,7 @@ class Supervisor:
         try:
             if stale := sweep():
                 self._log.warning("removed shared memory of dead owners", segments=len(stale))
-        except OSError as error:  # no descriptor left; the next start sweeps, too
+        except OSError as error:  # no descriptor left; the next server sweeps at its start
             self._log.warning("cannot look for shared memory of dead owners", error=str(error))
 
     def _children(self) -> list[Child]:
@@ -224,21 +227,21 @@ class Supervisor:
         except (Error, OSError) as error:
             if not self._announced:
                 raise
-            # Those that serve go on; what is short may come back, and a new server would not have it either.
+            # The other children go on. Memory or files may become free; a new server would lack them, too.
             self._log.error("cannot start a child yet", role=child.role, error=str(error))
             return
         self._poller.register(child.fileno(), zmq.POLLIN)
         self._log.debug("started", role=child.role, child=child.pid)
 
     def _prepare(self, now: float) -> None:
-        """Start standby processes if configured, but not while other processes start."""
+        """Start standby processes if configured, but not while children start."""
         if not all(child.serving for child in self._children()):
             return
         for standby in self._standbys:
             try:
                 standby.look(now)
             except OSError as error:
-                self._log.warning("cannot start a process on standby yet", error=str(error))
+                self._log.warning("cannot start a standby process yet", error=str(error))
 
     def _hear(self, child: Child) -> None:
         fd = child.fileno()
@@ -249,7 +252,7 @@ class Supervisor:
                         self._on_edge(child, message)
                     else:
                         self._on_engine(self._engines.engines.index(child), message)
-                except Exception as error:  # noqa: BLE001  one message must not cost those behind it, nor the server
+                except Exception as error:  # noqa: BLE001  one bad message must not end the server or lose the next
                     self._limited(
                         "a message of a child failed",
                         role=child.role,
@@ -281,7 +284,7 @@ class Supervisor:
         why = {"charged_to": charged.name} if charged else {}
         self._log.error("child died", role=child.role, status=status, failures=child.failures, **why)
         if charged is not None:
-            child.failures -= 1  # it is the model's
+            child.failures -= 1  # the death counts for the model instead
             if charged.deaths[index] > self._settings.max_restarts:
                 self._quarantine(charged)
         elif outside:
@@ -291,13 +294,14 @@ class Supervisor:
             self._exit = _CHILD_LOST if self._announced else _COULD_NOT_START
             return
         if time.monotonic() >= child.restart_at:
-            self._start(child)  # now, not at the next tick: somebody waits for its answers
+            self._start(child)  # now, not at the next tick: clients may wait for its answers
 
     def _charge(self, index: int, *, settled: bool, outside: bool) -> HeldModel | None:
-        """The model that the death of an engine is charged to: it was being loaded there, or a batch of it computed.
+        """Charge an engine's death to the model that it was loading or computing; return that model, or None.
 
-        Not to one that the engine had computed well before, where it was killed from `outside`; that ends every row.
-        Unless it was that model again and again: who kills by chance would have met another, or none.
+        After a kill from `outside`, a model that this engine had computed before is not charged, and all counts of
+        this engine start anew. It is charged nevertheless if it was being computed at many such kills in a row: kills
+        at random would have met another model, or none.
         """
         model, load = self._begun.pop(index, (int(self._scoreboard.engines["computing"][index]) - 1, 0))
         held = self._models.numbered(model)
@@ -320,11 +324,11 @@ class Supervisor:
         return held
 
     def _has_computed(self, index: int, model: int) -> bool:
-        """Whether an engine has computed a batch of a model since it started."""
+        """Return whether an engine has computed a batch of a model since it started."""
         return bool(self._scoreboard.counters["batches"][index, model] != self._computed[index][model])
 
     def _quarantine(self, held: HeldModel) -> None:
-        """Quarantine a model that ends engine after engine, so that the others are served."""
+        """Quarantine a model that ends one engine after another, so that the others are served."""
         deaths = sum(held.deaths.values())
         held.quarantined = (
             f"model {held.name!r} is in quarantine: {deaths} engines died in a row while they computed or loaded "
@@ -363,7 +367,7 @@ class Supervisor:
                 self._on_turned(index, message)
             case "order failed":
                 order, reason = plain(message["order"], 100), plain(message["reason"])
-                self._limited("an engine could not follow an order", role=child.role, order=order, reason=reason)
+                self._limited("an engine could not carry out an order", role=child.role, order=order, reason=reason)
             case "serving":
                 child.serves(time.monotonic())
             case "retired":
@@ -373,7 +377,7 @@ class Supervisor:
                 self._end_drained()
 
     def _told_of(self, index: int, message: dict[str, Any]) -> HeldModel | None:
-        """The model of an engine's message; None if that load is outdated."""
+        """Return the model of an engine's message; None if the load it belongs to is outdated."""
         held = self._models.numbered(message["model"])
         return held if held is not None and held.loads.get(index) == message["load"] else None
 
@@ -386,7 +390,7 @@ class Supervisor:
             replaces = self._models.adopt_spec(held, spec, plain(message["digest"], 100))
             weights = [(name, dtype, tuple(shape)) for name, dtype, shape in message["weights"]]
             self._adopt_layout(held, WeightsLayout(weights) if weights else None)
-        except Exception as error:  # noqa: BLE001  whatever the model brought: it failed, and the others go on
+        except Exception as error:  # noqa: BLE001  a model's spec may be anything: only this model fails
             self._engines.engines[index].send("abandon", model=held.index, load=message["load"], reason=said(error))
             return
         if replaces:
@@ -411,7 +415,7 @@ class Supervisor:
             restored = self._weights_saver.keep(held)
         except BaseException:
             if held.channel is not before:
-                self._models.adopt_layout(held, None)  # nobody shall publish where nothing would be saved
+                self._models.adopt_layout(held, None)  # no publication may be accepted that would not be saved
             raise
         if restored is not None:
             self._log.info("weights restored", model=held.name, version=restored, folder=str(held.asked.save_dir))
@@ -431,12 +435,12 @@ class Supervisor:
         held.failed(index, reason)
         self._log.error("model failed", model=held.name, role=role, reason=reason)
         if held.state == "failed" and not held.configured and not held.served:
-            # A client's attempt: it has its answer, and the server is as it was before.
+            # A client loaded it: keep the error for the client's next request, and remove the model.
             self._control.let_go(held)
             self._models.remember_failed(held)
 
     def _on_turned(self, index: int, message: dict[str, Any]) -> None:
-        """An engine has moved a model's weights to the host or back, or says why it could not."""
+        """Record that an engine has moved a model's weights to the host or back, or why it could not."""
         held = self._told_of(index, message)
         if held is None:
             return
@@ -453,7 +457,7 @@ class Supervisor:
                 self._engines.engines[engine].send("wake", model=held.index, load=load)
 
     def _announce(self, *, dry_run: bool, late: bool) -> None:
-        """Announce once that the server is ready, or failed to start."""
+        """Log that the server is ready, or could not start."""
         states = {held.name: held.state for held in self._models}
         models = ", ".join(f"{name} ({state})" for name, state in states.items())
         broken = [name for name, state in states.items() if state in ("failed", "quarantined")]

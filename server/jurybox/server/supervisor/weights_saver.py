@@ -1,8 +1,8 @@
 """Saved publications: every Kth as a safetensors file; after a restart the last one is published again.
 
-A folder holds ``weights-<version>.safetensors`` and ``manifest.json``, which names them with their checksums. Both are
-written aside, synced and renamed, the manifest last: what the manifest names is whole, whenever the power went. One
-process at a time has a folder; the kernel drops its lock when that process ends, however it ends.
+A folder holds ``weights-<version>.safetensors`` and ``manifest.json``, which lists them with their checksums. Each is
+written to a temporary file, synced and renamed, the manifest last, so every file in the manifest is complete even after
+a power failure. Only one process at a time uses a folder; the kernel drops its lock however that process ends.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class SavedWeights:
 
     Attributes:
         saved_at: seconds since 1970.
-        extra: what was published with the weights, for people; arrays by dtype and shape (the file has all of them).
+        extra: the values published with the weights, for display; arrays as dtype and shape (the file has them whole).
     """
 
     version: int
@@ -60,14 +60,14 @@ class WeightsFiles:
     """Saves publications of one channel in a folder, which it locks until it is closed.
 
     Args:
-        channel: whose publications.
-        folder: made where it is missing. What a killed writer left half done in it is removed.
-        every: save the first publication that is this many versions after the last one saved.
-        keep: so many files stay; older ones are removed.
+        channel: the weights channel.
+        folder: created if it is missing. Incomplete files of a killed writer are removed.
+        every: save the first publication that is at least this many versions after the last one saved.
+        keep: the number of files kept; older ones are removed.
 
     Raises:
         SpecMismatch: the channel has a dtype that safetensors cannot hold (complex128).
-        Refused: another process, or another object of this one, keeps files there.
+        Refused: another process, or another object of this one, uses the folder.
         ValueError: `every` or `keep` below 1.
     """
 
@@ -76,8 +76,8 @@ class WeightsFiles:
             raise ValueError(f"expected every >= 1 and keep >= 1, got every={every}, keep={keep}")
         if name := safetensors_file.unsaveable(channel.layout):
             raise SpecMismatch(
-                f"tensor {name!r} is {channel.layout.places[name].dtype}, which safetensors cannot hold: "
-                "don't save these"
+                f"tensor {name!r} is {channel.layout.places[name].dtype}, which safetensors cannot store: "
+                "remove save_dir"
             )
         self.channel, self.folder, self.every, self.keep = channel, Path(folder), every, keep
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -93,21 +93,21 @@ class WeightsFiles:
         self._flat: np.ndarray[Any, np.dtype[np.uint8]] | None = None
 
     def due(self) -> bool:
-        """Whether `every` versions have been published since the last one saved; one load from memory."""
+        """Return whether `every` versions have been published since the last one saved. Costs one load from memory."""
         newest = self.channel.newest
         return newest >= self.last_version + self.every or (newest > 0 and not self.saved)
 
     def save_if_due(self) -> int | None:
-        """Save the newest publication if one is due; returns its version. May wait for the disk.
+        """Save the newest publication if one is due, and return its version. May block on the disk.
 
         Raises:
-            Timeout: the publisher did not let a whole version be read in time.
-            OSError: the folder cannot be written; the file and manifest of before still stand.
+            Timeout: no version could be read whole in time, because the publisher was writing.
+            OSError: the folder cannot be written to; the previous file and manifest are unchanged.
         """
         return self.save() if self.due() else None
 
     def save(self, timeout: float = 1.0) -> int:
-        """Save the newest publication now; returns its version."""
+        """Save the newest publication now, and return its version."""
         layout = self.channel.layout
         if self._flat is None:
             self._flat = np.empty(layout.nbytes, np.uint8)
@@ -131,14 +131,14 @@ class WeightsFiles:
         return version
 
     def restore(self, publisher: Publisher) -> int | None:
-        """Publish the last saved weights with their own version; None if nothing was saved.
+        """Publish the last saved weights with their own version and return it; None if nothing was saved.
 
-        A file that is damaged is passed over, with a warning, for the one before it. Versions go on from the restored
-        one.
+        A damaged file is skipped with a warning, and the one before it is used. Later versions continue from the
+        restored one.
 
         Raises:
-            SpecMismatch: the saved weights are of another layout; the message names the difference.
-            Error: there are files and all are damaged; to begin anew in their place must be somebody's decision.
+            SpecMismatch: the saved weights have another layout; the message names the difference.
+            Error: there are files and all are damaged; only an operator may decide to replace them.
         """
         damaged: list[Path] = []
         for saved in reversed(self.saved):
@@ -166,7 +166,10 @@ class WeightsFiles:
         return None
 
     def _set_aside(self, damaged: list[Path], restored: SavedWeights) -> None:
-        """Forget newer files that are damaged: their versions will be saved again."""
+        """Rename damaged files that are newer than the restored one, and drop them from the manifest's rows.
+
+        Their versions will be saved again.
+        """
         for path in damaged:
             with contextlib.suppress(FileNotFoundError):
                 path.replace(path.with_name(f"{path.name}.damaged"))
@@ -174,13 +177,13 @@ class WeightsFiles:
         self.last_version = restored.version
 
     def close(self) -> None:
-        """Unlock the folder. May be called again."""
+        """Unlock the folder. Idempotent."""
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1
 
     def _remove_leftovers(self) -> None:
-        """Remove files that a killed writer left; the lock excludes a running one."""
+        """Remove files that a killed writer left. The lock guarantees that no writer is running."""
         named = {saved.file for saved in self.saved}
         for path in [*self.folder.glob(f".*{_ASIDE}"), *self.folder.glob("weights-*.safetensors")]:
             if path.name not in named:
@@ -193,7 +196,7 @@ class WeightsFiles:
         try:
             rows = [SavedWeights(**row) for row in json.loads(path.read_bytes())["files"]]
         except (ValueError, KeyError, TypeError) as error:
-            raise Error(f"{path} is no manifest of weights files ({error}); move it away to begin anew") from error
+            raise Error(f"{path} is not a manifest of weights files ({error}); move it away to begin anew") from error
         return sorted(rows, key=lambda row: row.version)
 
 
@@ -220,12 +223,12 @@ def _plain(value: Any) -> Any:
     try:
         json.dumps(value)
     except TypeError:
-        return f"{type(value).__name__} of {len(value)}"  # a list or dict with arrays in it
+        return f"{type(value).__name__} of {len(value)}"  # a list or dict that contains arrays
     return value
 
 
 def _write_whole(path: Path, fill: Callable[[IO[bytes]], _Written]) -> _Written:
-    """Write aside, sync, rename, sync the folder: a reader finds the old or the new file, whole."""
+    """Write a temporary file, sync it, rename it, sync the folder: a reader sees the old or the new file, complete."""
     aside = path.with_name(f".{path.name}{_ASIDE}")
     try:
         with aside.open("wb") as file:
@@ -250,14 +253,14 @@ def _opened(folder: Path) -> Iterator[int]:
         os.close(fd)
 
 
-# Who keeps published weights on disk: a thread of the supervisor, one for all models.
+# Saving of published weights: one thread of the supervisor for all models.
 #
-# It reads channels as any actor does, so neither learner nor engine knows of it, and it waits for disks where the
-# supervisor's loop must not. The supervisor alone fills a channel from disk, before any engine follows it.
+# It reads channels as an actor does, so learners and engines are not involved, and it may block on the disk, which the
+# supervisor's loop must not. Only the supervisor restores a channel from disk, before any engine reads it.
 
 
-_LOOK = 0.1  # seconds between two looks at the channels; a publication saved is at most that much behind
-_LAST = 2.0  # seconds a publisher in the middle of a snapshot gets at the end
+_LOOK = 0.1  # seconds between two checks of the channels, so at most the delay until a publication is saved
+_LAST = 2.0  # seconds that the last save waits for a publisher in the middle of a snapshot
 
 
 class WeightsSaver:
@@ -272,18 +275,19 @@ class WeightsSaver:
         self._files: dict[int, WeightsFiles] = {}  # by model
         self._held: dict[int, HeldModel] = {}
         self._failing: dict[int, str] = {}
-        self._turn = threading.Lock()  # held while a file is written: whoever takes a folder away waits for that
+        self._turn = threading.Lock()  # held while a file is written, so that `drop` waits for it
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
     def keep(self, held: HeldModel) -> int | None:
-        """Begin to save a model's publications, as its settings say; fill its channel if it is empty.
+        """Begin to save a model's publications, as its settings say, and restore its channel if it is empty.
 
-        Returns the version it was filled with; None where it was not.
+        Returns:
+            The version that was restored; None if none was.
 
         Raises:
-            Error: the folder is another server's, its files are of another layout, or all damaged.
-            OSError: it cannot be had.
+            Error: another server uses the folder, or its files have another layout, or all are damaged.
+            OSError: the folder cannot be created or opened.
         """
         settings, channel = held.asked, held.channel
         folder = Path(settings.save_dir) / held.name if settings.save_dir else None
@@ -313,7 +317,7 @@ class WeightsSaver:
         return restored
 
     def drop(self, held: HeldModel) -> None:
-        """Save the newest publication of a model that is unloaded, and unlock its folder, if it has one."""
+        """Save the newest publication of a model that is unloaded, and unlock its folder. No-op without a folder."""
         with self._turn:
             self._failing.pop(held.index, None)
             files = self._files.pop(held.index, None)
@@ -321,7 +325,7 @@ class WeightsSaver:
                 self._finish(held.name, files)
 
     def close(self) -> None:
-        """Save new publications, and stop."""
+        """Stop the thread, save new publications, and unlock the folders."""
         self._stop.set()
         if self._thread is not None:
             self._thread.join()
@@ -351,13 +355,13 @@ class WeightsSaver:
                             self._failed_to_save(model, files, said(error))
 
     def _save(self, model: int, files: WeightsFiles) -> None:
-        """Save if due; a failure is reported once until it changes, and tried again."""
+        """Save if due. A failed save is retried, and reported again only when its reason changes."""
         try:
             if (version := files.save_if_due()) is not None:
                 self._held[model].saved = version
                 self._failing.pop(model, None)
         except Timeout:
-            pass  # a publisher in the middle of a snapshot, or far ahead: the next look finds a whole one
+            pass  # the publisher is in the middle of a snapshot, or far ahead: try again at the next check
         except (Error, OSError) as error:
             self._failed_to_save(model, files, str(error))
 
