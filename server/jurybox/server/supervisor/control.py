@@ -37,12 +37,12 @@ _HIGH_WATER = 4096
 
 Handler = Callable[[Any], Message | None]
 _KEPT = 50
-_LONGEST = 300  # characters of a value: a model's reason may be a page of traceback
+_LONGEST = 300  # characters of a value; a model's reason may be a long traceback
 _OF_EVERY_LINE = ("timestamp", "level", "process", "event", "exception")
 
 
 class Events:
-    """The last log events.
+    """The last 50 log events.
 
     Args:
         clock: seconds since 1970.
@@ -63,7 +63,7 @@ class Events:
         self._kept.append({"at": self._clock(), "level": line["level"], "event": event, "fields": fields})
 
     def last(self) -> list[dict[str, Any]]:
-        """The kept events, the newest last: `at` (seconds since 1970), `level`, `event`, `fields`."""
+        """Return the kept events, the newest last: `at` (seconds since 1970), `level`, `event`, `fields`."""
         return list(self._kept)
 
 
@@ -71,9 +71,9 @@ class ControlSocket:
     """Answers control requests.
 
     Args:
-        address: where to bind.
-        handlers: by the field of pb.ControlRequest's oneof: takes that message, gives the reply's (None: pb.Done). An
-            `Error` it raises goes to whoever asked.
+        address: the address to bind.
+        handlers: by the field of pb.ControlRequest's oneof. A handler is called with that field's message and returns
+            the reply's message (None: pb.Done). An `Error` that it raises is sent to the client.
         report: called with (event, fields) for what should be logged.
     """
 
@@ -94,7 +94,7 @@ class ControlSocket:
         bind_for_own_user(self.socket, address)
 
     def answer_waiting(self, limit: int = 64) -> None:
-        """Answer at most `limit` requests, so that the loop can also read from children."""
+        """Answer at most `limit` requests, so that the supervisor's loop can also read from children."""
         for _ in range(limit):
             try:
                 frames = self.socket.recv_multipart(zmq.NOBLOCK)
@@ -106,21 +106,21 @@ class ControlSocket:
         self.socket.close()
 
     def _answer(self, frames: list[bytes]) -> None:
-        # identity, prefix, the caller's eight bytes, body
+        # identity, prefix, the eight bytes of the caller, body
         number = frames[2] if len(frames) > 2 and len(frames[2]) == 8 else b""
         try:
             if wrong := prefix_error(frames[1] if len(frames) > 1 else b""):
                 raise Error(wrong, Code.PROTOCOL_MISMATCH)
             if len(frames) != 4 or not number:
                 raise Error(
-                    f"a control message is 3 frames (prefix, 8 bytes, body), {len(frames) - 1} came", Code.MALFORMED
+                    f"a control message has 3 frames (prefix, 8 bytes, body), got {len(frames) - 1}", Code.MALFORMED
                 )
             reply = self._handle(frames[3]).SerializeToString()
         except Error as error:
             reply = _failed(error.code, said(error))
-        except Exception as error:  # noqa: BLE001  one request must not end the server; its sender and the log are told
+        except Exception as error:  # noqa: BLE001  a bad request must not end the server; it is answered and logged
             self._report("request failed", error=said(error), exception=traced(error))
-            message = f"the server failed at this request ({said(error, 500)}); its log says more"
+            message = f"the server failed to handle this request ({said(error, 500)}); its log says more"
             reply = _failed(Code.REFUSED, message)
         try:
             self.socket.send_multipart((frames[0], PREFIX, number, reply), zmq.NOBLOCK)
@@ -150,7 +150,7 @@ def _failed(code: Code, message: str) -> bytes:
     return pb.ControlReply(error=pb.ErrorMessage(code=code, message=plain(message))).SerializeToString()
 
 
-_ORDERS = 256  # that may wait for an engine
+_ORDERS = 256  # orders that may wait for an engine
 
 
 class ControlHandlers:
@@ -178,7 +178,7 @@ class ControlHandlers:
         self._weights_saver = weights_saver
         self._events = events
         self.draining = False
-        # Where the gateway really listens, once it has said so.
+        # As configured; gateway and relay replace it with the addresses that they bound.
         server = settings.server
         robots = {name: robot.listen for name, robot in settings.robots.items()}
         dialects = {name: dialect.listen for name, dialect in settings.dialects.items() if dialect.listen}
@@ -207,7 +207,7 @@ class ControlHandlers:
         }
 
     def forget(self, lane: LeasedLane) -> None:
-        """Ask all engines to forget a lane that is taken back."""
+        """Order all engines to forget a retiring lane."""
         self._engines.bindings.forget(lane.lease)
         self._engines.order("retire", lane=lane.lane, lease=lane.lease)
 
@@ -223,7 +223,7 @@ class ControlHandlers:
     def _lease(self, request: pb.LeaseRequest) -> pb.Lease:
         held = self._models.described(request.model)
         if self.draining:
-            raise Refused("the server is stopping; it takes no new clients", Code.DRAINING)
+            raise Refused("the server is stopping and accepts no new clients", Code.DRAINING)
         if held.quarantined:
             raise ModelFailed(held.quarantined)
         if held.state == "sleeping":
@@ -269,7 +269,7 @@ class ControlHandlers:
         return self._models.described(request.model).message()
 
     def _load(self, request: pb.LoadRequest) -> pb.ModelMessage:
-        """Load or reload a model; the client polls its state with model requests."""
+        """Load or reload a model. The client polls its state with model requests."""
         if request.settings_json:
             settings = model_settings_from_json(request.model, request.settings_json)
             self._require_said(request)
@@ -282,10 +282,10 @@ class ControlHandlers:
             settings = self._known_settings(request.model)
         until = self._until(request.model, request.keep) if request.keep else None
         if (there := self._models.get(request.model)) is not None and (there.sleeping or there.turning):
-            raise Refused(f"model {request.model!r} sleeps, or turns: wake it, then load it", Code.SLEEPING)
+            raise Refused(f"model {request.model!r} sleeps, or moves its weights: wake it, then load it", Code.SLEEPING)
         for index in self._engines.living():
             if self._engines.engines[index].orders_waiting > _ORDERS:
-                raise Busy(f"engine {index} is behind with its orders: ask again later")
+                raise Busy(f"engine {index} is behind with its orders: try again later")
         held = self._models.add(request.model, settings, configured=request.model in self._settings.models)
         if request.settings_json:
             held.until, held.remote = until, request.remote
@@ -294,7 +294,7 @@ class ControlHandlers:
         return held.message()
 
     def _sleep(self, request: pb.SleepRequest) -> None:
-        """Have every engine move a model's weights to host memory; the client polls its state."""
+        """Order every engine to move a model's weights to host memory. The client polls its state."""
         held = self._models.named(request.model)
         if held.sleeping:
             return
@@ -310,10 +310,10 @@ class ControlHandlers:
             self._engines.engines[index].send("sleep", model=held.index, load=load, reason=str(asleep(held.name)))
 
     def _wake(self, request: pb.WakeRequest) -> None:
-        """Have every engine move a model's weights back, or load it where it was restarted meanwhile."""
+        """Order every engine to move a model's weights back; engines restarted meanwhile load the model."""
         held = self._models.named(request.model)
         if held.turning:
-            raise Refused(f"model {held.name!r} falls asleep, or wakes: ask again when it has", Code.NOT_READY)
+            raise Refused(f"model {held.name!r} is falling asleep or waking up: try again afterwards", Code.NOT_READY)
         if not held.asleep_in:
             return
         for index, load in held.wake_up().items():
@@ -321,24 +321,24 @@ class ControlHandlers:
         self._engines.load(held, [index for index in held.asleep_in if index not in held.turning])
 
     def _bind(self, request: pb.BindRequest) -> pb.BindingMessage:
-        """Bind rows of a lease to device memory, in every engine of its model, or end that."""
+        """Bind rows of a lease to device memory in every engine of its model, or unbind them."""
         lane = self._leases.held(request.lane, request.lease)
         held = None if lane is None else self._models.numbered(lane.model)
         if lane is None or held is None:
             if request.end:
-                return pb.BindingMessage(settled=True)  # with the lease
+                return pb.BindingMessage(settled=True)  # the binding ended with the lease
             raise Refused("the lane is not leased to the sender (any more): lease one again", Code.STALE_LEASE)
         living = [index for index in self._engines.living() if index in self._engines.of(held)]
         return self._engines.bindings.handle(request, lane, held, living)
 
     def _pause(self, request: pb.PauseRequest) -> None:
-        """Have the engines pause, or go on."""
+        """Pause or resume the engines."""
         if request.pause and not is_locked(self._scoreboard.segment.fd, PAUSE_LOCK):
-            raise Refused("engines pause for who holds the scoreboard's lock: use Server.pause")
+            raise Refused("a pause needs the pause lock of the scoreboard: use Server.pause")
         self._engines.pause(request.pause)
 
     def look_at_pause(self) -> bool:
-        """Let paused engines go on whose pauser is gone; returns whether that was so."""
+        """Resume paused engines if the process that paused them is gone; return whether that was so."""
         if not self._engines.paused or is_locked(self._scoreboard.segment.fd, PAUSE_LOCK):
             return False
         self._engines.pause(False)
@@ -350,11 +350,11 @@ class ControlHandlers:
                 f"keep = {keep:g} of model {name!r}, expected seconds, more than 0 and at most {LONGEST_KEEP:g}"
             )
         if name in self._settings.models:
-            raise Refused(f"model {name!r} is of the server's configuration, which keeps it: load it without keep")
+            raise Refused(f"model {name!r} is in the server's configuration and stays loaded: load it without keep")
         return time.monotonic() + keep
 
     def _require_theirs(self, name: str) -> None:
-        """Refuse settings from a network for a model that did not come from there."""
+        """Refuse settings from a network for a model that was not loaded from a network."""
         held = self._models.get(name)
         if name in self._settings.models or (held is not None and not held.remote):
             raise Refused(
@@ -363,7 +363,7 @@ class ControlHandlers:
             )
 
     def _keep(self, request: pb.KeepRequest) -> None:
-        """Hold a model on whose client still wants it."""
+        """Extend the time for which a client's model is kept."""
         held = self._models.named(request.model)
         until = self._until(request.model, request.keep)
         if held.until is None:
@@ -373,7 +373,7 @@ class ControlHandlers:
     def _require_said(self, request: pb.LoadRequest) -> None:
         """Refuse settings that would silently end a model's publications or their saving."""
         held, given = self._models.get(request.model), None
-        with contextlib.suppress(ValueError, RecursionError):  # which was told where settings are checked
+        with contextlib.suppress(ValueError, RecursionError):  # already reported by the check of the settings
             given = json.loads(request.settings_json)
         if held is None or not isinstance(given, dict):
             return
@@ -387,7 +387,7 @@ class ControlHandlers:
                 )
 
     def _require_interpreter(self, name: str, settings: ModelSettings) -> None:
-        """Refuse an interpreter that has no engine here: they start with the server."""
+        """Refuse an interpreter without an engine, since engines start only with the server."""
         held, python = self._models.get(name), settings.python or ""
         if held is not None and python != (held.settings.python or ""):
             raise Refused(
@@ -396,12 +396,12 @@ class ControlHandlers:
             )
         if python not in self._engines.pythons:
             raise Refused(
-                f"python = {python!r} of model {name!r} is none that the configuration names, and engines start with "
-                "the server: name it there, or leave it out"
+                f"python = {python!r} of model {name!r} has no engine: engines start with the server, for the "
+                "interpreters that the configuration names. Name it there, or leave it out"
             )
 
     def _known_settings(self, name: str) -> ModelSettings:
-        """Settings of a loaded model, or of a configured one that was unloaded."""
+        """Return the settings of a loaded model, or of a configured one that was unloaded."""
         configured = self._settings.models.get(name)
         if configured is not None and name not in {held.name for held in self._models}:
             return configured

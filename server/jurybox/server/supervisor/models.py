@@ -17,7 +17,7 @@ from jurybox.protocol.spec import ModelSpec, tell_spec
 from jurybox.protocol.weights import WeightsChannel, WeightsLayout
 from jurybox.server.settings.config import ModelSettings
 
-_WINDOW = 10.0  # seconds the rate is taken over
+_WINDOW = 10.0  # seconds over which the rate is measured
 
 
 class PublicationRate:
@@ -29,7 +29,7 @@ class PublicationRate:
     def look(self, version: int, now: float) -> None:
         """Record the newest version; `now` in seconds of a monotonic clock."""
         if self._seen and version < self._seen[-1][1]:
-            self._seen.clear()  # another channel
+            self._seen.clear()  # the version is that of another channel
         self._seen.append((now, version))
         while len(self._seen) > 2 and self._seen[1][0] <= now - _WINDOW:
             self._seen.popleft()
@@ -43,7 +43,7 @@ class PublicationRate:
         return (last - first) / (ended - began) if ended > began else 0.0
 
 
-_FAILED = 32  # models that could not be loaded of which is remembered why
+_FAILED = 32  # models that could not be loaded whose errors are kept
 
 
 @dataclass(slots=True)
@@ -51,21 +51,23 @@ class HeldModel:
     """One model across all engines.
 
     Attributes:
-        settings: those in service, or to begin with; `asked`: those of the load that was ordered last.
-        only: the engines that compute it, where not all do: those of its interpreter.
-        configured: whether the server's configuration names it; else a client added it.
+        settings: the settings in service, or before that the first ones.
+        asked: the settings of the last load that was ordered.
+        only: the engines that compute it, those of its interpreter; empty if all engines do.
+        configured: whether the server's configuration names it; otherwise a client added it.
         served: whether an engine has ever been ready with it.
-        arena_number: of its arena; tickets of lanes of another are refused by the engines.
-        saved: the newest version that is on disk; 0: none.
+        arena_number: the number of its arena; engines refuse tickets from lanes of another.
+        saved: the newest version on disk; 0: none.
         engines: engine -> loading, ready, reloading, sleeping, failed or quarantined.
-        sleeping: whether it was put to sleep; an engine that dies meanwhile loads it when it is woken.
-        turning: engines that have been told to move its weights and have not answered.
-        loads: engine -> number of the load that counts there; what is told of another is over.
+        sleeping: whether it was put to sleep; an engine that dies meanwhile loads it on wake-up.
+        turning: engines that have been ordered to move its weights and have not answered.
+        loads: engine -> number of its current load; messages about other loads are outdated.
         arenas: engine -> number of the arena that it computes in.
-        deaths: engine -> its deaths in a row that are charged to this model.
-        quarantined: why it is served no longer, until it is loaded again; empty: it is not.
-        until: when it is let go unless its client asks to keep it, seconds of the monotonic clock; None: never.
-        warm_up: of the last engine that was ready with it: seconds, shapes (numbers of rows), graphs compiled.
+        reasons: engine -> why a load, or a move of weights, failed there.
+        deaths: engine -> its consecutive deaths that are charged to this model.
+        quarantined: why it is in quarantine, until it is loaded again; empty if it is not.
+        until: when it is unloaded unless its client asks to keep it, seconds of the monotonic clock; None: never.
+        warm_up: of the last engine that became ready with it: seconds, shapes (numbers of rows), graphs compiled.
         remote: whether it was loaded with settings that came from a network.
     """
 
@@ -100,11 +102,11 @@ class HeldModel:
 
     @property
     def state(self) -> str:
-        """ready when an engine can answer (also while it loads the model again), failed when all have, else loading.
+        """The state: quarantined, sleeping, ready, failed or loading.
 
-        From the order to sleep on sleeping, and from the order to wake on loading.
-
-        Loading, too, while an engine still serves a model of another spec under this name.
+        ready: an engine can answer, also while it reloads the model. failed: all engines have failed. sleeping: from
+        the order to sleep until the order to wake. loading: otherwise; also from the order to wake until an engine is
+        ready, and while an engine still serves a model of another spec under this name.
         """
         if self.quarantined:
             return "quarantined"
@@ -121,40 +123,40 @@ class HeldModel:
 
     @property
     def settled(self) -> bool:
-        """Whether all engines have finished loading, moving weights to or from the host, successfully or not."""
+        """Whether no engine is still loading the model or moving its weights to or from host memory."""
         return not self.turning and not set(self.engines.values()) & {"loading", "reloading"}
 
     def begin_load(self, engine: int, load: int) -> None:
-        """An engine begins to load it; during a reload it keeps serving."""
+        """Record that an engine begins to load the model. During a reload it keeps serving."""
         self.engines[engine] = "reloading" if self.engines.get(engine) in ("ready", "reloading") else "loading"
         self.loads[engine] = load
         self.reasons.pop(engine, None)
 
     def ready(self, engine: int, arena: int, warm_up: dict[str, Any] | None = None) -> None:
-        """An engine serves it, in an arena of that number."""
+        """Record that an engine serves the model, in the arena of that number."""
         self.warm_up = warm_up or {}
         self.engines[engine], self.arenas[engine] = "ready", arena
         self.settings, self.served = self.asked, True
 
     def failed(self, engine: int, reason: str) -> None:
-        """A load failed; after a failed reload the earlier one goes on serving, unless its arena is gone."""
+        """Record that a load failed. After a failed reload the earlier load serves, if its arena still exists."""
         serves = self.engines.get(engine) == "reloading" and self.arenas.get(engine) == self.arena_number
         self.engines[engine] = "ready" if serves else "failed"
         self.reasons[engine] = reason
         if self.served:
-            self.asked = self.settings  # a restarted engine shall load what is known to work
+            self.asked = self.settings  # a restarted engine must load settings that are known to work
 
     def fall_asleep(self) -> dict[int, int]:
-        """It is put to sleep: gives the engines to tell, each with the load that is meant."""
+        """Put the model to sleep; return the engines that must get the order, each with the number of its load."""
         told = {engine: self.loads[engine] for engine, state in self.engines.items() if state == "ready"}
         self.sleeping, self.turning = True, set(told)
         self.reasons.clear()
         return told
 
     def wake_up(self) -> dict[int, int]:
-        """It is woken: gives the engines that have it in host memory, each with the load that is meant.
+        """Wake the model; return the engines that have it in host memory, each with the number of its load.
 
-        The others of those that `asleep_in` names have been started since, and load it.
+        The other engines in `asleep_in` have been restarted meanwhile, and must load it.
         """
         told = {engine: load for engine, load in self.loads.items() if self.engines.get(engine) == "sleeping"}
         self.sleeping, self.turning = False, set(told)
@@ -163,14 +165,15 @@ class HeldModel:
 
     @property
     def asleep_in(self) -> list[int]:
-        """The engines in which it sleeps."""
+        """The engines in which the model sleeps."""
         return [engine for engine, state in self.engines.items() if state == "sleeping"]
 
     def turned(self, engine: int, *, asleep: bool, reason: str) -> dict[int, int]:
-        """An engine has moved the weights, or for a reason could not: then they are where they were.
+        """Record that an engine has moved the weights, or, with a `reason`, that it could not and left them in place.
 
-        A model sleeps in all of its engines or in none: what one of them could not do the others undo. Gives the
-        engines to tell that, each with the load that is meant; `sleeping` says which way.
+        A model sleeps in all of its engines or in none: if one of them fails to move the weights, the others move them
+        back. Returns the engines that must get that order, each with the number of its load; `sleeping` is the
+        direction.
         """
         self.turning.discard(engine)
         self.engines[engine] = "sleeping" if asleep else "ready"
@@ -178,7 +181,7 @@ class HeldModel:
             self.reasons[engine] = reason
         if self.turning or not self.reasons:
             return {}
-        # Some could not: all are to be as these are.
+        # Some engines failed: bring all others to the state of these.
         states = {self.engines.get(failed) for failed in self.reasons}
         if states <= {"sleeping", "ready"} and len(states) == 1:
             self.sleeping = states == {"sleeping"}
@@ -187,7 +190,7 @@ class HeldModel:
         return {engine: self.loads[engine] for engine in self.turning if engine in self.loads}
 
     def leave_quarantine(self) -> None:
-        """Serve it again, also in engines that are starting, so it is settled after them."""
+        """End the quarantine. Engines that are starting load the model, too, so they count as loading."""
         self.quarantined = ""
         self.deaths.clear()
         for engine, state in self.engines.items():
@@ -195,7 +198,7 @@ class HeldModel:
                 self.engines[engine] = "loading"
 
     def engine_died(self, engine: int) -> None:
-        """An engine died, and its copy of the model with it."""
+        """Record that an engine died, and with it its copy of the model."""
         self.arenas.pop(engine, None)
         self.loads.pop(engine, None)
         self.turning.discard(engine)
@@ -207,12 +210,12 @@ class HeldModel:
         return self.quarantined or "; ".join(dict.fromkeys(self.reasons.values()))
 
     def lane_rows(self, asked: int) -> int:
-        """Rows of a lane: the requested number, or the model's default."""
+        """Return the number of rows of a lane: the requested one, or, for 0, the model's default."""
         assert self.spec is not None
         return asked or self.settings.resolve_lane_rows(self.spec.row_bytes)
 
     def message(self) -> ModelMessage:
-        """The description for clients."""
+        """Return the model's description for clients."""
         message = ModelMessage(
             name=self.name,
             index=self.index,
@@ -238,7 +241,8 @@ class Models:
     """All models of a server, by name and by index on the scoreboard.
 
     Args:
-        pythons: of every engine the interpreter, empty where it is the server's.
+        make: creates a segment.
+        pythons: the interpreter of each engine; empty for the server's own.
     """
 
     def __init__(self, server_id: str, scoreboard: Scoreboard, make: Maker, pythons: Sequence[str] = ()) -> None:
@@ -250,14 +254,18 @@ class Models:
         self._arenas_made = 0
         self._channels_made = 0
         self._loads = 0
-        self._failed: dict[str, HeldModel] = {}  # added by clients, never served and forgotten: why, by name
-        self._replaced: list[tuple[int, Arena]] = []  # (model, arena) to close when no lane looks at it any more
+        self._failed: dict[str, HeldModel] = {}  # clients' models that never served, for their errors; by name
+        self._replaced: list[tuple[int, Arena]] = []  # (model, arena) to close when no retiring lane uses it
 
     def __iter__(self) -> Iterator[HeldModel]:
         return iter(self._by_name.values())
 
     def add(self, name: str, settings: ModelSettings, *, configured: bool = True) -> HeldModel:
-        """Add a model, or change the settings of one."""
+        """Add a model, or change the settings of an existing one.
+
+        Raises:
+            Refused: the server has no index left for another model.
+        """
         self._failed.pop(name, None)
         if held := self._by_name.get(name):
             held.asked = settings
@@ -265,7 +273,7 @@ class Models:
         used = {held.index for held in self._by_name.values()}
         index = next((n for n in range(MAX_MODELS) if n not in used), None)
         if index is None:
-            raise Refused(f"{MAX_MODELS} models are held, which is all a server can: unload one first")
+            raise Refused(f"the server has {MAX_MODELS} models, the most it can serve: unload one first")
         self._scoreboard.counters[:, index] = 0  # an unloaded model's counts are not this one's
         only = tuple(n for n, python in enumerate(self._pythons) if python == (settings.python or ""))
         if len(only) == len(self._pythons):
@@ -274,7 +282,7 @@ class Models:
         return held
 
     def begin_load(self, held: HeldModel, engine: int) -> int:
-        """An engine is told to load a model; returns the number of the load."""
+        """Record that an engine is ordered to load a model; return the number of the load."""
         self._loads += 1
         held.begin_load(engine, self._loads)
         return self._loads
@@ -286,7 +294,7 @@ class Models:
         return held
 
     def forget_failed(self, name: str) -> bool:
-        """Forget the error of a model that could not be loaded; False if there is none."""
+        """Forget the error of a model that could not be loaded; return False if there is none."""
         return self._failed.pop(name, None) is not None
 
     def remember_failed(self, held: HeldModel) -> None:
@@ -296,7 +304,7 @@ class Models:
         self._failed[held.name] = held
 
     def described(self, name: str) -> HeldModel:
-        """As `named`, also for a model that could not be loaded."""
+        """As `named`, but also find a model that could not be loaded."""
         return self._failed.get(name) or self.named(name)
 
     def get(self, name: str) -> HeldModel | None:
@@ -304,7 +312,11 @@ class Models:
         return self._by_name.get(name)
 
     def named(self, name: str) -> HeldModel:
-        """Get a model by name. Raises ModelNotFound, which lists all names."""
+        """Get a model by name.
+
+        Raises:
+            ModelNotFound: there is none; the message lists all names.
+        """
         try:
             return self._by_name[name]
         except KeyError:
@@ -316,10 +328,13 @@ class Models:
         return next((held for held in self._by_name.values() if held.index == index), None)
 
     def adopt_spec(self, held: HeldModel, spec: ModelSpec, digest: str) -> bool:
-        """Record the spec that an engine loaded, and create the arena.
+        """Record the spec that an engine loaded, and create the arena if there is none of that spec.
 
-        Returns whether it replaces an arena of another spec, so that its lanes must be revoked. Raises
-        SharedMemoryError when there is no room for the new one; the old one stays then.
+        Returns:
+            Whether it replaces an arena of another spec, so that the model's lanes must be revoked.
+
+        Raises:
+            SharedMemoryError: there is not enough memory for the new arena; the old one is kept.
         """
         replaces = held.arena is not None and held.spec != spec
         if held.arena is None or replaces:
@@ -333,9 +348,13 @@ class Models:
         return replaces
 
     def adopt_layout(self, held: HeldModel, layout: WeightsLayout | None) -> None:
-        """Create the weights channel of a model; one of the same layout is kept, with its publication.
+        """Create the weights channel of a model. A channel of the same layout is kept, with its publication.
 
-        Raises SharedMemoryError when there is no room.
+        Args:
+            layout: the layout of its weights; None: close the channel.
+
+        Raises:
+            SharedMemoryError: there is not enough memory.
         """
         if held.channel is not None and (layout is None or held.channel.layout != layout):
             held.channel.close()
@@ -345,16 +364,17 @@ class Models:
             self._channels_made += 1
             name = segment_name(self._server_id, "weights", self._channels_made)
             held.channel = WeightsChannel.create(name, layout, held.asked.publish, make=self._make)
-            held.published.look(0, time.monotonic())  # what is published before the first tick counts too
+            held.published.look(0, time.monotonic())  # so that publications before the first tick count
 
     def given_up(self, now: float) -> list[HeldModel]:
-        """Those that were to be kept by a client of whom nothing is heard any more; `now` as `HeldModel.until`."""
+        """Return the models whose client has stopped asking to keep them; `now` as `HeldModel.until`."""
         return [held for held in self._by_name.values() if held.until is not None and now > held.until]
 
     def look(self, now: float) -> list[str]:
-        """Record publications; `now` in seconds of a monotonic clock.
+        """Record publications, and restore channels that another process has overwritten; return these models' names.
 
-        Gives the models whose channels another process has written nonsense to; they are restored.
+        Args:
+            now: seconds of a monotonic clock.
         """
         damaged = []
         for held in self._by_name.values():
@@ -365,20 +385,24 @@ class Models:
         return damaged
 
     def replaced(self, held: HeldModel) -> None:
-        """Mark the model's arena as replaced: only retiring lanes still use it."""
+        """Mark the model's arena as replaced, since only retiring lanes still use it."""
         if held.arena is not None:
             self._replaced.append((held.index, held.arena))
             held.arena = None
 
     def close_replaced(self, retiring: Collection[int]) -> None:
-        """Remove replaced arenas without retiring lanes."""
+        """Remove the replaced arenas of models without retiring lanes.
+
+        Args:
+            retiring: the models that have retiring lanes.
+        """
         for index, arena in self._replaced:
             if index not in retiring:
                 arena.close()
         self._replaced = [(index, arena) for index, arena in self._replaced if index in retiring]
 
     def close(self) -> None:
-        """Remove all arenas."""
+        """Remove all arenas and weights channels."""
         for held in self._by_name.values():
             self.replaced(held)
             self.adopt_layout(held, None)
