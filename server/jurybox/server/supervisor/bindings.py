@@ -95,8 +95,8 @@ class Bindings:
         last = request.first + request.rows
         if not request.rows or request.first < lane.first or last > lane.first + lane.rows:
             raise Refused(
-                f"cannot bind rows {request.first} to {last}, expected rows from {lane.first} to "
-                f"{lane.first + lane.rows}, those of the lane"
+                f"cannot bind rows {request.first} to {last}, expected some of {lane.first} to "
+                f"{lane.first + lane.rows}, the lane's"
             )
         for (lease, first), bound in self._bound.items():
             if lease == lane.lease and first < last and request.first < first + int(bound.order["rows"]):

@@ -350,7 +350,7 @@ class ControlHandlers:
                 f"keep = {keep:g} of model {name!r}, expected seconds, more than 0 and at most {LONGEST_KEEP:g}"
             )
         if name in self._settings.models:
-            raise Refused(f"model {name!r} is in the server's configuration and stays loaded: load it without keep")
+            raise Refused(f"model {name!r} is of the server's configuration and stays loaded: load it without keep")
         return time.monotonic() + keep
 
     def _require_theirs(self, name: str) -> None:
@@ -396,8 +396,8 @@ class ControlHandlers:
             )
         if python not in self._engines.pythons:
             raise Refused(
-                f"python = {python!r} of model {name!r} has no engine: engines start with the server, for the "
-                "interpreters that the configuration names. Name it there, or leave it out"
+                f"python = {python!r} of model {name!r} is none that the configuration names, and engines start "
+                "only with the server: name it there, or leave it out"
             )
 
     def _known_settings(self, name: str) -> ModelSettings:

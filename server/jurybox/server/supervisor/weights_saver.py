@@ -196,7 +196,7 @@ class WeightsFiles:
         try:
             rows = [SavedWeights(**row) for row in json.loads(path.read_bytes())["files"]]
         except (ValueError, KeyError, TypeError) as error:
-            raise Error(f"{path} is not a manifest of weights files ({error}); move it away to begin anew") from error
+            raise Error(f"{path} is no manifest of weights files ({error}); move it away to begin anew") from error
         return sorted(rows, key=lambda row: row.version)
 
 
