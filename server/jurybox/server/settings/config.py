@@ -39,7 +39,7 @@ __all__ = ["ConfigError", "ModelSettings", "ServerSettings", "Settings", "load_s
 _AUTO_ARENA_BYTES, _AUTO_ROWS = 128 << 20, 4096
 _AUTO_CLIENTS, _AUTO_LANE_ROWS = 128, 64
 _FILES = ("exported", "weights")  # settings of a model that name files
-_PATHS = (*_FILES, "save_dir", "python")  # those that name a place on disk, there or not
+_PATHS = (*_FILES, "save_dir", "python")  # settings of a model that are paths, existing or not
 
 _EXAMPLE = """\
 [models.photo]
@@ -48,7 +48,7 @@ factory = "jurybox.server.jurors:panel"\
 
 
 def _check_devices(value: object) -> list[str] | Literal["auto"]:
-    """Check `devices`; a union type would show its branches in error locations."""
+    """Validate `devices`. A union type would show its branches in error locations."""
     if value == "auto":
         return "auto"
     devices = [part.strip() for part in value.split(",")] if isinstance(value, str) else value
@@ -63,7 +63,10 @@ def _check_devices(value: object) -> list[str] | Literal["auto"]:
 
 
 def _text(pattern: str, expected: str, most: int = 1 << 20) -> AfterValidator:
-    """Text of a pattern, so many characters at most; the error says what was expected."""
+    """Return a validator of text that matches `pattern` and has at most `most` characters.
+
+    The error text is `expected`.
+    """
 
     def check(text: str) -> str:
         if len(text) > most or not re.fullmatch(pattern, text):
@@ -89,16 +92,16 @@ def _check_absolute(text: str) -> str:
     return text
 
 
-# What comes with Jurybox to be served. Not all of jurybox: it starts processes, too.
+# The factories that come with Jurybox. Not all of its modules are allowed, since some of them start processes.
 _OWN_FACTORIES = ("jurybox.server.jurors:*", "jurybox.training.recipes.served_networks:*")
-# What a client elsewhere may say of a model that it brings: nothing that is read from disk or written to it.
+# The settings that a client on another host may give for its model: none that reads from disk or writes to it.
 _FROM_ELSEWHERE = frozenset(
     {
         *("factory", "args", "max_batch", "min_batch", "max_wait_us", "rows", "lane_rows", "group"),
         *("publish", "keep_versions", "max_lag", "dtype", "channels_last", "cuda_graphs", "deterministic", "audit"),
     }
 )
-LONGEST_KEEP = 3600.0  # seconds that a model may be held without a word of whoever loaded it
+LONGEST_KEEP = 3600.0  # seconds that a model may be kept without a request of the client that loaded it
 
 Seconds = Annotated[float, Field(gt=0, le=86400)]
 Listen = Annotated[str, AfterValidator(check_listen)]
@@ -148,7 +151,7 @@ class ServerSettings(SecuritySettings):
     @model_validator(mode="before")
     @classmethod
     def _address_may_be_tcp(cls, given: Any) -> Any:
-        """``address = "tcp://host:port"`` is ``tcp = "host:port"``; clients of this host get an address beside it."""
+        """Read ``address = "tcp://host:port"`` as ``tcp = "host:port"``, and add an address for local clients."""
         address = given.get("address") if isinstance(given, dict) else None
         if not isinstance(address, str) or not address.startswith("tcp://"):
             return given
@@ -170,10 +173,10 @@ class ServerSettings(SecuritySettings):
         return self
 
     def engine_devices(self) -> list[str]:
-        """The device of every engine, each device `replicas` times; "auto" is all CUDA devices, or the CPU.
+        """Return the device of every engine, each device `replicas` times; "auto" is all CUDA devices, or the CPU.
 
         Raises:
-            Refused: that would be more engines than a server has.
+            Refused: these would be more engines than a server can have.
         """
         devices = self.devices
         if devices == "auto":
@@ -187,7 +190,7 @@ class ServerSettings(SecuritySettings):
         return engines
 
     def missing_devices(self) -> str:
-        """Problems with the configured devices; empty if all exist."""
+        """Return the problem with the configured devices; empty if all exist."""
         named = [] if self.devices == "auto" else [device for device in self.devices if device != "cpu"]
         if not named:
             return ""
@@ -205,12 +208,15 @@ class ServerSettings(SecuritySettings):
         return f"server.devices = {self.devices}: {', '.join(absent)} is not here, {found}; {expected} or some of those"
 
     def engine_threads(self, engines: int = 0) -> int:
-        """Threads that torch may use in each engine. By default engines, so many, share half of the cores."""
+        """Return the number of threads that torch may use in each engine.
+
+        By default `engines` engines (0: those of `devices`) share half of the cores.
+        """
         cores = len(os.sched_getaffinity(0))
         return self.threads or max(1, cores // 2 // (engines or len(self.engine_devices())))
 
     def open_transports(self) -> list[str]:
-        """The transports through which anybody could come in from elsewhere, each with what it lacks."""
+        """Return the transports that are open to other hosts without protection, each with the settings it lacks."""
         found = self.lacking({"server.http": self.http, "server.grpc": self.grpc})
         if self.tcp and not is_loopback(split_host(self.tcp)[0]) and self.curve_clients is None:
             found.append(f'server.tcp = "{self.tcp}" needs server.curve_key and server.curve_clients')
@@ -236,26 +242,26 @@ class TensorSettings(_Strict):
 
 @dataclass(slots=True)
 class _Holders:
-    """Who of a server's own keeps a lane of a model: dialects, also as members of panels, and robots."""
+    """The server's own users of a model that keep a lane of it: dialects, directly or through a panel, and robots."""
 
     dialects: list[str] = field(default_factory=list)
-    robots: dict[str, int] = field(default_factory=dict)  # clients at most, by name
+    robots: dict[str, int] = field(default_factory=dict)  # maximum number of clients, by name
 
     def needed(self, rows: int, model: ModelSettings) -> int:
-        """Rows that their lanes take of an arena of `rows` rows, and the gateway's own."""
+        """Return the rows of all their lanes and the gateway's, for an arena of `rows` rows; 0 if nobody keeps one."""
         lanes = len(self.dialects) * model.lane_rows_of(rows)
         lanes += sum(min(clients, max(1, rows // 2)) for clients in self.robots.values())
         return lanes + min(2 * model.max_batch, max(1, rows // 2)) if lanes else 0
 
     def enough(self, rows: int, model: ModelSettings) -> int:
-        """The number of rows, `rows` or more, of which all have their lanes."""
+        """Return the smallest number of rows, at least `rows`, that suffices for all lanes."""
         while (needed := self.needed(rows, model)) > rows:
             rows = needed
         return rows
 
 
 class ModelSettings(_Strict):
-    """[models.NAME]: where a model comes from and how it is batched; documented in docs/operations.md."""
+    """[models.NAME]: the source of a model and its batching. docs/operations.md describes each setting."""
 
     factory: Factory | None = None
     exported: str | None = None
@@ -316,7 +322,7 @@ class ModelSettings(_Strict):
         return self
 
     def _require_fit_for_package(self) -> None:
-        """Refuse what a package of AOTInductor cannot have: it says neither shapes nor names, and is compiled."""
+        """Refuse settings that do not fit an AOTInductor package, which is compiled and has no shapes and names."""
         if self.exported is None or not self.inputs or not self.outputs:
             raise ValueError("aot is for exported = a package of AOTInductor, expected inputs and outputs with it")
         if self.compile or self.dtype or self.channels_last:
@@ -325,7 +331,7 @@ class ModelSettings(_Strict):
             raise ValueError("a package does not say what its weights are like, expected weights with aot and publish")
 
     def _only_alone(self) -> str:
-        """A setting that cannot be combined with a group, if there is one."""
+        """Return the name of a setting that cannot be combined with a group; empty if there is none."""
         given = {
             "exported": self.exported is not None,
             "compile": self.compile,
@@ -336,16 +342,16 @@ class ModelSettings(_Strict):
         return next((name for name, there in given.items() if there), "")
 
     def resolve_rows(self, row_bytes: int) -> int:
-        """The number of rows of the arena, for rows of `row_bytes` bytes (ModelSpec.row_bytes)."""
+        """Return the number of rows of the arena, for rows of `row_bytes` bytes (ModelSpec.row_bytes)."""
         fitting = min(_AUTO_ARENA_BYTES // row_bytes, _AUTO_ROWS)
         return self.rows or self._holders.enough(max(fitting, 2 * self.max_batch, self.lane_rows), self)
 
     def resolve_lane_rows(self, row_bytes: int) -> int:
-        """The default number of rows of a lane: small enough for more than a hundred clients."""
+        """Return the default number of rows of a lane: small enough for more than a hundred clients."""
         return self.lane_rows_of(self.resolve_rows(row_bytes))
 
     def lane_rows_of(self, rows: int) -> int:
-        """The same, of an arena of so many rows."""
+        """As `resolve_lane_rows`, for an arena of `rows` rows."""
         return self.lane_rows or max(1, min(rows // _AUTO_CLIENTS, _AUTO_LANE_ROWS))
 
 
@@ -353,9 +359,9 @@ class EngineSettings(NamedTuple):
     """An engine of a server.
 
     Attributes:
-        device: where it computes.
+        device: the device it computes on.
         python: the interpreter that runs it; empty: the server's own.
-        memory: the part of the device's memory that it may take.
+        memory: the fraction of the device's memory that it may use.
     """
 
     device: str
@@ -364,7 +370,7 @@ class EngineSettings(NamedTuple):
 
 
 class RobotSettings(_Strict):
-    """[robots.NAME]: a websocket port for robots, bound to a model; documented in docs/robots.md."""
+    """[robots.NAME]: a websocket port for robots, bound to a model. docs/robots.md describes each setting."""
 
     model: str
     listen: Annotated[str, AfterValidator(check_host_port)]
@@ -374,7 +380,7 @@ class RobotSettings(_Strict):
 
 
 def _numbered(models: Any) -> Any:
-    """[models."NAME*"] with count = N as N models, the star replaced by 0 to N - 1."""
+    """Expand [models."NAME*"] with count = N to N models, the star replaced by 0 to N - 1."""
     if not isinstance(models, dict):
         return models
     result = {}
@@ -400,7 +406,7 @@ _SPOKEN = (*_PICKLED, "openrlhf", "slime", "unirl", "flow_factory", "cosmos", "u
 
 
 class DialectSettings(_Strict):
-    """[dialects.NAME]: a protocol of another project on /dialects/NAME, bound to a model; docs/dialects.md."""
+    """[dialects.NAME]: a protocol of another project at /dialects/NAME, bound to a model; docs/dialects.md."""
 
     model: ModelName
     speaks: str | None = None
@@ -415,7 +421,7 @@ class DialectSettings(_Strict):
 
     @property
     def listen(self) -> str:
-        """ "host:port" of its own port; empty where it has none."""
+        """ "host:port" of its own port; empty if it has none."""
         if self.port is None:
             return ""
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
@@ -429,7 +435,7 @@ class DialectSettings(_Strict):
 
 
 class MemberSettings(_Strict):
-    """One member of a panel: how much its score counts, and whose it is."""
+    """One member of a panel: the weight of its score, and the model and output that the score comes from."""
 
     weight: float
     model: ModelName | None = None
@@ -442,12 +448,12 @@ class MemberSettings(_Strict):
         return {"weight": float(given)} if is_weight else given
 
     def plain(self, name: str) -> dict[str, Any]:
-        """As the status document has it."""
+        """Return the member as in the status document."""
         return {"weight": self.weight, "model": self.model or name, "output": self.output}
 
 
 class PanelSettings(_Strict):
-    """[panels.NAME]: a juror whose score is the weighted sum of others' scores; docs/dialects.md."""
+    """[panels.NAME]: a juror whose score is the weighted sum of its members' scores; docs/dialects.md."""
 
     members: Annotated[dict[ModelName, MemberSettings], Field(min_length=1, max_length=32)]
 
@@ -465,7 +471,7 @@ class Settings(_Strict):
 
     @model_validator(mode="after")
     def _interpreters_agree(self) -> Settings:
-        """Models of one interpreter share an engine on each device, and a group is in one engine."""
+        """Check that models agree that share an engine: those of one group, and those of one interpreter."""
         groups: dict[str, tuple[str, str | None]] = {}
         for name, model in self.models.items():
             first, python = groups.setdefault(model.group or f" {name}", (name, model.python))
@@ -484,14 +490,14 @@ class Settings(_Strict):
         return self
 
     def pythons(self) -> list[str]:
-        """The interpreters that models name."""
+        """Return the interpreters that models name."""
         return list(dict.fromkeys(model.python for model in self.models.values() if model.python))
 
     def engines(self) -> list[EngineSettings]:
-        """All engines: the server's own, then for every other interpreter one on each device.
+        """Return all engines: the server's own, then for every other interpreter one on each device.
 
         Raises:
-            Refused: that would be more than a server has.
+            Refused: these would be more engines than a server can have.
         """
         server = self.server
         own = server.engine_devices()
@@ -559,7 +565,11 @@ class Settings(_Strict):
         return self
 
     def _find_room(self) -> None:
-        """Tell each model who keeps a lane of it; raises ValueError where not all of them would find rows."""
+        """Record for each model which dialects and robots keep a lane of it.
+
+        Raises:
+            ValueError: a model has too few rows for all of these lanes.
+        """
         for model in self.models.values():
             model._holders = _Holders()
         for name, dialect in self.dialects.items():
@@ -581,13 +591,13 @@ class Settings(_Strict):
                 )
 
     def open_transports(self) -> list[str]:
-        """The transports through which anybody could come in from elsewhere, each with what it lacks."""
+        """Return the transports that are open to other hosts without protection, each with the settings it lacks."""
         robots = {f"robots.{name}.listen": robot.listen for name, robot in self.robots.items()}
         dialects = {f"dialects.{name}.host": dialect.listen for name, dialect in self.dialects.items()}
         return [*self.server.open_transports(), *self.server.lacking({**robots, **dialects})]
 
     def plain_dialects(self) -> dict[str, dict[str, Any]]:
-        """The dialects as the gateway is told them, with the names of a panel's members."""
+        """Return the dialects as JSON values for the gateway, with the names of a panel's members."""
         return {
             name: {
                 **dialect.model_dump(mode="json"),
@@ -597,7 +607,7 @@ class Settings(_Strict):
         }
 
     def plain_panels(self) -> dict[str, dict[str, dict[str, Any]]]:
-        """Of every panel its members: weight, model and output by name."""
+        """Return the members of every panel as JSON values: weight, model and output by name."""
         return {
             name: {member: one.plain(member) for member, one in panel.members.items()}
             for name, panel in self.panels.items()
@@ -605,14 +615,14 @@ class Settings(_Strict):
 
 
 def named_factories(settings: Settings) -> list[str]:
-    """The factories that the configuration names explicitly."""
+    """Return the factories that the configuration names explicitly, without patterns."""
     named = [model.factory for model in settings.models.values() if model.factory]
     listed = (*settings.server.factories, *settings.server.remote_factories)
     return [*dict.fromkeys((*named, *(name for name in listed if not name.endswith(":*"))))]
 
 
 def require_loadable_from_elsewhere(settings: Settings, name: str, model: ModelSettings, keep: float) -> None:
-    """Refuse what a client of another host may not bring: more than `server.remote_factories` lets in.
+    """Refuse a model of a client on another host that `server.remote_factories` does not allow.
 
     Raises:
         Refused: the message says which setting to add.
@@ -636,7 +646,7 @@ def require_loadable_from_elsewhere(settings: Settings, name: str, model: ModelS
 
 
 def require_loadable(settings: Settings, name: str, model: ModelSettings) -> None:
-    """Refuse code that a client names unless the configuration allows it: it runs as this user.
+    """Refuse code that a client names unless the configuration allows it, since it runs as this user.
 
     Raises:
         Refused: the message says which setting to add.
@@ -663,15 +673,15 @@ def require_loadable(settings: Settings, name: str, model: ModelSettings) -> Non
 
 
 def load_settings(path: Path | None, sets: Sequence[str] = (), environ: Mapping[str, str] | None = None) -> Settings:
-    """Read settings: command line before environment before file before default.
+    """Read settings. The command line overrides the environment, that the file, and that the defaults.
 
     Args:
         path: the TOML file, if there is one.
         sets: ``KEY=VALUE`` of every --set, in order.
-        environ: variables instead of this process's.
+        environ: the environment variables; None: those of this process.
 
     Raises:
-        ConfigError: names every wrong setting with its place and what was expected there.
+        ConfigError: names every wrong setting with its source and what was expected there.
     """
     server_keys, model_keys = list(ServerSettings.model_fields), [*ModelSettings.model_fields, "count"]
     sources = Sources()
@@ -696,16 +706,16 @@ def load_settings(path: Path | None, sets: Sequence[str] = (), environ: Mapping[
         raise ConfigError("\n".join(broken))
     in_file = path is not None and settings.server.token and sources.place(("server", "token")).startswith(f"{path}:")
     if path is not None and in_file and (why := too_open(path)):
-        raise ConfigError(f"server.token stands in a file that others can read: {why}, or set server.token_file")
+        raise ConfigError(f"server.token is in a file that others can read: {why}, or set server.token_file")
     return settings
 
 
 def require_servable(settings: Settings, *, insecure: bool) -> None:
-    """Refuse to serve no model, and to be open to all hosts without authentication.
+    """Refuse a server without models, and one that other hosts can reach without authentication.
 
     Raises:
-        ConfigError: no model is configured, a device is not there, or the server would be reachable by others without
-            `insecure`.
+        ConfigError: no model is configured, a device does not exist, or other hosts could use the server without
+            authentication and `insecure` is not set.
     """
     if not (settings.models or settings.server.factories or settings.server.remote_factories):
         raise ConfigError(f"no model is configured; expected at least one in the TOML file, such as\n\n{_EXAMPLE}\n")
@@ -714,22 +724,22 @@ def require_servable(settings: Settings, *, insecure: bool) -> None:
     if (open_transports := settings.open_transports()) and not insecure:
         raise ConfigError(
             "\n".join(open_transports)
-            + "\nOthers could use this server, and nothing would ask them who they are, or keep "
-            "what they send from being read. Expected that, or a loopback host; --insecure serves all the same, for a "
-            "network that you trust (docs/security.md)"
+            + "\nOther hosts could use this server without authentication, or what they send could be read on the "
+            "network. Expected these settings, or a loopback host; --insecure serves all the same, for a network that "
+            "you trust (docs/security.md)"
         )
 
 
 def model_settings_from_json(name: str, text: str) -> ModelSettings:
-    """Settings of a model that is loaded while the server runs, as JSON of the keys of [models.NAME].
+    """Return the settings of a model that a client loads, from a JSON object with the keys of [models.NAME].
 
     Raises:
-        Refused: names what is wrong.
+        Refused: the settings are invalid; the message names what is wrong.
     """
     try:
         given: Any = json.loads(text)
     except ValueError as error:
-        raise Refused(f"settings of model {name!r} are no JSON: {error}") from error
+        raise Refused(f"settings of model {name!r} are not JSON: {error}") from error
     if "*" in name or (isinstance(given, dict) and "count" in given):
         raise Refused(f"{name!r} with a star, or count, stands for several models: load them one by one")
     try:

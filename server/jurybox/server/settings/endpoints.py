@@ -10,13 +10,13 @@ import zmq
 from jurybox.protocol.address import ipc_path
 from jurybox.protocol.scoreboard import MAX_ENGINES
 
-# sun_path holds 107 bytes and a zero (unix(7)); an engine's socket is the server's with its number appended.
+# sun_path has 107 bytes and a null byte (unix(7)); an engine's socket is the server's path with its number appended.
 _PATH_BYTES = 107 - len(f"-{MAX_ENGINES - 1}")
 _HOST_PORT = re.compile(r"(?:\[(?P<six>[0-9A-Fa-f:.]+)\]|(?P<host>[^\s:\[\]/]+)):(?P<port>\d{1,5})", re.ASCII)
 
 
 def split_host(text: str) -> tuple[str, int]:
-    """Host and port of "host:port" or "[ipv6]:port". Raises ValueError."""
+    """Return host and port of "host:port" or "[ipv6]:port". Raises ValueError."""
     match = _HOST_PORT.fullmatch(text)
     if match is None or int(match["port"]) > 65535:
         raise ValueError('expected "host:port", such as "127.0.0.1:8000" or "[::1]:8000"')
@@ -59,7 +59,7 @@ def check_address(text: str) -> str:
 
 
 def bind_for_own_user(socket: zmq.Socket[bytes], address: str) -> None:
-    """Bind a ZeroMQ socket; an ipc socket has mode 0600 from its creation, and accepts this user and root only.
+    """Bind a ZeroMQ socket. An ipc socket has mode 0600 from its creation on and accepts only this user and root.
 
     Raises:
         zmq.ZMQError: as bind.
@@ -69,10 +69,10 @@ def bind_for_own_user(socket: zmq.Socket[bytes], address: str) -> None:
         socket.bind(address)
         return
     for user in {os.getuid(), 0}:
-        socket.setsockopt(zmq.IPC_FILTER_UID, user)  # by SO_PEERCRED, whatever becomes of the file's mode
+        socket.setsockopt(zmq.IPC_FILTER_UID, user)  # checked by SO_PEERCRED, independent of the file's mode
     before = os.umask(0o177)
     try:
         socket.bind(address)
     finally:
         os.umask(before)
-    path.chmod(0o600)  # a default ACL of the folder's may have widened it
+    path.chmod(0o600)  # a default ACL of the folder may have extended it

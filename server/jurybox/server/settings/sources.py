@@ -12,7 +12,7 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-if sys.version_info >= (3, 11):  # engines, which read no files, run in 3.10, too
+if sys.version_info >= (3, 11):  # engines also run with 3.10; they read no files
     import tomllib
 
 _LONGEST_VALUE = 80
@@ -28,11 +28,11 @@ _WORDS = {
 
 
 def problems(error: ValidationError, model: type[BaseModel], place: Callable[[Key], str]) -> list[str]:
-    """One line for each validation error.
+    """Return one line for each validation error.
 
     Args:
-        model: what was validated.
-        place: gives where a key was given.
+        model: the settings class that was validated.
+        place: returns the source of a key.
     """
     return [
         _line(tuple(map(str, detail["loc"])), detail["type"], detail["msg"], detail["input"], model, place)
@@ -53,10 +53,10 @@ def _line(key: Key, kind: str, message: str, value: object, model: type[BaseMode
         return f"{at}: no such setting{where}"
     if kind == "missing":
         return f"{at}: is missing"
-    if isinstance(value, dict):  # of a whole table: its rule says which values came
+    if isinstance(value, dict):  # an error of a whole table: its message names the values
         return f"{at}: {_expected(message)}"
     if key == ("server", "token"):
-        return f"{at}: expected text"  # and not a word about what came: it may be a secret all the same
+        return f"{at}: expected text"  # without the value, which may be a secret
     given = repr(value)
     given = given if len(given) <= _LONGEST_VALUE else f"{given[:_LONGEST_VALUE]}..."
     hint = ""
@@ -68,7 +68,7 @@ def _line(key: Key, kind: str, message: str, value: object, model: type[BaseMode
 
 
 def _expected(message: str) -> str:
-    """The expectation of a pydantic error as text."""
+    """Return the text of a pydantic error as what was expected."""
     message = re.sub(r" or instance of \w+Settings$", "", message.removeprefix("Value error, "))
     for theirs, ours in _WORDS.items():
         message = message.replace(theirs, ours)
@@ -76,7 +76,7 @@ def _expected(message: str) -> str:
 
 
 def _fields_at(model: type[BaseModel], table: Sequence[str]) -> list[str]:
-    """The fields of the table at that key; empty if there is none."""
+    """Return the fields of the table at that key; empty if there is none."""
     found: type[BaseModel] = model
     parts = list(table)
     while parts:
@@ -86,7 +86,7 @@ def _fields_at(model: type[BaseModel], table: Sequence[str]) -> list[str]:
             return []
         found = inner
         if inner is not field.annotation:  # type: ignore[union-attr]
-            parts[:1] = []  # tables by name: the next part is any name
+            parts[:1] = []  # a dict of tables: skip the next part, which is a name
     return list(found.model_fields)
 
 
@@ -96,26 +96,26 @@ def _tables(model: type[BaseModel]) -> Iterator[tuple[str, ...]]:
 
 
 def _settings_in(annotation: Any) -> type[BaseModel] | None:
-    """The settings class X inside X, X | None, or dict[str, X]."""
+    """Return the settings class X of X, X | None, or dict[str, X]."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
     return next((found for part in typing.get_args(annotation) if (found := _settings_in(part))), None)
 
 
-# Where settings come from: a TOML file, environment variables, the command line; merged, each with its place.
+# Sources of settings: a TOML file, environment variables and the command line, merged. The last one overrides.
 #
-# The later of these wins. A place is what a message about a wrong setting points at: "server.toml:7", "environment
-# variable JURYBOX_HTTP", "--set server.http=...".
+# Each value keeps its place, which error messages name: "server.toml:7", "environment variable JURYBOX_HTTP",
+# "--set server.http=...".
 #
-# Not pydantic-settings (2.16.3), which merges the same layers but keeps no places: of a file with max_batch = "many"
-# and max_bach = 3 it names the keys, and neither the file nor the lines; of a wrong value it does not say that a
-# variable gave it; JURYBOX_HTP and JURYBOX_MAX_BATCH, which mean nothing, pass without a word even where extra values
-# are forbidden. A place for each value is what most of this module is for; the merge itself is a few lines.
+# pydantic-settings (2.16.3) is not used: it merges the same layers but keeps no places. For a file with max_batch =
+# "many" and max_bach = 3 it names the keys, but neither the file nor the lines; for a wrong value it does not report
+# that an environment variable gave it; and it silently accepts JURYBOX_HTP and JURYBOX_MAX_BATCH, which are no
+# settings, even where extra values are forbidden. Most of this module tracks places; the merge itself is a few lines.
 
 
 Key = tuple[str, ...]
 
-# JURYBOX_ variables that are not settings of the server: each with who reads it.
+# JURYBOX_ variables that are not settings of the server, each with its readers and its meaning.
 RESERVED_VARIABLES: dict[str, str] = {
     "JURYBOX_SHM_DIR": "every process: the folder of shared memory instead of /dev/shm",
     "JURYBOX_SERVER_KEY": "clients: the public CURVE key of a tcp:// server, or a .key file with it",
@@ -135,7 +135,7 @@ class ConfigError(Exception):
 
 
 def did_you_mean(given: str, known: Collection[str]) -> str:
-    """A suggestion for an unknown name: the nearest known ones, or all if there are few."""
+    """Return a suggestion for an unknown name: the most similar known ones, or else all."""
     lowered = {word.lower(): word for word in known}
     if near := difflib.get_close_matches(given.lower(), list(lowered), n=3, cutoff=0.6):
         return "; did you mean " + " or ".join(repr(lowered[word]) for word in near) + "?"
@@ -143,7 +143,7 @@ def did_you_mean(given: str, known: Collection[str]) -> str:
 
 
 def parse_value(text: str) -> Any:
-    """Parse the value of a variable or flag as TOML; other text is a string."""
+    """Parse the value of a variable or flag as TOML; text that is not TOML is a string."""
     try:
         parsed = tomllib.loads(f"value = {text}\n")
     except tomllib.TOMLDecodeError:
@@ -152,7 +152,11 @@ def parse_value(text: str) -> Any:
 
 
 def parse_key(text: str) -> Key:
-    """The parts of a dotted key; a part with dots stands in quotes. Raises ValueError."""
+    """Return the parts of a dotted key. A part with dots must be quoted.
+
+    Raises:
+        ValueError: the text is not a dotted key.
+    """
     parts: list[str] = []
     position = 0
     while match := _KEY_PART.match(text, position):
@@ -164,21 +168,21 @@ def parse_key(text: str) -> Key:
 
 
 def shown(key: Key) -> str:
-    """A key as it is written in TOML."""
+    """Return a key as it is written in TOML."""
     return ".".join(part if re.fullmatch(r"[\w-]+", part) else f'"{part}"' for part in key)
 
 
 class Sources:
-    """The merged settings, `tree`, and the source of each."""
+    """The merged settings, `tree`, and the place of each."""
 
     def __init__(self) -> None:
         self.tree: dict[str, Any] = {}
-        self._places: dict[Key, str | None] = {}  # None: the file, whose line is looked up when it is asked for
+        self._places: dict[Key, str | None] = {}  # None: in the file; `place` looks up the line
         self._file = ""
         self._text = ""
 
     def place(self, key: Key) -> str:
-        """The source of a setting, or of the nearest table around it."""
+        """Return the place of a setting, or of the innermost table around it that has one."""
         for length in range(len(key), 0, -1):
             if key[:length] in self._places:
                 place = self._places[key[:length]]
@@ -186,7 +190,11 @@ class Sources:
         return self._file or "configuration"
 
     def put(self, key: Key, value: Any, place: str | None) -> None:
-        """Set a value; it overrides earlier sources."""
+        """Set a value, which overrides earlier ones.
+
+        Raises:
+            ConfigError: an earlier source gives a value where this key needs a table.
+        """
         table = self.tree
         for length, part in enumerate(key[:-1], 1):
             table = table.setdefault(part, {})
@@ -203,8 +211,11 @@ class Sources:
         """Read a TOML file.
 
         Args:
-            path_keys: settings of a model that are paths; a relative one is relative to this file's folder.
-            server_path_keys: the same of [server].
+            path_keys: settings of a model that are paths; they are relative to this file's folder.
+            server_path_keys: the same for [server].
+
+        Raises:
+            ConfigError: the file cannot be read, or is not TOML.
         """
         try:
             self._text = path.read_text(encoding="utf-8")
@@ -245,6 +256,9 @@ class Sources:
 
         Args:
             more_models: models that a later source names.
+
+        Raises:
+            ConfigError: a variable is not a setting.
         """
         server = {f"JURYBOX_{key.upper()}": key for key in server_keys}
         for variable, text in sorted(environ.items()):
@@ -275,7 +289,11 @@ class Sources:
 
 
 def parse_flags(sets: Sequence[str], server_keys: Collection[str]) -> list[tuple[Key, Any, str]]:
-    """Key, value and place of every --set. Raises ConfigError for what is not ``KEY=VALUE``."""
+    """Return key, value and place of every --set.
+
+    Raises:
+        ConfigError: a text is not ``KEY=VALUE``, or its table does not exist.
+    """
     parsed = []
     for text in sets:
         if re.match(r"\s*[\"']?server[\"']?\s*\.\s*[\"']?token[\"']?\s*=", text):
@@ -284,7 +302,7 @@ def parse_flags(sets: Sequence[str], server_keys: Collection[str]) -> list[tuple
                 "server.token_file, or the environment variable JURYBOX_TOKEN"
             )
         place = f"--set {text}"
-        # A quoted part of the key may hold an equals sign.
+        # A quoted part of the key may contain an equals sign.
         match = re.match(r"""((?:[^"'=]|"[^"]*"|'[^']*')*)=(.*)""", text, re.DOTALL)
         if match is None:
             raise ConfigError(f"{place}: expected KEY=VALUE, such as models.photo.max_batch=32")
@@ -306,7 +324,7 @@ def parse_flags(sets: Sequence[str], server_keys: Collection[str]) -> list[tuple
 
 
 def _model_key(variable: str, known: Collection[str], model_keys: Collection[str], environ: Mapping[str, str]) -> Key:
-    """The key that JURYBOX_MODELS__NAME__KEY names; deeper parts (ARGS__HIDDEN) become lower case."""
+    """Return the key that JURYBOX_MODELS__NAME__KEY names. Deeper parts (ARGS__HIDDEN) become lower case."""
     rest = variable.removeprefix(_MODELS)
     matching = [name for name in known if rest.startswith(_as_variable(name) + "__")]
     longest = max((len(name) for name in matching), default=0)
@@ -341,10 +359,10 @@ def _as_variable(name: str) -> str:
 
 
 def _line_of(text: str, key: Key) -> int:
-    """The line at which a TOML document gives `key`.
+    """Return the line at which a TOML document sets `key`.
 
-    tomllib keeps no positions, but the shortest beginning of the document that parses and holds the key ends with
-    the statement that gives it; the statement starts after the last beginning that parsed without it.
+    tomllib keeps no positions. But the shortest prefix of the document that parses and contains the key ends with the
+    statement that sets it, and that statement starts after the longest prefix that parses without the key.
     """
     lines = text.split("\n")
     start = 0
