@@ -1,4 +1,4 @@
-"""A request in flight, and whose turn it is to make one: threads and event loops that share a model go one by one."""
+"""Requests in flight, and the lock that serializes the threads and event loops that share a model."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-UNSENT = -1  # in place of an engine's number
-LOOK_AFTER = 0.1  # seconds of silence after which the scoreboard is asked what became of the engine
-LONGEST = 1e8  # seconds, three years: no wait is longer, and none overflows
+UNSENT = -1  # replaces an engine's number
+LOOK_AFTER = 0.1  # seconds without an answer after which the scoreboard is checked for the engine's state
+LONGEST = 1e8  # seconds, about three years; the cap of all time-outs, so that none overflows
 
-# A future that is waited for, and its loop.
+# An awaited future and its loop.
 Waiter: TypeAlias = "tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]"
 
 
 def seconds(timeout: float) -> float:
-    """A time-out as it is used: 0 for what is over already, some years for ever. Raises ValueError for nan."""
+    """Return a time-out clipped to [0, LONGEST]. Raises ValueError for nan."""
     if 0.0 <= timeout <= LONGEST:
         return timeout
     if math.isnan(timeout):
@@ -35,18 +35,18 @@ def seconds(timeout: float) -> float:
 
 
 class InFlight:
-    """A request between the taking of its rows and its answer, in which time the rows are its own.
+    """A request that has no answer yet. Until then it owns its rows.
 
     Attributes:
-        sequence: its number on its lane, never used again.
-        first, rows: the rows it asks for.
+        sequence: its number on its lane, never reused.
+        first, rows: its first row and its number of rows.
         deadline, submitted: ns of CLOCK_MONOTONIC.
-        version: of the weights that is asked for; 0: the newest.
-        engine, incarnation: where it was sent last; UNSENT.
-        deaths: of engines that it was with.
-        answer: what came back.
-        holder: who wants the answer, where that is not a call that waits for it.
-        waiters: event loops, and what to wake in them when it is answered.
+        version: the requested weights version; 0: the newest.
+        engine, incarnation: the engine that it was last sent to, or UNSENT, and that engine's incarnation.
+        deaths: the number of engines that died with it in flight.
+        answer: the answer, once it has arrived.
+        holder: the object that wants the answer; None: only a call that waits for it.
+        waiters: futures to set when it is answered, with their event loops.
     """
 
     __slots__ = (
@@ -80,7 +80,7 @@ class InFlight:
 
 
 class Answer(NamedTuple):
-    """What came back for a ticket."""
+    """The answer to a ticket."""
 
     sequence: int
     code: int
@@ -89,15 +89,15 @@ class Answer(NamedTuple):
     incarnation: int
 
 
-_TURN = 0.001  # seconds between two looks of an event loop whether another thread's call is over
+_TURN = 0.001  # seconds between an event loop's attempts to acquire the lock
 
 
 class Taken(Exception):
-    """Another thread has the lock."""
+    """Another thread holds the lock."""
 
 
 class _Mine(dict[bool, None]):
-    """A table of what `acquire` returned: the lookup of False raises Taken."""
+    """A mapping for the result of `acquire`: looking up False raises Taken."""
 
     def __missing__(self, _: bool) -> None:
         raise Taken
@@ -107,10 +107,10 @@ _MINE = _Mine({True: None})
 
 
 class Turn:
-    """The lock in a ``with`` that waits so many seconds for it, or not at all, and then raises Taken.
+    """A context manager that acquires the lock within `seconds`, or without waiting (0), and otherwise raises Taken.
 
-    Entering and leaving are single calls of C, as a lock's own are: a KeyboardInterrupt never falls between taking the
-    lock and the ``with`` knowing of it. And it costs no more than ``with lock``.
+    Entering and leaving are single C calls, as with a lock itself: a KeyboardInterrupt cannot occur between acquiring
+    the lock and entering the ``with`` block. It costs no more than ``with lock``.
     """
 
     __slots__ = ("__enter__", "__exit__")
@@ -122,7 +122,7 @@ class Turn:
 
 
 class Watched(Protocol):
-    """What the turns use of a lane."""
+    """The part of a lane that `Turns` uses."""
 
     gone: Any
 
@@ -132,15 +132,15 @@ class Watched(Protocol):
 
 
 class Turns:
-    """The turns of one model.
+    """The lock of one model: threads and event loops take turns.
 
     Args:
         model: its name, for messages.
-        timeout: seconds of a call whose caller says nothing else.
+        timeout: default time-out of a call, in seconds.
 
     Attributes:
-        lock: re-entrant, as a signal's handler or a destructor may use the model in the midst of a call.
-        now: the turn that is there at once or not at all.
+        lock: re-entrant, because a signal handler or a destructor may use the model during a call.
+        now: a context manager that acquires the lock without waiting, or raises Taken.
     """
 
     def __init__(self, model: str, timeout: float) -> None:
@@ -149,24 +149,24 @@ class Turns:
         self.anew()
 
     def seconds(self, timeout: float | None) -> float:
-        """A time-out, or the connection's default."""
+        """Return the time-out, or the default if it is None."""
         return self.timeout if timeout is None else seconds(timeout)
 
     def deadline(self, timeout: float | None) -> int:
-        """The end of a time-out that begins now, ns of CLOCK_MONOTONIC."""
+        """Return the end of a time-out that begins now, in ns of CLOCK_MONOTONIC."""
         return time.monotonic_ns() + int((self.timeout if timeout is None else seconds(timeout)) * 1e9)
 
     def anew(self) -> None:
-        """In a forked child, whose parent's threads may have had the lock."""
+        """Create the lock, also again in a forked child: a thread of the parent may have held it during the fork."""
         self.lock = threading.RLock()
         self.now = Turn(self.lock)
         self._watched: tuple[Watched, asyncio.AbstractEventLoop] | None = None
 
     def run(self, action: Callable[[], T], deadline: int) -> T:
-        """Do something while no other thread uses the lane.
+        """Call `action` with the lock held and return its result.
 
         Raises:
-            Timeout: another thread's call was not over by `deadline`, ns of CLOCK_MONOTONIC.
+            Timeout: another thread's call did not end by `deadline`, ns of CLOCK_MONOTONIC.
         """
         try:
             with self.now:
@@ -180,8 +180,8 @@ class Turns:
             raise self._late() from None
 
     async def alone(self, action: Callable[[], T], deadline: int) -> T:
-        """As `run`, of something short; the event loop goes on until then."""
-        import asyncio  # most clients have no event loop, and its import costs as much as ZeroMQ's
+        """Like `run`, for a short action; the event loop is not blocked while waiting for the lock."""
+        import asyncio  # most clients have no event loop, and importing it takes as long as ZeroMQ
 
         while True:
             try:
@@ -194,9 +194,9 @@ class Turns:
             await asyncio.sleep(_TURN)
 
     def watch(self, lane: Watched, loop: asyncio.AbstractEventLoop) -> None:
-        """Receive the lane's answers in the running loop from now on, and those that have arrived."""
+        """Receive the answers that have arrived, and from now on the lane's answers in the running loop."""
         if self._watched is None or self._watched[0] is not lane or self._watched[1] is not loop:
-            this, that = weakref.ref(self), weakref.ref(lane)  # what a loop or a thread calls must keep nothing alive
+            this, that = weakref.ref(self), weakref.ref(lane)  # the callback must keep neither alive
 
             def arrived() -> None:
                 turns, watched = this(), that()
@@ -212,8 +212,8 @@ class Turns:
             with self.now:
                 if lane.gone is None:
                     lane.receive_now()
-        except Taken:  # by another thread, which takes in what it finds; perhaps it has looked already
+        except Taken:  # the thread with the lock may have checked for answers before this one arrived: try again
             loop.call_later(_TURN, again)
 
     def _late(self) -> Timeout:
-        return Timeout(f"another thread's call of {self.model!r} was not over in time: take a model for each")
+        return Timeout(f"another thread's call of {self.model!r} did not end in time: use one model per thread")

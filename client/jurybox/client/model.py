@@ -24,15 +24,15 @@ Outputs = NDArray[Any] | dict[str, NDArray[Any]]
 
 
 class Model(forks.Closing):
-    """Inference on one model through a lane of the server's shared memory. Get it from `Server.model`.
+    """Inference on one model through a lane of the server's shared memory. Created by `Server.model`.
 
-    Thread-safe: calls from several threads run one after another, and event loops do not block meanwhile. For threads
-    that should run side by side, get one model each. In a forked child a model leases a lane of its own on first use.
+    Thread-safe: calls from several threads run one after another, and event loops do not block meanwhile. For
+    concurrent requests, give each thread its own model. In a forked child a model leases its own lane on first use.
 
     Attributes:
         spec: names, dtypes and row shapes of inputs and outputs.
         max_batch: rows in the largest batch; longer inputs are split.
-        requests: the lane and the turns at it, for sessions.
+        requests: the lane and its lock; used by `Sessions`.
     """
 
     def __init__(
@@ -83,12 +83,17 @@ class Model(forks.Closing):
         except Refused as error:
             if error.code != Code.STALE_LEASE:
                 raise
-            # As infer: once more, on a new lane. It has its whole time again, of which the first used next to nothing.
+            # Retry once on a new lane, as in infer. With the full time-out: the first attempt used almost none of it.
         outputs = requests.asked(lambda: requests.lane.codec.one(row), timeout, 0).outputs
         return {name: value[0] for name, value in outputs.items()} if isinstance(outputs, dict) else outputs[0]
 
     def row_reply(self, row: Any, timeout: float) -> Reply:
-        """As a call, of one row as the spec has it, with the weights version; outputs may have a dimension of rows."""
+        """Compute one row like `__call__`, but return a `Reply`. Its outputs may have a leading dimension of one row.
+
+        Args:
+            row: as described by the spec.
+            timeout: seconds.
+        """
         requests = self.requests
         dtype, _, text = requests.plain
         fits = type(row) is bytes if text else type(row) is np.ndarray and row.dtype == dtype
@@ -110,9 +115,9 @@ class Model(forks.Closing):
         return requests.asked(lambda: requests.lane.codec.one(row), (deadline - time.monotonic_ns()) / 1e9, 0)
 
     def infer(self, inputs: Arrays, *, timeout: float | None = None, version: int = 0) -> Any:
-        """Compute n rows. More rows than the lane or a batch holds are split into several requests.
+        """Compute n rows. If they exceed the lane or a batch, they are split into several requests.
 
-        Waits for rows that are still in use by requests that timed out earlier.
+        Waits for rows that earlier requests still use after a time-out.
 
         Args:
             inputs: array (n, *row shape) of the spec's dtype; a dict of arrays if the model has several inputs.
@@ -124,19 +129,19 @@ class Model(forks.Closing):
 
         Raises:
             SpecMismatch: dtype or shape differs from the spec; the message names both.
-            RowFailed: the model failed on some rows; `errors` says which and why.
+            RowFailed: the model failed on some rows; `errors` maps their indices to the reasons.
             Timeout: no answer in time.
             Busy: no row became free in time.
             ModelFailed: the model raised, or is quarantined after several crashes.
-            Refused: the request is not allowed, as for a model that keeps state.
-            ServerGone: the server ended, and none came back in time.
+            Refused: the request is not allowed, for example because the model keeps state.
+            ServerGone: the server ended, and was not restarted in time.
         """
         return self.infer_reply(inputs, timeout=timeout, version=version).outputs
 
     def infer_reply(self, inputs: Arrays, *, timeout: float | None = None, version: int = 0) -> Reply:
         """Like `infer`, but return a `Reply` with the weights version.
 
-        Up to `max_batch` rows are computed by one version. Of more rows it is the oldest one used.
+        Up to `max_batch` rows are computed by one version. For more rows, `version` is the oldest one used.
         """
         requests = self.requests
         return requests.asked(lambda: requests.lane.codec.checked(inputs), timeout, version)
@@ -144,7 +149,7 @@ class Model(forks.Closing):
     async def infer_async(self, inputs: Arrays, *, timeout: float | None = None, version: int = 0) -> Any:
         """Like `infer`, as a coroutine: the same arguments, outputs and errors.
 
-        If no rows are free it waits for other tasks to release theirs, until the time-out.
+        If no rows are free, it waits until other tasks release theirs, up to the time-out.
         """
         return (await self.infer_reply_async(inputs, timeout=timeout, version=version)).outputs
 
@@ -164,17 +169,17 @@ class Model(forks.Closing):
     # ---- pipelining
 
     def submit(self, inputs: Arrays, *, timeout: float | None = None, version: int = 0) -> Ticket:
-        """Send n rows without waiting for the answer, and return a ticket, which is a future. Several may be in flight.
+        """Send n rows and return a ticket, which is a future, at once. Several tickets may be in flight.
 
         Args:
             timeout: seconds after which the engine may skip the request.
 
         Raises:
-            Busy: fewer than n neighbouring rows of the lane are free: collect results, or lease more with
+            Busy: the lane has no n contiguous free rows: collect results, or lease more with
                 `Server.model(name, rows=...)`.
-            SpecMismatch: dtype, shape or number of rows do not fit.
-            Refused: the request is not allowed, as for a model that keeps state.
-            ServerGone: the server ended, and none came back in time.
+            SpecMismatch: dtype, shape or number of rows do not match.
+            Refused: the request is not allowed, for example because the model keeps state.
+            ServerGone: the server ended, and was not restarted in time.
         """
         turns = self.requests.turns
         deadline = turns.deadline(timeout)
@@ -186,7 +191,7 @@ class Model(forks.Closing):
         requests.require_stateless()
         if not 0 < n <= requests.max_batch:
             raise SpecMismatch(
-                f"a ticket holds 1 to {requests.max_batch} rows (the server's max_batch), {n} came; infer() cuts"
+                f"a ticket holds 1 to {requests.max_batch} rows (the server's max_batch), got {n}; infer() splits them"
             )
         lane = requests.usable()
         return send_rows(requests.turns, lane, given, 0, n, requests.found(lane, n), deadline, version)
@@ -196,10 +201,10 @@ class Model(forks.Closing):
     ) -> Ticket | Seen | None:
         """Send rows of several callers as one ticket; return None if that is not possible right now.
 
-        For gateways; only for models of fixed shapes without state.
+        For gateways; only for stateless models with fixed shapes.
 
         Args:
-            parts: arrays by name, each (n, *row shape) of the spec's dtype, and how many rows of each.
+            parts: for each caller, arrays by name, each (n, *row shape) of the spec's dtype, and their row count n.
             deadline: ns of CLOCK_MONOTONIC.
             brief: seconds to wait for the answer, if no other ticket is in flight.
 
@@ -218,7 +223,7 @@ class Model(forks.Closing):
             return None
 
     def look(self) -> None:
-        """Deliver the answers that have arrived to the tasks of this event loop that wait for them."""
+        """Deliver the answers that have arrived to the tasks of this event loop that await them."""
         turns = self.requests.turns
         turns.run(self.requests.lane.receive_now, turns.deadline(None))
 
@@ -234,10 +239,10 @@ class Model(forks.Closing):
     # ---- zero-copy
 
     def rows(self, n: int = 1) -> Rows:
-        """Hold n rows in a ``with``: write to `rows.inputs`, call `rows.infer()`, read `rows.outputs`.
+        """Reserve n rows for a ``with`` block: write to `rows.inputs`, call `rows.infer()`, read `rows.outputs`.
 
         Raises:
-            Busy: fewer than n neighbouring rows are free.
+            Busy: the lane has no n contiguous free rows.
         """
         turns = self.requests.turns
         return turns.run(lambda: self._held(n), turns.deadline(None))
@@ -251,19 +256,20 @@ class Model(forks.Closing):
     # ---- state on the server
 
     def sessions(self, n: int, *, pin_version: bool = False) -> Sessions:
-        """Open n sessions of a model with state, one for each environment or conversation, numbered from 0.
+        """Open n sessions of a stateful model, one for each environment or conversation, numbered from 0.
 
-        They lease a lane of their own, and their state lives as long as it. Close them, or use them in a ``with``.
+        They lease their own lane, and their state lives as long as the lane. Close them, or use them in a ``with``
+        statement.
 
         Args:
-            pin_version: compute every request of a session with the weights of its first one, until it is reset.
+            pin_version: compute all requests of a session with the weights version of its first one, until it is reset.
 
         Example:
             with policy.sessions(8) as sessions:
                 actions = sessions.infer(observations, reset=dones)
 
         Raises:
-            Busy: as many sessions are open as the server has rows for.
+            Busy: the server has no free rows for n more sessions.
             Refused: the model keeps no state.
         """
         if not self.spec.state:
@@ -276,27 +282,28 @@ class Model(forks.Closing):
         """Release the lane.
 
         Raises:
-            Timeout: a call of another thread did not end within the default time-out; the lane is still leased.
+            Timeout: another thread's call did not end within the default time-out; the lane is still leased.
         """
         self.requests.turns.run(self.requests.close, self.requests.turns.deadline(None))
 
 
 class Requests:
-    """The requests of one model, on a lane that is leased anew where it was lost. Used by `Model` and `Sessions`.
+    """The requests of one model, on a lane that is leased again if it was lost. Used by `Model` and `Sessions`.
 
-    Methods that say nothing else are called in the model's turn.
+    Call the methods with the lock of `turns` held, except where their docstrings state otherwise.
 
     Args:
-        lease: of so many rows (0: the server's default); whether to wait for them.
-        rows: that the caller asked for, or 0.
-        timeout: seconds of a call whose caller says nothing else.
+        lease: leases a lane; takes the number of rows (0: the server's default) and whether to wait for them.
+        rows: the number of rows that the caller requested, or 0.
+        timeout: default time-out of a call, in seconds.
 
     Attributes:
-        turns: whose turn it is.
-        lane: the lane at present; it may be gone, `usable` gives one that is not.
-        spec, max_batch: as of the lane.
-        kept: rows that are kept from call to call.
-        plain: of the model's only input the dtype, the row shape (None: any size), and whether it takes byte strings.
+        turns: the lock that serializes the model's calls.
+        lane: the current lane; it may be gone, `usable` returns one that is not.
+        spec, max_batch: those of the lane.
+        kept: rows that are reused from call to call.
+        plain: for a model with a single input: its dtype, its row shape (None: any size), and whether it takes byte
+            strings; see `_only_input`.
     """
 
     def __init__(
@@ -314,19 +321,19 @@ class Requests:
         forks.register(self)
 
     def of_sessions(self, n: int) -> Requests:
-        """Those of n sessions, which have a lane of their own. Out of turn."""
+        """Return the requests of n sessions, which have their own lane. Does not need the lock."""
         return Requests(self.name, self._lease, n, self.turns.timeout)
 
     def require_stateless(self) -> None:
-        """Raises Refused where the model keeps state."""
+        """Raise Refused if the model keeps state."""
         if self.spec.state:
             kept = ", ".join(self.spec.state)
             raise Refused(
-                f"model {self.name!r} keeps state ({kept}): open sessions with sessions(n), and ask through them"
+                f"model {self.name!r} keeps state ({kept}): open sessions with sessions(n), and call their methods"
             )
 
     def usable(self) -> Lane:
-        """The lane; a new one where the server was restarted or took the old one back, and in a forked child."""
+        """Return the lane; lease a new one after a server restart, a revoked lease or a fork (in the child)."""
         if self._closed:
             raise Refused(f"model {self.name!r} was closed: get it again from the server")
         if self.lane.gone is not None:
@@ -336,26 +343,26 @@ class Requests:
         return self.lane
 
     def _adopt(self, lane: Lane, spec: ModelSpec, max_batch: int) -> None:
-        """Use another lane. Raises SpecMismatch where the model's spec has changed."""
+        """Use another lane. Raises SpecMismatch if the model's spec has changed."""
         self.lane, self.max_batch = lane, max_batch
         if spec != self.spec:
             old, self.spec, self.plain = self.spec, spec, _only_input(spec)
             raise SpecMismatch(f"model {self.name!r} has changed: it was {words(old)}, it is {words(spec)}")
 
     def _roomy(self, n: int) -> Lane:
-        """The lane; a larger one where the caller asked for no number of rows and needs more than it has."""
+        """Return the lane; lease a larger one if n rows exceed it and the caller did not set the lane's size."""
         lane = self.usable()
         if n <= lane.rows or not self._may_grow:
             return lane
         self.give_up_kept()
         if lane.free < lane.rows:
-            return lane  # something is in flight on it
+            return lane  # some of its rows are in use
         try:
             larger, spec, max_batch = self._lease(min(n, self.max_batch), False)
         except (Busy, Refused):
-            self._may_grow = False  # pieces will do
+            self._may_grow = False  # split requests instead
             return lane
-        except ServerGone:  # it was too busy to answer at once, or the request that follows finds out
+        except ServerGone:  # it was too busy to answer at once; if it has really ended, the next request detects it
             return lane
         self._rows = larger.rows
         try:
@@ -365,10 +372,10 @@ class Requests:
         return larger
 
     def keep(self, rows: int | None = None) -> CallRow | None:
-        """A row kept for calls of one row, until rows run out; None where none is free.
+        """Return the row that is reused by calls of one row, until rows run out; None if no row is free.
 
         Args:
-            rows: of a model whose sessions are asked, all of them, together.
+            rows: for sessions: the number of rows to reuse, one per session, for requests of all sessions.
         """
         lane = self.usable()
         if self.kept is not None and self.kept.usable:
@@ -380,15 +387,15 @@ class Requests:
         return self.kept
 
     def give_up_kept(self) -> bool:
-        """Give back the rows that are kept between calls; False where there are none."""
-        # By name: a traceback somewhere may refer to it.
+        """Release the rows that are reused between calls; return False if there are none."""
+        # Close explicitly: a traceback may still hold a reference, so collection cannot be relied on.
         kept, self.kept = self.kept, None
         if kept is not None:
             kept.close()
         return kept is not None
 
     def found(self, lane: Lane, n: int) -> int:
-        """The first of n neighbouring free rows."""
+        """Return the first of n contiguous free rows. Raises Busy."""
         first = lane.find(n)
         if first is None:
             self.give_up_kept()
@@ -402,13 +409,13 @@ class Requests:
         return first
 
     def close(self) -> None:
-        """Give the lane back."""
+        """Release the lane."""
         if not self._closed:
             self._closed = True
             self.lane.close()
 
     def asked(self, check: Callable[[], tuple[Checked, int]], timeout: float | None, version: int) -> Reply:
-        """Check rows, send them and wait for their outputs, in a turn of its own."""
+        """Take the lock, check rows, send them and wait for their outputs."""
         deadline = self.turns.deadline(timeout)
         return self.turns.run(lambda: self._checked_and_answered(check, deadline, version), deadline)
 
@@ -420,7 +427,7 @@ class Requests:
         except Refused as error:
             if error.code != Code.STALE_LEASE:
                 raise
-        # The server replaced the model's arena; the inputs are still ours, so ask once more on a new lane.
+        # The server replaced the model's arena. The inputs are still here, so retry once on a new lane.
         return self.answered(given, n, deadline, version)
 
     def answered(self, given: Checked, n: int, deadline: int, version: int) -> Reply:
@@ -430,13 +437,13 @@ class Requests:
             return Pieces(self, lane, given, n, deadline, version).answered()
         lane.codec.put(lane.columns, given, 0, n, first)
         answer = lane.ask(first, n, (deadline - time.monotonic_ns()) / 1e9, version)
-        # Nobody else can take the rows before this thread gives up the lock.
+        # No other thread can reuse the rows before this one releases the lock.
         if answer.code != Code.OK:
             raise lane.failure(answer, first, n)
         return Reply(shaped(lane.codec.take(lane.columns, first, n)), answer.version)
 
     async def answered_async(self, given: Checked, n: int, deadline: int, version: int) -> Reply:
-        """As `answered`, in an event loop and out of turn."""
+        """Like `answered`, in an event loop and without the lock."""
         lane = self.lane
         if lane.gone is not None or (n > lane.rows and self._may_grow):
             import asyncio
@@ -450,9 +457,9 @@ class Requests:
 
 
 def _only_input(spec: ModelSpec) -> tuple[np.dtype[Any] | None, tuple[int, ...] | None, bool]:
-    """Of a model's only input the dtype, the row shape (None: any size), and whether it takes byte strings.
+    """Return the dtype of a model's only input, its row shape (None: any size), and whether it takes byte strings.
 
-    A dtype of None: rows are none that could go as they are.
+    The dtype is None if no array can be sent unchecked: with several inputs, state, or an input of byte strings.
     """
     if len(spec.inputs) != 1 or spec.state:
         return None, (), False

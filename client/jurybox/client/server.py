@@ -18,7 +18,7 @@ from jurybox.protocol.errors import ModelFailed, Refused, Timeout
 from jurybox.protocol.forks import Closing
 from jurybox.protocol.spec import ModelSpec
 
-# ZeroMQ and protobuf come with the first connection: their import costs as much as the rest of the client's.
+# ZeroMQ and protobuf are imported on the first connection: importing them takes as long as the rest of the client.
 if TYPE_CHECKING:
     from jurybox.client.device_rows import BoundRows, DeviceRows
     from jurybox.client.link import Link, ModelDescription, Transfer
@@ -42,22 +42,22 @@ def connect(
     """Connect to a server, waiting up to `timeout` seconds for one that is still starting.
 
     Args:
-        address: of the server. Defaults to JURYBOX_ADDRESS, then to the default ipc address. ``ipc://`` is on this
-            host, ``tcp://host:port`` and ``grpc://host:port`` (``grpcs://`` with TLS) on any.
-        transport: on this host: "auto" (the fastest available), "zmq" or "shm".
-        timeout: seconds; also the default time-out of every later call.
+        address: the server's address. Defaults to JURYBOX_ADDRESS, then to the default ipc address. ``ipc://`` is for
+            a server on this host, ``tcp://host:port`` and ``grpc://host:port`` (``grpcs://`` with TLS) for any host.
+        transport: for ipc://: "auto" (the fastest available), "zmq" or "shm".
+        timeout: seconds; also the default time-out of all later calls.
         server_key: for tcp://, the server's public CURVE key or its .key file. Defaults to JURYBOX_SERVER_KEY.
         client_key: for tcp://, the .key_secret file with this client's pair. Defaults to JURYBOX_CLIENT_KEY. A
             temporary pair is generated if the server does not authenticate clients.
         token: for grpc://, the server's token. Defaults to JURYBOX_TOKEN.
-        tls_ca: for grpcs://, the certificate of the server's authority: a PEM file, or its content as bytes. Defaults
-            to JURYBOX_TLS_CA.
+        tls_ca: for grpcs://, the certificate of the authority (CA) that signed the server's: a PEM file, or its content
+            as bytes. Defaults to JURYBOX_TLS_CA.
 
     Raises:
         ServerGone: no server answered in time.
         ProtocolMismatch: the server has another protocol version.
         Refused: the token is missing or wrong, or a key file does not exist.
-        ValueError: an unknown transport or kind of address.
+        ValueError: the transport or the address scheme is unknown.
     """
     if transport not in TRANSPORTS:
         raise ValueError(f"transport={transport!r}: expected one of {', '.join(map(repr, TRANSPORTS))}")
@@ -86,7 +86,7 @@ def connect(
 
 
 class Server(Closing):
-    """A connection to one server. Close it, or use it in a ``with``.
+    """A connection to one server. Close it, or use it in a ``with`` statement.
 
     A connection, like a model, also closes when it is garbage-collected. In a forked child it reconnects on first use,
     except over grpc://, where it raises Refused.
@@ -97,22 +97,22 @@ class Server(Closing):
         self.timeout = seconds(timeout)
         self._link = link
         self._models: weakref.WeakSet[Model] = weakref.WeakSet()
-        # Who drops an end gives its place back.
+        # Weak references: a publisher that is garbage-collected releases its channel.
         self._ends: weakref.WeakSet[Publisher | RemotePublisher] = weakref.WeakSet()
 
-    # ---- what the server offers
+    # ---- the server's services
 
     def model(self, name: str, *, rows: int = 0, timeout: float | None = None) -> Model:
-        """Lease a lane of a model, waiting while the model is still loading.
+        """Lease a lane of a model; wait if the model is still loading.
 
         Args:
-            rows: rows that may be in flight at once. 0: the server's default, a few rows, which grows when an `infer`
-                brings more.
+            rows: maximum number of rows in flight. 0: the server's default, a few rows, which grows when an `infer`
+                call passes more.
             timeout: seconds to wait. Defaults to the connection's.
 
         Raises:
-            ModelNotFound: the server has no such model; the message lists those it has.
-            ModelFailed: the model could not be loaded; the message says why.
+            ModelNotFound: the server has no such model; the message lists its models.
+            ModelFailed: the model could not be loaded; the message states the reason.
             Busy: the arena has no free rows.
             Timeout: the model is still loading.
         """
@@ -122,11 +122,11 @@ class Server(Closing):
         return model
 
     def device_rows(self, name: str, rows: int, *, device: int = 0, timeout: float | None = None) -> DeviceRows:
-        """Hold rows of a model in the memory of its GPU, for a process whose inputs are already there.
+        """Allocate rows of a model in GPU memory, for a process whose inputs are already on the model's GPU.
 
         Args:
-            rows: how many.
-            device: the GPU's number among those that this process sees.
+            rows: number of rows.
+            device: index of the GPU among those visible to this process.
             timeout: seconds in total. Defaults to the connection's.
 
         Example:
@@ -137,8 +137,8 @@ class Server(Closing):
                 scores = torch.as_tensor(rows.outputs["score"], device="cuda")
 
         Raises:
-            Refused: the server is elsewhere, there is no CUDA driver, or an engine cannot open this GPU's memory.
-            ModelNotFound, ModelFailed, Busy, Timeout: as `model`.
+            Refused: the server is on another host, there is no CUDA driver, or an engine cannot open this GPU's memory.
+            ModelNotFound, ModelFailed, Busy, Timeout: as in `model`.
         """
         from jurybox.client.device_rows import DeviceRows
         from jurybox.protocol.device_memory import driver
@@ -163,12 +163,12 @@ class Server(Closing):
         event: bytes = b"",
         timeout: float | None = None,
     ) -> BoundRows:
-        """Like `device_rows`, in memory that another process exported; for gateways and proxies.
+        """Like `device_rows`, but in memory that another process exported; for gateways and proxies.
 
         Args:
-            inputs: of every input the handle (64 bytes, CUDA's) and the byte at which its first row begins.
-            outputs: the same of the outputs that are wanted.
-            event: handle of an event that the inputs are there after; empty: they are when a request is sent.
+            inputs: for each input, its CUDA memory handle (64 bytes) and the byte offset of its first row.
+            outputs: the same for each requested output.
+            event: handle of the event that the inputs are ready after; empty: they are ready when a request is sent.
         """
         from jurybox.client.device_rows import BoundRows
 
@@ -206,18 +206,19 @@ class Server(Closing):
     ) -> None:
         """Load a model, or load it again with new settings (those of the config's [models.NAME]).
 
-        A model that is serving goes on serving until the new one is ready, and after a failure. Settings name code to
-        run: servers take them from clients on their own host, for the factories of `server.factories`, and from others
-        with `keep` and for those of `server.remote_factories`.
+        A model that is serving continues to serve until the new one is ready, and also if loading fails. Settings name
+        code to run: a server accepts them from clients on its own host for the factories in `server.factories`, and
+        from other hosts only with `keep` and for the factories in `server.remote_factories`.
 
         Args:
-            keep: seconds after which the server unloads the model unless it is asked to `keep` it on: a client that was
-                killed then leaves none behind. None: it stays until it is unloaded.
+            keep: seconds after which the server unloads the model unless `keep` is called: a client that is killed then
+                leaves no model behind. None: the model stays until it is unloaded.
             remote: the request came from another host; set by gateways that forward it.
 
         Raises:
-            ModelFailed: it could not be loaded; Timeout: not within `timeout` seconds; Refused: the configuration does
-                not allow it, and the message says which line to add.
+            ModelFailed: the model could not be loaded.
+            Timeout: it was not loaded within `timeout` seconds.
+            Refused: the configuration does not allow it; the message states which line to add.
         """
         told = json.dumps(settings) if settings is not None else ""
         self._open_link().load(name, told, self.timeout, keep=keep or 0.0, remote=remote)
@@ -226,22 +227,24 @@ class Server(Closing):
             raise ModelFailed(f"model {name!r} could not be loaded: {message.reason}")
 
     def keep(self, name: str, seconds: float) -> None:
-        """Keep a model that was loaded with `keep` for this many more seconds. Raises ModelNotFound, Refused."""
+        """Keep a model that was loaded with `keep` for `seconds` more. Raises ModelNotFound, Refused."""
         self._open_link().keep(name, seconds, self.timeout)
 
     def unload(self, name: str) -> None:
-        """Unload a model; tickets that wait for it are refused. Raises ModelNotFound."""
+        """Unload a model; its queued tickets are refused. Raises ModelNotFound."""
         self._open_link().unload(name, self.timeout)
 
     def sleep(self, name: str, *, timeout: float = 60.0) -> None:
-        """Move a model's weights from the device to host memory, to make room there for others, until `wake`.
+        """Move a model's weights from the device to host memory, to free device memory until `wake`.
 
-        Requests to it raise Refused (code SLEEPING) meanwhile; the server stays healthy, and clients keep their rows.
-        Weights published meanwhile are adopted when it wakes. No effect on a model that already sleeps.
+        Meanwhile requests to the model raise Refused (code SLEEPING); the server stays healthy, and clients keep their
+        rows. Weights published meanwhile are adopted when the model wakes. No effect on a model that is asleep already.
 
         Raises:
-            ModelNotFound; Refused: it is loading, or one of a group; ModelFailed: it could not be moved and serves on;
-            Timeout: not within `timeout` seconds.
+            ModelNotFound: the server has no such model.
+            Refused: the model is loading, or is part of a group.
+            ModelFailed: it could not be moved, and continues to serve.
+            Timeout: it was not moved within `timeout` seconds.
 
         Example:
             server.sleep("geneval")       # the trainer's step needs the memory
@@ -251,30 +254,32 @@ class Server(Closing):
         self._open_link().sleep(name, self.timeout)
         message = self._settled(name, timeout)
         if message.state != "sleeping":
-            raise ModelFailed(f"model {name!r} does not sleep, it is {message.state}: {message.reason}")
+            raise ModelFailed(f"model {name!r} is {message.state}, not sleeping: {message.reason}")
 
     def wake(self, name: str, *, timeout: float = 60.0) -> None:
         """Move a sleeping model back to the device, with the newest weights. No effect on a model that is awake.
 
         Raises:
-            ModelNotFound; ModelFailed: it could not be moved, perhaps for lack of device memory, and stays asleep;
-            Timeout: not within `timeout` seconds.
+            ModelNotFound: the server has no such model.
+            ModelFailed: it could not be moved, for example for lack of device memory, and stays asleep.
+            Timeout: it was not moved within `timeout` seconds.
         """
         self._open_link().wake(name, self.timeout)
         message = self._settled(name, timeout)
         if message.reason or message.state != "ready":
-            raise ModelFailed(f"model {name!r} could not be woken, it is {message.state}: {message.reason}")
+            raise ModelFailed(f"model {name!r} could not be woken and is {message.state}: {message.reason}")
 
     @contextlib.contextmanager
     def pause(self, *, timeout: float = 10.0) -> Iterator[None]:
-        """Pause the engines inside the ``with``, so that this process has the device to itself.
+        """Pause the engines during the ``with`` block, so that this process has exclusive use of the device.
 
-        Running batches end first. Requests wait meanwhile, up to their own time-outs; weights are still adopted. Use it
-        for the steps of a trainer that shares the GPU: two processes that compute at once are time-sliced, and both
+        Running batches finish first. Requests wait meanwhile, up to their own time-outs; weights are still adopted. Use
+        it for the steps of a trainer that shares the GPU: two processes that compute at once are time-sliced, and both
         get slower. One process can pause the engines at a time; if it is killed, they continue.
 
         Raises:
-            Busy: another process kept them paused. Timeout: an engine did not finish its batch in time.
+            Busy: another process kept them paused.
+            Timeout: an engine did not finish its batch in time.
             Refused: the server is on another host.
 
         Example:
@@ -294,14 +299,16 @@ class Server(Closing):
         """Open the learner's end of a model's weights channel. A model has one publisher at a time.
 
         Args:
-            transfer: over grpc://, what is sent: "exact", all of it; "changed", what changed since the last
-                publication, as exact; "bfloat16", half the bytes of float32, and less precise. On the server's host
-                publications are memory, and exact.
-            device: number of the GPU on which the published tensors lie. Engines on that GPU then copy them there, and
-                not from the host; it costs twice the weights' bytes of its memory, until this process ends.
+            transfer: over grpc://, what is sent: "exact", all weights; "changed", only the values that changed since
+                the last publication, also exact; "bfloat16", half the bytes of float32 at lower precision. On the
+                server's host, publications go through shared memory and are exact.
+            device: index of the GPU that holds the published tensors. Engines on that GPU then copy them on the device
+                instead of from host memory. This takes twice the weights' bytes of device memory, until this process
+                ends.
 
         Raises:
-            ModelNotFound; Refused: the model takes no publications, or has a living publisher; or the address is tcp://.
+            ModelNotFound: the server has no such model.
+            Refused: the model accepts no publications, or already has a live publisher; or the address is tcp://.
         """
         if device is None:
             publisher = self._open_link().publisher(name, transfer, self.timeout)
@@ -316,7 +323,8 @@ class Server(Closing):
         """Open an actor's end of a model's weights channel, for actors that run the policy themselves.
 
         Raises:
-            ModelNotFound; Refused: the model takes no publications; or the address is tcp://.
+            ModelNotFound: the server has no such model.
+            Refused: the model accepts no publications; or the address is tcp://.
         """
         return self._open_link().weights(name, self.timeout)
 
@@ -340,7 +348,7 @@ class Server(Closing):
             raise used
         self._link.close()
 
-    # ---- inside
+    # ---- private
 
     def _open_link(self) -> Link:
         if self._link.closed:
@@ -348,7 +356,7 @@ class Server(Closing):
         return self._link
 
     def _settled(self, name: str, timeout: float) -> ModelDescription:
-        """A model once all engines have done what was ordered."""
+        """Wait until all engines have carried out the order, then return the model's description."""
         from jurybox.client.link import POLL
 
         deadline = time.monotonic() + seconds(timeout)

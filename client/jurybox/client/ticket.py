@@ -1,4 +1,4 @@
-"""Tickets as their caller sees them: futures; and requests that need several."""
+"""Tickets, which are futures of requests, and requests that are split into several tickets."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 _CANCELLED = "this ticket was cancelled"
 
-Seen: TypeAlias = tuple[dict[str, Any], int]  # outputs by name, which later tickets overwrite; the weights' version
+Seen: TypeAlias = tuple[dict[str, Any], int]  # outputs by name, which later tickets overwrite; weights version
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class Reply:
 class Ticket:
     """A request in flight, returned by `Model.submit`. A future with the interface of concurrent.futures.
 
-    It holds its rows until its outputs are collected, it is cancelled, or it is garbage-collected, and in any case
+    It occupies its rows until its outputs are collected, it is cancelled, or it is garbage-collected, and in any case
     until the engine has answered. Use it from any thread, or ``await`` it.
 
     Example:
@@ -69,10 +69,10 @@ class Ticket:
         Raises:
             Timeout: no answer in time. The ticket stays valid: call `result` again, or `cancel` it.
             CancelledError: the ticket was cancelled.
-            ModelFailed: the model raised, or was given up after several crashes.
+            ModelFailed: the model raised, or is quarantined after several crashes.
             RowFailed: the model failed on single rows.
-            Refused: the engine did not accept the request; the message says why.
-            ServerGone: the server ended, and none came back in time.
+            Refused: the engine did not accept the request; the message states the reason.
+            ServerGone: the server ended, and was not restarted in time.
         """
         if self._reply is not None:
             return self._reply
@@ -92,7 +92,7 @@ class Ticket:
             return True
         try:
             return self._turns.run(self._looked_for, 0)
-        except Timeout:  # another thread's call has the lane
+        except Timeout:  # another thread's call holds the lock
             return False
 
     def _looked_for(self) -> bool:
@@ -102,7 +102,7 @@ class Ticket:
         return sent is None or sent.answer is not None
 
     def cancel(self) -> bool:
-        """Cancel the request; return False if it is done. An engine that already has it still computes it."""
+        """Cancel the request; return False if it is done. If an engine already has it, it is still computed."""
         return self._turns.run(self._cancelled_now, self._turns.deadline(None))
 
     def _cancelled_now(self) -> bool:
@@ -120,8 +120,8 @@ class Ticket:
         return self.result_async().__await__()
 
     async def result_async(self, timeout: float | None = None) -> Reply:
-        """As `result`, in an event loop; ``await ticket`` is this with the model's default time-out."""
-        import asyncio  # most clients have no event loop, and its import costs as much as ZeroMQ's
+        """Like `result`, as a coroutine; ``await ticket`` calls it with the model's default time-out."""
+        import asyncio  # most clients have no event loop, and importing it takes as long as ZeroMQ
 
         turns, lane, deadline = self._turns, self._lane, self._turns.deadline(timeout)
         loop = asyncio.get_running_loop()
@@ -134,7 +134,7 @@ class Ticket:
                     raise Timeout(lane.why_late(sent))
                 future = loop.create_future()
                 sent.waiters = [*(sent.waiters or ()), (loop, future)]
-                if self._settled(sent):  # by another thread, just now
+                if self._settled(sent):  # another thread has just received the answer
                     break
                 try:
                     await asyncio.wait_for(future, min(left, LOOK_AFTER))
@@ -143,13 +143,13 @@ class Ticket:
                     await turns.alone(lambda: lane.look_after((sent,)), deadline)
         return await turns.alone(self._collected, deadline)
 
-    # ---- for programs that answer others from an event loop, without a task for each ticket
+    # ---- for servers that forward requests from an event loop, without one task per ticket
 
     def watched(self, loop: asyncio.AbstractEventLoop, waiter: Any, *, again: bool) -> bool:
         """Return whether the request is answered or lost. If not, `waiter` is set later, like a future of the loop.
 
         Args:
-            again: LOOK_AFTER seconds have passed since the last call; check that the engine is alive.
+            again: check that the engine is alive, because LOOK_AFTER seconds have passed since the last call.
         """
         return self._turns.run(lambda: self._watched(loop, waiter, again), self._turns.deadline(None))
 
@@ -165,16 +165,19 @@ class Ticket:
         return sent.answer is not None
 
     def seen(self) -> Seen:
-        """The outputs of fixed shapes where they lie; then `give_up` the ticket. Raises: as `result`."""
+        """Return views of the outputs by name, and the weights version; call `give_up` after use.
+
+        Only for outputs of fixed shapes. Raises the same errors as `result`.
+        """
         answer = self._checked()
         return _seen(self._lane, self.first, self.rows, answer)
 
     def give_up(self) -> None:
-        """Drop the outputs: the rows become free now, or when the engine that has them answers."""
+        """Drop the outputs. The rows become free now, or once the engine has answered."""
         self._cancelled = True
         self._give_up()
 
-    # ---- inside, in the turn of whoever calls
+    # ---- private; call with the lock held
 
     def _send(self, deadline: int, version: int) -> None:
         self._sent = self._lane.submit(self.first, self.rows, deadline, version, weakref.ref(self))
@@ -191,7 +194,7 @@ class Ticket:
         if self._failure is not None:
             return None
         if self._sent is None:
-            raise Refused("this ticket was never sent: its sending was broken off")
+            raise Refused("this ticket was never sent: sending it was interrupted")
         if self._lane.gone is not None and self._sent.answer is None:
             raise self._lane.lost()
         return self._sent
@@ -201,7 +204,7 @@ class Ticket:
         return sent.answer is not None
 
     def _collected(self) -> Reply:
-        """The outputs, copied; the rows are free then."""
+        """Copy the outputs, free the rows and return the reply."""
         if self._reply is None:
             answer = self._checked()
             outputs = self._lane.codec.take(self._lane.columns, self.first, self.rows)
@@ -210,7 +213,7 @@ class Ticket:
         return self._reply
 
     def _into(self, outputs: dict[str, Any], at: int) -> int:
-        """Copy the outputs to rows `at` and after, and give up the ticket; gives the weights' version."""
+        """Copy the outputs to rows `at` and after, release the ticket's rows and return the weights version."""
         answer = self._checked()
         self._lane.codec.take_into(self._lane.columns, self.first, self.rows, outputs, at)
         self._cancelled = True
@@ -218,7 +221,7 @@ class Ticket:
         return answer.version
 
     def _checked(self) -> Answer:
-        """The answer, where it says that the outputs are there."""
+        """Return the answer if its code is OK; otherwise raise its error."""
         sent = self._in_flight()
         if sent is not None:
             assert sent.answer is not None
@@ -229,7 +232,7 @@ class Ticket:
             self._failure = self._lane.failure(sent.answer, self.first, self.rows)
             self._lane.release(self)
         assert self._failure is not None
-        raise self._failure.with_traceback(None)  # asked again, it must not keep the frames of the first time
+        raise self._failure.with_traceback(None)  # raised again, it must not keep the frames of the first time
 
     def _give_up(self) -> None:
         if self._sent is not None:
@@ -240,7 +243,7 @@ class Ticket:
 def send_rows(
     turns: Turns, lane: Lane, given: Checked, at: int, n: int, first: int, deadline: int, version: int
 ) -> Ticket:
-    """Send n of the given rows, from `at` on, in the free rows of a lane from `first` on. In the caller's turn."""
+    """Send n of the given rows, from index `at`, in the lane's free rows from `first`. Call with the lock held."""
     ticket = Ticket(turns, lane, first, n)
     lane.codec.put(lane.columns, given, at, n, first)
     ticket._send(deadline, version)
@@ -257,10 +260,10 @@ def send_parts(
     version: int,
     brief: float,
 ) -> Ticket | Seen | None:
-    """As `send_rows`, of rows of several callers; None where the model was loaded anew and they no longer fit.
+    """Like `send_rows`, for rows of several callers; return None if a reload changed the model's spec.
 
-    With `brief` above 0, wait so many seconds for the answer. Outputs that came by then are returned in place of a
-    ticket; the rows are free again, so read them before the lane is used.
+    If `brief` is above 0, wait so many seconds for the answer. If it comes in time, return the outputs instead of a
+    ticket. Their rows are free again, so read them before the lane is used.
     """
     at = first
     for arrays, n in parts:
@@ -287,31 +290,31 @@ def _seen(lane: Lane, first: int, rows: int, answer: Answer) -> Seen:
 
 
 # ----
-# A request that may need several tickets: more rows than a batch or a lane holds, or than are free just now.
+# A request that may need several tickets: it has more rows than a batch or a lane holds, or than are currently free.
 
 
 class Asked(Protocol):
-    """What pieces use of a model."""
+    """The part of a model's requests that `Pieces` uses."""
 
     turns: Turns
     max_batch: int
 
     def found(self, lane: Lane, n: int) -> int:
-        """The first of n neighbouring free rows. Raises Busy."""
+        """Return the first of n contiguous free rows. Raises Busy."""
 
     def give_up_kept(self) -> bool:
-        """Give back the rows that are kept between calls; False where there are none."""
+        """Release the rows that are reused between calls; return False if there are none."""
 
 
 class Pieces:
-    """n checked rows, cut into tickets as rows of the lane become free.
+    """A request of n checked rows, split into tickets as rows of the lane become free.
 
-    Rows that one batch could hold are computed by one version of the weights however they are cut: pieces that another
-    version computed are asked for again. More rows than that may be of several versions.
+    If one batch could hold the rows, all of them are computed by one weights version, however they are split: pieces
+    computed by an older version are sent again. A larger request may mix versions.
 
     Args:
         deadline: ns of CLOCK_MONOTONIC.
-        version: of the weights to be answered by; 0: the newest.
+        version: weights version to use; 0: the newest.
     """
 
     def __init__(self, model: Asked, lane: Lane, given: Checked, n: int, deadline: int, version: int) -> None:
@@ -323,12 +326,12 @@ class Pieces:
         self._wanted = self._version = version
         self._outputs = lane.codec.room(n)
         self._unsent: deque[tuple[int, int]] = deque([(0, n)] if n else [])  # (first, number of rows) among the n
-        self._in_flight: deque[tuple[int, Ticket]] = deque()  # each with its first row's place among the n
+        self._in_flight: deque[tuple[int, Ticket]] = deque()  # each with the index of its first row among the n
         self._answered: dict[tuple[int, int], int] = {}  # the weights version of each piece
         self._errors: dict[int, str] = {}
 
     def answered(self) -> Reply:
-        """Send all and wait for the answers; the version is the oldest of theirs. Under the model's lock.
+        """Send all rows and wait for the answers; the reply's version is the oldest. Call with the model's lock held.
 
         Raises:
             RowFailed, Timeout, Busy, ModelFailed, Refused, ServerGone.
@@ -339,7 +342,7 @@ class Pieces:
                 self._send_some()
                 if not self._in_flight:
                     if not lane.wait_for_rows(deadline):
-                        self._model.found(lane, 1)  # says that and why no row is free, or one has come back
+                        self._model.found(lane, 1)  # raises Busy with the reason, unless a row has become free
                     continue
                 at, ticket = self._in_flight[0]
                 waited = ticket._in_flight()
@@ -360,7 +363,7 @@ class Pieces:
         return self._whole()
 
     async def answered_async(self) -> Reply:
-        """As `answered`, in an event loop and without the lock."""
+        """Like `answered`, in an event loop and without the lock."""
         lane, turns, deadline = self._lane, self._model.turns, self._deadline
         try:
             while self._left():
@@ -391,7 +394,10 @@ class Pieces:
         return self._whole()
 
     def _left(self) -> bool:
-        """Whether pieces are still to be answered. Rows of one batch: also those of another version than the newest."""
+        """Return whether answers are missing.
+
+        If one batch could hold the rows, queue the pieces of older versions than the newest again.
+        """
         if self._unsent or self._in_flight:
             return True
         if self._n <= self._model.max_batch and len(versions := set(self._answered.values())) > 1:
@@ -404,7 +410,7 @@ class Pieces:
         return bool(self._unsent)
 
     def _begin_again(self) -> None:
-        """Ask for all rows anew: the version that the others are of is not held any more."""
+        """Send all rows again: the server no longer holds the version that the other pieces have."""
         self._give_up()
         self._in_flight.clear()
         self._answered.clear()
@@ -413,7 +419,7 @@ class Pieces:
         self._unsent = deque([(0, self._n)])
 
     def _send_some(self) -> None:
-        """Send as many of the rows as there is room for."""
+        """Send as many of the unsent rows as the lane has free rows for."""
         model, lane = self._model, self._lane
         if lane.gone is not None:
             raise lane.lost()
@@ -434,13 +440,13 @@ class Pieces:
                 self._unsent[0] = (at + piece, left - piece)
 
     def _take_part(self, at: int, n: int, error: RowFailed) -> None:
-        """Collect a piece of which rows failed."""
+        """Collect a piece that has failed rows."""
         self._lane.codec.place(self._outputs, at, n, error.outputs)
         self._errors.update({at + index: reason for index, reason in error.errors.items()})
         self._answered[at, n] = error.version
 
     def _whole(self) -> Reply:
-        """The reply that the pieces make. Raises RowFailed where rows failed."""
+        """Return the reply of all pieces. Raises RowFailed if rows failed."""
         version, outputs = min(self._answered.values(), default=0), shaped(self._outputs)
         if self._errors:
             raise row_failed(self._lane.model, self._errors, self._n, outputs, version)
@@ -452,8 +458,8 @@ class Pieces:
 
 
 async def rows_come_back(turns: Turns, lane: Lane, deadline: int) -> None:
-    """Wait until rows of a lane may have become free. Raises Busy where the deadline is over."""
-    import asyncio  # most clients have no event loop, and its import costs as much as ZeroMQ's
+    """Wait until rows of a lane may have become free. Raises Busy if the deadline has passed."""
+    import asyncio  # most clients have no event loop, and importing it takes as long as ZeroMQ
 
     left = (deadline - time.monotonic_ns()) / 1e9
     if left <= 0:
