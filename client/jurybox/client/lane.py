@@ -34,12 +34,12 @@ from jurybox.protocol.scoreboard import EngineState, state_of
 if TYPE_CHECKING:
     import asyncio
 
-_DEATHS = 3  # engines that die with a ticket in flight before the ticket is taken for the cause
+_DEATHS = 3  # after this many engine deaths with a ticket in flight, the ticket is assumed to be the cause
 _SERVING = int(EngineState.SERVING)
 
 
 class ScoreboardView(Protocol):
-    """What a lane reads of a scoreboard: records of scoreboard.ENGINE, and whether the server lives."""
+    """The part of a scoreboard that a lane reads: records of scoreboard.ENGINE, and whether the server is alive."""
 
     engines: NDArray[Any]
 
@@ -47,7 +47,7 @@ class ScoreboardView(Protocol):
 
 
 class RowMemory(Protocol):
-    """What a lane uses of an arena."""
+    """The part of an arena that a lane uses."""
 
     @property
     def columns(self) -> Columns: ...
@@ -56,28 +56,28 @@ class RowMemory(Protocol):
 
 
 class Holder(Protocol):
-    """Who keeps rows beyond a call: a ticket whose answer is still to be read, rows in a ``with``."""
+    """An object that keeps rows beyond a call: a ticket whose outputs are not collected yet, or `Rows`."""
 
     first: int
     rows: int
 
 
 class Lane:
-    """Rows leased from one server. Not thread-safe: the model sees to that.
+    """Rows leased from one server. Not thread-safe: the model's lock serializes its use.
 
-    A row is free when nobody holds it and no ticket on it is in flight. Those two tables say so, and nothing else:
-    every change of them is one step of the interpreter, so a KeyboardInterrupt leaves no row in between. Holders are
-    known by weak references: who lets go of one by accident, or by an exception, gives its rows back with it; an
-    engine that may still write to them keeps them until it has answered.
+    A row is free if it has no holder and no ticket in flight. The tables of holders and of tickets are the only record
+    of this, and each change of them is a single step of the interpreter, so a KeyboardInterrupt leaves them consistent.
+    Holders are weakly referenced: if one is dropped by accident or by an exception, its rows are released with it.
+    Rows that an engine may still write to stay in use until it has answered.
 
     Args:
         model: its name, for messages.
-        arena: whose rows these are.
-        give_back: tells the server, politely, that the lease ends; not called where the lane is merely lost.
-        leave: gives the lease up without telling the server; called once, at the latest when the lane is collected.
-        far: whether a network is between it and the server.
-        engines: that compute the model; empty: all.
-        leased: number of the lane, and of its lease, as the server has them.
+        arena: the memory of the rows.
+        give_back: tells the server that the lease ends; not called if the lane is lost.
+        leave: drops the lease without telling the server; called once, at the latest when the lane is collected.
+        far: whether the server is reached over a network.
+        engines: the engines that compute the model; empty: all.
+        leased: the server's numbers of the lane and of its lease.
     """
 
     def __init__(
@@ -100,15 +100,15 @@ class Lane:
         self.rows = rows
         self.columns: Columns = arena.columns
         self.codec = codec_of(self.columns.spec)
-        self.gone: Error | None = None  # why this lane can be used no longer
+        self.gone: Error | None = None  # the reason why this lane can no longer be used
         self.in_flight: dict[int, InFlight] = {}
-        # A lane's next holder must not take a late answer to this one for its own.
+        # Sequences start at the lease number, so that the lane's next lessee cannot mistake a late answer for its own.
         self.sequence = (lease & 0xFFFFFFFF) << 32
         self.leased = leased
         self._far = far
         self._first = first
         self._held: dict[int, weakref.ref[Holder]] = {}
-        # The free runs (first, length) that the two tables leave, in order: these at the most, unless `_stale`.
+        # The free runs (first, length) in order, computed from the two tables. Unless `_stale`, no others are free.
         self._runs: list[tuple[int, int]] = [(first, rows)]
         self._stale = False
         self._scoreboard = scoreboard
@@ -143,20 +143,20 @@ class Lane:
         return max((length for _, length in self._runs), default=0)
 
     def find(self, rows: int) -> int | None:
-        """Find a run of so many free rows; return its first row, or None where there is no such run.
+        """Find a run of `rows` free rows; return its first row, or None if there is no such run.
 
-        They stay free: ask for them, or hold them, before anybody else can.
+        The rows stay free: send a request for them, or hold them, before the next call.
         """
         if self._stale:
             self._count()
         for first, length in self._runs:
             if length >= rows:
                 return first
-        self._count()  # who held rows may have been collected meanwhile
+        self._count()  # a holder may have been garbage-collected meanwhile
         return next((first for first, length in self._runs if length >= rows), None)
 
     def hold(self, holder: Holder) -> None:
-        """Keep `holder.rows` rows from `holder.first` on, found free just now, for as long as the holder lives."""
+        """Reserve `holder.rows` rows from `holder.first`, which `find` returned, for as long as the holder lives."""
         first, rows = holder.first, holder.rows
         for i, (start, length) in enumerate(self._runs):
             if start <= first < start + length:
@@ -166,14 +166,14 @@ class Lane:
         self._held[id(holder)] = weakref.ref(holder)
 
     def release(self, holder: Holder) -> None:
-        """End a hold. The rows are free now, or when the engine has answered."""
+        """Release a holder's rows. They are free now, or once the engine has answered."""
         self._held.pop(id(holder), None)
         self._stale = True
         if self._row_waiters:
             self._tell_row_waiters()
 
     def asked(self, first: int, rows: int) -> bool:
-        """Whether a ticket on one of these rows is in flight."""
+        """Return whether a ticket for one of these rows is in flight."""
         return any(
             ticket.first < first + rows and first < ticket.first + ticket.rows for ticket in self.in_flight.values()
         )
@@ -195,7 +195,7 @@ class Lane:
             at = max(at, first + rows)
         if at < self._first + self.rows:
             runs.append((at, self._first + self.rows - at))
-        # In this order: broken off at any point, what is there is still known to be stale.
+        # In this order: after an interrupt between the two, the runs are still marked as stale.
         self._runs = runs
         self._stale = False
 
@@ -209,11 +209,11 @@ class Lane:
         version: int = 0,
         holder: weakref.ref[Any] | None = None,
     ) -> InFlight:
-        """Send a ticket for rows already written. It is sent later where no engine serves just now.
+        """Send a ticket for rows already written. If no engine is serving, it is sent later.
 
         Args:
-            holder: who wants the answer. Without one it is sent again, should that be necessary, only while it is
-                waited for.
+            holder: the object that wants the answer. Without one, a lost ticket is sent again only while a call waits
+                for it.
         """
         self.sequence = sequence = self.sequence + 1
         ticket = InFlight(sequence, first, rows, deadline, version)
@@ -221,17 +221,17 @@ class Lane:
         if self.in_flight and time.monotonic() - self._looked > LOOK_AFTER:
             self._look_after()
         if holder is None:
-            self._stale = True  # nobody has cut these rows out of the free runs, and a wait for them may be given up
+            self._stale = True  # no holder has removed these rows from the free runs, and waiting may be given up
         self.in_flight[sequence] = ticket
         self._send(ticket)
         return ticket
 
     def ask(self, first: int, rows: int, seconds: float, version: int = 0) -> Answer:
-        """Ask for rows already written and wait for the answer. The outputs stay until the lane is used again.
+        """Send a request for rows already written and wait for its answer. The outputs stay until the lane's next use.
 
         Raises:
-            Timeout: none came; the rows go free when the engine has answered, or is gone.
-            ServerGone: the server is dead, and with it all tickets.
+            Timeout: no answer in time; the rows become free when the engine has answered or is gone.
+            ServerGone: the server is dead; all tickets are lost.
         """
         deadline = time.monotonic_ns() + int(seconds * 1e9)
         ticket = self.exchange(first, rows, deadline, version, min(seconds, LOOK_AFTER))
@@ -254,7 +254,7 @@ class Lane:
         try:
             answer = self._transport.exchange(ticket, seconds)
         except TooManyFiles as error:
-            ticket.engine, self._unsent_because, answer = UNSENT, str(error), None  # sent when looked after
+            ticket.engine, self._unsent_because, answer = UNSENT, str(error), None  # `look_after` sends it
         if answer is None:
             return ticket
         if answer.sequence != sequence or answer.code == Code.STALE_LEASE:
@@ -266,9 +266,10 @@ class Lane:
         return ticket
 
     def caller(self, place: RowPlace) -> tuple[Caller | None, int]:
-        """What makes whole calls for some rows, and the engine's life it is for; None where there is no such thing.
+        """Return the native caller for some rows, and the engine incarnation that it is for.
 
-        Its user puts a ticket in `in_flight` for each call, and makes none while another is there.
+        None instead of a caller: there is not exactly one serving engine, or the transport cannot open a native caller.
+        For each call the user adds a ticket to `in_flight`, and makes no call while another ticket is in flight.
         """
         if (alone := self.only_engine()) is None:
             return None, 0
@@ -279,15 +280,15 @@ class Lane:
             return None, 0
 
     def only_engine(self) -> tuple[int, int] | None:
-        """The one engine that computes the model and its life; None where it does not serve, or there are several."""
+        """Return the model's only engine and its incarnation; None if it is not serving or there are several."""
         engine = self._choose_engine() if self._one_engine else None
         return None if engine is None else (engine, self._incarnations.item(engine))
 
     def adopt(self, ticket: InFlight, engine: int, incarnation: int, submitted: int) -> None:
-        """Take over a ticket that another sent by this lane's transport, its number above all before.
+        """Take over a ticket that other code sent through this lane's transport. Its sequence must be the highest yet.
 
         Args:
-            incarnation: the life of the engine that it was sent to.
+            incarnation: that of the engine that it was sent to.
             submitted: ns of CLOCK_MONOTONIC.
         """
         ticket.engine, ticket.incarnation, ticket.submitted = engine, incarnation, submitted
@@ -297,7 +298,7 @@ class Lane:
 
     @property
     def engine(self) -> NDArray[Any]:
-        """The record on the scoreboard of the first engine that computes the model, (1,) of scoreboard.ENGINE."""
+        """The scoreboard record of the first engine that computes the model, (1,) of scoreboard.ENGINE."""
         return self._scoreboard.engines[self._first_engine : self._first_engine + 1]
 
     @property
@@ -309,8 +310,8 @@ class Lane:
         """Wait for a ticket's answer until `deadline`, ns of CLOCK_MONOTONIC.
 
         Raises:
-            Timeout: none came; the ticket keeps its rows until the engine answers or is gone.
-            ServerGone: the server is dead, and with it all tickets.
+            Timeout: no answer in time; the ticket keeps its rows until the engine answers or is gone.
+            ServerGone: the server is dead; all tickets are lost.
         """
         while ticket.answer is None:
             left = deadline - time.monotonic_ns()
@@ -320,7 +321,7 @@ class Lane:
         return ticket.answer
 
     def wait_for_rows(self, deadline: int) -> bool:
-        """Wait up to LOOK_AFTER for rows that an engine has. Return False where it has none, or time is up."""
+        """Wait up to LOOK_AFTER for rows in flight. Return False if none are in flight, or the deadline has passed."""
         left = deadline - time.monotonic_ns()
         if left <= 0 or not self.in_flight:
             return False
@@ -328,8 +329,8 @@ class Lane:
         return True
 
     def row_waiter(self) -> asyncio.Future[None]:
-        """A future of the running loop, done when rows may have become free."""
-        import asyncio  # most clients have no event loop, and its import costs as much as ZeroMQ's
+        """Return a future of the running loop that is done when rows may have become free."""
+        import asyncio  # most clients have no event loop, and importing it takes as long as ZeroMQ
 
         loop = asyncio.get_running_loop()
         future: asyncio.Future[None] = loop.create_future()
@@ -337,10 +338,10 @@ class Lane:
         return future
 
     def receive(self, timeout: float, waited: Sequence[InFlight] = ()) -> None:
-        """Receive answers, waiting at most `timeout` seconds. Where none come, check what became of the tickets.
+        """Receive answers, waiting at most `timeout` seconds. If none arrive, check for lost tickets.
 
         Args:
-            waited: the tickets whose answers the caller wants.
+            waited: the tickets that the caller waits for.
         """
         answers = self._transport.receive(timeout)
         if answers:
@@ -355,18 +356,18 @@ class Lane:
 
     @property
     def transport(self) -> Transport:
-        """What carries its tickets."""
+        """The transport that carries the lane's tickets."""
         return self._transport
 
     def watch(self, loop: asyncio.AbstractEventLoop, arrived: Callable[[], None]) -> None:
-        """Have `arrived` called in the loop's thread when answers may have come: it calls `receive_now`.
+        """Register `arrived`, to be called in the loop's thread when answers may have arrived; it calls `receive_now`.
 
-        Called in that thread. `arrived` must not keep the lane alive.
+        Call it in that thread. `arrived` must not keep the lane alive.
         """
         self._transport.watch(loop, arrived)
 
     def close(self) -> None:
-        """Release the lease; tickets in flight stay unanswered."""
+        """Release the lease. Tickets in flight are never answered."""
         if self.gone is None:
             self.gone = Refused(f"model {self.model!r} was closed: get it again from the server")
             self._give_back()
@@ -374,7 +375,7 @@ class Lane:
         self._let_go()
 
     def failure(self, answer: Answer, first: int, rows: int) -> Error:
-        """Make the exception for an answer that is not OK. Call it before the rows are used again."""
+        """Return the exception for an answer that is not OK. Call it before the rows are used again."""
         if answer.code == Code.SESSION_LOST:
             return SessionLost(answer.message, Code.SESSION_LOST, sorted(self.columns.failures(first, rows)))
         if answer.code != Code.ROW_FAILED:
@@ -384,11 +385,11 @@ class Lane:
         return row_failed(self.model, errors, rows, shaped(outputs), answer.version)
 
     def lost(self) -> Error:
-        """Make the exception for a ticket or rows of a lane that is gone."""
+        """Return the exception for a ticket or rows of a lane that is gone."""
         assert self.gone is not None
         return error_for(self.gone.code, str(self.gone))
 
-    # ---- inside
+    # ---- private
 
     def _send(self, ticket: InFlight) -> None:
         engine = self._choose_engine()
@@ -400,26 +401,26 @@ class Lane:
         try:
             self._transport.send(ticket)
         except TooManyFiles as error:
-            ticket.engine, self._unsent_because = UNSENT, str(error)  # tried again when looked after
+            ticket.engine, self._unsent_because = UNSENT, str(error)  # `look_after` tries again
 
     def _choose_engine(self) -> int | None:
-        """A serving engine with about the shortest expected wait; by chance among those, so that a crowd spreads."""
+        """Choose a serving engine, at random among those with about the shortest expected wait to spread the load."""
         if self._one_engine:
             return self._first_engine if self._states.item(self._first_engine) == _SERVING else None
         states = self._states.tolist()
         serving = [i for i in self._mine if states[i] == _SERVING]
         if not serving:
             return None
-        if self.columns.sessions is not None:  # their state is where they were sent first, as long as it serves
+        if self.columns.sessions is not None:  # their state is on the first engine used, as long as it is serving
             if self._stays not in serving:
                 self._stays = random.choice(serving)
             return self._stays
         waits = self._waits.tolist()
-        bound = 1.5 * max(0, min(waits[i] for i in serving))  # below zero: another process wrote there
+        bound = 1.5 * max(0, min(waits[i] for i in serving))  # negative: another process corrupted it
         return random.choice([i for i in serving if waits[i] <= bound])
 
     def _settle(self, answers: Iterable[Answer]) -> None:
-        """Give answers to their tickets, whose rows go free unless somebody holds them."""
+        """Assign answers to their tickets. The tickets' rows become free unless they have a holder."""
         wrong = ""
         for answer in answers:
             if answer.sequence == 0:
@@ -427,9 +428,9 @@ class Lane:
                 continue
             ticket = self.in_flight.get(answer.sequence)
             if ticket is None:
-                continue  # answered already, by the engine it was sent to before
+                continue  # already answered by the engine that it was sent to before
             if answer.incarnation != ticket.incarnation and not self._far:
-                continue  # by an engine that is dead; another writes to these rows now, perhaps of other weights
+                continue  # from an engine that is dead; another engine writes to these rows now, maybe by other weights
             if answer.code == Code.STALE_LEASE:
                 self.gone = error_for(answer.code, answer.message)
             ticket.answer = answer
@@ -440,7 +441,7 @@ class Lane:
             raise ProtocolMismatch(wrong)
 
     def _forget(self, ticket: InFlight) -> None:
-        """No engine has the ticket any more."""
+        """Remove a ticket that no engine has any more."""
         self._stale = True
         self.in_flight.pop(ticket.sequence, None)
         if self._row_waiters:
@@ -451,7 +452,7 @@ class Lane:
         _wake(waiters)
 
     def look_after(self, waited: Sequence[InFlight] = ()) -> None:
-        """Receive what has arrived; then send again what was lost with an engine or in an interrupted call."""
+        """Receive the answers that have arrived, then resend tickets lost with an engine or in an interrupted call."""
         self.receive_now()
         self._look_after(waited)
 
@@ -460,31 +461,31 @@ class Lane:
         if not self._scoreboard.server_lives():
             self.gone = ServerGone(
                 f"the server died or was stopped with {len(self.in_flight)} tickets of {self.model!r} in flight; "
-                "the next call connects again if one is there"
+                "the next call reconnects if a server is running"
             )
             raise self.lost()
         for ticket in list(self.in_flight.values()):
             if ticket.answer is not None:
-                self._forget(ticket)  # its taking in was broken off
+                self._forget(ticket)  # an interrupt came between its answer and its removal
                 continue
             sent = ticket.engine != UNSENT
             died = sent and int(self._incarnations[ticket.engine]) != ticket.incarnation
             if sent and not died and self._transport.holds(ticket):
                 continue
             wanted = ticket in waited or (ticket.holder is not None and ticket.holder() is not None)
-            ticket.deaths += died and not self._far  # far away it was a connection: engines are the relay's affair
-            if not wanted and not (self._far and sent):  # far away, what was sent over a broken connection goes on
-                self._forget(ticket)  # no engine has it that might write to its rows
+            ticket.deaths += died and not self._far  # if far, a connection broke: the relay handles engines
+            if not wanted and not (self._far and sent):  # if far, a ticket outlives the connection it was sent over
+                self._forget(ticket)  # no live engine has it, so none can write to its rows
             elif ticket.deaths >= _DEATHS:
                 self._settle((self._fatal(ticket),))
             else:
-                if sent and not died:  # its answer was lost here: time that it had is given again
+                if sent and not died:  # its answer was lost in this process: restart its time-out
                     now = time.monotonic_ns()
                     ticket.deadline = max(ticket.deadline, now + ticket.deadline - ticket.submitted)
                 self._send(ticket)
 
     def _fatal(self, ticket: InFlight) -> Answer:
-        """In place of an engine's answer: a ticket that brings engines down must not bring down the server."""
+        """Return an error in place of an engine's answer, so that a ticket that kills engines is not sent again."""
         why = (
             f"{_DEATHS} engines died one after another with this ticket of model {self.model!r} ({ticket.rows} rows) "
             "in flight; it is not sent again. See the server's log for what ended them"
@@ -492,7 +493,7 @@ class Lane:
         return Answer(ticket.sequence, Code.MODEL_FAILED, why, 0, ticket.incarnation)
 
     def why_late(self, ticket: InFlight) -> str:
-        """Make the message of a time-out."""
+        """Return the message of a time-out."""
         if self._far and ticket.engine != UNSENT:
             return (
                 f"model {self.model!r} did not answer in time ({ticket.rows} rows): its server is busy, or the network "
@@ -503,26 +504,26 @@ class Lane:
         sent = unsent if ticket.engine == UNSENT else f"is at engine {ticket.engine}"
         return (
             f"model {self.model!r} did not answer in time; the ticket ({ticket.rows} rows) {sent} "
-            f"(engines: {', '.join(states)}). Its rows go free when it is answered"
+            f"(engines: {', '.join(states)}). Its rows become free when it is answered"
         )
 
     def _after_fork_in_child(self) -> None:
-        """The lane, its lock and its rows are the parent's."""
+        """Detach from the lane: its lock and its rows belong to the parent."""
         if self.gone is None:
             self.gone = Refused(
-                f"these rows of {self.model!r} were taken before a fork, and belong to the parent: ask anew in the "
-                "child, which gets rows of its own"
+                f"these rows of {self.model!r} were taken before a fork, and belong to the parent: take new ones in "
+                "the child"
             )
         self.columns = self.columns.nothing()
         self.in_flight, self._held, self._row_waiters = {}, {}, []
         self._let_go.detach()
         self._transport.forked()
         self._arena.close()
-        del self._scoreboard, self._states, self._incarnations, self._waits  # and with them the mapping
+        del self._scoreboard, self._states, self._incarnations, self._waits  # this unmaps the scoreboard
 
 
 def row_failed(model: str, errors: dict[int, str], rows: int, outputs: Any, version: int) -> RowFailed:
-    """Make the exception for a request of which single rows failed."""
+    """Return the exception for a request with failed rows."""
     shown = "; ".join(f"row {index}: {reason}" for index, reason in list(errors.items())[:3])
     more = "" if len(errors) <= 3 else f"; and {len(errors) - 3} more"
     message = f"{len(errors)} of {rows} rows of {model!r} failed: {shown}{more}"
@@ -530,7 +531,7 @@ def row_failed(model: str, errors: dict[int, str], rows: int, outputs: Any, vers
 
 
 def _let_go(pid: int, transport: Transport, arena: RowMemory, leave: Callable[[], None]) -> None:
-    """Close what a lane had open. Its lock goes last: then nothing of this client writes to its rows any more."""
+    """Close a lane's resources. Its lock is released last, when this client can no longer write to the rows."""
     if os.getpid() == pid:
         transport.close()
         arena.close()
@@ -539,14 +540,14 @@ def _let_go(pid: int, transport: Transport, arena: RowMemory, leave: Callable[[]
 
 def _wake(waiters: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]]) -> None:
     """Set the result of futures, in the threads of their loops."""
-    import asyncio  # its loops wait, so it is here already
+    import asyncio  # already imported, since the waiters' loops exist
 
     here = asyncio._get_running_loop()
     for loop, future in waiters:
         if loop is here:
             _done(future)
             continue
-        with contextlib.suppress(RuntimeError):  # that loop was closed
+        with contextlib.suppress(RuntimeError):  # the loop was closed
             loop.call_soon_threadsafe(_done, future)
 
 

@@ -1,4 +1,4 @@
-"""What a client expects of the state of its sessions: which step each is at, and which have lost their state."""
+"""A client's record of its sessions' states: the step of each, and which have lost their state."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ Mask = Sequence[bool] | NDArray[np.bool_]
 
 
 def not_computed(error: BaseException) -> bool:
-    """Whether a request that failed so was not computed, so that the state of its sessions is what it was."""
+    """Return whether a request that failed with `error` was not computed, so that its sessions' state is unchanged."""
     if isinstance(error, Refused) and error.code == Code.UNSUPPORTED:
-        return True  # a transport cannot carry it
+        return True  # the transport does not support the request
     return isinstance(error, (Busy, ModelFailed, ModelNotFound, SpecMismatch, VersionNotHeld))
 
 
 class SessionBook:
-    """The book of n sessions. Under the model's lock, where threads share it.
+    """The steps and losses of n sessions. If threads share it, use it with the model's lock held.
 
     Attributes:
-        next: (n,) uint32, the step of each session's next request; 0: it begins.
-        all: (n,) their numbers.
+        next: (n,) uint32, the step of each session's next request; 0: the session begins.
+        all: (n,) the session numbers.
     """
 
     def __init__(self, model: str, n: int) -> None:
@@ -44,13 +44,18 @@ class SessionBook:
         self.all = np.arange(n)
         self._model = model
         self._lost = np.zeros(n, np.bool_)
-        self._some_lost = False  # whether there may be some
-        self._steps = np.zeros(n, np.uint32)  # of the request of all sessions that is under way
-        # Whether there is one. Still set when the next request comes, its end was broken off, by Ctrl-C perhaps.
+        self._some_lost = False  # False: none is lost; True: some may be
+        self._steps = np.zeros(n, np.uint32)  # those of the current request of all sessions
+        # Whether such a request is in flight. If still set when the next one starts, the last one was interrupted, for
+        # example by Ctrl-C.
         self._asking = False
 
     def ids(self, session: Numbers | None) -> NDArray[np.intp]:
-        """Numbers of sessions as a caller gives them; None: all. Raises SpecMismatch where there are no such."""
+        """Check a caller's session numbers and return them as an array; None: all.
+
+        Raises:
+            SpecMismatch: they are not integers, out of range, or not distinct.
+        """
         if session is None:
             return self.all
         ids = np.asarray(session)
@@ -60,31 +65,31 @@ class SessionBook:
             last = len(self.all) - 1
             raise SpecMismatch(f"session {int(ids.min())}..{int(ids.max())}: these are sessions 0..{last}")
         if len(np.unique(ids)) != len(ids):
-            raise SpecMismatch("a session stands in one request twice: its second step needs the first one's answer")
+            raise SpecMismatch("a session occurs twice in one request: its second step needs the first one's answer")
         return ids.astype(np.intp)
 
     def require(self, ids: NDArray[np.intp]) -> None:
-        """Raises SessionLost where one of these has lost its state."""
+        """Raise SessionLost if one of these sessions has lost its state."""
         if self._some_lost and len(lost := ids[self._lost[ids]]):
             raise SessionLost(
-                f"sessions {lost.tolist()} of {self._model!r} have lost their state: begin them anew with reset",
+                f"sessions {lost.tolist()} of {self._model!r} have lost their state: reset them",
                 sessions=lost.tolist(),
             )
 
     def stepping(self, ids: NDArray[np.intp], steps: NDArray[np.uint32], most: int) -> Step:
-        """A request of some sessions, for a ``with``; a ticket holds `most` rows."""
-        # All of them in order are a slice, which NumPy reads and writes without an index.
+        """Return a context manager for a request of some sessions; a ticket holds at most `most` rows."""
+        # For all sessions in order use a slice, which NumPy reads and writes without fancy indexing.
         return Step(self, slice(None) if ids is self.all else ids, ids, steps, most)
 
     def stepped(self, ids: NDArray[np.intp], steps: NDArray[np.uint32]) -> None:
-        """These are sent, and will take their step."""
+        """Record that a request of these sessions was sent and will advance them."""
         self.next[ids] = steps + 1
         self._lost[ids] = False
 
-    # ---- a request of all sessions in order: nothing is marked but that it is under way
+    # ---- a request of all sessions in order: only a flag marks it as in flight
 
     def begin_all(self, reset: Mask | None) -> NDArray[np.uint32]:
-        """The steps of a request that is about to be sent. Raises SpecMismatch, SessionLost."""
+        """Begin a request of all sessions and return its steps. Raises SpecMismatch, SessionLost."""
         self.settle_broken_off()
         steps = self._steps
         np.copyto(steps, self.next)
@@ -99,27 +104,30 @@ class SessionBook:
         return steps
 
     def end_all(self) -> None:
-        """It was answered."""
+        """Record that the request was answered."""
         np.add(self._steps, 1, out=self.next)
         if self._some_lost:
             self._lost[:] = self._some_lost = False
         self._asking = False
 
     def fail_all(self, most: int) -> None:
-        """It failed with the exception that is being handled. May raise SessionLost in its place."""
+        """Record that the request failed, and re-raise the exception being handled, or SessionLost in its place."""
         with self.stepping(self.all, self._steps.copy(), most):
             self._asking = False
-            raise  # noqa: PLE0704  in the ``except`` of who calls
+            raise  # noqa: PLE0704  called in an ``except`` block
 
     def settle_broken_off(self) -> None:
-        """At the beginning of every request: nobody knows what became of one that was broken off."""
+        """If the last request was interrupted, mark all sessions as lost: it may or may not have been computed.
+
+        Call it at the beginning of every request.
+        """
         if self._asking:
             self._lost[:] = self._some_lost = True
             self._asking = False
 
 
 class Step:
-    """Around a request: whatever becomes of it, sessions have taken the step, have not, or are lost."""
+    """A context manager around a request; when it exits, each session has advanced, has not, or is lost."""
 
     __slots__ = ("_before", "_book", "_ids", "_most", "_steps", "_those")
 
@@ -148,7 +156,7 @@ class Step:
             book.next[those] = self._steps + 1
             book._lost[those] = False
             return
-        one_ticket = len(self._ids) <= self._most  # of several, some may have been computed
+        one_ticket = len(self._ids) <= self._most  # if there are several, some may have been computed
         if isinstance(error, RowFailed):
             failed = np.zeros(len(self._ids), np.bool_)
             failed[list(error.errors)] = True
@@ -165,8 +173,8 @@ class Step:
             book._lost[those] = self._before | begun
             if begun.any():
                 raise SessionLost(
-                    f"the state of these sessions of {book._model!r} went down with a relay or a server: begin their "
-                    "episodes anew, with reset",
+                    f"the state of these sessions of {book._model!r} was lost with a relay or a server: begin new "
+                    "episodes with reset",
                     sessions=self._ids[begun].tolist(),
                 ) from error
         elif one_ticket and not_computed(error):
@@ -174,13 +182,13 @@ class Step:
 
 
 def require_rows(n: int, sessions: int) -> None:
-    """Raises SpecMismatch where so many rows came for another number of sessions."""
+    """Raise SpecMismatch if the number of rows differs from the number of sessions."""
     if n != sessions:
         raise SpecMismatch(f"{n} rows came for {sessions} sessions: expected one row for each")
 
 
 def resets(reset: Mask, n: int) -> NDArray[np.bool_]:
-    """Which of n rows begin, as a caller gives them. Raises SpecMismatch."""
+    """Check a caller's reset mask of n rows and return it as an array. Raises SpecMismatch."""
     begin = np.asarray(reset, np.bool_)
     if begin.shape != (n,):
         raise SpecMismatch(f"reset has shape {begin.shape}: expected one bool for each of {n} rows")

@@ -30,11 +30,11 @@ if TYPE_CHECKING:
 
 
 class Sessions(Closing):
-    """n sessions of a model with state, from `Model.sessions`. A session begins with the model's initial state.
+    """n sessions of a stateful model, created by `Model.sessions`. A session begins with the model's initial state.
 
     Each request advances its sessions by one step. If a request ends without an answer (a time-out, Ctrl-C), its
-    sessions are lost, and later requests raise SessionLost until they are reset. So an answer never comes from a state
-    that the caller does not expect. Thread-safe like `Model`.
+    sessions are lost, and later requests raise SessionLost until they are reset. An answer is thus never computed from
+    a state that the caller does not expect. Thread-safe like `Model`.
 
     Attributes:
         version: weights version of the last answer.
@@ -49,9 +49,9 @@ class Sessions(Closing):
         self._all = self._book.all
         self._records = np.zeros(n, SESSION)
         self._records["slot"] = self._all
-        self._kept: CallRow | None = None  # their rows, from request to request
+        self._kept: CallRow | None = None  # their rows, reused from request to request
         self._step_column: NDArray[Any] = self._records["step"]
-        self._dtype: np.dtype[Any] | None = None  # and shape: of inputs that go as they are
+        self._dtype: np.dtype[Any] | None = None  # dtype and shape of inputs that need no conversion
         self._shape: tuple[int, ...] = ()
 
     def __len__(self) -> int:
@@ -69,24 +69,24 @@ class Sessions(Closing):
         """Compute one row of each session, and advance the state of each by one step.
 
         Args:
-            inputs: as for `Model.infer`, one row per session.
-            session: number of the session of each row, each at most once. Default: row i belongs to session i.
-            reset: rows that start from the initial state, as a boolean mask. Default: only sessions without a step yet.
-            timeout: as `Model.infer`.
-            version: as `Model.infer`.
+            inputs: as in `Model.infer`, one row per session.
+            session: the session number of each row; no number may repeat. Default: row i belongs to session i.
+            reset: boolean mask of the rows that start from the initial state. Default: only sessions without a step.
+            timeout: as in `Model.infer`.
+            version: as in `Model.infer`.
 
         Returns:
-            As `Model.infer`.
+            As in `Model.infer`.
 
         Raises:
             SessionLost: the sessions in `error.sessions` lost their state; nothing was computed. Reset them.
-            RowFailed: as `Model.infer`; the state of rows that failed is unchanged.
-            SpecMismatch: dtype or shape differ from the spec; the message has both.
+            RowFailed: as in `Model.infer`; the state of failed rows is unchanged.
+            SpecMismatch: dtype or shape differs from the spec; the message names both.
             Timeout: no answer in time.
             Busy: no row became free in time.
-            ModelFailed: the model raised, or was given up after several crashes.
-            Refused: the request is not allowed, as for a model that keeps state.
-            ServerGone: the server ended, and none came back in time.
+            ModelFailed: the model raised, or is quarantined after several crashes.
+            Refused: the request is not allowed.
+            ServerGone: the server ended, and was not restarted in time.
         """
         requests = self._requests
         if session is None and not version and self._pinned is None:
@@ -106,7 +106,7 @@ class Sessions(Closing):
         except Refused as error:
             if error.code != Code.STALE_LEASE:
                 raise
-        return requests.turns.run(ask, deadline)  # all of them begin, so that nothing went down with the old lane
+        return requests.turns.run(ask, deadline)  # all rows begin a session, so no state was lost with the old lane
 
     def _rows(self) -> CallRow | None:
         """The rows of all sessions, reused between requests; None if the request must go through `_infer`."""
@@ -128,7 +128,7 @@ class Sessions(Closing):
         return rows
 
     def _asked_in_order(self, rows: CallRow, inputs: Any, reset: Mask | None, left: float) -> Any:
-        """Answer row i for session i. No session is lost by it unless it is broken off."""
+        """Compute row i for session i. Sessions are lost only if the request is interrupted."""
         book = self._book
         if not (
             type(inputs) is np.ndarray
@@ -171,7 +171,7 @@ class Sessions(Closing):
         timeout: float | None = None,
         version: int = 0,
     ) -> Any:
-        """As `infer`, in an event loop."""
+        """Like `infer`, as a coroutine."""
         requests = self._requests
         deadline = requests.turns.deadline(timeout)
         ask = partial(self._infer_async, inputs, session, reset, deadline, version)
@@ -202,9 +202,10 @@ class Sessions(Closing):
         timeout: float | None = None,
         version: int = 0,
     ) -> Ticket:
-        """As `Model.submit`; several requests of one session may be in flight, and are computed in their order.
+        """Send one row of each session, as `Model.submit` does. Requests of one session are computed in order.
 
-        Where one of them fails, the later ones of its sessions, and requests after them, raise SessionLost.
+        Several of them may be in flight. If one fails, the later ones of its sessions, and all requests after them,
+        raise SessionLost.
         """
         deadline = self._requests.turns.deadline(timeout)
         return self._requests.turns.run(lambda: self._submitted(inputs, session, reset, deadline, version), deadline)
@@ -216,7 +217,7 @@ class Sessions(Closing):
         given, ids, steps = self._prepared(inputs, session, reset)
         n = len(ids)
         if n > requests.max_batch:
-            raise SpecMismatch(f"a ticket holds 1 to {requests.max_batch} rows, {n} came; infer() cuts")
+            raise SpecMismatch(f"a ticket holds 1 to {requests.max_batch} rows, got {n}; infer() splits them")
         lane = requests.usable()
         ticket = send_rows(requests.turns, lane, given, 0, n, requests.found(lane, n), deadline, version)
         self._book.stepped(ids, steps)
@@ -225,13 +226,13 @@ class Sessions(Closing):
     def get_state(self, session: Numbers | None = None, *, timeout: float | None = None) -> dict[str, NDArray[Any]]:
         """Return copies of the state, (n, *shape) by name; the initial state for sessions without a step yet.
 
-        For replays of sequences that begin with the state at their first step (Kapturowski et al. 2019, "R2D2").
+        For replayed sequences that begin with the stored state of their first step (Kapturowski et al. 2019, "R2D2").
 
         Raises:
-            SessionLost: a session's state is gone with its engine.
+            SessionLost: a session's state was lost with its engine.
             Timeout: no answer in time.
-            ServerGone: the server ended, and none came back in time.
-            Refused: the transport or server cannot hand states out.
+            ServerGone: the server ended, and was not restarted in time.
+            Refused: the transport or the server does not support reading states.
         """
         return self._state(self._book.ids(session), STORE, {}, timeout)
 
@@ -244,10 +245,10 @@ class Sessions(Closing):
             state: (n, *shape) for every name in the model's state.
 
         Raises:
-            SpecMismatch: a name, dtype or shape that is not the model's.
+            SpecMismatch: a name, dtype or shape differs from the model's.
             Timeout: no answer in time.
-            ServerGone: the server ended, and none came back in time.
-            Refused: the transport or server does not take states.
+            ServerGone: the server ended, and was not restarted in time.
+            Refused: the transport or the server does not support writing states.
         """
         ids, specs = self._book.ids(session), self._requests.spec.state
         if state.keys() != specs.keys():
@@ -266,12 +267,12 @@ class Sessions(Closing):
         turns = self._requests.turns
         turns.run(self._requests.close, turns.deadline(None))
 
-    # ---- inside
+    # ---- private
 
     def _prepared(
         self, inputs: Any, session: Numbers | None, reset: Mask | None
     ) -> tuple[Checked, NDArray[np.intp], NDArray[np.uint32]]:
-        """The inputs with their session records, the sessions, and the step that each is asked for."""
+        """Return the checked inputs with their session records, the session numbers, and the step of each."""
         given, n = self._requests.lane.codec.checked(inputs)
         ids = self._book.ids(session)
         require_rows(n, len(ids))
@@ -290,7 +291,7 @@ class Sessions(Closing):
     def _by_version(
         self, ids: NDArray[np.intp], steps: NDArray[np.uint32], version: int
     ) -> list[tuple[NDArray[np.intp], int]]:
-        """Which rows go together, and the weights version that they ask for."""
+        """Group the rows by weights version: return the row indices of each group and its version."""
         everything = self._all[: len(ids)]
         if self._pinned is None or version:
             return [(everything, version)]
@@ -322,7 +323,7 @@ class Sessions(Closing):
         except Refused as error:
             if error.code != Code.STALE_LEASE:
                 raise
-        return self._requests.turns.run(exchange, deadline)  # over a new lane: nothing of the old one was needed
+        return self._requests.turns.run(exchange, deadline)  # on a new lane: no state of the old one was needed
 
     def _state_in_turn(
         self, ids: NDArray[np.intp], flag: int, state: Mapping[str, NDArray[Any]], deadline: int
@@ -342,10 +343,10 @@ class Sessions(Closing):
     async def exchange_state_async(
         self, ids: Numbers, reset: Mask, state: Mapping[str, NDArray[Any]] | None, timeout: float
     ) -> dict[str, NDArray[Any]]:
-        """As `get_state`, or `set_state` where a state is given, in an event loop; the gateway's part of them.
+        """Call `get_state`, or `set_state` if a state is given, as a coroutine; for the gateway.
 
         Args:
-            reset: which of the sessions begin anew, from the initial state, before it is read.
+            reset: mask of the sessions that are reset to the initial state before the state is read.
         """
         requests, deadline, numbers = self._requests, self._requests.turns.deadline(timeout), self._book.ids(ids)
         begin = np.asarray(reset, np.bool_)
@@ -380,7 +381,7 @@ class Sessions(Closing):
         state: Mapping[str, NDArray[Any]],
         begin: NDArray[np.bool_] | None = None,
     ) -> Iterator[tuple[NDArray[np.intp], NDArray[np.uint32], dict[str, NDArray[Any]]]]:
-        """The sessions of one request each, their steps and their state."""
+        """Split the sessions into requests: yield the sessions of each, their steps and their state."""
         most = min(self._requests.max_batch, lane.rows)
         for at in range(0, len(ids), most):
             part = ids[at : at + most]
@@ -398,10 +399,10 @@ class Sessions(Closing):
         state: Mapping[str, NDArray[Any]],
         deadline: int,
     ) -> _StateTicket:
-        """A request that reads or writes state and computes nothing."""
+        """Send a request that reads or writes state without computing."""
         requests, columns = self._requests, lane.columns
         if columns.sessions is None:
-            raise Refused(f"model {requests.name!r} keeps no state any more")
+            raise Refused(f"model {requests.name!r} no longer keeps state")
         ticket = _StateTicket(requests.turns, lane, requests.found(lane, len(ids)), len(ids))
         rows = slice(ticket.first, ticket.first + ticket.rows)
         columns.sessions["slot"][rows], columns.sessions["step"][rows] = ids, steps
@@ -415,7 +416,7 @@ class Sessions(Closing):
 
 
 class _StateTicket(Ticket):
-    """A ticket whose outputs are the state that its rows leave. Given up at the end of a ``with``."""
+    """A ticket whose outputs are the state of its rows after the request. Leaving a ``with`` gives it up."""
 
     __slots__ = ()
 
@@ -442,7 +443,7 @@ def _concatenated(parts: list[dict[str, NDArray[Any]]]) -> dict[str, NDArray[Any
 
 
 def _of(given: Checked, part: NDArray[np.intp]) -> Checked:
-    """Some rows of checked inputs."""
+    """Return some rows of checked inputs."""
     if len(part) == len(given[SESSIONS]):
         return given
     return {name: [rows[i] for i in part] if type(rows) is list else rows[part] for name, rows in given.items()}
