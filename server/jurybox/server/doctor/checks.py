@@ -1,7 +1,7 @@
 """The checks of `jurybox doctor`: a list of findings, each with a remedy.
 
-A check is a function from measured values to a finding, so that each can be tested on any host; `examine` measures this
-one.
+A check is a function from measured values to a finding, so that each can be tested on any host. `examine` measures the
+values on this host.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from jurybox.server.doctor.host import Finding, fail, ok, warn
 from jurybox.server.supervisor.segment_server import SegmentServer, available_memory
 
 _MIB = 1 << 20
-_ARENA = 128 * _MIB  # what a model's arena takes by default, at most
+_ARENA = 128 * _MIB  # the largest size of a model's arena by default
 _COMFORT = 512 * _MIB
 _FILES_OF_A_CLIENT = 2  # its connection to the supervisor, and one to an engine
 _FILES_OF_A_SERVER = 128
@@ -33,7 +33,7 @@ _PACKAGES = ("numpy", "pyzmq", "protobuf", "torch", "safetensors", "fastapi", "u
 
 
 def examine(*, fix: bool = False) -> list[Finding]:
-    """Run all checks on this host. With `fix`, remove the shared memory of dead owners."""
+    """Run all checks on this host. With `fix`, remove the shared memory and sockets of dead processes."""
     checks: tuple[Callable[[], Finding], ...] = (
         lambda: check_python(sys.version_info[:3], sys.platform),
         lambda: check_packages(_installed()),
@@ -61,7 +61,7 @@ def examine(*, fix: bool = False) -> list[Finding]:
 
 
 def check_python(found: tuple[int, int, int], platform: str) -> Finding:
-    """Python 3.11 on Linux."""
+    """Check for Python 3.11 or newer on Linux."""
     text = f"Python {'.'.join(map(str, found))} on {platform}"
     if platform != "linux":
         return fail("python", text, "a server needs Linux: run it there, or in a container")
@@ -71,7 +71,7 @@ def check_python(found: tuple[int, int, int], platform: str) -> Finding:
 
 
 def check_packages(installed: Mapping[str, str | None]) -> Finding:
-    """Versions of what a server imports; None where it is not installed."""
+    """Check that a server's dependencies are installed; `installed` has their versions, or None if missing."""
     missing = [name for name, found in installed.items() if found is None]
     text = ", ".join(f"{name} {found}" for name, found in installed.items() if found is not None)
     text = f"jurybox {build_version()} (protocol {PROTOCOL_VERSION}), {text}"
@@ -84,12 +84,12 @@ def _check_conflicts() -> Finding:
     try:
         from jurybox.server.doctor import packages
     except ModuleNotFoundError as error:
-        return warn("versions", f"not looked at: no {error.name}", "pip install 'jurybox[server]'")
+        return warn("versions", f"not checked: {error.name} is not installed", "pip install 'jurybox[server]'")
     return packages.check_conflicts(packages.installed())
 
 
 def check_native() -> Finding:
-    """The native module can be imported."""
+    """Check that the native module can be imported."""
     try:
         module = importlib.import_module("jurybox.native")
     except ImportError as error:
@@ -98,10 +98,15 @@ def check_native() -> Finding:
 
 
 def check_http2(version: str, missing: str) -> Finding:
-    """What speaks HTTP/2 for gRPC: the system's library, or grpcio. One of the arguments is empty."""
+    """Check what implements HTTP/2 for gRPC: the system's libnghttp2, or grpcio.
+
+    Args:
+        version: the version of libnghttp2; empty if it cannot be used.
+        missing: the reason why it cannot be used; empty if it can.
+    """
     if version:
         return ok("gRPC", f"HTTP/2 by libnghttp2 {version}")
-    text = f"HTTP/2 by grpcio, which takes several times the CPU time a request: {missing}"
+    text = f"HTTP/2 by grpcio, which takes several times the CPU time per request: {missing}"
     return warn("gRPC", text, "apt install libnghttp2-14, or dnf install libnghttp2")
 
 
@@ -114,7 +119,7 @@ def _nghttp2() -> tuple[str, str]:
 
 
 def check_memory(free: int, where: str) -> Finding:
-    """Check the memory that a server's arenas and weights may take."""
+    """Check the memory that a server's arenas and weights may use."""
     text = f"{free / _MIB:.0f} MiB left of {where}"
     remedy = "stop what takes memory, or give it more (docker run --memory); or set a smaller 'rows' for each model"
     if free < _ARENA:
@@ -125,7 +130,7 @@ def check_memory(free: int, where: str) -> Finding:
 
 
 def check_room(total: int, free: int, folder: Path) -> Finding:
-    """Size and free bytes of the shared-memory file system, in which trainings and replays are; servers are not."""
+    """Check the free bytes of the shared-memory file system, which trainings and replays use, but servers do not."""
     text = f"{folder}: {free / _MIB:.0f} of {total / _MIB:.0f} MiB free"
     remedy = (
         "in a container: docker run --shm-size=1g (compose: shm_size: 1g); elsewhere: mount -o remount,size=2g "
@@ -139,7 +144,7 @@ def check_room(total: int, free: int, folder: Path) -> Finding:
 
 
 def check_segment() -> Finding:
-    """A segment can be made: a nameless file (O_TMPFILE), allocated, then linked."""
+    """Check that a segment can be created: an unnamed file (O_TMPFILE), allocated, then linked."""
     try:
         with Segment.create(segment_name(f"doctor{secrets.token_hex(4)}", "probe"), 4096):
             pass
@@ -149,11 +154,11 @@ def check_segment() -> Finding:
             f"{directory()}: {error}",
             "expected a writable tmpfs with O_TMPFILE and a mounted /proc; point JURYBOX_SHM_DIR at one",
         )
-    return ok("segments", f"can be made in {directory()}")
+    return ok("segments", f"can be created in {directory()}")
 
 
 def check_sealed() -> Finding:
-    """Memory can be made whose size nobody changes, and be had over a socket (Linux 3.17)."""
+    """Check that memory of sealed size can be created and passed over a socket (Linux 3.17)."""
     owner = f"doctor{secrets.token_hex(4)}"
     try:
         with SegmentServer(owner) as server, server.create(segment_name(owner, "probe"), 4096) as segment:
@@ -164,11 +169,11 @@ def check_sealed() -> Finding:
             str(error),
             "a server needs memfd_create with seals (Linux 3.17), and a socket in the folder of shared memory",
         )
-    return ok("sealed memory", "can be made and handed over")
+    return ok("sealed memory", "can be created and passed")
 
 
 def check_locks() -> Finding:
-    """The kernel has open-file-description locks, and they exclude each other (Linux 3.15)."""
+    """Check that the kernel has open-file-description locks that exclude each other (Linux 3.15)."""
     kernel = os.uname().release
     try:
         with tempfile.NamedTemporaryFile(dir=directory(), prefix=".jurybox-locks-") as file:
@@ -186,12 +191,12 @@ def check_locks() -> Finding:
 
 
 def stale_segments() -> list[str]:
-    """Segments of this user whose owners are dead."""
+    """Return the names of this user's segments whose owners are dead."""
     return [path.name for path in sorted(directory().glob(f"jurybox-{os.getuid()}-*")) if dead(path)]
 
 
 def check_stale(stale: list[str], remove: Callable[[], list[str]] | None) -> Finding:
-    """Check for shared memory of dead owners; `remove` removes it."""
+    """Check for shared memory of dead owners; call `remove`, if given, to remove it."""
     if not stale:
         return ok("stale segments", "none")
     if remove is None:
@@ -201,7 +206,7 @@ def check_stale(stale: list[str], remove: Callable[[], list[str]] | None) -> Fin
 
 
 def check_files(limits: tuple[int, int]) -> Finding:
-    """Check the limit of open files (soft, hard): a server raises its own to the hard limit; each client needs some."""
+    """Check the limit of open files (soft, hard). A server raises its own to the hard limit; each client takes some."""
     soft, hard = (limit if limit != resource.RLIM_INFINITY else sys.maxsize for limit in limits)
     clients = max(0, (hard - _FILES_OF_A_SERVER) // _FILES_OF_A_CLIENT)
     text = f"a server may have {hard}, enough for {clients} clients; other processes {soft}"
@@ -216,18 +221,18 @@ def check_files(limits: tuple[int, int]) -> Finding:
 
 
 def check_cores(cores: float, environ: Mapping[str, str]) -> Finding:
-    """Check the available cores, and thread settings that exceed them."""
+    """Check the available cores, and that no thread setting exceeds them."""
     text = f"{cores:g} cores"
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
         if environ.get(name, "").isdecimal() and int(environ[name]) > cores:
-            return warn("cores", f"{text}, {name}={environ[name]}", f"unset {name}: more threads than cores wait")
+            return warn("cores", f"{text}, {name}={environ[name]}", f"unset {name}: threads beyond the cores only wait")
     if cores < 2:
-        return warn("cores", text, "clients and engine share one core: latencies will be those of its scheduler")
+        return warn("cores", text, "clients and engine share one core: the scheduler determines latencies")
     return ok("cores", f"{text}; an engine on the CPU takes {max(1, int(cores) // 2)} threads by default")
 
 
 def check_torch() -> Finding:
-    """torch can be imported, and sees the GPUs that the host has."""
+    """Check that torch can be imported, and can use the host's GPUs."""
     nodes = sorted(path.name for path in Path("/dev").glob("nvidia[0-9]*"))
     try:
         torch = importlib.import_module("torch")
@@ -240,7 +245,7 @@ def check_torch() -> Finding:
         built = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "a CPU build"
         return warn(
             "torch",
-            f"torch {torch.__version__} ({built}) uses no GPU, though there are {', '.join(nodes)}; "
+            f"torch {torch.__version__} ({built}) cannot use a GPU, although there are {', '.join(nodes)}; "
             f"CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES', 'unset')}",
             "install torch for the driver's CUDA version (pytorch.org), or update the driver",
         )
@@ -248,7 +253,7 @@ def check_torch() -> Finding:
 
 
 def check_runtime_folder(address: str) -> Finding:
-    """Check that the folder of the default address belongs to this user, or can be made."""
+    """Check that the folder of the default address belongs to this user, or can be created."""
     path = ipc_path(address)
     if path is None:
         return ok("runtime folder", f"none needed for {address}")
@@ -256,8 +261,8 @@ def check_runtime_folder(address: str) -> Finding:
     if not folder.exists():
         parent = next(above for above in folder.parents if above.exists())
         if os.access(parent, os.W_OK | os.X_OK):
-            return ok("runtime folder", f"{folder} will be made")
-        return fail("runtime folder", f"{folder} cannot be made in {parent}", "set JURYBOX_ADDRESS=ipc://...")
+            return ok("runtime folder", f"{folder} will be created")
+        return fail("runtime folder", f"{folder} cannot be created in {parent}", "set JURYBOX_ADDRESS=ipc://...")
     found = folder.stat()
     text = f"{folder}, mode {found.st_mode & 0o7777:o}, user {found.st_uid}"
     if found.st_uid not in (os.getuid(), 0) or not os.access(folder, os.W_OK | os.X_OK):
@@ -267,24 +272,24 @@ def check_runtime_folder(address: str) -> Finding:
             f"it must be writable and belong to user {os.getuid()}: set JURYBOX_ADDRESS=ipc://... to another",
         )
     if found.st_mode & 0o077:
-        return fail("runtime folder", text, f"others may enter it, a server refuses: chmod 700 {folder}")
+        return fail("runtime folder", text, f"others may enter it, so a server does not start: chmod 700 {folder}")
     return ok("runtime folder", text)
 
 
 def check_memlock(limit: int, *, has_gpu: bool) -> Finding:
-    """The limit of locked memory, which page-locking of arenas for a GPU may count against."""
+    """Check the limit of locked memory, against which the page-locking of arenas for a GPU may count."""
     text = (
         "no limit of locked memory"
         if limit in (resource.RLIM_INFINITY, -1)
         else f"{limit / _MIB:.0f} MiB of locked memory"
     )
     if has_gpu and 0 <= limit < _ARENA:
-        return warn("locked memory", text, "ulimit -l unlimited (docker: --ulimit memlock=-1): copies are slower else")
+        return warn("locked memory", text, "ulimit -l unlimited (docker: --ulimit memlock=-1), else copies are slower")
     return ok("locked memory", text)
 
 
 def available_cores(group: Path = Path("/sys/fs/cgroup")) -> float:
-    """Cores by CPU affinity and by the control group's quota (cpu.max of cgroup v2)."""
+    """Return the number of cores by CPU affinity and by the control group's quota (cpu.max of cgroup v2)."""
     cores = float(len(os.sched_getaffinity(0)))
     try:
         quota, period = (group / "cpu.max").read_text().split()

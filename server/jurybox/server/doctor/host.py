@@ -20,7 +20,7 @@ from jurybox.protocol.address import ipc_path
 
 
 class Level(str, Enum):
-    """The severity of a finding: a server runs, runs with limits, does not run."""
+    """The severity of a finding: a server runs, runs with limits, or does not run."""
 
     OK = "ok"
     WARN = "warn"
@@ -29,7 +29,7 @@ class Level(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """The result of a check: its subject, its state and a remedy (empty if none is needed)."""
+    """The result of a check: its subject, its level, what was found, and a remedy (empty if none is needed)."""
 
     subject: str
     level: Level
@@ -38,28 +38,28 @@ class Finding:
 
 
 def ok(subject: str, found: str) -> Finding:
-    """Nothing to do."""
+    """Return a finding that needs no action."""
     return Finding(subject, Level.OK, found)
 
 
 def warn(subject: str, found: str, remedy: str) -> Finding:
-    """A server runs, with limits."""
+    """Return a finding with which a server runs, but with limits."""
     return Finding(subject, Level.WARN, found, remedy)
 
 
 def fail(subject: str, found: str, remedy: str) -> Finding:
-    """A server does not run."""
+    """Return a finding with which a server does not run."""
     return Finding(subject, Level.FAIL, found, remedy)
 
 
-_TIMEOUT = 30.0  # seconds; a driver that has to load its modules first takes a few
+_TIMEOUT = 30.0  # seconds; a driver that must first load its kernel modules takes a few
 
 
 @functools.cache
 def visible_cuda_devices() -> int:
-    """The number of CUDA devices that the installed torch can use, by CUDA_VISIBLE_DEVICES; cached.
+    """Return the number of CUDA devices that the installed torch can use, as CUDA_VISIBLE_DEVICES allows; cached.
 
-    The driver is asked in a process of its own: it keeps files of the device open for as long as its asker lives.
+    The driver is queried in a separate process, because it keeps files of the device open until its process ends.
     """
     if not torch_has_cuda():
         return 0
@@ -73,7 +73,7 @@ def visible_cuda_devices() -> int:
 
 
 def torch_has_cuda() -> bool:
-    """Whether torch is installed and built for CUDA, as its version file says."""
+    """Return whether torch is installed and built for CUDA, by its version file."""
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         return False
@@ -82,7 +82,7 @@ def torch_has_cuda() -> bool:
 
 
 def ask_driver() -> int:
-    """The number of devices the CUDA driver shows; 0 without one (cuInit and cuDeviceGetCount of its driver API)."""
+    """Return the number of devices by cuInit and cuDeviceGetCount of the CUDA driver API; 0 without a driver."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -97,14 +97,14 @@ if __name__ == "__main__":
     sys.stdout.write(str(ask_driver()))
 
 
-_FILES = 64  # in shared memory, of a server with some engines and models
+_FILES = 64  # files in shared memory of a server with some engines and models
 _CLOCK = Path("/sys/devices/system/clocksource/clocksource0/current_clocksource")
-_SLOW_CLOCKS = ("acpi_pm", "hpet", "pit", "jiffies")  # each reading is a call of the kernel, a microsecond or more
+_SLOW_CLOCKS = ("acpi_pm", "hpet", "pit", "jiffies")  # each read is a system call of a microsecond or more
 _OLDEST, _FULL = (3, 17), (5, 14)  # sealed memory; MADV_POPULATE_WRITE
 
 
 def inodes(folder: Path) -> tuple[int, int]:
-    """The number of files that a file system can hold, and of free ones; zeros if there is no limit."""
+    """Return the number of inodes of a file system, and of free ones; zeros if there is no limit, or on an error."""
     try:
         found = os.statvfs(folder)
     except OSError:
@@ -113,18 +113,18 @@ def inodes(folder: Path) -> tuple[int, int]:
 
 
 def check_inodes(total: int, free: int, folder: Path) -> Finding:
-    """Check for free inodes: a tmpfs holds a limited number of files."""
+    """Check for free inodes, since a tmpfs has a limited number of files."""
     if total and free < _FILES:
         return fail(
             "inodes",
             f"{folder}: {free} more files of {total} fit",
-            f"remove what is left there (jurybox doctor --fix), or: mount -o remount,nr_inodes=1m {folder}",
+            f"remove stale files there (jurybox doctor --fix), or: mount -o remount,nr_inodes=1m {folder}",
         )
     return ok("inodes", f"{free} more files fit" if total else "as many files as fit")
 
 
 def dead_sockets(address: str) -> list[Path]:
-    """Sockets of dead servers beside an ipc address."""
+    """Return the sockets of dead servers at an ipc address."""
     path = ipc_path(address)
     if path is None or not path.parent.is_dir() or _held(Path(f"{path}.lock")):
         return []
@@ -132,7 +132,7 @@ def dead_sockets(address: str) -> list[Path]:
 
 
 def check_sockets(dead: list[Path], *, fix: bool) -> Finding:
-    """Sockets of dead servers; removed with `fix`. Clients that try them wait until their time-out."""
+    """Check for sockets of dead servers, at which clients wait until their time-out; remove them with `fix`."""
     if not dead:
         return ok("stale sockets", "none")
     if fix:
@@ -147,7 +147,7 @@ def check_sockets(dead: list[Path], *, fix: bool) -> Finding:
 
 
 def clock_source() -> str:
-    """The kernel's clock source; empty if unknown."""
+    """Return the kernel's clock source; empty if unknown."""
     try:
         return _CLOCK.read_text().strip()
     except OSError:
@@ -155,34 +155,34 @@ def clock_source() -> str:
 
 
 def check_clock(source: str) -> Finding:
-    """The monotonic clock is read several times a request."""
+    """Check that the clock source is fast, since the monotonic clock is read several times for each request."""
     if source in _SLOW_CLOCKS:
         return warn(
             "clock",
             f"the kernel reads the time from {source}, which takes microseconds",
-            f"choose a faster one, where there is one (cat {_CLOCK.with_name('available_clocksource')}): echo tsc > "
+            f"choose a faster one, if there is one (cat {_CLOCK.with_name('available_clocksource')}): echo tsc > "
             f"{_CLOCK}",
         )
-    return ok("clock", f"{source or 'unknown source'}; time-outs go by the monotonic clock")
+    return ok("clock", f"{source or 'unknown source'}; time-outs use the monotonic clock")
 
 
 def check_kernel(release: str) -> Finding:
-    """Check the kernel: a server needs Linux 3.17; 5.14 can map shared memory in advance."""
+    """Check the kernel: a server needs Linux 3.17; from 5.14 on it can map shared memory in advance."""
     numbers = re.match(r"(\d+)\.(\d+)", release)
     version = tuple(map(int, numbers.groups())) if numbers else (0, 0)
     if version < _OLDEST:
-        return fail("kernel", release, "Linux 3.17 or newer is needed, 5.14 or newer is well")
+        return fail("kernel", release, "Linux 3.17 or newer is needed, 5.14 or newer is recommended")
     if version < _FULL:
         return warn(
             "kernel",
-            f"{release}: pages of weights and replay are mapped at their first use",
+            f"{release}: pages of weights and replay are mapped on first use",
             "Linux 5.14 or newer maps them ahead (MADV_POPULATE_WRITE); nothing else is missing",
         )
     return ok("kernel", release)
 
 
 def _held(lock: Path) -> bool:
-    """Whether a running server holds the lock file of an address."""
+    """Return whether a running server holds the lock file of an address."""
     try:
         fd = os.open(lock, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
@@ -204,29 +204,29 @@ def _listens(path: Path) -> bool:
         except (ConnectionRefusedError, FileNotFoundError):
             return False
         except OSError:
-            return True  # not for us to judge
+            return True  # unknown: do not treat it as dead
     return True
 
 
 # ----
-# A GPU that several processes share: by turns, at the same time (MPS), or cut up (MIG).
+# Sharing a GPU between processes: in turns, at the same time (MPS), or partitioned (MIG).
 
 
 _CAPABILITIES = Path("/proc/driver/nvidia/capabilities")
 
 
 def mps_folder(environ: Mapping[str, str]) -> Path:
-    """Where the daemon of NVIDIA's Multi-Process Service has its pipes, if one runs."""
+    """Return the folder where the daemon of NVIDIA's Multi-Process Service has its pipes, if one runs."""
     return Path(environ.get("CUDA_MPS_PIPE_DIRECTORY") or "/tmp/nvidia-mps")
 
 
 def mig_instances(capabilities: Path = _CAPABILITIES) -> int:
-    """GPU instances that this host's devices are cut up into; 0 without MIG."""
+    """Return the number of GPU instances into which this host's devices are partitioned; 0 without MIG."""
     return len(list(capabilities.glob("gpu*/mig/gi*")))
 
 
 def check_gpu_sharing(environ: Mapping[str, str], mps: Path, instances: int) -> Finding:
-    """How processes share a GPU, as far as it shows without opening one."""
+    """Report how processes share a GPU, as far as this is visible without opening the device."""
     subject, visible = "GPU sharing", environ.get("CUDA_VISIBLE_DEVICES", "")
     running = (mps / "control").exists()
     if environ.get("CUDA_MPS_PIPE_DIRECTORY") and not running:

@@ -20,7 +20,7 @@ _MOST = 4  # conflicts that one finding names
 
 @dataclass(frozen=True, slots=True)
 class Installed:
-    """An installed package: its name in its metadata, its version and its requirements."""
+    """An installed package: the name in its metadata, its version and its requirements."""
 
     name: str
     version: str
@@ -40,7 +40,10 @@ class Installed:
 
 @dataclass(frozen=True, slots=True)
 class Conflict:
-    """`asker` requires versions `wanted` of `package`; another one is installed (None: none)."""
+    """An unsatisfied requirement.
+
+    `asker` requires versions `wanted` of `package`, but `found` is installed (None: none).
+    """
 
     asker: Installed
     package: str
@@ -53,7 +56,7 @@ class Conflict:
 
 
 def installed() -> dict[str, Installed]:
-    """All importable distributions by canonical name; of two copies the one that is used."""
+    """Return all importable distributions by canonical name; of two copies, the one that is imported."""
     found: dict[str, Installed] = {}
     for each in distributions():
         name = _name_of(each)
@@ -63,10 +66,10 @@ def installed() -> dict[str, Installed]:
 
 
 def conflicts(packages: Mapping[str, Installed]) -> list[Conflict]:
-    """Unsatisfied requirements among the packages that Jurybox needs, directly or indirectly.
+    """Return the unsatisfied requirements that involve Jurybox or its direct and indirect dependencies.
 
     Args:
-        packages: as from `installed`.
+        packages: as returned by `installed`.
     """
     ours = _closure(packages)
     found = []
@@ -74,7 +77,7 @@ def conflicts(packages: Mapping[str, Installed]) -> list[Conflict]:
         for requirement in _wishes(name, asker):
             wanted = canonicalize_name(requirement.name)
             if wanted not in ours and name not in ours:
-                continue  # between others: none of our business
+                continue  # neither package is one that Jurybox needs
             here = packages.get(wanted)
             if here is None and name not in ours:
                 continue
@@ -84,7 +87,7 @@ def conflicts(packages: Mapping[str, Installed]) -> list[Conflict]:
 
 
 def mending(conflicts: Iterable[Conflict], packages: Mapping[str, Installed]) -> str:
-    """The pip command that resolves the conflicts; if no version does, another remedy."""
+    """Return the pip command that resolves the conflicts; if no version does, another remedy."""
     lines, hopeless = [], []
     for package in dict.fromkeys(canonicalize_name(conflict.package) for conflict in conflicts):
         askers = [
@@ -103,7 +106,7 @@ def mending(conflicts: Iterable[Conflict], packages: Mapping[str, Installed]) ->
         names = sorted({name for text in hopeless for name in text.partition(" for ")[2].split(" and ")})
         more = (
             f"no version suits all: {'; '.join(hopeless)}: pip install --upgrade {' '.join(names)}, or give Jurybox's "
-            "server an environment of its own (its clients bound nothing above)"
+            "server an environment of its own (clients set no upper bounds)"
         )
         told = f"{told}; {more}" if told else more
     return told
@@ -113,14 +116,14 @@ def check_conflicts(packages: Mapping[str, Installed]) -> Finding:
     """Check that the versions of Jurybox's dependencies satisfy all requirements."""
     found = conflicts(packages)
     if not found:
-        return ok("versions", "every package that Jurybox needs suits those that ask for it")
+        return ok("versions", "all requirements of Jurybox and its dependencies are satisfied")
     rest = f"; and {len(found) - _MOST} more (pip check)" if len(found) > _MOST else ""
     level = Level.FAIL if canonicalize_name(found[0].asker.name) == OURS else Level.WARN
     return Finding("versions", level, "; ".join(map(str, found[:_MOST])) + rest, mending(found, packages))
 
 
 def _wishes(name: str, asker: Installed) -> Iterator[Requirement]:
-    """What a package asks for; of Jurybox also what its server does."""
+    """Yield the requirements of a package; for Jurybox, including those of its extra 'server'."""
     extras = ("", "server") if name == OURS else ("",)
     for requirement in asker.requires:
         marker = requirement.marker
@@ -129,7 +132,7 @@ def _wishes(name: str, asker: Installed) -> Iterator[Requirement]:
 
 
 def _closure(packages: Mapping[str, Installed]) -> set[str]:
-    """Names of Jurybox and of its direct and indirect dependencies."""
+    """Return the names of Jurybox and of its direct and indirect dependencies."""
     found: set[str] = set()
     waiting = [OURS]
     while waiting:
@@ -146,11 +149,11 @@ def _admits(wanted: SpecifierSet, version: str) -> bool:
     try:
         return wanted.contains(Version(version), prereleases=True)
     except InvalidVersion:
-        return True  # not for us to judge
+        return True  # unknown: report no conflict
 
 
 def _can_be(wanted: SpecifierSet) -> bool:
-    """Whether some version satisfies all specifiers; tries the versions that bounds name, and their neighbours."""
+    """Return whether some version satisfies all specifiers. Tries the versions in their bounds and close to them."""
     candidates = [Version("0")]
     for specifier in wanted:
         try:
@@ -166,5 +169,5 @@ def _can_be(wanted: SpecifierSet) -> bool:
 
 
 def _name_of(each: Distribution) -> str | None:
-    name: str | None = each.metadata["Name"] if each.metadata is not None else None  # of a broken install, none
+    name: str | None = each.metadata["Name"] if each.metadata is not None else None  # None for a broken install
     return name

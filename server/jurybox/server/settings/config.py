@@ -248,7 +248,7 @@ class _Holders:
     robots: dict[str, int] = field(default_factory=dict)  # maximum number of clients, by name
 
     def needed(self, rows: int, model: ModelSettings) -> int:
-        """Return the rows of all their lanes and the gateway's, for an arena of `rows` rows; 0 if nobody keeps one."""
+        """Return the rows of all their lanes and the gateway's, for an arena of `rows` rows; 0 without any."""
         lanes = len(self.dialects) * model.lane_rows_of(rows)
         lanes += sum(min(clients, max(1, rows // 2)) for clients in self.robots.values())
         return lanes + min(2 * model.max_batch, max(1, rows // 2)) if lanes else 0

@@ -1,7 +1,7 @@
 """Events for the live page and `jurybox top`: failed requests as events, and all events as sentences.
 
-The supervisor's events are log lines, which the status document contains. Failed requests are counted on the
-scoreboard, not seen by the supervisor.
+The supervisor's events are its log lines, which the status document contains. Failed requests are not among them: the
+scoreboard counts them, and the supervisor does not see them.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections import deque
 from jurybox.server.watch.sample import FAILURES, Document, Snapshot, growth, sample
 
 _KEPT = 32
-_TOGETHER = 5.0  # seconds within which failures of a kind are one event
+_TOGETHER = 5.0  # seconds within which failures of one model and kind are one event
 _KINDS = {
     "failed": "the model failed",
     "expired": "requests expired while they waited",
@@ -28,7 +28,7 @@ _SENTENCES = {
     "client gone, rows taken back": "A client is gone: its {rows} rows are free again (lane {lane})",
     "model ready": "{model} is ready on {role}",
     "model failed": "{model} failed to load on {role}: {reason}",
-    "weights restored": "{model} goes on with saved weights, version {version}",
+    "weights restored": "{model} continues with saved weights, version {version}",
     "draining; a second signal stops at once": "The server drains",
     "draining took too long, stopping": "Draining took too long; the server stops",
     "removed shared memory of dead owners": "Shared memory of dead processes was removed: {segments} segments",
@@ -40,7 +40,7 @@ _SENTENCES = {
 
 
 def sentence(event: Document) -> str:
-    """An event as a sentence; of an unknown one the name and the fields."""
+    """Return an event as a sentence; for an unknown event its name and fields."""
     fields = dict(event["fields"])
     if "role" in fields:
         fields["role"] = str(fields["role"]).replace("engine-", "engine ")
@@ -68,7 +68,7 @@ class Failures:
         self._events: deque[Document] = deque(maxlen=_KEPT)
 
     def between(self, earlier: Snapshot | None, later: Snapshot) -> list[Document]:
-        """Record failures between two snapshots; returns all kept ones, in the form of the status document's events."""
+        """Record the failures between two snapshots; return all kept ones, in the form of the status document."""
         if earlier is not None and earlier.server_id == later.server_id:
             grown = growth(earlier, later)
             for at, model in enumerate(later.models):
@@ -87,13 +87,13 @@ class Failures:
         self._events.append({"at": at, "level": "error", "event": text, "fields": fields})
 
 
-_SHOWN = 30  # events
+_SHOWN = 30  # events in the document
 
 
 class History:
     """Snapshots of the last `window` seconds, and the changes within them.
 
-    Percentiles of a fraction of a second would jump about; over two they are steady and still lively.
+    Percentiles over a fraction of a second fluctuate; over two seconds they are stable and still follow changes.
     """
 
     def __init__(self, window: float = 2.0) -> None:
@@ -102,7 +102,7 @@ class History:
         self._failures = Failures()
 
     def add(self, snapshot: Snapshot) -> Document:
-        """Add the newest snapshot; returns the document of jurybox.server.watch.sample."""
+        """Add the newest snapshot, and return the document of jurybox.server.watch.sample."""
         kept = self._snapshots
         if kept and kept[-1].server_id != snapshot.server_id:
             kept.clear()

@@ -26,13 +26,13 @@ class Snapshot:
     """A copy of the scoreboard, with the status document that names its models.
 
     Attributes:
-        taken: ns of CLOCK_MONOTONIC.
-        at: seconds since 1970.
-        document: of jurybox.server.status; it may be a second older than the arrays.
+        taken: when it was taken, ns of CLOCK_MONOTONIC.
+        at: the same time, seconds since 1970.
+        document: the status document of jurybox.server.status; it may be a second older than the arrays.
         engines: (engines,) of scoreboard.ENGINE.
         counters: (engines, models) of scoreboard.COUNTERS, models in the document's order.
-        lanes: (lanes,) of scoreboard.LANE, those in use.
-        ports: of each port for robots, by name, what the gateway counted there; it is not on the scoreboard.
+        lanes: the lanes in use, (lanes,) of scoreboard.LANE.
+        ports: the gateway's counters of each port for robots, by name; they are not on the scoreboard.
     """
 
     taken: int
@@ -45,7 +45,7 @@ class Snapshot:
 
     @property
     def server_id(self) -> str:
-        """The server's id, new at every start."""
+        """The server's id, which is new at every start."""
         return str(self.document["server"]["id"])
 
     @property
@@ -55,25 +55,25 @@ class Snapshot:
         return models
 
     def leased(self, at: int) -> NDArray[Any]:
-        """The lanes in use of model `at` of the document."""
+        """Return the lanes in use of the document's model number `at`."""
         lanes: NDArray[Any] = self.lanes[self.lanes["model"] == self.models[at]["index"]]
         return lanes
 
     def weights(self, at: int) -> tuple[int, int]:
-        """Of model `at`: the version in use by the serving engine that is furthest behind, and the newest published."""
+        """Return two versions of model `at`: the oldest that a serving engine uses, and the newest published."""
         counters = self.counters[:, at]
         serving = self.engines["state"] == EngineState.SERVING
         version = int((counters["version"][serving] if serving.any() else counters["version"]).min())
         return version, max(int(counters["newest"].max()), int(self.models[at]["weights"]["newest"]), version)
 
     def sessions(self, at: int) -> float | None:
-        """Sessions of model `at` whose state an engine keeps; None of a model without state."""
+        """Return the number of sessions of model `at` whose state an engine keeps; None for a model without state."""
         if not self.models[at].get("session_state"):
             return None
         return float(self.counters["sessions"][self.engines["state"] == EngineState.SERVING, at].sum())
 
     def weights_age(self, at: int) -> float | None:
-        """Seconds since model `at` adopted its weights; None: they are those it was loaded with."""
+        """Return the seconds since model `at` adopted published weights; None before the first."""
         adopted = self.counters["adopted"][:, at]
         adopted = adopted[adopted > 0]
         return max(0.0, (self.taken - int(adopted.min())) / 1e9) if len(adopted) else None
@@ -82,8 +82,8 @@ class Snapshot:
 class ScoreboardReader:
     """Reads a server's scoreboard through a read-only mapping, without a request to the server.
 
-    The document names the scoreboard among the server's segments: its owner may be another user than this process,
-    which root may look at. A new server's is mapped as soon as a document names it.
+    The scoreboard's name is that in the document's list of segments, since the server's user may be another than this
+    process's, if this one is root. The scoreboard of a new server is mapped as soon as a document names it.
     """
 
     def __init__(self) -> None:
@@ -91,11 +91,15 @@ class ScoreboardReader:
         self._scoreboard: Scoreboard | None = None
 
     def read(self, document: Document, ports: Mapping[str, PortCounters] | None = None) -> Snapshot:
-        """Take a snapshot; `ports` are the gateway's own part of it.
+        """Take a snapshot.
+
+        Args:
+            document: the server's status document.
+            ports: the gateway's counters of its ports for robots.
 
         Raises:
             ServerGone: that server is dead.
-            SharedMemoryError: its scoreboard cannot be mapped: this process sees another /dev/shm.
+            SharedMemoryError: its scoreboard cannot be mapped, for example because this process has another /dev/shm.
         """
         scoreboard = self._of(document)
         if not scoreboard.server_lives():
@@ -129,9 +133,7 @@ class ScoreboardReader:
         return self._scoreboard
 
 
-# From two snapshots to what happened between them: rates, percentiles, distributions.
-#
-# The live page and `jurybox top` both show the document made here.
+# The document of the live page and `jurybox top`: rates, percentiles and distributions between two snapshots.
 
 
 _STAGES = {"request": "request_ns", "queue": "queue_ns", "forward": "forward_ns"}
@@ -142,10 +144,11 @@ _AT_WORK = ("serving", "draining")
 
 
 def growth(earlier: Snapshot | None, later: Snapshot) -> NDArray[Any]:
-    """The growth of the counters between two snapshots: (engines, models) of scoreboard.COUNTERS, as in the later one.
+    """Return the growth of the counters between two snapshots: (engines, models) of scoreboard.COUNTERS.
 
-    What is no count (versions, rows waiting) is the later one's. A model that the earlier snapshot did not hold, or
-    that was loaded anew since, has begun at zero; so has everything where the earlier one is another server's, or none.
+    Engines and models are those of the later snapshot. Fields that are not counters (versions, rows waiting) have the
+    later values. The counters of a model that is not in the earlier snapshot, or has been loaded again since, began at
+    zero; so did all counters if the earlier snapshot is None or another server's.
     """
     grown = later.counters.copy()
     if earlier is None or earlier.server_id != later.server_id:
@@ -165,15 +168,16 @@ def growth(earlier: Snapshot | None, later: Snapshot) -> NDArray[Any]:
 
 
 def sample(earlier: Snapshot | None, later: Snapshot, events: Sequence[Document] = ()) -> Document:
-    """The document for the live page and `jurybox top`, as JSON values; durations in seconds.
+    """Return the document for the live page and `jurybox top`, as JSON values; durations in seconds.
 
     Args:
-        earlier: where the rates, percentiles and distributions begin; without it they are of nothing.
-        events: what is to be told beside, the newest last; `text` is each one's sentence.
+        earlier: the snapshot at which rates, percentiles and distributions begin. None: they are zero or None.
+        later: the snapshot at which they end.
+        events: the events to include, the newest last; `text` of each is its sentence.
     """
     seconds = (later.taken - earlier.taken) / 1e9 if earlier else 0.0
     grown = growth(earlier or later, later)
-    # What an engine did before it died is no news of now: without this, a dead server would show its last rates.
+    # Drop what a dead engine did before its death; otherwise its last rates would still be shown.
     for at in range(len(later.engines)):
         if _state(later, at) not in _AT_WORK:
             for name in grown.dtype.names or ():
@@ -203,7 +207,7 @@ def sample(earlier: Snapshot | None, later: Snapshot, events: Sequence[Document]
 
 
 def _counted(grown: NDArray[Any], seconds: float) -> Document:
-    """Rates a second, percentiles and the batches' sizes of some of the counters, whatever their shape."""
+    """Return rates per second, percentiles and batch sizes of counters of any shape."""
     batches, rows = int(grown["batches"].sum()), int(grown["rows"].sum())
     return {
         "rates": {name: _rate(grown[name], seconds) for name in ("requests", "rows", "batches")},
@@ -253,13 +257,13 @@ def _engine(later: Snapshot, at: int, grown: NDArray[Any], seconds: float) -> Do
         "heartbeat_age": max(0.0, (later.taken - beat) / 1e9) if beat else None,
         "expected_wait": int(record["expected_wait"]) / 1e9 if state in _AT_WORK else None,
         "device_bytes": int(record["device_bytes"]),
-        "busy": min(1.0, _rate(grown["forward_total_ns"], seconds) / 1e9),  # share of the time spent computing
+        "busy": min(1.0, _rate(grown["forward_total_ns"], seconds) / 1e9),  # fraction of the time spent computing
         "rates": {name: _rate(grown[name], seconds) for name in ("requests", "rows", "batches")},
     }
 
 
 def _state(later: Snapshot, at: int) -> str:
-    """The state of an engine, as in the status document."""
+    """Return the state of an engine, as in the status document."""
     hung = later.document["engines"][at]["hung"]
     return "hung" if hung else EngineState(int(later.engines["state"][at])).name.lower()
 
@@ -270,4 +274,4 @@ def _rate(counts: NDArray[Any], seconds: float) -> float:
 
 def _quantile(counts: NDArray[Any], quantile: float) -> float | None:
     nanoseconds = percentile(counts.reshape(-1, TIME_BUCKETS).sum(axis=0), quantile)
-    return None if nanoseconds is None else float(f"{nanoseconds / 1e9:.3g}")  # no figure is better than that
+    return None if nanoseconds is None else float(f"{nanoseconds / 1e9:.3g}")  # more digits would not be accurate
