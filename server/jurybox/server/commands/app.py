@@ -21,7 +21,7 @@ from jurybox.protocol.wire import PROTOCOL_VERSION, build_version
 GROUP = "jurybox.commands"
 _USAGE = 2
 _SHOW, _TOP, _BENCH = (f"jurybox.server.commands.{name}" for name in ("show", "top", "bench"))
-# Our own that print tables: whoever starts a server needs nothing of what they import.
+# Commands of this package that print tables. They are imported late, since `serve` does not need what they import.
 _LATER = [
     EntryPoint(name, f"{module}:{name}", GROUP)
     for module, names in (
@@ -31,18 +31,18 @@ _LATER = [
     )
     for name in names
 ]
-_OURS = ("serve", "status", "models", "health", "top", "bench", "sleep", "wake", "doctor", "keys")  # as they are listed
+_OURS = ("serve", "status", "models", "health", "top", "bench", "sleep", "wake", "doctor", "keys")  # in this order
 
 
 class PluginCommand(TyperCommand):
-    """Placeholder of a command that is not imported yet."""
+    """A placeholder for a command that is not imported yet."""
 
     def __init__(self, point: EntryPoint) -> None:
         super().__init__(name=point.name, help=_summary(point))
         self.point = point
 
     def load(self) -> Any:
-        """The command itself. Ends the process with a message when something that it needs is not installed."""
+        """Import and return the command; end the process with a message if a package is not installed."""
         try:
             target = self.point.load()
         except ModuleNotFoundError as error:
@@ -65,16 +65,16 @@ class PluginCommand(TyperCommand):
 
 
 class PluginGroup(TyperGroup):
-    """The group of all commands, our own first. Entry points are searched only for names that are not ours."""
+    """The group of all commands, those of this package first. Entry points are searched only for other names."""
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """The command of a name, or what stands for it; None if there is none."""
+        """Return the command of that name, or its placeholder; None if there is none."""
         if cmd_name not in self.commands:
             self._find_all()
         return super().get_command(ctx, cmd_name)
 
     def list_commands(self, ctx: Any) -> list[str]:
-        """The names of all commands."""
+        """Return the names of all commands."""
         self._find_all()
         return super().list_commands(ctx)
 
@@ -85,13 +85,13 @@ class PluginGroup(TyperGroup):
         self.commands = {name: found[name] for name in names}
 
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
-        """Find the command that is run, imported if it is another package's."""
+        """Find the command to run, and import it if it is a placeholder."""
         name, command, rest = super().resolve_command(ctx, args)
         return name, command.load() if isinstance(command, PluginCommand) else command, rest
 
 
 def _summary(point: EntryPoint) -> str:
-    """A command's one-line help, read from its source without importing it: help=, its docstring or its module's."""
+    """Return a command's one-line help (help=, its docstring or its module's), read from the source without import."""
     fallback = f"From {point.module}."
     try:
         spec = importlib.util.find_spec(point.module)
@@ -105,7 +105,7 @@ def _summary(point: EntryPoint) -> str:
 
 
 def _help_in(node: ast.stmt, name: str) -> str | None:
-    """The help text in a statement, when it is `def name` or `name = Typer(help=...)`."""
+    """Return the help text in a statement that is `def name` or `name = Typer(help=...)`; else None."""
     match node:
         case ast.FunctionDef() if node.name == name:
             return ast.get_docstring(node)
@@ -169,7 +169,7 @@ _CONFIG = 2
 
 
 class LogFormat(StrEnum):
-    """How logs are written."""
+    """The format of log lines."""
 
     TEXT = "text"
     JSON = "json"

@@ -1,4 +1,4 @@
-"""`jurybox bench`: how many requests a running server answers, and how soon."""
+"""`jurybox bench`: the throughput and latency of a running server."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from jurybox.server.commands.show import Address, AsJson, Table, batch, duration
 
 _FAILED, _USAGE, _INTERRUPTED = 1, 2, 130
 _CLIENT = "jurybox.server.commands.bench_client"
-_ANSWER = 5.0  # seconds in which the server answers what is no request of a model
+_ANSWER = 5.0  # seconds in which the server answers control requests
 _TIMEOUT = 30.0  # seconds of one request
-_START = 120.0  # seconds in which all clients connect: a hundred interpreters start slowly
+_START = 120.0  # seconds in which all clients must connect; a hundred interpreters start slowly
 _MOST_CLIENTS = 512
 
 
@@ -46,7 +46,7 @@ def bench(
 
     numbers, results = _numbers(clients), list[dict[str, Any]]()
     if inputs is not None and not is_zipfile(inputs):
-        raise typer.BadParameter(f"{inputs} is no .npz file: expected one as numpy.savez writes it")
+        raise typer.BadParameter(f"{inputs} is no .npz file: expected one that numpy.savez wrote")
     with reaching(address) as where, connect(where, timeout=_ANSWER) as server:
         name = _chosen(model, server.models())
         most = server.describe(name).max_batch
@@ -113,10 +113,10 @@ def _client(orders: Mapping[str, Any]) -> Iterator[ControlPipe]:
         pipe.send("configure", **orders)
         yield pipe
     except BaseException:
-        process.kill()  # it may be in the midst of its measurement
+        process.kill()  # it may be in the middle of its measurement
         raise
     finally:
-        pipe.close()  # which it takes as the order to end
+        pipe.close()  # on which the client ends
         try:
             process.wait(5.0)
         except subprocess.TimeoutExpired:
@@ -125,14 +125,14 @@ def _client(orders: Mapping[str, Any]) -> Iterator[ControlPipe]:
 
 
 def _told(pipe: ControlPipe, until: float, kind: str) -> dict[str, Any]:
-    """A client's next message; one that failed, or is late, ends the command."""
+    """Return a client's next message; end the command if the client failed or is late."""
     try:
         message = pipe.receive(max(0.0, until - time.monotonic()))
     except EOFError:
-        message = {"kind": "failed", "reason": "a client ended without a word; what it printed stands above"}
+        message = {"kind": "failed", "reason": "a client ended without a message; its output is above"}
     if message is not None and message["kind"] == kind:
         return message
-    reason = message["reason"] if message is not None else "a client was not done in time: ask for fewer clients"
+    reason = message["reason"] if message is not None else "a client did not finish in time: use fewer clients"
     typer.echo(f"jurybox bench: {reason}", err=True)
     raise typer.Exit(_FAILED)
 

@@ -1,4 +1,4 @@
-"""A client of `jurybox bench`: a process that asks a server again and again, and counts how long each answer took."""
+"""A client of `jurybox bench`: a process that sends requests in a loop and measures the latency of each."""
 
 from __future__ import annotations
 
@@ -15,17 +15,19 @@ from jurybox.client import Error, Server, connect
 from jurybox.processes import ControlPipe, attach, configuration
 from jurybox.protocol.spec import ModelSpec
 
-_REST = 0.01  # seconds after an error: a server that refuses is not asked a million times
-_SHORTEST, _RATIO = 1e-6, 1.01  # seconds of the first class of durations, and each class's to the one before
+_REST = 0.01  # seconds of sleep after an error, so that a refusing server does not get a million requests
+# Latencies are counted in classes: the lower bound of the first in seconds, and the ratio of two successive bounds.
+_SHORTEST, _RATIO = 1e-6, 1.01
 
 
 def rows_of(spec: ModelSpec, given: Mapping[str, npt.NDArray[Any]], n: int) -> dict[str, Any]:
-    """n rows of each input: those given, again from the first where they end; otherwise made up.
+    """Return n rows of each input: those given, repeated from the first if there are fewer; otherwise generated ones.
 
-    Made up are floating-point numbers between 0 and 1, zeros of other dtypes, and small rows where rows differ in size.
+    Generated rows are random numbers between 0 and 1 for floating-point dtypes, zeros (`TensorSpec.zeros`) for other
+    dtypes, and small zero rows for inputs with rows of variable size.
 
     Raises:
-        ValueError: an array is given for no input, or has no rows.
+        ValueError: an array is not of an input of the model, or has no rows.
     """
     if wrong := sorted(set(given) - set(spec.inputs)):
         raise ValueError(f"the model has no input {wrong[0]!r}: expected {', '.join(spec.inputs)}")
@@ -43,14 +45,14 @@ def rows_of(spec: ModelSpec, given: Mapping[str, npt.NDArray[Any]], n: int) -> d
 
 
 def classes(durations: npt.NDArray[np.float64]) -> dict[str, int]:
-    """How many durations, in seconds, are in each class; a class is one per cent wide."""
+    """Return the number of durations, in seconds, in each class; a class is one per cent wide."""
     found = np.log(np.maximum(durations, _SHORTEST) / _SHORTEST) / np.log(_RATIO)
     numbers, counts = np.unique(found.astype(int), return_counts=True)
     return {str(number): int(count) for number, count in zip(numbers, counts, strict=True)}
 
 
 def quantile(counts: Mapping[str, int], share: float) -> float | None:
-    """The duration, in seconds, that this share of all durations is below; None if there are none."""
+    """Return the duration, in seconds, below which this share of all durations lies; None if there are none."""
     numbers = sorted((int(number), count) for number, count in counts.items())
     left = share * sum(count for _, count in numbers)
     for number, count in numbers:
@@ -90,7 +92,10 @@ def _measured(ask: Callable[[], object], seconds: float) -> dict[str, Any]:
 
 
 def main(pipe: ControlPipe) -> None:
-    """Connect, say so, wait for the beginning, ask, and tell what was found; the end of the pipe ends it."""
+    """Connect, report "ready", wait for the order to begin, measure, and send the results.
+
+    Ends when the pipe is closed.
+    """
     orders = configuration(pipe)
     if orders is None:
         return

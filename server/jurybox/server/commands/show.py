@@ -111,7 +111,7 @@ def health(address: Address = None) -> None:
 
 
 Name = Annotated[str, typer.Argument(metavar="MODEL", help="Name of the model.")]
-_MOVING = 120.0  # seconds that weights may take to the host or back
+_MOVING = 120.0  # seconds that moving weights to the host or back may take
 
 
 def sleep(model: Name, address: Address = None) -> None:
@@ -148,7 +148,7 @@ def _gateway(server: dict[str, Any]) -> str:
 
 
 def _ask(address: str | None) -> dict[str, Any]:
-    """The status document of the server there; ends the process with a message when there is none."""
+    """Return the status document of the server; end the process with a message if there is none."""
     with _connected(address) as server:
         document: dict[str, Any] = server.status()
     return document
@@ -164,7 +164,7 @@ def _connected(address: str | None) -> Iterator[Any]:
 
 @contextlib.contextmanager
 def reaching(address: str | None) -> Iterator[str]:
-    """The address of a server; errors of the block end the process with a message."""
+    """Yield the address of a server; errors in the block end the process with a message."""
     from zmq import ZMQError
 
     from jurybox.client import Error
@@ -182,7 +182,7 @@ def reaching(address: str | None) -> Iterator[str]:
 
 
 def _lag(weights: dict[str, Any]) -> str:
-    """The weights lag, and the largest allowed lag."""
+    """Format the weights lag, and the largest allowed lag if there is one."""
     return f"{weights['lag']} of {weights['max_lag']}" if weights["max_lag"] else str(weights["lag"])
 
 
@@ -191,12 +191,14 @@ def _specs(specs: dict[str, Any]) -> str:
 
 
 class Table:
-    """A table that no terminal makes unreadable: what does not fit is left out by whole columns, then the first one is
-    folded; no other word is broken. Cells are text: a name in brackets is no markup.
+    """A table that adapts to the terminal's width.
+
+    If it does not fit, whole columns are left out, then the first column is folded; words of other columns are not
+    broken. Cells are plain text: brackets are not interpreted as markup.
 
     Args:
-        heads: names of the columns; those that begin with ">" are flush right.
-        spare: names of columns that may go, the first to go first.
+        heads: names of the columns; those that begin with ">" are right-aligned.
+        spare: names of columns that may be left out, in this order.
     """
 
     def __init__(self, *heads: str, spare: tuple[str, ...] = ()) -> None:
@@ -234,7 +236,7 @@ class Table:
 
 
 class Phrases:
-    """Phrases side by side, on as many lines as needed; no phrase is split."""
+    """Phrases side by side, on as many lines as needed. No phrase is split."""
 
     def __init__(self, phrases: Sequence[str], style: str = "") -> None:
         self._phrases, self._style = phrases, style
@@ -251,12 +253,12 @@ class Phrases:
 
 
 def batch(mean: float | None, most: int) -> str:
-    """The mean batch size and the maximum."""
+    """Format the mean batch size and the maximum."""
     return "-" if mean is None else f"{mean:.1f} of {most}"
 
 
 def errors(counted: Mapping[str, int]) -> str:
-    """Error counts by kind; empty without errors."""
+    """Format error counts by kind; empty without errors."""
     return ", ".join(f"{counted[kind]} {kind.replace('_', ' ')}" for kind in _ERRORS if counted.get(kind))
 
 
@@ -267,6 +269,6 @@ def _print_reasons(console: Console, document: dict[str, Any]) -> None:
 
 
 def output() -> Console:
-    """Standard output; if it is not a terminal, wide enough that no line is wrapped, for grep."""
+    """Return a console on standard output. If that is not a terminal, lines are not wrapped, for tools such as grep."""
     console = Console(highlight=False)
     return console if console.is_terminal else Console(highlight=False, width=200)

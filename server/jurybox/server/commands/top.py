@@ -75,7 +75,11 @@ class _ScoreboardPoller:
         self._history = History(window)
 
     def look(self) -> dict[str, Any]:
-        """The document of jurybox.server.watch.sample. Raises Error when there is no server."""
+        """Return the document of jurybox.server.watch.sample.
+
+        Raises:
+            Error: there is no server at the address.
+        """
         from jurybox.client import Error, connect
 
         if self._server is None:
@@ -95,7 +99,7 @@ class _ScoreboardPoller:
 
 
 def _watch(poller: _ScoreboardPoller, console: Console, interval: float) -> None:
-    """Refresh the screen until q or Ctrl-C; show when the server goes, and when the next one comes."""
+    """Refresh the screen until q or Ctrl-C; show when the server stops, and when another one starts."""
     from jurybox.client import Error
 
     last: dict[str, Any] = poller.look()
@@ -111,7 +115,7 @@ def _watch(poller: _ScoreboardPoller, console: Console, interval: float) -> None
 
 
 class _Keys:
-    """Reads single keys from the terminal; none if standard input is not a terminal."""
+    """Reads single keys from the terminal; reads none if standard input is not a terminal."""
 
     def __init__(self) -> None:
         self._fd = sys.stdin.fileno() if sys.stdin is not None and sys.stdin.isatty() else None
@@ -120,7 +124,7 @@ class _Keys:
     def __enter__(self) -> _Keys:
         if self._fd is not None:
             self._before = termios.tcgetattr(self._fd)
-            tty.setcbreak(self._fd)  # Ctrl-C stays what it is
+            tty.setcbreak(self._fd)  # unlike raw mode, it leaves Ctrl-C a signal
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -128,7 +132,7 @@ class _Keys:
             termios.tcsetattr(self._fd, termios.TCSADRAIN, self._before)
 
     def quit_within(self, seconds: float) -> bool:
-        """Wait that long; True as soon as q was pressed."""
+        """Wait that long. Return True as soon as q is pressed, or the terminal is closed; else False."""
         until = time.monotonic() + seconds
         while (left := until - time.monotonic()) > 0:
             if self._fd is None:
@@ -137,7 +141,7 @@ class _Keys:
                 pressed = os.read(self._fd, 64)
                 if b"q" in pressed.lower():
                     return True
-                if not pressed:  # the terminal is gone
+                if not pressed:  # the terminal was closed
                     return True
         return False
 
@@ -216,7 +220,7 @@ def _event(event: dict[str, Any]) -> Text:
 
 
 def _bars(counts: list[int]) -> str:
-    """Bars of a histogram over powers of two, beginning with one row."""
+    """Return a bar chart of a histogram with power-of-two buckets, beginning with one row."""
     shown = counts[1 : max(5, *(at + 1 for at, count in enumerate(counts) if count), 0)]
     most = max(shown)
     return "".join(_BLOCKS[-(-count * 8 // most)] if count else _BLOCKS[0] for count in shown) if most else "-"

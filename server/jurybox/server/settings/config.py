@@ -314,7 +314,7 @@ class ModelSettings(_Strict):
             raise ValueError(f"{setting} is for models that take publications, expected publish with it")
         if self.gpu_memory_fraction is not None and self.python is None:
             raise ValueError(
-                "gpu_memory_fraction of a model is of the engine that it has for itself, expected python with it, or "
+                "gpu_memory_fraction of a model is for an engine of its own, expected python with it, or "
                 "server.gpu_memory_fraction"
             )
         if self.rows and self.lane_rows > self.rows:
@@ -326,9 +326,9 @@ class ModelSettings(_Strict):
         if self.exported is None or not self.inputs or not self.outputs:
             raise ValueError("aot is for exported = a package of AOTInductor, expected inputs and outputs with it")
         if self.compile or self.dtype or self.channels_last:
-            raise ValueError("aot is for what has been compiled, expected no compile, dtype, channels_last with it")
+            raise ValueError("a package is already compiled, expected no compile, dtype, channels_last with aot")
         if self.publish is not None and self.weights is None:
-            raise ValueError("a package does not say what its weights are like, expected weights with aot and publish")
+            raise ValueError("a package does not describe its weights, expected weights with aot and publish")
 
     def _only_alone(self) -> str:
         """Return the name of a setting that cannot be combined with a group; empty if there is none."""
