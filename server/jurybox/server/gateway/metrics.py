@@ -51,7 +51,7 @@ Samples = Iterable[tuple[Labels, float | Distribution]]
 class Buckets:
     """The buckets of a histogram: upper bounds 2^first to 2^last, divided by `scale`.
 
-    A bucket of the scoreboard counts integers below 2^i, so that the bound of `exact` values (rows) is 2^i - 1.
+    A bucket of the scoreboard counts integers below 2^i, so for `exact` values (rows) the bound is 2^i - 1.
     """
 
     first: int
@@ -215,7 +215,7 @@ def _build(snapshot: Snapshot) -> Samples:
 TABLE = (
     Metric(
         "requests", _COUNTER, _MODEL, "Requests answered by the model, on every transport.",
-        "Its rate is the throughput. Requests that failed are not among them.", counted("requests"),
+        "Its rate is the throughput. Failed requests are not included.", counted("requests"),
         like="nv_inference_request_success, vllm:request_success_total",
     ),
     Metric(
@@ -225,51 +225,51 @@ TABLE = (
         _failures, like="nv_inference_request_failure",
     ),
     Metric(
-        "versions_not_held", _COUNTER, _MODEL, "Requests for a weights version that was not held (any more).",
-        "No failure of the model: its caller came too late for a version, or asked for one that was never published. "
-        "`keep_versions` says how many are kept.", counted("not_held"),
+        "versions_not_held", _COUNTER, _MODEL, "Requests for a weights version that was not kept, or no longer.",
+        "Not a failure of the model: the client requested a version too late, or one that was never published. "
+        "`keep_versions` sets how many are kept.", counted("not_held"),
     ),
     Metric(
-        "rows", _COUNTER, _MODEL, "Rows computed.", "What the device does; a request brings one row or many.",
+        "rows", _COUNTER, _MODEL, "Rows computed.", "The work of the device; a request has one row or more.",
         counted("rows"), "rows", like="nv_inference_count",
     ),
     Metric(
         "batches", _COUNTER, _MODEL, "Batches computed.",
-        "Rows divided by batches is the mean batch: near 1 under load means that clients ask one after another.",
+        "Rows divided by batches is the mean batch: near 1 under load means that clients send one after another.",
         counted("batches"), like="nv_inference_exec_count",
     ),
     Metric(
         "request_duration_seconds", _HISTOGRAM, _MODEL, "From a client's submission to the engine's reply.",
-        "What clients wait. If it grows while `forward_duration_seconds` does not, requests queue.",
+        "The latency that clients see. If it grows while `forward_duration_seconds` does not, requests queue.",
         distributed("request_ns", "request_total_ns", _NS), "seconds",
         like="nv_inference_request_duration_us, vllm:e2e_request_latency_seconds", buckets=_SHORT,
     ),
     Metric(
         "queue_wait_seconds", _HISTOGRAM, _MODEL, "From a client's submission to the start of its batch.",
         "Up to one forward is normal: a request waits for the batch that is computing. Much more: raise `max_batch`, "
-        "add replicas, or let fewer clients in.",
+        "add replicas, or connect fewer clients.",
         distributed("queue_ns", "queue_total_ns", _NS), "seconds",
         like="nv_inference_queue_duration_us, vllm:request_queue_time_seconds", buckets=_SHORT,
     ),
     Metric(
-        "forward_duration_seconds", _HISTOGRAM, _MODEL, "One batch: gather its rows, compute, write its outputs.",
-        "The floor of every latency. Compare `compile`, `dtype` and `max_batch` by it.",
+        "forward_duration_seconds", _HISTOGRAM, _MODEL, "Time of a batch: gather its rows, compute, write its outputs.",
+        "The lower bound of every latency. Use it to compare `compile`, `dtype` and `max_batch`.",
         distributed("forward_ns", "forward_total_ns", _NS), "seconds",
         like="nv_inference_compute_infer_duration_us, vllm:request_inference_time_seconds", buckets=_SHORT,
     ),
     Metric(
         "batch_rows", _HISTOGRAM, _MODEL, "Rows of a batch.",
-        "All at `max_batch` with a long queue: raise `max_batch`. All at 1: few clients, or they ask in turns.",
+        "All at `max_batch` with a long queue: raise `max_batch`. All at 1: few clients, or they send in turns.",
         distributed("batch_rows", "rows", 1.0), "rows", buckets=_ROWS,
     ),
     Metric(
         "rows_waiting", _GAUGE, _MODEL, "Rows that wait for a batch.",
-        "Above `max_batch` for long: the engine is full.",
+        "Above `max_batch` for long: the engine is saturated.",
         counted("waiting"), "rows", like="nv_inference_pending_request_count, vllm:num_requests_waiting",
     ),
     Metric(
         "lanes_in_use", _GAUGE, _MODEL, "Lanes leased: connected clients of the model.",
-        "Falls when a client dies; its rows are free again at once.",
+        "It falls when a client dies; the client's rows are free again at once.",
         by_model(lambda snapshot, at: float(len(snapshot.leased(at)))),
     ),
     Metric(
@@ -279,33 +279,34 @@ TABLE = (
     ),
     Metric(
         "sessions_in_use", _GAUGE, _MODEL, "Sessions whose state an engine keeps; absent for a model without state.",
-        "Begun and not closed. At `arena_rows`, `sessions` raises `Busy`: raise `rows`. Zero after an engine's death.",
+        "Open sessions. At `arena_rows`, `sessions` raises `Busy`: raise `rows`. Zero after an engine's death.",
         by_model(Snapshot.sessions),
     ),
     Metric(
-        "arena_rows", _GAUGE, _MODEL, "Rows of the arena.", "The bound of `rows_in_use`.",
+        "arena_rows", _GAUGE, _MODEL, "Rows of the arena.", "The upper bound of `rows_in_use`.",
         by_model(lambda snapshot, at: float(snapshot.models[at]["arena"]["rows"])), "rows",
     ),
     Metric(
-        "arena_bytes", _GAUGE, _MODEL, "Shared memory of the model's arena.", "Grows with `rows`.",
+        "arena_bytes", _GAUGE, _MODEL, "Shared memory of the model's arena.", "It grows with `rows`.",
         by_model(_arena_bytes), "bytes",
     ),
     Metric(
         "shared_memory_bytes", _GAUGE, ("kind",), "Shared memory of the server, by kind of segment.",
-        "Constant while no model comes or goes.", told(_shared_bytes), "bytes",
+        "It is constant while no model is loaded or unloaded.", told(_shared_bytes), "bytes",
     ),
     Metric(
-        "device_bytes", _GAUGE, _ENGINE, "Memory the engine holds on its device; 0 on a CPU.",
+        "device_bytes", _GAUGE, _ENGINE, "Memory that the engine uses on its device; 0 on a CPU.",
         "Should be flat after the warm-up.", by_engine(lambda record, _, __: float(record["device_bytes"])), "bytes",
         like="nv_gpu_memory_used_bytes",
     ),
     Metric(
         "weights_version", _GAUGE, _MODEL, "Version of the weights in use, by the serving engine furthest behind.",
-        "0: the weights the model was loaded with.", by_model(lambda snapshot, at: float(snapshot.weights(at)[0])),
+        "0: the weights that the model was loaded with.", by_model(lambda snapshot, at: float(snapshot.weights(at)[0])),
         "versions",
     ),
     Metric(
-        "weights_newest_version", _GAUGE, _MODEL, "Newest version that a learner published.", "See the lag.",
+        "weights_newest_version", _GAUGE, _MODEL, "Newest version that a learner published.",
+        "See `weights_lag_versions`.",
         by_model(lambda snapshot, at: float(snapshot.weights(at)[1])), "versions",
     ),
     Metric(
@@ -315,139 +316,139 @@ TABLE = (
     ),
     Metric(
         "weights_publications", _COUNTER, _MODEL, "Versions published.",
-        "Flat while training runs: the learner has stopped.",
+        "Constant while a training runs: the learner has stopped.",
         by_model(lambda snapshot, at: float(snapshot.weights(at)[1])),
     ),
     Metric(
-        "weights_updates", _COUNTER, _MODEL, "Adoptions of published weights, by all engines together.",
-        "Fewer than publications times engines: versions were skipped, which is as it should be under a fast learner.",
+        "weights_updates", _COUNTER, _MODEL, "Updates to published weights, summed over all engines.",
+        "Fewer than publications times engines: versions were skipped, which is normal with a fast learner.",
         counted("updates"),
     ),
     Metric(
         "weights_update_duration_seconds", _HISTOGRAM, _MODEL, "From a publication to its use.",
-        "The time part of the lag.", distributed("adopt_ns", "adopt_total_ns", _NS), "seconds", buckets=_LONG,
+        "The lag in time.", distributed("adopt_ns", "adopt_total_ns", _NS), "seconds", buckets=_LONG,
     ),
     Metric(
-        "weights_age_seconds", _GAUGE, _MODEL, "Time since published weights were adopted; absent before the first.",
-        "Grows without end when the learner is dead.", by_model(Snapshot.weights_age), "seconds",
+        "weights_age_seconds", _GAUGE, _MODEL, "Time since the last update of the weights; absent before the first.",
+        "It keeps growing when the learner is dead.", by_model(Snapshot.weights_age), "seconds",
     ),
     Metric(
         "model_ready", _GAUGE, _MODEL, "1 when an engine can answer for the model, else 0.",
-        "`/health/ready` gives the reason.",
+        "`/health/ready` reports the reason.",
         by_model(lambda snapshot, at: float(snapshot.models[at]["state"] == "ready")),
     ),
     Metric(
-        "model_audit", _GAUGE, _MODEL, "1 for an audit juror, which trainings ask and never reward, else 0.",
-        "Its rows cost what others do; its scores must not be trained on.",
+        "model_audit", _GAUGE, _MODEL, "1 for an audit juror, whose scores are logged and never rewarded, else 0.",
+        "Its rows cost as much as those of other models; do not train on its scores.",
         by_model(lambda snapshot, at: float(snapshot.models[at]["audit"])),
     ),
     Metric(
-        "engine_up", _GAUGE, _ENGINE, "1 while the engine serves, else 0.", "Alert on it.",
+        "engine_up", _GAUGE, _ENGINE, "1 while the engine serves, else 0.", "Alert on 0.",
         by_engine(lambda record, snapshot, index: float(
             record["state"] == EngineState.SERVING and not snapshot.document["engines"][index]["hung"]
         )),
     ),
     Metric(
         "engine_restarts", _COUNTER, _ENGINE, "Deaths of the engine's process; it was started again after each.",
-        "Any increase has a line in the log that says why.", by_engine(lambda record, _, __: float(record["restarts"])),
+        "The log has the reason of each increase.", by_engine(lambda record, _, __: float(record["restarts"])),
     ),
     Metric(
         "engine_requests", _COUNTER, _ENGINE, "Requests answered by the engine, of all models.",
-        "Replicas of equal speed share the load about equally.",
+        "Replicas of equal speed get about equal load.",
         by_engine(lambda _, snapshot, index: float(snapshot.counters["requests"][index].sum())),
     ),
     Metric(
         "engine_busy_seconds", _COUNTER, _ENGINE, "Time the engine spent in batches.",
-        "Its rate is the share of time the engine computes; near 1 it is full: add a replica or a device.",
+        "Its rate is the fraction of time that the engine computes. Near 1 it is saturated: add a replica or a device.",
         by_engine(lambda _, snapshot, index: float(snapshot.counters["forward_total_ns"][index].sum()) / _NS),
         "seconds", like="nv_gpu_utilization",
     ),
     Metric(
-        "engine_expected_wait_seconds", _GAUGE, _ENGINE, "What a request that comes now would wait.",
-        "Clients choose the engine by it.", by_engine(lambda record, _, __: float(record["expected_wait"]) / _NS),
+        "engine_expected_wait_seconds", _GAUGE, _ENGINE, "Expected wait of a request that arrives now.",
+        "Clients use it to choose an engine.", by_engine(lambda record, _, __: float(record["expected_wait"]) / _NS),
         "seconds",
     ),
     Metric(
-        "engine_heartbeat_age_seconds", _GAUGE, _ENGINE, "Time since the engine's last sign of life.",
-        "Below a second, or as long as the longest forward; at `engine_timeout` the engine is killed.",
+        "engine_heartbeat_age_seconds", _GAUGE, _ENGINE, "Time since the engine's last heartbeat.",
+        "Normally below a second, or up to the longest forward; at `engine_timeout` the engine is killed.",
         by_engine(lambda record, snapshot, _: (snapshot.taken - int(record["heartbeat"])) / _NS
                   if record["heartbeat"] else None),
         "seconds",
     ),
     Metric(
         "robot_connections", _GAUGE, _PORT, "Robots connected to a port of [robots].",
-        "At `clients` of that table the next one is refused.", by_port(lambda port: float(port.connected)),
+        "At `clients` of that table, the next connection is refused.", by_port(lambda port: float(port.connected)),
     ),
     Metric(
-        "robot_connections_opened", _COUNTER, _PORT, "Connections of robots that were served.",
-        "Grows with a steady number of robots: their connections drop, or they connect anew for each episode.",
+        "robot_connections_opened", _COUNTER, _PORT, "Connections of robots that were accepted.",
+        "It grows with a constant number of robots: connections drop, or robots reconnect for each episode.",
         by_port(lambda port: float(port.opened)),
     ),
     Metric(
         "robot_connections_refused", _COUNTER, ("port", "reason"), "Connections of robots that were refused.",
-        "`token`: without the server's token, or with another. `full`: `clients` of the table are connected.",
+        "`token`: without the server's token, or with another one. `full`: `clients` of that table are connected.",
         by_port_and(REFUSALS, lambda port: port.refused),
     ),
     Metric(
-        "robot_sessions", _COUNTER, _PORT, "Episodes that robots began.",
-        "A connection is one, and every reset or new `session_id` begins another.",
+        "robot_sessions", _COUNTER, _PORT, "Episodes that robots started.",
+        "Every connection, every reset and every new `session_id` starts one.",
         by_port(lambda port: float(port.sessions)),
     ),
     Metric(
         "robot_requests", _COUNTER, _PORT, "Observations of robots that were answered.",
-        "Its rate is the chunks a second; those that got an error are not among them.",
+        "Its rate is the number of chunks per second. Observations that got an error are not included.",
         by_port(lambda port: float(port.requests)),
     ),
     Metric(
         "robot_request_failures", _COUNTER, ("port", "reason"), "Observations of robots that got an error.",
-        "`malformed`: no valid message. `observation`: not what the model takes. `row`: the model refused this one. "
-        "`late`: no answer within `timeout`. `session`: the episode's state was lost. `model`: it raised. `server`: "
-        "anything else; the answer, and the gateway's log, say what.",
+        "`malformed`: not a valid message. `observation`: not as the model's inputs. `row`: the model refused it. "
+        "`late`: no answer within `timeout`. `session`: the episode's state was lost. `model`: the model raised. "
+        "`server`: anything else; the answer and the gateway's log have the reason.",
         by_port_and(FAILURES_AT_PORT, lambda port: port.failures),
     ),
     Metric(
         "robot_batch_wait_seconds", _HISTOGRAM, _PORT,
-        "From a robot's observation, read, to its batch's leaving for an engine.",
-        "Up to a forward and a half is normal in a crowd: the batch that is computed, and then those about to ask.",
+        "From reading a robot's observation to sending its batch to an engine.",
+        "Up to one and a half forwards is normal with many robots: the current batch, then a wait for others to join.",
         at_port(lambda port: port.batch_wait), "seconds", buckets=_SHORT,
     ),
     Metric(
-        "robot_delay_seconds", _HISTOGRAM, _PORT, "From a robot's observation to its answer, at the gateway.",
-        "Above a chunk's length robots stand still. `robot_client_delay_seconds` minus this is the network.",
+        "robot_delay_seconds", _HISTOGRAM, _PORT, "From a robot's observation to its answer, measured at the gateway.",
+        "Above the duration of a chunk, robots stop. `robot_client_delay_seconds` minus this is the network's delay.",
         at_port(lambda port: port.delay), "seconds", buckets=_SHORT,
     ),
     Metric(
         "robot_jitter_seconds", _GAUGE, _PORT,
-        "How much `robot_delay_seconds` differs from one answer to the next of the same robot, smoothed as RFC 3550.",
-        "Real-time chunking plans for the longest of the last delays: jitter costs it reaction.",
+        "Difference of `robot_delay_seconds` between successive answers to a robot, smoothed as in RFC 3550.",
+        "Real-time chunking plans for the longest of the last delays, so jitter makes it react later.",
         by_port(lambda port: port.jitter.seconds), "seconds",
     ),
     Metric(
-        "robot_client_delay_seconds", _HISTOGRAM, _PORT, "From a robot's request to its answer, as robots measured it.",
-        "Of clients with `AsyncChunkPolicy(report=True)`.",
+        "robot_client_delay_seconds", _HISTOGRAM, _PORT, "From a robot's request to its answer, measured by robots.",
+        "Only from clients with `AsyncChunkPolicy(report=True)`.",
         at_port(lambda port: port.client_delay), "seconds", buckets=_SHORT,
     ),
     Metric(
-        "robot_client_jitter_seconds", _GAUGE, _PORT, "As `robot_jitter_seconds`, of the delays that robots measured.",
-        "Above the gateway's own: the network.", by_port(lambda port: port.client_jitter.seconds), "seconds",
+        "robot_client_jitter_seconds", _GAUGE, _PORT, "As `robot_jitter_seconds`, of the delays measured by robots.",
+        "Above the gateway's: the network.", by_port(lambda port: port.client_jitter.seconds), "seconds",
     ),
     Metric(
         "robot_client_chunks_dropped", _COUNTER, ("port", "reason"), "Answers that robots did not execute.",
         "`late`: after the client's deadline. `stale`: all its steps, or its episode, were over. `failed`: an error, "
-        "or no chunk.", by_port_and(DROPPED, lambda port: port.dropped),
+        "or not a chunk.", by_port_and(DROPPED, lambda port: port.dropped),
     ),
     Metric(
         "robot_client_starved_steps", _COUNTER, _PORT, "Control steps for which a robot had no action.",
-        "Longer chunks, or a faster answer, end it.", by_port(lambda port: float(port.starved)),
+        "Use longer chunks, or make the answers faster.", by_port(lambda port: float(port.starved)),
     ),
     Metric(
         "start_time_seconds", _GAUGE, (), "When the server was started, seconds since 1970.",
-        "A change is a restart of the server: counters begin anew.",
+        "It changes when the server restarts; all counters then start at zero.",
         lambda snapshot: [((), float(snapshot.document["server"]["started"]))], "seconds",
     ),
     Metric(
-        "build_info", _GAUGE, ("version", "revision", "protocol", "python", "server"), "1; its labels say what runs.",
-        "`server` is new at every start.", _build,
+        "build_info", _GAUGE, ("version", "revision", "protocol", "python", "server"),
+        "Always 1; its labels are the versions and the server's id.", "`server` changes at every start.", _build,
     ),
 )  # fmt: skip
 
