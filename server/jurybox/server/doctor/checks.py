@@ -169,7 +169,7 @@ def check_sealed() -> Finding:
             str(error),
             "a server needs memfd_create with seals (Linux 3.17), and a socket in the folder of shared memory",
         )
-    return ok("sealed memory", "can be created and passed")
+    return ok("sealed memory", "can be created and passed over a socket")
 
 
 def check_locks() -> Finding:

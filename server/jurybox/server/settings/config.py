@@ -298,7 +298,7 @@ class ModelSettings(_Strict):
             both = "both came" if self.factory else "neither came"
             raise ValueError(f'expected either factory = "module:callable" or exported = "file.pt2", {both}')
         if self.exported is not None and self.args:
-            raise ValueError("args are what a factory is called with, an exported model takes none")
+            raise ValueError("args are the arguments of a factory, an exported model takes none")
         if self.factory is not None and (self.inputs or self.outputs):
             raise ValueError("inputs and outputs are for exported models, a factory says its own")
         if self.aot:
@@ -640,8 +640,8 @@ def require_loadable_from_elsewhere(settings: Settings, name: str, model: ModelS
         )
     if not 0 < keep <= LONGEST_KEEP:
         raise Refused(
-            f"keep = {keep:g} of model {name!r}: a model from another host is held for 1 to {LONGEST_KEEP:g} s, and on "
-            "as long as its client asks for that"
+            f"keep = {keep:g} of model {name!r}: a model from another host is held for 1 to {LONGEST_KEEP:g} s, and "
+            "longer while its client asks for it"
         )
 
 
@@ -658,7 +658,7 @@ def require_loadable(settings: Settings, name: str, model: ModelSettings) -> Non
         if not allowed & {model.factory, f"{module}:*"}:
             raise Refused(
                 f"factory {model.factory!r} of model {name!r} is not in the server's configuration, and clients may "
-                f'name no other code to run. To allow it, set server.factories = ["{model.factory}"], or "{module}:*" '
+                f'not name other code. To allow it, set server.factories = ["{model.factory}"], or "{module}:*" '
                 "for all that this module defines"
             )
     if model.exported is not None:
@@ -667,7 +667,7 @@ def require_loadable(settings: Settings, name: str, model: ModelSettings) -> Non
         if not any({Path(entry).resolve()} & {file, *file.parents} for entry in (*there, *settings.server.exported)):
             raise Refused(
                 f"exported {str(file)!r} of model {name!r} is not in the server's configuration, and clients may "
-                f'name no other program to run. To allow it, set server.exported = ["{file.parent}"], for all of that '
+                f'not name other programs. To allow it, set server.exported = ["{file.parent}"], for all of that '
                 "folder"
             )
 

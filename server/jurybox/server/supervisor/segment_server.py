@@ -46,7 +46,7 @@ _BACKLOG = 1024
 _SILENT = 2.0  # seconds a client may be connected without sending a request
 _MOST_SILENT = 64  # such clients at a time; beyond that the oldest connection is closed
 _TURN = 64  # connections accepted in one turn
-_BREATH = 0.01  # seconds of sleep after a full turn: a flood of connections must not keep the GIL from the supervisor
+_BREATH = 0.01  # seconds of sleep after a full turn, so that a flood of connections does not hold the GIL
 _MARGIN = 16 << 20  # bytes that are left for other processes
 _MIB = 1 << 20
 _GROUPS, _PROC = Path("/sys/fs/cgroup"), Path("/proc")
@@ -71,7 +71,7 @@ class SegmentServer(Closing):
     def __init__(self, owner_id: str) -> None:
         self._path = socket_of(segment_name(owner_id, "any"))
         self._lock = threading.Lock()
-        self._held: dict[str, list[int]] = {}  # descriptors of open files of their own, without locks
+        self._held: dict[str, list[int]] = {}  # descriptors for clients to reopen; without locks
         self._sizes: dict[str, int] = {}
         self._users = {os.getuid(), 0}
         try:

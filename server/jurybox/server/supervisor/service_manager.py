@@ -94,7 +94,7 @@ class ServiceManager:
         return True
 
     def _say(self, message: str) -> bool:
-        """Send a message; False if the socket is full."""
+        """Send a message; return False if the socket is full."""
         if not self._address:
             return True
         try:

@@ -32,10 +32,10 @@ _TICK = 0.25  # seconds between two checks of heartbeats and leases
 _PAUSED = 2.0  # seconds between two ticks from which on this process counts as having been stopped
 _SETTLED = 60.0  # seconds of service after which a child's failures are forgotten
 _STOP = 3.0  # seconds a child gets to stop
-# A model that is being computed at kills from outside is quarantined after this many times more of them than of deaths
-# of another kind.
+# A model that was being computed at every one of several kills from outside is quarantined when their number exceeds
+# this multiple of the limit for other deaths.
 _CHANCE = 3
-_DEAD_BY_THEN = 5.0  # seconds after the start, by when a server killed just before it has lost its locks
+_DEAD_BY_THEN = 5.0  # seconds; a server that was killed just before the start has lost its locks by then
 _SELDOM = ("grpc_http2", "robots", "dialects")  # logged only where there are any
 _STOPPED, _COULD_NOT_START, _CHILD_LOST = 0, 3, 4  # exit statuses
 

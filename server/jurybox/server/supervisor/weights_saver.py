@@ -166,7 +166,7 @@ class WeightsFiles:
         return None
 
     def _set_aside(self, damaged: list[Path], restored: SavedWeights) -> None:
-        """Rename damaged files that are newer than the restored one, and drop them from the manifest's rows.
+        """Rename damaged files that are newer than the restored one, and drop them from `saved`.
 
         Their versions will be saved again.
         """
