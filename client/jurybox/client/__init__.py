@@ -1,4 +1,4 @@
-"""The client: what env workers and learners import. NumPy, ZeroMQ and protobuf, never torch."""
+"""The client, which environment workers and learners import. It needs NumPy, ZeroMQ and protobuf, never torch."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ _LATER = {
 
 
 def __getattr__(name: str) -> Any:
-    """Names that most clients do not use, imported when they are asked for."""
+    """Import names that most clients do not use on first access."""
     if name in _LATER:
         return getattr(import_module(_LATER[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""The control channel: calls to the supervisor, each answered or timed out."""
+"""The control channel: calls to the supervisor, each of which is answered or times out."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from jurybox.protocol.wire import PREFIX, prefix_error, require_control_size, re
 
 _NUMBER = struct.Struct("<Q")
 _SLICE_MS = 100
-# A relay does not hear a second connection of a name while the first stands (security/, ROUTER_HANDOVER). So the first
-# gets a moment to end, and who hears nothing over the second for a while takes a third.
+# A relay ignores a second connection with the same identity while the first is open (security/, ROUTER_HANDOVER). So
+# the client gives the first a moment to close, and opens a third if it receives nothing over the second for a while.
 _PARTING, _UNHEARD = 0.05, 5.0  # seconds
 _CLOSE = 2.0  # seconds that closing all sockets may take
-_FILES = 10  # of a socket and its monitor; libzmq ends the process where they run out in its midst
-_MOST_BYTES = 64 << 20  # of an answer; a status document has some ten thousand
+_FILES = 10  # file descriptors of a socket and its monitor; libzmq aborts the process if it runs out of them
+_MOST_BYTES = 64 << 20  # of an answer; a status document has about ten thousand
 
 
 def new_socket(context: zmq.Context[zmq.Socket[bytes]], purpose: str = "to the server") -> zmq.Socket[bytes]:
-    """A DEALER. Raises TooManyFiles where this process may open no more files."""
+    """Create a DEALER socket. Raises TooManyFiles if this process may open no more files."""
     try:
         return context.socket(zmq.DEALER)
     except zmq.ZMQError as error:
@@ -47,9 +47,10 @@ def _destroy(context: zmq.Context[zmq.Socket[bytes]], linger: int, done: _thread
 
 
 class Wires:
-    """The ZeroMQ context of a link, and with it all its sockets. They are closed with the link, or when it is lost.
+    """The ZeroMQ context of a link and all its sockets. They are closed with the link, or when it is collected.
 
-    A context that is collected with its sockets open waits for them for ever, so the link's finalizer holds it.
+    A context that is garbage-collected while its sockets are open waits for them forever, so the link's finalizer holds
+    a reference to it.
     """
 
     def __init__(self) -> None:
@@ -57,32 +58,32 @@ class Wires:
         self._pid = os.getpid()
 
     def close(self, linger: int = 0) -> None:
-        """Close every socket; what is not sent within `linger` ms is dropped. In a forked child this does nothing.
+        """Close every socket; messages not sent within `linger` ms are dropped. No effect in a forked child.
 
-        libzmq waits for sockets that pyzmq has lost sight of, as it can where a KeyboardInterrupt meets a destructor.
-        So it waits in a thread, and this for that at most _CLOSE seconds. The thread is a bare one: a garbage collector
-        may call this in the midst of anything, the module threading included.
+        libzmq waits for sockets that pyzmq no longer knows, which can happen if a KeyboardInterrupt occurs in a
+        destructor. So libzmq waits in a thread, and this method waits for that thread at most _CLOSE seconds. The
+        thread comes from _thread: the garbage collector may call this method at any point, even inside threading.
         """
         if os.getpid() != self._pid or self.context.closed:
             return
         done = _thread.allocate_lock()
         done.acquire()
-        with contextlib.suppress(RuntimeError):  # the interpreter ends, and with it everything
+        with contextlib.suppress(RuntimeError):  # the interpreter is shutting down
             _thread.start_new_thread(_destroy, (self.context, linger, done))
             done.acquire(timeout=_CLOSE + linger / 1000)
 
 
 class Control:
-    """Calls on the control socket of one server. Thread-safe: calls go one after another.
+    """Calls on the control socket of one server. Thread-safe: calls run one after another.
 
-    A DEALER rather than a REQ socket: a lost reply costs a time-out, not the socket.
+    It uses a DEALER rather than a REQ socket, so that a lost reply costs a time-out, not the socket.
 
     Args:
-        open_socket: makes the socket, connected; without it one to an address of this host.
-        far: given where the server is on another host, whose relay may end with a request it has taken: nobody but the
-            connection tells, and the request is sent again over the next one. A lease that the relay held ended with
-            it. Where the relay lives after all, or the caller gave up, a lease comes that nobody waits for: this is
-            called with it, to give it back.
+        open_socket: creates and connects the socket. Default: a socket to an address on this host.
+        far: for a server on another host: a function that releases a lease. The relay there may die after it has
+            received a request. Only the lost connection shows this, so the request is sent again over the next one; a
+            lease granted by the dead relay ended with it. If the relay is alive after all, or the caller gave up, a
+            lease arrives that no call waits for, and `far` is called with it.
     """
 
     def __init__(
@@ -108,13 +109,13 @@ class Control:
 
         Args:
             timeout: seconds.
-            still_there: asked now and then; False ends the wait early.
+            still_there: called from time to time; if it returns False, the wait ends early.
 
         Raises:
             ServerGone: no reply in time.
             ModelNotFound, Refused: the request has a name that no model can have, or is too large to be sent.
-            ProtocolMismatch: something else than this protocol answers.
-            Error: what the server answered, as the exception of its code.
+            ProtocolMismatch: the answer does not follow this protocol.
+            Error: the server's error answer, as the exception of its code.
         """
         for message in request.values():
             require_name(getattr(message, "model", ""))
@@ -122,7 +123,7 @@ class Control:
         require_control_size(body)
         with self._lock:
             if self._calling:
-                self._reopen()  # an earlier call was broken off: half a message may lie here
+                self._reopen()  # an earlier call was interrupted: half a message may be left
             self._calling = True
             try:
                 reply = self._exchanged(timeout, still_there, body)
@@ -140,10 +141,10 @@ class Control:
         self._number += 1
         number = _NUMBER.pack(self._number)
         while self._events is not None and self._events.poll(0):
-            self._events.recv_multipart()  # of a connection that was lost before, with nothing on its way
+            self._events.recv_multipart()  # a connection was lost earlier, with no request in flight
         try:
             self._socket.send_multipart((PREFIX, number, body), zmq.NOBLOCK)
-        except zmq.Again:  # libzmq gives a connection up for good when its handshake is refused
+        except zmq.Again:  # libzmq never reconnects after a refused handshake
             self._reopen()
             self._socket.send_multipart((PREFIX, number, body), zmq.NOBLOCK)
         deadline = time.monotonic() + timeout
@@ -151,7 +152,7 @@ class Control:
         while True:
             left = deadline - time.monotonic()
             if left <= 0 or not still_there():
-                self._reopen()  # a late reply must not meet the next call, nor wait for ever in a queue
+                self._reopen()  # a late reply must not reach the next call or stay in a queue forever
                 raise ServerGone(
                     f"no answer from {self.address} within {timeout:.1f} s: is a server running there? "
                     f"Start one with 'jurybox serve', or set JURYBOX_ADDRESS{out_of_reach(self.address)}"
@@ -163,7 +164,7 @@ class Control:
             lost = self._events is not None and self._events.poll(0)
             if lost or (self._far is not None and time.monotonic() > again):
                 again = time.monotonic() + _UNHEARD
-                self._reopen()  # by itself a socket would send nothing again, and what it had not sent yet twice
+                self._reopen()  # libzmq resends nothing that was lost; what is still queued must not go out twice
                 self._socket.send_multipart((PREFIX, number, body), zmq.NOBLOCK)
 
     def _connect(self) -> None:
@@ -196,7 +197,7 @@ class Control:
         return socket
 
     def _read(self, frames: list[bytes], number: bytes) -> ControlReply | None:
-        """The reply in these frames; None when it answers an earlier call."""
+        """Return the reply in these frames; None if it answers an earlier call."""
         if wrong := prefix_error(frames[0]):
             raise ProtocolMismatch(f"{self.address}: {wrong}")
         if len(frames) != 3:
@@ -205,7 +206,7 @@ class Control:
             reply = ControlReply.FromString(frames[2])
         except DecodeError as error:
             raise ProtocolMismatch(f"{self.address}: not a control reply: {error}") from error
-        # A server that cannot read our message cannot name its number either.
+        # A server that cannot parse the request returns an empty number.
         if frames[1] not in (number, b""):
             if self._far is not None and reply.HasField("lease"):
                 self._far(reply.lease)

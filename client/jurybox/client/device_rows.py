@@ -1,4 +1,4 @@
-"""Rows in device memory: what a client on the server's GPU computes there goes to a model without touching the host."""
+"""Rows in device memory: inputs that a client computes on the server's GPU reach a model without a copy to the host."""
 
 from __future__ import annotations
 
@@ -15,18 +15,19 @@ if TYPE_CHECKING:
     from jurybox.client.model import Model
     from jurybox.protocol.spec import TensorSpec
 
-_ALIGNED = 256  # bytes; what the driver aligns to
+_ALIGNED = 256  # bytes; the driver's alignment
 
 
 class BoundRows:
-    """Rows of a lane of their own, each tensor of which lies in memory that somebody exported.
+    """Rows of their own lane, whose tensors are in exported device memory.
 
     Args:
-        model: whose lane this is; closed with these rows.
-        rows: how many.
-        inputs, outputs: of every input, and of the outputs that are wanted, the handle and the first row's byte.
-        event: handle of an event after which the inputs are there; empty: they are when a request is sent.
-        bind: tells the engines, and returns when they have done it; (request, seconds).
+        model: the model that leases the lane; closed with these rows.
+        rows: number of rows.
+        inputs, outputs: for every input, and for the requested outputs, the memory handle and the byte offset of the
+            first row.
+        event: handle of the event that the inputs are ready after; empty: they are ready when a request is sent.
+        bind: sends a BindRequest to the engines and returns when they have carried it out; takes (request, seconds).
     """
 
     def __init__(
@@ -63,15 +64,15 @@ class BoundRows:
 
     @property
     def version(self) -> int:
-        """Of the weights that computed the outputs."""
+        """The weights version that computed the outputs."""
         return self._rows.version
 
     def infer(self, rows: int | None = None, *, timeout: float | None = None, version: int = 0) -> None:
-        """As `Rows.infer`."""
+        """Compute the outputs; see `Rows.infer`."""
         self._rows.infer(rows, timeout=timeout, version=version)
 
     def end(self, timeout: float) -> bool:
-        """Have the engines let go of the memory, and give the rows back; returns whether all of them have."""
+        """Make the engines release the memory, and release the rows; return whether all engines have released it."""
         try:
             self._bind(self._end, timeout)
         except Error:
@@ -83,14 +84,15 @@ class BoundRows:
 
 
 class DeviceRows(Closing):
-    """As `Rows`, on the device: write to `inputs`, `infer`, read `outputs`. Use it in a ``with``.
+    """Like `Rows`, in device memory: write to `inputs`, `infer`, read `outputs`. Use it in a ``with`` statement.
 
-    The memory is this process's; every engine of the model has opened it. An answer means that the outputs are there.
+    The memory belongs to this process, and every engine of the model opens it. When `infer` returns, the outputs are
+    complete.
 
     Attributes:
         inputs, outputs: arrays of shape (n, *row shape) by name, with `__cuda_array_interface__`: torch.as_tensor(a,
-            device="cuda") makes a tensor of the same memory. Valid inside the ``with``.
-        version: of the weights that computed the outputs; 0 before the first `infer`.
+            device="cuda") returns a tensor of the same memory. Valid in the ``with`` block.
+        version: weights version that computed the outputs; 0 before the first `infer`.
     """
 
     def __init__(
@@ -108,7 +110,7 @@ class DeviceRows(Closing):
             given, wanted = ({name: (handle, at) for name, at in offsets.items()} for offsets in (inputs, outputs))
             self._rows = BoundRows(model, rows, given, wanted, event, bind, timeout)
         except BaseException:
-            self._free()  # an engine that could not open all of it has let go of the rest
+            self._free()  # an engine that could not open all of it has released the rest
             raise
         self.inputs = self._arrays(spec.inputs, inputs, rows)
         self.outputs = self._arrays(spec.outputs, outputs, rows)
@@ -118,32 +120,32 @@ class DeviceRows(Closing):
 
     @property
     def version(self) -> int:
-        """Of the weights that computed the outputs."""
+        """The weights version that computed the outputs."""
         return self._open().version
 
     def infer(
         self, rows: int | None = None, *, stream: int = 0, timeout: float | None = None, version: int = 0
     ) -> None:
-        """Compute the outputs of the first `rows` rows (all without it).
+        """Compute the outputs of the first `rows` rows; of all rows by default.
 
-        The engine reads the inputs after all work that `stream` has been given so far: nothing need be synchronised.
+        The engine reads the inputs after all work queued on `stream` so far, so no synchronization is needed.
 
         Args:
-            stream: of CUDA, as an integer (`torch.cuda.current_stream().cuda_stream`); 0: the default one.
-            timeout, version: as `Rows.infer`.
+            stream: CUDA stream as an integer (`torch.cuda.current_stream().cuda_stream`); 0: the default stream.
+            timeout, version: as in `Rows.infer`.
 
         Raises:
-            As `Rows.infer`.
+            As in `Rows.infer`.
         """
         bound = self._open()
         self._driver.record(self._event, stream)
         bound.infer(rows, timeout=timeout, version=version)
 
     def close(self) -> None:
-        """Have the engines let go of the memory, and free it.
+        """Make the engines release the memory, and free it.
 
-        Where they do not say in time that they have, it stays allocated until this process ends: an engine may still
-        write to it.
+        If they do not confirm this in time, the memory stays allocated until this process ends, because an engine may
+        still write to it.
         """
         bound, self._rows = self._rows, None
         self.inputs, self.outputs = {}, {}
@@ -171,7 +173,7 @@ class DeviceRows(Closing):
 
 
 def _places(specs: Mapping[str, TensorSpec], rows: int, at: int) -> tuple[dict[str, int], int]:
-    """Where each tensor begins, from byte `at` on, and where they end."""
+    """Return the byte offset of each tensor, the first at `at`, and the end of the last one."""
     offsets = {}
     for name, spec in specs.items():
         offsets[name] = at

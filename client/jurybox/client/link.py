@@ -1,4 +1,4 @@
-"""What a connection to a server is made of, wherever the server is."""
+"""The parts of a connection to a server that do not depend on where the server is."""
 
 from __future__ import annotations
 
@@ -29,60 +29,60 @@ if TYPE_CHECKING:
     from jurybox.protocol.weights.publisher import Publisher
     from jurybox.protocol.weights.reader import WeightsReader
 
-# What of a publication crosses a network: all of it, what changed since the last one, or all of it as bfloat16.
+# How a publication is sent over a network: in full, as the changes since the last one, or in full as bfloat16.
 Transfer: TypeAlias = Literal["exact", "changed", "bfloat16"]
-_FILES_OF_A_LINK = 16  # libzmq's threads and sockets, the scoreboard; some at once only
-POLL = 0.05  # seconds between two questions whether a model is ready
+_FILES_OF_A_LINK = 16  # file descriptors: libzmq's threads and sockets, the scoreboard; some only temporarily
+POLL = 0.05  # seconds between two requests for a model's state
 
 
 class Link(Protocol):
-    """A way to a server: on this host through shared memory, or to another through a network."""
+    """A connection to a server: on this host through shared memory, or on another host over a network."""
 
     _closed: bool = False
 
     def models(self, timeout: float) -> list[str]:
-        """Names of the models the server holds."""
+        """Return the names of the server's models."""
 
     def describe(self, name: str, timeout: float) -> pb.ModelMessage:
-        """State, spec and digest of a model."""
+        """Return the state, spec and digest of a model."""
 
     def status(self, timeout: float) -> str:
-        """The status document, JSON."""
+        """Return the status document as JSON."""
 
     def load(self, name: str, settings_json: str, timeout: float, *, keep: float, remote: bool) -> None:
-        """Begin to load a model; `describe` says how it goes."""
+        """Begin to load a model; `describe` reports the progress."""
 
     def keep(self, name: str, seconds: float, timeout: float) -> None:
-        """Hold a model on that was loaded with `keep`."""
+        """Keep a model that was loaded with `keep` for `seconds` more."""
 
     def unload(self, name: str, timeout: float) -> None:
-        """Serve a model no longer."""
+        """Unload a model."""
 
     def sleep(self, name: str, timeout: float) -> None:
-        """Begin to move a model's weights to host memory; `describe` says how it goes."""
+        """Begin to move a model's weights to host memory; `describe` reports the progress."""
 
     def wake(self, name: str, timeout: float) -> None:
-        """Begin to move them back."""
+        """Begin to move a sleeping model's weights back to the device."""
 
     def pause(self, timeout: float) -> Callable[[], None]:
-        """Have the engines pause; gives what lets them go on."""
-        raise Refused("engines pause for processes of their own host, which share the device: connect over ipc://")
+        """Pause the engines; return a function that resumes them."""
+        raise Refused("engines can be paused only by processes on their own host: connect over ipc://")
 
     def bind(self, request: pb.BindRequest, timeout: float) -> None:
-        """Bind rows to device memory in every engine, or end that; returns when it is done."""
-        raise Refused("device memory is handed over on one host: connect over ipc://")
+        """Bind rows to device memory in every engine, or unbind them; return when it is done."""
+        raise Refused("device memory can be shared only on one host: connect over ipc://")
 
     def lease(self, name: str, rows: int, timeout: float) -> tuple[Lane, ModelSpec, int]:
-        """A lane of so many rows (0: the server's default), the model's spec, its largest batch."""
+        """Lease a lane of `rows` rows (0: the server's default); return it, the model's spec and its largest batch."""
 
     def publisher(
         self, name: str, transfer: Transfer, timeout: float, driver: Driver | None = None
     ) -> Publisher | RemotePublisher:
-        """The learner's end of a model's weights channel."""
+        """Open the learner's end of a model's weights channel."""
         raise _out_of_reach(name)
 
     def weights(self, name: str, timeout: float) -> WeightsReader | RemoteWeightsReader:
-        """An actor's end of it."""
+        """Open an actor's end of a model's weights channel."""
         raise _out_of_reach(name)
 
     @property
@@ -95,7 +95,7 @@ class Link(Protocol):
 
 
 def _out_of_reach(model: str) -> Refused:
-    """The error for whoever asks for a weights channel over tcp://."""
+    """Return the error for a weights channel requested over tcp://."""
     return Refused(
         f"the weights of {model!r} are not published over tcp://: connect with the server's grpc:// address, or "
         "with its ipc:// address on its host"
@@ -103,9 +103,9 @@ def _out_of_reach(model: str) -> Refused:
 
 
 class RowsHere:
-    """A lane's rows in this process's own memory, where the server's is out of reach.
+    """A lane's rows in this process's own memory, for a server whose shared memory is out of reach.
 
-    What is written to them is copied into a message when a ticket is sent, and answers are copied to them.
+    Inputs are copied from them into a message when a ticket is sent, and answers are copied into them.
     """
 
     def __init__(self, spec: ModelSpec, rows: int) -> None:
@@ -113,12 +113,12 @@ class RowsHere:
         self.columns = Columns.here(spec, rows)
 
     def close(self) -> None:
-        """Forget them; who still holds one of the arrays keeps it."""
+        """Drop the arrays; those that are still referenced elsewhere stay valid."""
         self.columns = self.columns.nothing()
 
 
 class OneEngine:
-    """To a lane the scoreboard of a server with one engine, here one that stands for all of a server elsewhere.
+    """A stand-in for the scoreboard of a remote server; it shows the lane a single engine for the whole server.
 
     Attributes:
         engines: one record of scoreboard.ENGINE.
@@ -133,18 +133,18 @@ class OneEngine:
         return int(self.engines["incarnation"][0])
 
     def server_lives(self) -> bool:
-        """As Scoreboard.server_lives."""
+        """Return True; see Scoreboard.server_lives."""
         return True
 
 
 class ControlLink(Link):
-    """The part of a link that is calls on the control socket.
+    """The part of a link that makes calls on the control socket.
 
-    A link that is lost without `close` closes its sockets when it is collected. In a forked child it opens its own, as
-    soon as something is asked; what was leased before is the parent's.
+    A link that is dropped without `close` closes its sockets when it is garbage-collected. In a forked child it opens
+    its own sockets on the first call; earlier leases belong to the parent.
 
     Args:
-        open_control: makes the control channel over wires.
+        open_control: creates the control channel, given the sockets' `Wires`.
     """
 
     def __init__(self, open_control: Callable[[Wires], Control]) -> None:
@@ -156,7 +156,7 @@ class ControlLink(Link):
 
     @property
     def _control(self) -> Control:
-        """The control channel; made at the first call, and at the first one of a forked child."""
+        """The control channel, created on the first call, and again on the first call in a forked child."""
         if self._wires is None:
             with self._lock:
                 if self._wires is None:
@@ -171,7 +171,7 @@ class ControlLink(Link):
             raise
 
     def _greet(self, timeout: float) -> None:
-        """Say hello to the server, for which it waits that long."""
+        """Exchange hello messages with the server, waiting for it up to `timeout` seconds."""
         raise NotImplementedError
 
     def close(self, linger: int = 0) -> None:
@@ -200,7 +200,7 @@ class ControlLink(Link):
 
     def _after_fork_in_child(self) -> None:
         self._lock = threading.RLock()
-        self._wires = None  # without a word: its sockets are the parent's
+        self._wires = None  # without closing them: the sockets are the parent's
 
     def models(self, timeout: float) -> list[str]:
         return list(self._call(timeout, hello=self.hello()).server.models)
@@ -227,17 +227,22 @@ class ControlLink(Link):
         self._call(timeout, wake=pb.WakeRequest(model=name))
 
     def hello(self) -> pb.Hello:
-        """How this client introduces itself."""
+        """Return this client's hello message."""
         return pb.Hello(client=build_version(), pid=os.getpid())
 
     def _call(self, timeout: float, **request: Any) -> pb.ControlReply:
         return self._control.call(timeout, **request)
 
     def _grant(self, name: str, rows: int, deadline: float, timeout: float) -> pb.Lease:
-        """A lease, waited for while the model loads or other clients have the rows.
+        """Return a lease; wait while the model is loading or other clients have the rows.
+
+        Args:
+            deadline: s of the monotonic clock.
+            timeout: seconds, for the message.
 
         Raises:
-            Busy: the arena had no free rows until `deadline`, s of the monotonic clock; Timeout: the model was loading.
+            Busy: the arena had no free rows until `deadline`.
+            Timeout: the model was still loading.
         """
         why: Busy | Timeout | None = None
         while True:
@@ -252,28 +257,28 @@ class ControlLink(Link):
                 else:
                     raise
             except ServerGone:
-                # It was there, and had no more time to say once more what it had said before.
+                # The server has answered before, and only lacked the time to repeat that answer: raise that instead.
                 if why is None or time.monotonic() < deadline:
                     raise
             if time.monotonic() > deadline:
                 raise why from None
-            time.sleep(POLL)  # loading takes seconds; being told would need a channel of its own
+            time.sleep(POLL)  # loading takes seconds; a notification would need its own channel
 
 
 @dataclass(frozen=True, slots=True)
 class ModelDescription:
-    """A model as the server tells of it, from `Server.describe`.
+    """The server's description of a model, returned by `Server.describe`.
 
     Attributes:
-        spec: None as long as it was never loaded.
-        state: loading, ready, sleeping, failed or quarantined; `reason` says why it failed.
-        settled: no engine is still loading it.
-        max_batch: rows of the largest batch.
+        spec: names, dtypes and row shapes; None until the model has been loaded once.
+        state: loading, ready, sleeping, failed or quarantined; `reason` states why it failed.
+        settled: whether no engine is still loading it.
+        max_batch: rows in the largest batch.
         arena_rows: rows that all clients together can lease.
-        digest: of the weights it was loaded with.
-        engines: numbers of those that compute it; empty: all.
+        digest: digest of the weights that it was loaded with.
+        engines: numbers of the engines that compute it; empty: all.
         takes_publications: whether learners can publish weights to it.
-        max_lag: versions its answers may be behind before collectors are held back; 0: any number.
+        max_lag: how many versions its answers may lag before collectors are held back; 0: any number.
     """
 
     name: str
@@ -290,7 +295,7 @@ class ModelDescription:
 
 
 def described(message: pb.ModelMessage) -> ModelDescription:
-    """What a model's message says, for the caller of the client."""
+    """Convert a model's message to a `ModelDescription`."""
     return ModelDescription(
         message.name,
         spec_of(message) if message.inputs else None,
@@ -307,7 +312,7 @@ def described(message: pb.ModelMessage) -> ModelDescription:
 
 
 def spec_of(message: pb.ModelMessage) -> ModelSpec:
-    """The spec that a model's message carries."""
+    """Return the spec in a model's message."""
     return ModelSpec(message.name, _specs(message.inputs), _specs(message.outputs), _specs(message.session_state))
 
 

@@ -29,18 +29,18 @@ from jurybox.protocol.weights import WeightsChannel
 from jurybox.protocol.weights.publisher import Publisher
 from jurybox.protocol.weights.reader import WeightsReader
 
-_FILES_OF_A_LANE = 10  # arena, rings, pipe or socket
-_PAUSE_POLL = 0.0005  # seconds between two looks whether engines pause
+_FILES_OF_A_LANE = 10  # file descriptors: arena, rings, pipe or socket
+_PAUSE_POLL = 0.0005  # seconds between two checks whether the engines have paused
 _BIND_POLL = 0.005
-_SPIN_US = 100  # a small model answers a lone client within it
+_SPIN_US = 100  # a small model answers a lone client within this time
 
 
 class LocalLink(ControlLink):
-    """The scoreboard of a server, and lanes in its arenas.
+    """A link to a server on this host: its scoreboard, and lanes in its arenas.
 
     Args:
-        address: ipc://.
-        transport: "auto" (the best there is), "zmq" or "shm".
+        address: an ipc:// address.
+        transport: "auto" (the fastest available), "zmq" or "shm".
         timeout: seconds to wait for a server that is still starting.
     """
 
@@ -51,9 +51,9 @@ class LocalLink(ControlLink):
         self._spin_us = _spin_us()
         self._traces = _wants_traces()
         self.scoreboard: Scoreboard | None = None
-        self._channels: weakref.WeakSet[WeightsChannel] = weakref.WeakSet()  # each its publisher's or reader's
+        self._channels: weakref.WeakSet[WeightsChannel] = weakref.WeakSet()  # each belongs to a publisher or reader
         self._info = ServerMessage()
-        self._entering: tuple[Scoreboard, int] | None = None  # a lane that is locked, and not yet a Lane's
+        self._entering: tuple[Scoreboard, int] | None = None  # a lane that is locked, but has no Lane yet
         self._greet_first(timeout)
 
     def close(self, linger: int = 200) -> None:
@@ -66,12 +66,12 @@ class LocalLink(ControlLink):
         super()._after_fork_in_child()
         self._channels, self._entering = weakref.WeakSet(), None
         if self.scoreboard is not None:
-            # With it go this process's holds on the parent's locks, not the locks.
+            # Closing it drops this process's descriptors of the parent's locks, not the locks themselves.
             self.scoreboard.segment.close()
             self.scoreboard = None
 
     def publisher(self, name: str, transfer: Transfer, timeout: float, driver: Driver | None = None) -> Publisher:
-        """As Link.publisher; it writes where the engines read, whatever `transfer` says."""
+        """See Link.publisher. It writes to the memory that the engines read, and ignores `transfer`."""
         return Publisher(self._channel(name, timeout)[0], owns=True, driver=driver)
 
     def weights(self, name: str, timeout: float) -> WeightsReader:
@@ -95,9 +95,11 @@ class LocalLink(ControlLink):
         return channel, message
 
     def _version_in_use(self, model: int, engines: list[int]) -> int:
-        """Of the weights that engines answer with, the oldest where several do.
+        """Return the oldest weights version that the serving engines answer with; 0 if no engine is serving.
 
-        `model` is its place on the scoreboard, and `engines` are those that compute it; empty: all.
+        Args:
+            model: the model's index on the scoreboard.
+            engines: numbers of the engines that compute it; empty: all.
         """
         scoreboard = self.scoreboard
         if scoreboard is None:
@@ -109,7 +111,7 @@ class LocalLink(ControlLink):
         return int(versions.min()) if len(versions) else 0
 
     def pause(self, timeout: float) -> Callable[[], None]:
-        """As Link.pause. The lock says that this process lives; the kernel drops it with the process."""
+        """See Link.pause. The lock shows that this process is alive; the kernel releases it when the process ends."""
         deadline = time.monotonic() + timeout
         with self._lock:
             if self.scoreboard is None or not self.scoreboard.server_lives():
@@ -124,7 +126,7 @@ class LocalLink(ControlLink):
 
         def go_on() -> None:
             try:
-                # Unanswered, the server still notices by the lock, only a little later.
+                # If this call fails, the server still notices the released lock, only a little later.
                 with contextlib.suppress(Error):
                     if not self._closed and scoreboard.server_lives():
                         self._call(1.0, pause=PauseRequest(pause=False))
@@ -135,9 +137,9 @@ class LocalLink(ControlLink):
             self._call(max(0.1, deadline - time.monotonic()), pause=PauseRequest(pause=True))
             while (busy := np.flatnonzero((engines["state"] == EngineState.SERVING) & (engines["paused"] == 0))).size:
                 if not scoreboard.server_lives():
-                    raise ServerGone("the server ended while its engines were to pause")
+                    raise ServerGone("the server ended before its engines paused")
                 if time.monotonic() > deadline:
-                    raise Timeout(f"engine {busy[0]} has been in a batch for {timeout:.1f} s: give more time")
+                    raise Timeout(f"engine {busy[0]} has been in a batch for {timeout:.1f} s: increase the time-out")
                 time.sleep(_PAUSE_POLL)
         except BaseException:
             go_on()
@@ -148,13 +150,13 @@ class LocalLink(ControlLink):
         deadline = time.monotonic() + timeout
         while not (told := self._call(max(0.1, deadline - time.monotonic()), bind=request).binding).settled:
             if time.monotonic() > deadline:
-                raise Timeout(f"engines have not opened device memory, or let go of it, within {timeout:.1f} s")
+                raise Timeout(f"engines have not opened or released device memory within {timeout:.1f} s")
             time.sleep(_BIND_POLL)
         if told.reason:
             raise Refused(told.reason)
 
     def lease(self, name: str, rows: int, timeout: float) -> tuple[Lane, ModelSpec, int]:
-        """As Link.lease: a lane, locked, its arena mapped; from a new server where the old one is gone."""
+        """See Link.lease. The lane is locked and its arena mapped. If the server was replaced, the new one is used."""
         deadline = time.monotonic() + timeout
         with self._lock:
             if self.scoreboard is None or not self.scoreboard.server_lives():
@@ -167,13 +169,13 @@ class LocalLink(ControlLink):
                     raise Busy(f"lane {lease.lane} of {name!r} is locked by another client")
 
     def enter(self, lease: Lease) -> Lane | None:
-        """Take up a lane that was granted: lock it, map its arena; None where another client has it locked.
+        """Lock a leased lane and map its arena; return None if another client has it locked.
 
-        Its last holder let the grant lapse and locked it late; the server will find it locked and skip it.
+        That client's lease expired before it locked the lane. The server will find the lane locked and skip it.
         """
         scoreboard = self.scoreboard
         assert scoreboard is not None
-        if (left := self._entering) is not None:  # an earlier attempt was broken off
+        if (left := self._entering) is not None:  # an earlier attempt was interrupted
             unlock(left[0].segment.fd, LANE_LOCK + left[1])
             self._entering = None
         try:
@@ -196,7 +198,7 @@ class LocalLink(ControlLink):
         return lane
 
     def _lane(self, scoreboard: Scoreboard, lease: Lease) -> Lane:
-        """The lane of a lease whose lock is held; it is closed, or collected, before the lock goes."""
+        """Create the lane of a lease whose lock is held. It is closed, or collected, before the lock is released."""
         with ExitStack() as undo:
             arena = Arena.attach(lease.model.arena, ArenaLayout(spec_of(lease.model), lease.model.arena_rows))
             undo.callback(arena.close)
@@ -221,7 +223,7 @@ class LocalLink(ControlLink):
             return lane
 
     def _release(self, scoreboard: Scoreboard, lease: Lease) -> None:
-        # Unanswered, the server still notices by the lock, only a little later.
+        # If this call fails, the server still notices the released lock, only a little later.
         with contextlib.suppress(Error):
             if not self._closed and scoreboard.server_lives():
                 self._control.call(
@@ -229,11 +231,11 @@ class LocalLink(ControlLink):
                 )
 
     def _greet(self, timeout: float) -> None:
-        """Say hello and map the scoreboard of the server that answers."""
+        """Exchange hello messages and map the scoreboard of the server that answers."""
         missing = ""
         while True:
             self._info = self._call(timeout, hello=self.hello()).server
-            self.scoreboard = None  # lanes of it go on looking at it, and learn from it that their server is gone
+            self.scoreboard = None  # existing lanes still read it, and see there that their server is gone
             try:
                 scoreboard = Scoreboard.attach(self._info.scoreboard)
                 weakref.finalize(scoreboard, scoreboard.segment.close)
@@ -242,10 +244,10 @@ class LocalLink(ControlLink):
             except SharedMemoryError as error:
                 if self._info.scoreboard == missing:
                     raise _foreign_memory(self._address, missing, error) from error
-                missing = self._info.scoreboard  # it may have stopped just now: who answers next tells
+                missing = self._info.scoreboard  # it may have just stopped: the next answer shows it
 
     def _open_transport(self, scoreboard: Scoreboard, lease: Lease) -> Transport:
-        """The transport that was asked for; with "auto" the native one where this install has it."""
+        """Open the requested transport; for "auto", shm if this install has the native core, otherwise zmq."""
         if self._transport in ("auto", "shm"):
             try:
                 from jurybox.client.transports.shm import ShmTransport
@@ -262,7 +264,7 @@ class LocalLink(ControlLink):
 
 
 def _foreign_memory(address: str, scoreboard: str, error: SharedMemoryError) -> SharedMemoryError:
-    """A server that answers has its memory somewhere; this says why that is not where this process looks."""
+    """Return an error that states why this process cannot map the shared memory of a server that answers."""
     if isinstance(error.__cause__, PermissionError):
         why = f"is closed to user {os.getuid()}: run this process as the server's user"
     else:
@@ -290,7 +292,7 @@ def _wants_traces() -> bool:
 
 
 def _traced(transport: Transport, model: str, scoreboard: str, lane: int) -> Transport:
-    """The transport with traces around it; OpenTelemetry is imported here, and nowhere where it is not wanted."""
+    """Wrap the transport to trace its tickets. OpenTelemetry is imported only here, if it is wanted."""
     try:
         from jurybox.client.tracing import traced
     except ImportError as error:

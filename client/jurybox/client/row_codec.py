@@ -1,4 +1,4 @@
-"""What a caller gives becomes rows of a lane, and rows become what a caller gets."""
+"""Convert a caller's inputs to rows of a lane, and rows to the outputs that a caller receives."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from jurybox.protocol.arena import Columns
 from jurybox.protocol.errors import Refused, SpecMismatch, plain
 from jurybox.protocol.spec import BYTES, ModelSpec, TensorSpec
 
-SESSIONS = ""  # among checked inputs, the records of arena.SESSION; no tensor has this name
+SESSIONS = ""  # the key of the arena.SESSION records among checked inputs; no tensor has this name
 
-Checked = dict[str, Any]  # inputs by name, each as its codec keeps it
+Checked = dict[str, Any]  # inputs by name, each in its codec's internal form
 
 
 class PlainRows:
@@ -24,7 +24,7 @@ class PlainRows:
         self.spec = spec
 
     def checked(self, inputs: Any) -> tuple[Checked, int]:
-        """The inputs by name, each fitting the spec, and the number of rows. Raises SpecMismatch."""
+        """Check inputs against the spec; return them by name, and the number of rows. Raises SpecMismatch."""
         named = self._named(inputs)
         given = {name: np.asarray(named[name]) for name in self.spec.inputs}
         first = next(iter(given.values()))
@@ -34,7 +34,7 @@ class PlainRows:
         return given, n
 
     def one(self, row: Any) -> tuple[Checked, int]:
-        """As `checked`, of a single row. Raises SpecMismatch in the words of who passed it."""
+        """Like `checked`, for a single row. Raises SpecMismatch; its message describes one row."""
         named = self._named(row)
         given = {name: np.asarray(named[name]) for name in self.spec.inputs}
         for name, spec in self.spec.inputs.items():
@@ -42,25 +42,25 @@ class PlainRows:
         return {name: value[None] for name, value in given.items()}, 1
 
     def put(self, columns: Columns, given: Checked, at: int, n: int, first: int) -> None:
-        """Write rows `at` to `at + n` of what was given to the rows from `first` on."""
+        """Write rows `at` to `at + n` of checked inputs to the lane's rows from `first`."""
         for name, array in given.items():
             columns.inputs[name][first : first + n] = array[at : at + n]
 
     def take(self, columns: Columns, first: int, n: int) -> dict[str, Any]:
-        """Copies of the outputs of n rows, by name."""
+        """Return copies of the outputs of n rows, by name."""
         return {name: array[first : first + n].copy() for name, array in columns.outputs.items()}
 
     def room(self, n: int) -> dict[str, Any]:
-        """Where the outputs of n rows are collected."""
+        """Allocate the arrays, or lists, for the outputs of n rows."""
         return {name: np.empty((n, *spec.shape), spec.numpy_dtype) for name, spec in self.spec.outputs.items()}
 
     def take_into(self, columns: Columns, first: int, n: int, outputs: dict[str, Any], at: int) -> None:
-        """Copy the outputs of n rows to rows `at` and after of a `room`."""
+        """Copy the outputs of n rows to rows `at` and after of `outputs`, which `room` allocated."""
         for name, array in outputs.items():
             array[at : at + n] = columns.outputs[name][first : first + n]
 
     def place(self, outputs: dict[str, Any], at: int, n: int, given: Any) -> None:
-        """Write outputs as a caller gets them to rows `at` to `at + n` of a `room`."""
+        """Write outputs in the caller's form to rows `at` to `at + n` of `outputs`, which `room` allocated."""
         for name, rows in outputs.items():
             rows[at : at + n] = given[name] if len(outputs) > 1 else given
 
@@ -95,14 +95,15 @@ class PlainRows:
 
 
 class OpenRows(PlainRows):
-    """As PlainRows, where rows differ in size or are of sessions.
+    """Like PlainRows, for rows of variable size or of sessions.
 
-    Of a tensor whose rows differ in size a sequence of n arrays goes in (or one array, where they happen to be equal),
-    and a list of n arrays comes out; of dtype "bytes" a sequence of n bytes or str, and a list of bytes.
+    For a tensor of variable size, the input is a sequence of n arrays (or one array, if all rows have the same size)
+    and the output is a list of n arrays. For dtype "bytes", the input is a sequence of n bytes or str, and the output
+    is a list of bytes.
     """
 
     def checked(self, inputs: Any) -> tuple[Checked, int]:
-        """As PlainRows.checked; a tensor of variable size is kept as a list of (flat array, extents)."""
+        """Like PlainRows.checked; a tensor of variable size becomes a list of (flat array, extents)."""
         named = self._named(inputs)
         given: Checked = {}
         counts = {}
@@ -210,13 +211,13 @@ class OpenRows(PlainRows):
 
 
 def utf8(what: str, text: str) -> bytes:
-    """A text as it travels.
+    """Encode text as UTF-8.
 
     Args:
-        what: whose it is, for the message.
+        what: what the text belongs to, for the error message.
 
     Raises:
-        SpecMismatch: half a surrogate pair is in it, as decoding with errors="surrogateescape" leaves them.
+        SpecMismatch: it contains a lone surrogate, such as decoding with errors="surrogateescape" produces.
     """
     try:
         return text.encode()
@@ -224,22 +225,22 @@ def utf8(what: str, text: str) -> bytes:
         raise SpecMismatch(
             f"{what}: expected text, came {text[error.start]!a} at character {error.start}, "
             "half a surrogate pair, which UTF-8 cannot carry: decode it with errors='replace' where it comes "
-            "from, or give bytes"
+            "from, or pass bytes"
         ) from None
 
 
 def codec_of(spec: ModelSpec) -> PlainRows:
-    """The codec of a model's rows."""
+    """Return the codec for a model's rows."""
     return OpenRows(spec) if spec.open else PlainRows(spec)
 
 
 def shaped(outputs: dict[str, Any]) -> Any:
-    """Outputs as a caller gets them: the only one by itself, several by name."""
+    """Return outputs in the caller's form: a single output itself, several as a dict by name."""
     return next(iter(outputs.values())) if len(outputs) == 1 else outputs
 
 
 def words(spec: ModelSpec) -> str:
-    """A spec in words."""
+    """Return a one-line description of a spec, for messages."""
     inputs = ", ".join(f"{name} {tensor}" for name, tensor in spec.inputs.items())
     outputs = ", ".join(f"{name} {tensor}" for name, tensor in spec.outputs.items())
     return f"{inputs} -> {outputs}"

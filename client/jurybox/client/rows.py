@@ -18,12 +18,12 @@ from jurybox.protocol.forks import Closing
 
 
 class Rows(Closing):
-    """Zero-copy use of a model: write to `inputs`, `infer`, read `outputs`. Use it in a ``with``.
+    """Zero-copy use of a model: write to `inputs`, `infer`, read `outputs`. Use it in a ``with`` statement.
 
     Attributes:
-        inputs, outputs: arrays of shape (n, *row shape) by name, views of shared memory. Valid inside the ``with``. A
-            tensor of variable size has shape (n, capacity) here; `place` and `row` give its rows.
-        version: of the weights that computed the outputs; 0 before the first `infer`.
+        inputs, outputs: arrays of shape (n, *row shape) by name, views of shared memory. Valid in the ``with`` block.
+            A tensor of variable size has shape (n, capacity) here; `place` and `row` return its rows.
+        version: weights version that computed the outputs; 0 before the first `infer`.
     """
 
     def __init__(self, turns: Turns, lane: Lane, first: int, rows: int, max_batch: int) -> None:
@@ -43,7 +43,7 @@ class Rows(Closing):
 
     @property
     def leased(self) -> tuple[int, int]:
-        """The lane whose rows these are, and its lease."""
+        """The server's numbers of the lane of these rows and of its lease."""
         return self._lane.leased
 
     def place(self, name: str, row: int, shape: int | tuple[int, ...]) -> NDArray[Any]:
@@ -53,7 +53,7 @@ class Rows(Closing):
             cv2.resize(photo, (width, height), dst=rows.place("image", 0, (height, width, 3)))
 
         Raises:
-            SpecMismatch: the shape does not fit the spec, or is beyond its capacity.
+            SpecMismatch: the shape does not match the spec, or exceeds its capacity.
         """
         self._check()
         spec = self._lane.codec.spec.inputs[name]
@@ -82,13 +82,13 @@ class Rows(Closing):
 
         Raises:
             Timeout: no answer in time. The rows can be used again once the engine has answered.
-            Busy: a request on these rows that timed out earlier is still with the engine.
+            Busy: an engine still has an earlier request for these rows that timed out.
             ModelFailed: the model raised.
             ServerGone, Refused: the lane is lost; call `Model.rows` again.
         """
         n = self.rows if rows is None else rows
         if not 0 < n <= self.rows:
-            raise ValueError(f"rows={n}: these are {self.rows} rows")
+            raise ValueError(f"rows={n}: expected 1 to {self.rows}")
         deadline = self._turns.deadline(timeout)
         self._turns.run(lambda: self._infer(n, deadline, version), deadline)
 
@@ -115,7 +115,7 @@ class Rows(Closing):
             raise row_failed(lane.model, errors, n, None, self.version)
 
     def close(self) -> None:
-        """Release the rows. Rows that an engine may still write to become free when it has answered."""
+        """Release the rows. Rows that an engine may still write to become free once it has answered."""
         self.inputs, self.outputs = {}, {}
         self._lane.release(self)
 
@@ -123,23 +123,20 @@ class Rows(Closing):
         lane = self._lane
         if lane.gone is not None:
             self.close()
-            raise Refused(f"these rows are no longer yours ({lane.gone}): take rows again")
+            raise Refused(f"these rows are no longer yours ({lane.gone}): call rows() again")
         if not self.inputs:
-            raise Refused("these rows were given back: take rows again")
+            raise Refused("these rows were released: call rows() again")
         if lane.in_flight and lane.asked(self.first, self.rows):
             lane.look_after()
             if lane.asked(self.first, self.rows):
-                raise Busy(
-                    "an earlier request on these rows was not waited for to its end and is still with the engine: "
-                    "wait, or take other rows"
-                )
+                raise Busy("an engine still has an earlier request for these rows: wait, or take other rows")
 
 
 class CallRow:
-    """Rows that are reused from call to call: a call is a copy in, a request and a copy out.
+    """Rows that are reused from call to call: a call copies the input in, sends a request and copies the outputs out.
 
     Args:
-        rows: how many. None: one, given and answered without a dimension of rows.
+        rows: number of rows. None: one row, whose input and outputs have no leading dimension of rows.
     """
 
     __slots__ = (
@@ -159,7 +156,7 @@ class CallRow:
         self.first, self.rows = first, rows or 1
         self._single = rows is None
         self.lane = lane
-        self.answer: Answer | None = None  # the last one, where it did not come at once
+        self.answer: Answer | None = None  # the last one, if it did not arrive within the native call
         lane.hold(self)
         columns, spec = lane.columns, lane.codec.spec
         ((name, only),) = spec.inputs.items() if len(spec.inputs) == 1 else (("", None),)
@@ -168,7 +165,7 @@ class CallRow:
             first,
             self.rows,
             only,
-            # A tensor of rows of any size is written row by row.
+            # Rows of variable size are written one by one.
             None if only is None or (rows and only.variable) else self._rows_of(columns.inputs[name], rows),
             columns.input_extents[name][first] if only is not None and only.variable and not rows else None,
             None
@@ -182,15 +179,15 @@ class CallRow:
 
     def _rows_of(self, array: NDArray[Any], rows: int | None) -> NDArray[Any]:
         own = array[self.first : self.first + self.rows]
-        return own if rows else own.reshape(array.shape[1:])  # indexing a row of scalars would give a copy
+        return own if rows else own.reshape(array.shape[1:])  # indexing would copy a scalar row
 
     def _prepare(self) -> None:
-        """For the engine that serves now."""
+        """Create the native caller for the engine that is serving now."""
         self._call, self._incarnation = self.lane.caller(self._place)
         self._renew()
 
     def _renew(self) -> None:
-        """An object for the next call, the last one's being in flight still."""
+        """Create the ticket object of the next call; the last one may still be in flight."""
         self._ticket = InFlight(0, self.first, self.rows, 0, 0)
         self._ticket.engine, self._ticket.incarnation = self.lane.first_engine, self._incarnation
 
@@ -202,16 +199,17 @@ class CallRow:
 
     @property
     def version(self) -> int:
-        """Of the weights that answered the last call; for who sets `answer` to None before it."""
+        """The weights version of the last call. Valid only if `answer` was set to None before that call."""
         if self.answer is not None or self._call is None:
             return self.answer.version if self.answer is not None else 0
         return self._call.version
 
     def ask(self, row: Any, seconds: float) -> Any:
-        """The outputs: copies, as a caller gets them.
+        """Compute the rows and return copies of the outputs, in the form that `Model.infer` returns them.
 
         Args:
-            row: what goes in, C-contiguous, of the only input's dtype; or what the lane's codec made of it.
+            row: the input, C-contiguous, of the only input's dtype; or the output of the lane's codec.
+            seconds: the time-out.
         """
         lane = self.lane
         if type(row) is dict:
@@ -220,7 +218,7 @@ class CallRow:
         if (call := self._call) is None or lane.in_flight:
             return self._ask(row, seconds)
         ticket = self._ticket
-        ticket.answer = None  # an earlier call, broken off, may have left one
+        ticket.answer = None  # an interrupted earlier call may have left one
         lane.sequence = ticket.sequence = sequence = lane.sequence + 1
         lane.in_flight[sequence] = ticket
         result = call(row, sequence, seconds)
@@ -230,18 +228,18 @@ class CallRow:
         return self._failed(result, ticket, row, seconds)
 
     def close(self) -> None:
-        """Give the rows back; those in flight go free when the engine has answered."""
+        """Release the rows; those in flight become free once the engine has answered."""
         self.lane.release(self)
 
     def _ask(self, row: Any, seconds: float) -> Any:
-        """As `ask`, through the lane."""
+        """Like `ask`, through the lane."""
         lane = self.lane
         if row is not None and not self._place.write(row):
             lane.codec.put(lane.columns, self._checked(row), 0, self.rows, self.first)
         return self._answered(lane.ask(self.first, self.rows, seconds))
 
     def _checked(self, row: Any) -> Checked:
-        """As the codec has it. Raises SpecMismatch."""
+        """Return the input as the codec checked it. Raises SpecMismatch."""
         codec = self.lane.codec
         return (codec.one(row) if self._single else codec.checked(row))[0]
 
@@ -252,7 +250,7 @@ class CallRow:
         return self._taken() if self._place.outputs is None else self._place.copied()
 
     def _failed(self, code: int, ticket: InFlight, row: Any, seconds: float) -> Any:
-        """The native call gave no outputs: fall back to the lane, or raise."""
+        """Handle a native call that returned no outputs: fall back to the lane, or raise."""
         lane, call = self.lane, self._call
         assert call is not None
         if code == NOT_ANSWERED:
@@ -273,7 +271,7 @@ class CallRow:
         raise lane.failure(Answer(ticket.sequence, code, message, call.version, 0), self.first, self.rows)
 
     def _taken(self) -> Any:
-        """Outputs of which some differ in size."""
+        """Copy outputs that include tensors of variable size."""
         outputs = self.lane.codec.take(self.lane.columns, self.first, self.rows)
         if self._single:
             outputs = {name: value[0] for name, value in outputs.items()}

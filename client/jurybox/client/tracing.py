@@ -1,12 +1,13 @@
-"""Traces of tickets with OpenTelemetry, from the client to the reply. Imported only where JURYBOX_TRACES is true.
+"""OpenTelemetry traces of tickets, from sending to the answer. Imported only if JURYBOX_TRACES is true.
 
-    infer photo          client: from sending the ticket to having its answer; a child of the caller's current span
+    infer photo          client: from sending the ticket to receiving its answer; a child of the caller's current span
     |- queue             until its batch began
     |- batch             gather, forward, scatter; with the batch's rows and tickets, and the engine
-    `- reply             until the client had the answer
+    `- reply             until the client received the answer
 
-The children are made here too, from what the engine leaves in jurybox.protocol.timings: the engine's loop exports
-nothing and knows no span. Where the server leaves nothing (server.traces is false) there is the outer span alone.
+The client creates the child spans as well, from the times that the engine records in jurybox.protocol.timings: the
+engine's loop exports nothing and has no spans. If the server records no times (server.traces is false), there is only
+the outer span.
 """
 
 from __future__ import annotations
@@ -28,14 +29,14 @@ from jurybox.protocol.wire import build_version
 if TYPE_CHECKING:
     import asyncio
 
-_MOST_OPEN = 4096  # spans; the oldest is ended when there are more: nobody waits for its answer any more
+_MOST_OPEN = 4096  # spans; if there are more, the oldest is ended, as its caller no longer waits for the answer
 
 
 def traced(transport: Transport, model: str, scoreboard: str, lane: int) -> Transport:
-    """A transport whose tickets are traced; spans go where the process's tracer provider says.
+    """Wrap a transport to trace its tickets. Spans go to the process's tracer provider.
 
-    Where the process has none, one is set up that exports by OTLP over HTTP, as the OTEL_ variables tell it.
-    `scoreboard` is the name of the server's.
+    If the process has no provider, one is set up that exports by OTLP over HTTP, configured by the OTEL_ variables.
+    `scoreboard` is the name of the server's scoreboard.
     """
     if isinstance(trace.get_tracer_provider(), ProxyTracerProvider):
         _export()
@@ -47,12 +48,12 @@ def traced(transport: Transport, model: str, scoreboard: str, lane: int) -> Tran
 
 
 class TracedTransport(Transport):
-    """A transport around a transport. It has no `caller`: every ticket is to be seen here.
+    """A wrapper around a transport that traces its tickets. It has no `caller`, so that it sees every ticket.
 
     Args:
-        model: name for the spans.
-        lane: whose tickets these are.
-        timings: what the engines leave; None where they leave nothing.
+        model: the model's name, for the spans.
+        lane: the number of the lane.
+        timings: the times that the engines record; None if they record none.
     """
 
     def __init__(self, transport: Transport, model: str, lane: int, timings: Timings | None, tracer: Tracer) -> None:
@@ -61,7 +62,7 @@ class TracedTransport(Transport):
         self._lane = lane
         self._timings = timings
         self._tracer = tracer
-        self._open: dict[int, tuple[Span, InFlight, int]] = {}  # by sequence; with the offset to seconds since 1970
+        self._open: dict[int, tuple[Span, InFlight, int]] = {}  # by sequence; with the offset in ns to time since 1970
 
     def send(self, ticket: InFlight) -> None:
         self._begin(ticket)
@@ -94,7 +95,7 @@ class TracedTransport(Transport):
         self._transport.close()
 
     def forked(self) -> None:
-        """As Transport.forked; the spans are the parent's."""
+        """See Transport.forked. The spans belong to the parent."""
         self._open.clear()
         if self._timings is not None:
             self._timings.close()
@@ -111,7 +112,7 @@ class TracedTransport(Transport):
             "jurybox.model": self._model,
             "jurybox.rows": ticket.rows,
             "jurybox.lane": self._lane,
-            "jurybox.sequence": str(ticket.sequence),  # 64 bits, which attributes of type int do not hold
+            "jurybox.sequence": str(ticket.sequence),  # 64 bits unsigned, too large for an int attribute
         }
         began = ticket.submitted + offset
         span = self._tracer.start_span(f"infer {self._model}", kind=SpanKind.CLIENT, attributes=attributes,
@@ -157,7 +158,7 @@ class TracedTransport(Transport):
 
 
 def _export() -> None:
-    """Set up a provider of our own. Its last spans are exported when the process ends."""
+    """Set up a tracer provider. Its last spans are exported when the process ends."""
     from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
     from opentelemetry.sdk.resources import SERVICE_NAME, OTELResourceDetector, Resource
     from opentelemetry.sdk.trace import TracerProvider

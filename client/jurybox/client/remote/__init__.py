@@ -1,1 +1,1 @@
-"""Ways to a server on another host: the same lanes, with the rows in this process and their bytes in the messages."""
+"""Links to a server on another host: the same lanes, with rows in this process whose bytes are sent in messages."""

@@ -1,1 +1,1 @@
-"""Ways to an engine, seen from the client."""
+"""The client's transports to an engine."""

@@ -1,4 +1,4 @@
-"""What a model asks of a way to the engines."""
+"""The interface of the transports between a lane and its engines."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from jurybox.protocol.wire import PACK_REPLY, PREFIX, prefix_error
 if TYPE_CHECKING:
     import asyncio
 
-# What a Caller returns where there is no answer's code; the native core has the same.
+# Results of a Caller that are not an answer's code. The native core uses the same values.
 NOT_SENT = -1
 NOT_ANSWERED = -2
 NOT_FIT = -3
@@ -27,7 +27,7 @@ _HEAD = len(PREFIX) + PACK_REPLY.size
 
 
 def read_reply(frame: bytes, sender: str) -> Answer:
-    """The answer in a frame of wire.PACK_REPLY. Raises ProtocolMismatch, naming the sender, where it is none."""
+    """Parse a frame of wire.PACK_REPLY. Raises ProtocolMismatch, naming the sender, if it is not a reply."""
     if len(frame) < _HEAD or frame[: len(PREFIX)] != PREFIX:
         wrong = prefix_error(frame) or f"{len(frame)} bytes"
         raise ProtocolMismatch(f"{sender} answered what is no reply: {wrong}")
@@ -36,7 +36,7 @@ def read_reply(frame: bytes, sender: str) -> Answer:
 
 
 class Watching:
-    """An event loop that is told when answers may have come. Made in the loop's thread."""
+    """An event loop that is notified when answers may have arrived. Create it in the loop's thread."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, arrived: Callable[[], None]) -> None:
         self.loop = loop
@@ -46,22 +46,22 @@ class Watching:
 
     @property
     def on(self) -> bool:
-        """False once the loop has been closed: asyncio.run has returned, and the client goes on without it."""
+        """False once the loop is closed: asyncio.run has returned, but the client may still be in use."""
         return not self.loop.is_closed()
 
     def tell(self) -> None:
-        """Have the loop look for answers, from any thread."""
+        """Make the loop check for answers. May be called from any thread."""
         if self._thread == threading.get_ident():
             self.loop.call_soon(self._arrived)
         elif self.on:
             self.loop.call_soon_threadsafe(self._arrived)
 
     def read(self, descriptor: int) -> None:
-        """Tell the loop when the descriptor becomes readable."""
+        """Notify the loop when the descriptor becomes readable."""
         self._do(lambda: self.loop.add_reader(descriptor, self._arrived))
 
     def unread(self, descriptor: int) -> None:
-        """No longer, since it is about to be closed."""
+        """Stop watching a descriptor that is about to be closed."""
         self._do(lambda: self.loop.remove_reader(descriptor))
 
     def _do(self, action: Callable[[], object]) -> None:
@@ -74,16 +74,17 @@ class Watching:
 
 
 class RowPlace(NamedTuple):
-    """Rows of the arena that are kept from call to call, and the engine that is asked for them.
+    """Rows of the arena that are reused from call to call, and the engine that computes them.
 
     Attributes:
-        first, rows: their numbers.
-        spec: of the model's only input; None where it has several.
-        input: where its rows go; None where inputs are written before the call.
-        extents: where the sizes of a row of any size go, int64 (k,); None where rows have one shape.
-        outputs: the rows of the only output, or of all outputs by name; None where they are read after the call.
-        engine: its record of scoreboard.ENGINE, shape (1,); `incarnation` is the life of it that is meant, and
-            `number` its place on the scoreboard.
+        first, rows: the first row and the number of rows.
+        spec: the spec of the model's only input; None if it has several.
+        input: the array to write the input to; None if inputs are written before the call.
+        extents: the array for the sizes of a row of variable size, int64 (k,); None if rows have a fixed shape.
+        outputs: the rows of the only output, or of all outputs by name; None if they are read after the call.
+        engine: the engine's record of scoreboard.ENGINE, shape (1,).
+        incarnation: the engine's incarnation that the calls are for.
+        number: the engine's index on the scoreboard.
     """
 
     first: int
@@ -97,7 +98,7 @@ class RowPlace(NamedTuple):
     number: int = 0
 
     def write(self, row: NDArray[Any] | bytes) -> bool:
-        """Copy what goes in; False where it does not fit."""
+        """Copy the input to the rows; return False if its shape does not match."""
         if self.input is None or self.spec is None:
             return False
         array = np.frombuffer(row, self.input.dtype) if type(row) is bytes else np.asarray(row)
@@ -114,43 +115,47 @@ class RowPlace(NamedTuple):
         return True
 
     def copied(self) -> Any:
-        """Copies of the outputs."""
+        """Return copies of the outputs."""
         if type(self.outputs) is dict:
             return {name: array.copy() for name, array in self.outputs.items()}
         return None if self.outputs is None else self.outputs.copy()
 
 
 class Caller(Protocol):
-    """Copies rows in, sends their ticket and waits LOOK_AFTER at most, while nothing else is in flight on the lane."""
+    """Makes whole calls: copies rows in, sends their ticket and waits at most LOOK_AFTER seconds for the answer.
+
+    Call it only while no other ticket is in flight on the lane.
+    """
 
     def __call__(self, row: NDArray[Any] | bytes | None, sequence: int, seconds: float) -> Any:
-        """Ask for the rows of a RowPlace.
+        """Send a request for the rows of a RowPlace and wait for its answer.
 
         Args:
-            row: C-contiguous, of the input's dtype; None where it is written already.
+            row: C-contiguous, of the input's dtype; None if it is already written.
 
         Returns:
-            As RowPlace.copied, or an int that says why there is nothing: a failure's code, NOT_FIT where the row does
-            not fit its place, NOT_SENT where the engine serves no more, NOT_ANSWERED where no answer came in time.
+            The result of RowPlace.copied, or an int if there are no outputs: a failure's code, NOT_FIT if the row's
+            shape does not match, NOT_SENT if the engine is no longer serving, or NOT_ANSWERED if no answer arrived in
+            time.
         """
 
     @property
     def version(self) -> int:
-        """Of the weights that answered last."""
+        """The weights version of the last answer."""
 
     def message(self) -> str:
-        """What the last failure said."""
+        """Return the message of the last failure."""
 
 
 class SocketCaller(Caller):
-    """A caller that reads replies from a socket: the engine's record, and what the last reply was."""
+    """The common part of callers that read replies from a socket: the engine's record and the last reply."""
 
     def __init__(self, place: RowPlace, engine: NDArray[Any]) -> None:
         self._place = place
         self._states = engine["state"]
         self._incarnations = engine["incarnation"]
         self._message = ""
-        self._reply: bytes | Answer = b""  # the last one; parsed where somebody asks for its version
+        self._reply: bytes | Answer = b""  # the last reply; parsed only if its version is read
 
     @property
     def version(self) -> int:
@@ -162,45 +167,48 @@ class SocketCaller(Caller):
 
 
 class Transport(Protocol):
-    """Carries tickets of one lane to engines and answers back. Not thread-safe: the model sees to that.
+    """Carries tickets of one lane to engines and their answers back. Not thread-safe: the model's lock serializes it.
 
-    KeyboardInterrupt may leave any method at any point, and what was returned may be lost with it. Therefore `holds`:
-    a transport always knows which tickets it has sent and not seen the answers of.
+    A KeyboardInterrupt may leave any method at any point, and its return value may be lost. Therefore a transport
+    always knows which tickets it has sent and not received an answer for; `holds` reports it.
 
-    `send`, `exchange` and `caller` raise TooManyFiles where the way to the engine has to be opened and cannot be.
+    `send`, `exchange` and `caller` raise TooManyFiles if a connection to the engine is needed and cannot be opened.
     """
 
     def send(self, ticket: InFlight) -> None:
         """Send without waiting."""
 
     def exchange(self, ticket: InFlight, timeout: float) -> Answer | None:
-        """Send a ticket while no other is waited for and wait for its answer; None when none came in time."""
+        """Send a ticket and wait for its answer; return None if none arrived in time.
+
+        Call it only while no other ticket is in flight.
+        """
         self.send(ticket)
         until = time.monotonic() + timeout
         while (left := until - time.monotonic()) > 0:
             for answer in self.receive(left):
                 if answer.sequence in (ticket.sequence, 0):
-                    return answer  # nothing else is waited for
+                    return answer  # no other ticket is in flight
         return None
 
     def caller(self, place: RowPlace) -> Caller | None:
-        """What makes whole calls for these rows to the only engine there is.
+        """Return a caller for these rows to the model's only engine.
 
-        None where there are several, and where nothing would be gained by it, as over a network.
+        None if it would not be faster, for example over a network.
         """
         return None
 
     def receive(self, timeout: float) -> Sequence[Answer]:
-        """Answers that came, after at most `timeout` seconds; empty when none did."""
+        """Return the answers that have arrived, after at most `timeout` seconds; empty if there are none."""
 
     def holds(self, ticket: InFlight) -> bool:
-        """Whether the ticket was sent to its engine, in its incarnation, and no answer was taken in yet."""
+        """Return whether the ticket was sent to its engine's incarnation and its answer has not been received yet."""
 
     def watch(self, loop: asyncio.AbstractEventLoop, arrived: Callable[[], None]) -> None:
-        """Have `arrived` called in the loop's thread whenever answers may have come. Called in that thread."""
+        """Call `arrived` in the loop's thread whenever answers may have arrived. Call this method in that thread."""
 
     def close(self) -> None:
-        """Let go; tickets in flight stay unanswered."""
+        """Release all resources. Tickets in flight are never answered."""
 
     def forked(self) -> None:
-        """In a forked child: close inherited descriptors, and touch nothing that the parent uses."""
+        """Close inherited descriptors in a forked child, without affecting the parent."""
