@@ -299,8 +299,8 @@ class Server(Closing):
         """Open the learner's end of a model's weights channel. A model has one publisher at a time.
 
         Args:
-            transfer: over grpc://, what is sent: "exact", all weights; "changed", only the values that changed since
-                the last publication, also exact; "bfloat16", half the bytes of float32 at lower precision. On the
+            transfer: over grpc://, what is sent: "exact", all weights; "changed", only the 1 MiB chunks that changed
+                since the last publication, also exact; "bfloat16", half the bytes of float32 at lower precision. On the
                 server's host, publications go through shared memory and are exact.
             device: index of the GPU that holds the published tensors. Engines on that GPU then copy them on the device
                 instead of from host memory. This takes twice the weights' bytes of device memory, until this process

@@ -1,9 +1,9 @@
-"""ZeroMQ without libzmq: a DEALER's connection to a ROUTER over a socket of the caller's own.
+"""ZeroMQ without libzmq: a DEALER's connection to a ROUTER over a socket that the caller's thread reads and writes.
 
-libzmq hands each message to a thread of its own, and each answer comes back from it. For a request that takes less
-than a tenth of a millisecond these two wake-ups are the most of what it costs its client. So where the native core is
-there, and no CURVE is spoken, the caller's thread reads and writes the socket itself (native/serving/zmtp.hpp). On the
-other side nothing differs.
+libzmq passes each message to its own I/O thread, and receives each answer through it. For a request of less than a
+tenth of a millisecond, these two wake-ups are most of the client's cost. So if the native core is available and CURVE
+is not used, the caller's thread reads and writes the socket itself (native/serving/zmtp.hpp). The peer sees no
+difference.
 """
 
 from __future__ import annotations
@@ -28,55 +28,55 @@ from jurybox.protocol.wire import PACK_REPLY, PACK_TICKET, PREFIX, lane_identity
 
 try:
     from jurybox import native
-except ImportError:  # an install without the native core goes by libzmq
+except ImportError:  # without the native core, libzmq is used
     native = None  # type: ignore[assignment]
 
 if TYPE_CHECKING:
     from jurybox.native import Zmtp
 
-_MOST_REPLY = 1 << 20  # bytes of an engine's reply, whose outputs are in the arena
-_PATIENCE = 0.02  # seconds that a send waits for room where no event loop does
-_CONNECT = 0.1  # seconds to wait for room among those that connect to an engine at once
+_MOST_REPLY = 1 << 20  # bytes; an engine's reply has no outputs, they are in the arena
+_PATIENCE = 0.02  # seconds that a send waits for buffer space if no event loop watches the socket
+_CONNECT = 0.1  # seconds to wait for space in an engine's listen queue
 _SERVING = int(EngineState.SERVING)
 _OK = bytes(4)
 HEAD = len(PREFIX) + PACK_REPLY.size
-_NAMED = len(PREFIX) + 8  # bytes of a reply: the prefix and the sequence
+_NAMED = len(PREFIX) + 8  # length of a reply's prefix and sequence in bytes
 _COMPUTED = (Code.OK, Code.MODEL_FAILED)
 FRAME = struct.Struct(f"<{len(PREFIX)}s{PACK_TICKET.format[1:]}")  # a ticket with its prefix
 
 
 def can_dial(address: str) -> bool:
-    """Whether `dial` knows the way: the native core is there, and the address is on this host or of TCP."""
+    """Return whether `dial` can connect: the native core is available, and the address is ipc:// or tcp://."""
     return native is not None and address.startswith(("ipc://", "tcp://"))
 
 
 def dial(address: str, identity: bytes, most: int, attempt: int = 0) -> Zmtp | None:
-    """Connect to a ROUTER; None where nobody listens there. The handshake is made by the first calls.
+    """Connect to a ROUTER; return None if nothing is listening there. The first calls complete the handshake.
 
     Args:
         address: ipc://path or tcp://host:port.
-        identity: the routing id; empty: the peer gives one.
-        most: bytes of the longest frame that may come.
-        attempt: its number: a host's addresses are tried one after another.
+        identity: the routing id; empty: the peer assigns one.
+        most: maximum length of a received frame in bytes.
+        attempt: number of the attempt; successive attempts try a host's addresses in turn.
 
     Raises:
-        TooManyFiles: this process may open no more.
+        TooManyFiles: this process may open no more files.
     """
     made = None
     try:
         made = _local(address.removeprefix("ipc://")) if address.startswith("ipc://") else _remote(address, attempt)
-        # The link's alone from here on: closed by two, the second time it would be somebody else's.
+        # From here on only the link owns the descriptor: closing it twice could close another file.
         descriptor = made.detach()
         try:
             return native.Zmtp(descriptor, identity, most, _PATIENCE)
-        except (RuntimeError, MemoryError):  # which leave it to us
+        except (RuntimeError, MemoryError):  # the link has not taken ownership
             os.close(descriptor)
             raise
     except OSError as error:
         if exhausted(error):
             raise TooManyFiles(f"no socket to {address}: {remedy()}") from error
         return None
-    except RuntimeError as error:  # of epoll, in the native core
+    except RuntimeError as error:  # the native core could not create its epoll descriptor
         raise TooManyFiles(f"no socket to {address}: {remedy()}") from error
     finally:
         if made is not None:
@@ -86,7 +86,7 @@ def dial(address: str, identity: bytes, most: int, attempt: int = 0) -> Zmtp | N
 def _local(path: str) -> socket.socket:
     made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        # A connection waits for room in the listener's queue, where many come at once.
+        # If many clients connect at once, wait for space in the listen queue.
         made.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("@ll", 0, int(_CONNECT * 1e6)))
         made.connect("\0" + path[1:] if path.startswith("@") else path)
     except BaseException:
@@ -96,7 +96,7 @@ def _local(path: str) -> socket.socket:
 
 
 def _remote(address: str, attempt: int) -> socket.socket:
-    """Connecting, without waiting for the other end."""
+    """Return a socket that is connecting, without waiting for the peer."""
     host, _, port = address.removeprefix("tcp://").rpartition(":")
     found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
     family, kind, protocol, _, where = found[attempt % len(found)]
@@ -113,15 +113,15 @@ def _remote(address: str, attempt: int) -> socket.socket:
 
 
 class EngineLink:
-    """The tickets that one engine was sent in one of its lives, and those of them that were sent twice.
+    """The tickets sent to one incarnation of an engine, and those that were sent twice.
 
-    Where a connection or a call broke off, nobody knows of what was in flight whether the engine has it. Such tickets
-    are sent once more, under another number. An engine answers the tickets of a lane for the same weights in the order
-    in which they came. So when the second is answered, the first is done with as well, and nothing writes to its rows
-    any more.
+    After a broken connection or an interrupted call, it is unknown whether the engine has the tickets in flight. They
+    are sent again with a second number. An engine answers a lane's tickets for the same weights in the order of their
+    arrival. So once the second copy is answered, the first one is finished as well, and the engine no longer writes to
+    its rows.
 
     Attributes:
-        arrived: messages that were taken in and not read.
+        arrived: messages that have been received and not parsed yet.
     """
 
     def __init__(self, lane: int, lease: int, incarnation: int) -> None:
@@ -129,13 +129,13 @@ class EngineLink:
         self.arrived: deque[Any] = deque()
         self._lane = lane
         self._lease = lease
-        self._doubtful: set[int] = set()  # sequences that may be answered, or were never sent
+        self._doubtful: set[int] = set()  # sequences whose state is unknown: answered, in flight or never sent
         self._again: dict[int, int] = {}  # second numbers -> sequence
-        self._settled_again: set[int] = set()  # sequences that were sent again: the second answer counts
+        self._settled_again: set[int] = set()  # sequences that were sent again: only the second answer counts
         self._numbers = itertools.count((((lease & 0xFFFFFFFF) ^ 0x80000000) << 32) + 1)
 
     def frame(self, sequence: int, first: int, rows: int, submitted: int, deadline: int, version: int) -> bytes:
-        """A ticket's bytes."""
+        """Return a ticket's bytes."""
         lane, lease = self._lane, self._lease
         return FRAME.pack(PREFIX, sequence, lease, deadline, submitted, lane, first, rows, 0, version, self.incarnation)
 
@@ -144,7 +144,7 @@ class EngineLink:
         raise NotImplementedError
 
     def answers(self) -> list[Answer]:
-        """What the replies say that were taken in."""
+        """Parse the messages that have been received and return their answers."""
         answers: list[Answer] = []
         while self.arrived:
             try:
@@ -157,22 +157,22 @@ class EngineLink:
                 if answer.code in _COMPUTED:
                     answers.append(answer._replace(sequence=sequence))
                     self._forget(sequence)
-                self._again.pop(answer.sequence, None)  # refused, it is sent again when looked after
+                self._again.pop(answer.sequence, None)  # if it was refused, `look_after` sends it again
             elif answer.code == Code.BUSY:
-                # The engine still has what was sent twice: sent again when looked after.
+                # The engine still has a ticket that was sent twice: `look_after` sends it again.
                 self._doubtful.add(answer.sequence)
             elif answer.sequence not in self._settled_again:
                 answers.append(answer)
                 self._forget(answer.sequence)
-            self.arrived.popleft()  # once it was read: a KeyboardInterrupt before loses nothing
+            self.arrived.popleft()  # only after parsing, so that a KeyboardInterrupt loses nothing
         return answers
 
     def _reply_in(self, message: Any) -> bytes:
-        """The reply in a message that was taken in."""
+        """Return the reply frame of a received message."""
         return message  # type: ignore[no-any-return]
 
     def _send_again(self, ticket: InFlight) -> int:
-        """Send a ticket once more; gives its second number."""
+        """Send a ticket again and return its second number."""
         self._settled_again.add(ticket.sequence)
         number = next(self._numbers)
         self._again[number] = ticket.sequence
@@ -185,10 +185,12 @@ class EngineLink:
 
 
 class DirectEngine(EngineLink):
-    """The connection to one engine in one of its lives; anew when it breaks, which it does only when the engine ends.
+    """The connection to one incarnation of an engine. It can be dialled again if it breaks.
+
+    It breaks only when the engine ends.
 
     Attributes:
-        link: None where nobody listened.
+        link: the socket; None if nothing was listening.
     """
 
     def __init__(self, address: str, lane: int, lease: int, incarnation: int) -> None:
@@ -199,16 +201,16 @@ class DirectEngine(EngineLink):
 
     @property
     def broken(self) -> bool:
-        """Whether nothing can be sent before `dial`."""
+        """Whether `dial` must be called before anything can be sent."""
         return self.link is None or self.link.broken
 
     @property
     def descriptor(self) -> int:
-        """Readable when answers may have come; -1 without a connection."""
+        """The descriptor that is readable when answers may have arrived; -1 without a connection."""
         return -1 if self.link is None else self.link.descriptor
 
     def dial(self) -> None:
-        """Connect, again where a connection broke."""
+        """Connect, or connect again after the connection has broken."""
         if self.link is not None:
             self.receive()
             self._doubtful.update(self.link.unanswered)
@@ -218,12 +220,12 @@ class DirectEngine(EngineLink):
         self.link = dial(self._address, lane_identity(self._lane, self._lease), _MOST_REPLY)
 
     def send(self, sequence: int, first: int, rows: int, submitted: int, deadline: int, version: int) -> None:
-        """Send a ticket; where the connection is broken it is not sent, and `has` says so."""
+        """Send a ticket. If the connection is broken it is not sent, and `has` returns False."""
         if self.link is not None:
             self.link.send(sequence, (self.frame(sequence, first, rows, submitted, deadline, version),))
 
     def exchange(self, ticket: InFlight, timeout: float) -> None:
-        """Send a ticket and take in its answer, if it comes in time."""
+        """Send a ticket and receive its answer if it arrives in time."""
         if self.link is None:
             return
         t = ticket
@@ -232,19 +234,19 @@ class DirectEngine(EngineLink):
             self.arrived.append(message)
 
     def wait(self, timeout: float) -> None:
-        """Take in what comes within so many seconds."""
+        """Wait up to `timeout` seconds and receive the messages that arrive."""
         if self.link is None:
             time.sleep(min(timeout, LOOK_AFTER))
         else:
             self.arrived.extend(self.link.receive(timeout))
 
     def receive(self) -> None:
-        """Take in every message that is there."""
+        """Receive every message that has arrived."""
         if self.link is not None:
             self.arrived.extend(self.link.receive(0))
 
     def has(self, ticket: InFlight) -> bool:
-        """Whether the engine may have the ticket, or its answer be on its way."""
+        """Return whether the engine may have the ticket, or its answer may be in transit."""
         sequence, link = ticket.sequence, self.link
         if link is not None and link.holds(sequence):
             return True
@@ -258,13 +260,13 @@ class DirectEngine(EngineLink):
         return bytes(message[0])
 
     def close(self) -> None:
-        """Close the connection; what is in flight stays unanswered."""
+        """Close the connection. Tickets in flight are never answered."""
         if self.link is not None:
             self.link.close()
 
 
 class DirectCaller(SocketCaller):
-    """Over the connection to one engine in one of its lives."""
+    """A caller over the connection to one incarnation of an engine."""
 
     def __init__(self, engine: DirectEngine, place: RowPlace) -> None:
         super().__init__(place, place.engine)
@@ -292,4 +294,4 @@ class DirectCaller(SocketCaller):
         for answer in engine.answers():
             self._message, self._reply = answer.message, answer
             return answer.code
-        return NOT_ANSWERED  # yet: it is sent again
+        return NOT_ANSWERED  # not yet: it is sent again

@@ -23,15 +23,15 @@ if TYPE_CHECKING:
     import asyncio
 
 _TURN = 0.002  # seconds to wait for one engine while others may answer as well
-_WATCH = 0.5  # seconds between two looks of a watching thread whether it is still wanted
+_WATCH = 0.5  # seconds between a watching thread's checks whether it should stop
 
 
 class ShmTransport(Transport):
-    """A lane's side of the engines' rings, each attached when its engine is first chosen, anew when it has restarted.
+    """A lane's side of the engines' rings. Each is attached when its engine is first chosen, and again after a restart.
 
     Args:
-        spin_us: how long to spin for an answer before sleeping, three times as long while nobody else asks this
-            engine; what is useful below that it finds out itself.
+        spin_us: maximum time to spin for an answer before sleeping, in microseconds; three times as long while no other
+            client uses this engine. Below this limit the spinning time adapts to how long answers take.
     """
 
     def __init__(self, scoreboard: Scoreboard, lane: int, lease: int, spin_us: int) -> None:
@@ -47,7 +47,7 @@ class ShmTransport(Transport):
         self._quiet = False
 
     def send(self, ticket: InFlight) -> None:
-        """As Transport.send. What a full ring does not take is sent when answers have made room."""
+        """See Transport.send. If the ring is full, the ticket is sent once answers have freed a slot."""
         rings = self._attached(ticket.engine, ticket.incarnation)
         if rings is None:
             return
@@ -92,7 +92,7 @@ class ShmTransport(Transport):
             place.incarnation,
             LOOK_AFTER,
             place.extents,
-            () if spec is None or place.extents is None else spec.shape or (VARIABLE,),  # a byte string has one length
+            () if spec is None or place.extents is None else spec.shape or (VARIABLE,),  # byte strings are 1-D
             1 if spec is None else spec.numpy_dtype.itemsize,
         )
 
@@ -112,7 +112,7 @@ class ShmTransport(Transport):
             return ()
         if answers and self._unsent:
             waiting, self._unsent = self._unsent, []
-            for ticket in waiting:  # one that an exception keeps from being sent is missed, and sent, by the lane
+            for ticket in waiting:  # if an exception interrupts this, the lane misses the rest and resends them
                 self.send(ticket)
         return answers
 
@@ -123,7 +123,7 @@ class ShmTransport(Transport):
         return rings.client.holds(ticket.sequence) or ticket in self._unsent
 
     def watch(self, loop: asyncio.AbstractEventLoop, arrived: Callable[[], None]) -> None:
-        """As Transport.watch: threads sleep on the rings in the loop's stead."""
+        """See Transport.watch. Threads sleep on the rings on behalf of the loop."""
         if self._watching is not None:
             self._watching.stop()
         self._watching = watching = _Watcher(loop, arrived)
@@ -131,25 +131,25 @@ class ShmTransport(Transport):
             watching.add(rings)
 
     def tell(self, words: Words) -> None:
-        """Have the owner of many lanes told when answers come, once `arm` was called: instead of `watch`."""
+        """Notify the owner of many lanes through `words` when answers arrive after `arm`; an alternative to `watch`."""
         self._words = words
         for rings in self._rings.values():
             words.add(rings.memory, self._lane)
 
     def client(self, engine: int, incarnation: int) -> native.ShmRingsClient | None:
-        """The lane's side of an engine's rings in that life of it; None where they are not attached."""
+        """Return the lane's side of the rings of an engine's incarnation; None if they are not attached."""
         rings = self._rings.get(engine)
         return rings.client if rings is not None and rings.incarnation == incarnation else None
 
     def quiet(self) -> None:
-        """Have nothing told until `arm`, while the owner waits for answers itself."""
+        """Suspend notifications until `arm`, while the owner waits for answers itself."""
         if not self._quiet and self._words is not None:
             self._quiet = True
             for rings in self._rings.values():
                 self._words.pause(rings.memory, self._lane)
 
     def arm(self) -> bool:
-        """Have the next answer told to `tell`'s; whether answers are there already."""
+        """Request a notification of the next answer; return whether answers have already arrived. See `tell`."""
         if self._quiet and self._words is not None:
             self._quiet = False
             for rings in self._rings.values():
@@ -157,7 +157,7 @@ class ShmTransport(Transport):
         return any(rings.client.arm() for rings in self._rings.values() if rings.client.in_flight)
 
     def spin(self) -> bool:
-        """Whether answers came within microseconds; not waited for where others ask the engine, too."""
+        """Spin briefly for answers; return whether any arrived. Does not spin while other clients use the engine."""
         return any(rings.client.spin() for rings in self._rings.values() if rings.client.in_flight)
 
     def close(self) -> None:
@@ -166,7 +166,7 @@ class ShmTransport(Transport):
         self.forked()
 
     def forked(self) -> None:
-        """As Transport.forked. The watching threads are the parent's."""
+        """See Transport.forked. The watching threads exist only in the parent."""
         self._watching = None
         rings, self._rings = self._rings, {}
         for attached in rings.values():
@@ -182,7 +182,7 @@ class ShmTransport(Transport):
         try:
             return self._open(engine, incarnation)
         except SharedMemoryError:
-            return None  # the engine is being replaced just now; the lane sees that on the scoreboard and sends again
+            return None  # the engine is being replaced; the lane sees that on the scoreboard and resends
 
     def _open(self, engine: int, incarnation: int) -> _Attached:
         if (earlier := self._rings.pop(engine, None)) is not None:
@@ -205,22 +205,22 @@ class ShmTransport(Transport):
 
 
 class Words:
-    """Threads that sleep on the rings for a process with many lanes: one for 32 lanes of an engine.
+    """Threads that sleep on the rings for a process with many lanes: one thread for 32 lanes of an engine.
 
     Attributes:
-        descriptor: an eventfd, readable when answers may have come on a lane that was armed.
+        descriptor: an eventfd that is readable when answers may have arrived on an armed lane.
     """
 
     def __init__(self) -> None:
         self.descriptor = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._words: dict[tuple[str, int], native.ShmRingsWord] = {}
 
-    def __del__(self) -> None:  # the last of the threads has gone: none writes to another file of this number
-        with contextlib.suppress(AttributeError):  # there was no descriptor to be had
+    def __del__(self) -> None:  # all threads have ended, so none can write to another file with the same number
+        with contextlib.suppress(AttributeError):  # creating the descriptor failed
             os.close(self.descriptor)
 
     def add(self, rings: ShmRings, lane: int) -> None:
-        """Tell of a lane of these rings, too."""
+        """Start to watch a lane of these rings."""
         key = (rings.segment.name, lane // native.RINGS_SLEEPERS)
         if (word := self._words.get(key)) is None:
             word = native.ShmRingsWord(rings.segment.array(np.uint8, (native.RINGS_BYTES,)), lane)
@@ -229,18 +229,18 @@ class Words:
         word.add(lane)
 
     def pause(self, rings: ShmRings, lane: int) -> None:
-        """Not of a lane until it is added again."""
+        """Suspend watching a lane until it is added again."""
         if (word := self._words.get((rings.segment.name, lane // native.RINGS_SLEEPERS))) is not None:
             word.pause(lane)
 
     def remove(self, rings: ShmRings, lane: int) -> None:
-        """No longer. The thread of a word without lanes ends."""
+        """Stop watching a lane. The thread of a word without lanes ends."""
         key = (rings.segment.name, lane // native.RINGS_SLEEPERS)
         if (word := self._words.get(key)) is not None and not word.remove(lane):
             del self._words[key]
 
     def close(self) -> None:
-        """Tell no more."""
+        """Stop all threads."""
         self._words.clear()
 
     def _watch(self, key: tuple[str, int], word: native.ShmRingsWord) -> None:
@@ -249,7 +249,7 @@ class Words:
 
 
 class _Attached:
-    """One engine's rings in one life of the engine."""
+    """The rings of one incarnation of an engine."""
 
     def __init__(self, memory: ShmRings, client: native.ShmRingsClient, incarnation: int) -> None:
         self.memory = memory
@@ -262,20 +262,21 @@ class _Attached:
 
 
 class _Told:
-    """An eventfd. Closed with the last that refers to it: no thread writes to another file of its number."""
+    """An eventfd, closed with the last reference to it, so that no thread writes to another file with its number."""
 
     def __init__(self) -> None:
         self.descriptor = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
 
     def __del__(self) -> None:
-        with contextlib.suppress(AttributeError):  # there was no descriptor to be had
+        with contextlib.suppress(AttributeError):  # creating the descriptor failed
             os.close(self.descriptor)
 
 
 class _Watcher:
-    """Threads that sleep on the rings, one for each engine's, and tell an event loop when answers have come.
+    """Threads that sleep on the rings, one per engine, and notify an event loop when answers have arrived.
 
-    They sleep and tell without Python's lock, which the loop would have to wait for. Made in the loop's thread.
+    They sleep and notify without the GIL, which the loop would otherwise have to wait for. Create it in the loop's
+    thread.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, arrived: Callable[[], None]) -> None:
@@ -283,7 +284,7 @@ class _Watcher:
 
         def readable() -> None:
             with contextlib.suppress(BlockingIOError):
-                os.eventfd_read(told.descriptor)  # before the look: what comes after it is told again
+                os.eventfd_read(told.descriptor)  # before checking, so that later answers notify again
             arrived()
 
         self._watching = Watching(loop, readable)
@@ -291,13 +292,13 @@ class _Watcher:
         self._stopped = False
 
     def add(self, rings: _Attached) -> None:
-        """Watch these as well, until they are replaced."""
+        """Start to watch these rings, until they are replaced."""
         threading.Thread(target=self._run, args=(rings,), name="jurybox-answers", daemon=True).start()
 
     def stop(self) -> None:
-        """Tell the loop no more, from any thread."""
+        """Stop notifying the loop. May be called from any thread."""
         self._stopped = True
-        with contextlib.suppress(RuntimeError):  # the loop was closed just now
+        with contextlib.suppress(RuntimeError):  # the loop has just been closed
             self._watching.unread(self._told.descriptor)
 
     def _run(self, rings: _Attached) -> None:

@@ -1,6 +1,6 @@
-"""The ZeroMQ transport: tickets as records to the engines' ROUTER sockets.
+"""The ZeroMQ transport: tickets are sent as records to the engines' ROUTER sockets.
 
-Over sockets of its own where the native core is there (direct.py), else over libzmq's.
+It uses its own sockets if the native core is available (direct.py), otherwise those of libzmq.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import zmq
 from numpy.typing import NDArray
-from zmq.backend import Socket as Bare  # its methods without what zmq.Socket adds, which costs as much as they do
+from zmq.backend import Socket as Bare  # the plain methods: what zmq.Socket adds takes as long as they do
 
 from jurybox.client.control import new_socket
 from jurybox.client.in_flight import LOOK_AFTER, Answer, InFlight
@@ -36,16 +36,16 @@ if TYPE_CHECKING:
 _NOBLOCK = int(zmq.NOBLOCK)
 _SERVING = int(EngineState.SERVING)
 _HEAD = len(PREFIX) + PACK_REPLY.size
-_SEQUENCE, _CODE = slice(0, len(PREFIX) + 8), slice(_HEAD - 4, None)  # of a reply's bytes, the prefix with the former
+_SEQUENCE, _CODE = slice(0, len(PREFIX) + 8), slice(_HEAD - 4, None)  # of a reply's bytes; the former with the prefix
 _OK = bytes(4)
-_WAITING = (0,)  # flags of one receive that waits
+_WAITING = (0,)  # the flags of one blocking receive
 
 
 class ZmqTransport(Transport):
-    """One DEALER socket an engine, opened when the engine is first chosen, anew when it has restarted.
+    """One DEALER socket per engine, opened when the engine is first chosen, and again after a restart.
 
     Args:
-        addresses: of the engines, in the scoreboard's order.
+        addresses: the engines' addresses, in the scoreboard's order.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class ZmqTransport(Transport):
         engine = self._attached(t.engine, t.incarnation)
         engine.send(t.sequence, t.first, t.rows, t.submitted, t.deadline, t.version)
         if (watching := self._watching) is not None and watching.on and isinstance(engine, _Attached):
-            # Sending reads libzmq's signal, and with it perhaps the news of an answer.
+            # Sending clears libzmq's signal, which may have announced an answer.
             watching.tell()
 
     def exchange(self, ticket: InFlight, timeout: float) -> Answer | None:
@@ -112,7 +112,7 @@ class ZmqTransport(Transport):
             self._drop(engine)
 
     def forked(self) -> None:
-        """As Transport.forked. pyzmq closes nothing in a child, and an event loop's poll set would be the parent's."""
+        """See Transport.forked. pyzmq closes nothing in a child, and the event loop's poll set is the parent's."""
         self._engines, self._watching = {}, None
 
     def _attached(self, number: int, incarnation: int) -> _Attached | DirectEngine:
@@ -122,7 +122,7 @@ class ZmqTransport(Transport):
         return self._whole(number, known)
 
     def _whole(self, number: int, engine: _Attached | DirectEngine) -> _Attached | DirectEngine:
-        """The same, connected anew where its connection broke."""
+        """Reconnect the engine if its connection has broken, and return it."""
         if isinstance(engine, DirectEngine) and engine.broken:
             self._let_go(engine)
             engine.dial()
@@ -159,14 +159,14 @@ class ZmqTransport(Transport):
             known.close()
 
     def _take_up(self, engine: _Attached | DirectEngine) -> None:
-        """Poll and watch a connection that is new."""
+        """Begin to poll and watch a new connection."""
         if engine.descriptor >= 0:
             self._poller.register(engine.socket if isinstance(engine, _Attached) else engine.descriptor, zmq.POLLIN)
             if self._watching is not None:
                 self._watch(engine, self._watching)
 
     def _let_go(self, engine: _Attached | DirectEngine) -> None:
-        """No longer, since it is about to be closed."""
+        """Stop polling and watching a connection that is about to be closed."""
         if engine.descriptor >= 0:
             if self._watching is not None:
                 self._unwatch(engine, self._watching)
@@ -186,15 +186,15 @@ class ZmqTransport(Transport):
 
 
 class _Attached(EngineLink):
-    """The socket to one engine in one of its lives.
+    """The socket to one incarnation of an engine.
 
-    pyzmq looks for signals at the end of each call, so a KeyboardInterrupt can take a frame with it that was received,
-    or hide that one was sent. `torn` is set while that may happen. Who finds it set does not know of any unanswered
-    ticket whether the engine still has it.
+    pyzmq checks for signals at the end of each call, so a KeyboardInterrupt can drop a frame that was received, or hide
+    that one was sent. `torn` is set while that may happen. If the next call finds it set, it is unknown whether the
+    engine still has the unanswered tickets.
 
     Attributes:
-        unanswered: sequence numbers of what was sent and is not answered.
-        torn: whether sending or receiving was broken off.
+        unanswered: sequence numbers of tickets that were sent and are not answered.
+        torn: whether sending or receiving was interrupted.
     """
 
     def __init__(self, socket: zmq.Socket[bytes], lane: int, lease: int, incarnation: int) -> None:
@@ -217,34 +217,34 @@ class _Attached(EngineLink):
         self.torn = False
 
     def exchange(self, ticket: InFlight, timeout: float) -> None:
-        """Send a ticket and take in what comes next, if it comes in time."""
+        """Send a ticket and receive the next frame if it arrives in time."""
         t = ticket
         self.send(t.sequence, t.first, t.rows, t.submitted, t.deadline, t.version)
         if timeout >= LOOK_AFTER or self.socket.poll(int(timeout * 1000 + 0.999)):
             self.receive_one()
 
     def wait(self, timeout: float) -> None:
-        """Wait so many seconds for a frame, without taking it in."""
+        """Wait up to `timeout` seconds for a frame, without receiving it."""
         self.socket.poll(int(timeout * 1000 + 0.999))
 
     def close(self) -> None:
-        """Close the socket; what is in flight stays unanswered."""
+        """Close the socket. Tickets in flight are never answered."""
         self.socket.close()
 
     def receive_one(self) -> None:
-        """Wait LOOK_AFTER at most for a frame."""
+        """Receive one frame, waiting at most LOOK_AFTER seconds."""
         if self.torn:
             self.doubt()
         self.torn = True
         try:  # noqa: SIM105  contextlib.suppress would take as long as receiving
-            # The socket's own time-out: one call where polling first would be two.
+            # The socket's own time-out takes one call, polling first would take two.
             self.arrived.extend(map(self._receive, _WAITING))
         except zmq.Again:
             pass
         self.torn = False
 
     def receive(self) -> None:
-        """Take in every frame that is there."""
+        """Receive every frame that has arrived."""
         if self.torn:
             self.doubt()
         self.torn = True
@@ -253,7 +253,7 @@ class _Attached(EngineLink):
         self.torn = False
 
     def has(self, ticket: InFlight) -> bool:
-        """Whether the engine may have the ticket, or its answer be on its way."""
+        """Return whether the engine may have the ticket, or its answer may be in transit."""
         if self.torn:
             self.doubt()
         sequence = ticket.sequence
@@ -264,7 +264,7 @@ class _Attached(EngineLink):
         return True
 
     def doubt(self) -> None:
-        """An earlier call was broken off."""
+        """Mark all unanswered tickets as doubtful, after a call was interrupted."""
         for number in list(self._again):
             self.unanswered.pop(number, None)
         self._doubtful.update(self.unanswered)
@@ -277,7 +277,7 @@ class _Attached(EngineLink):
 
 
 class _Caller(SocketCaller):
-    """Over the socket of one engine in one of its lives."""
+    """A caller over the socket of one incarnation of an engine."""
 
     def __init__(self, engine: _Attached, place: RowPlace) -> None:
         super().__init__(place, place.engine)
@@ -297,12 +297,12 @@ class _Caller(SocketCaller):
             return NOT_ANSWERED
         engine.receive_one()
         if len(arrived) != 1 or arrived[0][_SEQUENCE] != PREFIX + sequence.to_bytes(8, "little"):
-            return NOT_ANSWERED  # yet: what came is read where the answer is waited for
+            return NOT_ANSWERED  # not yet: the lane reads what arrived while it waits
         if arrived[0][_CODE] != _OK:
             for answer in engine.answers():
                 self._message, self._reply = answer.message, answer
                 return answer.code
-            return NOT_ANSWERED  # yet: it is sent again
+            return NOT_ANSWERED  # not yet: it is sent again
         engine.unanswered.pop(sequence, None)
         self._reply = arrived.popleft()
         return place.copied()
