@@ -247,7 +247,7 @@ def test_rows_of_a_timed_out_request_stay_with_their_holder(leased, client):
         held.inputs["observation"][:] = 2_500_000
         with pytest.raises(Timeout):
             held.infer(timeout=0.05)
-        with pytest.raises(Busy, match="still with the engine"):
+        with pytest.raises(Busy, match="still has an earlier request"):
             held.infer(timeout=0.05)
     model.submit(rows(1)).result()
 

@@ -363,7 +363,18 @@ async def asked(together, source):
     return at_once
 
 
-async def test_the_loop_blocks_for_the_answers_of_a_source_that_asks_alone():
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock that a test sets: what a ticket takes decides whether the loop blocks, and a loaded machine is slow."""
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(
+        "jurybox.server.gateway.inference.coalescer.time",
+        SimpleNamespace(monotonic=lambda: clock.now),
+    )
+    return clock
+
+
+async def test_the_loop_blocks_for_the_answers_of_a_source_that_asks_alone(clock):
     lane = Brief()
     together, told = coalescer(lane)
     source = Source(("192.0.2.7", 4000))
@@ -373,7 +384,7 @@ async def test_the_loop_blocks_for_the_answers_of_a_source_that_asks_alone():
     assert not together.busy and told == ["idle"] * 11
 
 
-async def test_a_loop_that_blocked_in_vain_does_not_block_for_some_time():
+async def test_a_loop_that_blocked_in_vain_does_not_block_for_some_time(clock):
     lane = Brief(None, True)
     together, _ = coalescer(lane)
     source = Source(("192.0.2.7", 4000))
@@ -382,12 +393,7 @@ async def test_a_loop_that_blocked_in_vain_does_not_block_for_some_time():
     assert lane.blocked == [False] * 5 + [True] + [False] * 16 + [True] * 2
 
 
-async def test_the_loop_does_not_block_for_a_slow_model(monkeypatch):
-    clock = SimpleNamespace(now=0.0)
-    monkeypatch.setattr(
-        "jurybox.server.gateway.inference.coalescer.time",
-        SimpleNamespace(monotonic=lambda: clock.now),
-    )
+async def test_the_loop_does_not_block_for_a_slow_model(clock):
     lane = Brief()
     together, _ = coalescer(lane)
     source = Source(("192.0.2.7", 4000))

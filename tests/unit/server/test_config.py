@@ -342,7 +342,7 @@ def test_settings_survive_their_way_to_an_engine_as_json():
 def test_settings_of_a_load_request_are_checked_like_the_files():
     assert model_settings_from_json("a", '{"factory": "a:b", "max_batch": 8}').max_batch == 8
     for name, text, message in (
-        ("a", "{", "no JSON"),
+        ("a", "{", "not JSON"),
         ("a", "3", "expected a table"),
         ("a", '{"factory": "a:b", "max_bach": 8}', "did you mean 'max_batch'"),
         ("../a", '{"factory": "a:b"}', "expected a name"),
