@@ -16,8 +16,8 @@ from jurybox.protocol.errors import Code, Refused
 from jurybox.server.gateway.inference.coalescer import RequestCoalescer
 from jurybox.server.gateway.inference.forms import Form
 from jurybox.server.gateway.inference.inference import InferRequest, Input
-from jurybox.server.gateway.inference.lanes import Held
-from jurybox.server.security.access import Source
+from jurybox.server.gateway.inference.lanes import ModelLane
+from jurybox.server.security.access import ClientConnection
 
 SPEC = ModelSpec("m", {"x": TensorSpec("float32", (2,))}, {"y": TensorSpec("float32", (2,))})
 ROW = {"x": np.ones((1, 2), np.float32)}
@@ -222,7 +222,7 @@ async def test_a_lane_given_up_is_closed_when_its_last_ticket_has_ended():
 
     let_go = []
     lanes = SimpleNamespace(retire=lambda held: None, let_go=let_go.append)
-    held = Held(Slow(), 8, makeshift=False, lanes=lanes)
+    held = ModelLane(Slow(), 8, makeshift=False, lanes=lanes)
     asking = asyncio.create_task(held.coalescer.ask(ROW, 1, 60.0, 0))
     await asyncio.sleep(0.01)
     held.coalescer.give_up(Refused("over", Code.STALE_LEASE))
@@ -281,7 +281,7 @@ async def test_rows_of_many_sessions_share_tickets_and_each_is_told_its_own():
 class Line:
     """A connection that asks one request after another, as HTTP's does; to forms.py the asker of all of them."""
 
-    source = None
+    client = None
 
     def __init__(self):
         self.told = []
@@ -307,7 +307,7 @@ class SlowOnce(Lane):
 
 async def test_what_comes_after_its_time_out_is_no_answer_to_the_connections_next_request():
     together, _ = coalescer(SlowOnce())
-    oip = SimpleNamespace(told=lambda *_: None)
+    oip = SimpleNamespace(record_outcome=lambda *_: None)
     held = SimpleNamespace(spec=SPEC, coalescer=together)
     request = InferRequest("m", "", "", [Input("x", "FP32", (1, 2), None, True, {})], [], {}, None)
     form = Form(oip, held, request, 1, ["y"], lambda *_: [b""])
@@ -352,10 +352,10 @@ class Later:
         pass
 
 
-async def asked(together, source):
+async def asked(together, client):
     """Ask for one row; return whether it was answered before the loop turned."""
     answer = asyncio.get_running_loop().create_future()
-    late = together.put(ROW, 1, 60.0, 0, answer, None, source)
+    late = together.put(ROW, 1, 60.0, 0, answer, None, client)
     at_once = answer.done()
     outputs, version = await answer
     late.cancel()
@@ -377,29 +377,29 @@ def clock(monkeypatch):
 async def test_the_loop_blocks_for_the_answers_of_a_source_that_asks_alone(clock):
     lane = Brief()
     together, told = coalescer(lane)
-    source = Source(("192.0.2.7", 4000))
-    assert [await asked(together, source) for _ in range(10)] == [False] * 5 + [True] * 5
+    client = ClientConnection(("192.0.2.7", 4000))
+    assert [await asked(together, client) for _ in range(10)] == [False] * 5 + [True] * 5
     assert lane.blocked == [False] * 5 + [True] * 5
-    assert not await asked(together, Source(("192.0.2.7", 4001)))
+    assert not await asked(together, ClientConnection(("192.0.2.7", 4001)))
     assert not together.busy and told == ["idle"] * 11
 
 
 async def test_a_loop_that_blocked_in_vain_does_not_block_for_some_time(clock):
     lane = Brief(None, True)
     together, _ = coalescer(lane)
-    source = Source(("192.0.2.7", 4000))
+    client = ClientConnection(("192.0.2.7", 4000))
     for _ in range(5 + 1 + 16 + 2):
-        await asked(together, source)
+        await asked(together, client)
     assert lane.blocked == [False] * 5 + [True] + [False] * 16 + [True] * 2
 
 
 async def test_the_loop_does_not_block_for_a_slow_model(clock):
     lane = Brief()
     together, _ = coalescer(lane)
-    source = Source(("192.0.2.7", 4000))
+    client = ClientConnection(("192.0.2.7", 4000))
     for _ in range(20):
         answer = asyncio.get_running_loop().create_future()
-        late = together.put(ROW, 1, 60.0, 0, answer, None, source)
+        late = together.put(ROW, 1, 60.0, 0, answer, None, client)
         await asyncio.sleep(0)
         clock.now += 0.001
         await answer

@@ -43,7 +43,7 @@ def asked(n: int, *, read: bool) -> None:
             if read:
                 form = urlencode({"uuid": key, "type": "fine"}).encode()
                 assert (await served.pull(form)).status == (await served.pull(form)).status == 200
-            assert len(served._sent) <= 16
+            assert len(served._jobs) <= 16
 
     asyncio.run(run())
 

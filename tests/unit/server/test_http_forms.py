@@ -10,7 +10,7 @@ from uvicorn.server import ServerState
 
 from jurybox.protocol.errors import Refused
 from jurybox.server.gateway.inference.http_forms import _Head, protocol_of
-from jurybox.server.security.access import Room
+from jurybox.server.security.access import ByteBudget
 
 pytest.importorskip("httptools")
 HEAD = b"POST /v2/models/m/infer HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n"
@@ -44,15 +44,15 @@ async def app(scope, receive, send):
 
 
 @pytest.fixture
-def room():
-    return Room(600)
+def budget():
+    return ByteBudget(600)
 
 
 @pytest.fixture
-async def line(room):
+async def line(budget):
     config = uvicorn.Config(app, log_config=None, lifespan="off")
     config.load()
-    kind = protocol_of(None, room)
+    kind = protocol_of(None, budget)
     kind.known.heads[HEAD] = _Head("m", "", 1000, 10)
 
     def connect():
@@ -63,23 +63,23 @@ async def line(room):
     return connect
 
 
-async def test_a_body_takes_of_the_room_what_has_come_of_it_and_not_what_is_to_come(room, line):
+async def test_a_body_takes_of_the_room_what_has_come_of_it_and_not_what_is_to_come(budget, line):
     many = [line() for _ in range(50)]
     for one in many:
         one.data_received(HEAD + b"x" * 10)
-    room.take(100)
+    budget.acquire(100)
     with pytest.raises(Refused):
-        room.take(1)
+        budget.acquire(1)
     for one in many:
         one.connection_lost(None)
-    room.take(500)
+    budget.acquire(500)
 
 
-async def test_a_body_for_which_there_is_no_room_goes_the_usual_way_and_holds_none(room, line):
+async def test_a_body_for_which_there_is_no_room_goes_the_usual_way_and_holds_none(budget, line):
     one = line()
     one.data_received(HEAD + b"x" * 500)
     one.data_received(b"x" * 200)
-    room.take(600)
+    budget.acquire(600)
     await asyncio.sleep(0.05)
     assert one.transport.told.startswith(b"HTTP/1.1 418")
     one.connection_lost(None)

@@ -1,4 +1,4 @@
-"""A dialect's requests whose head was seen before: answered as the first was, by the same walls, from the same room."""
+"""A dialect's requests whose head was seen before: answered like the first, by the same walls, of the same budget."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from uvicorn.server import ServerState
 
 from jurybox.server.gateway.dialects.intake import Reply
 from jurybox.server.gateway.dialects.known_paths import Endpoint, KnownPaths, with_dialects
-from jurybox.server.gateway.dialects.router import Paths
+from jurybox.server.gateway.dialects.router import DialectPaths
 from jurybox.server.gateway.inference.http_forms import InferProtocol, KnownHeads
-from jurybox.server.security.access import Access, Room
+from jurybox.server.security.access import Access, ByteBudget
 from jurybox.server.security.http import guarded
 
 MOST = 1 << 20
@@ -33,7 +33,7 @@ class Gateway:
         self.bodies: list[bytes] = []
         self.go = asyncio.Event()
         self.go.set()
-        self.room = Room(4 * MOST)
+        self.budget = ByteBudget(4 * MOST)
         self.paths: KnownPaths | None = None
         self.state = ServerState()
         self.more: tuple[tuple[str, str], ...] = ()
@@ -41,7 +41,7 @@ class Gateway:
 
     @property
     def held(self) -> int:
-        return self.room._held
+        return self.budget._held
 
     async def echo(self, body: bytes) -> Reply:
         self.bodies.append(body)
@@ -51,7 +51,7 @@ class Gateway:
 
     async def app(self, scope, receive, send) -> None:
         self.by_layers += 1
-        await Paths(self.nowhere, {"/dialects/x": self.echo, **self.others})(scope, receive, send)
+        await DialectPaths(self.nowhere, {"/dialects/x": self.echo, **self.others})(scope, receive, send)
 
     async def nowhere(self, _scope, receive, send) -> None:
         while (await receive()).get("more_body"):
@@ -62,12 +62,12 @@ class Gateway:
     @contextlib.asynccontextmanager
     async def listening(self):
         access = Access(max_message=MOST)
-        plain = type("Plain", (InferProtocol,), {"known": KnownHeads(None, self.room)})
-        protocol = with_dialects(plain, self.room, MOST)
+        plain = type("Plain", (InferProtocol,), {"known": KnownHeads(None, self.budget)})
+        protocol = with_dialects(plain, self.budget, MOST)
         self.paths = protocol.paths
         config = uvicorn.Config(
-            guarded(self.app, access, loopback=True, room=self.room), http=protocol, lifespan="off", log_config=None,
-            access_log=False, limit_concurrency=50, timeout_keep_alive=60,
+            guarded(self.app, access, loopback=True, budget=self.budget), http=protocol, lifespan="off",
+            log_config=None, access_log=False, limit_concurrency=50, timeout_keep_alive=60,
         )  # fmt: skip
         config.load()
         self.state.default_headers = [(b"date", b"now")]
@@ -127,7 +127,7 @@ def run(test) -> None:
                 if not gateway.held and not gateway.state.tasks:
                     break
                 await asyncio.sleep(0.01)
-            assert gateway.held == 0 and not gateway.state.tasks  # every byte of room was given back
+            assert gateway.held == 0 and not gateway.state.tasks  # every byte of budget was given back
 
     asyncio.run(go())
 
@@ -258,12 +258,12 @@ def test_a_body_that_is_too_large_is_refused_as_ever():
 def test_where_there_is_no_room_for_a_body_its_client_is_told_so():
     async def test(gateway, web):
         await learnt(web)
-        gateway.room.take(4 * MOST - 100)
+        gateway.budget.acquire(4 * MOST - 100)
         assert (await web.ask(request(b"s" * 50)))[0] == 200
         async with Web(gateway) as large:
             assert (await large.ask(request(b"l" * 50)[:-1], b"l"))[0] == 200
             assert (await large.ask(request(b"l" * 5000)))[0] == 429
-        gateway.room.give(4 * MOST - 100)
+        gateway.budget.release(4 * MOST - 100)
         assert (await web.ask(request(b"s" * 5000)))[0] == 200
 
     run(test)

@@ -9,7 +9,7 @@ import pytest
 
 from jurybox.protocol.errors import RowFailed, SpecMismatch
 from jurybox.server.gateway.inference.inference import InferRequest, InferResponse, OpenInference, Output
-from jurybox.server.gateway.inference.tensors import of_request
+from jurybox.server.gateway.inference.tensors import request_parameters
 
 MEMBERS = {"sharp": {"weight": 0.25}, "kind": {"weight": 2.0}}
 
@@ -24,7 +24,7 @@ def voted(*answers, row_errors=True):
     parameters = {"row_errors": row_errors}
     inference = OpenInference.__new__(OpenInference)  # its votes need no lane
     request = InferRequest("panel", "", "", [], [], parameters)
-    response = inference._voted(request, MEMBERS, answers, ["score", *MEMBERS], of_request(parameters))
+    response = inference._voted(request, MEMBERS, answers, ["score", *MEMBERS], request_parameters(parameters))
     return {made.name: made.array for made in response.outputs}, json.loads(response.parameters.get("row_errors", "{}"))
 
 

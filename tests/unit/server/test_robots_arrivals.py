@@ -49,7 +49,7 @@ class Port:
             self.read = self.now  # who thinks keeps nobody from being read
 
     def asks(self, robot):
-        self.arrivals.asked(robot)
+        self.arrivals.arrived(robot)
         self.waiting.append(robot)
         self.send()
 
@@ -136,25 +136,25 @@ def test_who_does_not_come_back_is_waited_for_once_and_not_longer_than_a_batch_c
             arrivals.answered(robot)
         now[0] += 0.001
         for robot in robots:
-            arrivals.asked(robot)
+            arrivals.arrived(robot)
 
     back_at_once(0, 1)  # both are quick
     for robot in (0, 1):
         arrivals.answered(robot)
     now[0] += 0.005
-    arrivals.asked(0)
+    arrivals.arrived(0)
     assert arrivals.wait(1, 0) == pytest.approx(0.015)
     now[0] += 0.0151
     assert arrivals.wait(1, 0) == 0.0
     arrivals.answered(0)
     now[0] += 0.001
-    arrivals.asked(0)
+    arrivals.arrived(0)
     assert arrivals.wait(1, 0) == 0.0  # the other is not waited for again
     arrivals.answered(0)
     back_at_once(1)
     arrivals.answered(1)
     arrivals.left(1)
-    arrivals.asked(0)
+    arrivals.arrived(0)
     assert arrivals.wait(1, 0) == 0.0  # nor one that has disconnected
 
 
@@ -165,12 +165,12 @@ def test_engines_get_their_parts_of_the_robots():
         arrivals.took(rows, 0.02)
     for _ in range(2):
         for robot in range(8):
-            arrivals.asked(robot)
+            arrivals.arrived(robot)
         for robot in range(8):
             arrivals.answered(robot)
     for robot in range(4):
         assert arrivals.wait(robot, 0) > 0
-        arrivals.asked(robot)
+        arrivals.arrived(robot)
     assert arrivals.wait(4, 0) == 0.0  # and the other four go to the other engine
 
 

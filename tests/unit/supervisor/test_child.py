@@ -34,7 +34,7 @@ def test_a_child_that_does_not_read_holds_nobody_and_gets_its_orders_later(tmp_p
         assert (heard[0]["numbers"], heard[0]["ordered"]) == (ORDERS, True)
     finally:
         child.kill()
-        child.bury(time.monotonic(), settled_after=0.0)
+        child.reap(time.monotonic(), settled_after=0.0)
 
 
 def test_a_child_that_cannot_be_configured_is_not_started_and_due_again():

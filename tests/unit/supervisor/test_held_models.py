@@ -99,43 +99,43 @@ def served():
 def test_a_model_sleeps_in_all_of_its_engines_or_in_none(served):
     assert served.fall_asleep() == {0: 10, 1: 11, 2: 12}
     assert served.state == "sleeping" and not served.settled
-    assert served.turned(0, asleep=True, reason="") == {}
-    assert served.turned(1, asleep=False, reason="no room on the host") == {}
-    assert served.turned(2, asleep=True, reason="") == {0: 10, 2: 12}  # to be woken
+    assert served.weights_moved(0, asleep=True, reason="") == {}
+    assert served.weights_moved(1, asleep=False, reason="no room on the host") == {}
+    assert served.weights_moved(2, asleep=True, reason="") == {0: 10, 2: 12}  # to be woken
     assert not served.sleeping and not served.settled
     for engine in (0, 2):
-        assert served.turned(engine, asleep=False, reason="") == {}
+        assert served.weights_moved(engine, asleep=False, reason="") == {}
     assert (served.state, served.settled, served.reason) == ("ready", True, "no room on the host")
 
 
 def test_a_model_that_one_engine_cannot_wake_sleeps_on_in_all(served):
     served.fall_asleep()
     for engine in range(3):
-        served.turned(engine, asleep=True, reason="")
+        served.weights_moved(engine, asleep=True, reason="")
     assert (served.state, served.settled) == ("sleeping", True)
     assert served.wake_up() == {0: 10, 1: 11, 2: 12} and served.state == "loading"
-    served.turned(0, asleep=False, reason="")
-    served.turned(1, asleep=True, reason="no room on the device")
-    assert served.turned(2, asleep=False, reason="") == {0: 10, 2: 12} and served.sleeping  # to sleep again
+    served.weights_moved(0, asleep=False, reason="")
+    served.weights_moved(1, asleep=True, reason="no room on the device")
+    assert served.weights_moved(2, asleep=False, reason="") == {0: 10, 2: 12} and served.sleeping  # to sleep again
     for engine in (0, 2):
-        assert served.turned(engine, asleep=True, reason="") == {}
+        assert served.weights_moved(engine, asleep=True, reason="") == {}
     assert (served.state, served.settled, served.reason) == ("sleeping", True, "no room on the device")
     assert served.wake_up() == {0: 10, 1: 11, 2: 12}
     for engine in range(3):
-        served.turned(engine, asleep=False, reason="")
+        served.weights_moved(engine, asleep=False, reason="")
     assert (served.state, served.reason) == ("ready", "")
 
 
 def test_an_engine_that_died_while_the_model_slept_loads_it_when_it_is_woken(served):
     served.fall_asleep()
     for engine in range(3):
-        served.turned(engine, asleep=True, reason="")
+        served.weights_moved(engine, asleep=True, reason="")
     served.engine_died(1)
     assert served.state == "sleeping" and served.asleep_in == [0, 1, 2]
     assert served.wake_up() == {0: 10, 2: 12} and served.asleep_in == [0, 1, 2]
     served.begin_load(1, 20)
     for engine in (0, 2):
-        served.turned(engine, asleep=False, reason="")
+        served.weights_moved(engine, asleep=False, reason="")
     assert (served.state, served.settled) == ("ready", False)
     served.ready(1, 0)
     assert (served.state, served.settled) == ("ready", True)
@@ -143,7 +143,7 @@ def test_an_engine_that_died_while_the_model_slept_loads_it_when_it_is_woken(ser
 
 def test_an_engine_that_dies_while_it_moves_weights_is_not_waited_for(served):
     served.fall_asleep()
-    served.turned(0, asleep=True, reason="")
+    served.weights_moved(0, asleep=True, reason="")
     served.engine_died(1)
-    served.turned(2, asleep=True, reason="")
+    served.weights_moved(2, asleep=True, reason="")
     assert (served.state, served.settled) == ("sleeping", True)

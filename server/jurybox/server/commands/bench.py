@@ -95,12 +95,12 @@ def _measure(server: Any, model: str, number: int, orders: Mapping[str, Any], se
         pipes = [ends.enter_context(_client(orders)) for _ in range(number)]
         until = time.monotonic() + _START
         for pipe in pipes:
-            _told(pipe, until, "ready")
+            _receive(pipe, until, "ready")
         before, began = _batches(server, model), time.monotonic()
         for pipe in pipes:
             pipe.send("ask", seconds=seconds)
         until = time.monotonic() + seconds + 2 * _TIMEOUT
-        found = [_told(pipe, until, "done") for pipe in pipes]
+        found = [_receive(pipe, until, "done") for pipe in pipes]
         took = max(seconds, time.monotonic() - began)
         after = _batches(server, model)
     return _summary(found, took, int(orders["rows"]), {name: after[name] - before[name] for name in after})
@@ -124,7 +124,7 @@ def _client(orders: Mapping[str, Any]) -> Iterator[ControlPipe]:
             process.wait()
 
 
-def _told(pipe: ControlPipe, until: float, kind: str) -> dict[str, Any]:
+def _receive(pipe: ControlPipe, until: float, kind: str) -> dict[str, Any]:
     """Return a client's next message; end the command if the client failed or is late."""
     try:
         message = pipe.receive(max(0.0, until - time.monotonic()))
@@ -138,8 +138,8 @@ def _told(pipe: ControlPipe, until: float, kind: str) -> dict[str, Any]:
 
 
 def _batches(server: Any, model: str) -> dict[str, int]:
-    told = next(each for each in server.status()["models"] if each["name"] == model)
-    return {"rows": told["rows"], "batches": told["batches"]}
+    status = next(each for each in server.status()["models"] if each["name"] == model)
+    return {"rows": status["rows"], "batches": status["batches"]}
 
 
 def _summary(found: list[dict[str, Any]], took: float, rows: int, served: Mapping[str, int]) -> dict[str, Any]:

@@ -104,9 +104,9 @@ def main(pipe: ControlPipe) -> None:
             ask = _asking(server, orders)
             ask()
             pipe.send("ready")
-            while (told := pipe.receive(30.0)) is None:
+            while (order := pipe.receive(30.0)) is None:
                 continue
-            pipe.send("done", **_measured(ask, told["seconds"]))
+            pipe.send("done", **_measured(ask, order["seconds"]))
     except (Error, ValueError, OSError) as error:
         pipe.send("failed", reason=str(error))
     except EOFError:

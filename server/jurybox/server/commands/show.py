@@ -71,8 +71,8 @@ def status(as_json: AsJson = False, address: Address = None) -> None:
         if model["session_state"]:
             sessions.add(model["name"], str(model["sessions"]), str(model["arena"]["rows"]))
         if (of := model["weights"])["newest"]:
-            told = (str(of["version"]), _lag(of), f"{of['published_per_second']:.1f}", latency["adopt"])
-            weights.add(model["name"], *told)
+            columns = (str(of["version"]), _lag(of), f"{of['published_per_second']:.1f}", latency["adopt"])
+            weights.add(model["name"], *columns)
     for table in (engines, counts, times, sessions, weights):
         if table.rows:
             console.print("", table, sep="\n")

@@ -19,7 +19,6 @@ from rich.text import Text
 
 from jurybox.server.commands.show import Address, Phrases, Table, batch, duration, errors, reaching
 
-_FAILED, _USAGE = 1, 2
 _TIMEOUT = 2.0  # seconds
 _EVENTS = 6  # lines
 _BLOCKS = "·▁▂▃▄▅▆▇█"

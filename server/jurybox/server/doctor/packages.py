@@ -101,15 +101,15 @@ def mending(conflicts: Iterable[Conflict], packages: Mapping[str, Installed]) ->
             lines.append(f"'{package}{together}'")
         else:
             hopeless.append(f"{package} for {' and '.join(sorted({name for name, asked in askers if str(asked)}))}")
-    told = f"pip install {' '.join(lines)}" if lines else ""
+    advice = f"pip install {' '.join(lines)}" if lines else ""
     if hopeless:
         names = sorted({name for text in hopeless for name in text.partition(" for ")[2].split(" and ")})
         more = (
             f"no version suits all: {'; '.join(hopeless)}: pip install --upgrade {' '.join(names)}, or give Jurybox's "
             "server an environment of its own (clients set no upper bounds)"
         )
-        told = f"{told}; {more}" if told else more
-    return told
+        advice = f"{advice}; {more}" if advice else more
+    return advice
 
 
 def check_conflicts(packages: Mapping[str, Installed]) -> Finding:

@@ -93,7 +93,7 @@ class SelfTest:
         self._document: Document | None = None  # the last one received, at the time `_asked`
         self._asked = 0.0
 
-    def told(self, model: str, answered: bool) -> None:
+    def record(self, model: str, answered: bool) -> None:
         """Record whether a request to that model was answered or failed."""
         if answered:
             self._answered[model] = self._clock()

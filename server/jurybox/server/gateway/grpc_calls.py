@@ -22,7 +22,7 @@ import grpc
 
 from jurybox import native
 from jurybox.protocol.errors import Error, Refused
-from jurybox.server.security.access import Access, Room, Source
+from jurybox.server.security.access import Access, ByteBudget, ClientConnection
 from jurybox.server.security.grpc import (
     MOST_METADATA,
     MOST_STREAMS,
@@ -78,9 +78,9 @@ class Call:
     # ---- for methods
 
     @property
-    def source(self) -> Source | None:
-        """The connection, if it has no other call now; see `security.grpc.DirectCall.source`."""
-        return self._connection.source if self._connection.lone else None
+    def connection(self) -> ClientConnection | None:
+        """The connection, if it has no other call now; see `security.grpc.DirectCall.connection`."""
+        return self._connection.client if self._connection.lone else None
 
     def done(self) -> bool:
         """Return whether the call was answered or its peer is gone; a further answer is discarded."""
@@ -155,7 +155,7 @@ class Call:
             self.as_usual()
         else:
             try:
-                self._connection.room.take(len(message))
+                self._connection.budget.acquire(len(message))
             except Refused as error:
                 self.fail(error)
                 return
@@ -233,7 +233,7 @@ class Call:
 
     def _give(self) -> None:
         taken, self._taken = self._taken, 0
-        self._connection.room.give(taken)
+        self._connection.budget.release(taken)
 
     def _end(self) -> None:
         self._done = True
@@ -246,8 +246,8 @@ class Call:
         if not self._done:
             self._end()
             trailing = [(name.lower(), str(value)) for name, value in self._trailing]
-            told = details.encode("utf-8", "replace").decode()
-            self._connection.native.finish(self._number, code.value[0], told, trailing)
+            message = details.encode("utf-8", "replace").decode()
+            self._connection.native.finish(self._number, code.value[0], message, trailing)
             self._connection.flush()
 
 
@@ -257,11 +257,11 @@ class _Connection(asyncio.BufferedProtocol):
     def __init__(self, server: Calls) -> None:
         self._server = server
         self.loop = server.loop
-        self.room = server.room
+        self.budget = server.budget
         self.native = native.GrpcConnection(server.most_message, MOST_METADATA, MOST_STREAMS)
         self.calls: dict[int, Call] = {}
         self._transport: Any = None
-        self.source: Source | None = None
+        self.client: ClientConnection | None = None
         self._paused = self._reading = self.lone = False
         self._waiters: list[asyncio.Future[None]] = []  # of calls, until the peer may have received something
         self._heard = 0.0
@@ -273,7 +273,7 @@ class _Connection(asyncio.BufferedProtocol):
     def connection_made(self, transport: Any) -> None:
         """Register the connection; see `asyncio.BaseProtocol`."""
         self._transport = transport
-        self.source = Source(transport.get_extra_info("peername"))
+        self.client = ClientConnection(transport.get_extra_info("peername"))
         if len(self._server.connections) >= _MOST_CONNECTIONS:
             transport.abort()
             return
@@ -302,9 +302,9 @@ class _Connection(asyncio.BufferedProtocol):
                 try:
                     self._take_in(*event)
                 except Exception as error:  # noqa: BLE001  a method's error must not end the connection's other calls
-                    told = failure(error)
+                    failed = failure(error)
                     if (call := self.calls.get(event[1])) is not None:
-                        call.fail(told)
+                        call.fail(failed)
         finally:
             self._reading = False
             self.flush()
@@ -312,21 +312,21 @@ class _Connection(asyncio.BufferedProtocol):
         if over and self._transport is not None:
             self._transport.close()
 
-    def _take_in(self, kind: int, number: int, told: Any) -> None:
+    def _take_in(self, kind: int, number: int, value: Any) -> None:
         if kind == _CALL:
-            self._begin(number, *told)
+            self._begin(number, *value)
         elif (call := self.calls.get(number)) is None:
             return
         elif kind == _MESSAGE:
-            call.came(told)
+            call.came(value)
         elif kind == _END:
             call.ended()
         elif kind == _COMPRESSED:
-            self._inflate(call, number, told)
+            self._inflate(call, number, value)
         elif kind == _GONE:
             call.gone()
         elif kind == _TOO_LARGE:
-            self._too_large(call, f"{told} vs. {self._server.most_message}")
+            self._too_large(call, f"{value} vs. {self._server.most_message}")
 
     def eof_received(self) -> None:
         """Let the transport close; see `asyncio.BufferedProtocol`."""
@@ -410,21 +410,21 @@ class _Connection(asyncio.BufferedProtocol):
     def _inflate(self, call: Call, number: int, data: bytes) -> None:
         named = dict(self.native.metadata(number)).get(b"grpc-encoding", b"")
         most = self._server.most_message
-        told = named.decode("latin-1")
+        encoding = named.decode("latin-1")
         if (bits := _WINDOW_BITS.get(named)) is None:
             call.set_trailing_metadata((("grpc-accept-encoding", "identity, deflate, gzip"),))
-            call.refuse(_STATUS.UNIMPLEMENTED, f"unsupported message encoding {told!r}: expected gzip or deflate")
+            call.refuse(_STATUS.UNIMPLEMENTED, f"unsupported message encoding {encoding!r}: expected gzip or deflate")
             return
         inflating = zlib.decompressobj(bits)
         try:
             message = inflating.decompress(data, most + 1)
         except zlib.error as error:
-            call.refuse(_STATUS.INTERNAL, f"a message with encoding {told!r} cannot be decompressed: {error}")
+            call.refuse(_STATUS.INTERNAL, f"a message with encoding {encoding!r} cannot be decompressed: {error}")
             return
         if len(message) > most:
             self._too_large(call, f"more than {most} after decompression")
         elif not inflating.eof:
-            call.refuse(_STATUS.INTERNAL, f"a message with encoding {told!r} is truncated")
+            call.refuse(_STATUS.INTERNAL, f"a message with encoding {encoding!r} is truncated")
         else:
             self.native.taken(number, max(0, len(data) - len(message)))
             call.came(message)
@@ -455,16 +455,16 @@ class Calls:
 
     Args:
         access: token, TLS and limits.
-        room: limits the bytes of all requests together.
+        budget: limits the bytes of all requests together.
         direct: direct methods, by path.
 
     Raises:
         ValueError, OSError: the certificate or its key cannot be loaded.
     """
 
-    def __init__(self, access: Access, room: Room, direct: Mapping[str, Direct]) -> None:
+    def __init__(self, access: Access, budget: ByteBudget, direct: Mapping[str, Direct]) -> None:
         self.loop = asyncio.get_running_loop()
-        self.room = room
+        self.budget = budget
         self.most_message = access.max_message
         self.token = access.token
         self.direct = {path.encode(): method for path, method in direct.items()}

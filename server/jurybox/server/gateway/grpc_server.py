@@ -154,7 +154,7 @@ class GrpcServer:
         http2: str = "auto",
     ) -> None:
         self._access = access = access or Access()
-        self._room = access.room()
+        self._budget = access.budget()
         self._services = services
         self._readiness = readiness
         self._stopping = False
@@ -167,7 +167,7 @@ class GrpcServer:
         self._calls: Calls | None = None
         if found:
             direct = {path: function for service in services for path, function in service.direct.items()}
-            self._calls = Calls(access, self._room, direct)
+            self._calls = Calls(access, self._budget, direct)
             self._offer(self._calls, {})
         else:
             # grpcio binds the address itself. `listen` came first because gRPC's error message gives neither the cause
@@ -198,7 +198,7 @@ class GrpcServer:
         health = Service(
             "grpc.health.v1.Health", health_pb2.DESCRIPTOR, self._health, health_pb2_grpc.add_HealthServicer_to_server
         )
-        guarding: Any = Guarding(server, self._room, direct)
+        guarding: Any = Guarding(server, self._budget, direct)
         for service in (*self._services, health):
             service.add(service.servicer, guarding)
         files = [*(service.file for service in self._services), health_pb2.DESCRIPTOR, reflection_pb2.DESCRIPTOR]

@@ -17,7 +17,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from jurybox.protocol.address import is_loopback
-from jurybox.server.security.access import Access, Room
+from jurybox.server.security.access import Access, ByteBudget
 from jurybox.server.security.http import guarded
 from jurybox.server.settings.endpoints import split_host
 
@@ -206,7 +206,7 @@ class HttpServer:
         access: access control in front of the application.
         setting: the setting that the address comes from; see `listen`.
         protocol: class of the connections, instead of `Connection`.
-        room: limits the bytes of all bodies; pass it if the protocol reserves bytes from it, too.
+        budget: limits the bytes of all bodies; pass it if the protocol reserves bytes from it, too.
 
     Attributes:
         bound: the address that it really listens on.
@@ -222,14 +222,14 @@ class HttpServer:
         access: Access,
         setting: str = "http",
         protocol: type[asyncio.Protocol] | None = None,
-        room: Room | None = None,
+        budget: ByteBudget | None = None,
     ) -> None:
         self._listener = listen(address, setting)
         host, self.port = self._listener.getsockname()[:2]
         self.bound = bound_name(host, self.port)
         self._uvicorn = _Uvicorn(
             uvicorn.Config(
-                guarded(app, access, loopback=is_loopback(split_host(address)[0]), room=room),
+                guarded(app, access, loopback=is_loopback(split_host(address)[0]), budget=budget),
                 # Explicit: uvicorn would choose a protocol by what is installed, and that one may have no limits.
                 http=protocol or Connection,
                 ws="none",

@@ -62,8 +62,8 @@ class Buckets:
     def cumulated(self, value: Distribution) -> list[tuple[str, float]]:
         """Return (upper bound, cumulative count) pairs; the last bound is +Inf."""
         upto = np.cumsum(value.counts)
-        told = [(str((2**i - self.exact) / self.scale), float(upto[i])) for i in range(self.first, self.last + 1)]
-        return [*told, ("+Inf", float(upto[-1]))]
+        buckets = [(str((2**i - self.exact) / self.scale), float(upto[i])) for i in range(self.first, self.last + 1)]
+        return [*buckets, ("+Inf", float(upto[-1]))]
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,7 @@ def distributed(field: str, total: str, scale: float) -> Callable[[Snapshot], Sa
     return by_model(read)
 
 
-def told(values: Callable[[Snapshot], Mapping[str, float]]) -> Callable[[Snapshot], Samples]:
+def labelled(values: Callable[[Snapshot], Mapping[str, float]]) -> Callable[[Snapshot], Samples]:
     """Return a reader of samples with one label; `values` returns them by label value."""
     return lambda snapshot: [((label,), value) for label, value in values(snapshot).items()]
 
@@ -292,7 +292,7 @@ TABLE = (
     ),
     Metric(
         "shared_memory_bytes", _GAUGE, ("kind",), "Shared memory of the server, by kind of segment.",
-        "It is constant while no model is loaded or unloaded.", told(_shared_bytes), "bytes",
+        "It is constant while no model is loaded or unloaded.", labelled(_shared_bytes), "bytes",
     ),
     Metric(
         "device_bytes", _GAUGE, _ENGINE, "Memory that the engine uses on its device; 0 on a CPU.",

@@ -24,7 +24,7 @@ from jurybox.server.security.access import Access
 from jurybox.server.settings.endpoints import split_host
 
 if TYPE_CHECKING:
-    from jurybox.server.gateway.dialects.router import Spoken
+    from jurybox.server.gateway.dialects.router import DialectRoutes
     from jurybox.server.gateway.grpc_server import GrpcServer
     from jurybox.server.gateway.robots.server import RobotServer
 
@@ -36,7 +36,7 @@ STOPPED, FAILED, COULD_NOT_START = 0, 1, 3
 async def serve(control_pipe: ControlPipe, orders: dict[str, Any], log: Log) -> int:
     """Serve until the control pipe brings the order to stop, or ends; return the exit status."""
     source = ClientSource(orders["address"])
-    spoken: Spoken | None = None
+    routes: DialectRoutes | None = None
     endpoints = [orders[name] for name in ("http", "grpc") if orders[name]]
     local = all(is_loopback(split_host(endpoint)[0]) for endpoint in endpoints)
     access = Access.from_order(orders)
@@ -56,24 +56,24 @@ async def serve(control_pipe: ControlPipe, orders: dict[str, Any], log: Log) -> 
         if orders.get("dialects"):
             # Imported here because it imports Pillow.
             from jurybox.server.gateway.dialects.known_paths import with_dialects
-            from jurybox.server.gateway.dialects.router import Paths, applications
+            from jurybox.server.gateway.dialects.router import DialectPaths, applications
 
-            spoken = applications(orders["dialects"], orders["address"], log)
-            routers.append(spoken.paths)
+            routes = applications(orders["dialects"], orders["address"], log)
+            routers.append(routes.paths)
         robots = _robot_servers(orders, access)
         app = create_app(source, oip.reasons, routers, {name: robot.counters for name, robot in robots.items()})
         http = None
         if orders["http"]:
-            room, whole = access.room(), app if spoken is None else Paths(app, spoken.endpoints)
-            protocol = protocol_of(oip, room)
-            if spoken is not None:
-                protocol = with_dialects(protocol, room, access.max_message)
-            http = HttpServer(orders["http"], whole, access, protocol=protocol, room=room)
+            budget, whole = access.budget(), app if routes is None else DialectPaths(app, routes.endpoints)
+            protocol = protocol_of(oip, budget)
+            if routes is not None:
+                protocol = with_dialects(protocol, budget, access.max_message)
+            http = HttpServer(orders["http"], whole, access, protocol=protocol, budget=budget)
         dialects = {}
-        for name, its_app in (spoken.ports if spoken else {}).items():
-            room, listen = access.room(), orders["dialects"][name]["listen"]
-            protocol = with_dialects(protocol_of(oip, room), room, access.max_message)
-            dialects[name] = HttpServer(listen, its_app, access, f"dialects.{name}", protocol, room)
+        for name, its_app in (routes.ports if routes else {}).items():
+            budget, listen = access.budget(), orders["dialects"][name]["listen"]
+            protocol = with_dialects(protocol_of(oip, budget), budget, access.max_message)
+            dialects[name] = HttpServer(listen, its_app, access, f"dialects.{name}", protocol, budget)
         rpc = _grpc_server(orders, oip, source, access) if orders["grpc"] else None
         for robot in robots.values():
             await robot.start()
@@ -96,7 +96,7 @@ async def serve(control_pipe: ControlPipe, orders: dict[str, Any], log: Log) -> 
         bound["dialects"] = {name: server.bound for name, server in dialects.items()}
     control_pipe.send("ready", port=http.port if http else 0, **bound)
     log.debug("listening", **bound)
-    leasing = [asyncio.create_task(intake.lease()) for intake in (spoken.intakes if spoken else ())]
+    leasing = [asyncio.create_task(intake.lease()) for intake in (routes.intakes if routes else ())]
     try:
         async with signs_of_life(control_pipe):
             serving = [server for server in (http, *dialects.values()) if server is not None]
@@ -121,7 +121,7 @@ def _grpc_server(orders: dict[str, Any], oip: OpenInference, source: StatusSourc
 
     add: Any = control_pb2_grpc.add_ServerStatusServicer_to_server
     status = Service("jurybox.protocol.ServerStatus", control_pb2.DESCRIPTOR, Status(source), add)
-    services = [grpc_inference.service(oip, access.room()), remote_weights.service(orders["address"]), status]
+    services = [grpc_inference.service(oip, access.budget()), remote_weights.service(orders["address"]), status]
     return GrpcServer(orders["grpc"], services, oip.reasons, access, orders.get("grpc_http2", "auto"))
 
 
@@ -134,12 +134,12 @@ def _robot_servers(orders: dict[str, Any], access: Access) -> dict[str, RobotSer
 
 
 async def _until(
-    stop: asyncio.Event, servers: Sequence[HttpServer], hang_up: Callable[[], None], rpc: GrpcServer | None
+    stop: asyncio.Event, servers: Sequence[HttpServer], end_streams: Callable[[], None], rpc: GrpcServer | None
 ) -> bool:
     """Serve until `stop` is set or one of the servers ends by itself; return whether all of them served without fault.
 
     Args:
-        hang_up: ends the streams to clients that watch.
+        end_streams: ends the streams to clients that watch.
     """
     running = [asyncio.create_task(server.run()) for server in servers]
     stopping = asyncio.create_task(stop.wait())
@@ -147,7 +147,7 @@ async def _until(
     await asyncio.wait((*running, *ends, stopping), return_when=asyncio.FIRST_COMPLETED)
     for task in (*ends, stopping):
         task.cancel()
-    hang_up()
+    end_streams()
     for server in servers:
         server.stop()
     return all(await asyncio.gather(*running)) and not (rpc and rpc.ended.is_set())

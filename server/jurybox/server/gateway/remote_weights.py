@@ -126,7 +126,7 @@ class RemoteWeights:
         """Serve one reader."""
         shared: _Shared | None = None
         source: _Source | None = None
-        told = False
+        announced = False
         await self._come("readers", context)
         try:
             # An actor may take any time between requests; HTTP/2 pings detect whether it is still connected.
@@ -144,8 +144,8 @@ class RemoteWeights:
                         self._forget(shared)
                         return
                     continue
-                if not told:
-                    head.layout, told = source.layout, True
+                if not announced:
+                    head.layout, announced = source.layout, True
                 yield pb.ReadReply(head=head)
                 if kept is not None:
                     for piece in kept.pieces:

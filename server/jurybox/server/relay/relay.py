@@ -77,8 +77,8 @@ class Relay:
         self._calls_of: Counter[bytes] = Counter()
         self._number = 0
         self._pumping = self._closed = False
-        self._bad_messages, self._complained_at = 0, 0.0
-        self._owing = False
+        self._bad_messages, self._warned_at = 0, 0.0
+        self._pay_scheduled = False
         self._waiting: dict[HeldLane, None] = {}  # lanes with tickets in flight
         self._lone: HeldLane | None = None  # the only one of those, if there is one
         self._turns = 0  # for which it was the only one
@@ -86,11 +86,11 @@ class Relay:
         self._back_descriptor = int(back.getsockopt(zmq.FD))
         self._loop.add_reader(front.fileno(), self._serve)
         self._loop.add_reader(self._back_descriptor, self.pump)
-        self._loop.add_reader(self._words.descriptor, self._told)
-        self._ears = select.poll()
+        self._loop.add_reader(self._words.descriptor, self._on_word)
+        self._poller = select.poll()
         self._descriptors = (front.fileno(), self._back_descriptor, self._words.descriptor)
         for descriptor in self._descriptors:
-            self._ears.register(descriptor, select.POLLIN)
+            self._poller.register(descriptor, select.POLLIN)
 
     def pump(self) -> None:
         """Handle all waiting messages of both sides: a ZeroMQ descriptor signals only changes."""
@@ -127,14 +127,14 @@ class Relay:
                     and not self._front.has_news()
                     and (left := until - time.monotonic()) > 0
                 ):
-                    self._stay(lone, left)
+                    self._serve_alone(lone, left)
                     if waiting or self._front.has_news():
                         continue
             if more or self._front.has_news() or any(held.arm() for held in waiting):
                 if time.monotonic() > until:
                     self._again()
                 continue
-            if time.monotonic() > until or not (came := self._ears.poll(_PAUSE_MS)):
+            if time.monotonic() > until or not (came := self._poller.poll(_PAUSE_MS)):
                 return
             for descriptor, _ in came:
                 if descriptor == self._words.descriptor:
@@ -143,14 +143,14 @@ class Relay:
                 elif descriptor == self._back_descriptor:
                     self._again()  # its messages first
 
-    def _stay(self, lone: HeldLane, seconds: float) -> None:
+    def _serve_alone(self, lone: HeldLane, seconds: float) -> None:
         """Serve a client that is alone, without returning here for each of its requests."""
         if lone.stay(self._descriptors, _PAUSE_MS / 1e3, seconds) and isinstance(self._front, OpenFront):
             self._front.look_again(lone.sender)
         if lone.waits:
             self._waiting[lone] = None
 
-    def _told(self) -> None:
+    def _on_word(self) -> None:
         """Handle the event which signals that answers of an engine may have arrived."""
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._words.descriptor)  # reset it first: answers that arrive later signal it again
@@ -216,7 +216,7 @@ class Relay:
         try:
             handle(frames)
         except Exception as error:  # noqa: BLE001  one message must not stop the others
-            self._complain(f"a message could not be handled: {said(error, 200)}")
+            self._warn(f"a message could not be handled: {said(error, 200)}")
 
     def _expected(self, first: bytes) -> int:
         """Return the size of the frames that follow a ticket; 0 if it is unknown."""
@@ -235,16 +235,16 @@ class Relay:
             why = prefix_error(first) or (
                 f"{len(first)} bytes came first: expected a ticket of {TICKET_FRAME} bytes, then its tensors"
             )
-            self._complain(why)
+            self._warn(why)
             code = Code.PROTOCOL_MISMATCH if prefix_error(first) else Code.MALFORMED
             self._send([sender, head(InlineTicket(sender, 0, 0, 0, 0, 0, 0), code, why)])
 
-    def _complain(self, why: str) -> None:
+    def _warn(self, why: str) -> None:
         """Log a bad message, at most once a second."""
         self._bad_messages += 1
-        if (now := time.monotonic()) - self._complained_at >= 1.0:
+        if (now := time.monotonic()) - self._warned_at >= 1.0:
             self._report("bad messages", count=self._bad_messages, last=why)
-            self._bad_messages, self._complained_at = 0, now
+            self._bad_messages, self._warned_at = 0, now
 
     def _send(self, frames: list[bytes]) -> bool:
         """Send a message; return False if the client is gone."""
@@ -278,13 +278,13 @@ class Relay:
                 self._front.send(frames)
         if not held.waits:
             self._waiting.pop(held, None)
-        elif held.owes and not self._owing:
-            self._owing = True
-            self._loop.call_later(_SOON, self._pay)
+        elif held.owes and not self._pay_scheduled:
+            self._pay_scheduled = True
+            self._loop.call_later(_SOON, self._send_rest)
 
-    def _pay(self) -> None:
+    def _send_rest(self) -> None:
         """Send answers that did not fit into the limits of slow clients."""
-        self._owing = False
+        self._pay_scheduled = False
         if not self._closed:
             for held in list(self._lanes.values()):
                 if held.waits:
@@ -316,7 +316,7 @@ class Relay:
             case "lease":
                 self._lease(sender, number, request)
             case "hello":
-                self._pass_on(sender, number, request, _without_places)
+                self._pass_on(sender, number, request, _without_addresses)
             case "load":
                 request.load.remote = True
                 self._pass_on(sender, number, request, lambda reply: reply)
@@ -379,12 +379,12 @@ class Relay:
         if lane is None:
             raise Error(f"lane {lease.lane} is locked by another client: ask again", Code.BUSY)
         number = secrets.randbits(63) | 1
-        told = Lease(model=lease.model, lease=number, rows=lease.rows)
-        told.model.arena = ""
-        held = HeldLane(lane, sender, call, told, lease.first_row, lease.rows)
+        granted = Lease(model=lease.model, lease=number, rows=lease.rows)
+        granted.model.arena = ""
+        held = HeldLane(lane, sender, call, granted, lease.first_row, lease.rows)
         self._lanes[number] = held
         held.watch(self._loop, self._words, self._serve)
-        return ControlReply(lease=told)
+        return ControlReply(lease=granted)
 
     def _release(self, sender: bytes, request: ReleaseRequest) -> None:
         if (held := self._lanes.get(request.lease)) is not None and held.owner == sender:
@@ -401,7 +401,7 @@ def _failed(error: Error) -> ControlReply:
     return ControlReply(error=ErrorMessage(code=error.code, message=plain(error)))
 
 
-def _without_places(reply: ControlReply) -> ControlReply:
+def _without_addresses(reply: ControlReply) -> ControlReply:
     """Return the server's hello without addresses that only its own host can reach."""
     if reply.HasField("server"):
         server = reply.server

@@ -129,7 +129,7 @@ class SecuritySettings(BaseModel):
     cuda_shared_memory: bool = False
 
     @model_validator(mode="after")
-    def _goes_together(self) -> SecuritySettings:
+    def _check_combination(self) -> SecuritySettings:
         if self.token is not None and self.token_file is not None:
             raise ValueError("token and token_file are both set, expected one of them")
         if (self.tls_cert is None) != (self.tls_key is None):
@@ -248,7 +248,7 @@ def public_keys(folder: Path) -> list[Path]:
 _AT_ONCE = 8  # messages of the maximum size that a process may hold at once
 
 
-class Room:
+class ByteBudget:
     """A limit on the bytes of all requests that a process holds at once. Use it in one event loop only.
 
     Args:
@@ -259,7 +259,7 @@ class Room:
         self._most = most
         self._held = 0
 
-    def take(self, size: int) -> None:
+    def acquire(self, size: int) -> None:
         """Reserve `size` bytes. Raises Refused (code BUSY) if too few are left."""
         if self._held + size > self._most:
             raise Refused(
@@ -269,7 +269,7 @@ class Room:
             )
         self._held += size
 
-    def give(self, size: int) -> None:
+    def release(self, size: int) -> None:
         """Release `size` bytes."""
         self._held -= size
 
@@ -309,9 +309,9 @@ class Access:
         """Return the settings for the control pipe, a private socket between two processes."""
         return {"access": asdict(self)}
 
-    def room(self) -> Room:
+    def budget(self) -> ByteBudget:
         """Return a new limit for the requests of one transport."""
-        return Room(_AT_ONCE * self.max_message)
+        return ByteBudget(_AT_ONCE * self.max_message)
 
     @property
     def token(self) -> Token | None:
@@ -324,11 +324,11 @@ class Access:
         return read_secret(Path(self.tls_key)), Path(self.tls_cert).read_bytes()
 
 
-class Source:
+class ClientConnection:
     """A client's connection with at most one request in flight, and how soon it sends the next one.
 
     Args:
-        peer: its address, as a transport's "peername".
+        peername: its address, as a transport's "peername".
 
     Attributes:
         near: whether the client runs on this host.
@@ -338,8 +338,8 @@ class Source:
 
     __slots__ = ("answered", "near", "quick")
 
-    def __init__(self, peer: Any) -> None:
-        self.near = _is_near(peer)
+    def __init__(self, peername: Any) -> None:
+        self.near = _is_near(peername)
         self.answered = 0.0
         self.quick = False
 

@@ -12,7 +12,7 @@ import grpc
 from google.protobuf.descriptor import Descriptor
 
 from jurybox.protocol.errors import TABLE, Code, Error, error_for, said
-from jurybox.server.security.access import Access, Room, Source, Token
+from jurybox.server.security.access import Access, ByteBudget, ClientConnection, Token
 
 # As in http.py: probes send no token; these methods reveal only yes or no.
 OPEN_METHODS = frozenset(
@@ -33,7 +33,7 @@ _STATUS = {status.value[0]: status for status in grpc.StatusCode}
 _log = logging.getLogger("jurybox.gateway.grpc")
 
 
-class TokenAsked(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no types
+class TokenGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no types
     """Accepts only calls with the token as ``authorization: Bearer TOKEN`` in their metadata."""
 
     def __init__(self, token: Token) -> None:
@@ -89,7 +89,7 @@ def failure(error: BaseException) -> Error:
     return Error(f"the gateway failed at this call ({said(error, 200)}); its log says more", Code.MODEL_FAILED)
 
 
-class _Came(NamedTuple):
+class _Received(NamedTuple):
     """A received message, or the error with which it is refused."""
 
     message: Any
@@ -101,7 +101,7 @@ class DirectCall(Protocol):
     """A call as passed to a direct method. It is answered once."""
 
     @property
-    def source(self) -> Source | None:
+    def connection(self) -> ClientConnection | None:
         """The connection of the call, if it has no other call in progress; None: unknown."""
         ...
 
@@ -134,7 +134,7 @@ Direct: TypeAlias = Callable[[bytes, DirectCall], bool]
 class _AwaitedCall:
     """A call of grpc.aio, whose coroutine awaits `answer`: bytes, or None for the regular method."""
 
-    source = None
+    connection = None
 
     def __init__(self, context: Any) -> None:
         self.answer: asyncio.Future[bytes | None] = asyncio.get_running_loop().create_future()
@@ -150,18 +150,18 @@ class _AwaitedCall:
 class Guarding:
     """A server proxy that wraps each method of added services.
 
-    It refuses a message that cannot be parsed, has too many parts, or does not fit into `room` at present. An `Error`
+    It refuses a message that cannot be parsed, has too many parts, or does not fit into `budget` at present. An `Error`
     from a method ends the call with its status of errors.TABLE. Any other exception is logged and ends it as INTERNAL.
 
     Args:
         server: the server to which the wrapped methods are added.
-        room: limits the bytes of all messages together.
+        budget: limits the bytes of all messages together.
         direct: functions to try before unary-unary methods, by the methods' paths.
     """
 
-    def __init__(self, server: Any, room: Room, direct: Mapping[str, Direct]) -> None:
+    def __init__(self, server: Any, budget: ByteBudget, direct: Mapping[str, Direct]) -> None:
         self._server = server
-        self._room = room
+        self._budget = budget
         self._direct = direct
 
     def add_generic_rpc_handlers(self, handlers: Sequence[Any]) -> None:
@@ -186,16 +186,16 @@ class Guarding:
             raise NotImplementedError("no service here has a method of many requests and one answer")
         return grpc.unary_unary_rpc_method_handler(self._unary_unary(handler.unary_unary), read, write)
 
-    def _unary_unary(self, method: Callable[[Any, Any], Awaitable[Any]]) -> Callable[[_Came, Any], Awaitable[Any]]:
-        room = self._room
+    def _unary_unary(self, method: Callable[[Any, Any], Awaitable[Any]]) -> Callable[[_Received, Any], Awaitable[Any]]:
+        budget = self._budget
 
-        async def behave(came: _Came, context: Any) -> Any:
+        async def behave(received: _Received, context: Any) -> Any:
             try:
-                message = _taken(came, room)
+                message = _message_of(received, budget)
                 try:
                     return await method(message, context)
                 finally:
-                    room.give(came.size)
+                    budget.release(received.size)
             except Exception as error:  # noqa: BLE001
                 await _end(context, error)
 
@@ -204,25 +204,25 @@ class Guarding:
     def _directly(
         self,
         direct: Direct,
-        read: Callable[[bytes], _Came],
+        read: Callable[[bytes], _Received],
         method: Callable[[Any, Any], Awaitable[Any]],
         write: Callable[[Any], bytes],
     ) -> Callable[[bytes, Any], Awaitable[bytes]]:
-        room = self._room
+        budget = self._budget
 
         async def behave(data: bytes, context: Any) -> bytes:
             try:
-                room.take(len(data))
+                budget.acquire(len(data))
                 try:
                     call = _AwaitedCall(context)
                     if direct(data, call) and (answer := await call.answer) is not None:
                         return answer
-                    came = read(data)
-                    if came.error is not None:
-                        raise came.error
-                    return write(await method(came.message, context))
+                    received = read(data)
+                    if received.error is not None:
+                        raise received.error
+                    return write(await method(received.message, context))
                 finally:
-                    room.give(len(data))
+                    budget.release(len(data))
             except Exception as error:  # noqa: BLE001
                 await _end(context, error)
 
@@ -230,12 +230,12 @@ class Guarding:
 
     def _unary_stream(
         self, method: Callable[[Any, Any], AsyncIterator[Any]]
-    ) -> Callable[[_Came, Any], AsyncIterator[Any]]:
-        async def behave(came: _Came, context: Any) -> AsyncIterator[Any]:
+    ) -> Callable[[_Received, Any], AsyncIterator[Any]]:
+        async def behave(received: _Received, context: Any) -> AsyncIterator[Any]:
             try:
-                if came.error is not None:
-                    raise came.error
-                async with aclosing(method(came.message, context)) as answers:  # type: ignore[type-var]
+                if received.error is not None:
+                    raise received.error
+                async with aclosing(method(received.message, context)) as answers:  # type: ignore[type-var]
                     async for answer in answers:
                         yield answer
             except Exception as error:  # noqa: BLE001
@@ -245,8 +245,8 @@ class Guarding:
 
     def _stream_stream(
         self, method: Callable[[AsyncIterator[Any], Any], AsyncIterator[Any]]
-    ) -> Callable[[AsyncIterator[_Came], Any], AsyncIterator[Any]]:
-        async def behave(requests: AsyncIterator[_Came], context: Any) -> AsyncIterator[Any]:
+    ) -> Callable[[AsyncIterator[_Received], Any], AsyncIterator[Any]]:
+        async def behave(requests: AsyncIterator[_Received], context: Any) -> AsyncIterator[Any]:
             try:
                 async with aclosing(method(_messages(requests), context)) as answers:  # type: ignore[type-var]
                     async for answer in answers:
@@ -273,19 +273,19 @@ class _Generic(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpc has no typ
         return guarded
 
 
-def _taken(came: _Came, room: Room) -> Any:
+def _message_of(received: _Received, budget: ByteBudget) -> Any:
     """Return the message after reserving its bytes. Raises Error if it is refused."""
-    if came.error is not None:
-        raise came.error
-    room.take(came.size)
-    return came.message
+    if received.error is not None:
+        raise received.error
+    budget.acquire(received.size)
+    return received.message
 
 
-async def _messages(requests: AsyncIterator[_Came]) -> AsyncIterator[Any]:
-    async for came in requests:
-        if came.error is not None:
-            raise came.error
-        yield came.message
+async def _messages(requests: AsyncIterator[_Received]) -> AsyncIterator[Any]:
+    async for received in requests:
+        if received.error is not None:
+            raise received.error
+        yield received.message
 
 
 async def _end(context: Any, error: Exception) -> NoReturn:
@@ -295,17 +295,17 @@ async def _end(context: Any, error: Exception) -> NoReturn:
     await abort(context, failure(error))
 
 
-def _reader(deserialize: Callable[[bytes], Any]) -> Callable[[bytes], _Came]:
+def _reader(deserialize: Callable[[bytes], Any]) -> Callable[[bytes], _Received]:
     kind: Descriptor | None = getattr(getattr(deserialize, "__self__", None), "DESCRIPTOR", None)
 
-    def read(data: bytes) -> _Came:
+    def read(data: bytes) -> _Received:
         if len(data) > _FEW_BYTES and kind is not None and _has_many_parts(data, kind):
             why = f"the message has more than {_MOST_PARTS} parts: send tensors in raw_input_contents"
-            return _Came(None, 0, error_for(Code.TOO_LARGE, why))
+            return _Received(None, 0, error_for(Code.TOO_LARGE, why))
         try:
-            return _Came(deserialize(data), len(data))
+            return _Received(deserialize(data), len(data))
         except Exception as error:  # noqa: BLE001  untrusted bytes: any exception of the parser means no valid message
-            return _Came(None, 0, error_for(Code.MALFORMED, f"no message came: {said(error, 200)}"))
+            return _Received(None, 0, error_for(Code.MALFORMED, f"no message came: {said(error, 200)}"))
 
     return read
 
@@ -356,7 +356,7 @@ def _varint(data: bytes, at: int) -> tuple[int, int]:
 
 def interceptors(access: Access) -> list[grpc.aio.ServerInterceptor]:
     """Return the interceptors for grpc.aio.server(interceptors=...)."""
-    return [] if (token := access.token) is None else [TokenAsked(token)]
+    return [] if (token := access.token) is None else [TokenGuard(token)]
 
 
 def limits(access: Access) -> list[tuple[str, int]]:

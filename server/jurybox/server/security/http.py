@@ -11,7 +11,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jurybox.protocol.address import is_loopback
 from jurybox.protocol.errors import Code, Refused
-from jurybox.server.security.access import CHALLENGES, Access, Room, Token
+from jurybox.server.security.access import CHALLENGES, Access, ByteBudget, Token
 
 # Probes of orchestrators and load balancers send no token. Without a token these paths answer yes or no, not why.
 OPEN_PATHS = frozenset({"/health", "/health/live", "/health/ready", "/v2/health/live", "/v2/health/ready"})
@@ -31,38 +31,38 @@ DATA_ONLY = "jurybox.data"  # in a request's scope: its answer needs only DATA_H
 _READING = ("GET", "HEAD", "OPTIONS")
 
 
-TAKEN = "jurybox.taken"  # in a request's scope
+RESERVATION = "jurybox.reservation"  # in a request's scope
 
 
-class Taken:
-    """The bytes that one request has reserved in a `Room`."""
+class Reservation:
+    """The bytes that one request has reserved in a `ByteBudget`."""
 
-    def __init__(self, room: Room) -> None:
-        self._room = room
+    def __init__(self, budget: ByteBudget) -> None:
+        self._budget = budget
         self._size = 0
 
     def take(self, size: int) -> None:
-        """Reserve `size` bytes; see `Room.take`."""
-        self._room.take(size)
+        """Reserve `size` bytes; see `ByteBudget.acquire`."""
+        self._budget.acquire(size)
         self._size += size
 
     def give(self) -> None:
         """Release all reserved bytes."""
-        self._room.give(self._size)
+        self._budget.release(self._size)
         self._size = 0
 
 
-def guarded(app: ASGIApp, access: Access, *, loopback: bool, room: Room | None = None) -> ASGIApp:
+def guarded(app: ASGIApp, access: Access, *, loopback: bool, budget: ByteBudget | None = None) -> ASGIApp:
     """Wrap the application in all middlewares.
 
     Args:
         loopback: whether it listens on loopback only; then a request that names another host comes from a web page
             whose name was changed to resolve to this host (DNS rebinding), and is refused.
-        room: limits the bytes of all bodies, if it is shared with others; None: a new one is created.
+        budget: limits the bytes of all bodies, if it is shared with others; None: a new one is created.
     """
-    app = BodyLimit(app, access.max_message, room or access.room())
+    app = BodyLimit(app, access.max_message, budget or access.budget())
     if (token := access.token) is not None:
-        app = TokenAsked(app, token)
+        app = TokenGuard(app, token)
     app = SameOrigin(app)
     if loopback:
         app = LoopbackHost(app)
@@ -128,7 +128,7 @@ class SameOrigin:
         await self._app(scope, receive, send)
 
 
-class TokenAsked:
+class TokenGuard:
     """Accepts only requests with the token; open paths answer without it, but in less detail."""
 
     def __init__(self, app: ASGIApp, token: Token) -> None:
@@ -154,13 +154,13 @@ class TokenAsked:
 class BodyLimit:
     """Limits the actual size of each body, and of all bodies together.
 
-    The scope contains a `Taken` under TAKEN, with which the application reserves bytes for a decompressed body.
+    The scope holds a `Reservation` under RESERVATION; the application reserves bytes for a decompressed body with it.
     """
 
-    def __init__(self, app: ASGIApp, most: int, room: Room) -> None:
+    def __init__(self, app: ASGIApp, most: int, budget: ByteBudget) -> None:
         self._app = app
         self._most = most
-        self._room = room
+        self._budget = budget
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle a request as an ASGI application."""
@@ -173,7 +173,7 @@ class BodyLimit:
             await _refuse(send, 413, Code.TOO_LARGE, says)
             return
         came, started, refused = 0, False, False
-        taken = scope[TAKEN] = Taken(self._room)
+        taken = scope[RESERVATION] = Reservation(self._budget)
 
         async def counted() -> Message:
             nonlocal came, refused

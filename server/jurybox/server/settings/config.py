@@ -561,10 +561,10 @@ class Settings(_Strict):
             raise ValueError(
                 f"{twice[0]!r} is listened on twice, by robots or dialects among others: expected a port for each"
             )
-        self._find_room()
+        self._assign_lanes()
         return self
 
-    def _find_room(self) -> None:
+    def _assign_lanes(self) -> None:
         """Record for each model which dialects and robots keep a lane of it.
 
         Raises:
@@ -583,9 +583,9 @@ class Settings(_Strict):
         for name, model in self.models.items():
             held = model._holders
             if model.rows and (enough := held.enough(model.rows, model)) > model.rows:
-                told = [f"dialects.{one}" for one in held.dialects] + [f"robots.{one}" for one in held.robots]
+                users = [f"dialects.{one}" for one in held.dialects] + [f"robots.{one}" for one in held.robots]
                 raise ValueError(
-                    f"models.{name}.rows = {model.rows}, expected at least {enough}: {', '.join(told)} keep a lane of "
+                    f"models.{name}.rows = {model.rows}, expected at least {enough}: {', '.join(users)} keep a lane of "
                     f"it each ({model.lane_rows_of(model.rows)} rows, a robot's as many as it has clients), and the "
                     f"gateway one for its other callers (two batches of {model.max_batch}, or half of the rows)"
                 )
@@ -627,9 +627,9 @@ def require_loadable_from_elsewhere(settings: Settings, name: str, model: ModelS
     Raises:
         Refused: the message says which setting to add.
     """
-    if strange := sorted(model.model_fields_set - _FROM_ELSEWHERE):
+    if unknown := sorted(model.model_fields_set - _FROM_ELSEWHERE):
         raise Refused(
-            f"{strange[0]} of model {name!r} is not taken from a network: expected some of {sorted(_FROM_ELSEWHERE)}"
+            f"{unknown[0]} of model {name!r} is not taken from a network: expected some of {sorted(_FROM_ELSEWHERE)}"
         )
     module = str(model.factory).partition(":")[0]
     if not {str(model.factory), f"{module}:*"} & set(settings.server.remote_factories):

@@ -97,17 +97,17 @@ class ExternalKills:
     def __init__(self) -> None:
         self._killed = killed_for_memory()
 
-    def killed(self, status: int, served: float, *, condemned: bool) -> bool:
+    def killed(self, status: int, served: float, *, by_supervisor: bool) -> bool:
         """Return whether a dead child was killed from outside.
 
         Args:
             status: its exit status.
             served: seconds that it had served.
-            condemned: whether its parent killed it.
+            by_supervisor: whether its parent killed it.
         """
         before, self._killed = self._killed, killed_for_memory()
         own = before is None or before != self._killed
-        return status == -signal.SIGKILL and served > _PROVEN and not condemned and not own
+        return status == -signal.SIGKILL and served > _PROVEN and not by_supervisor and not own
 
 
 @dataclass(eq=False)
@@ -131,7 +131,7 @@ class Child:
     python: str = sys.executable
     serving: bool = field(default=False, init=False)
     served_at: float = field(default=0.0, init=False)  # s of the monotonic clock; when it began to serve
-    condemned: bool = field(default=False, init=False)  # killed by the supervisor
+    killed_by_supervisor: bool = field(default=False, init=False)
     failures: int = field(default=0, init=False)  # deaths in a row
     restart_at: float = field(default=0.0, init=False)
     started_at: float = field(default=0.0, init=False)
@@ -166,7 +166,7 @@ class Child:
             Error, OSError: there is not enough memory, or too many files are open. Nothing was started; the next
                 attempt is due a second later.
         """
-        self.serving = self.condemned = False
+        self.serving = self.killed_by_supervisor = False
         self.started_at = now
         self.restart_at = now + _SHORT
         configuration = self.configure()
@@ -210,7 +210,7 @@ class Child:
         while (message := self._control_pipe.receive(0)) is not None:
             yield message
 
-    def bury(self, now: float, *, settled_after: float) -> int:
+    def reap(self, now: float, *, settled_after: float) -> int:
         """Clean up after a dead child, schedule its restart, and return its exit status.
 
         The count of failures starts anew if it served and had started more than `settled_after` seconds ago.
@@ -223,7 +223,7 @@ class Child:
         self.failures += 1
         return status
 
-    def forgive(self, now: float) -> None:
+    def excuse_last_death(self, now: float) -> None:
         """Do not count the last death, and restart at once."""
         self.failures -= 1
         self.restart_at = now
@@ -231,7 +231,7 @@ class Child:
     def kill(self) -> None:
         """Kill the child; `messages` then raises EOFError."""
         if self._process is not None:
-            self.condemned = True
+            self.killed_by_supervisor = True
             self._process.kill()
 
     def stop(self, timeout: float) -> None:

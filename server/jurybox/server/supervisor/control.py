@@ -272,7 +272,7 @@ class ControlHandlers:
         """Load or reload a model. The client polls its state with model requests."""
         if request.settings_json:
             settings = model_settings_from_json(request.model, request.settings_json)
-            self._require_said(request)
+            self._require_publication_settings(request)
             self._require_interpreter(request.model, settings)
             if request.remote:
                 self._require_theirs(request.model)
@@ -281,7 +281,7 @@ class ControlHandlers:
         else:
             settings = self._known_settings(request.model)
         until = self._until(request.model, request.keep) if request.keep else None
-        if (there := self._models.get(request.model)) is not None and (there.sleeping or there.turning):
+        if (there := self._models.get(request.model)) is not None and (there.sleeping or there.moving):
             raise Refused(f"model {request.model!r} sleeps, or moves its weights: wake it, then load it", Code.SLEEPING)
         for index in self._engines.living():
             if self._engines.engines[index].orders_waiting > _ORDERS:
@@ -312,13 +312,13 @@ class ControlHandlers:
     def _wake(self, request: pb.WakeRequest) -> None:
         """Order every engine to move a model's weights back; engines restarted meanwhile load the model."""
         held = self._models.named(request.model)
-        if held.turning:
+        if held.moving:
             raise Refused(f"model {held.name!r} is falling asleep or waking up: try again afterwards", Code.NOT_READY)
         if not held.asleep_in:
             return
         for index, load in held.wake_up().items():
             self._engines.engines[index].send("wake", model=held.index, load=load)
-        self._engines.load(held, [index for index in held.asleep_in if index not in held.turning])
+        self._engines.load(held, [index for index in held.asleep_in if index not in held.moving])
 
     def _bind(self, request: pb.BindRequest) -> pb.BindingMessage:
         """Bind rows of a lease to device memory in every engine of its model, or unbind them."""
@@ -370,7 +370,7 @@ class ControlHandlers:
             raise Refused(f"model {request.model!r} was loaded without keep: it stays until it is unloaded")
         held.until = until
 
-    def _require_said(self, request: pb.LoadRequest) -> None:
+    def _require_publication_settings(self, request: pb.LoadRequest) -> None:
         """Refuse settings that would silently end a model's publications or their saving."""
         held, given = self._models.get(request.model), None
         with contextlib.suppress(ValueError, RecursionError):  # already reported by the check of the settings

@@ -20,23 +20,23 @@ _TIMEOUT = 60.0  # seconds; the imports may have to read a cold disk
 # It must run with any Python 3, so that an interpreter that is too old can report its version.
 _ASK = """
 import json, sys
-told = {"python": list(sys.version_info[:3])}
+found = {"python": list(sys.version_info[:3])}
 try:
     from importlib.metadata import version
 except ImportError:
     version = None
 for name in sys.argv[1:]:
     try:
-        told[name] = version(name)
+        found[name] = version(name)
     except Exception:
-        told[name] = None
+        found[name] = None
 try:
     import jurybox.native
     from jurybox.protocol.wire import PROTOCOL_VERSION
-    told["protocol"] = PROTOCOL_VERSION
+    found["protocol"] = PROTOCOL_VERSION
 except Exception as error:
-    told["broken"] = type(error).__name__ + ": " + str(error)
-sys.stdout.write("\\n" + json.dumps(told))
+    found["broken"] = type(error).__name__ + ": " + str(error)
+sys.stdout.write("\\n" + json.dumps(found))
 """
 
 
@@ -76,10 +76,10 @@ def _misfits(python: str) -> list[str]:
             stdin=subprocess.DEVNULL,
             env={name: value for name, value in variables.items() if value is not None},
         )
-        told: dict[str, Any] = json.loads(asked.stdout.strip().rpartition("\n")[2])
-        if not isinstance(told, dict):
+        installed: dict[str, Any] = json.loads(asked.stdout.strip().rpartition("\n")[2])
+        if not isinstance(installed, dict):
             raise ValueError
-        return list(_unfit(told))
+        return list(_unfit(installed))
     except subprocess.TimeoutExpired:
         return [f"it did not report its packages within {_TIMEOUT:.0f} s: is it a Python?"]
     except OSError as error:
@@ -89,25 +89,29 @@ def _misfits(python: str) -> list[str]:
         return [f"it does not report its packages ({last or f'exit status {asked.returncode}'}): is it a Python?"]
 
 
-def _unfit(told: dict[str, Any]) -> Collection[str]:
-    python = tuple(told["python"])
+def _unfit(installed: dict[str, Any]) -> Collection[str]:
+    python = tuple(installed["python"])
     if python < _PYTHON:
         return [f"it is Python {_dotted(python)}, expected {_dotted(_PYTHON)} or newer"]
     found = []
-    if told["jurybox"] is None:
+    if installed["jurybox"] is None:
         found.append(f"jurybox is not installed there: pip install 'jurybox[engine]=={build_version()}'")
-    elif told["jurybox"] != build_version():
-        found.append(f"jurybox {told['jurybox']} is installed there, expected {build_version()} as the server's")
-    elif broken := told.get("broken"):
+    elif installed["jurybox"] != build_version():
+        found.append(f"jurybox {installed['jurybox']} is installed there, expected {build_version()} as the server's")
+    elif broken := installed.get("broken"):
         found.append(f"jurybox's native part cannot be imported there ({broken}): install the wheel for that Python")
-    elif told["protocol"] != PROTOCOL_VERSION:
-        found.append(f"jurybox there speaks protocol {told['protocol']}, expected {PROTOCOL_VERSION}: install this one")
+    elif installed["protocol"] != PROTOCOL_VERSION:
+        found.append(
+            f"jurybox there speaks protocol {installed['protocol']}, expected {PROTOCOL_VERSION}: install this one"
+        )
     for name, oldest in _OLDEST.items():
-        if (version := told[name]) is None:
+        if (version := installed[name]) is None:
             found.append(f"{name} is not installed there, expected {_dotted(oldest)} or newer")
         elif tuple(map(int, re.findall(r"\d+", version)[:2])) < oldest:
             found.append(f"{name} {version} is installed there, expected {_dotted(oldest)} or newer")
-    found += [f"{name} is not installed there: pip install 'jurybox[engine]'" for name in _NEEDED if told[name] is None]
+    found += [
+        f"{name} is not installed there: pip install 'jurybox[engine]'" for name in _NEEDED if installed[name] is None
+    ]
     return found
 
 

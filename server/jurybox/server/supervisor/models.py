@@ -60,7 +60,7 @@ class HeldModel:
         saved: the newest version on disk; 0: none.
         engines: engine -> loading, ready, reloading, sleeping, failed or quarantined.
         sleeping: whether it was put to sleep; an engine that dies meanwhile loads it on wake-up.
-        turning: engines that have been ordered to move its weights and have not answered.
+        moving: engines that have been ordered to move its weights and have not answered.
         loads: engine -> number of its current load; messages about other loads are outdated.
         arenas: engine -> number of the arena that it computes in.
         reasons: engine -> why a load, or a move of weights, failed there.
@@ -93,7 +93,7 @@ class HeldModel:
     quarantined: str = ""
     warm_up: dict[str, Any] = field(default_factory=dict)
     sleeping: bool = False
-    turning: set[int] = field(default_factory=set)
+    moving: set[int] = field(default_factory=set)
     until: float | None = None
     remote: bool = False
 
@@ -124,7 +124,7 @@ class HeldModel:
     @property
     def settled(self) -> bool:
         """Whether no engine is still loading the model or moving its weights to or from host memory."""
-        return not self.turning and not set(self.engines.values()) & {"loading", "reloading"}
+        return not self.moving and not set(self.engines.values()) & {"loading", "reloading"}
 
     def begin_load(self, engine: int, load: int) -> None:
         """Record that an engine begins to load the model. During a reload it keeps serving."""
@@ -148,46 +148,46 @@ class HeldModel:
 
     def fall_asleep(self) -> dict[int, int]:
         """Put the model to sleep; return the engines that must get the order, each with the number of its load."""
-        told = {engine: self.loads[engine] for engine, state in self.engines.items() if state == "ready"}
-        self.sleeping, self.turning = True, set(told)
+        orders = {engine: self.loads[engine] for engine, state in self.engines.items() if state == "ready"}
+        self.sleeping, self.moving = True, set(orders)
         self.reasons.clear()
-        return told
+        return orders
 
     def wake_up(self) -> dict[int, int]:
         """Wake the model; return the engines that have it in host memory, each with the number of its load.
 
         The other engines in `asleep_in` have been restarted meanwhile, and must load it.
         """
-        told = {engine: load for engine, load in self.loads.items() if self.engines.get(engine) == "sleeping"}
-        self.sleeping, self.turning = False, set(told)
+        orders = {engine: load for engine, load in self.loads.items() if self.engines.get(engine) == "sleeping"}
+        self.sleeping, self.moving = False, set(orders)
         self.reasons.clear()
-        return told
+        return orders
 
     @property
     def asleep_in(self) -> list[int]:
         """The engines in which the model sleeps."""
         return [engine for engine, state in self.engines.items() if state == "sleeping"]
 
-    def turned(self, engine: int, *, asleep: bool, reason: str) -> dict[int, int]:
+    def weights_moved(self, engine: int, *, asleep: bool, reason: str) -> dict[int, int]:
         """Record that an engine has moved the weights, or, with a `reason`, that it could not and left them in place.
 
         A model sleeps in all of its engines or in none: if one of them fails to move the weights, the others move them
         back. Returns the engines that must get that order, each with the number of its load; `sleeping` is the
         direction.
         """
-        self.turning.discard(engine)
+        self.moving.discard(engine)
         self.engines[engine] = "sleeping" if asleep else "ready"
         if reason:
             self.reasons[engine] = reason
-        if self.turning or not self.reasons:
+        if self.moving or not self.reasons:
             return {}
         # Some engines failed: bring all others to the state of these.
         states = {self.engines.get(failed) for failed in self.reasons}
         if states <= {"sleeping", "ready"} and len(states) == 1:
             self.sleeping = states == {"sleeping"}
             other = "ready" if self.sleeping else "sleeping"
-            self.turning = {engine for engine, state in self.engines.items() if state == other}
-        return {engine: self.loads[engine] for engine in self.turning if engine in self.loads}
+            self.moving = {engine for engine, state in self.engines.items() if state == other}
+        return {engine: self.loads[engine] for engine in self.moving if engine in self.loads}
 
     def leave_quarantine(self) -> None:
         """End the quarantine. Engines that are starting load the model, too, so they count as loading."""
@@ -201,7 +201,7 @@ class HeldModel:
         """Record that an engine died, and with it its copy of the model."""
         self.arenas.pop(engine, None)
         self.loads.pop(engine, None)
-        self.turning.discard(engine)
+        self.moving.discard(engine)
         if not self.quarantined and engine in self.engines:
             self.engines[engine] = "sleeping" if self.sleeping else "loading"
 

@@ -316,17 +316,17 @@ def _listen(path: Path) -> socket.socket:
 
     So a socket that refuses connections belongs to a dead server.
     """
-    unborn = path.with_name(path.name.removesuffix(path.suffix) + UNBORN)
+    temporary = path.with_name(path.name.removesuffix(path.suffix) + UNBORN)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         os.fchmod(listener.fileno(), 0o600)  # sets the mode of the file that bind creates, independent of the umask
-        with SocketPath(unborn) as short:
+        with SocketPath(temporary) as short:
             listener.bind(short)
         listener.listen(_BACKLOG)
         listener.setblocking(False)
-        unborn.rename(path)
+        temporary.rename(path)
     except OSError:
         listener.close()
-        unborn.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise
     return listener

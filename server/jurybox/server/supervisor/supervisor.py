@@ -249,7 +249,7 @@ class Supervisor:
             for message in child.messages():
                 try:
                     if child in self._services:
-                        self._on_edge(child, message)
+                        self._on_network_process(child, message)
                     else:
                         self._on_engine(self._engines.engines.index(child), message)
                 except Exception as error:  # noqa: BLE001  one bad message must not end the server or lose the next
@@ -267,9 +267,9 @@ class Supervisor:
     def _on_death(self, child: Child) -> None:
         now = time.monotonic()
         settled = child.serving and now - child.started_at > _SETTLED
-        served, condemned = now - child.served_at if child.serving else 0.0, child.condemned
-        status = child.bury(now, settled_after=_SETTLED)
-        outside = self._external_kills.killed(status, served, condemned=condemned)
+        served, by_supervisor = now - child.served_at if child.serving else 0.0, child.killed_by_supervisor
+        status = child.reap(now, settled_after=_SETTLED)
+        outside = self._external_kills.killed(status, served, by_supervisor=by_supervisor)
         charged = None
         if child not in self._services:
             index = self._engines.engines.index(child)
@@ -288,7 +288,7 @@ class Supervisor:
             if charged.deaths[index] > self._settings.max_restarts:
                 self._quarantine(charged)
         elif outside:
-            child.forgive(now)
+            child.excuse_last_death(now)
         elif child.failures > self._settings.max_restarts:
             self._log.error("gave up on a child", role=child.role, failures=child.failures)
             self._exit = _CHILD_LOST if self._announced else _COULD_NOT_START
@@ -338,12 +338,12 @@ class Supervisor:
         self._engines.order("refuse", model=held.index, reason=held.quarantined)
         self._log.error("model in quarantine", model=held.name, deaths=deaths)
 
-    def _on_edge(self, child: Child, message: dict[str, Any]) -> None:
+    def _on_network_process(self, child: Child, message: dict[str, Any]) -> None:
         child.heard_at = time.monotonic()
         if message["kind"] == "ready":
             child.serves(child.heard_at)
-            told = ("http", "grpc", "grpc_http2", "tcp", "robots", "dialects")
-            self._control.listening.update({key: message[key] for key in told if key in message})
+            reported = ("http", "grpc", "grpc_http2", "tcp", "robots", "dialects")
+            self._control.listening.update({key: message[key] for key in reported if key in message})
         elif message["kind"] == "failed":
             self._log.error(f"{child.role} failed", reason=message["reason"])
             if not self._announced:
@@ -364,7 +364,7 @@ class Supervisor:
                 reason = plain(message["reason"])
                 self._engines.bindings.answered(index, message["lease"], message["first"], reason)
             case "asleep" | "awake":
-                self._on_turned(index, message)
+                self._on_weights_moved(index, message)
             case "order failed":
                 order, reason = plain(message["order"], 100), plain(message["reason"])
                 self._limited("an engine could not carry out an order", role=child.role, order=order, reason=reason)
@@ -376,13 +376,13 @@ class Supervisor:
                 child.serving = False
                 self._end_drained()
 
-    def _told_of(self, index: int, message: dict[str, Any]) -> HeldModel | None:
+    def _reported_model(self, index: int, message: dict[str, Any]) -> HeldModel | None:
         """Return the model of an engine's message; None if the load it belongs to is outdated."""
         held = self._models.numbered(message["model"])
         return held if held is not None and held.loads.get(index) == message["load"] else None
 
     def _on_loaded(self, index: int, message: dict[str, Any]) -> None:
-        held = self._told_of(index, message)
+        held = self._reported_model(index, message)
         if held is None:
             return
         try:
@@ -421,7 +421,7 @@ class Supervisor:
             self._log.info("weights restored", model=held.name, version=restored, folder=str(held.asked.save_dir))
 
     def _on_settled(self, index: int, message: dict[str, Any]) -> None:
-        held = self._told_of(index, message)
+        held = self._reported_model(index, message)
         if held is None:
             return
         role = self._engines.engines[index].role
@@ -439,9 +439,9 @@ class Supervisor:
             self._control.let_go(held)
             self._models.remember_failed(held)
 
-    def _on_turned(self, index: int, message: dict[str, Any]) -> None:
+    def _on_weights_moved(self, index: int, message: dict[str, Any]) -> None:
         """Record that an engine has moved a model's weights to the host or back, or why it could not."""
-        held = self._told_of(index, message)
+        held = self._reported_model(index, message)
         if held is None:
             return
         role, kind, reason = self._engines.engines[index].role, message["kind"], plain(message["reason"])
@@ -450,7 +450,8 @@ class Supervisor:
         else:
             moved = round(message["bytes"] / 2**20, 1)
             self._log.info(f"model {kind}", model=held.name, role=role, device_mib=moved)
-        for engine, load in held.turned(index, asleep=(kind == "asleep") is not bool(reason), reason=reason).items():
+        now_asleep = (kind == "asleep") is not bool(reason)
+        for engine, load in held.weights_moved(index, asleep=now_asleep, reason=reason).items():
             if held.sleeping:
                 self._engines.engines[engine].send("sleep", model=held.index, load=load, reason=str(asleep(held.name)))
             else:

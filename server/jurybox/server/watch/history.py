@@ -49,8 +49,8 @@ def sentence(event: Document) -> str:
     try:
         text = _SENTENCES[event["event"]].format(**fields)
     except KeyError:
-        told = ", ".join(f"{key} {value}" for key, value in fields.items() if key != "end")
-        text = f"{event['event']}: {told}" if told else str(event["event"])
+        details = ", ".join(f"{key} {value}" for key, value in fields.items() if key != "end")
+        text = f"{event['event']}: {details}" if details else str(event["event"])
     return text[:1].upper() + text[1:] if text.startswith(("engine ", "gateway", "relay")) else text
 
 
@@ -110,7 +110,7 @@ class History:
         kept.append(snapshot)
         while len(kept) > 2 and snapshot.taken - kept[1].taken >= self._window_ns:
             kept.popleft()
-        told = self._failures.between(previous, snapshot)
-        events = sorted([*snapshot.document["events"], *told], key=lambda event: float(event["at"]))
+        failures = self._failures.between(previous, snapshot)
+        events = sorted([*snapshot.document["events"], *failures], key=lambda event: float(event["at"]))
         shown = [{**event, "text": sentence(event)} for event in events[-_SHOWN:]]
         return sample(kept[0] if len(kept) > 1 else None, snapshot, shown)

@@ -48,7 +48,7 @@ def _answer(request: Request, scores: Scores) -> Reply:
         "id": f"chatcmpl-{uuid.uuid4().hex}",
         "object": "chat.completion",
         "created": int(time.time()),
-        "model": request.told,
+        "model": request.context,
         "choices": [
             {
                 "index": 0,

@@ -42,7 +42,7 @@ _SPOKEN = "expected a line of JSON and a .npy file of uint8 (n, height, width, 3
 
 
 @dataclass(slots=True)
-class _Sent:
+class _Job:
     """A request that was accepted."""
 
     scoring: asyncio.Task[dict[str, Any]]
@@ -64,7 +64,7 @@ class Cosmos:
         self._intake = intake
         self._log = log
         self._clock = clock
-        self._sent: dict[str, _Sent] = {}
+        self._jobs: dict[str, _Job] = {}
 
     def answers(self) -> Mapping[str, Callable[[bytes], Awaitable[Reply]]]:
         """Return the functions that answer a request body, by path."""
@@ -78,17 +78,17 @@ class Cosmos:
         if type(rewards) is not dict:
             raise SpecMismatch(f"expected a dict of names and weights in 'reward_fn', came {type(rewards).__name__}")
         wanted = [name for name, weight in rewards.items() if not (_is_number(weight) and weight <= 0)]
-        if strange := [name for name in wanted if name not in self._intake.rewards]:
+        if unknown := [name for name in wanted if name not in self._intake.rewards]:
             there = ", ".join(self._intake.rewards)
-            raise SpecMismatch(f"unknown reward {plain(strange[0], 100)!r}, expected one of {there}")
+            raise SpecMismatch(f"unknown reward {plain(unknown[0], 100)!r}, expected one of {there}")
         self._forget_old()
-        waiting = sum(one.size for one in self._sent.values() if not one.scoring.done())
-        if waiting + pictures.nbytes > max(_MOST_WAITING, pictures.nbytes) or len(self._sent) >= _MOST_KEPT:
-            raise Busy(f"{len(self._sent)} requests with {waiting} bytes of pictures are held: ask again later")
+        waiting = sum(one.size for one in self._jobs.values() if not one.scoring.done())
+        if waiting + pictures.nbytes > max(_MOST_WAITING, pictures.nbytes) or len(self._jobs) >= _MOST_KEPT:
+            raise Busy(f"{len(self._jobs)} requests with {waiting} bytes of pictures are held: ask again later")
         key = str(uuid.uuid4())
         columns = {"prompt": prompts, "text": prompts}
         scoring = asyncio.create_task(self._scored(Request(columns, len(pictures), {"image": list(pictures)})))
-        self._sent[key] = _Sent(scoring, pictures.nbytes, self._clock())
+        self._jobs[key] = _Job(scoring, pictures.nbytes, self._clock())
         await asyncio.sleep(0)  # let scoring start now, not after the answer was sent
         return Reply(json.dumps({"uuid": key}).encode(), MEDIA)
 
@@ -96,7 +96,7 @@ class Cosmos:
         """Return the scores of a request, or 400 if they are not available yet."""
         form = parse_qs(body[:10_000].decode("latin-1"))
         (key,), (reward,) = (form.get(name, [""])[-1:] for name in ("uuid", "type"))
-        sent = self._sent.get(key)
+        sent = self._jobs.get(key)
         if sent is None:
             return _not_yet(f"no request {plain(key, 50)!r} is known here: answers are kept for {_KEPT:g} s")
         if reward and reward not in self._intake.rewards:
@@ -143,12 +143,12 @@ class Cosmos:
 
     def _forget_old(self) -> None:
         since = self._clock() - _KEPT
-        for key in [key for key, one in self._sent.items() if one.at < since and one.scoring.done()]:
-            del self._sent[key]
-        if len(self._sent) >= _MOST_KEPT:  # then delete the oldest answers that were read early
-            read = (key for key, one in self._sent.items() if one.read)
+        for key in [key for key, one in self._jobs.items() if one.at < since and one.scoring.done()]:
+            del self._jobs[key]
+        if len(self._jobs) >= _MOST_KEPT:  # then delete the oldest answers that were read early
+            read = (key for key, one in self._jobs.items() if one.read)
             for key in list(islice(read, _MOST_KEPT // 8)):
-                del self._sent[key]
+                del self._jobs[key]
 
 
 def refusal(why: str) -> tuple[bytes, str]:

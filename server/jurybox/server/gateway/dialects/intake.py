@@ -56,7 +56,7 @@ class ThreadPool:
         self._lock = threading.Lock()
         self._todo: deque[_Task] = deque()
         self._idle: list[SimpleQueue[_Task]] = []
-        self._unborn = _WORKERS + intakes
+        self._not_started = _WORKERS + intakes
 
     async def run(self, action: Callable[..., Any], *arguments: Any) -> Any:
         """Call a function in one of the threads, and return what it returns or raise what it raises."""
@@ -68,9 +68,9 @@ class ThreadPool:
             idle = self._idle.pop() if self._idle else None
             if idle is None:
                 self._todo.append(task)
-                if self._unborn:
-                    self._unborn -= 1
-                    threading.Thread(target=self._work, name=f"pictures {self._unborn}", daemon=True).start()
+                if self._not_started:
+                    self._not_started -= 1
+                    threading.Thread(target=self._work, name=f"pictures {self._not_started}", daemon=True).start()
         if idle is not None:
             idle.put(task)
         return await done
@@ -137,13 +137,13 @@ class Request(NamedTuple):
         n: number of rows.
         pictures: n pictures of each field of pictures ("image", "source", ...), encoded (bytes or base64 text) or as
             uint8 (height, width, 3); of "video" n lists of frames, each of such pictures of one size.
-        told: further data of the request that its answer needs.
+        context: further data of the request that its answer needs.
     """
 
     columns: Mapping[str, Any]
     n: int
     pictures: Mapping[str, Sequence[Any]] = MappingProxyType({})
-    told: Any = None
+    context: Any = None
 
 
 class Reply(NamedTuple):
@@ -163,10 +163,10 @@ class Reply(NamedTuple):
 
     def fields(self) -> list[tuple[str, str]]:
         """Return all headers, including those of the body."""
-        told = [("content-length", str(len(self.body))), ("content-type", self.media)]
+        headers = [("content-length", str(len(self.body))), ("content-type", self.media)]
         if self.version is not None:
-            told.append((VERSION_HEADER, str(self.version)))
-        return [*told, *self.headers]
+            headers.append((VERSION_HEADER, str(self.version)))
+        return [*headers, *self.headers]
 
 
 Write = Callable[[Request, Scores], Reply]  # writes an answer when all rows have scores
@@ -203,9 +203,9 @@ class _Begun:
 
     async def end(self) -> Found:
         """Wait for the scores; return for each row its score, or the reason why it has none."""
-        return self.told(self.scores if self.waiting is None else await self.waiting())
+        return self.combined(self.scores if self.waiting is None else await self.waiting())
 
-    def told(self, scores: Found | None) -> Found:
+    def combined(self, scores: Found | None) -> Found:
         """Return for each row its score or the reason for none, given the scores of the rows that were sent."""
         found = self.found
         if scores is None:
@@ -320,7 +320,7 @@ class Intake:
             return None, request, None
         decoded = {name: self._several(some) for name, some in request.pictures.items()}
         begun = self._begin(request, decoded, here=self._in_hand == 1)
-        return None if begun.waiting is not None else write(request, begun.told(begun.scores)), request, begun
+        return None if begun.waiting is not None else write(request, begun.combined(begun.scores)), request, begun
 
     def _begin(self, request: Request, decoded: Mapping[str, Sequence[Any]], *, here: bool = False) -> _Begun:
         """Request the scores of the rows whose pictures could be decoded.

@@ -167,7 +167,7 @@ async def unirl(intake: Intake, body: bytes) -> Reply:
 
 
 def _unirl_answer(intake: Intake, request: Request, found: Found) -> Reply:
-    required: list[list[str]] = request.told
+    required: list[list[str]] = request.context
     scores = {name: found.parts.get(name, found) for name in intake.rewards}
     wanted = [(i, name) for i, names in enumerate(required) for name in names]
     if late := next((why for i, name in wanted if isinstance(why := scores[name][i], Passing)), ""):
@@ -214,8 +214,8 @@ def _last_turn(intake: Intake, request: Any) -> dict[str, Any]:
         raise ProtocolMismatch("expected requests with a history of at least one turn", Code.MALFORMED)
     required = request.get("required_rewards")
     if type(required) is not list or not required or any(name not in intake.rewards for name in required):
-        told, there = plain(json.dumps(required), 200), ", ".join(intake.rewards)
-        raise ProtocolMismatch(f"required_rewards is {told}, expected names of {there}", Code.MALFORMED)
+        came, there = plain(json.dumps(required), 200), ", ".join(intake.rewards)
+        raise ProtocolMismatch(f"required_rewards is {came}, expected names of {there}", Code.MALFORMED)
     turn: dict[str, Any] = history[-1]
     if turn.get("video_b64") is not None or turn.get("video_path") is not None:
         raise ProtocolMismatch("video is not supported, expected image_b64 or text", Code.MALFORMED)

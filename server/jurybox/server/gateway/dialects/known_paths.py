@@ -23,8 +23,8 @@ from jurybox.server.gateway.inference.http_forms import (
     InferProtocol,
     plain_length,
 )
-from jurybox.server.security.access import Room
-from jurybox.server.security.http import DATA_HEADERS, Taken
+from jurybox.server.security.access import ByteBudget
+from jurybox.server.security.http import DATA_HEADERS, Reservation
 
 ANSWERED = "jurybox.dialect"  # in a request's scope: a function to call with the endpoint that answered its body
 Endpoint = Callable[[bytes], Awaitable[Reply]]
@@ -37,13 +37,13 @@ _FIELDS = b"".join(b"%b: %b\r\n" % pair for pair in (NEVER_CACHED, *DATA_HEADERS
 _Key = tuple[bytes, bytes]  # the parts of a head before and after the digits of its content-length
 
 
-class _Sent(NamedTuple):
+class _Pending(NamedTuple):
     """A request whose body is being received, or that is being answered."""
 
     head: bytes
     length: int
     answer: Endpoint
-    taken: Taken
+    taken: Reservation
     parts: list[bytes]  # of the body, as received
 
 
@@ -51,12 +51,12 @@ class KnownPaths:
     """The known heads of a port, which all its connections share.
 
     Args:
-        room: limits the bytes of all bodies together.
+        budget: limits the bytes of all bodies together.
         most: largest body, bytes.
     """
 
-    def __init__(self, room: Room, most: int) -> None:
-        self.room = room
+    def __init__(self, budget: ByteBudget, most: int) -> None:
+        self.budget = budget
         self.most = min(most, MOST_BODY)
         self.heads: dict[_Key, Endpoint] = {}
 
@@ -69,7 +69,7 @@ class KnownPaths:
             self.heads.clear()
         self.heads[head[: found.start(1)], head[found.end(1) :]] = endpoint
 
-    def of(self, head: bytes) -> _Sent | None:
+    def of(self, head: bytes) -> _Pending | None:
         """Return a new request with this head; None if it must take the ordinary path."""
         if (found := _LENGTH.search(head)) is None:
             return None
@@ -77,22 +77,22 @@ class KnownPaths:
         length = int(found[1])
         if endpoint is None or length > self.most:
             return None
-        return _Sent(head, length, endpoint, Taken(self.room), [])
+        return _Pending(head, length, endpoint, Reservation(self.budget), [])
 
 
 class DialectProtocol(InferProtocol):
     """A connection that answers a dialect's requests with known heads directly."""
 
     paths: KnownPaths  # set in the subclass that `with_dialects` creates
-    _sent: _Sent | None = None
+    _pending: _Pending | None = None
     _left = 0  # bytes of its body that are still to be received
 
     def data_received(self, data: bytes) -> None:
         """Receive bytes of a request; see `asyncio.Protocol`."""
         if self._asking:
             super().data_received(data)
-        elif self._sent is not None:
-            self._part(self._sent, data)
+        elif self._pending is not None:
+            self._part(self._pending, data)
         elif (
             data.startswith(_BEGIN)
             and not data.startswith(_INFERENCE)
@@ -107,47 +107,47 @@ class DialectProtocol(InferProtocol):
     def shutdown(self) -> None:
         """Close the connection, after a request that has begun is answered; called by uvicorn."""
         self._leaving = True
-        if self._sent is None:
+        if self._pending is None:
             super().shutdown()
 
     def _begin_dialect(self, data: bytes, head: bytes) -> None:
-        if (sent := self.paths.of(head)) is not None:
+        if (pending := self.paths.of(head)) is not None:
             self._unset_keepalive_if_required()
-            self._sent, self._left = sent, sent.length
-            self._part(sent, data[len(head) :])
+            self._pending, self._left = pending, pending.length
+            self._part(pending, data[len(head) :])
             return
         self._by_layers(data, head, ANSWERED, lambda scope, endpoint: self.paths.learn(head, scope, endpoint))
 
-    def _part(self, sent: _Sent, data: bytes) -> None:
+    def _part(self, pending: _Pending, data: bytes) -> None:
         if len(data) > self._left:
             data, self._ahead = data[: self._left], data[self._left :]
         self._left -= len(data)
         if data:
-            sent.parts.append(data)
+            pending.parts.append(data)
             try:
-                sent.taken.take(len(data))
+                pending.taken.take(len(data))
             except Refused:  # the ordinary path answers with the error
-                data, self._ahead = b"".join((sent.head, *sent.parts, self._ahead)), b""
+                data, self._ahead = b"".join((pending.head, *pending.parts, self._ahead)), b""
                 self._give()
                 super().data_received(data)
                 return
         if self._left:
             return
         self._asking = True
-        task = self.loop.create_task(self._answered(sent))
+        task = self.loop.create_task(self._answered(pending))
         self.tasks.add(task)  # uvicorn waits for these tasks when it stops
         task.add_done_callback(self.tasks.discard)
 
-    async def _answered(self, sent: _Sent) -> None:
-        parts = sent.parts
+    async def _answered(self, pending: _Pending) -> None:
+        parts = pending.parts
         try:
-            reply = await sent.answer(parts.pop() if len(parts) == 1 else b"".join(parts))
+            reply = await pending.answer(parts.pop() if len(parts) == 1 else b"".join(parts))
         except asyncio.CancelledError:
             self.transport.abort()  # there will be no answer
             raise
         finally:
             parts.clear()
-            sent.taken.give()  # not before, even if the client has disconnected: a thread was using the body
+            pending.taken.give()  # not before, even if the client has disconnected: a thread was using the body
         if self._gone:
             return
         closes = ("connection", "close") in reply.headers
@@ -159,18 +159,18 @@ class DialectProtocol(InferProtocol):
             self.transport.close()
 
     def _give(self) -> None:
-        sent, self._sent = self._sent, None
-        if sent is not None and not self._asking:
-            sent.taken.give()  # the body was not received in full
+        pending, self._pending = self._pending, None
+        if pending is not None and not self._asking:
+            pending.taken.give()  # the body was not received in full
         super()._give()
 
 
-def with_dialects(protocol: type[InferProtocol], room: Room, most: int) -> type[DialectProtocol]:
+def with_dialects(protocol: type[InferProtocol], budget: ByteBudget, most: int) -> type[DialectProtocol]:
     """Return the class of a port's connections.
 
     Args:
         protocol: the class for a port without dialects.
-        room: limits the bytes of all bodies together.
+        budget: limits the bytes of all bodies together.
         most: largest body, bytes.
     """
-    return type("KnownDialectProtocol", (DialectProtocol, protocol), {"paths": KnownPaths(room, most)})
+    return type("KnownDialectProtocol", (DialectProtocol, protocol), {"paths": KnownPaths(budget, most)})

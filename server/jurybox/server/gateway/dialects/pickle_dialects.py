@@ -28,25 +28,25 @@ async def flow_grpo(intake: Intake, body: bytes) -> Reply:
     """
     # The answer has lists, not arrays, because the client concatenates them with +=.
     return await intake.answered(
-        lambda body: _asked(intake, given := read(body), given), lambda *found: _told("outputs", *found), body
+        lambda body: _asked(intake, given := read(body), given), lambda *found: _reply("outputs", *found), body
     )
 
 
-def _told(name: str, request: Request, scores: Scores) -> Reply:
+def _reply(name: str, request: Request, scores: Scores) -> Reply:
     """Return an answer with the scores under `name`, or GenEval's answer if the request is of that kind."""
-    if request.told is not None:
-        return _judged(request.told, scores)
+    if request.context is not None:
+        return _judged(request.context, scores)
     return Reply(dumps({name: scores.values}), MEDIA, version=scores.version)
 
 
-def _geneval(intake: Intake, given: dict[str, Any], told: dict[str, Any]) -> Request:
+def _geneval(intake: Intake, given: dict[str, Any], extra: dict[str, Any]) -> Request:
     """Convert a GenEval request, for a panel with the members `rewards` and `strict_rewards` and the total `scores`.
 
     Each picture has a dict that describes what it should show. The model gets it as JSON, as the field "metadata".
 
     Args:
         given: the dict with "images".
-        told: the dict with "meta_datas" and "only_strict".
+        extra: the dict with "meta_datas" and "only_strict".
     """
     if missing := [name for name in _JUDGED if name not in intake.rewards]:
         raise Refused(
@@ -54,7 +54,7 @@ def _geneval(intake: Intake, given: dict[str, Any], told: dict[str, Any]) -> Req
             f"docs/dialects.md; {', '.join(missing)} is missing in {intake.reward!r}"
         )
     pictures = listed(given, "images")
-    described = listed(told, "meta_datas", len(pictures))
+    described = listed(extra, "meta_datas", len(pictures))
     tags = [one.get("tag") if type(one) is dict else None for one in described]
     if wrong := [tag for tag in tags if tag not in _TAGS]:
         raise SpecMismatch(
@@ -66,16 +66,16 @@ def _geneval(intake: Intake, given: dict[str, Any], told: dict[str, Any]) -> Req
     except (TypeError, ValueError) as error:
         raise SpecMismatch(f"expected plain values in 'meta_datas': {said(error, 200)}") from error
     columns = {"prompt": prompts, "text": prompts, "metadata": metadata}
-    return Request(columns, len(pictures), {"image": pictures}, (tags, told.get("only_strict")))
+    return Request(columns, len(pictures), {"image": pictures}, (tags, extra.get("only_strict")))
 
 
-def _judged(told: tuple[list[Any], Any], scores: Scores) -> Reply:
+def _judged(metadata: tuple[list[Any], Any], scores: Scores) -> Reply:
     """Return GenEval's answer. A picture's value under other tags than its own is -10, which the clients ignore.
 
     Args:
-        told: the tags, and "only_strict", with which all `rewards` are 0, as in the original server.
+        metadata: the tags, and "only_strict", with which all `rewards` are 0, as in the original server.
     """
-    tags, only_strict = told
+    tags, only_strict = metadata
     rewards, strict = (scores.parts.get(name, []) for name in _JUDGED)
     if only_strict:
         rewards = [0.0] * len(rewards)
@@ -104,10 +104,10 @@ def read(body: bytes) -> dict[str, Any]:
     return given
 
 
-def _asked(intake: Intake, given: dict[str, Any], told: Any) -> Request:
-    """Convert a request: pictures, with prompts if it has any; or a GenEval request, if `told` has "meta_datas"."""
-    if type(told) is dict and "meta_datas" in told:
-        return _geneval(intake, given, told)
+def _asked(intake: Intake, given: dict[str, Any], metadata: Any) -> Request:
+    """Convert a request: pictures, with prompts if it has any; or a GenEval request, if `metadata` has "meta_datas"."""
+    if type(metadata) is dict and "meta_datas" in metadata:
+        return _geneval(intake, given, metadata)
     pictures, n = _pictures(intake, given)
     columns = {"prompt": listed(given, "prompts", n)} if "prompts" in given else {}
     if not all(type(prompt) is str for prompt in columns.get("prompt", ())):
@@ -122,9 +122,9 @@ def _pictures(intake: Intake, given: dict[str, Any]) -> tuple[dict[str, list[Any
         return {"image": pictures}, len(pictures)
     came = given["images"]
     names = {"image" if name == "edited" else plain(name, 50): name for name in came}
-    if strange := [name for name in names if name != "image" and not intake.takes(name)]:
+    if unknown := [name for name in names if name != "image" and not intake.takes(name)]:
         raise Refused(
-            f"an edit with the pictures {', '.join(map(repr, came))}: name {strange[0]!r} in the dialect's inputs, or "
+            f"an edit with the pictures {', '.join(map(repr, came))}: name {unknown[0]!r} in the dialect's inputs, or "
             "send only the edited ones",
             Code.UNSUPPORTED,
         )
@@ -152,6 +152,6 @@ async def verl_omni(intake: Intake, body: bytes) -> Reply:
     """
     return await intake.answered(
         lambda body: _asked(intake, given := read(body), given.get("metadata")),
-        lambda *found: _told("scores", *found),
+        lambda *found: _reply("scores", *found),
         body,
     )

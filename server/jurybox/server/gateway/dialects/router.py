@@ -64,7 +64,7 @@ _PASSING = (Code.BUSY, Code.TIMEOUT, Code.SERVER_GONE, Code.NOT_READY, Code.DRAI
 _AGAIN = "2"  # seconds
 
 
-class Paths:
+class DialectPaths:
     """ASGI middleware that answers POST requests to the dialects' paths without the cost of the application's routing.
 
     Args:
@@ -88,19 +88,19 @@ class Paths:
             reply = await endpoint(await _body(receive))
         except ClientDisconnect:
             return
-        if (told := scope.get(ANSWERED)) is not None:
-            told(endpoint)
+        if (learn := scope.get(ANSWERED)) is not None:
+            learn(endpoint)
         headers = [*((name.encode(), value.encode()) for name, value in reply.fields()), NEVER_CACHED]
         await send({"type": "http.response.start", "status": reply.status, "headers": headers})
         await send({"type": "http.response.body", "body": reply.body})
 
 
-class Spoken(NamedTuple):
+class DialectRoutes(NamedTuple):
     """The applications of all dialects.
 
     Attributes:
         paths: the routes of all dialects, for `create_app`.
-        endpoints: the endpoints for `Paths`, by path.
+        endpoints: the endpoints for `DialectPaths`, by path.
         ports: the applications of the dialects with their own port, by name.
         intakes: the intakes of all dialects.
     """
@@ -111,7 +111,7 @@ class Spoken(NamedTuple):
     intakes: list[Intake]
 
 
-def applications(dialects: Mapping[str, Mapping[str, Any]], address: str, log: Log) -> Spoken:
+def applications(dialects: Mapping[str, Mapping[str, Any]], address: str, log: Log) -> DialectRoutes:
     """Create the routes and applications of the dialects.
 
     Args:
@@ -139,7 +139,7 @@ def applications(dialects: Mapping[str, Mapping[str, Any]], address: str, log: L
         )
         intakes.append(intake)
         dialect = _DIALECTS[settings["speaks"] or name]
-        answers = dialect.answers(intake, _telling(log, name))
+        answers = dialect.answers(intake, _reporter(log, name))
         endpoints |= _add(paths, f"/dialects/{name}", name, dialect, intake, answers, log)
         if settings["port"] is not None:
             own = APIRouter()
@@ -147,19 +147,19 @@ def applications(dialects: Mapping[str, Mapping[str, Any]], address: str, log: L
             app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
             app.add_middleware(NeverCached)
             app.include_router(own)
-            ports[name] = Paths(app, its)
-    return Spoken(paths, endpoints, ports, intakes)
+            ports[name] = DialectPaths(app, its)
+    return DialectRoutes(paths, endpoints, ports, intakes)
 
 
 def _add(
     paths: APIRouter, base: str, name: str, dialect: Dialect, intake: Intake, answers: Mapping[str, Answer], log: Log
 ) -> dict[str, Endpoint]:
-    for path, told in dialect.about(intake).items():
+    for path, document in dialect.about(intake).items():
 
-        def about(told: dict[str, Any]) -> Callable[[], dict[str, Any]]:
-            return lambda: told
+        def about(document: dict[str, Any]) -> Callable[[], dict[str, Any]]:
+            return lambda: document
 
-        paths.add_api_route(base + path, about(told), methods=["GET"], response_model=None, name=f"{name}{path}")
+        paths.add_api_route(base + path, about(document), methods=["GET"], response_model=None, name=f"{name}{path}")
 
     def answering(answer: Answer) -> Endpoint:
         return lambda body: _answered(name, dialect, answer, body, log)
@@ -190,11 +190,11 @@ async def _answered(name: str, dialect: Dialect, answer: Answer, body: bytes, lo
         log.error("a dialect failed", dialect=name, error=said(error), exc_info=error)
         failure = ModelFailed(f"the gateway failed at this request ({said(error, 200)}); its log says more")
     log.warning("no reward", dialect=name, reason=said(failure, 300))
-    told, media = dialect.refusal(said(failure, 1000))
+    body, media = dialect.refusal(said(failure, 1000))
     if failure.code in _PASSING:
-        return Reply(told, media, 503, headers=(("retry-after", _AGAIN),))
+        return Reply(body, media, 503, headers=(("retry-after", _AGAIN),))
     status = TABLE[failure.code].http
-    return Reply(told, media, dialect.status or (status if status < 500 else 422))
+    return Reply(body, media, dialect.status or (status if status < 500 else 422))
 
 
 async def _body(receive: Receive) -> bytes:
@@ -210,5 +210,5 @@ async def _body(receive: Receive) -> bytes:
     return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
-def _telling(log: Log, name: str) -> Callable[[str], None]:
+def _reporter(log: Log, name: str) -> Callable[[str], None]:
     return lambda why: log.warning("no reward", dialect=name, reason=why)

@@ -3,7 +3,7 @@
 A ticket costs the gateway, the engine and the kernel the same regardless of its number of rows. Therefore rows of
 different requests share tickets: while one ticket per engine is in flight, the requests that arrive form the next one.
 A single request is sent immediately. Rows of different sessions of a stateful model share tickets in the same way. If
-`Gathering` or `Returning` predicts that more requests are about to arrive, the next ticket waits for them.
+`Gathering` or `ReturnTracker` predicts that more requests are about to arrive, the next ticket waits for them.
 
 Every caller gets an answer: an exception on the lane is raised to all requests of the ticket, and the lane is given
 up, because its rows may be lost.
@@ -26,13 +26,13 @@ from jurybox.client.lane import row_failed
 from jurybox.client.row_codec import shaped
 from jurybox.client.sessions import Sessions
 from jurybox.protocol.errors import Code, Error, ModelFailed, Refused, RowFailed, SessionLost, said
-from jurybox.server.gateway.inference.returning import Returning
-from jurybox.server.security.access import Source
+from jurybox.server.gateway.inference.return_tracker import ReturnTracker
+from jurybox.server.security.access import ClientConnection
 
 Arrays = Mapping[str, Any]  # (n, *row shape) by name; a list of n arrays or bytes if the rows differ in size
 
 _IN_FLIGHT = 1  # tickets per engine
-_ALONE = 4  # consecutive requests of one source after which the event loop blocks for its answers
+_ALONE = 4  # consecutive requests of one client after which the event loop blocks for its answers
 _BRIEF = 0.0005  # seconds for which the loop may block for an answer; a wake-up through the loop takes 0.1 ms of it
 _IN_VAIN = 16  # tickets without blocking after the loop has blocked in vain
 _OVERDUE = 2.0  # seconds after its last request's deadline within which a ticket ends by itself
@@ -41,8 +41,8 @@ _DOUBT = 1.0  # seconds that a ticket has left once its answer may have been los
 
 
 @dataclass(slots=True)
-class _Asked:
-    """The rows of one request; `came` and `until` are in seconds of the monotonic clock.
+class _Request:
+    """The rows of one request; `arrived` and `until` are in seconds of the monotonic clock.
 
     `sessions` maps the session of each row to whether it begins; None: the model keeps no state.
     """
@@ -50,14 +50,14 @@ class _Asked:
     inputs: Arrays
     n: int
     version: int
-    came: float
+    arrived: float
     until: float
-    answer: Answered
+    answer: Receiver
     sessions: Mapping[int, bool] | None
-    source: Source | None = None
+    client: ClientConnection | None = None
 
 
-class Answered(Protocol):
+class Receiver(Protocol):
     """The receiver of a request's answer: a future, or an object with its methods.
 
     A future gets copies of the arrays. Any other receiver must use them within `set_result`; they are overwritten
@@ -69,7 +69,7 @@ class Answered(Protocol):
     def set_exception(self, error: Any, /) -> None: ...
 
 
-class _Sent:
+class _Pending:
     """A ticket sent without a task: a future to its ticket, and a task to the coalescer."""
 
     __slots__ = ("_coalescer", "_done", "_looking", "_loop", "_until", "began", "ticket")
@@ -106,7 +106,7 @@ class _Sent:
         """See `asyncio.Future.set_result`."""
         if not self._done:
             self._over()
-            self._loop.call_soon(self._coalescer._came, self)
+            self._loop.call_soon(self._coalescer._on_answer, self)
 
     def cancel(self) -> None:
         """See `asyncio.Task.cancel`; its requests have ended."""
@@ -175,13 +175,13 @@ class RequestCoalescer:
         self._idle = idle
         self._outputs = list(model.spec.outputs)
         self._unread = f"the answer of model {model.name!r} could not be read"
-        self._waiting: deque[_Asked] = deque()
-        self._in_flight: dict[asyncio.Task[None] | _Sent, list[_Asked]] = {}
+        self._waiting: deque[_Request] = deque()
+        self._in_flight: dict[asyncio.Task[None] | _Pending, list[_Request]] = {}
         self._plain = sessions is None and gathering is None and not model.spec.open
-        self._source: Source | None = None  # of the last request
+        self._client: ClientConnection | None = None  # of the last request
         self._alone = 0  # consecutive requests of it after its first
-        self._returning = Returning() if self._plain else None
-        self._vain = 0  # tickets until the loop may block again
+        self._returning = ReturnTracker() if self._plain else None
+        self._block_after = 0  # tickets until the loop may block again
         self._took = 0.0  # seconds that a ticket takes, smoothed
         self._called = False
 
@@ -216,23 +216,23 @@ class RequestCoalescer:
         n: int,
         seconds: float,
         version: int,
-        answer: Answered,
+        answer: Receiver,
         sessions: Mapping[int, bool] | None = None,
-        source: Source | None = None,
+        client: ClientConnection | None = None,
     ) -> asyncio.TimerHandle:
         """Queue n rows as `ask` does, and deliver the result to `answer`. Return a timer to cancel once it is answered.
 
         Args:
-            source: the connection that sent the request and has no other request in flight; None: unknown. If it is
+            client: the connection that sent the request and has no other request in flight; None: unknown. If it is
                 the only active one for a while, `answer` may be set before this returns.
         """
-        self._alone = self._alone + 1 if source is not None and source is self._source else 0
-        self._source = source
+        self._alone = self._alone + 1 if client is not None and client is self._client else 0
+        self._client = client
         loop, now = asyncio.get_running_loop(), time.monotonic()
         late = loop.call_later(seconds, self._expire, answer, seconds)
-        self._waiting.append(_Asked(inputs, n, version, now, now + seconds, answer, sessions, source))
+        self._waiting.append(_Request(inputs, n, version, now, now + seconds, answer, sessions, client))
         returning, waiting = self._returning, len(self._waiting)
-        if returning is not None and returning.asked(source, seconds, waiting) and self._gathered is not None:
+        if returning is not None and returning.arrived(client, seconds, waiting) and self._gathered is not None:
             pass  # the ticket that waits for more requests includes it
         elif self._alone > _ALONE and self._may_send() and not self._called:
             self._send()
@@ -253,8 +253,8 @@ class RequestCoalescer:
         """Fail all requests that wait or are in flight."""
         waiting, self._waiting = list(self._waiting), deque()
         self._fail(waiting, error)
-        for taken in self._in_flight.values():
-            self._fail(taken, error)
+        for batch in self._in_flight.values():
+            self._fail(batch, error)
 
     def doubt(self) -> None:
         """Handle that an answer may have been lost: tickets in flight get a short time, then are sent again."""
@@ -274,15 +274,15 @@ class RequestCoalescer:
         self.give_up(Refused(f"{self._unread}: {said(error)}", Code.STALE_LEASE))
         self._broken()
 
-    def _expire(self, answer: Answered, seconds: float) -> None:
+    def _expire(self, answer: Receiver, seconds: float) -> None:
         if answer.done():
             return
         answer.set_exception(Timeout(f"model {self._model.name!r} did not answer within {seconds:.3f} s"))
-        for task, taken in self._in_flight.items():
-            if all(asked.answer.done() for asked in taken):
+        for task, batch in self._in_flight.items():
+            if all(request.answer.done() for request in batch):
                 asyncio.get_running_loop().call_later(_OVERDUE, self._end, task)
 
-    def _end(self, task: asyncio.Task[None] | _Sent) -> None:
+    def _end(self, task: asyncio.Task[None] | _Pending) -> None:
         """Cancel a ticket that did not end by itself, so that nothing waits for it."""
         if task in self._in_flight:
             task.cancel()
@@ -308,87 +308,87 @@ class RequestCoalescer:
             if self._returning is not None and not full and (wait := self._returning.wait(len(self._waiting))) > 0:
                 self._gathered = asyncio.get_running_loop().call_later(wait, self._send)
                 return
-            taken = self._take()
-            if taken:
+            batch = self._take()
+            if batch:
                 if self._gathering is not None:
                     now = time.monotonic()
-                    self._gathering.went([now - asked.came for asked in taken])
-                if not (self._plain and self._sent_at_once(taken)):
-                    self._begin(self._answer(taken), taken)
+                    self._gathering.went([now - request.arrived for request in batch])
+                if not (self._plain and self._send_without_task(batch)):
+                    self._begin(self._answer(batch), batch)
         if not self.busy:
             self._idle()
 
-    def _begin(self, work: Coroutine[Any, Any, None], taken: list[_Asked]) -> None:
+    def _begin(self, work: Coroutine[Any, Any, None], batch: list[_Request]) -> None:
         task = asyncio.ensure_future(work)
-        self._in_flight[task] = taken
-        task.add_done_callback(self._sent)
+        self._in_flight[task] = batch
+        task.add_done_callback(self._on_done)
 
-    def _sent_at_once(self, taken: list[_Asked]) -> bool:
+    def _send_without_task(self, batch: list[_Request]) -> bool:
         """Send rows of fixed shapes without a task; return False if that is impossible and nothing was done."""
-        until, began = max(asked.until for asked in taken), time.monotonic()
-        brief = _BRIEF if self._may_block(taken) else 0.0
+        until, began = max(request.until for request in batch), time.monotonic()
+        brief = _BRIEF if self._may_block(batch) else 0.0
         try:
-            parts = [(asked.inputs, asked.n) for asked in taken]
-            ticket = self._model.submit_parts(parts, int(until * 1e9), taken[0].version, brief)
+            parts = [(request.inputs, request.n) for request in batch]
+            ticket = self._model.submit_parts(parts, int(until * 1e9), batch[0].version, brief)
         except Exception:  # noqa: BLE001  the normal path reports what is wrong
             return False
         if ticket is None:
             return False
         if isinstance(ticket, tuple):
-            self._record(taken, began)
-            self._give(taken, *ticket)
+            self._record(batch, began)
+            self._give(batch, *ticket)
             return True
         if brief:
-            self._vain = _IN_VAIN
-        sent = _Sent(self, ticket, until, began)
-        self._in_flight[sent] = taken
+            self._block_after = _IN_VAIN
+        sent = _Pending(self, ticket, until, began)
+        self._in_flight[sent] = batch
         sent.look()
         return True
 
-    def _may_block(self, taken: list[_Asked]) -> bool:
+    def _may_block(self, batch: list[_Request]) -> bool:
         """Return whether the loop may block for the answer because it has no other work."""
-        if self._vain > 0:
-            self._vain -= 1
+        if self._block_after > 0:
+            self._block_after -= 1
             return False
         if self._waiting or self._took >= _BRIEF or self._returning is None:
             return False
-        alone = self._alone > _ALONE and len(taken) == 1
-        return alone or self._returning.together(taken[0].source)
+        alone = self._alone > _ALONE and len(batch) == 1
+        return alone or self._returning.together(batch[0].client)
 
-    def _record(self, taken: list[_Asked], began: float) -> None:
+    def _record(self, batch: list[_Request], began: float) -> None:
         """Record how long a ticket took that was sent without a task."""
         took = time.monotonic() - began
         if self._returning is not None:
-            self._returning.took(sum(asked.n for asked in taken), took)
+            self._returning.took(sum(request.n for request in batch), took)
         took = min(took, 2 * _BRIEF)  # a slow ticket says little about the next one
         self._took += 0.125 * (took - self._took) if self._took else took
 
-    def _came(self, sent: _Sent) -> None:
+    def _on_answer(self, sent: _Pending) -> None:
         """Distribute the outputs of a ticket that was sent without a task, or handle its error."""
-        taken = self._in_flight.pop(sent, None)
-        if taken is None:
+        batch = self._in_flight.pop(sent, None)
+        if batch is None:
             return
-        self._record(taken, sent.began)
+        self._record(batch, sent.began)
         try:
             outputs, version = sent.ticket.seen()
         except Exception:  # noqa: BLE001  _answer gets it from the ticket and handles it
-            self._begin(self._answer(taken, sent.ticket), taken)
+            self._begin(self._answer(batch, sent.ticket), batch)
         else:
-            self._give(taken, outputs, version)
+            self._give(batch, outputs, version)
             sent.ticket.give_up()
         if self._waiting:
             self._send()
         elif not self.busy:
             self._idle()
 
-    def _give(self, taken: list[_Asked], outputs: Arrays, version: int) -> None:
+    def _give(self, batch: list[_Request], outputs: Arrays, version: int) -> None:
         """Deliver to each request its rows of `outputs`, whose memory later tickets overwrite."""
         at = 0
-        for asked in taken:
-            end = at + asked.n
+        for request in batch:
+            end = at + request.n
             if self._returning is not None:
-                self._returning.answered(asked.source)
-            if not (answer := asked.answer).done():
+                self._returning.answered(request.client)
+            if not (answer := request.answer).done():
                 copied = isinstance(answer, asyncio.Future)
                 part = {name: rows[at:end].copy() if copied else rows[at:end] for name, rows in outputs.items()}
                 try:
@@ -397,112 +397,114 @@ class RequestCoalescer:
                     answer.set_exception(ModelFailed(f"{self._unread}: {said(error)}"))
             at = end
 
-    def _take(self) -> list[_Asked]:
+    def _take(self) -> list[_Request]:
         """Remove and return the requests of the next ticket: the oldest ones that ask for the same weights version.
 
         They fit into adjacent free rows. Otherwise the client would split the ticket and report the oldest version of
         its parts, which is wrong for a caller whose rows were all computed with a newer one.
         """
-        taken: list[_Asked] = []
+        batch: list[_Request] = []
         rows = 0
         most = self._most if len(self._waiting) < 2 else min(self._most, self._model.room())
         while self._waiting:
-            asked = self._waiting[0]
-            if taken and (rows + asked.n > most or asked.version != taken[0].version or _meet(asked, taken)):
+            request = self._waiting[0]
+            if batch and (
+                rows + request.n > most or request.version != batch[0].version or _share_session(request, batch)
+            ):
                 break
             self._waiting.popleft()
-            if not asked.answer.done():  # else its caller has given up
-                taken.append(asked)
-                rows += asked.n
-        return taken
+            if not request.answer.done():  # else its caller has given up
+                batch.append(request)
+                rows += request.n
+        return batch
 
-    def _sent(self, task: asyncio.Task[None]) -> None:
-        taken = self._in_flight.pop(task)
+    def _on_done(self, task: asyncio.Task[None]) -> None:
+        batch = self._in_flight.pop(task)
         if task.cancelled() or task.exception() is not None:  # only BaseExceptions that are not Exceptions
-            self._fail(taken, Refused(f"the ticket of model {self._model.name!r} was given up", Code.STALE_LEASE))
+            self._fail(batch, Refused(f"the ticket of model {self._model.name!r} was given up", Code.STALE_LEASE))
         if self._waiting:
             self._send()
         elif not self.busy:
             self._idle()
 
-    async def _answer(self, taken: list[_Asked], ticket: Ticket | None = None) -> None:
+    async def _answer(self, batch: list[_Request], ticket: Ticket | None = None) -> None:
         try:
-            await self._compute(taken, ticket)
+            await self._compute(batch, ticket)
         except Exception as error:  # noqa: BLE001  every waiting caller must get an answer
-            if isinstance(error, SessionLost) and len(taken) > 1 and error.sessions:
-                await self._answer_others(taken, error)
+            if isinstance(error, SessionLost) and len(batch) > 1 and error.sessions:
+                await self._answer_others(batch, error)
                 return
             # After an unexpected exception, rows of the lane may be lost.
             ours = isinstance(error, Error)
             failure = error if isinstance(error, Error) else ModelFailed(f"{self._unread}: {said(error)}")
-            if len(taken) > 1 and failure.code in (Code.MODEL_FAILED, Code.SPEC_MISMATCH):
-                for asked in taken:  # one of them fails the model or does not fit it; the others must not fail with it
-                    if not asked.answer.done():
-                        await self._answer([asked])
-            self._fail(taken, failure)
+            if len(batch) > 1 and failure.code in (Code.MODEL_FAILED, Code.SPEC_MISMATCH):
+                for request in batch:  # one fails the model or does not fit it; the others must not fail with it
+                    if not request.answer.done():
+                        await self._answer([request])
+            self._fail(batch, failure)
             if not ours or failure.code in _OVER:
                 self._broken()
 
-    async def _answer_others(self, taken: list[_Asked], lost: SessionLost) -> None:
+    async def _answer_others(self, batch: list[_Request], lost: SessionLost) -> None:
         """Fail the requests whose sessions are lost, and send the others again: nothing was computed."""
         rest = []
-        for asked in taken:
-            if not (mine := [number for number in asked.sessions or () if number in lost.sessions]):
-                rest.append(asked)
-            elif not asked.answer.done():
-                asked.answer.set_exception(SessionLost(str(lost), sessions=mine))
-        if len(rest) < len(taken):
-            if rest := [asked for asked in rest if not asked.answer.done()]:
+        for request in batch:
+            if not (mine := [number for number in request.sessions or () if number in lost.sessions]):
+                rest.append(request)
+            elif not request.answer.done():
+                request.answer.set_exception(SessionLost(str(lost), sessions=mine))
+        if len(rest) < len(batch):
+            if rest := [request for request in rest if not request.answer.done()]:
                 await self._answer(rest)
         else:
-            self._fail(taken, lost)
+            self._fail(batch, lost)
 
-    async def _compute(self, taken: list[_Asked], ticket: Ticket | None = None) -> None:
+    async def _compute(self, batch: list[_Request], ticket: Ticket | None = None) -> None:
         """Send these rows as one ticket, unless `ticket` is given, and distribute the answers."""
-        first, began, room = taken[0], time.monotonic(), None
-        if len(taken) == 1 or ticket is not None:
+        first, began, room = batch[0], time.monotonic(), None
+        if len(batch) == 1 or ticket is not None:
             inputs: Arrays = first.inputs
         elif self._gathering is not None:
             room = self._rooms.pop() if self._rooms else {}
             inputs = {
-                name: self._joined_in(room, name, [asked.inputs[name] for asked in taken]) for name in first.inputs
+                name: self._joined_in(room, name, [request.inputs[name] for request in batch]) for name in first.inputs
             }
         else:
-            inputs = {name: _joined([asked.inputs[name] for asked in taken]) for name in first.inputs}
-        seconds = max(asked.until for asked in taken) - time.monotonic()
+            inputs = {name: _joined([request.inputs[name] for request in batch]) for name in first.inputs}
+        seconds = max(request.until for request in batch) - time.monotonic()
         failed: Mapping[int, str] = {}
         try:
             if ticket is not None:
                 reply = await ticket.result_async(seconds)
-                came, version = reply.outputs, reply.version
+                computed, version = reply.outputs, reply.version
             elif self._sessions is None:
                 reply = await self._model.infer_reply_async(inputs, timeout=seconds, version=first.version)
-                came, version = reply.outputs, reply.version
+                computed, version = reply.outputs, reply.version
             else:
-                begins = {number: begin for asked in taken for number, begin in (asked.sessions or {}).items()}
-                came = await self._sessions.infer_async(
+                begins = {number: begin for request in batch for number, begin in (request.sessions or {}).items()}
+                computed = await self._sessions.infer_async(
                     inputs, list(begins), list(begins.values()), timeout=seconds, version=first.version
                 )
                 version = self._sessions.version  # no other task runs between the end of infer_async and here
         except RowFailed as error:
-            if len(taken) == 1 or not error.errors:
+            if len(batch) == 1 or not error.errors:
                 raise
-            came, version, failed = error.outputs, error.version, error.errors
+            computed, version, failed = error.outputs, error.version, error.errors
         if room is not None:
             self._rooms.append(room)  # not after an error: it may still be read
         if self._gathering is not None:
-            self._gathering.took(sum(asked.n for asked in taken), time.monotonic() - began)
-        outputs = came if len(self._outputs) > 1 else {self._outputs[0]: came}
+            self._gathering.took(sum(request.n for request in batch), time.monotonic() - began)
+        outputs = computed if len(self._outputs) > 1 else {self._outputs[0]: computed}
         at = 0
-        for asked in taken:
-            end = at + asked.n
-            if not asked.answer.done():
+        for request in batch:
+            end = at + request.n
+            if not request.answer.done():
                 part = {name: array[at:end] for name, array in outputs.items()}
                 mine = {row - at: reason for row, reason in failed.items() if at <= row < end} if failed else {}
                 if mine:
-                    asked.answer.set_exception(row_failed(self._model.name, mine, asked.n, shaped(part), version))
+                    request.answer.set_exception(row_failed(self._model.name, mine, request.n, shaped(part), version))
                 else:
-                    asked.answer.set_result((part, version))
+                    request.answer.set_result((part, version))
             at = end
 
     def _joined_in(self, room: dict[str, Any], name: str, parts: list[Any]) -> Any:
@@ -515,17 +517,17 @@ class RequestCoalescer:
             kept = room[name] = np.empty((max(rows, self._most), *first.shape[1:]), first.dtype)
         return np.concatenate(parts, out=kept[:rows], casting="no")
 
-    def _fail(self, taken: list[_Asked], error: Error) -> None:
-        for asked in taken:
-            if not asked.answer.done():
-                asked.answer.set_exception(error)
+    def _fail(self, batch: list[_Request], error: Error) -> None:
+        for request in batch:
+            if not request.answer.done():
+                request.answer.set_exception(error)
 
 
-def _meet(asked: _Asked, taken: list[_Asked]) -> bool:
-    """Return whether a session of this request is also in `taken`: the earlier step must be answered first."""
-    if asked.sessions is None:
+def _share_session(request: _Request, batch: list[_Request]) -> bool:
+    """Return whether a session of this request is also in `batch`: the earlier step must be answered first."""
+    if request.sessions is None:
         return False
-    return any(other.sessions is not None and asked.sessions.keys() & other.sessions.keys() for other in taken)
+    return any(other.sessions is not None and request.sessions.keys() & other.sessions.keys() for other in batch)
 
 
 def _joined(parts: list[Any]) -> Any:

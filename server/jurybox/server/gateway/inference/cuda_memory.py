@@ -38,7 +38,7 @@ class CudaRegion(Registered):
 
 
 @dataclass(slots=True)
-class _Way:
+class _Binding:
     """A binding, and the lock that orders its requests."""
 
     rows: BoundRows
@@ -58,7 +58,7 @@ class CudaRegions(Registry[CudaRegion]):
         super().__init__("CUDA region")
         self.allowed = allowed
         self._lanes = lanes
-        self._ways: OrderedDict[Any, _Way] = OrderedDict()
+        self._bindings: OrderedDict[Any, _Binding] = OrderedDict()
         self._making = asyncio.Lock()
 
     def __contains__(self, name: object) -> bool:
@@ -88,9 +88,9 @@ class CudaRegions(Registry[CudaRegion]):
         """
         for region in self._chosen(name):
             async with self._making:
-                for key, way in list(self._ways.items()):
-                    if region in way.regions:
-                        await self._end(key, way)
+                for key, binding in list(self._bindings.items()):
+                    if region in binding.regions:
+                        await self._end(key, binding)
             self._regions.pop(region, None)
 
     async def infer(
@@ -113,31 +113,31 @@ class CudaRegions(Registry[CudaRegion]):
         places = tuple((name, place) for name, (_, _, place) in sorted(inputs.items()))
         key = spec.name, rows, places, tuple(sorted(outputs.items(), key=lambda item: item[0]))
         async with asyncio.timeout(seconds):
-            way = await self._way(key, spec.name, rows, dict(places), outputs, seconds)
-            async with way.turn:
-                if self._ways.get(key) is not way:
+            binding = await self._binding(key, spec.name, rows, dict(places), outputs, seconds)
+            async with binding.turn:
+                if self._bindings.get(key) is not binding:
                     raise Refused("a region of this request was unregistered meanwhile", Code.BUSY)
                 try:
-                    await asyncio.to_thread(way.rows.infer, rows, timeout=seconds, version=version)
+                    await asyncio.to_thread(binding.rows.infer, rows, timeout=seconds, version=version)
                 except Error as error:
                     if error.code in (Code.STALE_LEASE, Code.SERVER_GONE):
-                        self._ways.pop(key, None)
+                        self._bindings.pop(key, None)
                     raise
-                return rows, way.rows.version
+                return rows, binding.rows.version
 
-    async def _way(
+    async def _binding(
         self, key: Any, model: str, rows: int, inputs: dict[str, Place], outputs: Mapping[str, Place], seconds: float
-    ) -> _Way:
+    ) -> _Binding:
         async with self._making:
-            if (way := self._ways.get(key)) is None:
-                while len(self._ways) >= _MOST_BINDINGS:
-                    oldest = next(iter(self._ways))
-                    await self._end(oldest, self._ways[oldest])
+            if (binding := self._bindings.get(key)) is None:
+                while len(self._bindings) >= _MOST_BINDINGS:
+                    oldest = next(iter(self._bindings))
+                    await self._end(oldest, self._bindings[oldest])
                 make = functools.partial(self._bound, model, rows, inputs, outputs, seconds)
                 regions = frozenset(place.region for place in (*inputs.values(), *outputs.values()))
-                way = self._ways[key] = _Way(await self._lanes.call(make), regions)
-            self._ways.move_to_end(key)
-            return way
+                binding = self._bindings[key] = _Binding(await self._lanes.call(make), regions)
+            self._bindings.move_to_end(key)
+            return binding
 
     def _bound(
         self,
@@ -153,11 +153,11 @@ class CudaRegions(Registry[CudaRegion]):
 
         return server.bound_rows(model, rows, where(inputs), where(outputs), timeout=seconds)
 
-    async def _end(self, key: Any, way: _Way) -> None:
+    async def _end(self, key: Any, binding: _Binding) -> None:
         """End a binding once its current request is answered."""
-        async with way.turn:
-            self._ways.pop(key, None)
-            await asyncio.to_thread(way.rows.end, _UNBIND)
+        async with binding.turn:
+            self._bindings.pop(key, None)
+            await asyncio.to_thread(binding.rows.end, _UNBIND)
 
     def _checked(self, spec: ModelSpec, inputs: Mapping[str, tuple[str, Sequence[int], Place]]) -> int:
         """Check the inputs against the spec and return their number of rows."""

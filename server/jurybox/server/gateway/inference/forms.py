@@ -19,9 +19,9 @@ from numpy.typing import NDArray
 from jurybox.protocol.errors import Code, Error, ModelNotFound
 from jurybox.server.gateway.inference.coalescer import Arrays
 from jurybox.server.gateway.inference.inference import InferRequest, OpenInference, Output
-from jurybox.server.gateway.inference.lanes import DEFAULT_TIMEOUT, Held
+from jurybox.server.gateway.inference.lanes import DEFAULT_TIMEOUT, ModelLane
 from jurybox.server.gateway.inference.tensors import datatype_of, weights_version
-from jurybox.server.security.access import Source
+from jurybox.server.security.access import ClientConnection
 
 _MOST_FORMS = 1024
 _MOST_HEADS = 8  # weights versions for which the head of an answer is cached
@@ -30,11 +30,11 @@ _MOST_HEADS = 8  # weights versions for which the head of an answer is cached
 Heads: TypeAlias = Callable[[str, str, Sequence[Output], Sequence[int]], list[bytes]]
 
 
-class Asker(Protocol):
+class Responder(Protocol):
     """The transport's side of one request."""
 
     @property
-    def source(self) -> Source | None:
+    def connection(self) -> ClientConnection | None:
         """The connection of the request, if it has no other request in flight; None: unknown."""
         ...
 
@@ -62,7 +62,7 @@ class Form:
     def __init__(
         self,
         oip: OpenInference,
-        held: Held,
+        held: ModelLane,
         request: InferRequest,
         n: int,
         outputs: Sequence[str],
@@ -70,7 +70,7 @@ class Form:
     ) -> None:
         spec = held.spec
         self.held = held
-        self._told = oip.told
+        self._record_outcome = oip.record_outcome
         self._model, self._n = request.model, n
         self._version, self._pinned = weights_version(request.version), bool(request.version)
         self._arrays = [
@@ -93,23 +93,23 @@ class Form:
             for (name, dtype, shape), (at, _) in zip(self._arrays, places, strict=True)
         }
 
-    def ask(self, inputs: Arrays, seconds: float | None, asker: Asker) -> None:
-        """Compute these rows and answer `asker`; `seconds` is the asker's time-out, None: it has none."""
+    def ask(self, inputs: Arrays, seconds: float | None, responder: Responder) -> None:
+        """Compute these rows and answer `responder`; `seconds` is the responder's time-out, None: it has none."""
         left = DEFAULT_TIMEOUT if seconds is None else min(seconds, DEFAULT_TIMEOUT)
-        answer = _Answer(self, asker)
-        late = self.held.coalescer.put(inputs, self._n, left, self._version, answer, None, asker.source)
+        answer = _Answer(self, responder)
+        late = self.held.coalescer.put(inputs, self._n, left, self._version, answer, None, responder.connection)
         if answer.given:
             late.cancel()
         else:
             answer.late = late
 
-    def answered(self, outputs: Arrays, version: int, asker: Asker) -> None:
-        """Send the outputs to the asker."""
+    def answered(self, outputs: Arrays, version: int, responder: Responder) -> None:
+        """Send the outputs to the responder."""
         if self._pinned and version != self._version:
             why = f"version {self._version} of {self._model!r} is not held, {version} is the newest"
-            asker.fail(ModelNotFound(f"{why}: name one that is, or none"))
+            responder.fail(ModelNotFound(f"{why}: name one that is, or none"))
             return
-        self._told(self._model, True)
+        self._record_outcome(self._model, True)
         if (heads := self._written.get(version)) is None:
             if len(self._written) >= _MOST_HEADS:
                 self._written.clear()
@@ -118,37 +118,37 @@ class Form:
         for head, output in zip(heads, self._outputs, strict=True):
             array: NDArray[Any] = outputs[output.name]
             pieces += (head, array.tobytes())
-        asker.reply(pieces)
+        responder.reply(pieces)
 
-    def failed(self, error: Error, asker: Asker) -> None:
-        """Send the error to the asker."""
+    def failed(self, error: Error, responder: Responder) -> None:
+        """Send the error to the responder."""
         if error.code != Code.STALE_LEASE:
-            self._told(self._model, error.code == Code.ROW_FAILED)
-        asker.fail(error)
+            self._record_outcome(self._model, error.code == Code.ROW_FAILED)
+        responder.fail(error)
 
 
 class _Answer:
     """The receiver of one answer, in place of a future."""
 
-    __slots__ = ("_asker", "_form", "given", "late")
+    __slots__ = ("_form", "_responder", "given", "late")
 
-    def __init__(self, form: Form, asker: Asker) -> None:
+    def __init__(self, form: Form, responder: Responder) -> None:
         self._form = form
-        self._asker = asker
+        self._responder = responder
         self.given = False
         self.late: TimerHandle | None = None
 
     def done(self) -> bool:
         # After an answer, a late result must not be sent as the answer to the connection's next request.
-        return self.given or self._asker.done()
+        return self.given or self._responder.done()
 
     def set_result(self, result: tuple[Arrays, int]) -> None:
         self._given()
-        self._form.answered(*result, self._asker)
+        self._form.answered(*result, self._responder)
 
     def set_exception(self, error: Error) -> None:
         self._given()
-        self._form.failed(error, self._asker)
+        self._form.failed(error, self._responder)
 
     def _given(self) -> None:
         self.given = True
@@ -171,19 +171,19 @@ class Forms:
         self._heads = heads
         self._forms: dict[bytes, Form | None] = {}
 
-    def get(self, told: bytes) -> Form | None:
+    def get(self, parts: bytes) -> Form | None:
         """Return the form of a request, or None if there is none."""
-        form = self._forms.get(told)
-        if form is None and told in self._forms:
+        form = self._forms.get(parts)
+        if form is None and parts in self._forms:
             return None
-        return self._made(told) if form is None or form.held.retired else form
+        return self._made(parts) if form is None or form.held.retired else form
 
-    def _made(self, told: bytes) -> Form | None:
+    def _made(self, parts: bytes) -> Form | None:
         if len(self._forms) >= _MOST_FORMS:
             self._forms.clear()
-        request = self._read(told)
+        request = self._read(parts)
         if request is None:
-            self._forms[told] = None
+            self._forms[parts] = None
             return None
         held = self._oip.lanes.held(request.model)
         try:
@@ -195,5 +195,5 @@ class Forms:
             return None  # the normal path reports what is wrong
         if any(one.raw and len(one.data) != size for one, size in zip(request.inputs, form.sizes, strict=True)):
             return None
-        self._forms[told] = form
+        self._forms[parts] = form
         return form

@@ -15,9 +15,16 @@ from jurybox.protocol.errors import Code, Error, Refused, said
 from jurybox.server.gateway.grpc_server import Service
 from jurybox.server.gateway.inference import models
 from jurybox.server.gateway.inference.forms import Forms
-from jurybox.server.gateway.inference.inference import InferRequest, InferResponse, Input, OpenInference, Output, Wanted
+from jurybox.server.gateway.inference.inference import (
+    InferRequest,
+    InferResponse,
+    Input,
+    OpenInference,
+    Output,
+    RequestedOutput,
+)
 from jurybox.server.gateway.inference.tensors import MOST_DIMENSIONS, MOST_TENSORS, malformed
-from jurybox.server.security.access import Room
+from jurybox.server.security.access import ByteBudget
 from jurybox.server.security.grpc import DirectCall
 
 _FIELDS = {
@@ -65,7 +72,7 @@ def request_of(message: pb.ModelInferRequest, seconds: float | None) -> InferReq
         message.model_version,
         message.id,
         inputs,
-        [Wanted(output.name, _plain(output.parameters)) for output in message.outputs],
+        [RequestedOutput(output.name, _plain(output.parameters)) for output in message.outputs],
         _plain(message.parameters),
         seconds,
     )
@@ -80,10 +87,10 @@ def message_of(response: InferResponse) -> pb.ModelInferResponse:
     if response.id:
         message.id = response.id
     if response.parameters:
-        _told(message.parameters, response.parameters)
+        _set_parameters(message.parameters, response.parameters)
     for place, output in enumerate(response.outputs):
         if output.parameters:
-            _told(message.outputs[place].parameters, output.parameters)
+            _set_parameters(message.outputs[place].parameters, output.parameters)
     message.raw_output_contents.extend([output.raw() for output in response.outputs])
     return message
 
@@ -127,10 +134,10 @@ def plain_value(name: str, value: pb.InferParameter | pb.ModelRepositoryParamete
     return getattr(value, chosen)
 
 
-def _told(target: Any, parameters: Mapping[str, Any]) -> None:
+def _set_parameters(mapping: Any, parameters: Mapping[str, Any]) -> None:
     for name, value in parameters.items():
         field = {bool: "bool_param", int: "int64_param", float: "double_param", str: "string_param"}[type(value)]
-        setattr(target[name], field, value)
+        setattr(mapping[name], field, value)
 
 
 Context: TypeAlias = Any  # grpc.aio.ServicerContext; grpcio has no types
@@ -140,12 +147,12 @@ _MOST_SAID = 1000  # characters of an error message
 _METHODS = pb.DESCRIPTOR.services_by_name["GRPCInferenceService"]
 
 
-def service(oip: OpenInference, room: Room) -> Service:
-    """Return the service for a GrpcServer; `room` limits the requests of all streams together."""
+def service(oip: OpenInference, budget: ByteBudget) -> Service:
+    """Return the service for a GrpcServer; `budget` limits the requests of all streams together."""
     return Service(
         _METHODS.full_name,
         pb.DESCRIPTOR,
-        InferenceServicer(oip, room),
+        InferenceServicer(oip, budget),
         open_inference_pb2_grpc.add_GRPCInferenceServiceServicer_to_server,
         {f"/{_METHODS.full_name}/ModelInfer": KnownForms(oip)},
     )
@@ -175,15 +182,15 @@ class KnownForms:
 
 
 class _Caller:
-    """A gRPC call as an `Asker` of forms.py."""
+    """A gRPC call as a `Responder` of forms.py."""
 
-    __slots__ = ("_call", "_ident", "done", "source")
+    __slots__ = ("_call", "_ident", "connection", "done")
 
     def __init__(self, call: DirectCall, ident: bytes) -> None:
         self._call = call
         self._ident = ident
         self.done = call.done
-        self.source = call.source
+        self.connection = call.connection
 
     def reply(self, pieces: list[bytes]) -> None:
         if self._ident:
@@ -236,9 +243,9 @@ def cut(message: bytes) -> tuple[bytes, bytes, list[tuple[int, int]]] | None:
     return (head, ident, raw) if ident.isascii() else None  # another id may be invalid UTF-8
 
 
-def _read_form(told: bytes) -> InferRequest | None:
+def _read_form(head: bytes) -> InferRequest | None:
     try:
-        request = request_of(pb.ModelInferRequest.FromString(told), None)
+        request = request_of(pb.ModelInferRequest.FromString(head), None)
     except Exception:  # noqa: BLE001  the normal path reports what is wrong
         return None
     return None if any(one.data is not None for one in request.inputs) else request
@@ -264,9 +271,9 @@ def _tagged(tag: int, size: int) -> bytes:
 class InferenceServicer:
     """The inference service. Errors get the status codes of the table in jurybox.protocol.errors."""
 
-    def __init__(self, oip: OpenInference, room: Room) -> None:
+    def __init__(self, oip: OpenInference, budget: ByteBudget) -> None:
         self._oip = oip
-        self._room = room
+        self._budget = budget
 
     async def ServerLive(self, request: pb.ServerLiveRequest, context: Context) -> pb.ServerLiveResponse:
         return pb.ServerLiveResponse(live=await self._oip.live())
@@ -300,13 +307,13 @@ class InferenceServicer:
         self, requests: AsyncIterator[pb.ModelInferRequest], context: Context
     ) -> AsyncIterator[pb.ModelStreamInferResponse]:
         """Yield one answer or one error for each request, in order; several requests are in flight at once."""
-        room = asyncio.Semaphore(_PIPELINED)
+        free = asyncio.Semaphore(_PIPELINED)
         asked: asyncio.Queue[asyncio.Task[pb.ModelStreamInferResponse] | None] = asyncio.Queue()
 
         async def take_in() -> None:
             try:
                 async for request in requests:
-                    await room.acquire()
+                    await free.acquire()
                     asked.put_nowait(asyncio.create_task(self._streamed(request)))
             finally:
                 asked.put_nowait(None)
@@ -315,7 +322,7 @@ class InferenceServicer:
         try:
             while (answer := await asked.get()) is not None:
                 yield await answer
-                room.release()
+                free.release()
             await taking  # raises if the last message was no valid request
         finally:
             taking.cancel()
@@ -326,11 +333,11 @@ class InferenceServicer:
     async def _streamed(self, request: pb.ModelInferRequest) -> pb.ModelStreamInferResponse:
         size = request.ByteSize()
         try:
-            self._room.take(size)
+            self._budget.acquire(size)
             try:
                 answer = message_of(await self._oip.infer(request_of(request, None)))
             finally:
-                self._room.give(size)
+                self._budget.release(size)
         except Exception as error:  # noqa: BLE001  one request's error must not end the stream of the others
             # No await before this line: the sequence must be lost before its next request is processed.
             if "sequence_id" in request.parameters:
@@ -387,8 +394,8 @@ class InferenceServicer:
     ) -> pb.CudaSharedMemoryStatusResponse:
         answer = pb.CudaSharedMemoryStatusResponse()
         for region in self._oip.cuda_regions.status(request.name):
-            told = answer.regions[region.name]
-            told.name, told.device_id, told.byte_size = region.name, region.device, region.size
+            status = answer.regions[region.name]
+            status.name, status.device_id, status.byte_size = region.name, region.device, region.size
         return answer
 
     async def CudaSharedMemoryRegister(

@@ -22,7 +22,7 @@ from jurybox.server.gateway.http_server import Connection
 from jurybox.server.gateway.inference import http_inference
 from jurybox.server.gateway.inference.forms import Forms
 from jurybox.server.gateway.inference.inference import InferRequest, OpenInference, Output
-from jurybox.server.security.access import Room, Source
+from jurybox.server.security.access import ByteBudget, ClientConnection
 from jurybox.server.security.http import SECURITY_HEADERS
 
 MOST_HEADS = 1024
@@ -49,12 +49,12 @@ class KnownHeads:
     """The cached request heads of all connections of a port, and the forms of their bodies.
 
     Args:
-        room: limits the bytes of all bodies together.
+        budget: limits the bytes of all bodies together.
     """
 
-    def __init__(self, oip: OpenInference, room: Room) -> None:
+    def __init__(self, oip: OpenInference, budget: ByteBudget) -> None:
         self.forms = Forms(oip, _read_form, _written_heads)
-        self.room = room
+        self.budget = budget
         self.heads: dict[bytes, _Head] = {}
 
     def learn(self, head: bytes, scope: Any, model: str, version: str, json_length: int) -> None:
@@ -76,8 +76,8 @@ def plain_length(scope: Any) -> int | None:
     return None if special or len(lengths) != 1 else int(lengths[0])
 
 
-def _read_form(told: bytes) -> InferRequest | None:
-    model, version, size, body = told.split(b"\0", 3)
+def _read_form(key: bytes) -> InferRequest | None:
+    model, version, size, body = key.split(b"\0", 3)
     try:
         request, names, all_binary = http_inference.request_of(
             model.decode(), version.decode(), body + bytes(int(size)), str(len(body))
@@ -89,11 +89,11 @@ def _read_form(told: bytes) -> InferRequest | None:
 
 
 def _written_heads(model: str, version: str, outputs: Sequence[Output], sizes: Sequence[int]) -> list[bytes]:
-    told = [
+    described = [
         {"name": one.name, "datatype": one.datatype, "shape": list(one.shape), "parameters": {"binary_data_size": size}}
         for one, size in zip(outputs, sizes, strict=True)
     ]
-    text = json.dumps({"model_name": model, "model_version": version, "outputs": told}, separators=(",", ":"))
+    text = json.dumps({"model_name": model, "model_version": version, "outputs": described}, separators=(",", ":"))
     head = (
         f"{http_inference.LENGTH.lower()}: {len(text)}\r\ncontent-length: {len(text) + sum(sizes)}\r\n"
         f"content-type: application/octet-stream\r\n{_HEADERS}{text}"
@@ -102,7 +102,7 @@ def _written_heads(model: str, version: str, outputs: Sequence[Output], sizes: S
 
 
 class InferProtocol(Connection):
-    """A connection of uvicorn that answers requests with cached heads itself. It is their `Asker` for forms.py."""
+    """A connection of uvicorn that answers requests with cached heads itself. It is their `Responder` for forms.py."""
 
     known: KnownHeads  # set in a subclass by `protocol_of`
 
@@ -111,7 +111,7 @@ class InferProtocol(Connection):
         self._head: _Head | None = None  # of the request that is being received or answered
         self._came = bytearray()  # the bytes received of that request: head and body
         self._begins = 0  # offset of the body in it
-        self._taken = 0  # bytes reserved in the room
+        self._taken = 0  # bytes reserved in the budget
         self._asking = self._gone = self._leaving = False
         self._ahead = b""  # bytes received after the request
 
@@ -129,7 +129,7 @@ class InferProtocol(Connection):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """See `asyncio.BaseProtocol.connection_made`."""
-        self._source = Source(transport.get_extra_info("peername"))
+        self._client = ClientConnection(transport.get_extra_info("peername"))
         super().connection_made(transport)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -165,8 +165,8 @@ class InferProtocol(Connection):
         earlier, rest = self.scope, data[len(head) :]
         super().data_received(head)
         if (scope := self.scope) is not earlier:
-            told: Any = scope
-            told[mark] = partial(learn, scope)
+            state: Any = scope
+            state[mark] = partial(learn, scope)
         if rest and not self.transport.is_closing():
             super().data_received(rest)
 
@@ -177,7 +177,7 @@ class InferProtocol(Connection):
             data, self._ahead = data[:cut], data[cut:]
         self._came += data
         try:
-            self.known.room.take(len(data))  # as data arrives: a declared length alone must not reserve anything
+            self.known.budget.acquire(len(data))  # as data arrives: a declared length alone must not reserve anything
         except Refused:
             self._as_usual()  # which reports the error
             return
@@ -185,9 +185,9 @@ class InferProtocol(Connection):
         if len(self._came) < whole:
             return
         at = self._begins + head.json
-        told = (head.model.encode(), head.version.encode(), str(head.length - head.json).encode(),
+        key = (head.model.encode(), head.version.encode(), str(head.length - head.json).encode(),
                 bytes(self._came[self._begins : at]))  # fmt: skip
-        form, inputs = self.known.forms.get(b"\0".join(told)), None
+        form, inputs = self.known.forms.get(b"\0".join(key)), None
         if form is not None:
             places = []
             for size in form.sizes:
@@ -200,23 +200,23 @@ class InferProtocol(Connection):
         self._asking = True
         form.ask(inputs, None, self)
 
-    # ---- the asker
+    # ---- the responder
 
     @property
-    def source(self) -> Source | None:
-        """See `Asker.source`."""
-        return None if self._ahead else self._source
+    def connection(self) -> ClientConnection | None:
+        """See `Responder.connection`."""
+        return None if self._ahead else self._client
 
     def done(self) -> bool:
-        """See `Asker.done`."""
+        """See `Responder.done`."""
         return self._gone
 
     def reply(self, pieces: list[bytes]) -> None:
-        """See `Asker.reply`."""
+        """See `Responder.reply`."""
         self._answer(200, pieces)
 
     def fail(self, error: Error) -> None:
-        """See `Asker.fail`."""
+        """See `Responder.fail`."""
         if error.code == Code.STALE_LEASE:  # the normal path uses another lane, perhaps with another spec
             self._as_usual()
             return
@@ -257,9 +257,9 @@ class InferProtocol(Connection):
         """End the current request and release its bytes."""
         taken, self._taken = self._taken, 0
         self._head, self._asking, self._came = None, False, bytearray()
-        self.known.room.give(taken)
+        self.known.budget.release(taken)
 
 
-def protocol_of(oip: OpenInference, room: Room) -> type[InferProtocol]:
+def protocol_of(oip: OpenInference, budget: ByteBudget) -> type[InferProtocol]:
     """Return the protocol class for the connections of a port."""
-    return type("KnownInferProtocol", (InferProtocol,), {"known": KnownHeads(oip, room)})
+    return type("KnownInferProtocol", (InferProtocol,), {"known": KnownHeads(oip, budget)})

@@ -20,10 +20,17 @@ from numpy.typing import NDArray
 from jurybox.protocol.errors import Code, ModelNotFound, Refused, error_for
 from jurybox.server.gateway.app import AnyText
 from jurybox.server.gateway.inference import models
-from jurybox.server.gateway.inference.inference import InferRequest, InferResponse, Input, OpenInference, Output, Wanted
+from jurybox.server.gateway.inference.inference import (
+    InferRequest,
+    InferResponse,
+    Input,
+    OpenInference,
+    Output,
+    RequestedOutput,
+)
 from jurybox.server.gateway.inference.shared_memory import Region
 from jurybox.server.gateway.inference.tensors import MOST_TENSORS, malformed, read_json, shown, truth
-from jurybox.server.security.http import TAKEN, Taken
+from jurybox.server.security.http import RESERVATION, Reservation
 
 LENGTH = "Inference-Header-Content-Length"
 ANSWERED = "jurybox.answered"  # in a request's scope: called with (model, version, bytes of JSON) on a binary answer
@@ -61,14 +68,14 @@ def request_of(model: str, version: str, body: bytes, json_length: str | None) -
     parameters = _parameters(given, "request")
     all_binary = truth(_ALL_BINARY, parameters.pop(_ALL_BINARY, False))
     names: set[str] = set()
-    outputs: list[Wanted] = []
+    outputs: list[RequestedOutput] = []
     for part in _objects(given, "outputs") if "outputs" in given else []:
         _fields(part, "output", ("name", "parameters"))
-        told = _parameters(part, "output")
+        wanted = _parameters(part, "output")
         name = _text(part, "name", "output")
-        if truth(_BINARY, told.pop(_BINARY, all_binary)):
+        if truth(_BINARY, wanted.pop(_BINARY, all_binary)):
             names.add(name)
-        outputs.append(Wanted(name, told))
+        outputs.append(RequestedOutput(name, wanted))
     identity = _text(given, "id", "request") if "id" in given else ""
     return InferRequest(model, version, identity, inputs, outputs, parameters), names, all_binary and not outputs
 
@@ -77,12 +84,12 @@ def body_of(response: InferResponse, binary: set[str], *, all_binary: bool) -> t
     """Return the body of an answer, and the length of its JSON if binary tensors follow, else None."""
     raw: list[bytes] = []
     outputs = [_output(output, raw, binary=all_binary or output.name in binary) for output in response.outputs]
-    told: dict[str, Any] = {"model_name": response.model, "model_version": response.version}
+    document: dict[str, Any] = {"model_name": response.model, "model_version": response.version}
     if response.id:
-        told["id"] = response.id
+        document["id"] = response.id
     if response.parameters:
-        told["parameters"] = response.parameters
-    head = json.dumps({**told, "outputs": outputs}, separators=(",", ":"), allow_nan=False).encode()
+        document["parameters"] = response.parameters
+    head = json.dumps({**document, "outputs": outputs}, separators=(",", ":"), allow_nan=False).encode()
     return b"".join((head, *raw)), len(head) if raw else None
 
 
@@ -119,18 +126,18 @@ def _input(part: dict[str, Any], binary: memoryview) -> tuple[Input, int]:
 
 
 def _output(output: Output, raw: list[bytes], *, binary: bool) -> dict[str, Any]:
-    told: dict[str, Any] = {"name": output.name, "datatype": output.datatype, "shape": list(output.shape)}
+    document: dict[str, Any] = {"name": output.name, "datatype": output.datatype, "shape": list(output.shape)}
     parameters = dict(output.parameters)
     if output.array is not None and binary:
         raw.append(output.raw())
         parameters[_SIZE] = len(raw[-1])
     elif isinstance(output.array, list):
-        told["data"] = _text_of(output.name, output.array)
+        document["data"] = _text_of(output.name, output.array)
     elif output.array is not None:
-        told["data"] = _numbers(output, output.array)
+        document["data"] = _numbers(output, output.array)
     if parameters:
-        told["parameters"] = parameters
-    return told
+        document["parameters"] = parameters
+    return document
 
 
 def _numbers(output: Output, array: NDArray[Any]) -> list[Any]:
@@ -407,10 +414,10 @@ async def _body(request: Request, most: int) -> bytes:
         return body
     if encoding not in _WINDOW:
         raise malformed(f"Content-Encoding {encoding[:20]!r}: expected gzip or deflate")
-    return await _unpacked(body, encoding, most, request.scope.get(TAKEN))
+    return await _unpacked(body, encoding, most, request.scope.get(RESERVATION))
 
 
-async def _unpacked(body: bytes, encoding: str, most: int, taken: Taken | None) -> bytes:
+async def _unpacked(body: bytes, encoding: str, most: int, taken: Reservation | None) -> bytes:
     """Decompress a body in pieces, so that other requests can run in between."""
     decoder = zlib.decompressobj(_WINDOW[encoding])
     parts: list[bytes] = []

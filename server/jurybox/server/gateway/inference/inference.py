@@ -19,27 +19,27 @@ from jurybox.protocol.wire import build_version
 from jurybox.server.gateway.app import SelfTest
 from jurybox.server.gateway.inference import models
 from jurybox.server.gateway.inference.cuda_memory import CudaRegions
-from jurybox.server.gateway.inference.lanes import DEFAULT_TIMEOUT, MOMENT, SOON, Held, Lanes
+from jurybox.server.gateway.inference.lanes import DEFAULT_TIMEOUT, MOMENT, SOON, Lanes, ModelLane
 from jurybox.server.gateway.inference.models import Repository
 from jurybox.server.gateway.inference.sequences import IDLE, NoSession, Sequences, Turn
-from jurybox.server.gateway.inference.shared_memory import Regions, Stretch
+from jurybox.server.gateway.inference.shared_memory import RegionData, Regions
 from jurybox.server.gateway.inference.tensors import (
     GET,
-    NOTHING,
+    NO_PARAMETERS,
     REGION,
     SET,
-    Asked,
+    InputData,
     Parameters,
     Place,
-    Raw,
+    RawData,
+    RequestParameters,
     Rows,
-    Source,
-    Values,
+    TypedData,
     checked_shape,
     datatype_of,
     malformed,
-    of_request,
     of_tensor,
+    request_parameters,
     rows_of,
     weights_version,
 )
@@ -66,7 +66,7 @@ class Input:
 
 
 @dataclass(slots=True)
-class Wanted:
+class RequestedOutput:
     """One requested output."""
 
     name: str
@@ -86,7 +86,7 @@ class InferRequest:
     version: str
     id: str
     inputs: list[Input]
-    outputs: list[Wanted] = field(default_factory=list)
+    outputs: list[RequestedOutput] = field(default_factory=list)
     parameters: Parameters = field(default_factory=dict)
     seconds: float | None = None
 
@@ -156,7 +156,7 @@ class OpenInference:
         self._panels = panels or {}
         self.lanes = Lanes(address)
         self.self_test = SelfTest(source, self.lanes)
-        self.told = self.self_test.told  # (model, answered): records whether a request to the model was answered
+        self.record_outcome = self.self_test.record  # (model, answered): whether a request to it was answered
         self.reasons = self.self_test.reasons
         self.regions = Regions(shared_memory)
         self.cuda_regions = CudaRegions(allowed=cuda_shared_memory, lanes=self.lanes)
@@ -171,24 +171,24 @@ class OpenInference:
         """
         if request.model in self._panels:
             return await self._panel(request, self._panels[request.model])
-        asked = of_request(request.parameters) if request.parameters else NOTHING
-        if asked.over:
-            self.sequences.over(request.model, asked.over)
+        options = request_parameters(request.parameters) if request.parameters else NO_PARAMETERS
+        if options.over:
+            self.sequences.over(request.model, options.over)
             return InferResponse(request.model, "", request.id, [])
         if any(tensor.parameters.get(REGION) in self.cuda_regions for tensor in request.inputs):
-            return await self._infer_on_device(request, asked)
-        if asked.steps is None:
-            return await self._infer(request, asked, None)
-        with self.sequences.turn(request.model, asked.steps) as turn:  # before anything is waited for
+            return await self._infer_on_device(request, options)
+        if options.steps is None:
+            return await self._infer(request, options, None)
+        with self.sequences.turn(request.model, options.steps) as turn:  # before anything is waited for
             try:
-                return await self._infer(request, asked, turn)
+                return await self._infer(request, options, turn)
             except SessionLost as error:
-                if not turn.told:
+                if not turn.reports_loss:
                     raise
                 lost = {"session_lost": ",".join(map(str, error.sessions))}
                 return InferResponse(request.model, "", request.id, [], lost)
 
-    def plain(self, held: Held, request: InferRequest) -> tuple[int, list[str]] | None:
+    def plain(self, held: ModelLane, request: InferRequest) -> tuple[int, list[str]] | None:
         """Return the number of rows of a request and the names of its outputs, which do not depend on its contents.
 
         Return None if the request has special features and must be parsed each time. Raises Error if it is invalid.
@@ -196,7 +196,7 @@ class OpenInference:
         spec = held.spec
         if request.model in self._panels or request.parameters or spec.open or held.sessions is not None:
             return None
-        tensors: list[Input | Wanted] = [*request.inputs, *request.outputs]
+        tensors: list[Input | RequestedOutput] = [*request.inputs, *request.outputs]
         if any(tensor.parameters for tensor in tensors) or {one.name for one in request.inputs} != set(spec.inputs):
             return None
         rows = {checked_shape(one.name, one.datatype, one.shape, spec.inputs[one.name])[0] for one in request.inputs}
@@ -205,14 +205,14 @@ class OpenInference:
             return None
         return n, [name for name, _ in self._wanted(spec.outputs, request.outputs, n)]
 
-    async def _infer_on_device(self, request: InferRequest, asked: Asked) -> InferResponse:
+    async def _infer_on_device(self, request: InferRequest, options: RequestParameters) -> InferResponse:
         """Run a request whose tensors all lie in device memory."""
-        seconds = min(value for value in (asked.seconds, request.seconds, DEFAULT_TIMEOUT) if value is not None)
+        seconds = min(value for value in (options.seconds, request.seconds, DEFAULT_TIMEOUT) if value is not None)
         until = time.monotonic() + min(seconds - SOON, MOMENT)
         spec = (await self.lanes.hold_soon(request.model, until)).spec
         version = weights_version(request.version)
         inputs, outputs = {}, {}
-        tensors: list[Input | Wanted] = [*request.inputs, *request.outputs]
+        tensors: list[Input | RequestedOutput] = [*request.inputs, *request.outputs]
         for tensor in tensors:
             place, _ = of_tensor(tensor.name, tensor.parameters) if tensor.parameters else (None, None)
             if place is None or place.region not in self.cuda_regions:
@@ -232,22 +232,22 @@ class OpenInference:
         if not outputs:
             raise SpecMismatch("no output was asked for: name each that is wanted, with its CUDA region")
         rows, used = await self.cuda_regions.infer(spec, inputs, outputs, seconds, version)
-        self.told(request.model, True)
+        self.record_outcome(request.model, True)
         made = [
             Output(
                 name,
                 datatype_of(spec.outputs[name]),
                 (rows, *spec.outputs[name].shape),
                 None,
-                place.told(),
+                place.parameters(),
             )
             for name, place in outputs.items()
         ]
-        return InferResponse(request.model, str(used), request.id, made, dict(_FINAL) if asked.final else {})
+        return InferResponse(request.model, str(used), request.id, made, dict(_FINAL) if options.final else {})
 
-    async def _infer(self, request: InferRequest, asked: Asked, turn: Turn | None) -> InferResponse:
+    async def _infer(self, request: InferRequest, options: RequestParameters, turn: Turn | None) -> InferResponse:
         version = weights_version(request.version)
-        seconds = min(value for value in (asked.seconds, request.seconds, DEFAULT_TIMEOUT) if value is not None)
+        seconds = min(value for value in (options.seconds, request.seconds, DEFAULT_TIMEOUT) if value is not None)
         until = time.monotonic() + seconds
         exchanged = min(until - SOON, time.monotonic() + MOMENT)
         tries = _TRIES
@@ -255,20 +255,20 @@ class OpenInference:
         while True:
             held = await self.lanes.hold_soon(request.model, exchanged)
             _require_sequence(held, turn)
-            takes, gives = _specs(held.spec, asked)
+            takes, gives = _specs(held.spec, options)
             inputs, n = self._inputs(held, takes, request.inputs)
-            if turn is not None and asked.state == GET:
+            if turn is not None and options.state == GET:
                 n = len(turn.keys)
             places = self._wanted(gives, request.outputs, n)
             try:
                 if turn is None:
                     arrays, used = await self.lanes.ask(held, inputs, n, until - time.monotonic(), version)
                 else:
-                    arrays, used = await turn.infer(self.lanes, held, inputs, n, until, version, asked.state)
+                    arrays, used = await turn.infer(self.lanes, held, inputs, n, until, version, options.state)
                 break
             except RowFailed as error:
-                self.told(request.model, True)
-                if not asked.row_errors or not error.errors:
+                self.record_outcome(request.model, True)
+                if not options.row_errors or not error.errors:
                     raise
                 outputs = (
                     error.outputs if len(held.spec.outputs) > 1 else {next(iter(held.spec.outputs)): error.outputs}
@@ -278,7 +278,7 @@ class OpenInference:
             except NoSession:
                 # A lane with few rows, leased while others held the rest, is soon exchanged for a larger one.
                 if not held.makeshift or time.monotonic() > exchanged:
-                    self.told(request.model, False)
+                    self.record_outcome(request.model, False)
                     raise
                 await asyncio.sleep(SOON)
             except Error as error:
@@ -289,18 +289,18 @@ class OpenInference:
                         raise turn.lost() from None
                 if error.code == Code.STALE_LEASE and tries:
                     continue  # the next lane may have another spec, so all checks run again
-                self.told(request.model, False)
+                self.record_outcome(request.model, False)
                 raise
         if request.version and used != version:
             raise ModelNotFound(
                 f"version {version} of {request.model!r} is not held, {used} is the newest: name one that is, or none"
             )
-        self.told(request.model, True)
-        told: dict[str, Any] = dict(_FINAL) if asked.final else {}
+        self.record_outcome(request.model, True)
+        parameters: dict[str, Any] = dict(_FINAL) if options.final else {}
         if failed:
-            told["row_errors"] = json.dumps({str(row): reason for row, reason in failed.items()})
-        made = [self._output(gives[name], name, arrays[name], place, failed, asked) for name, place in places]
-        return InferResponse(request.model, str(used), request.id, made, told)
+            parameters["row_errors"] = json.dumps({str(row): reason for row, reason in failed.items()})
+        made = [self._output(gives[name], name, arrays[name], place, failed, options) for name, place in places]
+        return InferResponse(request.model, str(used), request.id, made, parameters)
 
     async def _panel(self, request: InferRequest, members: Mapping[str, Any]) -> InferResponse:
         """Run all members of a panel concurrently; a row without a score from one of them has no total.
@@ -308,16 +308,16 @@ class OpenInference:
         Raises:
             RowFailed: rows failed and the request does not set row_errors. Any error of a member's request.
         """
-        asked = of_request(request.parameters) if request.parameters else NOTHING
-        if asked.steps is not None or asked.over or request.version:
+        options = request_parameters(request.parameters) if request.parameters else NO_PARAMETERS
+        if options.steps is not None or options.over or request.version:
             raise Refused(f"{request.model!r} is a panel: it has neither sequences nor a version", Code.UNSUPPORTED)
         if any(of_tensor(one.name, one.parameters)[0] is not None for one in request.outputs):
             raise Refused(f"{request.model!r} is a panel: its outputs do not go to shared memory", Code.UNSUPPORTED)
-        made = {models.TOTAL: None, **members}
-        names = [wanted.name for wanted in request.outputs] or list(made)
-        if strange := [name for name in names if name not in made]:
-            raise SpecMismatch(f"output {strange[0]!r} is not the panel's; there are {', '.join(made)}")
-        seconds = min(value for value in (asked.seconds, request.seconds, DEFAULT_TIMEOUT) if value is not None)
+        known = {models.TOTAL: None, **members}
+        names = [wanted.name for wanted in request.outputs] or list(known)
+        if unlisted := [name for name in names if name not in known]:
+            raise SpecMismatch(f"output {unlisted[0]!r} is not the panel's; there are {', '.join(known)}")
+        seconds = min(value for value in (options.seconds, request.seconds, DEFAULT_TIMEOUT) if value is not None)
         until = time.monotonic() + min(seconds - SOON, MOMENT)
         specs = [(await self.lanes.hold_soon(member["model"], until)).spec for member in members.values()]
         takes = {name for spec in specs for name in spec.inputs}
@@ -329,7 +329,7 @@ class OpenInference:
                 "",
                 "",
                 [tensor for tensor in request.inputs if tensor.name in spec.inputs],
-                [Wanted(score_output(member, spec.outputs))],
+                [RequestedOutput(score_output(member, spec.outputs))],
                 {**request.parameters, "row_errors": True},
                 request.seconds,
             )
@@ -341,7 +341,7 @@ class OpenInference:
         for answer in answers:
             if isinstance(answer, Error):
                 raise answer
-        return self._voted(request, members, [a for a in answers if isinstance(a, InferResponse)], names, asked)
+        return self._voted(request, members, [a for a in answers if isinstance(a, InferResponse)], names, options)
 
     def _voted(
         self,
@@ -349,7 +349,7 @@ class OpenInference:
         members: Mapping[str, Any],
         answers: Sequence[InferResponse],
         names: Sequence[str],
-        asked: Asked,
+        options: RequestParameters,
     ) -> InferResponse:
         arrays: dict[str, NDArray[Any]] = {}
         failed: dict[int, str] = {}
@@ -364,30 +364,32 @@ class OpenInference:
                 failed[row] = f"{failed[row]}; {name}: {why}" if row in failed else f"{name}: {why}"
         if len({len(scores) for scores in arrays.values()}) > 1:
             raise SpecMismatch("the members' inputs have different numbers of rows: expected as many of each")
-        weighed = [np.float64(member["weight"]) * arrays[name] for name, member in members.items()]
+        weighted = [np.float64(member["weight"]) * arrays[name] for name, member in members.items()]
         with np.errstate(over="ignore"):  # checked below
-            total = arrays[models.TOTAL] = np.sum(weighed, axis=0).astype(np.float32)
+            total = arrays[models.TOTAL] = np.sum(weighted, axis=0).astype(np.float32)
         for row in np.flatnonzero(~np.isfinite(total)).tolist():
             failed.setdefault(row, f"the total is {total[row]}")
             total[row] = np.nan
         version = min((int(answer.version or 0) for answer in answers), default=0)
-        if failed and not asked.row_errors:
+        if failed and not options.row_errors:
             raise RowFailed(
                 f"{len(failed)} of {len(total)} rows have no total; the first: {failed[min(failed)]}",
                 errors=failed,
                 outputs=arrays,
                 version=version,
             )
-        told: dict[str, Any] = dict(_FINAL) if asked.final else {}
+        parameters: dict[str, Any] = dict(_FINAL) if options.final else {}
         if failed:
-            told["row_errors"] = json.dumps({str(row): why for row, why in sorted(failed.items())})
+            parameters["row_errors"] = json.dumps({str(row): why for row, why in sorted(failed.items())})
         given = [
             Output(name, "FP32", arrays[name].shape, arrays[name], {}, tuple(np.flatnonzero(np.isnan(arrays[name]))))
             for name in names
         ]
-        return InferResponse(request.model, str(version), request.id, given, told)
+        return InferResponse(request.model, str(version), request.id, given, parameters)
 
-    def _inputs(self, held: Held, specs: Mapping[str, TensorSpec], given: list[Input]) -> tuple[dict[str, Rows], int]:
+    def _inputs(
+        self, held: ModelLane, specs: Mapping[str, TensorSpec], given: list[Input]
+    ) -> tuple[dict[str, Rows], int]:
         """Return the rows of each input by name, and their number n."""
         arrays: dict[str, Rows] = {}
         n = 0
@@ -408,18 +410,20 @@ class OpenInference:
 
     def _input(self, tensor: Input, spec: TensorSpec) -> Rows:
         place, extents = of_tensor(tensor.name, tensor.parameters) if tensor.parameters else (None, None)
-        source: Source
+        source: InputData
         if place is not None:
             if tensor.data is not None:
                 raise malformed(f"input {tensor.name!r} came with data and in shared memory: expected one of the two")
-            source = Stretch(self.regions, place, tensor.name)
+            source = RegionData(self.regions, place, tensor.name)
         elif tensor.data is None:
-            source = Source(tensor.name)
+            source = InputData(tensor.name)
         else:
-            source = Raw(tensor.name, tensor.data) if tensor.raw else Values(tensor.name, tensor.data)
+            source = RawData(tensor.name, tensor.data) if tensor.raw else TypedData(tensor.name, tensor.data)
         return rows_of(tensor.name, tensor.datatype, tensor.shape, spec, extents, source)
 
-    def _wanted(self, specs: Mapping[str, TensorSpec], wanted: list[Wanted], n: int) -> list[tuple[str, Place | None]]:
+    def _wanted(
+        self, specs: Mapping[str, TensorSpec], wanted: list[RequestedOutput], n: int
+    ) -> list[tuple[str, Place | None]]:
         """Return the requested outputs, each with its place in shared memory or None; check them before computing."""
         if not wanted:
             return [(name, None) for name in specs]
@@ -439,16 +443,22 @@ class OpenInference:
         return list(places.items())
 
     def _output(
-        self, spec: TensorSpec, name: str, rows: Rows, place: Place | None, failed: Mapping[int, str], asked: Asked
+        self,
+        spec: TensorSpec,
+        name: str,
+        rows: Rows,
+        place: Place | None,
+        failed: Mapping[int, str],
+        options: RequestParameters,
     ) -> Output:
-        output = _output(name, spec, rows, failed, extents=asked.extents)
+        output = _output(name, spec, rows, failed, extents=options.extents)
         if place is None:
             return output
         array = output.array
         written = np.frombuffer(output.raw(), np.uint8) if isinstance(array, list) else array
         assert written is not None
         self.regions.write(place, written, name)
-        return Output(name, output.datatype, output.shape, None, {**output.parameters, **place.told()})
+        return Output(name, output.datatype, output.shape, None, {**output.parameters, **place.parameters()})
 
     def metadata(self) -> dict[str, Any]:
         """Return name, version and supported extensions of the server."""
@@ -520,19 +530,19 @@ def score_output(member: Mapping[str, Any], outputs: Mapping[str, TensorSpec]) -
     """Return the name of the output that is a panel member's score. Raises SpecMismatch."""
     name = member["output"] or (next(iter(outputs)) if len(outputs) == 1 else "")
     if name not in outputs or outputs[name].dtype == BYTES or outputs[name].shape not in ((), (1,)):
-        told = ", ".join(f"{key} {spec}" for key, spec in outputs.items())
-        raise SpecMismatch(f"member {member['model']!r} gives {told}: name the one number that is the score, output")
+        there = ", ".join(f"{key} {spec}" for key, spec in outputs.items())
+        raise SpecMismatch(f"member {member['model']!r} gives {there}: name the one number that is the score, output")
     return str(name)
 
 
-def _specs(model: ModelSpec, asked: Asked) -> tuple[Mapping[str, TensorSpec], Mapping[str, TensorSpec]]:
+def _specs(model: ModelSpec, options: RequestParameters) -> tuple[Mapping[str, TensorSpec], Mapping[str, TensorSpec]]:
     """Return the specs of a request's inputs and outputs; for a state exchange, those of the state and none."""
-    if asked.state == GET:
+    if options.state == GET:
         return {}, model.state
-    return (model.state, {}) if asked.state == SET else (model.inputs, model.outputs)
+    return (model.state, {}) if options.state == SET else (model.inputs, model.outputs)
 
 
-def _require_sequence(held: Held, turn: Turn | None) -> None:
+def _require_sequence(held: ModelLane, turn: Turn | None) -> None:
     """Check that a request belongs to a sequence exactly if the model is stateful.
 
     Raises:

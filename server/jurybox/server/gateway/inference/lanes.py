@@ -34,7 +34,7 @@ _BATCHES = 2  # in flight on a lane: one computed, one waiting
 _SESSIONS = 1024  # the maximum of a model's sequences: each uses a row of the lane and a state on the engines' device
 
 
-class Held:
+class ModelLane:
     """A lane of a model, leased until the model's spec changes.
 
     Attributes:
@@ -81,8 +81,8 @@ class Held:
 
         A gateway that has just started finds few free rows until those of its dead predecessor are reclaimed.
         """
-        young = time.monotonic() < self._leased + MOMENT
-        return young and self.makeshift and self.sessions is not None and not self.has_sequence
+        recent = time.monotonic() < self._leased + MOMENT
+        return recent and self.makeshift and self.sessions is not None and not self.has_sequence
 
     @property
     def has_sequence(self) -> bool:
@@ -102,10 +102,10 @@ class Lanes:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="lanes")  # blocking calls run there
         self._connecting = threading.Lock()
         self._server: Server | None = None
-        self._held: dict[str, Held] = {}
-        self._holding: dict[str, asyncio.Future[Held]] = {}
+        self._held: dict[str, ModelLane] = {}
+        self._holding: dict[str, asyncio.Future[ModelLane]] = {}
 
-    async def hold(self, name: str, *, trying: bool = False) -> Held:
+    async def hold(self, name: str, *, trying: bool = False) -> ModelLane:
         """Return the lane of a model; lease it first if there is none.
 
         Args:
@@ -127,14 +127,14 @@ class Lanes:
             holding.add_done_callback(lambda done: self._leased(name, done))
         return await asyncio.shield(holding)  # a cancelled caller must not cancel it for the others
 
-    async def hold_soon(self, name: str, until: float) -> Held:
+    async def hold_soon(self, name: str, until: float) -> ModelLane:
         """Return the lane as `hold` does; if no row is free, wait for one until `until` (s of the monotonic clock).
 
         For sequences, also wait for a larger lane if this one was leased just now with few rows.
 
         A gateway that has just started may request rows before those of its dead predecessor are reclaimed.
         """
-        held: Held | None = None
+        held: ModelLane | None = None
         while True:
             late = time.monotonic() > until
             try:
@@ -149,12 +149,12 @@ class Lanes:
                     return held
             await asyncio.sleep(SOON)
 
-    def held(self, name: str) -> Held | None:
+    def held(self, name: str) -> ModelLane | None:
         """Return the lane of a model if `hold` would return it without leasing, else None."""
         held = self._held.get(name)
         return None if held is None or held.makeshift else held
 
-    async def ask(self, held: Held, inputs: Arrays, n: int, seconds: float, version: int) -> tuple[Arrays, int]:
+    async def ask(self, held: ModelLane, inputs: Arrays, n: int, seconds: float, version: int) -> tuple[Arrays, int]:
         """Compute n rows; more than a batch holds are sent in pieces, possibly computed by several weights versions.
 
         Args:
@@ -174,7 +174,7 @@ class Lanes:
             return await self._in_pieces(held, inputs, n, time.monotonic() + seconds, version)
 
     async def ask_sessions(
-        self, held: Held, inputs: Arrays, sessions: list[int], begin: list[bool], seconds: float, version: int
+        self, held: ModelLane, inputs: Arrays, sessions: list[int], begin: list[bool], seconds: float, version: int
     ) -> tuple[Arrays, int]:
         """Compute one row of each session, as `ask` does.
 
@@ -186,14 +186,14 @@ class Lanes:
             return await held.coalescer.ask(inputs, len(sessions), seconds, version, begins)
 
     async def exchange_state(
-        self, held: Held, sessions: list[int], begin: list[bool], state: Arrays | None, seconds: float
+        self, held: ModelLane, sessions: list[int], begin: list[bool], state: Arrays | None, seconds: float
     ) -> Arrays:
         """Return the state of some sessions by name, or write `state` if given. Raises the errors of `ask_sessions`."""
         assert held.sessions is not None
         with held:
             return await held.sessions.exchange_state_async(sessions, begin, state, seconds)
 
-    async def probe(self, held: Held, seconds: float, version: int) -> None:
+    async def probe(self, held: ModelLane, seconds: float, version: int) -> None:
         """Request one row of zeros. Raises the errors of `ask`."""
         row = {name: spec.zeros(1) for name, spec in held.spec.inputs.items()}
         try:
@@ -214,7 +214,7 @@ class Lanes:
         """Run a blocking function of the connection, such as loading a model, in a thread, and return its result."""
         return await asyncio.to_thread(lambda: action(self._connected()))
 
-    def retire(self, held: Held) -> None:
+    def retire(self, held: ModelLane) -> None:
         """Give up a lane: its requests are sent again on the next one. It is released when it is no longer in use."""
         if held.retired:
             return
@@ -225,7 +225,7 @@ class Lanes:
         held.coalescer.give_up(Refused(why, Code.STALE_LEASE))
         self.let_go(held)
 
-    def let_go(self, held: Held) -> None:
+    def let_go(self, held: ModelLane) -> None:
         """Close a lane that was given up, once it is unused."""
         if held.retired and not held.closed and not held.in_use and not held.coalescer.busy:
             held.closed = True
@@ -242,7 +242,9 @@ class Lanes:
         self._thread.submit(self._disconnect)
         self._thread.shutdown(wait=False)
 
-    async def _in_pieces(self, held: Held, inputs: Arrays, n: int, until: float, version: int) -> tuple[Arrays, int]:
+    async def _in_pieces(
+        self, held: ModelLane, inputs: Arrays, n: int, until: float, version: int
+    ) -> tuple[Arrays, int]:
         outputs = held.codec.room(n)
         starts = iter(range(0, n, held.piece))
         versions = []
@@ -273,7 +275,7 @@ class Lanes:
             raise row_failed(held.spec.name, dict(sorted(errors.items())), n, shaped(outputs), min(versions))
         return outputs, min(versions)
 
-    def _leased(self, name: str, done: asyncio.Future[Held]) -> None:
+    def _leased(self, name: str, done: asyncio.Future[ModelLane]) -> None:
         self._holding.pop(name, None)
         if done.cancelled() or done.exception() is not None:
             return
@@ -284,7 +286,7 @@ class Lanes:
                 earlier.retired = True  # requests in flight are still answered there
                 self.let_go(earlier)
 
-    def _lease(self, name: str, trying: bool, earlier: Held | None) -> Held:
+    def _lease(self, name: str, trying: bool, earlier: ModelLane | None) -> ModelLane:
         """Lease as many rows as available, or one for a probe. Runs in the thread."""
         try:
             server = self._connected()
@@ -309,7 +311,7 @@ class Lanes:
                     model = server.model(name, rows=rows, timeout=0.0)
                     # Stateless requests work with few rows; every sequence needs its own row.
                     few = stateful and rows < wanted
-                    return Held(model, rows, makeshift=trying or few, lanes=self)
+                    return ModelLane(model, rows, makeshift=trying or few, lanes=self)
                 except Busy:
                     if rows == 1:
                         raise

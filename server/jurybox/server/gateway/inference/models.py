@@ -236,9 +236,9 @@ class Repository:
         if not isinstance(settings, str) or isinstance(keep, bool) or not isinstance(keep, int | float):
             raise malformed("expected settings, JSON in a string, and keep, seconds")
         if settings:
-            told = read_json(settings.encode())
+            overrides = read_json(settings.encode())
             await self._lanes.call(
-                lambda server: server.load(model, told, keep=float(keep), timeout=_LOAD, remote=True)
+                lambda server: server.load(model, overrides, keep=float(keep), timeout=_LOAD, remote=True)
             )
         elif keep:
             await self._lanes.call(lambda server: server.keep(model, float(keep)))

@@ -32,7 +32,7 @@ from jurybox.protocol.errors import (
     plain,
 )
 from jurybox.server.gateway.inference.coalescer import Arrays
-from jurybox.server.gateway.inference.lanes import Held, Lanes
+from jurybox.server.gateway.inference.lanes import Lanes, ModelLane
 from jurybox.server.gateway.inference.tensors import SET, Steps
 
 Key = tuple[Any, ...]  # the model, then the sequence's name
@@ -62,7 +62,7 @@ class _Sequence:
     def __init__(self, now: float) -> None:
         self.coming = 0
         self.next: int | None = None
-        self.held: Held | None = None
+        self.held: ModelLane | None = None
         self.slot = -1
         self.tail: asyncio.Future[None] | None = None
         self.pending = 0
@@ -76,7 +76,7 @@ class Turn:
         self._all = sequences
         self.model = model
         self.keys: list[Key] = [(model, *name) for name in steps.sequences]
-        self.told = steps.told
+        self.reports_loss = steps.reports_loss
         self._asked = steps.steps
         self._end = steps.end
         self.steps: list[int] = []
@@ -112,7 +112,7 @@ class Turn:
         return not any(self.steps)
 
     async def infer(
-        self, lanes: Lanes, held: Held, inputs: Arrays, n: int, until: float, version: int, state: str = ""
+        self, lanes: Lanes, held: ModelLane, inputs: Arrays, n: int, until: float, version: int, state: str = ""
     ) -> tuple[Arrays, int]:
         """Compute one row of each sequence, in order.
 
@@ -124,7 +124,7 @@ class Turn:
             Timeout, Busy, ModelFailed, SpecMismatch, RowFailed, Refused, ServerGone.
         """
         if n != len(self.keys) or n > held.model.max_batch:
-            many = f"{len(self.keys)} sequences" if self.told else "a sequence, which takes one row per request"
+            many = f"{len(self.keys)} sequences" if self.reports_loss else "a sequence, which takes one row per request"
             raise SpecMismatch(f"{n} rows came for {many}: expected 1 row each, at most {held.model.max_batch} in all")
         await self._my_turn(until)
         self._require(held)
@@ -195,7 +195,7 @@ class Turn:
             if late:
                 raise Timeout(f"an earlier request of this sequence of model {self.model!r} was not answered in time")
 
-    def _require(self, held: Held) -> None:
+    def _require(self, held: ModelLane) -> None:
         """Check that every state is the one that its step expects. Raises SessionLost."""
         gone = [
             row
@@ -210,7 +210,7 @@ class Turn:
             self._of[row].next = None
             if self._end:
                 self._all.release(self._of[row])
-        if self.told:
+        if self.reports_loss:
             return SessionLost(f"sessions of {len(rows)} rows have lost their state", sessions=list(rows))
         return SessionLost(
             f"sequence {plain(self.keys[0][1])!r} of model {self.model!r} has no state here: it never began, was idle "
@@ -219,7 +219,7 @@ class Turn:
             sessions=list(rows),
         )
 
-    def _place(self, held: Held) -> None:
+    def _place(self, held: ModelLane) -> None:
         """Assign a session to each new sequence. Raises NoSession if none is free."""
         wanting = [sequence for sequence in self._of if sequence.held is not held]
         if len(wanting) > len(held.free):

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from jurybox.protocol.errors import Code, Refused, plain
 from jurybox.protocol.row_frames import split_strings
 from jurybox.protocol.spec import TensorSpec
-from jurybox.server.gateway.inference.tensors import Place, Source, malformed
+from jurybox.server.gateway.inference.tensors import InputData, Place, malformed
 from jurybox.server.security.access import OWN_PREFIX
 
 _POSIX = Path("/dev/shm")  # where shm_open(3) keeps its objects; JURYBOX_SHM_DIR applies only to our own files
@@ -198,7 +198,7 @@ class Regions(Registry[Region]):
         return malformed(f"region {region.name!r} has been shrunk since it was registered: register it again")
 
 
-class Stretch(Source):
+class RegionData(InputData):
     """The source of an input in a registered region."""
 
     def __init__(self, regions: Regions, place: Place, name: str) -> None:

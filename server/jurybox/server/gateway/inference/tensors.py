@@ -98,7 +98,7 @@ def _check_datatype(name: str, datatype: str, spec: TensorSpec) -> None:
 
 
 def rows_of(
-    name: str, datatype: str, shape: Sequence[Any], spec: TensorSpec, extents: str | None, source: Source
+    name: str, datatype: str, shape: Sequence[Any], spec: TensorSpec, extents: str | None, source: InputData
 ) -> Rows:
     """Return the rows of an input, fully checked, so that they cannot fail other requests of the same ticket.
 
@@ -129,8 +129,8 @@ def rows_of(
     return list(array) if spec.variable else array
 
 
-class Source:
-    """The elements of an input; the base of `Raw` and `Values`. This class has none and raises ProtocolMismatch."""
+class InputData:
+    """The elements of an input; the base of `RawData` and `TypedData`. It has none and raises ProtocolMismatch."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -144,7 +144,7 @@ class Source:
         raise malformed(f"input {self._name!r} came without data")
 
 
-class Raw(Source):
+class RawData(InputData):
     """Bytes in row-major, little-endian order; each byte string is preceded by its length."""
 
     def __init__(self, name: str, data: Any) -> None:
@@ -164,7 +164,7 @@ class Raw(Source):
         return split_strings(f"input {self._name!r}", self._data, n, spec.capacity)
 
 
-class Values(Source):
+class TypedData(InputData):
     """Plain values, flat or nested."""
 
     def __init__(self, name: str, values: Any) -> None:
@@ -247,17 +247,18 @@ class Steps:
         sequences: their names: (id,) for a sequence as in Triton, (client, slot) for a session of our own client.
         steps: for each, the number of the request since the sequence began, 0 if it begins; None: the next number.
         end: whether they end after the request.
-        told: whether a lost sequence is reported in a parameter of the answer, as to our own client, or by an error.
+        reports_loss: whether a lost sequence is reported in a parameter of the answer, as to our own client; otherwise
+            by an error.
     """
 
     sequences: tuple[tuple[Any, ...], ...]
     steps: tuple[int | None, ...]
     end: bool = False
-    told: bool = False
+    reports_loss: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class RequestParameters:
     """The parameters of a request.
 
     Attributes:
@@ -287,16 +288,16 @@ class Place:
     size: int
     offset: int
 
-    def told(self) -> dict[str, Any]:
+    def parameters(self) -> dict[str, Any]:
         """Return the parameters of a tensor at this place."""
         where = {REGION: self.region, _SIZE: self.size}
         return where | {_OFFSET: self.offset} if self.offset else where
 
 
-NOTHING = Asked()
+NO_PARAMETERS = RequestParameters()
 
 
-def of_request(parameters: Parameters) -> Asked:
+def request_parameters(parameters: Parameters) -> RequestParameters:
     """Parse the parameters of a request. Raises Refused (code UNSUPPORTED), which names the unsupported parameter."""
     seconds, client, state = None, "", ""
     flags = dict.fromkeys((_FINAL, "row_errors", _EXTENTS, "sequence_start", "sequence_end"), False)
@@ -341,7 +342,7 @@ def of_request(parameters: Parameters) -> Asked:
         over = client
     if state and steps is None:
         raise malformed("session_state came without a sequence: expected a sequence_id")
-    return Asked(seconds, flags[_FINAL], flags["row_errors"], flags[_EXTENTS], steps, over, state)
+    return RequestParameters(seconds, flags[_FINAL], flags["row_errors"], flags[_EXTENTS], steps, over, state)
 
 
 def _sequence_id(value: object) -> int | str:

@@ -57,7 +57,7 @@ class ArrivalTracker:
         """Fixed cost of a batch, independent of its rows, in seconds; 0 until it is known."""
         return self._cost.fixed / 1e9
 
-    def asked(self, place: int) -> None:
+    def arrived(self, place: int) -> None:
         """Record a robot's request."""
         self._away.pop(place, None)
         answered = self._answered.pop(place, None)

@@ -99,26 +99,26 @@ class RobotDelays:
     def __init__(self, counters: PortCounters) -> None:
         self._counters = counters
         self._last: float | None = None
-        self._last_told: float | None = None
+        self._last_reported: float | None = None
 
-    def answered(self, seconds: float, told: ChunkReport | None) -> None:
+    def answered(self, seconds: float, report: ChunkReport | None) -> None:
         """Count an answered observation.
 
         Args:
             seconds: time from its arrival to its answer.
-            told: the report that came with it, if any.
+            report: the report that came with it, if any.
         """
         counters = self._counters
         counters.requests += 1
         counters.delay.add(seconds)
         self._last = counters.jitter.add(self._last, seconds)
-        if told is None:
+        if report is None:
             return
-        if told.delay is not None:
-            counters.client_delay.add(told.delay)
-            self._last_told = counters.client_jitter.add(self._last_told, told.delay)
-        counters.dropped.update(told.dropped)
-        counters.starved += told.starved
+        if report.delay is not None:
+            counters.client_delay.add(report.delay)
+            self._last_reported = counters.client_jitter.add(self._last_reported, report.delay)
+        counters.dropped.update(report.dropped)
+        counters.starved += report.starved
 
 
 class ChunkReport:
@@ -128,18 +128,18 @@ class ChunkReport:
         Malformed: the value is not a valid report.
     """
 
-    def __init__(self, told: Any) -> None:
-        if not isinstance(told, Mapping):
-            raise Malformed(f"chunk_report: expected a map, came {type(told).__name__}")
-        if unknown := [key for key in told if key not in ("delay", "starved", *DROPPED)]:
+    def __init__(self, report: Any) -> None:
+        if not isinstance(report, Mapping):
+            raise Malformed(f"chunk_report: expected a map, came {type(report).__name__}")
+        if unknown := [key for key in report if key not in ("delay", "starved", *DROPPED)]:
             raise Malformed(
                 f"chunk_report: expected delay, starved, {', '.join(DROPPED)}; came {plain(unknown[0], 80)}"
             )
-        delay = told.get("delay")
+        delay = report.get("delay")
         if delay is not None and not (type(delay) in (int, float) and 0 <= delay <= _MOST_SECONDS):
             raise Malformed(f"chunk_report: expected a delay from 0 to {_MOST_SECONDS:.0f} s, came {plain(delay, 80)}")
         self.delay: float | None = None if delay is None else float(delay)
-        counts = {name: told.get(name, 0) for name in ("starved", *DROPPED)}
+        counts = {name: report.get(name, 0) for name in ("starved", *DROPPED)}
         for name, count in counts.items():
             if type(count) is not int or not 0 <= count <= _MOST_COUNT:
                 raise Malformed(

@@ -110,7 +110,7 @@ class RobotPolicy:
         if self._sessions is not None:
             self._require_known(place, begins)
             sessions = {place: begins}
-        self._arrivals.asked(place)
+        self._arrivals.arrived(place)
         try:
             outputs, _ = await coalescer.ask(rows, 1, max(0.0, until - time.monotonic()), 0, sessions)
         except Timeout:

@@ -171,7 +171,7 @@ class RobotServer:
             return True
         try:
             request = await _read(frame)
-            told = ChunkReport(request.pop(REPORT)) if REPORT in request else None
+            report = ChunkReport(request.pop(REPORT)) if REPORT in request else None
             within = _seconds(request.pop(ANSWER_WITHIN)) if ANSWER_WITHIN in request else None
             reply, observed = await dialect.answered(episode, request, within)
         except Error as error:
@@ -182,7 +182,7 @@ class RobotServer:
         seconds = time.monotonic() - began
         dialect.total_ms = 1e3 * seconds
         if observed:
-            delays.answered(seconds, told)
+            delays.answered(seconds, report)
         return True
 
 

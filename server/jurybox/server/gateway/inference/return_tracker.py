@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable
 
 from jurybox.server.batch_cost import BatchCost
-from jurybox.server.security.access import Source
+from jurybox.server.security.access import ClientConnection
 
 _FEW = 2  # cores that clients, gateway and engine share
 _MOST_AWAY = 1024  # a limit, because connections may have ended
@@ -31,7 +31,7 @@ _OUTLIER = 8  # times the smoothed duration of a ticket: the longest that is rec
 _SMOOTHING, _FORGIVEN = 0.1, 0.995  # the second: the decay of that share with each ticket that does not wait
 
 
-class Returning:
+class ReturnTracker:
     """A prediction of which clients of a model are about to send another request. Use it in one event loop only.
 
     Args:
@@ -44,28 +44,28 @@ class Returning:
         self._clock = clock
         self._cost = BatchCost()
         self._took = 0.0  # seconds of a ticket, smoothed
-        self._away: dict[Source, None] = {}  # quick ones that were answered and have sent no request since
+        self._away: dict[ClientConnection, None] = {}  # quick ones that were answered and have sent no request since
         self._until = 0.0  # when the current wait ends; 0: there is none
         self._in_vain = 0.0  # the share of waits that timed out, smoothed
 
-    def asked(self, source: Source | None, seconds: float, waiting: int) -> bool:
+    def arrived(self, client: ClientConnection | None, seconds: float, waiting: int) -> bool:
         """Record a request with a time-out of `seconds`; return whether the `waiting` requests should keep waiting."""
         if seconds < _HURRY:
             self._forget()
-        if source is None or not self._few:
+        if client is None or not self._few:
             return False
-        source.quick = source.near and self._clock() - source.answered < _QUICK
-        self._away.pop(source, None)
+        client.quick = client.near and self._clock() - client.answered < _QUICK
+        self._away.pop(client, None)
         return self._until > 0.0 and waiting < len(self._away)
 
-    def answered(self, source: Source | None) -> None:
+    def answered(self, client: ClientConnection | None) -> None:
         """Record that a request was answered."""
-        if source is not None and self._few:
-            source.answered = self._clock()
-            if source.quick:
+        if client is not None and self._few:
+            client.answered = self._clock()
+            if client.quick:
                 if len(self._away) >= _MOST_AWAY:
                     self._forget()
-                self._away[source] = None
+                self._away[client] = None
 
     def took(self, rows: int, seconds: float) -> None:
         """Record that a ticket of `rows` rows was answered after `seconds`."""
@@ -74,9 +74,9 @@ class Returning:
             self._cost.observe(rows, int(seconds * 1e9))
             self._took += _SMOOTHING * (seconds - self._took)
 
-    def together(self, source: Source | None) -> bool:
-        """Return whether the event loop may block for a ticket of this source and others, since no core sits idle."""
-        return self._few and source is not None and source.quick
+    def together(self, client: ClientConnection | None) -> bool:
+        """Return whether the event loop may block for a ticket of this client and others, since no core sits idle."""
+        return self._few and client is not None and client.quick
 
     def wait(self, waiting: int) -> float:
         """Return the seconds for which the next ticket, of `waiting` requests so far, should still wait."""
@@ -98,7 +98,7 @@ class Returning:
         return 0.0
 
     def _forget(self) -> None:
-        """Stop waiting for the sources that are away now, until they are quick again."""
-        for source in self._away:
-            source.quick = False
+        """Stop waiting for the clients that are away now, until they are quick again."""
+        for client in self._away:
+            client.quick = False
         self._away.clear()

@@ -11,8 +11,8 @@ import pytest
 
 from jurybox.protocol import ModelSpec, TensorSpec
 from jurybox.server.gateway.inference.coalescer import RequestCoalescer
-from jurybox.server.gateway.inference.returning import Returning
-from jurybox.server.security.access import Source
+from jurybox.server.gateway.inference.return_tracker import ReturnTracker
+from jurybox.server.security.access import ClientConnection
 
 HERE, ELSEWHERE = ("127.0.0.1", 4000), ("192.0.2.7", 4000)
 SPEC = ModelSpec("m", {"x": TensorSpec("float32", (2,))}, {"y": TensorSpec("float32", (2,))})
@@ -29,42 +29,42 @@ class Clock:
 def returning(cores=2, fixed=True):
     """Some that know what a ticket costs: 100 us, and 10 more for each row; or 50 for each row alone."""
     clock = Clock()
-    made = Returning(cores, clock)
+    made = ReturnTracker(cores, clock)
     for number in range(200):
         rows = 1 + number % 4
         made.took(rows, (100e-6 if fixed else 0) + rows * (10e-6 if fixed else 50e-6))
     return made, clock
 
 
-def ask_again(made, clock, sources, after=0.0005):
+def ask_again(made, clock, clients, after=0.0005):
     """All of them are answered, and ask again: who is back at once is quick."""
-    for source in sources:
-        made.answered(source)
+    for client in clients:
+        made.answered(client)
     clock.now += after
-    for source in sources:
-        made.asked(source, 60.0, 1)
+    for client in clients:
+        made.arrived(client, 60.0, 1)
 
 
-def one_of_them_asks(made, sources):
+def one_of_them_asks(made, clients):
     """All of them are answered, and the first asks again."""
-    for source in sources:
-        made.answered(source)
-    return made.asked(sources[0], 60.0, 1)
+    for client in clients:
+        made.answered(client)
+    return made.arrived(clients[0], 60.0, 1)
 
 
 def test_a_ticket_waits_for_half_of_the_clients_that_come_back_at_once():
     made, clock = returning()
-    four = [Source(HERE) for _ in range(4)]
+    four = [ClientConnection(HERE) for _ in range(4)]
     ask_again(made, clock, four)
     assert not one_of_them_asks(made, four)  # no wait goes on yet
     assert 0 < made.wait(1) <= 0.002
-    assert not made.asked(four[1], 60.0, 2) and made.wait(2) == 0
+    assert not made.arrived(four[1], 60.0, 2) and made.wait(2) == 0
 
 
 @pytest.mark.parametrize("why", ["cores", "host", "slow", "cost", "lone"])
 def test_nobody_is_waited_for(why):
     made, clock = returning(cores=4 if why == "cores" else 2, fixed=why != "cost")
-    some = [Source(ELSEWHERE if why == "host" else HERE) for _ in range(1 if why == "lone" else 4)]
+    some = [ClientConnection(ELSEWHERE if why == "host" else HERE) for _ in range(1 if why == "lone" else 4)]
     for _ in range(3):
         ask_again(made, clock, some, after=0.02 if why == "slow" else 0.0005)
     one_of_them_asks(made, some)
@@ -73,13 +73,13 @@ def test_nobody_is_waited_for(why):
 
 def test_who_stays_away_is_waited_for_once_until_it_was_quick_again():
     made, clock = returning()
-    four = [Source(HERE) for _ in range(4)]
+    four = [ClientConnection(HERE) for _ in range(4)]
     ask_again(made, clock, four)
     one_of_them_asks(made, four)
     clock.now += made.wait(1) + 1e-6
     assert made.wait(1) == 0
     made.answered(four[0])
-    made.asked(four[0], 60.0, 1)
+    made.arrived(four[0], 60.0, 1)
     assert made.wait(1) == 0
     ask_again(made, clock, four)
     one_of_them_asks(made, four)
@@ -89,7 +89,7 @@ def test_who_stays_away_is_waited_for_once_until_it_was_quick_again():
 def test_where_waits_are_often_in_vain_there_are_none():
     """Clients that ask twice and then step their environment, each time."""
     made, clock = returning()
-    four, waits = [Source(HERE) for _ in range(4)], 0
+    four, waits = [ClientConnection(HERE) for _ in range(4)], 0
     for _ in range(200):
         ask_again(made, clock, four)
         one_of_them_asks(made, four)
@@ -103,18 +103,18 @@ def test_where_waits_are_often_in_vain_there_are_none():
 
 def test_who_is_in_a_hurry_waits_for_nobody():
     made, clock = returning()
-    eight = [Source(HERE) for _ in range(8)]
+    eight = [ClientConnection(HERE) for _ in range(8)]
     ask_again(made, clock, eight)
     one_of_them_asks(made, eight)
-    assert made.wait(1) > 0 and made.asked(eight[1], 60.0, 2)
-    assert not made.asked(eight[2], 0.05, 3) and made.wait(3) == 0
+    assert made.wait(1) > 0 and made.arrived(eight[1], 60.0, 2)
+    assert not made.arrived(eight[2], 0.05, 3) and made.wait(3) == 0
 
 
 def test_connections_that_ended_are_not_kept():
     made, clock = returning()
     for _ in range(3000):
-        ask_again(made, clock, [source := Source(HERE)])
-        made.answered(source)
+        ask_again(made, clock, [client := ClientConnection(HERE)])
+        made.answered(client)
     assert len(made._away) <= 1024
 
 
@@ -180,7 +180,7 @@ async def test_a_slow_model_without_a_fixed_cost_is_asked_at_once(monkeypatch):
             assert together.busy
             await asyncio.sleep(0)
         late.cancel()
-    clock.now, made, four = 0.0, together._returning, [Source(HERE) for _ in range(4)]
+    clock.now, made, four = 0.0, together._returning, [ClientConnection(HERE) for _ in range(4)]
     made._clock = clock
     ask_again(made, clock, four)
     one_of_them_asks(made, four)
@@ -195,13 +195,13 @@ async def test_every_request_is_answered_whether_or_not_the_others_come(missing,
     made = together._returning
     for number in range(200):
         made.took(1 + number % 4, 100e-6 + (1 + number % 4) * 10e-6)
-    four = [Source(HERE) for _ in range(4)]
+    four = [ClientConnection(HERE) for _ in range(4)]
     for turn in range(20):
         asked = four if turn < 10 else four[missing:]
         answers = [Answer() for _ in asked]
         began = time.monotonic()
         lates = [
-            together.put(ROW, 1, 60.0, 0, answer, None, source) for source, answer in zip(asked, answers, strict=True)
+            together.put(ROW, 1, 60.0, 0, answer, None, client) for client, answer in zip(asked, answers, strict=True)
         ]
         while not all(answer.done() for answer in answers):
             assert time.monotonic() - began < 10
