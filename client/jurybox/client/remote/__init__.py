@@ -1,1 +1,1 @@
-"""Links to a server on another host: the same lanes, with rows in this process whose bytes are sent in messages."""
+"""Links to a server on another host. Lanes keep their rows in this process and send them in messages."""

@@ -1,4 +1,4 @@
-"""A relay seen from the client: the socket, its CURVE keys, and whether the server still answers."""
+"""Connections from the client to a relay: sockets, CURVE keys, and detection of a dead server."""
 
 from __future__ import annotations
 
@@ -25,23 +25,24 @@ from jurybox.protocol.scoreboard import EngineState
 if TYPE_CHECKING:
     from jurybox.native import Zmtp
 
-MOST_BYTES = 1 << 30  # of a frame that a server may send
+MOST_BYTES = 1 << 30  # the largest frame accepted from a server
 _TIMEOUT = 10.0  # seconds without a connection after which the server counts as gone
-_BEAT_MS, _SILENCE_MS = 2000, 10_000  # libzmq's own pings, and the silence that ends a connection
-_FILES_OF_OWN = 3  # of a socket of the caller's own, and what watches it
-_FILES = 10  # of a socket and its monitor; libzmq ends the process where they run out in its midst
+_BEAT_MS, _SILENCE_MS = 2000, 10_000  # libzmq's heartbeat interval, and the silence that closes a connection
+_FILES_OF_OWN = 3  # file descriptors of a direct socket and the event loop that watches it
+_FILES = 10  # file descriptors of a socket and its monitor; libzmq aborts the process if it runs out of them
 _REDIAL = 0.05  # seconds between two attempts to connect
-_HANDSHAKE = 5.0  # seconds that one may take
-IDLE = 5.0  # seconds without a sign of life after which a connection is looked at before it is used
-_RETURN = 1.0  # seconds to wait for a new connection in the place of one that ended idle
+_HANDSHAKE = 5.0  # seconds that a handshake may take
+IDLE = 5.0  # seconds without received bytes after which a connection is checked before it is used
+_RETURN = 1.0  # seconds to wait for a new connection that replaces one closed while idle
 _EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
 
 
 def new_socket(context: zmq.Context[zmq.Socket[bytes]], keys: Keys | None, identity: bytes) -> zmq.Socket[bytes]:
-    """A DEALER that reconnects by itself and notices a host that has vanished.
+    """Create a DEALER socket that reconnects automatically and detects an unreachable host through heartbeats.
 
     Args:
-        identity: its name, which it keeps; empty: every connection gets a new one, and waits for the end of no other.
+        identity: the socket's identity, the same for every connection. If empty, each connection gets a new one, and
+            need not wait until the relay has closed the previous one.
     """
     socket = control.new_socket(context)
     socket.setsockopt(zmq.LINGER, 0)
@@ -63,25 +64,25 @@ def new_socket(context: zmq.Context[zmq.Socket[bytes]], keys: Keys | None, ident
 def open_socket(
     context: zmq.Context[zmq.Socket[bytes]], address: str, keys: Keys | None, identity: bytes
 ) -> zmq.Socket[bytes]:
-    """As `new_socket`, connecting."""
+    """Create a socket like `new_socket` and connect it."""
     socket = new_socket(context, keys, identity)
     socket.connect(address)
     return socket
 
 
 def new_identity() -> bytes:
-    """A name for a connection that nobody else can guess, so that nobody can take its place."""
+    """Return a random identity, so that no other client can guess it and impersonate this one."""
     return b"R" + secrets.token_bytes(15)
 
 
 class Connection(OneEngine):
-    """A connection for one lane, to the server's relay.
+    """A lane's connection to the server's relay.
 
-    The engine's incarnation grows whenever the connection breaks, so that the lane sends its tickets again.
+    The engine's incarnation is incremented whenever the connection breaks, so that the lane sends its tickets again.
 
     Attributes:
-        torn: set while a message of several frames is sent or taken in. Who finds it set knows that this was broken
-            off, by a KeyboardInterrupt perhaps, and renews the connection.
+        torn: True while a message of several frames is sent or received. If it is already True when a method starts,
+            an earlier call was interrupted, for example by a KeyboardInterrupt, and the connection must be renewed.
     """
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str, keys: Keys | None) -> None:
@@ -94,16 +95,16 @@ class Connection(OneEngine):
 
     def _open(self) -> None:
         require(_FILES, f"a connection to {self._address}")
-        # It does not stand yet. Of a server that ends before it ever does, libzmq tells nothing.
+        # Not connected yet. If the server dies before the connection is established, libzmq sends no event.
         self._broken_at: float | None = time.monotonic()
-        # A lane's tickets name the lease, so its connection needs no name: a new one is heard at once, whatever became
-        # of the one before it.
+        # A lane's tickets name the lease, so its connection needs no fixed identity: the relay accepts a new connection
+        # immediately, even if the previous one is still open.
         self.socket = new_socket(self._context, self._keys, b"")
         self._events = self.socket.get_monitor_socket(_EVENTS)
         self.socket.connect(self._address)
 
     def renew(self) -> None:
-        """Break the connection and make another: what was on its way is sent again, in the next incarnation."""
+        """Replace the connection; tickets in flight are sent again, in the next incarnation."""
         self.close()
         self.engines["incarnation"] += 1
         self.engines["state"] = EngineState.SERVING
@@ -111,7 +112,10 @@ class Connection(OneEngine):
         self.torn = False
 
     def server_lives(self) -> bool:
-        """As Scoreboard.server_lives: whether the connection stands, or began or broke only a moment ago."""
+        """Return whether the server is connected, or was last connected less than _TIMEOUT seconds ago.
+
+        A new connection counts from its creation. See Scoreboard.server_lives.
+        """
         while not self.torn and self._events.poll(0):
             self.torn = True
             stands = recv_monitor_message(self._events)["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED
@@ -133,13 +137,13 @@ class Connection(OneEngine):
 
 
 class DirectConnection(OneEngine):
-    """As Connection, over a socket of the caller's own (transports/direct.py): in the open, since it speaks no CURVE.
+    """Like Connection, over a socket that the caller's thread reads (transports/direct.py). It does not support CURVE.
 
-    Nobody reads it while nobody calls. So the relay ends it after ten idle seconds, and the next call makes another.
+    The socket is read only during calls. So the relay closes it after ten idle seconds, and the next call reconnects.
 
     Attributes:
-        link: None where no address could be found just now.
-        renewed: called when `link` is another; the one before it may be closed already.
+        link: None if the last attempt to connect failed immediately.
+        renewed: called when `link` has been replaced; the previous one may already be closed.
     """
 
     def __init__(self, address: str) -> None:
@@ -150,8 +154,7 @@ class DirectConnection(OneEngine):
         self.link: Zmtp | None = None
         self._attempt = 0
         self._pinged_at: float | None = None
-        # It does not stand yet.
-        self._broken_at: float | None = time.monotonic()
+        self._broken_at: float | None = time.monotonic()  # not connected yet
         self._dial()
 
     def _dial(self) -> None:
@@ -165,9 +168,9 @@ class DirectConnection(OneEngine):
             before.close()
 
     def server_lives(self) -> bool:
-        """As Scoreboard.server_lives: whether the connection stands, or began or broke only a moment ago.
+        """Return whether the server is connected, or was last connected less than _TIMEOUT seconds ago.
 
-        A broken one is made anew.
+        A new connection counts from its creation. A broken connection is replaced. See Scoreboard.server_lives.
         """
         now, link = time.monotonic(), self.link
         if link is not None and not link.broken:
@@ -187,15 +190,15 @@ class DirectConnection(OneEngine):
                 self._attempt = 0
                 self._dial()
             elif now - self._dialled_at >= _REDIAL:
-                if self.engines["state"] == EngineState.SERVING:  # the first never stood: what it took is lost
+                if self.engines["state"] == EngineState.SERVING:  # the first attempt failed: its tickets are lost
                     self.engines["incarnation"] += 1
                 self._dial()
         elif now - self._dialled_at >= _HANDSHAKE:
-            link.close()  # a handshake that does not end; another is tried at the next look
+            link.close()  # the handshake timed out; the next check connects again
         return self._broken_at is None or time.monotonic() - self._broken_at < _TIMEOUT
 
     def stands(self) -> bool:
-        """Whether a message can be sent and answered; makes a connection anew that ended while nobody called."""
+        """Return whether messages can be exchanged; replace a connection that was closed while idle."""
         link = self.link
         if link is None:
             return False
@@ -211,7 +214,7 @@ class DirectConnection(OneEngine):
         return link.ready
 
     def _is_silent(self, link: Zmtp, now: float) -> bool:
-        """Whether a peer that was asked for a sign of life gave none in time."""
+        """Return whether the peer has not answered a ping in time; send a ping if one is due."""
         if not link.unanswered or link.silence < _BEAT_MS / 1e3:
             self._pinged_at = None
         elif self._pinged_at is None:
@@ -228,14 +231,14 @@ class DirectConnection(OneEngine):
 
 
 # ----
-# A client's CURVE keys, from arguments, variables and the files of `jurybox keys`.
+# A client's CURVE keys, from arguments, environment variables and the files that `jurybox keys` writes.
 
 
 _Z85 = re.compile(r"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")  # rfc.zeromq.org/spec/32
 
 
 class Keys(NamedTuple):
-    """The server's public key, and this client's pair."""
+    """The server's public key and this client's key pair."""
 
     server: bytes
     public: bytes
@@ -246,14 +249,14 @@ class Keys(NamedTuple):
 
 
 def keys(server_key: str | None, client_key: str | None) -> Keys | None:
-    """The keys to connect with; None where no server's key is given, and the connection is in the open.
+    """Return the keys to connect with; None if no server key is given: the connection is then not encrypted.
 
     Args:
-        server_key: the public key itself or a .key file; JURYBOX_SERVER_KEY without it.
-        client_key: a .key_secret file; JURYBOX_CLIENT_KEY without it; a new pair where neither is given.
+        server_key: the public key itself or a .key file; default: JURYBOX_SERVER_KEY.
+        client_key: a .key_secret file; default: JURYBOX_CLIENT_KEY. If neither is set, a new pair is generated.
 
     Raises:
-        Refused: a file cannot be read or is no such key.
+        Refused: a file cannot be read or is not a key file, or a client key was given without a server key.
     """
     server = server_key or os.environ.get("JURYBOX_SERVER_KEY")
     client = client_key or os.environ.get("JURYBOX_CLIENT_KEY")

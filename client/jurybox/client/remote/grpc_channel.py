@@ -1,4 +1,4 @@
-"""The gRPC connection to a server: TLS, the token, what its failures mean."""
+"""gRPC channels to a server: TLS, the token, and the conversion of failed calls to exceptions."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from jurybox.protocol.address import is_loopback
 from jurybox.protocol.errors import TABLE, Busy, Code, Error, Refused, ServerGone, Timeout, error_for
 from jurybox.protocol.remote_weights_pb2 import WeightsRefusal
 
-CODE = "jurybox-code"  # trailing metadata: the number in errors.Code, of which several share a status of gRPC's
+CODE = "jurybox-code"  # trailing metadata: the errors.Code, because several of them share a gRPC status
 _MOST_BYTES = 1 << 30
-# A gateway that was killed is back within seconds, and what is asked here may be asked twice.
+# A gateway that was killed is restarted within seconds, and all these requests may safely be repeated.
 _RETRIES = {
     "methodConfig": [
         {
@@ -48,7 +48,7 @@ _OPTIONS = [
     ("grpc.keepalive_time_ms", 20_000),
     ("grpc.keepalive_timeout_ms", 10_000),
 ]
-# Where the server does not say more than gRPC's status.
+# The code of a gRPC status if the server sent no code of its own.
 _MEANING = {
     grpc.StatusCode.UNAVAILABLE: Code.SERVER_GONE,
     grpc.StatusCode.INVALID_ARGUMENT: Code.MALFORMED,
@@ -59,7 +59,7 @@ _BY_STATUS = {row.grpc: code for code, row in reversed(TABLE.items())}
 
 
 class _Core:
-    """gRPC's core in this process: its threads do not survive a fork, and calls in the child would wait for them."""
+    """The state of gRPC's core in this process. Its threads do not survive a fork: calls in a child would hang."""
 
     def __init__(self) -> None:
         self.forked = False
@@ -69,13 +69,13 @@ class _Core:
         forks.register(self)
 
     def using(self, channel: grpc.Channel) -> grpc.Channel:
-        """Note that a channel was made."""
+        """Record a new channel and return it."""
         self._used = True
         self._channels.add(channel)
         return channel
 
     def check(self) -> None:
-        """Raises Refused where the core is a parent's."""
+        """Raise Refused if this process was forked from one that has used gRPC."""
         if self.forked:
             raise Refused(
                 "gRPC cannot be used in a process forked from one that has used it: start this process with spawn or "
@@ -84,17 +84,17 @@ class _Core:
 
     def _after_fork_in_child(self) -> None:
         self.forked = self._used
-        self._parents = list(self._channels)  # kept: collected, they would be closed by threads that are not here
+        self._parents = list(self._channels)  # kept alive: closing them would need threads that this process lacks
 
 
 CORE = _Core()
 
 
 class Asker:
-    """Starts calls in a thread of its own.
+    """Starts gRPC calls in its own thread.
 
-    gRPC takes locks in Python code, and a KeyboardInterrupt, which only ever comes to the main thread, can leave one
-    taken for ever: every later call would hang.
+    gRPC acquires locks in Python code. A KeyboardInterrupt, which occurs only in the main thread, could leave such a
+    lock held forever, and every later call would hang.
     """
 
     def __init__(self) -> None:
@@ -103,7 +103,7 @@ class Asker:
         weakref.finalize(self, self._asked.put, None)
 
     def ask(self, method: Any, request: Any, timeout: float, metadata: Any, done: Callable[[Any], None]) -> None:
-        """Start a call; `done` is called in a thread of gRPC's with it, or with None where it could not be started."""
+        """Start a call. `done` is called with it in a gRPC thread, or with None if it could not be started."""
         self._asked.put((method, request, timeout, metadata, done))
 
     @staticmethod
@@ -112,18 +112,19 @@ class Asker:
             method, request, timeout, metadata, done = what
             try:
                 method.future(request, timeout=timeout, metadata=metadata).add_done_callback(done)
-            except Exception:  # noqa: BLE001  the channel was closed just now
+            except Exception:  # noqa: BLE001  the channel was closed in the meantime
                 done(None)
 
 
 def open_channel(address: str, tls_ca: str | bytes | None = None) -> grpc.Channel:
-    """A channel to grpc://host:port, or with TLS to grpcs://host:port.
+    """Open a channel to grpc://host:port, or with TLS to grpcs://host:port.
 
     Args:
-        tls_ca: the authority's certificate, a PEM file or what stands in one; JURYBOX_TLS_CA without it.
+        tls_ca: the certificate of the authority: the path of a PEM file, or its contents as bytes. Default:
+            JURYBOX_TLS_CA.
 
     Raises:
-        Refused: there is no such file, or this process was forked from one that has used gRPC.
+        Refused: the file cannot be read, or this process was forked from one that has used gRPC.
     """
     CORE.check()
     return CORE.using(_open(address, tls_ca))
@@ -145,10 +146,11 @@ def _open(address: str, tls_ca: str | bytes | None) -> grpc.Channel:
 
 
 def token_metadata(address: str, token: str | None) -> list[tuple[str, str]]:
-    """What every call carries to be let in. The variable's token is not sent over a network in the open.
+    """Return the metadata that authenticate every call.
 
     Args:
-        token: as the caller gave it; JURYBOX_TOKEN without it.
+        token: the caller's token. Default: JURYBOX_TOKEN, but only over TLS or to this host: it is never sent over a
+            network unencrypted.
     """
     host = address.partition("://")[2].rpartition(":")[0].strip("[]")
     if token is None and (address.startswith("grpcs://") or is_loopback(host)):
@@ -157,7 +159,7 @@ def token_metadata(address: str, token: str | None) -> list[tuple[str, str]]:
 
 
 def failure(error: Any) -> tuple[int, str]:
-    """Code and message of a failed call."""
+    """Return the code and message of a failed call."""
     told = dict(error.trailing_metadata() or ()).get(CODE, "")
     status = error.code()
     code = int(told) if told.isdigit() else _MEANING.get(status, _BY_STATUS.get(status.value[0], Code.SERVER_GONE))
@@ -165,13 +167,13 @@ def failure(error: Any) -> tuple[int, str]:
 
 
 def raised(error: Any, address: str) -> Error:
-    """The exception that a failed call stands for."""
+    """Return the exception for a failed call."""
     code, message = failure(error)
     return error_for(code, f"{address}: {message}" if code in (Code.SERVER_GONE, Code.UNAUTHENTICATED) else message)
 
 
 # ----
-# A gRPC stream that is asked and answers in order, with a timeout on every wait.
+# A gRPC stream of requests and ordered replies, with a timeout on every wait.
 
 
 _AHEAD = 4  # requests that may wait to be sent
@@ -181,24 +183,24 @@ _REFUSED = {
     grpc.StatusCode.PERMISSION_DENIED: Code.REFUSED,
     grpc.StatusCode.RESOURCE_EXHAUSTED: Code.TOO_LARGE,
 }
-# Of streams that a forked child inherited. What gRPC would do at their end belongs to threads that it has not.
+# Streams that a forked child inherited. They are kept alive: gRPC would end them with threads that the child lacks.
 _left_to_parent: list[Any] = []
 
 
 class RemoteStream:
-    """One call of a method that takes a stream and gives one. It ends when it is closed or dropped.
+    """A call of a bidirectional streaming method. It ends when the stream is closed or garbage-collected.
 
-    A forked child has no part in it: all but `close`, which does nothing there, are refused.
+    In a forked child `close` does nothing, and the other methods raise Refused.
 
     Args:
-        channel: to the gateway.
+        channel: channel to the gateway.
         method: "/package.Service/Method".
-        decode: makes a reply of its bytes.
+        decode: parses a reply from bytes.
         metadata: sent with the call, such as a token.
-        timeout: seconds of every wait that is given none.
+        timeout: default limit of each wait, in seconds.
 
     Attributes:
-        refused: the last reply was a refusal: both ends know where they are, and may go on.
+        refused: whether the last reply was a refusal. Both ends are then still in step, and the stream stays usable.
     """
 
     def __init__(
@@ -212,7 +214,7 @@ class RemoteStream:
         self._timeout = timeout
         self.refused = False
         self._forked = False
-        # The threads hold the exchange, and not this object: it can be dropped, and then they end.
+        # The threads refer to the exchange, not to this object, so that it can be garbage-collected, which ends them.
         self._exchange = exchange = _Exchange()
         call = channel.stream_stream(
             method, request_serializer=lambda message: message.SerializeToString(), response_deserializer=decode
@@ -222,10 +224,14 @@ class RemoteStream:
         forks.register(self)
 
     def send(self, request: Message, until: float | None = None) -> None:
-        """Send a request; waits while many are on their way. Raises what ended the stream, or Timeout.
+        """Send a request; wait while _AHEAD requests are already queued.
 
         Args:
-            until: on the monotonic clock; the stream's timeout from now on without it.
+            until: deadline on the monotonic clock; default: the stream's timeout from now.
+
+        Raises:
+            Timeout: the queue stayed full until the deadline.
+            Error: the stream has ended; see `receive`.
         """
         self._require_own()
         self.refused = False
@@ -238,11 +244,15 @@ class RemoteStream:
             except queue.Full:
                 if time.monotonic() >= until:
                     raise Timeout(f"the gateway took nothing for {time.monotonic() - began:.1f} s") from None
-        while True:  # what it said last tells why, and else what ended it
+        while True:  # the stream has ended: raise a refusal that was received last, or the error that ended it
             self.receive(until)
 
     def receive(self, until: float | None = None) -> Any:
-        """The next reply. Raises what it refuses with, what ended the stream, or Timeout; `until` as for `send`."""
+        """Return the next reply. Raises the error of a refusal or of the stream's end, or Timeout.
+
+        Args:
+            until: see `send`.
+        """
         self._require_own()
         began = time.monotonic()
         wait = self._timeout if until is None else max(0.0, until - began)
@@ -251,7 +261,7 @@ class RemoteStream:
         except queue.Empty:
             raise Timeout(f"the gateway did not answer for {wait:.1f} s") from None
         if isinstance(reply, Exception):
-            self._exchange.replies.put(reply)  # whoever asks again is told the same
+            self._exchange.replies.put(reply)  # so that later calls raise it too
             raise reply
         if reply.WhichOneof("part") == "refusal":
             refusal: WeightsRefusal = reply.refusal
@@ -264,7 +274,7 @@ class RemoteStream:
         return not self._exchange.ended
 
     def close(self) -> None:
-        """End the stream; harmless when done already."""
+        """End the stream. Closing it again has no effect."""
         if self._forked:
             return
         self._end()
@@ -282,19 +292,19 @@ class RemoteStream:
 
 
 class _Exchange:
-    """Both directions of a stream, and the thread that listens."""
+    """Both directions of a stream, and the thread that receives the replies."""
 
     def __init__(self) -> None:
         self.requests: queue.Queue[Message] = queue.Queue(_AHEAD)
         self.replies: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self.ended = False  # no event: its lock could be held by the thread in which a dropped stream is collected
+        self.ended = False  # not an Event: the thread that garbage-collects the stream could hold the Event's lock
         self.thread = threading.Thread(target=self._listen, name="weights stream", daemon=True)
         self._call: Any = None
 
     def begin(self, call: Any, metadata: tuple[tuple[str, str], ...]) -> None:
         try:
             self._call = call(self._outgoing(), metadata=metadata)
-        except ValueError as error:  # gRPC's word for a channel that was closed
+        except ValueError as error:  # gRPC raises this for a closed channel
             raise Refused(f"this connection was closed: connect again ({error})", Code.NOT_READY) from error
         self.thread.start()
 
@@ -316,7 +326,7 @@ class _Exchange:
             self.replies.put(ServerGone("the gateway ended the stream: open it again"))
         except grpc.RpcError as error:
             self.replies.put(_error(error))
-        except Exception as error:  # noqa: BLE001  (bytes that are no reply: whoever waits must be told)
+        except Exception as error:  # noqa: BLE001  (the bytes are not a reply: the waiting caller must get an error)
             self.replies.put(Error(f"the gateway sent what is no reply: {error}", Code.MALFORMED))
             self._call.cancel()
         self.ended = True

@@ -1,4 +1,4 @@
-"""A connection to a server's gateway over gRPC: the same client, spoken in the Open Inference Protocol."""
+"""A connection to a server's gateway over gRPC, in the Open Inference Protocol."""
 
 from __future__ import annotations
 
@@ -34,18 +34,18 @@ from jurybox.protocol.open_inference_pb2_grpc import GRPCInferenceServiceStub
 from jurybox.protocol.spec import OIP_NAMES, ModelSpec, specs_from_plain, tell_spec
 
 _DTYPES = {name: dtype for dtype, name in OIP_NAMES.items()}
-CONTRACT = "jurybox"  # of a model's configuration: the parameter that tells all of its contract
+CONTRACT = "jurybox"  # the parameter of a model's configuration that holds its complete spec
 _STATES = {"READY": "ready", "LOADING": "loading", "UNAVAILABLE": "failed"}
-_LATE = 5.0  # seconds that gRPC may need to notice a time-out of its own
-_LOAD = 120.0  # seconds: the gateway answers when the model has loaded
+_LATE = 5.0  # seconds that gRPC may need to report a time-out
+_LOAD = 120.0  # seconds; the gateway answers only when the model has loaded
 
 
 class GrpcLink(Link):
-    """Lanes are this client's own affair, rows in its memory; of the server's the gateway has some for all.
+    """A link to a gateway. Its lanes exist only in this client; the gateway shares its own lanes among all clients.
 
     Args:
-        address: grpc://host:port, grpcs:// with TLS.
-        token: the server's; None: JURYBOX_TOKEN.
+        address: grpc://host:port, or grpcs://host:port for TLS.
+        token: the server's token; None: JURYBOX_TOKEN.
         timeout: seconds to wait for a server that is still starting.
         tls_ca: for grpcs://, the authority's certificate; None: JURYBOX_TLS_CA.
     """
@@ -65,7 +65,7 @@ class GrpcLink(Link):
                     f"no answer from {address} within {timeout:.1f} s ({error.details()}): is a server's gateway "
                     "running there, and is it grpcs:// if it has a certificate?"
                 ) from error
-            self._call("ServerMetadata", pb.ServerMetadataRequest(), timeout)  # this asks for the token
+            self._call("ServerMetadata", pb.ServerMetadataRequest(), timeout)  # this call checks the token
         except BaseException:
             self.close()
             raise
@@ -79,7 +79,7 @@ class GrpcLink(Link):
         return [model.name for model in self._index(timeout)]
 
     def describe(self, name: str, timeout: float) -> ModelMessage:
-        """As Link.describe, as far as the protocol tells: no arena, no digest."""
+        """See Link.describe. The protocol reports neither the arena's rows nor the digest."""
         index = {model.name: model for model in self._index(timeout)}
         if name not in index:
             there = ", ".join(sorted(index)) or "none"
@@ -92,7 +92,7 @@ class GrpcLink(Link):
             metadata = self._call("ModelMetadata", pb.ModelMetadataRequest(name=name), timeout)
             config = self._call("ModelConfig", pb.ModelConfigRequest(name=name), timeout).config
             message.max_batch = max(1, config.max_batch_size)
-            if CONTRACT in config.parameters:  # which says what metadata have no words for
+            if CONTRACT in config.parameters:  # it includes what the metadata cannot express
                 _tell(message, config.parameters[CONTRACT].string_value)
                 return message
             for target, tensors in ((message.inputs, metadata.inputs), (message.outputs, metadata.outputs)):
@@ -103,11 +103,11 @@ class GrpcLink(Link):
         return message
 
     def status(self, timeout: float) -> str:
-        """As Link.status; it is no part of the Open Inference Protocol, but the gateway offers it beside."""
+        """See Link.status. The gateway provides this call in addition to the Open Inference Protocol."""
         return str(self._asked(self._status_stub.Get, StatusRequest(), timeout).json)
 
     def load(self, name: str, settings_json: str, timeout: float, *, keep: float, remote: bool) -> None:
-        """As Link.load; returns when it has loaded. The gateway says that the settings come from a network."""
+        """Load a model and wait until it has loaded. The gateway marks the settings as remote itself."""
         request = pb.RepositoryModelLoadRequest(model_name=name)
         if settings_json:
             request.parameters["settings"].string_param = settings_json
@@ -123,13 +123,13 @@ class GrpcLink(Link):
         self._call("RepositoryModelUnload", pb.RepositoryModelUnloadRequest(model_name=name), timeout)
 
     def sleep(self, name: str, timeout: float) -> None:
-        """As Link.sleep; returns when it sleeps."""
+        """Move a model's weights to host memory and wait until that is done."""
         request = pb.RepositoryModelUnloadRequest(model_name=name)
         request.parameters["sleep"].bool_param = True
         self._call("RepositoryModelUnload", request, max(timeout, _LOAD))
 
     def wake(self, name: str, timeout: float) -> None:
-        """As Link.wake; returns when it is back."""
+        """Move a sleeping model's weights back to the device and wait until that is done."""
         request = pb.RepositoryModelLoadRequest(model_name=name)
         request.parameters["wake"].bool_param = True
         self._call("RepositoryModelLoad", request, max(timeout, _LOAD))
@@ -152,7 +152,7 @@ class GrpcLink(Link):
         return RemoteWeightsReader(self._channel, name, metadata=tuple(self._metadata), timeout=timeout)
 
     def lease(self, name: str, rows: int, timeout: float) -> tuple[Lane, ModelSpec, int]:
-        """As Link.lease; without a number of rows, room for one of the server's largest batches."""
+        """See Link.lease. If `rows` is 0, the lane has as many rows as the server's largest batch."""
         deadline = time.monotonic() + timeout
         while (message := self.describe(name, max(0.1, deadline - time.monotonic()))).state != "ready":
             if message.state == "sleeping":
@@ -192,7 +192,7 @@ class GrpcLink(Link):
 
 
 def _tell(message: ModelMessage, contract: str) -> None:
-    """Write a model's inputs, outputs and state to its message. Raises Refused where they cannot be read."""
+    """Fill in a model's inputs, outputs and state from the contract. Raises Refused if it cannot be parsed."""
     try:
         told = json.loads(contract)
         specs = (specs_from_plain(told[kind]) for kind in ("inputs", "outputs", "state"))

@@ -1,8 +1,8 @@
 """The transport of a lane over gRPC: every ticket is a ModelInfer call of the Open Inference Protocol.
 
-What the protocol has no words for goes in parameters, which a Jurybox gateway knows: `extents` for rows that differ in
-size, `row_errors` for those that failed, `session_client` and `sessions` for the sessions that rows are of, and
-`session_state` where their state is read or written.
+Parameters known to a Jurybox gateway carry what the protocol cannot express: `extents` the sizes of rows of variable
+size, `row_errors` the rows that failed, `session_client` and `sessions` the sessions of the rows, and `session_state`
+whether the call reads or writes their state.
 """
 
 from __future__ import annotations
@@ -32,18 +32,19 @@ from jurybox.protocol.spec import BYTES, OIP_NAMES, ModelSpec, TensorSpec
 if TYPE_CHECKING:
     import asyncio
 
-_FAREWELL = 0.5  # seconds that telling the gateway of closed sessions may take
-_parents: list[Any] = []  # in a forked child: what gRPC would try to end in its parent's name, were it collected
+_FAREWELL = 0.5  # seconds to wait while the gateway is notified of closed sessions
+_parents: list[Any] = []  # kept alive in a forked child: if collected, gRPC would try to end the parent's calls
 
 
 class GrpcTransport(Transport):
-    """Every ticket a call.
+    """Sends every ticket as a call.
 
     Args:
-        asker: starts calls.
+        asker: starts the calls.
         method: the stub's ModelInfer.
-        metadata: of every call.
-        rows: where tickets find their inputs and answers leave their outputs.
+        metadata: sent with every call.
+        spec: the model's spec.
+        rows: the lane's rows: inputs are read from them and outputs are written to them.
     """
 
     def __init__(
@@ -54,12 +55,12 @@ class GrpcTransport(Transport):
         self._metadata = metadata
         self._spec = spec
         self._rows = rows
-        self._calls: dict[int, object] = {}  # by sequence; what is answered by any other is not wanted any more
+        self._calls: dict[int, object] = {}  # sequence -> token of its last call; answers of other calls are dropped
         self._done: deque[tuple[object, InFlight, Any]] = deque()  # filled by gRPC's threads
-        self._news = threading.Lock()  # released when something was put there; not an event, whose own lock a
-        self._news.acquire()  # KeyboardInterrupt can leave taken
+        self._news = threading.Lock()  # released when _done is appended to; not an Event, whose internal lock could be
+        self._news.acquire()  # left held by a KeyboardInterrupt
         self._watching: Watching | None = None
-        self._client = secrets.token_hex(16) if spec.state else ""  # names this lane's sessions at the gateway
+        self._client = secrets.token_hex(16) if spec.state else ""  # identifies this lane's sessions to the gateway
         self._base = pb.ModelInferRequest(model_name=spec.name)
         self._base.parameters["row_errors"].bool_param = True
         if any(tensor.variable for tensor in spec.outputs.values()):
@@ -76,7 +77,7 @@ class GrpcTransport(Transport):
         inputs, arrays = self._spec.inputs, columns.inputs
         if columns.sessions is not None:
             records = columns.sessions[first:end]
-            if flags := int(records["flags"][0]):  # all of a ticket's rows have the same
+            if flags := int(records["flags"][0]):  # the same for all rows of a ticket
                 inputs, arrays = (self._spec.state, columns.state_in) if flags & LOAD else ({}, {})
                 request.parameters["session_state"].string_param = "set" if flags & LOAD else "get"
             steps = zip(records["slot"].tolist(), records["step"].tolist(), strict=True)
@@ -102,7 +103,7 @@ class GrpcTransport(Transport):
     def _add(
         request: pb.ModelInferRequest, name: str, spec: TensorSpec, slots: NDArray[Any], extents: NDArray[np.int64]
     ) -> None:
-        """Add an input whose rows differ in size. Raises Error (SPEC_MISMATCH) where a size is none."""
+        """Add an input of variable row size. Raises Error (SPEC_MISMATCH) if a size is invalid."""
         counts = checked_elements(f"input {name!r}", spec, extents)
         parts = [slots[i, :count].tobytes() for i, count in enumerate(counts)]
         if spec.dtype == BYTES:
@@ -118,7 +119,7 @@ class GrpcTransport(Transport):
         request.raw_input_contents.append(b"".join(parts))
 
     def end_sessions(self) -> None:
-        """Tell the gateway that the sessions are over, if it can be told now; else they end when they were idle."""
+        """Notify the gateway that the sessions have ended. If that fails, they end after an idle time-out."""
         if not self._client:
             return
         request = pb.ModelInferRequest(model_name=self._spec.name)
@@ -149,30 +150,31 @@ class GrpcTransport(Transport):
         self._watching = Watching(loop, arrived)
 
     def close(self) -> None:
-        """As Transport.close. Calls go on until they are answered or the channel ends: a garbage collector, which may
-        close this in the midst of anything, must take none of gRPC's locks.
+        """See Transport.close. Calls are not cancelled; they run until they are answered or the channel is closed.
+
+        The garbage collector may call this at any point, so it must not acquire any of gRPC's locks.
         """
         self._watching, self._calls = None, {}
 
     def forked(self) -> None:
-        """As Transport.forked: gRPC's calls are the parent's."""
+        """See Transport.forked. The gRPC calls belong to the parent."""
         _parents.append((self._method, self._calls, self._done))
         self._watching, self._calls, self._done = None, {}, deque()
 
     def _arrived(self, asked: object, ticket: InFlight, call: Any) -> None:
-        """In one of gRPC's threads."""
+        """Record a finished call. Called in a gRPC thread, or by `send` if the call could not be made."""
         self._done.append((asked, ticket, call))
-        with contextlib.suppress(RuntimeError):  # it is released
+        with contextlib.suppress(RuntimeError):  # already released
             self._news.release()
         if (watching := self._watching) is not None and watching.on:
-            with contextlib.suppress(RuntimeError):  # its loop was closed just now
+            with contextlib.suppress(RuntimeError):  # the loop was closed in the meantime
                 watching.tell()
 
     def _read(self, ticket: InFlight, call: Any) -> Answer:
         def answer(code: int, message: str, version: int = 0) -> Answer:
             return Answer(ticket.sequence, code, message, version, ticket.incarnation)
 
-        if isinstance(call, Error):  # it was not sent
+        if isinstance(call, Error):  # the call was not sent
             return answer(call.code, str(call))
         if call is None or call.cancelled():
             return answer(Code.SERVER_GONE, "the connection was closed")
@@ -199,9 +201,10 @@ class GrpcTransport(Transport):
         return answer(Code.OK, "", number)
 
     def _told(self, response: pb.ModelInferResponse, parameter: str, ticket: InFlight) -> int | None:
-        """Note for its rows what a parameter says of them; returns of how many, None without the parameter.
+        """Mark the rows listed in a parameter as failed; return their number, or None if the parameter is absent.
 
-        Raises ValueError, TypeError where it says nothing sensible.
+        Raises:
+            ValueError, TypeError: the parameter is malformed.
         """
         if parameter not in response.parameters:
             return None
@@ -219,7 +222,7 @@ class GrpcTransport(Transport):
         return len(reasons)
 
     def _take(self, response: pb.ModelInferResponse, first: int, rows: int) -> None:
-        """Copy the outputs to their rows. Raises Error, ValueError where they are not what the model promises."""
+        """Copy the outputs to their rows. Raises Error or ValueError if they do not match the model's spec."""
         pairs = zip(response.outputs, response.raw_output_contents, strict=True)
         came = {tensor.name: (tensor, raw) for tensor, raw in pairs}
         columns = self._rows.columns
@@ -242,7 +245,7 @@ class GrpcTransport(Transport):
     def _take_variable(
         tensor: Any, raw: bytes, spec: TensorSpec, target: NDArray[Any], extents: NDArray[np.int64]
     ) -> None:
-        """Copy an output whose rows differ in size. Raises as `_take`."""
+        """Copy an output of variable row size. Raises like `_take`."""
         what, rows = f"output {tensor.name!r}", len(target)
         if spec.dtype == BYTES:
             for i, row in enumerate(split_strings(what, raw, rows, spec.capacity)):

@@ -1,4 +1,4 @@
-"""A connection to a tcp:// server: control calls, and lanes through its relay, tickets with their rows behind them."""
+"""A connection to a tcp:// server: control calls, and lanes whose tickets and rows are sent through its relay."""
 
 from __future__ import annotations
 
@@ -40,26 +40,26 @@ if TYPE_CHECKING:
 
     from jurybox.native import Zmtp
 
-_ATTEMPT_AGAIN = 0.02  # seconds to let pass where there is no connection to wait for
+_ATTEMPT_AGAIN = 0.02  # seconds to sleep in `receive` while there is no connection to wait for
 _OK = bytes(4)
-_NAMED = len(PREFIX) + 8  # bytes of a reply: the prefix and the sequence
+_NAMED = len(PREFIX) + 8  # length of a reply's prefix and sequence in bytes
 _SERVING = int(EngineState.SERVING)
-_ATTEMPT = 3.0  # seconds for one connection of those tried until the first answer
+_ATTEMPT = 3.0  # seconds that each connection attempt gets until the server first answers
 
 
 class TcpLink(ControlLink):
-    """Lanes are the relay's, held for this client as long as its connection stands.
+    """A link to a relay, which holds the lanes on behalf of this client while the client stays connected.
 
     Args:
         address: tcp://host:port.
-        keys: CURVE keys; None: in the open.
+        keys: CURVE keys; None: no encryption.
         timeout: seconds to wait for a server that is still starting.
     """
 
     def __init__(self, address: str, keys: Keys | None, timeout: float) -> None:
         self._address = address
         self._keys = keys
-        self._left: deque[ReleaseRequest] = deque()  # leases of lanes that were lost without a word
+        self._left: deque[ReleaseRequest] = deque()  # leases to release: their lanes were dropped without `close`
         super().__init__(self._control_anew())
         self._greet_first(timeout)
 
@@ -104,7 +104,11 @@ class TcpLink(ControlLink):
         self._open_control = self._control_anew()
 
     def _control_anew(self) -> Callable[[Wires], Control]:
-        """One identity for all its sockets, since leases are the client's that bears it; another in a forked child."""
+        """Return a function that opens the control channel.
+
+        All its sockets have the same identity, because the relay grants leases to an identity. A forked child gets
+        another one.
+        """
         address, keys, identity, left = self._address, self._keys, new_identity(), self._left
 
         def unwanted(lease: Lease) -> None:
@@ -115,7 +119,7 @@ class TcpLink(ControlLink):
         )
 
     def _release(self, request: ReleaseRequest) -> None:
-        # Unanswered, the server still notices when the connection ends.
+        # If this fails, the server releases the lease when the connection closes.
         with contextlib.suppress(Error):
             if not self._closed:
                 self._control.call(1.0, release=request)
@@ -134,7 +138,7 @@ class TcpLink(ControlLink):
                 return
             except ServerGone:
                 if time.monotonic() < until:
-                    continue  # over a new connection: one whose handshake failed while the server started is no use
+                    continue  # with a new connection: libzmq does not retry one whose handshake the server refused
                 asked = "with these keys" if self._keys else "without keys: if the server has some, give its public one"
                 raise ServerGone(
                     f"no answer from {self._address} within {timeout:.1f} s: is a server running there that listens "
@@ -143,11 +147,12 @@ class TcpLink(ControlLink):
 
 
 class _RelayTransport(Transport):
-    """To the relay of a tcp:// server.
+    """The common part of transports to the relay of a tcp:// server.
 
     Args:
-        rows: where tickets find their inputs and answers leave their outputs.
-        lease: the relay's name for the lane.
+        connection: the lane's connection to the relay.
+        rows: the lane's rows: inputs are read from them and outputs are written to them.
+        lease: the relay's identifier of the lane.
     """
 
     def __init__(self, connection: Connection | DirectConnection, rows: RowsHere, lease: int) -> None:
@@ -166,48 +171,48 @@ class _RelayTransport(Transport):
             self._watch(watching)
 
     def _watch(self, watching: Watching) -> None:
-        """Have the loop read the connection."""
+        """Make the event loop watch the connection."""
         raise NotImplementedError
 
     def _unwatch(self, watching: Watching) -> None:
-        """No longer, since it is about to be closed."""
+        """Stop watching a connection that is about to be closed."""
         raise NotImplementedError
 
     def _meant_for(self, ticket: InFlight) -> None:
-        """What was sent over an earlier connection may be answered, to others' rows."""
+        """Forget tickets of earlier incarnations: late answers to them must not be written to rows in use again."""
         if ticket.incarnation != self._incarnation:
             self._in_flight.clear()
             self._incarnation = ticket.incarnation
 
 
 class TcpTransport(_RelayTransport):
-    """Over libzmq.
+    """A transport over libzmq.
 
-    A message has several frames, each sent and taken in by a call of its own. So whatever breaks off in the midst of
-    one, such as a KeyboardInterrupt, costs the connection: the lane sends its tickets again over the next, and the
-    relay, which knows them by their numbers, computes none twice.
+    A message has several frames, each sent and received by its own call. If that is interrupted within a message, for
+    example by a KeyboardInterrupt, the connection is replaced: the lane sends its tickets again over the new one, and
+    the relay recognizes their sequence numbers and computes none twice.
     """
 
     def __init__(self, connection: Connection, rows: RowsHere, lease: int) -> None:
         super().__init__(connection, rows, lease)
         self._connection = connection
-        self._watched = -1  # descriptor that the loop reads
+        self._watched = -1  # descriptor that the event loop watches
 
     def send(self, ticket: InFlight) -> None:
         self._mend()
         self._meant_for(ticket)
         if ticket.incarnation != self._connection.incarnation:
-            return  # it broke just now: the lane's next look finds that
+            return  # the connection has just broken: the lane's next check detects that
         parts = _frames(self._lease, self._rows, ticket)
         self._connection.torn = True
         try:
             self._connection.socket.send_multipart(parts, zmq.NOBLOCK)
             self._in_flight[ticket.sequence] = (ticket.first, ticket.rows)
         except zmq.Again:
-            pass  # nothing moves any more: the lane's next look finds the connection broken
+            pass  # the send buffer is full: the lane's next check finds the connection broken
         self._connection.torn = False
         if (watching := self._watching) is not None and watching.on:
-            # Sending reads the socket's signal, and with it perhaps the news of an answer.
+            # Sending clears the edge-triggered signal of zmq.FD, which may have announced an answer.
             watching.tell()
 
     def receive(self, timeout: float) -> Sequence[Answer]:
@@ -241,11 +246,11 @@ class TcpTransport(_RelayTransport):
         self._connection.close()
 
     def forked(self) -> None:
-        """As Transport.forked. pyzmq closes nothing in a child, and an event loop's poll set would be the parent's."""
+        """See Transport.forked. pyzmq closes nothing in a child; the loop's poll set is shared with the parent."""
         self._watching = None
 
     def _mend(self) -> None:
-        """Begin anew where an earlier message was broken off."""
+        """Replace the connection if sending or receiving a message was interrupted."""
         if not self._connection.torn:
             return
         if self._watching is not None:
@@ -262,19 +267,19 @@ class TcpTransport(_RelayTransport):
         watching.unread(self._watched)
 
     def _read(self, frames: Sequence[zmq.Frame]) -> Answer | None:
-        """The answer in these frames, its outputs copied to their rows; None when nobody waits for it any more."""
+        """Parse an answer as the module's `_read` does."""
         bodies = [frames[0].bytes, *(frame.buffer for frame in frames[1:])]
         return _read(bodies, self._rows, self._in_flight, self._connection.incarnation)
 
 
 class DirectTcpTransport(_RelayTransport):
-    """Over a connection that has no thread of its own. No message is ever broken off in its midst."""
+    """A transport over a DirectConnection, which has no I/O thread. It cannot be interrupted within a message."""
 
     def __init__(self, connection: DirectConnection, rows: RowsHere, lease: int) -> None:
         super().__init__(connection, rows, lease)
         self._connection = connection
-        self._watched = -1  # descriptor that the loop reads; its link may be closed before the loop is told
-        # Of weak references: a lane that is lost is closed when it is collected, and must not wait for the collector.
+        self._watched = -1  # descriptor that the event loop watches; its link may be closed before it is unwatched
+        # A weak reference, to avoid a cycle: a dropped lane must be closed at once, not by the cycle collector.
         this = weakref.ref(self)
 
         def renewed() -> None:
@@ -298,7 +303,7 @@ class DirectTcpTransport(_RelayTransport):
         return None if message is None else self._read(message)
 
     def caller(self, place: RowPlace) -> _DirectCaller | None:
-        """As Transport.caller; None for rows of any size, which take more than their bytes."""
+        """See Transport.caller. None for rows of variable size, which need more than their bytes."""
         if place.input is None or place.extents is not None or place.outputs is None or place.rows != 1:
             return None
         return _DirectCaller(self._connection, self._rows, self._lease, place, self._in_flight)
@@ -320,22 +325,22 @@ class DirectTcpTransport(_RelayTransport):
         self._connection.close()
 
     def forked(self) -> None:
-        """As Transport.forked. The socket is the parent's, of which only this process's number is closed."""
+        """See Transport.forked. Only this process's descriptor is closed; the socket belongs to the parent."""
         self._watching = None
         self._connection.close()
 
     def _ready_for(self, ticket: InFlight) -> Zmtp | None:
-        """The link, where the ticket is for the connection that stands."""
+        """Return the link if the ticket belongs to the current connection, else None."""
         self._meant_for(ticket)
         connection = self._connection
         if (link := connection.link) is not None and link.ready and link.silence >= IDLE:
             if not connection.stands():
                 return None
-            self._incarnation = ticket.incarnation = connection.incarnation  # it was not sent over any before
+            self._incarnation = ticket.incarnation = connection.incarnation  # the ticket was not sent before
         return connection.link if ticket.incarnation == connection.incarnation else None
 
     def _renewed(self) -> None:
-        """The connection has another link: have the loop watch that."""
+        """Make the event loop watch the connection's new link."""
         if self._watching is None:
             return
         self._unwatch(self._watching)
@@ -357,7 +362,7 @@ class DirectTcpTransport(_RelayTransport):
 
 
 class _DirectCaller(SocketCaller):
-    """A row goes from the caller's array, and comes back as new ones."""
+    """A caller that sends a row directly from the caller's array and returns the outputs as new arrays."""
 
     def __init__(
         self,
@@ -371,7 +376,7 @@ class _DirectCaller(SocketCaller):
         self._connection = connection
         self._rows = rows
         self._lease = lease
-        self._in_flight = in_flight  # the transport's
+        self._in_flight = in_flight  # shared with the transport
         outputs: Any = place.outputs
         self._alone = type(outputs) is not dict
         named = {"": outputs} if self._alone else outputs
@@ -394,8 +399,8 @@ class _DirectCaller(SocketCaller):
         )
         message = link.exchange(sequence, (ticket, row), seconds if seconds < LOOK_AFTER else LOOK_AFTER)
         if message is None:
-            place.write(row)  # should it have to be sent again
-            self._in_flight[sequence] = (place.first, 1)  # its answer comes by the transport
+            place.write(row)  # in case it must be sent again
+            self._in_flight[sequence] = (place.first, 1)  # the transport will receive its answer
             return NOT_ANSWERED
         reply = self._reply = bytes(message[0])
         if reply[-4:] == _OK and len(reply) == HEAD and reply[:_NAMED] == ticket[:_NAMED]:
@@ -404,7 +409,7 @@ class _DirectCaller(SocketCaller):
         self._message = answer.message
         if answer.sequence == 0:
             raise ProtocolMismatch(answer.message)
-        _read(message, self._rows, {sequence: (place.first, 1)}, place.incarnation)  # reasons of a row that failed
+        _read(message, self._rows, {sequence: (place.first, 1)}, place.incarnation)  # stores a failed row's reason
         return answer.code
 
     def _outputs_of(self, message: Sequence[Any]) -> Any:
@@ -419,8 +424,8 @@ class _DirectCaller(SocketCaller):
 
 
 def _frames(lease: int, rows: RowsHere, ticket: InFlight) -> list[Any]:
-    """A ticket as it is sent, with its rows."""
-    left = max(1, ticket.deadline - time.monotonic_ns())  # the clock of another host says nothing here
+    """Return the frames of a ticket: its record and its rows."""
+    left = max(1, ticket.deadline - time.monotonic_ns())  # a duration, because hosts do not share a monotonic clock
     first, n = ticket.first, ticket.rows
     record = PACK_TICKET.pack(ticket.sequence, lease, left, 0, 0, first, n, 0, ticket.version, ticket.incarnation)
     return [PREFIX + record, *row_frames.packed(rows.columns, "inputs", first, n)]
@@ -429,7 +434,7 @@ def _frames(lease: int, rows: RowsHere, ticket: InFlight) -> list[Any]:
 def _read(
     frames: Sequence[Any], rows: RowsHere, in_flight: dict[int, tuple[int, int]], incarnation: int
 ) -> Answer | None:
-    """The answer in these frames, its outputs copied to their rows; None when nobody waits for it any more."""
+    """Parse an answer and copy its outputs to their rows; return None if no call waits for it any more."""
     answer = read_reply(bytes(frames[0]), "the server")
     if answer.sequence == 0:
         return answer

@@ -1,4 +1,4 @@
-"""Weights over gRPC: the publisher and the reader of learners and actors on another machine than the server."""
+"""Weights over gRPC: the publisher and the reader for learners and actors on another host than the server."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ from jurybox.protocol.weights.transfer import PUBLISH, READ, Assembly, Flat, chu
 
 Metadata = tuple[tuple[str, str], ...]
 _T = TypeVar("_T")
-_BACK = 5.0  # seconds: a gateway that was killed is back by then
-_AGAIN = 0.1  # seconds between two questions for what is not there yet
+_BACK = 5.0  # seconds within which a killed gateway is restarted
+_AGAIN = 0.1  # seconds between two attempts
 
 
 class _Remote(forks.Closing):
-    """An end of a weights channel behind a stream to the gateway. A forked child has no part in it: it refuses.
+    """An end of a weights channel, reached by a stream to the gateway. In a forked child it raises Refused.
 
     Args:
-        channel: to the gateway. It stays the caller's to close.
-        model: whose weights.
+        channel: channel to the gateway; the caller closes it.
+        model: the model's name.
         metadata: sent with the stream, such as a token.
-        timeout: seconds of every wait.
+        timeout: limit of each wait, in seconds.
     """
 
     def __init__(self, channel: grpc.Channel, model: str, metadata: Metadata, timeout: float) -> None:
@@ -53,23 +53,26 @@ class _Remote(forks.Closing):
 
 
 class RemotePublisher(_Remote):
-    """`Publisher`, over gRPC. It holds the model's place of publisher while its stream lasts.
+    """A `Publisher` over gRPC. While its stream is open it is the model's only publisher.
 
-    Where the stream broke (the network, the gateway, the server), the publication in progress raises and did not happen
-    or is not known to have; the next `publish` opens a new one, and waits some seconds for a gateway that is being
-    restarted, or that has not noticed yet that this publisher's former stream is over. The place goes when the
-    publisher is closed or dropped.
+    If the stream breaks (network, gateway or server), the publication in progress raises; it may or may not have been
+    completed. The next `publish` opens a new stream. It waits some seconds for a gateway that is being restarted or has
+    not yet detected the end of the previous stream. Once the publisher is closed or garbage-collected, another one can
+    be opened.
 
     Args:
-        bfloat16: send float32 as bfloat16: half the bytes, eight bits of mantissa instead of 24. Exact without it.
-        changed_only: leave out chunks (1 MiB) that are as in the last publication; exact, and keeps a copy of it here.
+        bfloat16: send float32 as bfloat16: half the bytes, 8 bits of significand instead of 24. Otherwise exact.
+        changed_only: omit chunks (1 MiB) that have not changed since the last publication. Exact; keeps a copy of the
+            last publication in this process.
 
     Attributes:
-        version: of the last publication.
-        sent_bytes: of weights, since it was made.
+        version: the version of the last publication.
+        sent_bytes: bytes of weights sent since construction.
 
     Raises:
-        ModelNotFound; Refused: the model takes no publications, or has a living publisher; ServerGone.
+        ModelNotFound: the server has no such model.
+        Refused: the model does not accept publications, or has another active publisher.
+        ServerGone: the gateway cannot be reached.
     """
 
     def __init__(
@@ -99,10 +102,12 @@ class RemotePublisher(_Remote):
         check_finite: bool = False,
         version: int | None = None,
     ) -> int:
-        """As `Publisher.publish`; returns when every reader on the server's host can have it.
+        """Publish like `Publisher.publish`; return when every reader on the server's host can read the version.
 
         Raises:
-            As `Publisher.publish`; ServerGone, Timeout: the stream broke, or the gateway is too slow.
+            ServerGone: the stream broke.
+            Timeout: the gateway did not answer in time.
+            Error: as `Publisher.publish`.
         """
         tensors, packed = tensors_of(source), encode_extra(extra)
         if version is not None and not 0 < version < 2**63:
@@ -141,14 +146,14 @@ class RemotePublisher(_Remote):
                 self.version = int(self._stream.receive().published)
             except BaseException as error:
                 if not isinstance(error, Error) or error.code not in (Code.REFUSED, Code.SPEC_MISMATCH):
-                    self._stream.close()  # what the other end has of this publication is not known
+                    self._stream.close()  # it is unknown how much of the publication the gateway has received
                 raise
             self.sent_bytes += sent
             self._base = flat if self._changed_only else None
             return self.version
 
     def close(self) -> None:
-        """Give up the place: another publisher may take over."""
+        """Close the publisher, so that another one can be opened for the model."""
         with self._turn:
             if not self._closed:
                 self._closed = True
@@ -181,7 +186,7 @@ class RemotePublisher(_Remote):
         self._base = None
 
     def _flatten(self, tensors: Mapping[str, Any]) -> Flat:
-        """What travels, in new memory. Raises SpecMismatch, naming the difference."""
+        """Return the tensors as sent, copied to new memory. Raises SpecMismatch, naming the difference."""
         places = self.layout.places
         if tensors.keys() != places.keys():
             raise layout_mismatch(self.layout, self._model, tensors)
@@ -195,19 +200,21 @@ class RemotePublisher(_Remote):
 
 
 class RemoteWeightsReader(_Remote):
-    """`WeightsReader`, over gRPC: every question is a round trip, so ask between episodes rather than every step.
+    """A `WeightsReader` over gRPC. Every call is a round trip, so call it between episodes rather than every step.
 
-    Where the stream broke, the next question opens a new one, and waits some seconds for a gateway that is being
-    restarted. Threads may share a reader; they take turns.
+    If the stream has broken, the next call opens a new one, and waits some seconds for a gateway that is being
+    restarted. Thread-safe: calls run one after another.
 
     Attributes:
-        layout: of the weights; another one where the server came back with another model of that name.
-        max_lag: as the model's settings say.
-        age_seconds: how old the last publication read was when it was read there.
+        layout: the layout of the weights; it may change if the server was restarted with another model of that name.
+        max_lag: `max_lag` of the model's settings.
+        age_seconds: the age of the last publication when the gateway read it.
 
     Raises:
-        ModelNotFound; Refused: the model takes no publications; Busy: the gateway has as many streams as it takes;
-            ServerGone.
+        ModelNotFound: the server has no such model.
+        Refused: the model does not accept publications.
+        Busy: the gateway has reached its maximum number of streams.
+        ServerGone: the gateway cannot be reached.
     """
 
     layout: WeightsLayout
@@ -226,23 +233,24 @@ class RemoteWeightsReader(_Remote):
 
     @property
     def newest(self) -> int:
-        """The newest version; 0 when nothing has been published yet. Raises as `read`."""
+        """The newest version; 0 if nothing has been published yet. Raises like `read`."""
         return self._asked(self._look, None)
 
     def newer_than(self, seen: int) -> bool:
-        """Whether there is a version newer than `seen` (0: any). Raises as `read`."""
+        """Return whether there is a version newer than `seen` (0: any). Raises like `read`."""
         return self.newest > seen
 
     def read(self, *, timeout: float | None = None) -> Weights:
-        """As `WeightsReader.read`, into new arrays.
+        """Read the newest weights into new arrays; see `WeightsReader.read`.
 
         Args:
-            timeout: seconds in all, also for a first publication to come. Without it every message has the reader's own
-                timeout, and what was never published is told at once.
+            timeout: seconds for the whole call, which then also waits for a first publication. None: each message has
+                the reader's timeout, and Timeout is raised immediately if nothing has been published.
 
         Raises:
-            Timeout: nothing has been published yet, or the gateway is too slow.
-            ServerGone: it is not there; Refused: this reader was closed, or made before a fork.
+            Timeout: nothing has been published yet, or the gateway did not answer in time.
+            ServerGone: the gateway cannot be reached.
+            Refused: this reader was closed or was created before a fork.
         """
         until = None if timeout is None else time.monotonic() + timeout
         while True:
@@ -254,18 +262,20 @@ class RemoteWeightsReader(_Remote):
             time.sleep(_AGAIN)
 
     def close(self) -> None:
-        """End the stream; a thread that waits for an answer is told."""
+        """End the stream. A thread that is waiting for an answer gets an error."""
         self._closed = True
         if (stream := self._stream) is not None:
             stream.close()
 
-    # ---- inside
+    # ---- internals
 
     def _asked(self, ask: Callable[[RemoteStream, float | None], _T], until: float | None, patient: bool = True) -> _T:
-        """The answer over the stream, a new one where there is none.
+        """Call `ask` with the stream, opening one if necessary; return its result.
 
         Args:
-            patient: wait for a gateway that is away.
+            ask: called with the stream and the deadline.
+            until: deadline on the monotonic clock; None: the reader's timeout for each message.
+            patient: if the gateway cannot be reached, try again for some seconds.
         """
         back = time.monotonic() + min(_BACK, self._timeout)
         if until is not None:
@@ -274,7 +284,7 @@ class RemoteWeightsReader(_Remote):
             try:
                 with self._turn_until(until):
                     return self._exchanged(ask, until)
-            except ServerGone:  # nothing here changes anything there: it may be asked twice
+            except ServerGone:  # reading changes nothing in the gateway, so it may be repeated
                 if not patient or self._closed or time.monotonic() + _AGAIN >= back:
                     raise
             time.sleep(_AGAIN)
@@ -285,13 +295,13 @@ class RemoteWeightsReader(_Remote):
         if stream is None or not stream.alive:
             stream = RemoteStream(self._channel, READ, pb.ReadReply.FromString, self._metadata, self._timeout)
             self._stream = stream
-            if self._closed:  # by another thread, in this very moment
+            if self._closed:  # by another thread in the meantime
                 stream.close()
         try:
             return ask(stream, until)
         except BaseException:
             if not stream.refused:
-                # Of what was asked something may still be on its way, and would be taken for the next answer.
+                # Part of the answer may still arrive and would be mistaken for the next one.
                 self._stream = None
                 stream.close()
             self._require_open()
@@ -317,7 +327,7 @@ class RemoteWeightsReader(_Remote):
         reply = stream.receive(until)
         if reply.WhichOneof("part") != "head":
             raise ProtocolMismatch(f"the gateway answered with {reply.WhichOneof('part')!r}, expected 'head'")
-        if reply.head.layout:  # with the first of a stream
+        if reply.head.layout:  # sent only with a stream's first reply
             self.layout = WeightsLayout.from_json(reply.head.layout)
             self.max_lag = int(reply.head.max_lag)
         return reply.head
@@ -340,7 +350,7 @@ class RemoteWeightsReader(_Remote):
 
 
 def _host_array(tensor: Any, place: TensorPlace) -> np.ndarray[Any, Any] | None:
-    """A tensor's values in host memory in the stored dtype; None where it does not fit its place."""
+    """Return a tensor's values in host memory in the stored dtype; None if its shape or dtype does not match."""
     if not hasattr(tensor, "data_ptr"):
         array = np.asarray(tensor)
         fits = array.shape == place.shape and array.dtype.name in (place.dtype, place.stored.name)
