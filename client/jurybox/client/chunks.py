@@ -1,7 +1,8 @@
-"""Execute chunks of actions: a policy answers an observation with the actions of the next steps.
+"""Execute action chunks: a policy answers an observation with the actions of the next steps.
 
-`AsyncChunkPolicy` asks ahead in a thread, so that the control loop never waits; `TemporalEnsemble` averages what
-several chunks say of one step. Both take any way to ask: a `Model` or `Sessions` of a server, a websocket client.
+`AsyncChunkPolicy` requests the next chunk in a thread, so that the control loop never waits; `TemporalEnsemble`
+averages the actions that several chunks predict for a step. Both work with any source of chunks: a `Model` or
+`Sessions` of a server, or a websocket client.
 """
 
 from __future__ import annotations
@@ -23,25 +24,26 @@ __all__ = ["AsyncChunkPolicy", "ChunkStats", "TemporalEnsemble"]
 
 Ask = Callable[[dict[str, Any], float], ArrayLike]
 
-# What a request of real-time chunking brings beside the observation.
-PREFIX = "action_prefix"  # float32 (horizon, dimension): actions from this step on as they are planned, then zeros
-PREFIX_LENGTH = "action_prefix_length"  # int32: how many of them are planned; 0 at an episode's beginning
-DELAY = "inference_delay"  # int32: so many of them will have been executed when the answer comes
+# Keys that a request of real-time chunking has in addition to the observation.
+PREFIX = "action_prefix"  # float32 (horizon, dimension): the planned actions from this step on, padded with zeros
+PREFIX_LENGTH = "action_prefix_length"  # int32: the number of planned actions; 0 at the beginning of an episode
+DELAY = "inference_delay"  # int32: the number of them that are expected to be executed before the answer arrives
 
-# What a request brings beside the observation with `report`: a map of what happened since the last one that was
-# answered. A server's robots port adds it to its metrics, and takes it away before the model.
-REPORT = "chunk_report"  # {"delay": s of the last answer, "starved": steps, and for each of DROPPED how many}
+# The key that a request has with `report`: a dict of events since the last answered request. A server's robots port
+# adds it to its metrics and removes it before the model is called.
+REPORT = "chunk_report"  # {"delay": s until the last answer, "starved": steps, and a count for each of DROPPED}
 DROPPED = ("late", "stale", "failed")
-# What a request brings with `send_deadline`: seconds within which the answer is of use. A server's robots port gives a
-# request up that was not answered by then, and does not compute it where it can help it.
+# The key that a request has with `send_deadline`: seconds within which the answer is useful. A server's robots port
+# gives up a request that has not been answered by then, and if possible does not compute it.
 ANSWER_WITHIN = "answer_within"
-_REMEMBERED = 64  # answers whose delays are kept
+_REMEMBERED = 64  # number of answers whose delays are kept
 
 
 class TemporalEnsemble:
-    """Average the actions that all chunks predict for a step, the oldest weighted most (Zhao et al. 2023, "ACT").
+    """Averages the actions that all chunks predict for a step, with the largest weight for the oldest chunk.
 
-    The weight of the i-th oldest is exp(-m * i). Steps are numbered from 0; none is asked for again.
+    The weight of the i-th oldest is exp(-m * i) (Zhao et al. 2023, "ACT"). Steps are numbered from 0, and the step
+    passed to `action` never decreases.
 
     Example:
         ensemble = TemporalEnsemble()
@@ -60,7 +62,7 @@ class TemporalEnsemble:
         self._chunks: deque[tuple[int, NDArray[Any]]] = deque()
 
     def add(self, step: int, chunk: ArrayLike) -> None:
-        """Take in a chunk, (horizon, *action), whose first action is of `step`. Later steps come later."""
+        """Add a chunk, (horizon, *action), whose first action is for `step`. Add chunks in the order of their steps."""
         self._chunks.append((step, np.asarray(chunk)))
 
     def action(self, step: int) -> NDArray[Any] | None:
@@ -85,11 +87,11 @@ class ChunkStats:
 
     Attributes:
         asked, answered: requests sent; answers that were used.
-        late: answers dropped since they came after the deadline.
-        stale: answers dropped since all their steps were over, or their episode.
-        failed: requests that raised, or whose answer was no chunk.
+        late: answers dropped because they arrived after the deadline.
+        stale: answers dropped because all their steps, or their episode, had ended.
+        failed: requests that raised, or whose answer was not a valid chunk.
         starved: steps for which there was no action.
-        delays: of the last answers, (s, steps) from request to use.
+        delays: for the last answers, the seconds from request to answer and the steps from request to use.
     """
 
     asked: int = 0
@@ -102,17 +104,17 @@ class ChunkStats:
 
     @property
     def delay(self) -> float:
-        """Seconds from request to answer, the mean of the last answers; 0 before the first."""
+        """Mean seconds from request to answer over the last answers; 0 before the first."""
         return float(np.mean([seconds for seconds, _ in self.delays])) if self.delays else 0.0
 
     @property
     def jitter(self) -> float:
-        """Standard deviation of the same."""
+        """Standard deviation of the seconds from request to answer over the last answers; 0 before the first."""
         return float(np.std([seconds for seconds, _ in self.delays])) if self.delays else 0.0
 
     @property
     def delay_steps(self) -> int:
-        """Steps from request to answer, the most of the last answers; 0 before the first."""
+        """Largest number of steps from request to use over the last answers; 0 before the first."""
         return max((steps for _, steps in self.delays), default=0)
 
 
@@ -125,14 +127,15 @@ class _Request:
     answered: float = 0.0
     chunk: NDArray[Any] | None = None
     error: Exception | None = None
-    told: dict[str, int] | None = None  # what will have been reported once it is answered
+    told: dict[str, int] | None = None  # the counts that are reported once this request is answered
 
 
 class AsyncChunkPolicy(forks.Closing):
-    """Executes chunks while the next one is computed. `act` is called once a control step, and never waits.
+    """Executes chunks while the next one is computed. Call `act` once in each control step; it never blocks.
 
-    One request is on its way at a time, in a thread of the policy's own. Its answer's first action is of the step at
-    which it was asked; by the time it is there some of its actions are over, and the others replace what was planned.
+    One request is in flight at a time, in the policy's own thread. The first action of an answer is for the step at
+    which the request was sent. When the answer arrives, some of these steps have passed; the remaining actions replace
+    the plan.
 
     Example:
         with AsyncChunkPolicy(lambda request, timeout: client.infer(request)["actions"]) as policy:
@@ -142,25 +145,24 @@ class AsyncChunkPolicy(forks.Closing):
                 robot.step(action if action is not None else robot.hold())
 
     Args:
-        ask: gives the chunk, (horizon, *action), for a request (an observation, as it was passed) within so many
-            seconds. Called in the thread; may raise.
-        ensemble: the `m` of a TemporalEnsemble, which then chooses among chunks; None: the newest chunk holds.
-        real_time: (horizon, dimension) of the model's chunks; requests then bring what is planned and the delay
-            to expect, as PREFIX, PREFIX_LENGTH and DELAY (Black et al. 2025, "Real-Time Execution of Action Chunking
-            Flow Policies").
-        every: steps between two requests at least.
-        deadline: seconds within which an answer must come to be used.
-        reset_key: an entry of this name, True, is added to an episode's requests until one is answered; "reset" for a
-            server's robots port.
-        report: whether requests bring what became of the last ones, as REPORT: a server's robots port counts it in its
+        ask: called in the thread with a request (the observation, with further keys depending on the options below) and
+            a time-out in seconds; returns the chunk, (horizon, *action). It may raise.
+        ensemble: `m` of a TemporalEnsemble, which averages the chunks; None: use the newest chunk.
+        real_time: (horizon, dimension) of the model's chunks. Requests then include the plan and the expected delay as
+            PREFIX, PREFIX_LENGTH and DELAY (Black et al. 2025, "Real-Time Execution of Action Chunking Flow Policies").
+        every: minimum number of steps between two requests.
+        deadline: seconds after which an answer is dropped.
+        reset_key: an entry of this name with the value True is added to an episode's requests until one is answered;
+            use "reset" for a server's robots port.
+        report: whether requests include statistics of earlier ones as REPORT, which a server's robots port adds to its
             metrics.
-        send_deadline: whether requests bring `deadline` as ANSWER_WITHIN. Of a model with state the episode is lost
-            where the deadline passes: nobody knows whether its step was computed.
-        clock: gives seconds.
+        send_deadline: whether requests include `deadline` as ANSWER_WITHIN. If the deadline of a model with state
+            passes, the episode is lost, because it is unknown whether its step was computed.
+        clock: returns the time in seconds.
 
     Attributes:
-        stats: what became of the requests.
-        error: what the last request raised; None where it was answered.
+        stats: counters of the requests.
+        error: the exception of the last request; None if it was answered.
     """
 
     def __init__(
@@ -187,18 +189,18 @@ class AsyncChunkPolicy(forks.Closing):
         self._real_time = real_time
         self._every, self._deadline, self._reset_key, self._clock = every, deadline, reset_key, clock
         self._report, self._send_deadline = report, send_deadline
-        self._told: dict[str, int] = {}  # counts that a server has been told
-        self._delay: float | None = None  # of the last answer, where it has not been told yet
+        self._told: dict[str, int] = {}  # counts that have been reported to the server
+        self._delay: float | None = None  # the last answer's delay, until it has been reported
         self.stats = ChunkStats()
         self.error: Exception | None = None
         self._step = self._episode = 0
         self._next_ask = 0  # step
-        self._begun = False  # the episode has been answered
+        self._begun = False  # whether a request of this episode has been answered
         self._plan: tuple[int, NDArray[Any]] | None = None
         self._shape: tuple[int, ...] | None = None  # of an action
         self._changed = threading.Condition()
-        self._waiting: _Request | None = None  # for the thread
-        self._done: _Request | None = None  # by it
+        self._waiting: _Request | None = None  # the request that the thread will send next
+        self._done: _Request | None = None  # the request that it has finished
         self._busy = self._closed = False
         self._forked = False
         self._thread = threading.Thread(target=self._work, name="chunks", daemon=True)
@@ -209,7 +211,8 @@ class AsyncChunkPolicy(forks.Closing):
         """Wait for an episode's first chunk, before the first `act`.
 
         Raises:
-            Timeout: there is none within `timeout` seconds. What `ask` raised.
+            Timeout: no chunk arrived within `timeout` seconds.
+            Exception: whatever `ask` raised.
         """
         until = time.monotonic() + timeout
         failed = self.stats.failed
@@ -229,10 +232,10 @@ class AsyncChunkPolicy(forks.Closing):
         """Return the action of this step, and send this observation if no request is in flight.
 
         Returns:
-            None if no chunk covers this step: hold still, or slow down.
+            The action; None if no chunk covers this step: the robot should hold still or slow down.
 
         Raises:
-            Refused: the policy is closed, or was made before a fork.
+            Refused: the policy is closed, or was created before a fork.
         """
         with self._changed:
             self._take()
@@ -245,7 +248,7 @@ class AsyncChunkPolicy(forks.Closing):
             return action
 
     def reset(self) -> None:
-        """Begin another episode: plans are dropped, and answers that are still to come."""
+        """Begin another episode: drop the plan, and the answer of a request that is still in flight."""
         with self._changed:
             self._episode += 1
             self._step = self._next_ask = 0
@@ -262,7 +265,7 @@ class AsyncChunkPolicy(forks.Closing):
         if not self._forked and threading.current_thread() is not self._thread:
             self._thread.join(timeout)
 
-    # ---- inside, under the lock
+    # ---- internals, called with the lock held
 
     def _action(self) -> NDArray[Any] | None:
         if self._ensemble is not None:
@@ -324,7 +327,7 @@ class AsyncChunkPolicy(forks.Closing):
             return
         assert done.chunk is not None
         self.error = None
-        self._begun = True  # its observation has reached the model, whatever becomes of the answer
+        self._begun = True  # the model has received the observation, even if the answer is not used
         self.stats.delays.append((done.answered - done.sent, steps))
         if done.answered - done.sent > self._deadline:
             self.stats.late += 1
@@ -350,7 +353,7 @@ class AsyncChunkPolicy(forks.Closing):
                 self._busy = True
             try:
                 request.chunk = self._checked(self._ask(request.observation, self._deadline))
-            except Exception as error:  # noqa: BLE001  whatever asking raises is told to the control loop
+            except Exception as error:  # noqa: BLE001  the control loop gets every error of `ask`
                 request.error = error
             request.answered = self._clock()
             with self._changed:
@@ -358,7 +361,7 @@ class AsyncChunkPolicy(forks.Closing):
                 self._changed.notify_all()
 
     def _checked(self, answer: ArrayLike) -> NDArray[Any]:
-        chunk = np.array(answer)  # of its own: an answer may be memory that the next one overwrites
+        chunk = np.array(answer)  # a copy: the next answer may overwrite the memory of this one
         if chunk.ndim < 1 or not len(chunk) or chunk.dtype.kind not in "biuf":
             raise SpecMismatch(f"an answer of {chunk.dtype}{list(chunk.shape)}: expected actions, (horizon, *action)")
         if self._shape is None:

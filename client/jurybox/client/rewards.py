@@ -1,12 +1,12 @@
 """Rewards for trainers that call a Python function: TRL, verl, OpenRLHF, slime, Gymnasium and Stable-Baselines3.
 
-Nothing of a trainer is imported before its own hook is used. A missing reward is never a number: each
-hook returns the value that its trainer skips, and raises where the trainer has no such value.
+A trainer's package is imported only when its hook is used. A missing reward is never a number: each hook returns the
+value that its trainer skips, and raises if the trainer has no such value.
 
-Calls that are made at the same time, from tasks of an event loop or from threads, go to the server together.
+Concurrent calls, from tasks of an event loop or from threads, are sent to the server as one request.
 
-Wherever a model's name is expected, a panel's of the server's configuration may stand, or a mapping of names and
-weights: its members are asked side by side, and where one of them has no score for a row, the row has none.
+A model argument may also be the name of a panel in the server's configuration, or a mapping of names to weights. The
+members of a panel are called concurrently, and a row for which any member has no score has no score.
 
 Example:
     from jurybox.client.rewards import trl_reward
@@ -46,16 +46,16 @@ if TYPE_CHECKING:
 
 __all__ = ["Juror", "gymnasium_reward", "openrlhf_reward", "sb3_reward", "slime_reward", "trl_reward", "verl_score"]
 
-Scored = float | str  # a score, or why there is none
+Scored = float | str  # a score, or the reason why there is none
 Inputs = Mapping[str, "str | Callable[[Mapping[str, Any]], Sequence[Any]]"]
-Members = Mapping[str, "float | Mapping[str, Any]"]  # of a panel: weights by name, or weight and more
+Members = Mapping[str, "float | Mapping[str, Any]"]  # a panel's members: each one's weight, or its settings as a dict
 Missing = Literal["raise", "nan"]
 _LOG = logging.getLogger("jurybox.rewards")
-_GRACE = 2.0  # seconds a call waits beyond its time-out for the server's own word
-_TOGETHER = 4096  # rows that leave as one request
-# What a server does at times; the next request may be answered.
+_GRACE = 2.0  # seconds a call waits beyond its time-out for the server's own error
+_TOGETHER = 4096  # rows at which no further calls join a request
+# Temporary errors: the next request may succeed.
 _PASSING = (Timeout, Busy, ServerGone)
-# Under which names trainers keep what a model's input of this name means.
+# The columns in which trainers provide the value of a model's input.
 _ALSO = {
     "text": ("completions", "queries", "solution_str", "response", "observation"),
     "response": ("completions", "solution_str"),
@@ -68,7 +68,7 @@ _ALSO = {
 
 
 class Passing(str):
-    """The reason for a missing score that may be temporary; asking again may succeed."""
+    """The reason for a missing score if it may be temporary; a new request may succeed."""
 
     __slots__ = ()
 
@@ -77,8 +77,8 @@ class Scores(list[Scored]):
     """A score or a reason for each row.
 
     Attributes:
-        version: of the weights, the oldest where several were used.
-        parts: of a panel the scores or reasons of every member, by name, n each.
+        version: version of the weights; the oldest if several were used.
+        parts: for a panel, each member's n scores or reasons, by name.
     """
 
     def __init__(self, scored: Iterable[Scored] = ()) -> None:
@@ -93,12 +93,12 @@ class Juror:
     Its rows are released when it is closed or garbage-collected.
 
     Args:
-        model: its name, or that of a panel of the server's configuration; or a panel's members by name, each with its
-            weight, or with a dict of `weight` and of `model`, `output`, `address` where they are not the usual ones.
-        inputs: where each of the model's inputs comes from: the name of a column, or a function of all columns that
-            gives a list with a value for each row. Without it columns of the same name, or of the trainer's usual ones.
+        model: name of the model, or of a panel in the server's configuration; or a panel's members by name, each with
+            its weight, or with a dict of `weight` and optionally `model`, `output` and `address`.
+        inputs: the source of each of the model's inputs: the name of a column, or a function of all columns that
+            returns a list with a value for each row. Default: the column of the same name, or the trainer's equivalent.
         output: name of the output that is the score; required if the model has several.
-        address: of the server. Defaults to JURYBOX_ADDRESS, then to the default address.
+        address: address of the server. Defaults to JURYBOX_ADDRESS, then to the default address.
         timeout: seconds to wait for a score before it counts as missing.
     """
 
@@ -113,7 +113,7 @@ class Juror:
     ) -> None:
         self.name = model if isinstance(model, str) else "+".join(model)
         self._panel = None if isinstance(model, str) else dict(model)
-        self._partial = False  # whether inputs that are not the model's are others'
+        self._partial = False  # whether `inputs` may name inputs of other models (the panel's other members)
         self._inputs = dict(inputs or {})
         self._output = output
         self._address = address
@@ -123,7 +123,7 @@ class Juror:
     def _start(self) -> None:
         self._pid = os.getpid()
         self._lock = threading.Lock()
-        self._answering = threading.Lock()  # held by the thread that asks just now
+        self._answering = threading.Lock()  # held by the thread that is sending a request
         self._queue: queue.SimpleQueue[list[_Asked] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._model: Model | None = None
@@ -147,7 +147,7 @@ class Juror:
 
         Raises:
             SpecMismatch: a column is missing, or no row fits the model.
-            ServerGone, ModelNotFound, Refused: there is no such server or model.
+            ServerGone, ModelNotFound, Refused: the server cannot be reached, or has no such model.
         """
         asked = _Asked(dict(columns), n, time.monotonic() + self._timeout)
         self._hand_over([asked])
@@ -167,22 +167,23 @@ class Juror:
         return await self._scored(asked)
 
     def ask(self, columns: Mapping[str, Any], n: int) -> Callable[[], Awaitable[Scores]]:
-        """Send a request now, from any thread; await the result for its scores, as with `scores_async`."""
+        """Send a request now, from any thread; call and await the result to get what `scores_async` returns."""
         asked = _Asked(dict(columns), n, time.monotonic() + self._timeout)
         self._hand_over([asked])
         return partial(self._scored, asked)
 
     def scores_here(self, columns: Mapping[str, Any], n: int) -> Scores | None:
-        """As `scores`, asked by the calling thread itself: a lone request saves two changes of threads by it.
+        """Like `scores`, but send the request in the calling thread, which saves a single request two thread switches.
 
-        Only where nothing else is being asked: calls that come meanwhile wait for it, and then go together.
+        This is possible only while no other request is in flight. Calls that arrive meanwhile wait, and are then sent
+        together.
 
         Returns:
-            The scores; None, and nothing was asked, where others are being asked or wait, and of a panel, and before
-            the first connection.
+            The scores; or None, without sending a request, if other calls are in flight or waiting, if the juror is a
+            panel, or if it is not connected yet.
 
         Raises:
-            As `scores`.
+            As in `scores`.
         """
         if not self._answering.acquire(blocking=False):
             return None
@@ -212,7 +213,7 @@ class Juror:
         for _, member in members:
             member.close()
 
-    # ---- inside
+    # ---- internals
 
     def _end_turn(self, loop: asyncio.AbstractEventLoop) -> None:
         turn = self._turns.pop(loop, [])
@@ -222,7 +223,7 @@ class Juror:
         if self._pid != os.getpid():
             self._start()  # a forked child has no thread
         with self._lock:
-            self._queue.put(turn)  # at once: the thread takes what is there, and would begin with the first alone
+            self._queue.put(turn)  # One put: otherwise the thread could wake up after the first call and send it alone.
             if self._thread is None:
                 self._thread = threading.Thread(
                     target=_work, args=(weakref.ref(self), self._queue), name=f"rewards {self.name}", daemon=True
@@ -231,7 +232,7 @@ class Juror:
                 weakref.finalize(self, self._queue.put, None)
 
     def _jurors(self, panel: Members) -> dict[str, tuple[float, Juror]]:
-        """A juror for each member."""
+        """Create a juror for each member. Raises ValueError if a member's settings are invalid."""
         if not panel:
             raise ValueError("a panel without members: expected a weight for each by name")
         members: dict[str, tuple[float, Juror]] = {}
@@ -268,7 +269,7 @@ class Juror:
         for asked in taken:
             try:
                 asked.fit(model.spec, self._inputs, partial=self._partial)
-            except Exception as error:  # noqa: BLE001  a mistake of this caller, or of its function
+            except Exception as error:  # noqa: BLE001  an error of this caller or its function; the others go on
                 asked.answer.set_exception(error)
             else:
                 fitting.append(asked)
@@ -276,7 +277,7 @@ class Juror:
             asked.answer.set_result(scores)
 
     def _fitting_answered(self, model: Model, calls: Sequence[_Call]) -> list[Scores]:
-        """The scores of calls, which go as one request; those rows that do not fit have their reasons already."""
+        """Send calls as one request and return their scores. Rows that do not fit already contain their reasons."""
         rows = [row for call in calls for row in call.rows if isinstance(row, dict)]
         until = max((call.until for call in calls), default=0.0)
         versions: list[int] = []
@@ -289,7 +290,7 @@ class Juror:
     def _ask(self, model: Model, rows: list[dict[str, Any]], until: float, versions: list[int]) -> list[Scored]:
         failed: Mapping[int, str] = {}
         try:
-            if len(rows) == 1:  # the short way, which copies a row once
+            if len(rows) == 1:  # the fast path, which copies the row only once
                 (row,) = rows
                 reply = model.row_reply(row if len(row) > 1 else next(iter(row.values())), until - time.monotonic())
             else:
@@ -304,7 +305,7 @@ class Juror:
         except ModelFailed as error:
             if len(rows) == 1 or until < time.monotonic():
                 return [said(error, 300)] * len(rows)
-            half = len(rows) // 2  # one of them breaks the model; the others must not be told so
+            half = len(rows) // 2  # bisect: only the rows that make the model fail must get its error
             return self._ask(model, rows[:half], until, versions) + self._ask(model, rows[half:], until, versions)
         except _PASSING as error:
             return [Passing(said(error, 300))] * len(rows)
@@ -320,7 +321,7 @@ class Juror:
         ]
 
     def _connected(self) -> Model | None:
-        """The model; None where the name is that of a panel, whose members are known then."""
+        """Connect and return the model; if the name is a panel's, set its members and return None."""
         server = connect(self._address, timeout=self._timeout)
         try:
             try:
@@ -349,7 +350,7 @@ class Juror:
 
 
 def _work(of: weakref.ref[Juror], waiting: queue.SimpleQueue[list[_Asked] | None]) -> None:
-    """The thread of a juror: send all waiting calls as one request, in a loop; None ends it."""
+    """Run the juror's thread: send all waiting calls as one request until None arrives."""
     while (first := waiting.get()) is not None:
         _serve(of, first, waiting)
         del first
@@ -365,7 +366,7 @@ def _serve(of: weakref.ref[Juror], first: list[_Asked], waiting: queue.SimpleQue
                 juror._answer(taken)
         del juror
         failure: BaseException = ServerGone("this juror was closed")
-    except BaseException as error:  # noqa: BLE001  somebody waits for each of them
+    except BaseException as error:  # noqa: BLE001  every waiting caller must get an answer
         failure = error
     for asked in taken:
         if not asked.answer.done() and not asked.waits_for:
@@ -373,7 +374,7 @@ def _serve(of: weakref.ref[Juror], first: list[_Asked], waiting: queue.SimpleQue
 
 
 def _taken(first: list[_Asked], waiting: queue.SimpleQueue[list[_Asked] | None]) -> list[_Asked]:
-    """The calls of one request: the first ones, and those that wait behind them, without cancelled ones."""
+    """Return the calls of the next request: `first` and those queued after it, without cancelled ones."""
     taken, rows = list(first), sum(asked.n for asked in first)
     while rows < _TOGETHER:
         try:
@@ -388,9 +389,9 @@ def _taken(first: list[_Asked], waiting: queue.SimpleQueue[list[_Asked] | None])
 
 
 class _Vote:
-    """One call of a panel: asks its members side by side, and answers when the last of them has.
+    """One call of a panel. It calls the members concurrently and returns the scores when the last one has answered.
 
-    A member that is not there (its server, its engine) has no score for any row; a mistake in the wiring raises.
+    A member that is unavailable (its server or its engine) has no score for any row; other errors are raised.
     """
 
     def __init__(self, asked: _Asked, members: Mapping[str, tuple[float, Juror]]) -> None:
@@ -409,7 +410,7 @@ class _Vote:
             given: Scores | BaseException = answer.result()
         except _PASSING as error:
             given = Scores([Passing(said(error, 300))] * self._asked.n)
-        except BaseException as error:  # noqa: BLE001  whoever asked is to know
+        except BaseException as error:  # noqa: BLE001  `_answer` passes it on to the caller
             given = error
         with self._lock:
             self._given[name] = given
@@ -450,7 +451,7 @@ class _Vote:
 
 
 class _Call:
-    """Rows of one call. After `fit` each of `rows` is a dict of inputs, or the reason why it fits none."""
+    """The rows of one call. After `fit`, each of `rows` is a dict of inputs, or the reason why the row does not fit."""
 
     def __init__(self, columns: dict[str, Any], n: int, until: float) -> None:
         self.columns = columns
@@ -497,7 +498,7 @@ class _Asked(_Call):
         self.answer: Future[Scores] = Future()
 
     def late(self, timeout: float) -> Scores:
-        """What a caller gets who cannot wait any longer; raises where the call itself failed."""
+        """Return the scores if they arrived just before the time-out, else reasons. Raise if the call failed."""
         if not self.answer.cancel() and self.answer.done():
             return self.answer.result()
         for vote in self.waits_for:
@@ -506,7 +507,7 @@ class _Asked(_Call):
 
 
 def _fitted(name: str, spec: TensorSpec, value: Any) -> Any:
-    """A value as a row of an input. Raises SpecMismatch."""
+    """Convert a value to a row of an input. Raises SpecMismatch."""
     if spec.dtype == BYTES:
         row = value if isinstance(value, bytes) else utf8(repr(name), _text(value))
         if len(row) > spec.capacity:
@@ -518,16 +519,16 @@ def _fitted(name: str, spec: TensorSpec, value: Any) -> Any:
         and value.shape == spec.shape
         and value.flags.c_contiguous
     ):
-        return value  # as it is to be
+        return value
     if isinstance(value, (list, tuple)) and len(value) == 1 and hasattr(value[0], "getbands"):
-        value = value[0]  # the one picture of a prompt, as a column of TRL's has it
-    if hasattr(value, "convert") and hasattr(value, "getbands"):  # a picture of Pillow's
+        value = value[0]  # TRL's columns contain a list with the prompt's image
+    if hasattr(value, "convert") and hasattr(value, "getbands"):  # a Pillow image
         value = value.convert("RGB")
-    elif hasattr(value, "detach"):  # a tensor of torch's
+    elif hasattr(value, "detach"):  # a torch tensor
         value = value.detach().cpu().numpy()
     array = np.asarray(value)
     if spec.shape[-1:] == (3,) and array.ndim == 3 and array.shape[0] == 3 != array.shape[2]:
-        array = array.transpose(1, 2, 0)  # channels first, as torch has them
+        array = array.transpose(1, 2, 0)  # from torch's channels-first order
     if array.dtype != spec.numpy_dtype:
         if not np.can_cast(array.dtype, spec.numpy_dtype, "same_kind"):
             raise SpecMismatch(f"{name} is {array.dtype}, the model takes {spec.dtype}")
@@ -538,7 +539,7 @@ def _fitted(name: str, spec: TensorSpec, value: Any) -> Any:
 
 
 def _text(value: Any) -> str:
-    """The text of a str, a chat message or a list of them; of what is no text, a list's parts."""
+    """Return the text of a str, a chat message or a list of them; a message's parts without text are skipped."""
     if isinstance(value, str):
         return value
     if isinstance(value, Mapping):
@@ -550,7 +551,7 @@ def _text(value: Any) -> str:
 
 
 def _numbers(name: str, scored: list[Scored], missing: Missing = "raise") -> list[float]:
-    """The scores, where all are there; else raises, or gives NaN."""
+    """Return the scores. If some are missing, raise RowFailed, or return NaN for them with missing="nan"."""
     reasons = [score for score in scored if isinstance(score, str)]
     if reasons and missing == "raise":
         raise RowFailed(f"{len(reasons)} of {len(scored)} rewards of {name!r} are missing; the first: {reasons[0]}")
@@ -564,18 +565,19 @@ def _tell(name: str, reasons: list[str], n: int) -> None:
 
 
 # ----
-# One hook for each trainer. `juror` are the arguments of Juror.
+# One hook for each trainer. `juror` holds the arguments of Juror.
 
 
 def trl_reward(model: str | Members, *, name: str = "", asynchronous: bool = False, **juror: Any) -> Callable[..., Any]:
-    """A function for TRL's ``reward_funcs``; a missing reward is None, which TRL leaves out.
+    """Return a function for TRL's ``reward_funcs``. A missing reward is None, which TRL ignores.
 
-    Columns are `prompts`, `completions` and those of the dataset.
+    The columns are `prompts`, `completions` and those of the dataset.
 
     Args:
-        name: in TRL's logs; the model's without it.
-        asynchronous: make it an ``async def``: TRL runs all such functions at once.
-        juror: as Juror's.
+        model: see Juror.
+        name: the function's name in TRL's logs; default: the model's name.
+        asynchronous: return an ``async def`` function: TRL runs all such functions concurrently.
+        juror: arguments of Juror.
 
     Returns:
         ``f(prompts, completions, **columns) -> list[float | None]``.
@@ -600,17 +602,20 @@ def trl_reward(model: str | Members, *, name: str = "", asynchronous: bool = Fal
 def verl_score(
     model: str | Members, *, asynchronous: bool = True, missing: Missing = "raise", **juror: Any
 ) -> Callable[..., Any]:
-    """A ``compute_score`` for verl and verl-omni; samples of a worker that are scored at once go together.
+    """Return a ``compute_score`` for verl and verl-omni. A worker's concurrent calls are sent as one request.
 
-    Columns are verl's keywords (solution_str or solution_image, ground_truth, data_source), and what is in extra_info.
+    The columns are verl's keywords (solution_str or solution_image, ground_truth, data_source) and the entries of
+    extra_info.
 
     Args:
+        model: see Juror.
         asynchronous: False for reward managers that call plain functions.
-        missing: verl knows no missing score. "raise" stops the run; "nan" returns NaN, to be handled by the caller.
-        juror: as Juror's.
+        missing: verl does not support missing scores. "raise" stops the run; "nan" returns NaN, which the caller must
+            handle.
+        juror: arguments of Juror.
 
     Example:
-        compute_score = verl_score("helpfulness")  # in the file that reward.custom_reward_function.path names
+        compute_score = verl_score("helpfulness")  # in the file given by reward.custom_reward_function.path
     """
     asks = Juror(model, **juror)
 
@@ -628,12 +633,14 @@ def verl_score(
 
 
 def openrlhf_reward(model: str | Members, **juror: Any) -> Callable[..., dict[str, Any]]:
-    """A ``reward_func`` for the file that OpenRLHF's ``--reward.remote_url`` names; calls of its threads go together.
+    """Return a ``reward_func`` for the file given by OpenRLHF's ``--reward.remote_url``.
 
-    A missing reward raises: OpenRLHF logs that and keeps the sample with reward None. `scores` are as `rewards`.
+    Concurrent calls of its threads are sent as one request. A missing reward raises; OpenRLHF logs the error and keeps
+    the sample with reward None. `scores` equals `rewards`.
 
     Args:
-        juror: as Juror's; columns are queries (prompt and answer), prompts, labels.
+        model: see Juror.
+        juror: arguments of Juror; the columns are queries (prompt and answer), prompts and labels.
     """
     asks = Juror(model, **juror)
 
@@ -646,10 +653,11 @@ def openrlhf_reward(model: str | Members, **juror: Any) -> Callable[..., dict[st
 
 
 def slime_reward(model: str | Members, **juror: Any) -> Callable[..., Any]:
-    """A function for slime's ``--custom-rm-path``: of one sample, or of a list of them. A missing reward raises.
+    """Return a function for slime's ``--custom-rm-path``, for one sample or a list. A missing reward raises.
 
     Args:
-        juror: as Juror's; columns are prompt, response, label, and what is in a sample's metadata.
+        model: see Juror.
+        juror: arguments of Juror; the columns are prompt, response, label and the entries of a sample's metadata.
     """
     asks = Juror(model, **juror)
 
@@ -673,12 +681,15 @@ def slime_reward(model: str | Members, **juror: Any) -> Callable[..., Any]:
 def gymnasium_reward(
     env: gymnasium.Env[Any, Any], model: str | Members, *, missing: Missing = "raise", **juror: Any
 ) -> gymnasium.Env[Any, Any]:
-    """The environment with the juror's score of each step as its reward; its own is info["environment_reward"].
+    """Wrap an environment so that its reward is the juror's score; its own reward is info["environment_reward"].
 
     Args:
-        missing: "raise", or "nan" with the reason in info["reward_missing"], to skip such steps.
-        juror: as Juror's; columns are observation (and the keys of a dict observation), action, and frame, what
-            `render` gives, where the environment renders to an array.
+        env: the environment.
+        model: see Juror.
+        missing: "raise"; or "nan" to return NaN with the reason in info["reward_missing"], so that the caller can skip
+            such steps.
+        juror: arguments of Juror. The columns are observation (and the keys of a dict observation), action, and, if the
+            render mode is "rgb_array", frame, the result of `render`.
 
     Example:
         env = gymnasium_reward(env, "photo", inputs={"image": "observation"})
@@ -703,13 +714,15 @@ def gymnasium_reward(
 
 
 def sb3_reward(venv: Any, model: str | Members, *, missing: Missing = "raise", **juror: Any) -> Any:
-    """As `gymnasium_reward`, for a VecEnv of Stable-Baselines3: all environments' scores in one request.
+    """Like `gymnasium_reward`, for a VecEnv of Stable-Baselines3. All environments are scored in one request.
 
-    Where an episode ended, its last observation is scored, not the first of the next one.
+    At the end of an episode its terminal observation is scored, not the first observation of the next episode.
 
     Args:
-        missing: as in `gymnasium_reward`.
-        juror: as in `gymnasium_reward`.
+        venv: the vectorized environment.
+        model: see Juror.
+        missing: see `gymnasium_reward`.
+        juror: arguments of Juror. The columns are observation and the keys of a dict observation.
 
     Example:
         model = PPO("CnnPolicy", sb3_reward(venv, "photo", inputs={"image": "observation"}))
