@@ -1,6 +1,6 @@
 """The jurors that ship with Jurybox: factories for ``[models.NAME] factory = "jurybox.server.jurors:panel"``.
 
-What each criterion measures, and how well, is in ``docs/jurors.md``.
+``docs/jurors.md`` describes what each criterion measures, and how well.
 """
 
 from jurybox.server.jurors.aesthetic import aesthetic_v2_5, siglip

@@ -19,7 +19,7 @@ from jurybox.server.models import ServedModel
 
 _SHOWN = 5
 _HEAD, _ENCODER = "scoring_head.", "vision_model."
-# The rating that the head was trained to give.
+# The range of the ratings that the head was trained to predict.
 _WORST, _BEST = 1.0, 10.0
 # google/siglip-so400m-patch14-384 (X. Zhai et al., "Sigmoid Loss for Language Image Pre-Training", ICCV 2023).
 _SO400M = {
@@ -39,19 +39,19 @@ _HOW = (
 
 
 class AestheticHead(nn.Module):
-    """The predictor's head; parameter names as published, without dropout, which only acts in training."""
+    """The predictor's head. Parameter names are as published; dropout is omitted, since it acts only in training."""
 
     def __init__(self, features: int) -> None:
         super().__init__()
         sizes = (features, 1024, 128, 64, 16, 1)
         layers: list[nn.Module] = []
         for before, after in pairwise(sizes):
-            # Published numbering counts a dropout after every layer but the last.
+            # The published numbering counts a dropout layer after every layer but the last.
             layers += [nn.Linear(before, after), nn.Identity()]
         self.scoring_head = nn.Sequential(*layers[:-1])
 
     def forward(self, embedding: Tensor) -> Tensor:
-        """(n, features), any length, to ratings (n,), about 1 to 10."""
+        """Map embeddings (n, features), of any length, to ratings (n,), about 1 to 10."""
         rating: Tensor = self.scoring_head(F.normalize(embedding, dim=-1)).squeeze(-1)
         return rating
 
@@ -60,8 +60,9 @@ class AestheticPredictor(nn.Module):
     """Encoder and head.
 
     Args:
-        encoder: a ``transformers.SiglipVisionModel``: called with ``pixel_values``, its ``pooler_output`` is used.
-        head: takes the pooled embedding.
+        encoder: a ``transformers.SiglipVisionModel``; it is called with ``pixel_values``, and its ``pooler_output`` is
+            used.
+        head: maps the pooled embedding to a rating.
     """
 
     def __init__(self, encoder: nn.Module, head: AestheticHead) -> None:
@@ -70,7 +71,14 @@ class AestheticPredictor(nn.Module):
         self.head = head
 
     def forward(self, image: Tensor) -> dict[str, Tensor]:
-        """uint8 or floating-point (n, size, size, 3) RGB, 0..255, to ``score`` (0..1) and ``rating`` (1..10), (n,)."""
+        """Rate images.
+
+        Args:
+            image: (n, size, size, 3) RGB, 0..255, uint8 or floating point.
+
+        Returns:
+            ``score`` (0 to 1) and ``rating`` (about 1 to 10), (n,) each.
+        """
         dtype = next(self.head.parameters()).dtype
         embedding = self.encoder(pixel_values=normalised(image).to(dtype)).pooler_output
         rating = self.head(embedding).float()
@@ -79,7 +87,10 @@ class AestheticPredictor(nn.Module):
 
 
 def normalised(image: Tensor) -> Tensor:
-    """(n, size, size, 3), 0..255, to float32 (n, 3, size, size), -1..1: mean and deviation of 0.5, as SigLIP wants."""
+    """Normalize images (n, size, size, 3), 0..255, to float32 (n, 3, size, size), -1..1, as SigLIP expects.
+
+    This is its processor's mean and standard deviation of 0.5.
+    """
     return image.permute(0, 3, 1, 2).contiguous().float() / 127.5 - 1
 
 
@@ -87,19 +98,19 @@ def siglip(weights: str = "", dtype: str = "float32") -> ServedModel:
     """Aesthetic Predictor V2.5, from weights on disk.
 
     Args:
-        weights: a safetensors file, or a folder of them, that together hold ``vision_model.*`` and ``scoring_head.*``
-            (``layers.scoring_head.*``). A ``config.json`` in the folder, of SigLIP or its vision part, may describe
+        weights: a safetensors file or a folder of such files, which contain ``vision_model.*`` and ``scoring_head.*``
+            (or ``layers.scoring_head.*``). A ``config.json`` in the folder, of SigLIP or its vision part, may describe
             another encoder size.
         dtype: "float32", "bfloat16" or "float16".
 
     Returns:
         Input ``image`` uint8 (384, 384, 3) RGB; outputs ``score`` float32 (), the rating mapped from 1..10 to 0..1 and
-        clipped, and ``rating`` float32 (), as the head gives it.
+        clipped, and ``rating`` float32 (), the head's output.
 
     Raises:
-        FileNotFoundError: no weights there.
+        FileNotFoundError: the weights were not found.
         ModuleNotFoundError: transformers is not installed.
-        ValueError: weights of another model, or an unknown dtype.
+        ValueError: the weights belong to another model, or the dtype is unknown.
     """
     computed = precision(dtype)
     files = _weight_files(weights)
@@ -122,14 +133,14 @@ def siglip(weights: str = "", dtype: str = "float32") -> ServedModel:
 
 
 class _AnySize(nn.Module):
-    """Brings pictures to the predictor's size as SigLIP's processor does: both sides, by Pillow's bicubic filter."""
+    """Resizes images to the predictor's size as SigLIP's processor does: both sides, with Pillow's bicubic filter."""
 
     def __init__(self, predictor: nn.Module, prepare: Preprocessing) -> None:
         super().__init__()
         self.predictor, self._prepare = predictor, prepare
 
     def forward(self, image: list[Tensor]) -> dict[str, Tensor]:
-        """As AestheticPredictor.forward, of a list of uint8 (height, width, 3)."""
+        """Rate images, uint8 (height, width, 3) each; ``score`` is the rating, and ``mark`` is the rating in 0..1."""
         bytes_of_values = (self._prepare(image)[0] * 255).round().to(torch.uint8)
         device = next(self.predictor.parameters()).device
         outputs: dict[str, Tensor] = self.predictor(bytes_of_values.permute(0, 2, 3, 1).to(device))
@@ -137,18 +148,19 @@ class _AnySize(nn.Module):
 
 
 def aesthetic_v2_5(weights: str = "", dtype: str = "float32", pixels: int = 1024 * 1024) -> ServedModel:
-    """Aesthetic Predictor V2.5 of pictures of any size; `siglip` is the same for those that have its size already.
+    """Aesthetic Predictor V2.5 for images of any size; `siglip` is the same for images of the encoder's size.
 
     Args:
-        weights: as `siglip` has it.
-        dtype: as `siglip` has it.
-        pixels: of the largest picture.
+        weights: as in `siglip`.
+        dtype: as in `siglip`.
+        pixels: number of pixels of the largest image.
 
     Returns:
-        Input ``image`` uint8 (-1, -1, 3) RGB; outputs ``score`` float32 (), the rating as the predictor gives it, about
-        1 to 10, and ``mark``, the same brought to 0..1 and clipped.
+        Input ``image`` uint8 (-1, -1, 3) RGB; outputs ``score`` float32 (), the predictor's rating, about 1 to 10, and
+        ``mark`` float32 (), the rating mapped to 0..1 and clipped.
 
-    It raises what `siglip` raises.
+    Raises:
+        As in `siglip`.
     """
     served = siglip(weights, dtype)
     size = served.inputs["image"].shape[0]
@@ -176,11 +188,11 @@ def _encoder_config(path: Path) -> dict[str, Any]:
 
 
 def _read(files: list[Path]) -> dict[str, Tensor]:
-    """Read encoder and head from the files; the text half of SigLIP is not read."""
+    """Read encoder and head from the files; SigLIP's text encoder is skipped."""
     tensors: dict[str, Tensor] = {}
     for path in files:
         with safe_open(path, framework="pt") as file:
-            for stored in file.keys():  # noqa: SIM118 (safe_open is no mapping)
+            for stored in file.keys():  # noqa: SIM118 (safe_open is not a mapping)
                 name = stored.removeprefix("layers.")
                 if name.startswith((_ENCODER, _HEAD)):
                     tensors[name] = file.get_tensor(stored)

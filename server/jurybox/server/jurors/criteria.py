@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from jurybox.server.jurors.scene_statistics import SceneStatistics
 
-# ITU-R BT.601 luma, the weights of OpenCV's and MATLAB's conversion to grey.
+# ITU-R BT.601 luma; OpenCV and MATLAB convert to grey with the same weights.
 LUMA = (0.299, 0.587, 0.114)
-# Four images of 384 x 384: larger intermediates leave a CPU's caches and, past the allocator's limit, are mapped
-# anew for every operation, which costs several times the arithmetic.
+# Four images of 384 x 384. Larger intermediates exceed a CPU's caches and, above the allocator's threshold, are mapped
+# anew for every operation, which costs several times as much as the arithmetic.
 _SLICE_PIXELS = 4 * 384 * 384
 
 
@@ -38,7 +38,7 @@ def split(image: Tensor) -> Pixels:
         image: (n, height, width, 3) RGB. uint8, or floating point on the same 0..255 scale; gradients flow
             to a floating-point image.
     """
-    # Reordering bytes before widening them moves a quarter of the memory.
+    # Permuting bytes before the conversion to float moves a quarter of the memory.
     planes = image.permute(0, 3, 1, 2).contiguous().float()
     red, green, blue = planes.unbind(1)
     luma = (red * LUMA[0]).add_(green, alpha=LUMA[1]).add_(blue, alpha=LUMA[2])
@@ -46,7 +46,7 @@ def split(image: Tensor) -> Pixels:
 
 
 def slices(image: Tensor) -> tuple[Tensor, ...]:
-    """Check a batch and cut it into the pieces to work on: a few rows at a time on a CPU, all at once elsewhere.
+    """Check a batch and split it into parts to process one by one: a few images on a CPU, all of them elsewhere.
 
     Raises:
         ValueError: not (n, height, width, 3) with n above 0, or an integer dtype other than uint8.
@@ -68,43 +68,42 @@ class Criterion(nn.Module):
     name: ClassVar[str]
 
     def judge(self, pixels: Pixels) -> Tensor:
-        """Marks of a batch, float32 (n,), 0 (bad) to 1 (good)."""
+        """Compute the marks of a batch, float32 (n,), 0 (bad) to 1 (good)."""
         raise NotImplementedError
 
     def forward(self, image: Tensor) -> Tensor:
-        """Marks of a batch.
+        """Compute the marks of a batch.
 
         Args:
             image: (n, height, width, 3) RGB, uint8 or floating point on the same 0..255 scale.
 
         Returns:
-            float32 (n,), 0 (bad) to 1 (good). Differentiable in a floating-point image.
+            float32 (n,), 0 (bad) to 1 (good). Differentiable with respect to a floating-point image.
         """
         return torch.cat([self.judge(split(rows)) for rows in slices(image)])
 
 
 def plausible(value: Tensor, low: float, high: float, *, below: float, above: float) -> Tensor:
-    """A mark in (0, 1] that falls with the distance of ``value`` from ``[low, high]``.
+    """Return a mark in (0, 1] that decreases with the distance of ``value`` from ``[low, high]``.
 
-    1 inside the range and ``1 / (1 + d ** 2)`` outside, d being the distance to the range in units of ``below``
-    or ``above``: half marks at one unit, and, unlike a ring segment curve, a gradient that still leads back from far
-    away.
+    It is 1 inside the range and ``1 / (1 + d ** 2)`` outside, d being the distance to the range in units of ``below``
+    or ``above``. So it is 0.5 at one unit, and its gradient does not vanish far from the range.
     """
     distance = F.relu(low - value) / below + F.relu(value - high) / above
     return 1 / (1 + distance.square())
 
 
 def joint(*marks: Tensor) -> Tensor:
-    """Geometric mean of marks in (0, 1]: a single low mark lowers the whole."""
+    """Return the geometric mean of marks in (0, 1]; a single low mark lowers it."""
     return torch.stack(marks).log().mean(dim=0).exp()
 
 
-# Converted from the PyPI package brisque 0.2.0 (Apache-2.0); the file's metadata and NOTICE say from what.
+# Converted from the PyPI package brisque 0.2.0 (Apache-2.0); the file's metadata and NOTICE give details.
 PUBLISHED = Path(__file__).with_name("brisque_live.safetensors")
 
 
 class SupportVectorRegressor(nn.Module):
-    """Features to BRISQUE score, about 0 (pristine) to 100 (ruined), trained on the LIVE database's DMOS."""
+    """Maps features to a BRISQUE score, about 0 (best) to 100 (worst); trained on the LIVE database's DMOS."""
 
     support_vectors: Tensor
     coefficients: Tensor
@@ -120,21 +119,21 @@ class SupportVectorRegressor(nn.Module):
             self.gamma = float(file.metadata()["gamma"])
 
     def forward(self, features: Tensor) -> Tensor:
-        """float32 (n, 36) to float32 (n,); lower is better. Can leave 0..100 by some tens at either end."""
+        """Map float32 (n, 36) to scores float32 (n,); lower is better. They can exceed 0..100 by some tens."""
         scaled = (features - self.feature_low) * (2 / (self.feature_high - self.feature_low)) - 1
         distance = (scaled.unsqueeze(1) - self.support_vectors).square_().sum(dim=2)
-        # Coefficients of +-1024 cancel to a score below 100: in float32 the order of this sum would show in it.
+        # Coefficients of +-1024 cancel to a score below 100: in float32 the score would depend on the summation order.
         kernel = torch.exp(distance.double() * -self.gamma)
         return (kernel @ self.coefficients.double()).float() + self.offset
 
 
-# A logistic curve keeps a gradient where the regressor leaves 0..100; 50 gives half marks, 0 and 100 give 0.97
-# and 0.03.
+# A logistic curve has a gradient even if the regressor's score is outside 0..100. The mark of a score of 50 is 0.5;
+# those of 0 and 100 are 0.97 and 0.03.
 _MIDDLE, _SLOPE = 50.0, 15.0
 
 
 class Naturalness(Criterion):
-    """``1 / (1 + exp((brisque - 50) / 15))``."""
+    """Logistic function of the BRISQUE score: ``1 / (1 + exp((brisque - 50) / 15))``."""
 
     name = "naturalness"
 
@@ -144,7 +143,7 @@ class Naturalness(Criterion):
         self.regressor = SupportVectorRegressor()
 
     def brisque(self, pixels: Pixels) -> Tensor:
-        """BRISQUE score, float32 (n,): about 0 (pristine) to 100 (ruined), lower is better."""
+        """Compute BRISQUE scores, float32 (n,): about 0 (best) to 100 (worst)."""
         score: Tensor = self.regressor(self.statistics(pixels.luma))
         return score
 
@@ -152,15 +151,15 @@ class Naturalness(Criterion):
         return torch.sigmoid((_MIDDLE - self.brisque(pixels)) / _SLOPE)
 
 
-# Black and white point are taken of cells of this many pixels a side, so that noise and specks do not set them.
+# Black and white points are computed from cells of this many pixels a side, so that noise and specks do not set them.
 _CELL = 8
 _TAIL = 0.02
-# Luma within this many levels of an end counts as clipped, in proportion.
+# Luma within this many levels of 0 or 255 counts as clipped, in proportion to its nearness.
 _CLIP_RAMP = 6.0
 
 
 class Exposure(Criterion):
-    """Geometric mean of five marks over luma (0..1): see ``docs/jurors.md`` for the ranges and where they come from."""
+    """Geometric mean of five marks of luma (0..1); ``docs/jurors.md`` has the ranges and their sources."""
 
     name = "exposure"
 
@@ -171,7 +170,7 @@ class Exposure(Criterion):
         black = cells.topk(tail, dim=1, largest=False, sorted=False).values.mean(dim=1)
         white = cells.topk(tail, dim=1, largest=True, sorted=False).values.mean(dim=1)
         mean = cells.mean(dim=1)
-        # The root's gradient is infinite at zero: a constant image must not make the gradient NaN.
+        # The square root's gradient is infinite at zero; without the constant, a constant image's would be NaN.
         contrast = (cells.var(dim=1, correction=0) + 1e-6).sqrt()
         flat = luma.flatten(1)
         clipped = (_CLIP_RAMP - flat).clamp(min=0).mean(dim=1) + (flat - (255 - _CLIP_RAMP)).clamp(min=0).mean(dim=1)
@@ -184,14 +183,15 @@ class Exposure(Criterion):
         )
 
 
-# A channel within this many levels of an end counts as clipped, in proportion.
+# A channel within this many levels of 0 or 255 counts as clipped, in proportion to its nearness.
 _CHANNEL_CLIP_RAMP = 8.0
-# Below this difference between largest and smallest channel a clipped pixel is black or white, no colour.
+# Difference between the largest and smallest channel from which a clipped pixel counts as coloured, not black or white:
+# not at all below the first value, fully above the second.
 _CHROMA_RAMP = (40.0, 80.0)
 
 
 class Colour(Criterion):
-    """Geometric mean of three marks: see ``docs/jurors.md`` for the ranges and where they come from."""
+    """Geometric mean of three marks; ``docs/jurors.md`` has the ranges and their sources."""
 
     name = "colour"
 
@@ -224,7 +224,7 @@ class Colour(Criterion):
         )
 
 
-# Detail below the rounding noise of 8-bit luma says nothing about sharpness.
+# Detail below the rounding noise of 8-bit luma is not evidence of sharpness.
 _NOISE_FLOOR = 0.05
 
 
@@ -241,11 +241,11 @@ class Sharpness(Criterion):
             level = F.avg_pool2d(level, 2)
             energies.append(level.square().mean(dim=(1, 2, 3)))
         energy = torch.stack(energies)
-        # Averaging 2 x 2 pixels is an orthogonal Haar step, so what it loses is the energy of that octave's detail.
+        # Averaging 2 x 2 pixels is an orthogonal Haar step, so the energy it removes is that of the octave's detail.
         detail = ((energy[:-1] - energy[1:]).clamp(min=0) + _NOISE_FLOOR).sqrt()
         ratio = detail[:-1] / detail[1:]
         return joint(*(plausible(step, 0.60, 0.75, below=0.30, above=0.35) for step in (ratio[1], ratio[2])))
 
 
-# In the order of the panel's outputs.
+# The criteria in the order of the panel's outputs.
 CRITERIA: tuple[type[Criterion], ...] = (Naturalness, Exposure, Colour, Sharpness)

@@ -1,6 +1,6 @@
-"""ImageReward (J. Xu et al., 2023): BLIP reads a prompt while it looks at a picture, and a head scores the reading.
+"""ImageReward (J. Xu et al., 2023): BLIP encodes a prompt with cross-attention to an image, and a head scores it.
 
-Layers are transformers' BLIP; the weights are those that were published, whose names are BLIP's own.
+The layers are those of BLIP in transformers. The weights are as published, with the names of the original BLIP.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from jurybox.server.models import RowErrors, ServedModel
 
 __all__ = ["image_reward"]
 
-_MEAN, _STD = 0.16717362830052426, 1.0333394966054072  # of the head's scores, as published
-_TOKENS = 35  # of a prompt; the rest is cut off, as upstream
-_HEAD_WIDTH = 64  # of BERT and of every vision transformer of BLIP's
+_MEAN, _STD = 0.16717362830052426, 1.0333394966054072  # mean and standard deviation of the head's scores, as published
+_TOKENS = 35  # longer prompts are truncated, as upstream
+_HEAD_WIDTH = 64  # width of an attention head, in BERT and in all of BLIP's vision transformers
 _HEAD = (1024, 128, 64, 16, 1)
-_NUMBERS = (0, 2, 4, 6, 7)  # of the head's layers: dropout, which acts in training alone, stands between them
+_NUMBERS = (0, 2, 4, 6, 7)  # indices of the head's linear layers; the others are dropout, which acts only in training
 _PROMPT = 8192  # bytes
-# Published name -> transformers'.
+# Published parameter name -> name in transformers.
 _VISION = {
     "cls_token": "embeddings.class_embedding",
     "pos_embed": "embeddings.position_embedding",
@@ -40,7 +40,7 @@ _VISION = {
 
 
 class ImageReward(nn.Module):
-    """BLIP's vision transformer, its text encoder that attends to the picture, and the head."""
+    """BLIP's vision transformer, its text encoder with cross-attention to the image, and the head."""
 
     def __init__(self, vision: Any, text: Any, tokenizer: Any, prepare: Preprocessing) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class ImageReward(nn.Module):
         self._tokenizer, self._prepare = tokenizer, prepare
 
     def forward(self, image: list[Tensor], prompt: list[bytes]) -> dict[str, Tensor] | RowErrors:
-        """Pictures uint8 (height, width, 3), prompts UTF-8, to ``score`` (n,)."""
+        """Map images, uint8 (height, width, 3) each, and UTF-8 prompts to ``score`` (n,)."""
         texts = [text.decode("utf-8", "replace") for text in prompt]
         given = self._tokenizer(texts, padding=True, truncation=True, max_length=_TOKENS, return_tensors="pt")
         seen, wrong = self._prepare(image)
@@ -66,19 +66,20 @@ class ImageReward(nn.Module):
 
 
 def image_reward(weights: str = "", pixels: int = 1024 * 1024) -> ServedModel:
-    """ImageReward-v1.0: how well people would like a picture for its prompt.
+    """ImageReward-v1.0: predicts human preference for an image given its prompt.
 
     Args:
-        weights: a folder with ImageReward.pt as safetensors (docs/jurors.md has the command) and the tokenizer of
-            google-bert/bert-base-uncased.
-        pixels: of the largest picture.
+        weights: a folder with ImageReward.pt converted to safetensors (docs/jurors.md has the command) and the
+            tokenizer of google-bert/bert-base-uncased.
+        pixels: number of pixels of the largest image.
 
     Returns:
         Inputs ``image`` uint8 (-1, -1, 3) RGB and ``prompt`` text; output ``score`` float32 (), about -2 to 2.
 
     Raises:
-        FileNotFoundError: no weights there. ModuleNotFoundError: transformers is not installed.
-        ValueError: weights of another model.
+        FileNotFoundError: the weights were not found.
+        ModuleNotFoundError: transformers is not installed.
+        ValueError: the weights belong to another model.
     """
     folder = folder_of(weights, "image_reward", "*.safetensors", "vocab.txt")
     transformers = package("transformers", "image_reward", "jurors")
@@ -91,7 +92,7 @@ def image_reward(weights: str = "", pixels: int = 1024 * 1024) -> ServedModel:
     try:
         image_size = _patches(vision) * vision["patch_embed.proj.weight"].shape[-1]
         tokenizer = transformers.BertTokenizer.from_pretrained(folder, local_files_only=True)
-        # As upstream: torchvision's transform on pictures of Pillow's.
+        # As upstream: torchvision's transform on Pillow images.
         module = ImageReward(
             _vision(transformers, vision, image_size),
             _text(transformers, text, vision["cls_token"].shape[-1]),
@@ -113,7 +114,7 @@ def _part(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
 
 
 def _patches(vision: Mapping[str, Tensor]) -> int:
-    """Along one side of the picture."""
+    """Return the number of patches along one side of the image."""
     return int((vision["pos_embed"].shape[1] - 1) ** 0.5)
 
 
@@ -157,7 +158,7 @@ def _text(transformers: Any, tensors: Mapping[str, Tensor], vision_width: int) -
         max_position_embeddings=tensors["embeddings.position_embeddings.weight"].shape[0],
         hidden_act="gelu",
         layer_norm_eps=1e-12,
-        is_decoder=True,  # has the layers that attend to the picture; it is not called as one
+        is_decoder=True,  # adds the cross-attention layers; the model is not used as a decoder
     )
     from transformers.models.blip.modeling_blip_text import BlipTextModel
 

@@ -1,4 +1,4 @@
-"""Rewards that are measured, without weights: what is written in a picture, and how small its JPEG is."""
+"""Rewards computed without weights: the text in an image, and the size of its JPEG."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from jurybox.server.models import RowErrors, ServedModel
 
 Reader = Callable[[NDArray[np.uint8]], str]
 _PIXELS = 1024 * 1024
-_TIMEOUT = 30.0  # seconds for one picture
+_TIMEOUT = 30.0  # seconds that reading one image may take
 
 
 class _JpegSize(nn.Module):
@@ -40,18 +40,18 @@ class _JpegSize(nn.Module):
 
 
 def jpeg_size(quality: int = 95, per_kilobyte: float = -1 / 500, pixels: int = _PIXELS) -> ServedModel:
-    """How well a picture compresses: the size of its JPEG (Black et al., "Training Diffusion Models with RL", 2023).
+    """Image compressibility: the size of the JPEG (Black et al., "Training Diffusion Models with RL", 2023).
 
     Args:
-        quality: of the JPEG, 1 to 95.
-        per_kilobyte: what 1000 bytes count: DDPO's and Flow-GRPO's compressibility has -1/500, incompressibility 1.
-        pixels: of the largest picture.
+        quality: JPEG quality, 1 to 95.
+        per_kilobyte: score per 1000 bytes. In DDPO and Flow-GRPO, compressibility has -1/500, incompressibility 1.
+        pixels: number of pixels of the largest image.
 
     Returns:
         Input ``image`` uint8 (-1, -1, 3) RGB; outputs ``score`` and ``kilobytes`` (thousands of bytes), float32 ().
 
     Raises:
-        ValueError: a quality out of range.
+        ValueError: the quality is out of range.
     """
     if not 1 <= quality <= 95:
         raise ValueError(f"quality is {quality}: expected 1 to 95")
@@ -77,7 +77,7 @@ class _OcrMatch(nn.Module):
 
 
 def wanted(prompt: str) -> str:
-    """What a prompt wants to be written: what stands between its first quotation marks. Raises ValueError."""
+    """Return the text that a prompt asks for: that in its first pair of quotation marks. Raises ValueError."""
     found = re.search(r'"([^"]+)"', prompt)
     if found is None or not _letters(found[1]):
         raise ValueError('the prompt has nothing between quotation marks, expected such as: a sign that says "open"')
@@ -85,9 +85,9 @@ def wanted(prompt: str) -> str:
 
 
 def match(expected: str, read: str) -> float:
-    """1 where the text is there, else less by the share of letters that would have to change; never below 0.
+    """Return 1 if the expected text was read, else 1 - min(distance, length) / length, as in Flow-GRPO.
 
-    Spaces and case do not count. As Flow-GRPO's: 1 - min(distance, length) / length.
+    The distance is Levenshtein's, the length that of the expected text. Whitespace and case are ignored.
     """
     expected, read = _letters(expected), _letters(read)
     if expected in read:
@@ -100,7 +100,7 @@ def _letters(text: str) -> str:
 
 
 def _distance(one: str, other: str) -> int:
-    """Levenshtein's: insertions, deletions and replacements."""
+    """Return the Levenshtein distance: the number of insertions, deletions and substitutions."""
     row = list(range(len(other) + 1))
     for i, a in enumerate(one, 1):
         before, row[0] = row[0], i
@@ -110,7 +110,7 @@ def _distance(one: str, other: str) -> int:
 
 
 def tesseract(image: NDArray[np.uint8]) -> str:
-    """What the program tesseract reads. Raises OSError, subprocess.SubprocessError."""
+    """Return the text that the program tesseract reads. Raises OSError, subprocess.SubprocessError."""
     sink = io.BytesIO()
     Image.fromarray(image).save(sink, "PNG")
     command = ["tesseract", "stdin", "stdout", "--psm", "11"]
@@ -119,19 +119,20 @@ def tesseract(image: NDArray[np.uint8]) -> str:
 
 
 def ocr_match(reader: str = "tesseract", pixels: int = _PIXELS) -> ServedModel:
-    """Whether a picture has the text in it that its prompt puts between quotation marks.
+    """Text rendering: whether an image contains the text in quotation marks in its prompt.
 
     Args:
-        reader: "tesseract", the program, or "module:function" of your own: uint8 (height, width, 3) RGB in, the text
-            that is read out.
-        pixels: of the largest picture.
+        reader: "tesseract" for the program, or "module:function" for a function that maps an image, uint8 (height,
+            width, 3) RGB, to its text.
+        pixels: number of pixels of the largest image.
 
     Returns:
-        Inputs ``image`` uint8 (-1, -1, 3) RGB and ``prompt`` text; output ``score`` float32 (), 0 to 1. A prompt
-        without quotation marks fails alone, and so does a picture that cannot be read.
+        Inputs ``image`` uint8 (-1, -1, 3) RGB and ``prompt`` text; output ``score`` float32 (), 0 to 1. If a prompt has
+        no quotation marks, or an image cannot be read, only that row fails.
 
     Raises:
-        FileNotFoundError: tesseract is not installed. ValueError: reader is neither.
+        FileNotFoundError: tesseract is not installed.
+        ValueError: reader is neither "tesseract" nor "module:function".
     """
     if reader == "tesseract":
         if shutil.which("tesseract") is None:

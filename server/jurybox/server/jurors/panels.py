@@ -1,4 +1,4 @@
-"""Model factories for configurations: the panel, and each of its criteria."""
+"""Model factories for configurations: the panel and each of its criteria."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from jurybox.server.jurors.criteria import CRITERIA, Colour, Criterion, Exposure
 from jurybox.server.models import ServedModel
 
 _SEED = 20120
-# Chroma varies about a third as much as luma in photographs of everyday scenes.
+# In photographs of everyday scenes, chroma varies about a third as much as luma.
 _CHROMA = 0.3
 
 
 def example_images(rows: int, size: int) -> Tensor:
-    """Coloured noise with the 1/f amplitude spectrum of natural scenes (D. J. Field, JOSA A 4(12), 1987).
+    """Generate noise with the 1/f amplitude spectrum of natural scenes (D. J. Field, JOSA A 4(12), 1987).
 
-    A constant image is the degenerate case of every statistic that the jurors take, so zeros would neither exercise
-    nor check them. The same call gives the same images.
+    A constant image is a degenerate case of all the jurors' statistics, so zeros would neither exercise nor check them.
+    The same arguments give the same images.
 
     Returns:
         uint8 (rows, size, size, 3).
@@ -31,7 +31,7 @@ def example_images(rows: int, size: int) -> Tensor:
     noise = torch.randn(rows, 3, size, size, generator=generator)
     down, across = torch.fft.fftfreq(size), torch.fft.rfftfreq(size)
     frequency = torch.sqrt(down[:, None] ** 2 + across[None, :] ** 2)
-    # The mean belongs to the brightness set below, not to the texture.
+    # The texture has mean 0; the brightness is set below.
     amplitude = torch.where(frequency > 0, 1 / frequency.clamp(min=1 / size), 0.0)
     texture = torch.fft.irfft2(torch.fft.rfft2(noise) * amplitude, s=(size, size))
     texture = texture / texture.std(dim=(-2, -1), keepdim=True)
@@ -45,8 +45,11 @@ class Panel(nn.Module):
     """Weighted mean of the criteria's marks.
 
     Args:
-        weights: one weight for every criterion's name, none negative, not all zero. Only their proportions count. A
-            criterion of weight 0 is still marked, for whoever wants to watch it.
+        weights: a weight for each criterion's name; non-negative, at least one above 0. Only their proportions matter.
+            The mark of a criterion with weight 0 is still returned, for monitoring.
+
+    Raises:
+        ValueError: the weights' names or values are invalid.
     """
 
     weights: Tensor
@@ -65,14 +68,14 @@ class Panel(nn.Module):
         self.register_buffer("weights", values / values.sum())
 
     def forward(self, image: Tensor) -> dict[str, Tensor]:
-        """Marks of a batch.
+        """Compute the marks of a batch.
 
         Args:
             image: (n, height, width, 3) RGB, uint8 or floating point on the same 0..255 scale.
 
         Returns:
-            ``score`` and then one mark per criterion, float32 (n,) each, 0 (bad) to 1 (good). Differentiable in a
-            floating-point image.
+            ``score`` and then one mark per criterion, float32 (n,) each, 0 (bad) to 1 (good). Differentiable with
+            respect to a floating-point image.
         """
         parts = [self._marks(rows) for rows in slices(image)]
         marks = {
@@ -91,7 +94,7 @@ class Panel(nn.Module):
         return marks
 
 
-# Sharpness compares octaves up to the fourth, BRISQUE wants 16 pixels at half resolution.
+# Sharpness compares octaves up to the fourth; BRISQUE needs 16 pixels at half resolution.
 _SMALLEST_SIZE = 32
 
 
@@ -102,21 +105,21 @@ def panel(
     colour: float = 1.0,
     sharpness: float = 1.0,
 ) -> ServedModel:
-    """The panel.
+    """The panel: the weighted mean of the criteria's marks.
 
     Args:
         size: height and width of an image in pixels, at least 32.
-        naturalness: weight of BRISQUE's mark in ``score``; the others likewise. Only proportions count.
-        exposure: weight of light.
+        naturalness: weight of BRISQUE's mark in ``score``. Only the weights' proportions matter.
+        exposure: weight of exposure.
         colour: weight of colour.
-        sharpness: weight of not being over-sharpened.
+        sharpness: weight of the mark for not being over-sharpened.
 
     Returns:
         Input ``image`` uint8 (size, size, 3) RGB; outputs ``score``, then ``naturalness``, ``exposure``, ``colour``
         and ``sharpness``, each float32 (), 0 (bad) to 1 (good).
 
     Raises:
-        ValueError: for a size or weight out of range, with what was expected.
+        ValueError: the size or a weight is out of range.
     """
     weights = {"naturalness": naturalness, "exposure": exposure, "colour": colour, "sharpness": sharpness}
     return _served(lambda: Panel(weights), size, ("score", *weights))

@@ -1,7 +1,7 @@
-"""A juror that was trained from rankings, and the jury of it and the panel's criteria.
+"""A juror trained from rankings, and the jury, which combines it with the panel's criteria.
 
-How it was trained, on which photographs, and how often it ranks held-out ones rightly stands in ``docs/photo.md``; the
-weights beside this file are made by ``python -m jurybox.training.recipes.photo_ranking train``.
+``docs/photo.md`` describes how it was trained, on which photographs, and how often it ranks held-out ones correctly.
+``python -m jurybox.training.recipes.photo_ranking train`` created the weights next to this file.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ from jurybox.server.models import ServedModel
 
 WEIGHTS = Path(__file__).with_name("ranked.safetensors")
 _SIDE = 384
-_AT_ONCE = 4  # images; more leave the cache
+_AT_ONCE = 4  # images processed at once; more exceed a CPU's caches
 _QUANTILES = (0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99)
-_BINS = 8  # of a right angle
+_BINS = 8  # bins per right angle
 _BANDS = 4
-_SLANTS = 30  # one degree each, around the upright and around the level
+_SLANTS = 30  # bins of one degree around the vertical, and as many around the horizontal
 SLANTS = slice(7 * 7 + 7 + 7 + 3 + 3 + 6 + 10 + 8 + 3 * _BANDS, None)
 STATISTICS = SLANTS.start + 2 * _SLANTS
-_FARTHEST = 4.0  # a distance that is worth nothing
-_PER_DEGREE = 0.04  # score
+_FARTHEST = 4.0  # the distance at which the score is 0
+_PER_DEGREE = 0.04  # score subtracted per degree of tilt
 
 
 class Ranker(nn.Module):
-    """A small network over statistics of a picture: how far it is expected to be from the photograph it was made of."""
+    """A small network that predicts, from statistics of an image, its distance from the undamaged photograph."""
 
     mean: Tensor
     deviation: Tensor
 
     def __init__(self) -> None:
         super().__init__()
-        # Of the statistics, over the pictures of the training: set there.
+        # Mean and standard deviation of the statistics of the training images; set by the training.
         self.register_buffer("mean", torch.zeros(STATISTICS))
         self.register_buffer("deviation", torch.ones(STATISTICS))
         self.far = nn.Sequential(
@@ -50,27 +50,28 @@ class Ranker(nn.Module):
         self.slant = nn.Sequential(nn.Linear(2 * _SLANTS, 32), nn.Tanh(), nn.Dropout(0.3), nn.Linear(32, 1))
 
     def distance(self, found: Tensor) -> Tensor:
-        """The expected distance, float32 (n,), of statistics (n, STATISTICS).
+        """Predict the distance, float32 (n,), from statistics (n, STATISTICS).
 
-        The mean of log(1 + CIEDE2000) and log(1 + root-mean-square error in percent): 0 for an untouched photograph.
+        It is the mean of log(1 + CIEDE2000) and log(1 + root-mean-square error in percent): 0 for an unedited
+        photograph.
         """
         far: Tensor = self.far(self._scaled(found)).squeeze(1)
         return far
 
     def tilt(self, found: Tensor) -> Tensor:
-        """The expected tilt, degrees counter-clockwise; of a mirrored picture exactly the opposite."""
+        """Predict the tilt, float32 (n,), in degrees counter-clockwise. Mirroring an image exactly negates it."""
         slants = self._scaled(found)[:, SLANTS]
         mirrored = slants.reshape(-1, 2, _SLANTS).flip(2).flatten(1)
         tilts: Tensor = self.slant(slants) - self.slant(mirrored)
         return tilts.squeeze(1)
 
     def rank(self, found: Tensor) -> Tensor:
-        """``score``, float32 (n,), of statistics (n, STATISTICS)."""
+        """Compute ``score``, float32 (n,), from statistics (n, STATISTICS)."""
         score = 1.0 - self.distance(found) / _FARTHEST - _PER_DEGREE * self.tilt(found).abs()
-        return F.softplus(score, beta=20.0)  # above 0, and ranked there, too
+        return F.softplus(score, beta=20.0)  # positive, and unlike clamping it keeps the order of low scores
 
     def forward(self, image: Tensor) -> dict[str, Tensor]:
-        """``score``, float32 (n,), of images (n, 384, 384, 3) RGB, uint8 or floating point on the same scale."""
+        """Compute ``score``, float32 (n,), of images (n, 384, 384, 3) RGB, uint8 or floating point, 0..255."""
         return {"score": torch.cat([self.rank(statistics(part)) for part in torch.split(image, _AT_ONCE)])}
 
     def _scaled(self, found: Tensor) -> Tensor:
@@ -78,15 +79,17 @@ class Ranker(nn.Module):
 
 
 def statistics(image: Tensor) -> Tensor:
-    """What the ranker looks at: float32 (n, STATISTICS), of images as in `Ranker.forward`.
+    """Compute the ranker's inputs, float32 (n, STATISTICS), of images as in `Ranker.forward`.
 
-    - quantiles, mean and deviation of red, green, blue, luma, of the least and the most of the three, and of chroma, at
-      48 pixels; what is clipped at either end;
-    - the cast of the less coloured half (grey-world assumption, without the colours that belong there);
-    - log amplitudes of the details of six octaves, noise, and steps between blocks of 8 pixels over all (JPEG);
-    - the edges' directions, modulo a right angle, in eight bins;
-    - mean colours of four bands, from the top to the bottom: where the sky is;
-    - the directions of clear edges within 15 degrees of the upright and of the level, by the degree.
+    - quantiles, mean and standard deviation of red, green, blue, luma, the minimum and maximum of the three channels,
+      and chroma, at 48 x 48 pixels; the shares of clipped values at either end;
+    - the colour cast of all pixels, and of the less colourful half (the grey-world assumption, restricted to pixels
+      that are likely to be neutral);
+    - log amplitudes of the details of six octaves, noise, and the ratio of the steps between blocks of 8 pixels to all
+      steps (JPEG);
+    - the directions of edges, modulo a right angle, in eight bins;
+    - mean colours of four horizontal bands from top to bottom, which show where the sky is;
+    - the directions of clear edges within 15 degrees of the vertical and of the horizontal, in bins of one degree.
     """
     pixels = image.permute(0, 3, 1, 2).float() / 255.0
     small = F.avg_pool2d(pixels, 4)
@@ -131,9 +134,9 @@ def _details(luma: Tensor) -> Tensor:
     for _ in range(6):
         level = F.avg_pool2d(level, 2)
         energies.append(level.square().mean((1, 2, 3)))
-    # Averaging 2 x 2 pixels is an orthogonal Haar step, so what it loses is the energy of that octave's detail.
+    # Averaging 2 x 2 pixels is an orthogonal Haar step, so the energy it removes is that of the octave's detail.
     found = [0.5 * ((finer - coarser).clamp(min=0) + 1e-6).log() for finer, coarser in pairwise(energies)]
-    rows = luma[:, 0, ::4]  # every fourth row tells enough of the noise
+    rows = luma[:, 0, ::4]  # every fourth row is enough to estimate the noise
     bent = (rows[..., 2:] - 2 * rows[..., 1:-1] + rows[..., :-2]).abs().flatten(1)[:, ::4]
     ordered = bent.sort(dim=1).values
     found += [(ordered[:, round(share * (bent.shape[1] - 1))] + 1e-3).log() for share in (0.2, 0.5, 0.9)]
@@ -147,7 +150,7 @@ def _directions(small: Tensor, weights: Tensor) -> Tensor:
     right = luma[:, 1:-1, 2:] - luma[:, 1:-1, :-2]
     down = luma[:, 2:, 1:-1] - luma[:, :-2, 1:-1]
     strength = torch.hypot(right, down).flatten(1)
-    # A bin's middle lies on the upright, so that a small tilt to either side leaves it.
+    # The vertical is in the middle of a bin, so that a small tilt to either side has the same effect.
     angle = torch.atan2(down, right).flatten(1) * (4 * _BINS / (2 * math.pi)) + 0.5
     bins = angle.floor().long() % _BINS
     shares = strength.new_zeros((len(small), _BINS)).scatter_add_(1, bins, strength)
@@ -160,7 +163,7 @@ def _slants(luma: Tensor) -> Tensor:
         smooth = F.avg_pool2d(smooth, 3, 1)
     right = smooth[..., 1:-1, 2:] - smooth[..., 1:-1, :-2]
     down = smooth[..., 2:, 1:-1] - smooth[..., :-2, 1:-1]
-    # The structure tensor: one direction for each surrounding, and how far all there agree on it.
+    # The structure tensor: the main direction of each neighbourhood, and how strongly its gradients agree on it.
     products = torch.cat((right * right, down * down, right * down), dim=1)
     across, along, both = F.avg_pool2d(F.avg_pool2d(products, 5, 1), 5, 2).flatten(2).unbind(1)
     total = across + along
@@ -209,14 +212,14 @@ def ranked(trained: bool = True, weights: str | None = None) -> ServedModel:
     """The ranked juror alone.
 
     Args:
-        trained: False makes random weights, to be trained.
-        weights: a file of ``photo_ranking train``; those that ship when None.
+        trained: False creates random weights, for training.
+        weights: a file written by ``photo_ranking train``; None: the weights that ship with Jurybox.
 
     Returns:
         Input ``image`` uint8 (384, 384, 3) RGB; output ``score`` float32 (), 0 (bad) to 1 (good).
 
     Raises:
-        ValueError: no such file, or its weights are of something else.
+        ValueError: the file was not found, or its weights do not match.
     """
     return _served(_trained(weights) if trained else Ranker(), ("score",))
 
@@ -225,15 +228,15 @@ def jury(share: float = 0.9, weights: str | None = None) -> ServedModel:
     """The ranked juror and the panel together.
 
     Args:
-        share: of the ranked juror's mark in ``score``, 0 to 1; the rest is the panel's.
-        weights: of the ranked juror, as in `ranked`.
+        share: share of the ranked juror's mark in ``score``, 0 to 1; the rest is the panel's.
+        weights: weights of the ranked juror, as in `ranked`.
 
     Returns:
         Input ``image`` uint8 (384, 384, 3) RGB; outputs ``score``, ``ranked`` and the panel's ``naturalness``,
         ``exposure``, ``colour`` and ``sharpness``, each float32 (), 0 (bad) to 1 (good).
 
     Raises:
-        ValueError: a share out of range; weights as in `ranked`.
+        ValueError: the share is out of range; the weights, as in `ranked`.
     """
     if not 0.0 <= share <= 1.0:
         raise ValueError(f"share is {share}: expected 0 to 1")

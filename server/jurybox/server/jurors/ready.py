@@ -1,8 +1,8 @@
 """Reward models that trainers of image and language models use, from weights on disk.
 
-CLIP score, PickScore, HPSv2, LAION's aesthetic predictor, and sequence-classification reward models. Nothing is
-downloaded at run time, and weights are safetensors. What is done to a picture before a model sees it, filter, crop and
-normalisation, is what the model's own code does: docs/jurors.md has it side by side.
+CLIP score, PickScore, HPSv2, LAION's aesthetic predictors, and sequence-classification reward models. Nothing is
+downloaded at run time, and weights are safetensors. Images are preprocessed (filter, crop and normalisation) as in each
+model's own code; docs/jurors.md has a comparison.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ from jurybox.server.models import RowErrors, ServedModel
 
 _CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 _CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
-_TEXT = 8192  # bytes of a prompt
-_PIXELS = 1024 * 1024  # of the largest picture
-_LONGEST = 32  # times the shorter side: to make that as long as a model wants it takes memory as the square of it
+_TEXT = 8192  # bytes of the longest prompt
+_PIXELS = 1024 * 1024  # number of pixels of the largest image
+_LONGEST = 32  # limit of the ratio of an image's sides: a resized image takes memory in proportion to this ratio
 SCORE = {"score": TensorSpec("float32", finite=True)}
 
 
 @dataclass(frozen=True, slots=True)
 class Preprocessing:
-    """What becomes of a picture before a CLIP-like model sees it.
+    """The preprocessing of images for a CLIP-like model.
 
     Attributes:
-        size: of the square that the model takes, in pixels.
-        filter: "pillow": Pillow's bicubic filter on bytes; "tensor": torch's on floating point, not rounded in between;
-            "tensor-aliased": the same without antialiasing.
-        fit: "crop": the shorter side becomes `size`, and the middle is cut out; "squash": both sides become `size`.
-        half: where the middle is where an odd number of pixels is cut off: "down" as in transformers, "even" as in
-            torchvision.
-        mean, std: of each channel, of values 0 to 1.
+        size: side of the model's square input in pixels.
+        filter: "pillow": Pillow's bicubic filter on bytes; "tensor": torch's on floating point, without rounding to
+            bytes; "tensor-aliased": the same without antialiasing.
+        fit: "crop": resize the shorter side to `size` and crop the center; "squash": resize both sides to `size`.
+        half: rounding of the crop's offset if an odd number of pixels is cut off: "down" as in transformers, "even" as
+            in torchvision.
+        mean, std: mean and standard deviation of each channel, for values from 0 to 1.
     """
 
     size: int = 224
@@ -54,7 +54,14 @@ class Preprocessing:
     std: tuple[float, ...] = _CLIP_STD
 
     def __call__(self, images: Sequence[Tensor]) -> tuple[Tensor, dict[int, str]]:
-        """uint8 (height, width, 3) each, to float32 (n, 3, size, size) on the CPU; and which cannot be, and why."""
+        """Preprocess images.
+
+        Args:
+            images: uint8 (height, width, 3) each.
+
+        Returns:
+            float32 (n, 3, size, size) on the CPU, and the reasons of the images that cannot be processed, by index.
+        """
         expected = f"expected one at most {_LONGEST} times as long as wide"
         wrong = {
             i: f"a picture of {image.shape[1]} x {image.shape[0]} pixels, {expected}"
@@ -71,7 +78,7 @@ class Preprocessing:
         shorter = min(height, width)
         if self.fit == "squash":
             to = (self.size, self.size)
-        else:  # the longer side is rounded down, by both libraries
+        else:  # both libraries round the longer side down
             to = (int(self.size * height / shorter), int(self.size * width / shorter))
         if self.filter == "pillow":
             whole = Image.fromarray(image.cpu().numpy())
@@ -91,7 +98,11 @@ class Preprocessing:
 
 
 def _preprocessing(folder: Path) -> Preprocessing:
-    """As transformers' file in the folder says; CLIP's own without it. Raises ValueError."""
+    """Return the preprocessing described by the folder's preprocessor_config.json; without the file, CLIP's.
+
+    Raises:
+        ValueError: it describes something that is not supported.
+    """
     file = folder / "preprocessor_config.json"
     if not file.is_file():
         return Preprocessing()
@@ -108,12 +119,12 @@ def _preprocessing(folder: Path) -> Preprocessing:
 
 
 def plain_json(value: Any) -> str:
-    """A short text of a setting, for messages."""
+    """Return a setting as a short text for messages."""
     return json.dumps(value)[:200]
 
 
 def package(name: str, juror: str, extra: str) -> Any:
-    """A package that is not there in every installation. Raises ModuleNotFoundError, which says how to get it."""
+    """Import an optional package. Raises ModuleNotFoundError with instructions for its installation."""
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
@@ -125,7 +136,7 @@ def package(name: str, juror: str, extra: str) -> Any:
 
 
 def precision(dtype: str) -> torch.dtype:
-    """The dtype that a model computes in. Raises ValueError for another."""
+    """Return the torch dtype of this name. Raises ValueError if it is not supported."""
     known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
     if dtype not in known:
         raise ValueError(f"dtype is {dtype!r}: expected one of {', '.join(known)}")
@@ -133,7 +144,7 @@ def precision(dtype: str) -> torch.dtype:
 
 
 def folder_of(weights: str, juror: str, *files: str) -> Path:
-    """The folder of weights. Raises FileNotFoundError, which says what is expected in it."""
+    """Return the folder of weights. Raises FileNotFoundError, listing the expected files, if one is missing."""
     expected = ", ".join(files)
     how = f"expected a folder with {expected}: docs/jurors.md shows how to get it. Nothing is downloaded at run time"
     if not weights:
@@ -146,22 +157,22 @@ def folder_of(weights: str, juror: str, *files: str) -> Path:
 
 
 def answer(score: Tensor, wrong: dict[int, str]) -> dict[str, Tensor] | RowErrors:
-    """What a module gives: scores, and the rows that have none."""
+    """Return a module's answer: the scores, and the errors of the rows that have none."""
     outputs = {"score": score.float()}
     return RowErrors(wrong, outputs) if wrong else outputs
 
 
 def image_input(pixels: int) -> TensorSpec:
-    """Pictures of any size up to so many pixels."""
+    """Return the spec of images of any size up to this number of pixels."""
     return TensorSpec("uint8", (-1, -1, 3), capacity=3 * pixels)
 
 
 # ----
-# CLIP, by transformers: CLIP score and PickScore are one sum, scaled differently.
+# CLIP, from transformers: CLIP score and PickScore are the same cosine, scaled differently.
 
 
 class Similarity(nn.Module):
-    """How well pictures fit their prompts: the cosine of CLIP's embeddings, scaled."""
+    """The scaled cosine similarity of the CLIP embeddings of images and their prompts."""
 
     def __init__(
         self,
@@ -176,7 +187,7 @@ class Similarity(nn.Module):
         self._tokens, self._prepare, self._scale, self._divide_by = tokens, prepare, scale, divide_by
 
     def forward(self, image: list[Tensor], prompt: list[bytes]) -> dict[str, Tensor] | RowErrors:
-        """Pictures uint8 (height, width, 3), prompts UTF-8, to ``score`` (n,)."""
+        """Map images, uint8 (height, width, 3) each, and UTF-8 prompts to ``score`` (n,)."""
         given = self._tokens([text.decode("utf-8", "replace") for text in prompt])
         device = next(self.clip.parameters()).device
         seen, wrong = self._prepare(image)
@@ -194,7 +205,7 @@ def _similarity(juror: str, weights: str, scale: float, divide_by: float, pixels
     longest = int(clip.config.text_config.max_position_embeddings)
 
     def tokens(prompts: list[str]) -> Any:
-        # Longer prompts are cut off: CLIP has no place for more, and its own code does the same.
+        # Longer prompts are truncated: CLIP has no more positions, and its own code does the same.
         return tokenizer(prompts, padding=True, truncation=True, max_length=longest, return_tensors="pt")
 
     module = Similarity(clip.float().eval(), tokens, _preprocessing(folder), scale, divide_by)
@@ -203,36 +214,38 @@ def _similarity(juror: str, weights: str, scale: float, divide_by: float, pixels
 
 
 def clip_score(weights: str = "", scale: float = 1.0, pixels: int = _PIXELS) -> ServedModel:
-    """CLIP score: the cosine of a picture's and its prompt's embeddings.
+    """CLIP score: the cosine similarity of the embeddings of an image and its prompt.
 
     Args:
-        weights: a folder with a CLIP model in transformers' form, such as openai/clip-vit-large-patch14.
-        scale: what the cosine is multiplied with: 100 gives torchmetrics' numbers, 0 stands for the model's own factor.
-        pixels: of the largest picture.
+        weights: a folder with a CLIP model in transformers' format, such as openai/clip-vit-large-patch14.
+        scale: factor of the cosine: 100 gives the numbers of torchmetrics; 0 means the model's own factor.
+        pixels: number of pixels of the largest image.
 
     Returns:
         Inputs ``image`` uint8 (-1, -1, 3) RGB and ``prompt`` text; output ``score`` float32 ().
 
     Raises:
-        FileNotFoundError: no weights there. ModuleNotFoundError: transformers is not installed.
+        FileNotFoundError: the weights were not found.
+        ModuleNotFoundError: transformers is not installed.
     """
     return _similarity("clip_score", weights, scale, 1.0, pixels)
 
 
 def pick_score(weights: str = "", divide_by: float = 1.0, pixels: int = _PIXELS) -> ServedModel:
-    """PickScore (Kirstain et al., "Pick-a-Pic", NeurIPS 2023): CLIP fine-tuned on which of two pictures people took.
+    """PickScore (Kirstain et al., "Pick-a-Pic", NeurIPS 2023): CLIP fine-tuned on people's choices between two images.
 
     Args:
         weights: a folder with yuvalkirstain/PickScore_v1, and the tokenizer and preprocessor_config.json of
             laion/CLIP-ViT-H-14-laion2B-s32B-b79K.
-        divide_by: 26 gives Flow-GRPO's numbers, about 0 to 1.
-        pixels: of the largest picture.
+        divide_by: divisor of the score; 26 gives the numbers of Flow-GRPO, about 0 to 1.
+        pixels: number of pixels of the largest image.
 
     Returns:
         Inputs ``image`` uint8 (-1, -1, 3) RGB and ``prompt`` text; output ``score`` float32 (), about 15 to 26.
 
     Raises:
-        FileNotFoundError: no weights there. ModuleNotFoundError: transformers is not installed.
+        FileNotFoundError: the weights were not found.
+        ModuleNotFoundError: transformers is not installed.
         ValueError: divide_by is 0.
     """
     if not divide_by:
@@ -241,7 +254,7 @@ def pick_score(weights: str = "", divide_by: float = 1.0, pixels: int = _PIXELS)
 
 
 # ----
-# HPSv2, by open_clip.
+# HPSv2, with open_clip.
 
 
 class _OpenClip(nn.Module):
@@ -264,15 +277,17 @@ def hpsv2(weights: str = "", antialias: bool = True, pixels: int = _PIXELS) -> S
     Args:
         weights: a folder with the checkpoint as safetensors (docs/jurors.md has the command). An
             open_clip_config.json in it describes a model other than ViT-H-14.
-        antialias: as hpsv2 with torchvision 0.17 and later; False as before, when its filter was not antialiased.
-        pixels: of the largest picture.
+        antialias: True: resize like hpsv2 with torchvision 0.17 and later; False: as with earlier releases, whose
+            filter was not antialiased.
+        pixels: number of pixels of the largest image.
 
     Returns:
         Inputs ``image`` uint8 (-1, -1, 3) RGB and ``prompt`` text; output ``score`` float32 (), about 0.2 to 0.35.
 
     Raises:
-        FileNotFoundError: no weights there. ModuleNotFoundError: open_clip is not installed.
-        RuntimeError: weights of another model.
+        FileNotFoundError: the weights were not found.
+        ModuleNotFoundError: open_clip is not installed.
+        RuntimeError: the weights belong to another model.
     """
     folder = folder_of(weights, "hpsv2", "*.safetensors")
     open_clip = package("open_clip", "hpsv2", "jurors")
@@ -287,7 +302,7 @@ def hpsv2(weights: str = "", antialias: bool = True, pixels: int = _PIXELS) -> S
         tensors |= load_file(file)
     clip.load_state_dict(tensors)
     size = int(config["vision_cfg"]["image_size"])
-    # hpsv2 resizes after it has made a tensor of the picture, other than open_clip itself.
+    # Unlike open_clip, hpsv2 converts the image to a tensor before it resizes it.
     prepare = Preprocessing(size, "tensor" if antialias else "tensor-aliased", half="even")
     tokenizer = open_clip.SimpleTokenizer(context_length=int(config["text_cfg"].get("context_length", 77)))
     inputs = {"image": image_input(pixels), "prompt": TensorSpec("bytes", capacity=_TEXT)}
@@ -295,7 +310,7 @@ def hpsv2(weights: str = "", antialias: bool = True, pixels: int = _PIXELS) -> S
 
 
 # ----
-# LAION's aesthetic predictors: a head on CLIP's embedding of the picture.
+# LAION's aesthetic predictors: a head on CLIP's image embedding.
 
 
 class _Aesthetic(nn.Module):
@@ -313,19 +328,21 @@ class _Aesthetic(nn.Module):
 
 
 def aesthetic_v1(weights: str = "", pixels: int = _PIXELS) -> ServedModel:
-    """LAION's aesthetic predictors on CLIP ViT-L/14: V1's linear head, or the "improved" one of five layers.
+    """LAION's aesthetic predictors on CLIP ViT-L/14: V1's linear head, or the "improved" head of five layers.
 
     Args:
-        weights: a folder with CLIP in transformers' form (openai/clip-vit-large-patch14) and head/head.safetensors: of
-            V1 ``weight`` and ``bias`` (sa_0_4_vit_l_14_linear.pth), of the improved one ``layers.0.weight`` and so on.
-        pixels: of the largest picture.
+        weights: a folder with CLIP in transformers' format (openai/clip-vit-large-patch14) and head/head.safetensors.
+            V1's head has ``weight`` and ``bias`` (sa_0_4_vit_l_14_linear.pth), the improved one ``layers.0.weight`` and
+            so on.
+        pixels: number of pixels of the largest image.
 
     Returns:
         Input ``image`` uint8 (-1, -1, 3) RGB; output ``score`` float32 (), about 1 to 10.
 
     Raises:
-        FileNotFoundError: no weights there. ModuleNotFoundError: transformers is not installed.
-        ValueError: a head of another kind.
+        FileNotFoundError: the weights were not found.
+        ModuleNotFoundError: transformers is not installed.
+        ValueError: the head is of another kind.
     """
     folder = folder_of(weights, "aesthetic_v1", "config.json", "*.safetensors", "head/head.safetensors")
     transformers = package("transformers", "aesthetic_v1", "jurors")
@@ -344,7 +361,7 @@ def aesthetic_v1(weights: str = "", pixels: int = _PIXELS) -> ServedModel:
             raise ValueError(
                 f"head.safetensors has {', '.join(sorted(tensors))}: expected weight and bias, or layers.*"
             )
-        layers: list[nn.Module] = [nn.Identity() for _ in range(max(sizes) + 1)]  # dropout acts in training alone
+        layers: list[nn.Module] = [nn.Identity() for _ in range(max(sizes) + 1)]  # dropout acts only in training
         for number, (out, into) in sizes.items():
             layers[number] = nn.Linear(into, out)
         head = nn.Sequential(*layers)
@@ -386,25 +403,27 @@ class _TextReward(nn.Module):
     def _tokens(self, prompt: str, response: str) -> list[int]:
         chat = [{"role": "user", "content": prompt}, {"role": "assistant", "content": response}]
         text = self._tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=False)
-        # The template has written the special tokens already.
+        # The template already contains the special tokens.
         return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 def text_reward(weights: str = "", dtype: str = "float32", max_length: int = 4096, text: int = 65536) -> ServedModel:
-    """A sequence-classification reward model with a chat template, such as Skywork-Reward-V2 or a model of TRL's.
+    """A sequence-classification reward model with a chat template, such as Skywork-Reward-V2 or a model trained by TRL.
 
     Args:
-        weights: a folder in transformers' form: config.json, safetensors, a tokenizer with a chat template.
+        weights: a folder in transformers' format: config.json, safetensors, a tokenizer with a chat template.
         dtype: "float32", "bfloat16" or "float16".
-        max_length: tokens. A longer conversation fails alone: the score of one that is cut off would be another's.
+        max_length: maximum number of tokens. If a conversation is longer, only that row fails; it is not truncated,
+            because the score would be that of another text.
         text: bytes of the longest prompt, and of the longest response.
 
     Returns:
         Inputs ``prompt`` and ``response``, text; output ``score`` float32 (), the model's first logit.
 
     Raises:
-        FileNotFoundError: no weights there. ModuleNotFoundError: transformers is not installed.
-        ValueError: the tokenizer has no chat template or no token to pad with.
+        FileNotFoundError: the weights were not found.
+        ModuleNotFoundError: transformers is not installed.
+        ValueError: the tokenizer has no chat template or no padding token, or the dtype is unknown.
     """
     folder = folder_of(weights, "text_reward", "config.json", "*.safetensors", "tokenizer*.json")
     transformers = package("transformers", "text_reward", "jurors")
@@ -416,7 +435,7 @@ def text_reward(weights: str = "", dtype: str = "float32", max_length: int = 409
     model = kind.from_pretrained(folder, local_files_only=True, use_safetensors=True).to(computed).eval()
     if tokenizer.pad_token_id is None:
         raise ValueError(f"the tokenizer in {weights} has no pad_token: set one in its tokenizer_config.json")
-    # The model finds each row's last token by it.
+    # The model uses it to find the last token of each row.
     model.config.pad_token_id = tokenizer.pad_token_id
     inputs = {name: TensorSpec("bytes", capacity=text) for name in ("prompt", "response")}
     return ServedModel(_TextReward(model, tokenizer, max_length), inputs, SCORE)

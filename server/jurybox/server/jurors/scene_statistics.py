@@ -5,8 +5,8 @@ Transactions on Image Processing 21(12), 2012. Locally normalised luminance (MSC
 follows a generalised Gaussian, the products of neighbours an asymmetric one; distortions change their shape.
 
 The details follow the convention that the published regressor was trained with (the C++ release of the paper's
-authors): replicated borders, bicubic halving without low-pass filter, strictly positive and strictly negative
-samples counted apart, products beyond the border counted as zeros.
+authors): replicated borders, bicubic halving without a low-pass filter, strictly positive and strictly negative
+samples counted separately, products beyond the border counted as zeros.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from torch import Tensor, nn
 
 _RADIUS = 3
 _SIGMA = 7 / 6
-# On a 0..255 scale; the paper's C, which keeps flat regions from dividing by zero.
+# The paper's C, on a 0..255 scale; it prevents a division by zero in flat regions.
 _STABILISER = 1.0
-# OpenCV's bicubic kernel (a = -0.75) half way between two samples, which is where halving puts every output.
+# OpenCV's bicubic kernel (a = -0.75) halfway between two samples, which is the position of every output of halving.
 _HALVING = (19 / 32, -3 / 32)
 # float32 leaves about 3e-5 of rounding noise in the MSCN of a flat region; its sign must not be counted.
 _DEAD_ZONE = 1e-4
@@ -30,7 +30,7 @@ _TABLE_SIZE = 16384
 
 
 class SceneStatistics(nn.Module):
-    """Shapes and scales of MSCN coefficients and of their neighbours' products, at two scales."""
+    """Shapes and scales of MSCN coefficients and of products of neighbouring coefficients, at two scales."""
 
     shape_of_ratio: Tensor
 
@@ -44,7 +44,7 @@ class SceneStatistics(nn.Module):
         self.register_buffer("shape_of_ratio", _inverse_table(self._ratios), persistent=False)
 
     def forward(self, luma: Tensor) -> Tensor:
-        """Features of a batch.
+        """Compute the features of a batch.
 
         Args:
             luma: float32 (n, height, width), 0..255; height and width at least 16.
@@ -52,7 +52,10 @@ class SceneStatistics(nn.Module):
         Returns:
             float32 (n, 36): at full and then at half resolution the shape and variance of the MSCN coefficients,
             and for the horizontal, vertical, main- and secondary-diagonal products shape, mean, left and right
-            variance. Finite for every finite input, constant images included.
+            variance. Finite for every finite input, including constant images.
+
+        Raises:
+            ValueError: the images are smaller than 16 x 16.
         """
         if min(luma.shape[-2:]) < 16:
             raise ValueError(f"image of {luma.shape[-2]} x {luma.shape[-1]} pixels: expected at least 16 x 16")
@@ -60,13 +63,13 @@ class SceneStatistics(nn.Module):
         centred = luma - 128.0
         moments = torch.stack((*self._moments(centred), *self._moments(halve(centred))), dim=-1)
         shape, mean, left, right = self._fit(moments.view(5, -1, 2, 5))
-        # Per scale: the MSCN coefficients give shape and variance, each of the four products all parameters.
+        # Per scale: shape and variance of the MSCN coefficients, and all parameters of each of the four products.
         mscn = torch.stack((shape[..., 0], (left[..., 0] + right[..., 0]) / 2), dim=-1)
         products = torch.stack((shape, mean, left, right), dim=-1)[..., 1:, :]
         return torch.cat((mscn, products.flatten(-2)), dim=-1).flatten(1)
 
     def _moments(self, luma: Tensor) -> list[Tensor]:
-        """Moments of the MSCN coefficients and of their four products, each (5, n)."""
+        """Compute moments of the MSCN coefficients and of their four products, (5, n) each."""
         mscn = self._normalise(luma)
         total = mscn[0].numel()
         pairs = (
@@ -81,8 +84,8 @@ class SceneStatistics(nn.Module):
         padded = F.pad(luma.unsqueeze(1), (_RADIUS,) * 4, mode="replicate").squeeze(1)
         mean = self._blur(padded)
         variance = self._blur(padded * padded) - mean * mean
-        # abs, as in the reference: rounding makes the variance of a flat region slightly negative. The small
-        # constant keeps the gradient of the root finite there.
+        # abs, as in the reference: rounding can make the variance of a flat region slightly negative. The small
+        # constant keeps the gradient of the square root finite there.
         deviation = variance.abs().add_(1e-8).sqrt()
         return F.hardshrink((luma - mean) / (deviation + _STABILISER), _DEAD_ZONE)
 
@@ -98,7 +101,7 @@ class SceneStatistics(nn.Module):
         return padded
 
     def _fit(self, moments: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Moment-matched asymmetric generalised Gaussians (N.-E. Lasmar, Y. Stitou, Y. Berthoumieu, ICIP 2009).
+        """Fit asymmetric generalised Gaussians by moments (N.-E. Lasmar, Y. Stitou, Y. Berthoumieu, ICIP 2009).
 
         Args:
             moments: float32 (5, ...), see :func:`_moments`.
@@ -128,9 +131,14 @@ class SceneStatistics(nn.Module):
 
 
 def _moments(samples: Tensor, total: int) -> Tensor:
-    """(n, ...) to (5, n): means of magnitude, square and signed square, share of nonzeros, surplus of positives.
+    """Compute means of magnitude, square and signed square, the share of nonzeros and the surplus of positives.
 
-    ``total`` divides all of them: the number of samples, those beyond the border included.
+    Args:
+        samples: (n, ...).
+        total: the divisor of all of them: the number of samples, including those beyond the border.
+
+    Returns:
+        (5, n).
     """
     samples = samples.flatten(1)
     magnitude = samples.abs()
@@ -146,13 +154,16 @@ def _moments(samples: Tensor, total: int) -> Tensor:
 
 
 def moment_ratio(shape: float | Tensor) -> Tensor:
-    """Squared mean magnitude over mean square of a generalised Gaussian: gamma(2/a)^2 / (gamma(1/a) gamma(3/a))."""
+    """Return the squared mean magnitude of a generalised Gaussian over its mean square.
+
+    For shape a it is gamma(2/a)^2 / (gamma(1/a) gamma(3/a)).
+    """
     inverse = 1 / torch.as_tensor(shape, dtype=torch.float64)
     return (2 * torch.lgamma(2 * inverse) - torch.lgamma(inverse) - torch.lgamma(3 * inverse)).exp()
 
 
 def _inverse_table(ratios: tuple[float, float]) -> Tensor:
-    """Shapes at evenly spaced moment ratios, so that inverting the ratio is one look-up and one interpolation."""
+    """Tabulate shapes at evenly spaced moment ratios: inverting a ratio is then one look-up and an interpolation."""
     shapes = torch.linspace(*_SHAPES, 4 * _TABLE_SIZE, dtype=torch.float64)
     known = moment_ratio(shapes)
     wanted = torch.linspace(*ratios, _TABLE_SIZE, dtype=torch.float64)
@@ -162,7 +173,7 @@ def _inverse_table(ratios: tuple[float, float]) -> Tensor:
 
 
 def halve(plane: Tensor) -> Tensor:
-    """Half resolution by OpenCV's ``INTER_CUBIC``, (n, h, w) to (n, h // 2, w // 2); an odd last line is left out."""
+    """Halve the resolution like OpenCV's ``INTER_CUBIC``, (n, h, w) to (n, h // 2, w // 2); drop an odd last line."""
     near, far = _HALVING
     height, width = plane.shape[-2] // 2, plane.shape[-1] // 2
     padded = F.pad(plane[:, : 2 * height, : 2 * width].unsqueeze(1), (1, 1, 1, 1), mode="replicate").squeeze(1)
