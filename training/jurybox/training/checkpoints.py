@@ -1,11 +1,11 @@
-"""Checkpoints of a training: folders that appear atomically, and the state files in them.
+"""Checkpoints of a training: folders that are created atomically, and the state files in them.
 
-``checkpoints/step-000012000`` holds ``run.json`` (counters, as JSON) and the files that the training put there:
-states (``NAME.state``, see `write_state`), saved replays, weights. It is written under another name and renamed, so
-that a crash, a kill or a full disk leaves the checkpoints before it. ``checkpoints/best`` cannot be resumed: it holds
-the weights with the best evaluation.
+``checkpoints/step-000012000`` contains ``run.json`` (counters, as JSON) and the training's files: states
+(``NAME.state``, see `write_state`), saved replays, weights. It is written under another name and renamed, so that a
+crash, a kill or a full disk does not damage earlier checkpoints. ``checkpoints/best`` contains the weights with the
+best evaluation; it cannot be resumed.
 
-Nothing here is ever unpickled: a state file holds JSON and raw arrays under a checksum.
+Nothing is ever unpickled: a state file contains JSON and raw arrays with a checksum.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from jurybox.protocol.weights.channel import decode_extra, encode_extra
 __all__ = ["Checkpoint", "CheckpointError", "Checkpoints", "NoCheckpoint", "StateDamaged", "read_state", "write_state"]
 
 DOCUMENT = "run.json"
-EVALUATION = "evaluation.json"  # beside weights that were evaluated: when, with what result, which versions
+EVALUATION = "evaluation.json"  # next to weights that were evaluated: their env steps, results and versions
 _PREFIX = "step-"
 _BEST = "best"
-_WRITING = ".writing-"  # begins the name of a folder that is not whole yet
-_OLD = ".old-"  # begins the name of a folder that is being replaced
+_WRITING = ".writing-"  # prefix of a folder that is not complete yet
+_OLD = ".old-"  # prefix of a folder that is being replaced
 _MAGIC = b"jbstate1"
 
 
 class CheckpointError(RuntimeError):
-    """There is nothing to resume, or it does not fit."""
+    """There is nothing to resume, or it does not match the run."""
 
 
 class NoCheckpoint(CheckpointError):
@@ -52,8 +52,8 @@ class Checkpoint:
     """A complete checkpoint.
 
     Attributes:
-        folder: where it is.
-        document: its run.json.
+        folder: its path.
+        document: contents of its run.json.
     """
 
     folder: Path
@@ -61,19 +61,19 @@ class Checkpoint:
 
     @property
     def env_steps(self) -> int:
-        """Environment steps of the run when it was made."""
+        """Environment steps of the run when it was written."""
         return int(self.document["env_steps"])
 
     def state_path(self, name: str) -> Path | None:
-        """The file of the state of that name; None where there is none."""
+        """Return the path of the state `name`; None if there is none."""
         path = self.folder / f"{name}.state"
         return path if path.exists() else None
 
     def state(self, name: str) -> dict[str, Any] | None:
-        """The state of that name; None where there is none.
+        """Return the state `name`; None if there is none.
 
         Raises:
-            StateDamaged: its file is not what was written.
+            StateDamaged: its file is damaged.
         """
         path = self.state_path(name)
         return read_state(path) if path else None
@@ -83,8 +83,8 @@ class Checkpoints:
     """The checkpoints of a run.
 
     Args:
-        folder: ``checkpoints/`` of the run; made when the first one is written.
-        keep: how many of the newest are kept, besides the best.
+        folder: ``checkpoints/`` of the run; created when the first one is written.
+        keep: number of newest checkpoints that are kept in addition to the best.
 
     Example:
         >>> checkpoints = Checkpoints(folder / "checkpoints")
@@ -98,7 +98,7 @@ class Checkpoints:
         self._keep = keep
 
     def latest(self) -> Checkpoint | None:
-        """The newest complete checkpoint, or None.
+        """Return the newest complete checkpoint, or None.
 
         Raises:
             StateDamaged: its run.json is damaged.
@@ -107,7 +107,7 @@ class Checkpoints:
         return Checkpoint(found[-1], _read_json(found[-1] / DOCUMENT, "take the one before")) if found else None
 
     def existing(self) -> Checkpoint:
-        """The newest complete checkpoint; raises NoCheckpoint if there is none."""
+        """Return the newest complete checkpoint. Raises NoCheckpoint if there is none."""
         found = self.latest()
         if found is None:
             raise NoCheckpoint(f"no checkpoint in {self.folder}: start without --resume")
@@ -115,13 +115,14 @@ class Checkpoints:
 
     @contextmanager
     def writing(self, env_steps: int, document: Mapping[str, Any]) -> Iterator[Path]:
-        """A folder for the block to put files in; at its end it becomes the checkpoint of that step.
+        """Yield a folder for the block to write files to; at its end it becomes the checkpoint of that step.
 
         Args:
+            env_steps: environment steps of the run.
             document: further entries of run.json; the block may add some.
 
         Raises:
-            OSError: there is no room; nothing of it is left, and the checkpoint before stands.
+            OSError: the disk is full; the folder is removed, and earlier checkpoints are unchanged.
         """
         scratch = self.begin()
         try:
@@ -131,38 +132,38 @@ class Checkpoints:
             self.abandon(scratch)
 
     def begin(self) -> Path:
-        """A folder for the files of a checkpoint that is being made; `complete` or `abandon` it."""
+        """Create a folder for the files of a new checkpoint; then call `complete` or `abandon` with it."""
         self.folder.mkdir(parents=True, exist_ok=True)
         return Path(tempfile.mkdtemp(dir=self.folder, prefix=_WRITING))
 
     def complete(self, scratch: Path, env_steps: int, document: Mapping[str, Any]) -> Checkpoint:
-        """Make a checkpoint of a folder that `begin` gave; older ones are removed."""
+        """Turn a folder created by `begin` into a checkpoint, and remove old ones."""
         whole = {"env_steps": env_steps, **document}
         (scratch / DOCUMENT).write_text(json.dumps(whole, indent=1), encoding="utf-8")
         target = self.folder / f"{_PREFIX}{env_steps:012d}"
         self._appear(scratch, target)
         for old in self._found()[: -self._keep]:
-            (old / DOCUMENT).unlink()  # first: what is half removed must not be taken for a checkpoint
+            (old / DOCUMENT).unlink()  # first, so that a partly removed folder is not mistaken for a checkpoint
             shutil.rmtree(old)
         return Checkpoint(target, whole)
 
     def abandon(self, scratch: Path) -> None:
-        """Remove a folder that `begin` gave, if it has not become a checkpoint."""
+        """Remove a folder created by `begin`, if it has not become a checkpoint."""
         shutil.rmtree(scratch, ignore_errors=True)
 
     def keep_best(self, evaluated: Path) -> Path:
-        """Make ``checkpoints/best`` of a folder that `begin` gave, in the place of the one before."""
+        """Rename a folder created by `begin` to ``checkpoints/best``, replacing the previous one; return its path."""
         best = self.folder / _BEST
         self._appear(evaluated, best)
         return best
 
     def best(self) -> dict[str, Any] | None:
-        """evaluation.json of the best weights: env_steps, numbers, versions; None before the first evaluation."""
+        """Return evaluation.json of the best weights (env_steps, numbers, versions); None if there is none yet."""
         path = self.folder / _BEST / EVALUATION
         return _read_json(path, "go on without it") if path.exists() else None
 
     def sweep(self) -> None:
-        """Remove what a killed run was writing or removing, and put back what it was about to replace."""
+        """Remove what a killed run was writing or removing, and restore what it was replacing."""
         for path in self.folder.glob(f"{_WRITING}*"):
             shutil.rmtree(path, ignore_errors=True)
         for path in self.folder.glob(f"{_OLD}*"):
@@ -176,7 +177,7 @@ class Checkpoints:
                 shutil.rmtree(path, ignore_errors=True)
 
     def _appear(self, scratch: Path, target: Path) -> None:
-        """Rename a folder to one that may exist; at every moment one of the two is there."""
+        """Rename a folder to a target that may exist; at any time either the old or the new one is on disk."""
         for path in (*scratch.iterdir(), scratch):
             _sync(path)
         scratch.chmod(0o755)
@@ -201,20 +202,20 @@ def _read_json(path: Path, then: str) -> dict[str, Any]:
 
 
 def write_state(path: Path, state: Mapping[str, Any]) -> None:
-    """Write a state: JSON-able values and arrays, nested. CPU tensors are written as the arrays they are.
+    """Write a state: nested JSON-serializable values and arrays. CPU tensors are written as arrays.
 
     Raises:
-        SpecMismatch: something in it is neither; the message says where.
+        SpecMismatch: it contains something else; the message names its position.
     """
     content = encode_extra(state)
     write_atomically(path, _MAGIC + hashlib.sha256(content).digest() + content)
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    """Read what `write_state` wrote; arrays come as NumPy arrays, tuples as lists.
+    """Read a state written by `write_state`; arrays are returned as NumPy arrays, tuples as lists.
 
     Raises:
-        StateDamaged: the file is not what was written, or is not there.
+        StateDamaged: the file is damaged or missing.
     """
     try:
         data = path.read_bytes()
@@ -230,7 +231,7 @@ def read_state(path: Path) -> dict[str, Any]:
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
-    """Write a file so that whoever reads it finds the old or the new content whole, also after a crash."""
+    """Write a file so that readers find either the complete old or the complete new content, even after a crash."""
     data = content.encode() if isinstance(content, str) else content
     fd, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
     try:
@@ -238,7 +239,7 @@ def write_atomically(path: Path, content: str | bytes) -> None:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-        # mkstemp makes files that only their owner reads; these are as public as their folder.
+        # mkstemp creates files that only their owner can read; restore the default permissions.
         umask = os.umask(0)
         os.umask(umask)
         Path(name).chmod(0o666 & ~umask)

@@ -1,7 +1,7 @@
-"""Train a policy (`train`), or see it all happen in three minutes (`demo`).
+"""The commands `jurybox train`, which trains a policy, and `jurybox demo`, which shows everything in three minutes.
 
-The command of a training is made from its row in `TRAININGS`: the common flags, and its own, each of which sets a
-setting. A training is imported when it runs.
+The command of a training is created from its entry in `TRAININGS`: the common flags and its own, most of which set a
+setting. A training's module is imported only when it runs.
 """
 
 from __future__ import annotations
@@ -30,12 +30,13 @@ demo = typer.Typer(
 @train.callback()
 @demo.callback()
 def _group() -> None:
-    """Makes typer keep the name of the training in the command if there is only one."""
+    """Make typer keep the name of the training in the command even if there is only one."""
 
 
 Out = Annotated[Path, typer.Option("--out", metavar="DIR", help="Folder for the report, logs and checkpoints.")]
 Seed = Annotated[int, typer.Option(min=0, help="Seed of every random number generator.")]
-# What every training's command takes beside the flags of settings; `recipes.training.train` has the same names.
+# The flags of every training's command in addition to those of its settings; the names are parameters of
+# `recipes.training.train`.
 _COMMON: dict[str, tuple[Any, Any, typer.models.OptionInfo]] = {
     "out": (Path | None, None, typer.Option("--out", metavar="DIR", help="Output folder; NAME-out by default.")),
     "config": (
@@ -77,11 +78,14 @@ _COMMON: dict[str, tuple[Any, Any, typer.models.OptionInfo]] = {
 
 @dataclass(frozen=True, slots=True)
 class Flag:
-    """A flag for a setting; without it the value of the file is used.
+    """A flag that sets a setting; if it is not given, the value from the settings file is used.
 
     Attributes:
-        setting: its name, "part.NAME" for one of a part; the flag's name too, where `name` is empty. One that begins
-            with "+" is no setting, but an option of this training alone (see `Run.more`).
+        setting: name of the setting, or "part.NAME" for a nested one. A name that begins with "+" is not a setting, but
+            an option of this training only (see `Run.more`).
+        kind: type of the value.
+        help: the help text.
+        name: name of the flag; default: derived from `setting`.
         also: another name of the flag.
     """
 
@@ -119,7 +123,7 @@ SERVED = (
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """A training's command: where its `Training` is, what it does, its flags."""
+    """A training's command: its `Training` as "module:attribute", its help text and its flags."""
 
     training: str
     help: str
@@ -228,7 +232,7 @@ TRAININGS = {
 
 
 def command_of(command: Command) -> Callable[..., None]:
-    """The function for typer, whose signature has the common flags and the training's own."""
+    """Create the function for typer; its signature has the common flags and the training's own."""
     own = {flag.option.strip("-").replace("-", "_"): flag for flag in command.flags}
 
     def run(**given: Any) -> None:
@@ -296,7 +300,7 @@ def demo_photo(
 
 
 def main(arguments: list[str] | None = None) -> Any:
-    """``python -m jurybox.training.cli demo photo``: the same commands without the server's console script."""
+    """Run the commands without the server's console script: ``python -m jurybox.training.cli demo photo``."""
     both = typer.Typer(pretty_exceptions_enable=False)
     both.add_typer(train, name="train")
     both.add_typer(demo, name="demo")

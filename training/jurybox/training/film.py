@@ -1,4 +1,4 @@
-"""Pictures of an episode as a film (.mp4, .gif) or as one strip (.png)."""
+"""Write the frames of an episode as a video (.mp4, .gif) or as a strip of images (.png)."""
 
 from __future__ import annotations
 
@@ -18,22 +18,23 @@ _WIDE = 480  # pixels of a GIF's width
 
 
 def check_film(path: Path) -> None:
-    """Raises ValueError for an unknown file ending; call it before playing."""
+    """Raise ValueError for an unknown file extension. Call it before playing."""
     if path.suffix not in KINDS:
         raise ValueError(f"{path.name}: expected a name that ends with {', '.join(KINDS)}")
 
 
 class Film:
-    """Writes frames, uint8 (height, width, 3), to a file, which appears at the end of the ``with``.
+    """Writes frames, uint8 (height, width, 3), to a file, which is created at the end of the ``with`` block.
 
-    A .mp4 is written as the frames come. A .gif keeps as many frames as a page can bear, a .png a dozen side by side:
-    of longer plays every second one is left out, and again, so that memory stays bounded.
+    An .mp4 is written frame by frame. A .gif has at most 1000 frames, a .png at most 12 side by side. If there are
+    more, every second one is dropped, repeatedly if necessary, so that memory stays bounded.
 
     Args:
-        path: NAME.mp4, .gif or .png. fps: frames a second.
+        path: NAME.mp4, .gif or .png.
+        fps: frames per second.
 
     Raises:
-        ValueError: another ending; at the end, that no frame came.
+        ValueError: the extension is unknown; or, at the end of the block, no frame was added.
         OSError: the file cannot be written.
     """
 
@@ -83,7 +84,7 @@ class Film:
         if not self._came:
             raise ValueError("there is nothing to save: expected at least one frame")
         if self._path.suffix == ".gif":
-            # Browsers play no faster than 50 frames a second, and GIF counts in hundredths.
+            # Browsers play at most 50 frames per second, and GIF durations are multiples of 10 ms.
             duration = max(20, round(1000 * self._every / self._fps / 10) * 10)
             imageio.imwrite(self._scratch, np.stack(self._kept), extension=".gif", duration=duration, loop=0)
         elif self._path.suffix == ".png":
@@ -92,7 +93,7 @@ class Film:
 
 
 def _small(frame: Frame) -> Frame:
-    """Shrink a frame to the width of a page, at most."""
+    """Return a copy of a frame, at most _WIDE pixels wide."""
     height, width = frame.shape[:2]
     if width <= _WIDE:
         return frame.copy()

@@ -1,9 +1,9 @@
-"""SIGINT and SIGTERM: they interrupt work, but not the cleanup.
+"""Handlers of SIGINT and SIGTERM that interrupt the work, but not the cleanup.
 
-A KeyboardInterrupt can be raised between any two instructions: between starting a process and remembering it, inside
-a ``finally``, in a destructor that swallows it. So the first signal raises, except inside `held`, where it is
-deferred to the end of the block; later ones do nothing, because the shutdown is bounded; and loops call `check`, in
-case the exception was swallowed.
+A KeyboardInterrupt can be raised between any two instructions: between starting a process and recording it, inside a
+``finally``, or in a destructor that swallows it. So the first signal raises, except inside `held`, which defers it to
+the end of the block. Later signals do nothing, because the shutdown takes a bounded time. Loops call `check`, in case
+the exception was swallowed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 class _State:
     def __init__(self) -> None:
-        self.asked = 0  # number of the first signal that came
+        self.asked = 0  # number of the first signal received; 0: none
         self.raised = False
         self.holding = 0
         self.ended = False
@@ -33,7 +33,7 @@ def take_over(told: Callable[[], None] | None = None) -> None:
     """Install the handlers for SIGINT and SIGTERM. Main thread only.
 
     Args:
-        told: called once, when the first signal comes, to say so.
+        told: called once, on the first signal, to print a message.
     """
     _state.told = told
     for number in _SIGNALS:
@@ -41,15 +41,15 @@ def take_over(told: Callable[[], None] | None = None) -> None:
 
 
 def ignore_from_now_on() -> None:
-    """Ignore all signals from here on: for the last, bounded cleanup and the interpreter's exit."""
+    """Ignore both signals from now on: for the final cleanup, which is bounded, and the interpreter's exit."""
     _state.raised = _state.ended = True
     for number in _SIGNALS:
-        # Not a handler of ours: the interpreter would put the default back while it ends, and die of the next one.
+        # Not a Python handler: at exit the interpreter would restore the default, and the next signal would kill it.
         signal.signal(number, signal.SIG_IGN)
 
 
 def exit_status() -> int | None:
-    """128 + the received signal, as in shells: 130 after Ctrl-C. None without a signal."""
+    """Return 128 + the received signal, as in shells (130 after Ctrl-C); None if there was no signal."""
     return 128 + _state.asked if _state.asked else None
 
 
@@ -77,7 +77,7 @@ def held() -> Iterator[None]:
 
 @contextmanager
 def blocked_for_children() -> Iterator[None]:
-    """Processes started in the block begin with SIGINT blocked, so that none reaches them before they can ignore it."""
+    """Start processes in the block with SIGINT blocked, so that they do not receive it before they can ignore it."""
     with held():
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
@@ -100,8 +100,8 @@ class Signals:
     """Counts requests to stop.
 
     Attributes:
-        count: signals so far.
-        first: the first one's number; 0 before.
+        count: number of requests so far.
+        first: the first one's signal number; 0: none yet.
     """
 
     def __init__(self) -> None:
@@ -109,16 +109,16 @@ class Signals:
         self.first = 0
 
     def ask(self, number: int = signal.SIGTERM, frame: FrameType | None = None) -> None:
-        """Count one request; called by the handler, or by a program."""
+        """Count a request. This is the signal handler; programs may call it, too."""
         self.count += 1
         self.first = self.first or number
 
 
 @contextmanager
 def heard(signals: Signals) -> Iterator[None]:
-    """Count signals inside the block, instead of other handlers. No effect outside of the main thread.
+    """Count signals inside the block; other handlers are restored after it. No effect outside of the main thread.
 
-    A handler only counts: an exception between any two instructions would leave processes that nobody knows of.
+    The handler only counts: an exception between any two instructions could leave processes that are not recorded.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

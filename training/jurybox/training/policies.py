@@ -1,9 +1,9 @@
-"""Learned policies: found in a run's folder, played, evaluated, exported.
+"""Find, play, evaluate and export learned policies.
 
-Beside the weights in every checkpoint lies ``policy.json``, which says how they act: the network's factory and its
-arguments, which output is chosen from and how, and the environment in which it was learned. docs/policies.md has the
-format. Whoever trains writes it (`Description`), so that everything here is the same for all trainings. Nothing in it
-is unpickled; it does name code, the two factories, which is imported.
+Next to the weights, every checkpoint contains ``policy.json``, which describes how they are used: the network's factory
+and its arguments, the output that actions are chosen from and how, and the training's environment. docs/policies.md
+describes the format. Each training writes it (`Description`), so that this module works for all trainings. Nothing in
+it is unpickled, but it names two factories, whose modules are imported.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ __all__ = [
 ]
 
 FORMAT = 1
-SCORES = "policy-scores.json"  # in the run's folder: what evaluations said, by the digest of the weights
+SCORES = "policy-scores.json"  # in the run's folder: the results of evaluations, by the digest of the weights
 _CHECKPOINTS, _BEST, _PREFIX = "checkpoints", "best", "step-"
-# Where what a file of somebody else's may name is defined: networks, environments, and what those are told to make.
+# Modules whose definitions an untrusted file may name: networks, environments, and factories among their arguments.
 _NETWORKS = ("jurybox.training.recipes.served_networks",)
 _ENVIRONMENTS = (
     "jurybox.training.environments",
@@ -59,18 +59,18 @@ _ENVIRONMENTS = (
 )
 _TOLD = ("jurybox.training.environments", "jurybox.server.jurors")
 _METADATA = "jurybox-policy"
-_RENAMED = {  # in descriptions that earlier builds wrote
+_RENAMED = {  # old names in descriptions that earlier builds wrote
     "seat": "own_arguments",
     "jurybox.training.recipes.marl_seat:Seat": "jurybox.training.recipes.marl_agent_env:AgentEnv",
 }
 
 Array = npt.NDArray[Any]
 Choose = Literal["box", "tanh", "clip", "best", "draw"]
-_NUMBERED = ("best", "draw")  # whose actions are numbers of choices
+_NUMBERED = ("best", "draw")  # their actions are integers
 
 
 class PolicyError(RunError):
-    """There is no such policy, or it cannot be used in this way; the message says what to do."""
+    """There is no such policy, or it cannot be used in this way; the message contains a remedy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,18 +78,19 @@ class Acts:
     """The conversion of one set of weights to actions.
 
     Attributes:
-        network: factory "package.module:callable" that gives a `jurybox.server.models.ServedModel`; what it needs to
-            normalise observations with is among its weights.
-        arguments: of the factory, by name.
-        weights: file beside the description, with the network's ``state_dict``.
-        output: of the network, that the action comes from.
-        choose: "box": the output is in [-1, 1] and is spread over `low` to `high`; "tanh": its hyperbolic tangent is;
-            "clip": the output is the action, cut off at `low` and `high`; "best": the number of its largest element,
-            counted from `first`; "draw": a number that is drawn from its softmax, by torch's generator, for policies
-            that are worth what they are worth with their chances: among others who learn, say.
-        low, high: of the environment's actions, flat. first: see above.
-        own_arguments: of the environment's factory for this policy alone: its part in a world of many. Such a
-            factory is also given `partners`, what the description's policies do, by name.
+        network: factory "package.module:callable" that returns a `jurybox.server.models.ServedModel`. The statistics
+            that it normalises observations with are part of its weights.
+        arguments: keyword arguments of the factory.
+        weights: name of the file, next to the description, with the network's ``state_dict``.
+        output: name of the network's output that the action is chosen from.
+        choose: "box": clip the output to [-1, 1] and scale it to `low` to `high`; "tanh": the same with its hyperbolic
+            tangent; "clip": clip the output to `low` to `high`; "best": the index of its largest element plus `first`;
+            "draw": an index drawn from its softmax with torch's generator, plus `first`, for policies whose performance
+            depends on their randomness, for example in a multi-agent environment.
+        low, high: bounds of the environment's actions, flattened.
+        first: see `choose`.
+        own_arguments: arguments of the environment's factory for this policy only, such as its role in a multi-agent
+            environment. The factory then also receives `partners`, the description's policies by name.
     """
 
     network: str
@@ -108,12 +109,13 @@ class Description:
     """The contents of ``policy.json``.
 
     Attributes:
-        training: that made it.
-        policies: by name.
+        training: name of the training that created it.
+        policies: how each policy acts, by its name.
         environment: factory of a `gymnasium.Env` whose observations are rows of the network's input; it is called with
             `environment_arguments` and ``render_mode``.
-        settings: of the training. seed: its.
-        version, commit: of Jurybox.
+        settings: settings of the training.
+        seed: seed of the training.
+        version, commit: version and commit of Jurybox.
     """
 
     training: str
@@ -126,12 +128,12 @@ class Description:
     commit: str | None = field(default_factory=source_revision)
 
     def as_dict(self) -> dict[str, Any]:
-        """The description as JSON values."""
+        """Return the description as JSON values."""
         return {"format": FORMAT, **asdict(self)}
 
     @classmethod
     def of(cls, said: Mapping[str, Any], where: Path) -> Description:
-        """The inverse of `as_dict`. Raises PolicyError for another format."""
+        """Create a description from the result of `as_dict`. Raises PolicyError for another format."""
         given = dict(said)
         if (number := given.pop("format", None)) != FORMAT:
             raise PolicyError(
@@ -150,7 +152,7 @@ def _renamed(said: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class Acting(nn.Module):
-    """From rows of observations to actions of the environment: normalisation, network and scaling in one module.
+    """Maps rows of observations to actions of the environment: normalisation, network and scaling in one module.
 
     Actions are int64 (n,) for "best" and "draw", else float32 (n, ...).
     """
@@ -168,14 +170,14 @@ class Acting(nn.Module):
     high: Tensor
 
     def forward(self, observation: Tensor) -> Tensor:
-        """Actions of raw observations, n rows each."""
+        """Compute the actions of n rows of raw observations."""
         found: Any = self.network(observation)
         if isinstance(found, Mapping):
             found = found[self._output]
         elif isinstance(found, tuple):
             found = found[self._place]
         if self._choose in _NUMBERED:
-            if self._choose == "draw":  # of Gumbel-distributed noise the largest sum is a draw from the softmax
+            if self._choose == "draw":  # Gumbel-max trick: the argmax of logits plus Gumbel noise samples the softmax
                 found = found - torch.rand_like(found).clamp_min(1e-20).log().neg().clamp_min(1e-20).log()
             best: Tensor = found.argmax(-1) + self._first
             return best
@@ -190,9 +192,12 @@ class Found:
     """One policy of a run.
 
     Attributes:
-        name: of the policy. where: the checkpoint's folder, or the file that it was exported to.
-        description: of the run. env_steps: after which it was saved; None where that is not known.
-        best: whether an evaluation liked it best. numbers: what that evaluation said.
+        name: name of the policy.
+        where: the checkpoint's folder, or the file that it was exported to.
+        description: description of the run's policies.
+        env_steps: env steps after which it was saved; None if unknown.
+        best: whether it had the best evaluation.
+        numbers: results of its evaluation by name; empty if it was not evaluated.
     """
 
     name: str
@@ -204,15 +209,15 @@ class Found:
 
     @property
     def acts(self) -> Acts:
-        """How it acts: network, weights, and how an action is chosen."""
+        """The policy's network and weights, and how an action is chosen."""
         return self.description.policies[self.name]
 
 
 def policies(run: Path) -> list[Found]:
-    """All policies of a run, the best first, then the newest.
+    """Return all policies of a run, the best first, then from the newest to the oldest.
 
     Args:
-        run: what ``--out`` was; or one checkpoint's folder, or a .safetensors file of `export`.
+        run: the run's folder (``--out``), a checkpoint's folder, or a .safetensors file written by `export`.
 
     Raises:
         PolicyError: there are none.
@@ -234,11 +239,12 @@ def choose(run: Path, which: str = "best", name: str | None = None) -> Found:
     """Choose one of the policies.
 
     Args:
-        which: "best" (the newest, where no evaluation has marked any), "latest", or a number of env steps.
-        name: of the policy, where there are several.
+        run: as in `policies`.
+        which: "best" (the newest if none has been evaluated), "latest", or a number of env steps.
+        name: name of the policy, if there are several.
 
     Raises:
-        PolicyError: there is none, or it is not clear which.
+        PolicyError: there is no such policy, or there are several and `name` is None.
     """
     found = policies(run)
     names = list(dict.fromkeys(each.name for each in found))
@@ -301,17 +307,19 @@ class Environment(Protocol):
 
 
 class Policy:
-    """A loaded policy: rows of observations (n, ...) to actions (n, ...), as arrays.
+    """A loaded policy. Calling it maps an array of observations (n, ...) to an array of actions (n, ...).
 
     Args:
-        trust: whether code outside Jurybox may be imported by the names in a file that came from elsewhere.
+        found: the policy to load.
+        trust: whether an exported file may name code outside Jurybox, which is then imported and called.
 
     Attributes:
-        module: the same as a torch module, on the CPU.
-        digest: of its weights.
+        module: the policy as a torch module, on the CPU.
+        digest: digest of its weights.
 
     Raises:
-        PolicyError: the weights cannot be read, or don't fit the network that is described.
+        PolicyError: the weights don't match the described network, or an untrusted file names other code.
+        StateDamaged: the weights' file is damaged or missing.
     """
 
     def __init__(self, found: Found, *, trust: bool = False) -> None:
@@ -327,7 +335,7 @@ class Policy:
             raise PolicyError(f"the weights in {found.where} don't fit {found.acts.network}: {error}") from error
         self.module = Acting(self.served, found.acts).eval().requires_grad_(False)
         self.digest = _digest(state)
-        self.fps = 30.0  # of its environment's pictures, once one was made
+        self.fps = 30.0  # the environment's frames per second; known once it has been created
 
     def __call__(self, observations: Array) -> Array:
         with torch.inference_mode():
@@ -342,10 +350,10 @@ class Policy:
 
     @contextmanager
     def environment(self, changes: Mapping[str, Any] | None = None, *, render: bool = False) -> Iterator[Environment]:
-        """Make the environment of the training; `changes` override its arguments.
+        """Create the training's environment and close it after the block; `changes` override its arguments.
 
         Raises:
-            PolicyError: it cannot be made.
+            PolicyError: it cannot be created.
         """
         said, own = self.found.description, self.found.acts.own_arguments
         arguments = {**said.environment_arguments, **own, **(changes or {})}
@@ -363,7 +371,7 @@ class Policy:
             made.close()
 
     def _partners(self) -> dict[str, Policy]:
-        """All policies that lie beside this one, and this one; an exported file has no other."""
+        """Return all policies of the checkpoint by name, including this one; an exported file contains only one."""
         if self.found.where.is_file():
             return {self.found.name: self}
         names = self.found.description.policies
@@ -371,10 +379,10 @@ class Policy:
 
 
 def _require_ours(where: Path, factory: str, places: Sequence[str], arguments: Any) -> None:
-    """Refuse a file that names code to call, unless it is one of the factories that our trainings name.
+    """Raise PolicyError if an untrusted file names code other than the factories of Jurybox's trainings.
 
-    Being somewhere in Jurybox is not enough: what a module of ours imports (``local_server:subprocess.run``), and what
-    calls what it is told (``rows_environment`` of ``os:system``), would run anything.
+    It is not enough that a name is in one of Jurybox's modules: it could be something that the module imports
+    (``local_server:subprocess.run``), or a function that calls its argument (``rows_environment`` of ``os:system``).
     """
     for name, among in [(factory, places), *((told, _TOLD) for told in _factories(arguments))]:
         module, _, attribute = name.partition(":")
@@ -387,7 +395,7 @@ def _require_ours(where: Path, factory: str, places: Sequence[str], arguments: A
 
 
 def _factories(value: Any) -> Iterator[str]:
-    """What may name code, "module:callable", anywhere in the arguments."""
+    """Yield every string in the arguments, at any depth, that may name code as "module:callable"."""
     if isinstance(value, str):
         if re.fullmatch(r"[\w.]+:.+", value):
             yield value
@@ -418,7 +426,7 @@ def _digest(state: Mapping[str, Tensor]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Episode:
-    """A finished episode: its return, and its steps."""
+    """A finished episode: its return and its number of steps."""
 
     total: float
     length: int
@@ -433,17 +441,21 @@ def play(
     frame: Callable[[Any], None] | None = None,
     ended: Callable[[Episode], None] = lambda episode: None,
 ) -> list[Episode]:
-    """Play whole episodes as the policy is meant to act; episode i, and what is drawn in it, begins from ``seed + i``.
+    """Play whole episodes. The environment and torch's generator are seeded with ``seed + i`` in episode i.
 
     Args:
-        changes: of the environment's arguments.
-        frame: called with every picture, uint8 (height, width, 3); None: nothing is rendered.
+        policy: the policy.
+        episodes: number of episodes.
+        seed: seed of the first episode.
+        changes: arguments of the environment to override.
+        frame: called with every frame, uint8 (height, width, 3); None: nothing is rendered.
+        ended: called with every finished episode.
 
     Raises:
-        PolicyError: the environment has no pictures, though they are asked for.
+        PolicyError: frames are requested, but the environment does not render any.
     """
     played = []
-    drawn = torch.random.fork_rng(devices=[])  # whoever calls this has numbers of his own
+    drawn = torch.random.fork_rng(devices=[])  # leaves the caller's random state unchanged
     with drawn, policy.environment(changes, render=frame is not None) as environment:
         for number in range(episodes):
             torch.manual_seed(seed + number)
@@ -475,7 +487,7 @@ def _fitting(action: Array, space: Any) -> Any:
 def _picture(environment: Environment) -> Any:
     try:
         picture = environment.render()
-    except Exception as error:  # its packages for drawing are its own affair
+    except Exception as error:  # rendering may raise anything, for example if a package is missing
         raise PolicyError(f"this environment cannot show itself: {error}") from error
     if picture is None:
         raise PolicyError("this environment renders no pictures (render_mode rgb_array): play it without --video")
@@ -483,7 +495,7 @@ def _picture(environment: Environment) -> Any:
 
 
 def score(episodes: Sequence[Episode]) -> dict[str, float]:
-    """Mean return with its 95 % interval (bootstrap), deviation, number and length of episodes."""
+    """Return the mean return with its 95 % bootstrap interval, its deviation, and the episodes' number and length."""
     from jurybox.training.report.verdict import interval
 
     totals = [each.total for each in episodes]
@@ -509,17 +521,19 @@ def remember_score(policy: Policy, run: Path, told: Mapping[str, Any]) -> None:
 
 
 def export(policy: Policy, to: Path, run: Path) -> list[Path]:
-    """Write NAME.pt2, NAME.safetensors and NAME.md.
+    """Write NAME.pt2, NAME.safetensors and NAME.md; return their paths.
 
-    The program (`torch.export`) takes raw observations (n, ...) of any n and gives actions in the environment's own
-    units. The safetensors file holds the weights, and in its metadata the description: it can be played as a run can.
-    The card says what it is.
+    The program (`torch.export`) maps raw observations (n, ...), for any n, to actions in the environment's units. The
+    safetensors file contains the weights and, in its metadata, the description, so that it can be played like a run.
+    The .md file is a model card.
 
     Args:
-        to: NAME.pt2. run: with the scores of `remember_score`.
+        policy: the policy.
+        to: NAME.pt2.
+        run: the run's folder, with the scores of `remember_score`.
 
     Raises:
-        PolicyError: another ending, or a network that torch.export cannot trace.
+        PolicyError: the name does not end with .pt2, or torch.export cannot trace the network.
     """
     from safetensors.torch import save_file
 
@@ -548,7 +562,7 @@ def export(policy: Policy, to: Path, run: Path) -> list[Path]:
 
 @contextmanager
 def _appearing(path: Path) -> Iterator[Path]:
-    """A temporary name for the block to write to; it is renamed at the end."""
+    """Yield a temporary path for the block to write to; rename it at the end of the block."""
     scratch = path.with_name(f".{path.name}.writing{path.suffix}")
     try:
         yield scratch
@@ -596,7 +610,7 @@ def _score_line(told: Mapping[str, Any]) -> str:
 
 
 def served_config(policy: Policy, folder: Path, run: Path, server: Mapping[str, Any], name: str = "policy") -> Path:
-    """Export a policy to `folder`, and write the configuration of a server for it; returns its path."""
+    """Export a policy to `folder`, write the configuration of a server for it, and return the configuration's path."""
     export(policy, folder / "policy.pt2", run)
     spec, acts = policy.observation, policy.found.acts
     action = (

@@ -40,7 +40,7 @@ def _loaded(run: Path, which: str, name: str | None, *, trust: bool = False) -> 
     from jurybox.training.policies import Policy, choose
 
     if (here := str(Path.cwd())) not in sys.path:
-        # Where the plan's or the environment's module lies, as for `train`; nothing is hidden by it.
+        # The plan's or the environment's module may be there, as for `train`. Appended, so that it shadows nothing.
         sys.path.append(here)
     return Policy(choose(run, which, name), trust=trust)
 
@@ -97,7 +97,7 @@ def play_policy(
                 check_film(video)
             except ValueError as error:
                 raise PolicyError(str(error)) from error
-            with loaded.environment(changes):  # says how fast its pictures follow each other
+            with loaded.environment(changes):  # sets loaded.fps
                 pass
             film = resources.enter_context(Film(video, loaded.fps))
         with resources:

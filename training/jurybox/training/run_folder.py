@@ -1,4 +1,4 @@
-"""What a training writes to its folder: metrics.csv and TensorBoard files, summary.json."""
+"""The files that a training writes to its folder: metrics.csv, TensorBoard files and summary.json."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from jurybox.training.checkpoints import write_atomically
 
 
 class RunLogError(RuntimeError):
-    """The folder of a run cannot be used as it is; the message says what to do."""
+    """The folder of a run cannot be used as it is; the message contains a remedy."""
 
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """What summary.json says.
+    """The contents of summary.json.
 
     Attributes:
         env_steps: steps of all environments together.
         learner_steps: optimiser steps.
-        episodes: finished ones.
-        seconds: spent on training, earlier parts of a resumed run counted in.
-        return_mean, return_std: over the last episodes; None when none has finished.
+        episodes: number of finished episodes.
+        seconds: duration of the training, including earlier parts of a resumed run.
+        return_mean, return_std: over the last episodes; None if none has finished.
         seed: base seed of the run.
-        version: of Jurybox.
+        version: version of Jurybox.
     """
 
     env_steps: int
@@ -43,32 +43,34 @@ class Summary:
 
 
 def audited(info: Mapping[str, Any]) -> dict[str, float]:
-    """What an environment tells under ``audit`` in the last info of an episode, for columns ``audit_NAME``: what audit
-    jurors said, or whatever else is logged and never rewarded."""
+    """Return the values under ``audit`` in the last info of an episode, named for columns ``audit_NAME``.
+
+    They are the scores of audit jurors, or anything else that is logged but never rewarded.
+    """
     return {f"audit_{name}": float(value) for name, value in info.get("audit", {}).items()}
 
 
 class Tracker(Protocol):
-    """Another record of a run: MLflow, Weights & Biases."""
+    """An experiment tracker such as MLflow or Weights & Biases."""
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         """Record numbers."""
 
     def finish(self, summary: Mapping[str, Any], files: Sequence[Path]) -> None:
-        """Record the end; called once."""
+        """Record the end of the run; called once."""
 
 
 class RunLog:
-    """Records one run. Use it in a ``with``.
+    """Records a run. Use it in a ``with`` statement.
 
     Args:
-        folder: made when it is not there.
-        columns: of metrics.csv; `scalars` ignores other names there, TensorBoard and trackers take all.
-        resume_at: None for a new run, which wants a folder without one. Else the number of env steps that the run
-            goes on from: what was recorded beyond it is dropped, since it will be recorded again.
+        folder: the run's folder; created if it does not exist.
+        columns: columns of metrics.csv. `scalars` writes only these to it, but all names to TensorBoard and trackers.
+        resume_at: None for a new run, whose folder must not contain another run. Else the number of env steps from
+            which the run resumes: later rows are dropped, because they will be recorded again.
 
     Raises:
-        RunLogError: a new run in the folder of another; a resumed one whose metrics.csv has other columns.
+        RunLogError: a new run's folder contains a run, or the metrics.csv of a resumed one has other columns.
     """
 
     def __init__(self, folder: Path, columns: Sequence[str], *, resume_at: int | None = None) -> None:
@@ -95,7 +97,7 @@ class RunLog:
         )
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
-        """Record numbers after `step` env steps, everywhere."""
+        """Record numbers after `step` env steps in metrics.csv, TensorBoard and all trackers."""
         self._csv.writerow({"env_steps": step, **values})
         self._file.flush()
         for name, value in values.items():
@@ -114,11 +116,11 @@ class RunLog:
         write_atomically(path, json.dumps({**known, **more}, indent=2) + "\n")
 
     def add_trackers(self, trackers: Sequence[Tracker]) -> None:
-        """Record to these as well from here on."""
+        """Record to these trackers, too, from now on."""
         self._trackers += trackers
 
     def finish(self, files: Sequence[Path] = ()) -> None:
-        """Finish the trackers, with the files of the run."""
+        """Finish the trackers and pass them the files of the run."""
         path = self.folder / "summary.json"
         summary = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
         for tracker in self._trackers:
@@ -126,7 +128,7 @@ class RunLog:
         self._trackers = []
 
     def rows(self) -> list[dict[str, float]]:
-        """The rows of metrics.csv; empty cells are left out."""
+        """Return the rows of metrics.csv; see `read_metrics`."""
         return read_metrics(self.folder / "metrics.csv")
 
     def close(self) -> None:
@@ -144,7 +146,7 @@ class RunLog:
         if not metrics.exists():
             return []
         text = metrics.read_text(encoding="utf-8")
-        whole = text[: text.rfind("\n") + 1]  # a killed run may have been in the midst of a line
+        whole = text[: text.rfind("\n") + 1]  # a killed run may have left an incomplete last line
         with io.StringIO(whole, newline="") as file:
             reader = csv.DictReader(file)
             if list(reader.fieldnames or ()) != self._columns:
@@ -164,7 +166,7 @@ def clear(folder: Path) -> None:
 
 
 def read_metrics(path: Path) -> list[dict[str, float]]:
-    """Rows of a metrics.csv as numbers, empty cells left out."""
+    """Return the rows of a metrics.csv as numbers; empty cells are omitted."""
     with path.open(newline="", encoding="utf-8") as file:
         return [{name: float(cell) for name, cell in row.items() if cell} for row in csv.DictReader(file)]
 
