@@ -1,1 +1,1 @@
-"""Reports of trainings: one self-contained HTML file with the results."""
+"""Reports of trainings: self-contained HTML files with the results."""

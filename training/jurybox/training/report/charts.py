@@ -1,10 +1,11 @@
-"""The charts of a report, drawn by Matplotlib as SVG that takes its colours from the page.
+"""The charts of a report, drawn by Matplotlib as SVG with the colours of the page.
 
-A chart is drawn in the light colours of page.css, and each of them is then written as its CSS variable, so that one
-drawing serves light and dark. Text stays text: it can be read aloud, searched and copied. A chart is drawn twice, for a
-wide screen and for a phone's, since what is scaled to fit a phone cannot be read there; the page shows one of them.
+A chart is drawn in the light colours of page.css, and each of them is then replaced by its CSS variable, so that one
+drawing works in light and dark mode. Text stays text: it can be searched, copied and read by screen readers. A chart is
+drawn twice, for wide screens and for phones, because a wide chart scaled to a phone's screen is unreadable; the page
+shows one of them.
 
-Matplotlib takes most of a second to import, so it is imported when a chart is drawn and not before.
+Importing Matplotlib takes most of a second, so it is imported when the first chart is drawn.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-WIDTH, NARROW = 640.0, 344.0  # units of a drawing, which are pixels where it is not scaled
-_POINTS = 72.0  # units in one of Matplotlib's inches, in SVG
+WIDTH, NARROW = 640.0, 344.0  # width in units, which are pixels if the drawing is not scaled
+_POINTS = 72.0  # units per Matplotlib inch, in SVG
 # The light colours of page.css, by the names of its variables.
 COLOURS = {
     "learned": "#0b7a53", "plain": "#6b7280", "random": "#c2570c", "reference": "#3556b8",
@@ -38,9 +39,9 @@ COLOURS = {
 }  # fmt: skip
 _STYLE: Any = {
     "svg.fonttype": "none",
-    "text.parse_math": False,  # a dollar sign in a name is one
+    "text.parse_math": False,  # show a dollar sign in a name as it is
     "font.family": ["sans-serif"],
-    "font.sans-serif": ["DejaVu Sans"],  # Matplotlib brings it; wider than what browsers show, so labels have room
+    "font.sans-serif": ["DejaVu Sans"],  # part of Matplotlib; wider than the browsers' fonts, so labels have room
     "font.size": 12,
     "text.color": COLOURS["ink"],
     "axes.labelpad": 8,
@@ -57,18 +58,18 @@ _STYLE: Any = {
     "lines.solid_joinstyle": "round",
     "lines.solid_capstyle": "round",
 }
-# A text beside a row or the end of a line.
+# Arguments of `annotate` for a text next to a row or the end of a line.
 _BESIDE: Any = {
     "xycoords": ("axes fraction", "data"), "textcoords": "offset points", "va": "center", "size": 13, "weight": 700
 }  # fmt: skip
-_LETTER = 7.4  # units that a letter takes on average, generously
-_TOLD = "told:"  # before the text that a mark shows to the pointer
-_BINS_OF_LANE = 400  # stretches of work in a lane; more would be narrower than a pixel
+_LETTER = 7.4  # average width of a letter in units, rounded up
+_TOLD = "told:"  # prefix of an id that contains a tooltip
+_BINS_OF_LANE = 400  # maximum number of bars in a timeline's row; gaps between more would be narrower than a pixel
 
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """A drawing as SVG, for wide screens and for narrow ones; where `narrow` is empty, a phone scrolls."""
+    """A drawing as SVG, for wide screens and for narrow ones. If `narrow` is empty, the wide one scrolls on a phone."""
 
     kind: ClassVar[str] = "chart"
     wide: str
@@ -77,7 +78,7 @@ class Chart:
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """One row of `intervals`; `style` is one of the page's colour names: learned, plain, random, reference."""
+    """A row of `intervals`; `style` is one of the page's colour names: learned, plain, random, reference."""
 
     label: str
     value: Interval
@@ -87,7 +88,7 @@ class Bar:
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """One line of `curves`: (n,) each; `errors` draws a band of that half-width."""
+    """A line of `curves`; xs, ys and errors are (n,) each. `errors` draws a band of this half-width."""
 
     label: str
     xs: Sequence[float]
@@ -97,7 +98,7 @@ class Curve:
 
 
 class Shares(Protocol):
-    """Shares of wins, ties and losses, which are 1 together."""
+    """Shares of wins, ties and losses, which sum to 1."""
 
     @property
     def wins(self) -> float: ...
@@ -111,10 +112,10 @@ def chart(draw: Callable[[Axes, float], None], title: str, height: float, *, nar
     """Draw a chart.
 
     Args:
-        draw: draws on axes; is given the width too, in units.
-        title: what it shows, for whoever cannot see it.
-        height: in units.
-        narrow: also for a phone's screen.
+        draw: draws on the axes; called with the axes and the width in units.
+        title: description for screen readers.
+        height: height in units.
+        narrow: whether to draw the chart for phones, too.
     """
     if not narrow:
         return Chart(_drawing(draw, title, "", WIDTH, height), "")
@@ -126,9 +127,9 @@ def _drawing(draw: Callable[[Axes, float], None], title: str, style: str, width:
     from matplotlib.figure import Figure
 
     with mpl.rc_context():
-        mpl.rcdefaults()  # what a user's own matplotlibrc says is not meant for this page
+        mpl.rcdefaults()  # ignore the user's matplotlibrc
         mpl.rcParams.update(_STYLE)
-        mpl.rcParams["svg.hashsalt"] = f"{title} {width}"  # ids of their own, and the same ones every time
+        mpl.rcParams["svg.hashsalt"] = f"{title} {width}"  # ids that are unique on the page, and reproducible
         figure = Figure((width / _POINTS, height / _POINTS), layout="constrained")
         draw(figure.subplots(), width)
         drawn = io.BytesIO()
@@ -137,11 +138,11 @@ def _drawing(draw: Callable[[Axes, float], None], title: str, style: str, width:
 
 
 def _inline(drawn: bytes, title: str, style: str, box: str) -> str:
-    """Matplotlib's SVG file as an element of the page: without namespaces, colours and fonts of its own."""
+    """Convert Matplotlib's SVG file to an element of the page, without namespaces and its own colours and fonts."""
     root = ElementTree.fromstring(drawn)
     for parent in list(root.iter()):
         for child in list(parent):
-            if child.tag.endswith(("}metadata", "}style")):  # a style here would be one of the whole page
+            if child.tag.endswith(("}metadata", "}style")):  # a style element would apply to the whole page
                 parent.remove(child)
     wanted = set(re.findall(rb'(?:href="#|url\(#)([^")]+)', drawn))
     for element in root.iter():
@@ -155,7 +156,7 @@ def _inline(drawn: bytes, title: str, style: str, box: str) -> str:
         if name.encode() not in wanted:
             element.attrib.pop("id", None)
         if "style" in element.attrib:
-            # What lies inside a ring shows its own text to the pointer, so the ring must have no inside.
+            # Marks inside a ring have their own tooltips, so the ring's inside must not receive pointer events.
             look = element.get("style", "").replace("fill-opacity: 0;", "fill: none;")
             element.set("style", look.replace("'DejaVu Sans'", "system-ui"))
     root.attrib = {"class": style, "viewBox": box, "role": "img", "aria-label": title}
@@ -171,7 +172,7 @@ def told(mark: Artist, text: str) -> None:
 
 
 def intervals(bars: Sequence[Bar], title: str, axis: str) -> Chart:
-    """Means with their intervals, one row each, over the single cases as faint dots."""
+    """Draw means with their intervals, one per row, over the individual cases as faint dots."""
     everything = [value for bar in bars for value in (bar.value.low, bar.value.high, *bar.dots)]
 
     def draw(axes: Axes, width: float) -> None:
@@ -179,7 +180,7 @@ def intervals(bars: Sequence[Bar], title: str, axis: str) -> Chart:
         _across(axes, width, _padded(min(everything), max(everything)), axis)
         for y, bar in enumerate(bars):
             colour = COLOURS[bar.style]
-            # Spread by the golden ratio: neighbours land far apart, and the picture is the same every time.
+            # Spread by the golden ratio: successive dots are far apart, and the result is reproducible.
             spread = (np.arange(len(bar.dots)) * 0.618034 % 1.0 - 0.5) * 0.62
             axes.scatter(bar.dots, y + spread, s=18, color=colour, alpha=0.45, linewidths=0, zorder=2)
             text = f"{bar.label}: {bar.value.mean:.3f}, 95 % interval {bar.value.low:.3f} to {bar.value.high:.3f}"
@@ -190,7 +191,7 @@ def intervals(bars: Sequence[Bar], title: str, axis: str) -> Chart:
 
 
 def curves(lines: Sequence[Curve], title: str, across: str, up: str, *, zero: str = "") -> Chart:
-    """Lines over a common axis, each named at its end; `zero` names a line at 0."""
+    """Draw lines over a common axis, each labelled at its end; `zero` is the label of an additional line at 0."""
     xs = [value for line in lines for value in line.xs]
     ys = [
         y + sign * error
@@ -213,7 +214,7 @@ def curves(lines: Sequence[Curve], title: str, across: str, up: str, *, zero: st
                 axes.fill_between(line.xs, values - errors, values + errors, color=colour, alpha=0.16, linewidth=0)
             axes.plot(line.xs, line.ys, color=colour)
             ends.append((line.ys[-1], line.label, colour))
-        # The axes get their height here, so that names can keep clear of each other.
+        # This computes the height of the axes, which is needed to keep the labels from overlapping.
         cast("Figure", axes.figure).draw_without_rendering()
         least = -math.inf
         for value, label, colour in sorted(ends):
@@ -232,12 +233,14 @@ def stretches(
     errors: npt.ArrayLike | None = None,
     points: int = 60,
 ) -> Curve:
-    """A curve of at most `points` points: means of as many stretches, each where its stretch ends.
+    """Create a curve of at most `points` points, which are the means of consecutive groups at the groups' last x.
 
     Args:
+        label: name of the curve.
         xs, ys: (n,).
-        errors: standard error of each value, (n,): the band is then the mean's 95 % interval. Without, it is the
-            deviation of the values within a stretch, and there is none where no stretch has two.
+        errors: standard error of each value, (n,); the band is then the 95 % interval of the mean. By default it is the
+            standard deviation within each group; if all of these are 0, there is no band.
+        points: maximum number of points.
     """
     across, values = np.asarray(xs, np.float64), np.asarray(ys, np.float64)
     groups = np.array_split(np.arange(len(values)), min(points, len(values)))
@@ -251,11 +254,15 @@ def stretches(
 
 
 def dots_by_row(rows: Mapping[str, Sequence[tuple[str, float, str]]], title: str, axis: str) -> Chart:
-    """For each row some named values on one scale; the first two are dots, joined by a line, all others rings around
-    them, each wider than the last: values that are the same are all seen.
+    """Draw named values on a common scale in rows.
+
+    The first two values of a row are dots joined by a line. The others are rings, each wider than the last, so that
+    equal values are all visible.
 
     Args:
-        rows: by label, a list of (name, value, style).
+        rows: for each label a list of (name, value, style).
+        title: description for screen readers.
+        axis: label of the axis.
     """
     everything = [value for marks in rows.values() for _, value, _ in marks]
 
@@ -277,7 +284,7 @@ def dots_by_row(rows: Mapping[str, Sequence[tuple[str, float, str]]], title: str
 
 
 def histogram(counts: Sequence[tuple[str, int]], title: str, across: str, up: str) -> Chart:
-    """Bars over named bins, each with its share."""
+    """Draw bars over named bins, each labelled with its share."""
     total = sum(count for _, count in counts) or 1
 
     def draw(axes: Axes, width: float) -> None:
@@ -299,8 +306,9 @@ def histogram(counts: Sequence[tuple[str, int]], title: str, across: str, up: st
 
 
 def matrix(rows: Sequence[str], columns: Sequence[str], cells: Sequence[Sequence[Shares | None]], title: str) -> Chart:
-    """Who beats whom, one row a player: won minus lost in percent, the more of either, the deeper the colour; None:
-    not played.
+    """Draw the results between players, one row per player: wins minus losses in percent.
+
+    The larger the absolute value, the stronger the colour. A cell that is None was not played and stays empty.
     """
 
     def draw(axes: Axes, width: float) -> None:
@@ -325,12 +333,12 @@ def matrix(rows: Sequence[str], columns: Sequence[str], cells: Sequence[Sequence
 
 
 def timeline(run: Timeline, title: str, seconds: float = 5.0) -> Chart:
-    """A lane for each role, filled where it worked: the last seconds in which everybody was at work; beside each lane
-    its busy share of the whole run.
+    """Draw a row for each role, filled while it was working, with its busy share of the whole run next to it.
 
     Args:
-        title: what it shows, for whoever cannot see it.
-        seconds: how much of the end.
+        run: the run's timeline.
+        title: description for screen readers.
+        seconds: length of the interval to draw, which ends before the roles that work most of the time stop.
     """
     high = _end(run)
     low = max(0.0, high - seconds)
@@ -352,7 +360,7 @@ def timeline(run: Timeline, title: str, seconds: float = 5.0) -> Chart:
 
 
 def upright(axes: Axes, up: str, limits: tuple[float, float] | None = None) -> None:
-    """What the axis upwards is, in words above the drawing, and its ends."""
+    """Set the label of the y axis, which is above the drawing, and its limits."""
     axes.figure.suptitle(up, x=0.0, ha="left", size=12, color=COLOURS["soft"])
     axes.grid(visible=False, axis="x")
     if limits is not None:
@@ -375,7 +383,7 @@ def _ticks(axis: Any, most: int) -> None:
 
 
 def _rows(axes: Axes, width: float, labels: Sequence[str], values: Sequence[str]) -> None:
-    """Named rows from top to bottom, each with a value at its right end."""
+    """Set up labelled rows from top to bottom, each with a value at its right end."""
     letters = 32 if width == WIDTH else 16
     axes.set_ylim(len(labels) - 0.5, -0.5)
     axes.set_yticks(range(len(labels)), [textwrap.fill(label, letters) for label in labels])
@@ -386,13 +394,13 @@ def _rows(axes: Axes, width: float, labels: Sequence[str], values: Sequence[str]
 
 
 def dot(axes: Axes, x: float, y: float, wide: float, style: str) -> Artist:
-    """A dot of that diameter with a thin rim, drawn over all else."""
+    """Draw a dot of diameter `wide` with a thin rim, on top of everything else."""
     colour, rim = COLOURS[style], COLOURS["card"]
     return axes.plot(x, y, "o", ms=wide, mfc=colour, mec=rim, mew=1.5, clip_on=False, zorder=3)[0]
 
 
 def _end(run: Timeline) -> float:
-    """The end of the time in which most roles worked, without a final evaluation."""
+    """Return the time at which the first of the mostly busy roles stopped working, before any final evaluation."""
     worked = [
         max((end for _, end, what in lane.intervals if not what), default=0.0) for lane in run.lanes if lane.busy > 0.5
     ]
@@ -411,7 +419,7 @@ def _joined(intervals: list[tuple[float, float, str]], gap: float) -> list[tuple
 
 
 def _number(value: float) -> str:
-    """A short number for an axis."""
+    """Format a number briefly for an axis."""
     if abs(value) >= 1_000_000:
         return f"{value / 1_000_000:g}M"
     if abs(value) >= 10_000:

@@ -1,6 +1,6 @@
-"""Renders a report as one self-contained HTML file.
+"""Render a report as a self-contained HTML file.
 
-A report consists of the parts below; the template page.html has all HTML, and escapes all text.
+A report consists of the parts below; the template page.html contains all HTML and escapes all text.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Details:
 
 @dataclass(frozen=True, slots=True)
 class Legend:
-    """(name, style) pairs; "ring" in a style makes its mark one."""
+    """A legend of (name, style) pairs; "ring" in a style draws its mark as a ring."""
 
     kind: ClassVar[str] = "legend"
     entries: Sequence[tuple[str, str]]
@@ -73,7 +73,7 @@ class Picture:
 
     @classmethod
     def jpeg(cls, pixels: npt.NDArray[np.uint8], side: int, alt: str) -> Picture:
-        """Square pixels, uint8 (height, width, 3) RGB, as JPEG with sides of so many pixels."""
+        """Encode pixels, uint8 (height, width, 3) RGB, as a square JPEG with sides of `side` pixels."""
         shrunk = cv2.resize(pixels, (side, side), interpolation=cv2.INTER_AREA)
         done, data = cv2.imencode(".jpg", cv2.cvtColor(shrunk, cv2.COLOR_RGB2BGR), [cv2.IMWRITE_JPEG_QUALITY, 86])
         if not done:
@@ -82,13 +82,13 @@ class Picture:
 
     @classmethod
     def gif(cls, path: Path, width: int, height: int, alt: str) -> Picture:
-        """A film from a file."""
+        """Read an animated GIF from a file."""
         return cls(_data_uri("image/gif", path.read_bytes()), width, height, alt, "film")
 
 
 @dataclass(frozen=True, slots=True)
 class Shot:
-    """One picture of a gallery, with its score and its improvement, or None."""
+    """A picture of a gallery, with a caption and the change of its score, or None."""
 
     picture: Picture
     style: str
@@ -105,13 +105,13 @@ class Gallery:
     shots: Sequence[Shot]
 
 
-# A string is a paragraph, a mapping a list of names and values.
+# A string is rendered as a paragraph, a mapping as a list of names and values.
 Part = str | Mapping[str, Any] | Note | Table | Details | Legend | Picture | Gallery | charts.Chart
 
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """A part of the page under a heading; `note` is a sentence in small print below it."""
+    """A section of the page with a heading; `note` is a sentence in small print below it."""
 
     kind: ClassVar[str] = "section"
     heading: str
@@ -131,7 +131,7 @@ class Answer:
 
 
 def render(title: str, heading: str, sections: Iterable[Section | Answer | None]) -> str:
-    """Render a document; sections that are None are left out."""
+    """Render a document; sections that are None are omitted."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     environment = Environment(
@@ -146,7 +146,7 @@ def render(title: str, heading: str, sections: Iterable[Section | Answer | None]
 
 
 def return_curve(rows: Sequence[Mapping[str, float]], heading: str, across: str, up: str) -> Section | None:
-    """The mean return over the steps of the environment; None where there are no two rows of it."""
+    """Plot the mean return over env steps; return None if fewer than two rows have it."""
     found = [row for row in rows if "return_mean" in row]
     if len(found) < 2:
         return None
@@ -155,7 +155,7 @@ def return_curve(rows: Sequence[Mapping[str, float]], heading: str, across: str,
 
 
 def worked_when(timeline: Path) -> Section:
-    """The timeline of the roles, from a run's timeline.json."""
+    """Create the section with the timeline of the roles from a run's timeline.json."""
     drawn = charts.timeline(Timeline.read(timeline), "when each process worked, in the last seconds")
     note = "Filled: at work. Line: waiting. Percentages are of the whole run."
     return Section("Who worked when", [drawn], note)
@@ -171,11 +171,16 @@ def the_run(
     packages: Sequence[str] = ("numpy",),
     note: str = "",
 ) -> Section:
-    """The section on the run: facts, counts of its outcome, machine, versions of packages, and the command that runs it
-    again; its settings.
+    """Create the section about the run: facts, counts, machine, package versions, command and settings.
 
     Args:
-        steps: what the training calls env steps.
+        facts: entries that come first, by name.
+        settings: settings of the run.
+        command: command that repeats the run; may be empty.
+        outcome: source of the counts; None: no counts.
+        steps: the training's name for env steps.
+        packages: packages whose versions are listed.
+        note: a sentence in small print.
     """
     counts = (
         {}

@@ -1,4 +1,4 @@
-"""The statistical answer whether a policy beats baselines: "yes", "no" or "undecided"."""
+"""The statistical answer to whether a policy beats baselines: "yes", "no" or "undecided"."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ class Interval:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """What was learned against one baseline, on the same cases.
+    """A comparison of the learned policy with a baseline on the same cases.
 
     Attributes:
-        baseline: in words, as it reads after "beats": "random edits".
-        difference: learned minus baseline.
-        better_share: share of the cases in which the learned score is the higher one.
-        cases: how many.
+        baseline: name of the baseline as it is used after "beats", such as "random edits".
+        difference: learned score minus baseline score.
+        better_share: share of the cases in which the learned policy's score is higher.
+        cases: number of cases.
     """
 
     baseline: str
@@ -44,7 +44,7 @@ class Comparison:
 
     @property
     def answer(self) -> Answer:
-        """Whether the learned policy beats the baseline: the whole interval above 0, below it, or neither."""
+        """Whether the learned policy beats the baseline: "yes" if the whole interval is above 0, "no" if below 0."""
         if self.difference.low > 0.0:
             return "yes"
         return "no" if self.difference.high < 0.0 else "undecided"
@@ -52,7 +52,7 @@ class Comparison:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The answer for all baselines together, and the sentences that say it."""
+    """The answer for all baselines together, and the sentences that explain it."""
 
     answer: Answer
     headline: str
@@ -67,20 +67,21 @@ def interval(
     resamples: int = 10_000,
     seed: int = 0,
 ) -> Interval:
-    """Mean of some values, with a percentile bootstrap interval (Efron and Tibshirani, "An Introduction to the
-    Bootstrap", 1993, chapters 13 and 14).
+    """Compute the mean of values with a percentile bootstrap interval.
+
+    Efron and Tibshirani, "An Introduction to the Bootstrap", 1993, chapters 13 and 14.
 
     Args:
         values: (n,), at least two.
-        groups: one label for each value. Of `ENOUGH_GROUPS` or more, whole groups are drawn again, and the interval
-            speaks about other groups, too. Of fewer, values are drawn again within their group, so that every
-            resample has as many of each as there were: it then speaks about more cases of these same groups only.
+        groups: a label for each value. With `ENOUGH_GROUPS` or more groups, whole groups are resampled, and the
+            interval generalizes to other groups. With fewer, values are resampled within their group, so that the
+            groups keep their sizes; the interval then generalizes only to more cases of these groups.
         confidence: share of resamples inside the interval.
-        resamples: how many are drawn.
-        seed: of the draws, so that the same values give the same interval.
+        resamples: number of resamples.
+        seed: random seed, so that the same values give the same interval.
 
     Raises:
-        ValueError: fewer than two values, a value that is not finite, or another number of groups.
+        ValueError: there are fewer than two values, a value is not finite, or `groups` has another length.
     """
     array = np.asarray(values, dtype=np.float64)
     if array.ndim != 1 or len(array) < 2 or not np.isfinite(array).all():
@@ -96,7 +97,7 @@ def interval(
         beyond = (1 - confidence) / 2
         low, high = np.quantile(means, (beyond, 1 - beyond))
         return Interval(float(array.mean()), float(low), float(high))
-    drawn = [sample for sample in samples if len(sample) > 1]  # one value, drawn again, is the same value
+    drawn = [sample for sample in samples if len(sample) > 1]  # resampling a single value would not change it
     if not drawn:
         return Interval(float(array.mean()), float(array.mean()), float(array.mean()))
     alone = sum(float(sample[0]) for sample in samples if len(sample) == 1)
@@ -105,7 +106,7 @@ def interval(
         total: Values = np.sum([part.sum(axis=axis) for part in parts], axis=0) + alone
         return total / len(array)
 
-    from scipy.stats import bootstrap  # takes a second or more to import: a training starts without it
+    from scipy.stats import bootstrap  # takes a second or more to import, which a training's start should not
 
     low, high = bootstrap(
         drawn,
@@ -125,12 +126,13 @@ def compare(
     """Compare two policies case by case.
 
     Args:
-        baseline: what the other policy is called.
+        baseline: name of the other policy.
         learned, other: (n,) scores; element i of both belongs to the same case.
-        groups: as for `interval`.
+        groups: as in `interval`.
+        seed: as in `interval`.
 
     Raises:
-        ValueError: the two have different lengths; as `interval`.
+        ValueError: the scores have different lengths; or as in `interval`.
     """
     ours, theirs = np.asarray(learned, dtype=np.float64), np.asarray(other, dtype=np.float64)
     if ours.shape != theirs.shape:
@@ -142,10 +144,10 @@ def compare(
 
 
 def judge(comparisons: Sequence[Comparison]) -> Verdict:
-    """One answer for several baselines: "yes" when every one is beaten, "no" when any one beats the learned policy.
+    """Return one answer for several baselines: "yes" if all are beaten, "no" if any beats the learned policy.
 
     Raises:
-        ValueError: there is nothing to judge.
+        ValueError: `comparisons` is empty.
     """
     if not comparisons:
         raise ValueError("expected at least one comparison")
@@ -165,12 +167,12 @@ def judge(comparisons: Sequence[Comparison]) -> Verdict:
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One thing that an audit looks at, which nothing was trained on.
+    """A check of an audit, of something that was not part of the training's reward.
 
     Attributes:
-        answer: whether it is as it should be.
-        sentence: says so, with its figures.
-        fault: what it is if it is not, as it reads after "its score rose, while".
+        answer: whether the check passed.
+        sentence: the result as a sentence with its figures.
+        fault: description of a failure, as it is used after "its score rose, while".
     """
 
     answer: Answer
@@ -179,9 +181,9 @@ class Check:
 
 
 def audited(verdict: Verdict, checks: Sequence[Check]) -> Verdict:
-    """The verdict on a score together with an audit of what the score was meant to stand for.
+    """Combine the verdict on a score with an audit of what the score was meant to measure.
 
-    "Yes" needs both. Where the score rose and the audit says no, the juror was gamed.
+    The answer is "yes" only if both are. If the score rose and the audit's answer is "no", the juror was gamed.
     """
     sentences = (*verdict.sentences, *(check.sentence for check in checks))
     answers = {check.answer for check in checks}

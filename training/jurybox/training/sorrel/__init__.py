@@ -1,7 +1,7 @@
 """Sorrel's environments (https://github.com/social-ai-uoft/sorrel) under the actor-learner runtime.
 
-Nothing here imports sorrel: an environment brings its agents and models, and what they do is called as sorrel's own
-`Environment.run_experiment` calls it.
+This package does not import sorrel: an environment contains its agents and models, and their methods are called as
+sorrel's own `Environment.run_experiment` calls them.
 """
 
 from jurybox.training.sorrel.experiment import Experiment, Multiprocessing, run_experiment

@@ -1,4 +1,4 @@
-"""A sorrel experiment: its settings, and the run, in processes where its configuration asks for it."""
+"""A sorrel experiment: its settings, and its run, in several processes if its configuration enables that."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ from jurybox.training.sorrel.roles import put_back
 
 
 class SorrelError(RunError):
-    """An environment, or its configuration, that cannot run in processes; the message says why."""
+    """The environment or its configuration does not support several processes; the message states the reason."""
 
 
 class Multiprocessing(Settings):
-    """Settings beside those that sorrel has; without `enabled` the experiment runs as sorrel runs it."""
+    """Settings in addition to sorrel's. Without `enabled`, sorrel itself runs the experiment."""
 
     title = "sorrel"
     renamed: ClassVar[Mapping[str, str]] = {
@@ -71,10 +71,10 @@ class Multiprocessing(Settings):
 
     @classmethod
     def of(cls, config: Any) -> Multiprocessing:
-        """The settings in a sorrel configuration (an OmegaConf DictConfig); the defaults where there are none.
+        """Read the settings from a sorrel configuration (an OmegaConf DictConfig); missing ones have their defaults.
 
         Raises:
-            SorrelError: one is unknown or out of its bounds.
+            SorrelError: a setting is unknown or out of range.
         """
         given = config.get("multiprocessing") or {}
         try:
@@ -91,8 +91,8 @@ class Experiment:
     """A finished experiment.
 
     Attributes:
-        env: the environment; its models are what was learned.
-        outcome: how the run in processes ended; None where sorrel ran it.
+        env: the environment with the learned models.
+        outcome: outcome of the run in several processes; None if sorrel ran it.
     """
 
     env: Any
@@ -110,20 +110,20 @@ def run_experiment(
 ) -> Experiment:
     """Run the experiment of a sorrel environment.
 
-    With ``config.multiprocessing.enabled`` its turns are taken in an actor process, and every model is trained in a
-    process of its own; `config.experiment` and `config.model.epsilon_decay` mean what they mean to sorrel. Otherwise
-    this is ``env.run_experiment(**sequential)``.
+    With ``config.multiprocessing.enabled``, an actor process takes its turns, and each model is trained in its own
+    process; `config.experiment` and `config.model.epsilon_decay` have the same meaning as in sorrel. Otherwise this
+    calls ``env.run_experiment(**sequential)``.
 
     Args:
-        make: "package.module:callable" that gives the environment: every process makes its own.
-        arguments: of the callable; what JSON holds.
-        serial: the same roles in this process.
-        resume: go on from the newest checkpoint in the log_dir.
-        console: to show how it goes.
-        sequential: for sorrel: animate, logging, logger, output_dir.
+        make: "package.module:callable" that returns the environment; every process creates its own.
+        arguments: keyword arguments of the callable; JSON-serializable.
+        serial: run the same roles in this process.
+        resume: resume from the newest checkpoint in the log_dir.
+        console: shows the progress.
+        sequential: arguments for sorrel: animate, logging, logger, output_dir.
 
     Raises:
-        SorrelError: the settings are wrong, or no agent has anything to learn.
+        SorrelError: the settings are invalid, or no agent has a model that can be trained.
     """
     arguments = dict(arguments or {})
     env = load(make)(**arguments)
@@ -146,7 +146,7 @@ def run_experiment(
 
 
 def plan(env: Any, settings: Multiprocessing, make: str, arguments: Mapping[str, Any]) -> Plan:
-    """The run of an environment's experiment in processes."""
+    """Create the plan that runs an environment's experiment in several processes."""
     groups = learned(env.agents)
     if not groups:
         raise SorrelError(
@@ -196,7 +196,7 @@ def plan(env: Any, settings: Multiprocessing, make: str, arguments: Mapping[str,
             ChannelSpec(name, WeightsLayout.of(acting_part(models[name]).state_dict()), settings.publish_mode)
             for name in names
         ),
-        # sorrel counts epochs from 0 up to and with the last.
+        # sorrel counts epochs from 0 to `epochs` inclusive.
         budget=Budget((int(env.config.experiment.epochs) + 1) * turns),
         pace=Pace(turns, 1, 0, settings.max_ahead)
         if on_policy

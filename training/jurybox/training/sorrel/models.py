@@ -1,4 +1,4 @@
-"""Inspection of sorrel models: the acting network, the memory, on-policy or not."""
+"""Access to sorrel models: the acting network, the memory, weights, and random states."""
 
 from __future__ import annotations
 
@@ -15,13 +15,16 @@ from jurybox.protocol.weights.reader import WeightsReader
 from jurybox.training.algorithms.torch_states import TorchWeights
 from jurybox.training.replay import Field
 
-# Kinds of rows: a transition, or the bounds of an epoch.
+# Kinds of rows: a transition, or the beginning or end of an epoch.
 TRANSITION, EPOCH_BEGINS, EPOCH_ENDS = 0, 1, 2
 _EXTRA = "extra_"
 
 
 def learned(agents: Sequence[Any]) -> dict[str, list[int]]:
-    """Groups of agents with one model each, by name; agents whose model has nothing to learn are left out."""
+    """Group the agents by their model; return their numbers by group name.
+
+    Agents whose model cannot be trained (no module, or no memory of observations) are omitted.
+    """
     groups: dict[int, list[int]] = {}
     for number, agent in enumerate(agents):
         if isinstance(agent.model, nn.Module) and hasattr(agent.model.memory, "obs_shape"):
@@ -30,7 +33,7 @@ def learned(agents: Sequence[Any]) -> dict[str, list[int]]:
 
 
 def acting_part(model: Any) -> nn.Module:
-    """The acting network, of which sorrel makes policy snapshots."""
+    """Return the network that chooses actions, of which sorrel creates policy snapshots."""
     of_two = getattr(model, "models", None)
     if isinstance(of_two, Mapping) and isinstance(of_two.get("local"), nn.Module):
         found: nn.Module = of_two["local"]
@@ -43,12 +46,12 @@ def acting_part(model: Any) -> nn.Module:
 
 
 def is_on_policy(model: Any) -> bool:
-    """Whether it learns from whole epochs of its own policy (sorrel's RolloutBuffer)."""
+    """Return whether the model learns from whole epochs of its own policy (sorrel's RolloutBuffer)."""
     return hasattr(model.memory, "log_probs")
 
 
 def fields_of(memory: Any) -> dict[str, Field]:
-    """A row for everything that goes into a sorrel buffer."""
+    """Return the fields of a replay row that holds an entry of a sorrel buffer."""
     return {
         "kind": Field((), "int32"),
         "epoch": Field((), "int64"),
@@ -62,10 +65,11 @@ def fields_of(memory: Any) -> dict[str, Field]:
 
 
 class MemoryRecorder:
-    """Copies additions to a model's memory to a replay, for the model's learner.
+    """Copies what is added to a model's memory to a replay, for the model's learner.
 
     Args:
-        add: of the replay.
+        add: the replay's `add`.
+        model: the model; the `add` of its memory is wrapped.
     """
 
     def __init__(self, add: Any, model: Any) -> None:
@@ -104,7 +108,7 @@ class MemoryRecorder:
 
 
 def remember(model: Any, row: Mapping[str, Any]) -> None:
-    """Put a transition that a `MemoryRecorder` wrote into a model's memory, as the agent did."""
+    """Add a transition that a `MemoryRecorder` wrote to a model's memory, as the agent did."""
     action = int(row["action"])
     more = {name.removeprefix(_EXTRA): value for name, value in row.items() if name.startswith(_EXTRA)}
     chosen = (action, float(row["log_probability"])) if is_on_policy(model) else action
@@ -112,10 +116,10 @@ def remember(model: Any, row: Mapping[str, Any]) -> None:
 
 
 class ModelWeights:
-    """Keeps an agent's model at what its learner published: weights, and epsilon with them.
+    """Updates an agent's model with the weights and epsilon that its learner publishes.
 
     Attributes:
-        version: of the weights in the model; 0 before the first.
+        version: version of the weights in the model; 0 before the first update.
     """
 
     def __init__(self, reader: WeightsReader, model: Any) -> None:
@@ -124,18 +128,22 @@ class ModelWeights:
         self.version = 0
 
     def refresh(self, timeout: float = 1.0) -> bool:
-        """Load the newest publication if it is newer; returns whether it was. Raises Timeout."""
+        """Load the newest publication if it is newer than the model's; return whether it was. Raises Timeout."""
         if not self._weights.refresh(timeout):
             return False
         self.version = self._weights.version
         self._model.epsilon = self._weights.extra["epsilon"]
         if hasattr(self._model, "_version"):
-            self._model._version += 1  # sorrel's threadsafe models act by a copy that they make for each version
+            self._model._version += 1  # sorrel's threadsafe models act with a copy that they create for each version
         return True
 
 
 class GlobalRandom:
-    """Random states of its own for code that draws from the global generators of Python, NumPy and torch."""
+    """Separate states of the global random generators of Python, NumPy and torch.
+
+    Calling it returns a context manager: the block uses these states, and the previous ones are restored at its end.
+    The next block continues where this one ended.
+    """
 
     def __init__(self, seed: int) -> None:
         torch_random = torch.Generator().manual_seed(seed)

@@ -1,4 +1,4 @@
-"""The roles of a sorrel experiment in processes: one actor with the environment, a learner for each model."""
+"""The roles of a sorrel experiment in several processes: an actor with the environment, and a learner per model."""
 
 from __future__ import annotations
 
@@ -30,13 +30,14 @@ Make = tuple[str, Mapping[str, Any]]
 
 
 class SorrelActor(Actor):
-    """One step is one turn of the environment, `take_turn`, between the same calls as in sorrel's `run_experiment`.
+    """The actor. A step is one turn of the environment, with the same calls as in sorrel's `run_experiment`.
 
-    What its agents put into their memories goes to their learners too.
+    What the agents add to their memories is also sent to their learners.
 
     Args:
-        make: "package.module:callable" that gives the environment, and its keyword arguments.
-        groups: numbers of the agents with one model, by the name of its replay and channel.
+        context: the role's context.
+        make: "package.module:callable" that returns the environment, and its keyword arguments.
+        groups: the numbers of the agents that share a model, by the name of its replay and channel.
     """
 
     def __init__(self, context: RoleContext, *, make: Make, groups: Mapping[str, Sequence[int]]) -> None:
@@ -44,7 +45,7 @@ class SorrelActor(Actor):
         torch.set_num_threads(context.spec.threads)
         with GlobalRandom(context.seed)():
             self.env: Any = load(make[0])(**make[1])
-        # Anew: models take their seeds from the operating system where nobody gives them one, and leave that behind.
+        # A new state: models without a given seed seed the global generators from the operating system.
         self._random = GlobalRandom(context.seed)
         self._recorders = {}
         for group, members in groups.items():
@@ -65,7 +66,7 @@ class SorrelActor(Actor):
         return 1
 
     def save(self) -> dict[str, Any]:
-        # A world cannot be kept in general: the epoch that is under way begins anew.
+        # In general a world cannot be saved, so the current epoch is restarted.
         self._runs = False
         return {"epoch": self._epoch}
 
@@ -92,14 +93,16 @@ class SorrelActor(Actor):
 
 
 class SorrelLearner(Learner):
-    """One step is one `train_step` of the model, whose memory holds what its agents remembered.
+    """A learner. A step is one `train_step` of the model, whose memory holds what its agents added to theirs.
 
-    Models that are off-policy take in all that came; on-policy ones an epoch at a time, and one of which rows were
-    overwritten before they came is left out.
+    Off-policy models add all rows that have arrived; on-policy ones add one epoch at a time, and skip an epoch if some
+    of its rows were overwritten before they were read.
 
     Args:
-        make: as the actor's; of this environment only the model is used.
-        group: name of the replay and the channel. members: numbers of the agents.
+        context: the role's context.
+        make: as for the actor; only the model of this environment is used.
+        group: name of the replay and the channel.
+        members: numbers of the agents.
     """
 
     def __init__(self, context: RoleContext, *, make: Make, group: str, members: Sequence[int]) -> None:
@@ -114,12 +117,13 @@ class SorrelLearner(Learner):
         self.model: Any = self._agents[0].model
         self._decay = self._env.config.model.get("epsilon_decay", 0.0)
         self._on_policy = is_on_policy(self.model)
-        # The rows in this process's memory, in order.
+        # A copy of the replay's rows in this process's memory, in order.
         self._rows = context.replay(group).resident("cpu")
         self._taken = 0
         self._queue: deque[dict[str, Any]] = deque()
         self._whole, self._complete = True, False
-        # Rows that are there already were somebody's before: they fill the memory, and their epochs have been counted.
+        # Rows that are there already were processed by an earlier learner: they fill the memory, but their epochs have
+        # already been counted.
         self._rows.refresh()
         self._old = self._rows.taken
 
