@@ -180,7 +180,7 @@ class AsyncChunkPolicy(forks.Closing):
     ) -> None:
         if ensemble is not None and real_time is not None:
             raise ValueError(
-                "ensemble and real_time both came: real-time chunks continue each other, expected one of them"
+                "ensemble and real_time exclude each other: real-time chunks must not be averaged, expected one of them"
             )
         if every < 1 or not deadline > 0:
             raise ValueError(f"every = {every}, deadline = {deadline}: expected at least one step, and a time above 0")
@@ -278,7 +278,7 @@ class AsyncChunkPolicy(forks.Closing):
 
     def _send(self, observation: Mapping[str, Any]) -> None:
         if self._closed:
-            forked = "was made before a fork, whose thread is not here" if self._forked else "is closed"
+            forked = "was created before a fork and has no thread in this process" if self._forked else "is closed"
             raise Refused(f"the policy {forked}: make another")
         if self._busy or self._waiting is not None or self._done is not None:
             return
@@ -371,7 +371,7 @@ class AsyncChunkPolicy(forks.Closing):
         if self._real_time is not None and chunk.shape != self._real_time:
             raise SpecMismatch(f"a chunk of shape {chunk.shape} came: real_time says {self._real_time}")
         if not np.isfinite(chunk).all():
-            raise SpecMismatch("an answer holds actions that are no finite numbers")
+            raise SpecMismatch("an answer has actions that are not finite numbers")
         return chunk
 
     def _after_fork_in_child(self) -> None:

@@ -390,7 +390,7 @@ def _require_ours(where: Path, factory: str, places: Sequence[str], arguments: A
         made = getattr(import_module(module), attribute, None) if known else None
         if not any(f"{getattr(made, '__module__', '')}.".startswith(f"{place}.") for place in known):
             raise PolicyError(
-                f"{where} names {name!r}, code that is not of Jurybox's policies and would be run: --trust allows it"
+                f"{where} names {name!r}, which is not code of Jurybox's policies and would be run: --trust allows it"
             )
 
 
@@ -488,7 +488,7 @@ def _picture(environment: Environment) -> Any:
     try:
         picture = environment.render()
     except Exception as error:  # rendering may raise anything, for example if a package is missing
-        raise PolicyError(f"this environment cannot show itself: {error}") from error
+        raise PolicyError(f"this environment cannot be rendered: {error}") from error
     if picture is None:
         raise PolicyError("this environment renders no pictures (render_mode rgb_array): play it without --video")
     return np.asarray(picture)

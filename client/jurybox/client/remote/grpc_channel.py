@@ -243,7 +243,7 @@ class RemoteStream:
                 return
             except queue.Full:
                 if time.monotonic() >= until:
-                    raise Timeout(f"the gateway took nothing for {time.monotonic() - began:.1f} s") from None
+                    raise Timeout(f"the gateway accepted no request for {time.monotonic() - began:.1f} s") from None
         while True:  # the stream has ended: raise a refusal that was received last, or the error that ended it
             self.receive(until)
 
@@ -327,7 +327,7 @@ class _Exchange:
         except grpc.RpcError as error:
             self.replies.put(_error(error))
         except Exception as error:  # noqa: BLE001  (the bytes are not a reply: the waiting caller must get an error)
-            self.replies.put(Error(f"the gateway sent what is no reply: {error}", Code.MALFORMED))
+            self.replies.put(Error(f"the gateway's reply cannot be decoded: {error}", Code.MALFORMED))
             self._call.cancel()
         self.ended = True
 

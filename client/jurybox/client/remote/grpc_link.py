@@ -136,7 +136,7 @@ class GrpcLink(Link):
 
     def publisher(self, name: str, transfer: Transfer, timeout: float, driver: Driver | None = None) -> RemotePublisher:
         if driver is not None:
-            raise Refused("device memory is handed over on one host: connect over ipc://, or publish without device")
+            raise Refused("device memory can be shared only on one host: connect over ipc:// or publish without device")
         CORE.check()
         return RemotePublisher(
             self._channel,
@@ -198,7 +198,7 @@ def _tell(message: ModelMessage, contract: str) -> None:
         specs = (specs_from_plain(told[kind]) for kind in ("inputs", "outputs", "state"))
         tell_spec(message, ModelSpec(message.name, *specs))
     except (ValueError, TypeError, KeyError) as error:
-        raise Refused(f"what the server says of model {message.name!r} cannot be read: {plain(error, 200)}") from None
+        raise Refused(f"the server's description of model {message.name!r} is malformed: {plain(error, 200)}") from None
 
 
 def _dtype(tensor: Any) -> str:

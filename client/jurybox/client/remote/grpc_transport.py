@@ -214,7 +214,7 @@ class GrpcTransport(Transport):
         else:
             reasons = {int(row): "lost" for row in text.split(",") if row}
         if any(not 0 <= row < ticket.rows for row in reasons):
-            raise ValueError(f"{parameter} of other rows than the {ticket.rows} that were sent")
+            raise ValueError(f"{parameter} has an index outside the {ticket.rows} rows that were sent")
         columns = self._rows.columns
         columns.reasons[ticket.first : ticket.first + ticket.rows] = 0
         for row, reason in reasons.items():
@@ -262,7 +262,7 @@ class GrpcTransport(Transport):
             sizes, counts = [fits] * rows, [int(np.prod(shape[1:], dtype=np.int64))] * rows
         flat = np.frombuffer(raw, spec.numpy_dtype)
         if len(sizes) != rows or flat.size != sum(counts):
-            raise ValueError(f"{what}: its sizes say {len(sizes)} rows of {sum(counts)} elements, came {flat.size}")
+            raise ValueError(f"{what}: its sizes are of {len(sizes)} rows, {sum(counts)} elements; {flat.size} came")
         at = 0
         for i, (size, count) in enumerate(zip(sizes, counts, strict=True)):
             target[i, :count] = flat[at : at + count]

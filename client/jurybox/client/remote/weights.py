@@ -336,7 +336,7 @@ class RemoteWeightsReader(_Remote):
     def _turn_until(self, until: float | None) -> Iterator[None]:
         turn = self._turn
         if not turn.acquire(timeout=-1 if until is None else max(0.0, until - time.monotonic())):
-            raise Timeout(f"another thread reads the weights of {self._model!r}, and took all the time there was")
+            raise Timeout(f"another thread's read of the weights of {self._model!r} did not end in time")
         try:
             yield
         finally:
