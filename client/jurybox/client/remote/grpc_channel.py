@@ -149,8 +149,8 @@ def token_metadata(address: str, token: str | None) -> list[tuple[str, str]]:
     """Return the metadata that authenticate every call.
 
     Args:
-        token: the caller's token. Default: JURYBOX_TOKEN, but only over TLS or to this host: it is never sent over a
-            network unencrypted.
+        token: the caller's token. Default: JURYBOX_TOKEN, which is used only over TLS or to this host, so that it is
+            never sent over a network unencrypted.
     """
     host = address.partition("://")[2].rpartition(":")[0].strip("[]")
     if token is None and (address.startswith("grpcs://") or is_loopback(host)):
