@@ -1,1 +1,1 @@
-"""The trainings: settings, plans or loops, reports. Import the module you need."""
+"""The trainings: settings, plans or training loops, and reports. Import the module you need."""

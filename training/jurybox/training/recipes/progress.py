@@ -1,4 +1,4 @@
-"""Progress of a training in the terminal, and its record in MLflow or Weights & Biases."""
+"""Progress of a training in the terminal, and trackers for MLflow and Weights & Biases."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemaining
 
 from jurybox.training.run_folder import Tracker
 
-_LINE_EVERY = 10.0  # seconds between two lines where there is no terminal
+_LINE_EVERY = 10.0  # seconds between two lines if the console is not a terminal
 
 
 class Watcher(Protocol):
-    """Observes the progress of a run."""
+    """An observer of a run's progress."""
 
     def say(self, text: str) -> None:
         """Print a line."""
@@ -27,7 +27,7 @@ class Watcher(Protocol):
         """Begin a phase of `total` steps."""
 
     def advance(self, done: int, numbers: Mapping[str, float] | None = None) -> None:
-        """`done` steps of the phase are done; `numbers` are shown."""
+        """Report that `done` steps of the phase are done, and show `numbers`."""
 
     def end(self) -> None:
         """End the phase."""
@@ -43,7 +43,7 @@ class Silence:
 
 
 class ConsoleProgress:
-    """Shows progress on a console: a bar when it is a terminal, else a line every ten seconds."""
+    """A watcher that shows progress on a console: a bar on a terminal, otherwise a line every ten seconds."""
 
     def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
         self._console = console
@@ -103,7 +103,7 @@ class TrackerMissing(RuntimeError):
 
 
 def require(*, mlflow: bool, wandb: bool) -> None:
-    """Raise TrackerMissing if a requested tracker is not installed; called before a training starts."""
+    """Raise TrackerMissing if a requested tracker is not installed. Called before a training starts."""
     wanted = {"mlflow": mlflow, "wandb": wandb}
     for package in (package for package, asked in wanted.items() if asked):
         if importlib.util.find_spec(package) is None:
@@ -113,11 +113,11 @@ def require(*, mlflow: bool, wandb: bool) -> None:
 def trackers(
     name: str, folder: Path, settings: Mapping[str, Any], *, mlflow: bool = False, wandb: bool = False
 ) -> list[Tracker]:
-    """The requested trackers, each with a new run; `require` says before whether they are here.
+    """Create the requested trackers, each with a new run. Call `require` first to check that they are installed.
 
     Args:
-        name: of the training.
-        folder: of the run.
+        name: name of the training.
+        folder: folder of the run.
         settings: recorded as the run's parameters.
     """
     wanted: list[tuple[type[Mlflow] | type[Wandb], bool]] = [(Mlflow, mlflow), (Wandb, wandb)]
@@ -125,7 +125,7 @@ def trackers(
 
 
 class Mlflow:
-    """Records to MLflow: where ``MLFLOW_TRACKING_URI`` says, or in ``mlruns`` of the run's folder."""
+    """A tracker that records to MLflow, at ``MLFLOW_TRACKING_URI`` or in ``mlruns`` in the run's folder."""
 
     def __init__(self, name: str, folder: Path, settings: Mapping[str, Any]) -> None:
         self._mlflow: Any = importlib.import_module("mlflow")
@@ -147,7 +147,7 @@ class Mlflow:
 
 
 class Wandb:
-    """Records to Weights & Biases, in its own configuration (``WANDB_MODE=offline`` keeps it on this machine)."""
+    """A tracker that records to Weights & Biases, with its own configuration (``WANDB_MODE=offline`` stays local)."""
 
     def __init__(self, name: str, folder: Path, settings: Mapping[str, Any]) -> None:
         wandb: Any = importlib.import_module("wandb")

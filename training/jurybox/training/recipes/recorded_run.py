@@ -1,4 +1,4 @@
-"""A run and its record in a folder: settings, metrics, summary, report."""
+"""Runs that are recorded in a folder: settings, metrics, summary and report."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from jurybox.training.runtime.settings import Settings
 _NAME = "settings.json"
 
 
-# What a run leaves, but for what people may have put there themselves.
+# The files and folders that a run writes. Anything else in the folder may be the user's.
 _LEFT = (
     "metrics.csv",
     "summary.json",
@@ -38,15 +38,15 @@ _LEFT = (
 
 
 def begin_anew(folder: Path, settings: Settings) -> str:
-    """Prepare a folder for starting again: its run ended before its first checkpoint and is to be resumed.
+    """Prepare a folder for a restart from the beginning, because its run ended before its first checkpoint.
 
-    What it had recorded until then is moved to a folder beside.
+    The run's files are moved to a subfolder ``before-1``, ``before-2``, ...
 
     Returns:
-        What was done, in a sentence.
+        A sentence about what was done.
 
     Raises:
-        CheckpointError: no run was begun there, or one with other settings.
+        CheckpointError: no run was started in the folder, or one with other settings.
     """
     left = [folder / name for name in _LEFT if (folder / name).exists()]
     if not left and not (folder / _NAME).exists():
@@ -67,13 +67,13 @@ def begin_anew(folder: Path, settings: Settings) -> str:
 
 
 def resumed(folder: Path, settings: Settings, say: Callable[[str], None]) -> Checkpoint | None:
-    """The newest checkpoint of the run in a folder; None if it ended before its first and starts again.
+    """Return the newest checkpoint of the run in a folder; None if it has none and starts from the beginning.
 
     Args:
-        say: is called with a sentence where it begins anew.
+        say: called with a message if the run starts from the beginning.
 
     Raises:
-        CheckpointError: no run was begun there, or one with other settings.
+        CheckpointError: no run was started in the folder, or one with other settings.
     """
     checkpoints = Checkpoints(folder / "checkpoints")
     checkpoints.sweep()
@@ -91,11 +91,11 @@ def write_settings(folder: Path, settings: Settings) -> None:
 
 
 def check_same(folder: Path, settings: Settings) -> None:
-    """Refuse to resume a run with settings that it did not begin with.
+    """Check that a run is resumed with the settings that it was started with.
 
     Raises:
-        CheckpointError: a setting is different that may not change (see `Settings.may_change`), or the run was begun
-            by a release whose settings have other names.
+        CheckpointError: a setting differs that may not change (see `Settings.may_change`), or the run was started by
+            a release whose settings have other names.
     """
     path = folder / _NAME
     if not path.exists():
@@ -131,7 +131,7 @@ Metrics = Sequence[Mapping[str, float]]
 
 
 class RunOptions(TypedDict, total=False):
-    """Options of `runtime.run.run` that `recorded_run` passes on; see there."""
+    """Options that `recorded_run` passes to `runtime.run.run`; see there."""
 
     serial: bool
     resume: bool
@@ -141,7 +141,7 @@ class RunOptions(TypedDict, total=False):
 
 
 class RecordingOptions(RunOptions, total=False):
-    """Options of `recorded_run` that a training passes on."""
+    """Options that a training passes to `recorded_run`."""
 
     trackers: Callable[[], Sequence[Tracker]]
 
@@ -156,18 +156,18 @@ def recorded_run(
     trackers: Callable[[], Sequence[Tracker]] = lambda: (),
     **options: Unpack[RunOptions],
 ) -> Outcome:
-    """Carry out a plan; leaves settings.json, metrics.csv, summary.json and report.html in `folder`.
+    """Carry out a plan, and write settings.json, metrics.csv, summary.json and report.html to `folder`.
 
     Args:
-        columns: of metrics.csv.
-        settings: of the training, for settings.json.
-        report: gives the report's HTML, from the outcome and the rows of metrics.csv.
-        trackers: makes trackers; called when the folder is known to be usable.
-        options: serial, resume, console, signals, launcher: see `runtime.run.run`.
+        columns: columns of metrics.csv.
+        settings: settings of the training, for settings.json.
+        report: returns the report's HTML for the outcome and the rows of metrics.csv.
+        trackers: creates the trackers; called after the folder has been checked.
+        options: serial, resume, console, signals and launcher; see `runtime.run.run`.
 
     Raises:
-        RunLogError: the folder holds another run, and `resume` is not set; or a run is going on there.
-        CheckpointError: no run was begun there, or with other settings.
+        RunLogError: the folder holds another run and `resume` is not set, or a run is in progress there.
+        CheckpointError: `resume` is set, and no run was started in the folder, or one with other settings.
     """
     if (living := going_on(folder)) is not None:
         raise RunLogError(
@@ -209,7 +209,7 @@ def recorded_run(
 def failed_report(
     folder: Path, headline: str, error: BaseException, settings: Mapping[str, Any], command: str = ""
 ) -> None:
-    """Write the report of a training that failed at its end, with the error."""
+    """Write a report with the error, for a training that failed after its last step."""
     said = [
         headline,
         f"What should follow here could not be made: {type(error).__name__}: {error}",

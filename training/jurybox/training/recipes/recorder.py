@@ -1,7 +1,7 @@
-"""Recording of a Stable-Baselines3 training: counters, metrics, checkpoints, progress, interrupts.
+"""Recording of a Stable-Baselines3 training: counters, metrics, checkpoints, progress and interrupts.
 
-A checkpoint has ``model.zip`` (SB3's own file, for people who load it with SB3) and what `restore` needs beside its
-tensors. Nothing pickled is read: the model is created from the settings, and only tensors are read from the file.
+A checkpoint contains ``model.zip`` (SB3's own format, so that SB3 can load it) and the further state that `restore`
+needs. Nothing is unpickled: the model is created from the settings, and only tensors are read from the file.
 The current episodes are not saved: a resumed run begins new ones.
 """
 
@@ -25,7 +25,7 @@ from jurybox.training.checkpoints import Checkpoint, CheckpointError, Checkpoint
 from jurybox.training.recipes.progress import Watcher
 from jurybox.training.run_folder import RunLog, audited
 
-# What SB3's PPO records while it updates, and what it is called in metrics.csv.
+# Names under which SB3's PPO logs values of an update, and their columns in metrics.csv.
 _LEARNER = {
     "train/learning_rate": "learning_rate",
     "train/policy_gradient_loss": "policy_loss",
@@ -47,24 +47,26 @@ COLUMNS = (
     "rollout_return_error",
     *_LEARNER.values(),
 )
-_LAST = 100  # episodes that return_mean and return_std are over
+_LAST = 100  # episodes in the window of return_mean and return_std
 
 
 class Recorder(BaseCallback):
-    """Writes a row of metrics for every rollout and its update, and checkpoints between them.
+    """Callback that writes a row of metrics after every rollout and its update, and checkpoints in between.
 
     Args:
-        log: where rows go.
-        watcher: is told of every step of the workers.
-        checkpoint_folder: None for no checkpoints.
-        checkpoint_every: env steps between two of them, at least.
-        counted: what an earlier part of the run had counted, from its checkpoint.
-        episode_numbers: further numbers of a finished episode, from its last info; their means get columns.
-        seconds: stop after so many seconds of training; None for no limit.
-        policy: writes the policy and its description into a checkpoint's folder.
+        log: receives the rows.
+        watcher: receives the progress after every step of the workers.
+        checkpoint_folder: folder for checkpoints; None: no checkpoints.
+        checkpoint_every: minimum number of env steps between two checkpoints.
+        counted: counters from the checkpoint that the run is resumed from.
+        episode_numbers: returns further numbers of a finished episode from its last info; their means are added to
+            the row.
+        seconds: stop after this many seconds of training; None: no limit.
+        policy: writes the policy and its description to a checkpoint's folder.
 
     Attributes:
-        cut: episodes that ended because their worker was replaced (``info["restarted"]``). They count nowhere else.
+        cut: number of episodes that ended because their worker was replaced (``info["restarted"]``). No other
+            counter includes them.
     """
 
     def __init__(
@@ -101,11 +103,11 @@ class Recorder(BaseCallback):
 
     @property
     def seconds(self) -> float:
-        """Seconds of training, earlier parts included."""
+        """Seconds of training, including those before a resume."""
         return self._seconds_before + self._clock() - self._began
 
     def counted(self) -> dict[str, Any]:
-        """The counters for a checkpoint."""
+        """Return the counters for a checkpoint."""
         return {"episodes": self.episodes, "returns": list(self.returns), "seconds": self.seconds}
 
     def _on_training_start(self) -> None:
@@ -130,7 +132,7 @@ class Recorder(BaseCallback):
         return self._limit is None or self._clock() - self._began < self._limit
 
     def _on_rollout_start(self) -> None:
-        self._row_and_checkpoint()  # of the rollout before, now that its update is complete
+        self._row_and_checkpoint()  # for the previous rollout, whose update is now complete
 
     def _on_training_end(self) -> None:
         self._row_and_checkpoint(last=True)
@@ -144,7 +146,7 @@ class Recorder(BaseCallback):
             try:
                 with interrupts.held():
                     save(self._checkpoints, self.model, self.counted(), self._policy)
-            except OSError as error:  # a full disk costs a checkpoint, not the training
+            except OSError as error:  # a full disk must not end the training
                 self._watcher.say(f"no checkpoint at {self.num_timesteps} steps, the one before stands: {error}")
             self._saved_at = self.num_timesteps
 
@@ -162,7 +164,7 @@ class Recorder(BaseCallback):
         for name, column in _LEARNER.items():
             if (value := self.model.logger.name_to_value.get(name)) is not None:
                 row[column] = float(value)
-        self.model.logger.dump(self.num_timesteps)  # forgets them; it has nowhere to write to
+        self.model.logger.dump(self.num_timesteps)  # clears the values; the logger has no outputs
         self._row_at, self._row_began, self._finished = self.num_timesteps, now, []
         return row
 
@@ -179,7 +181,7 @@ class Recorder(BaseCallback):
 
 
 def learner_steps(model: BaseAlgorithm) -> int:
-    """Optimiser steps so far, as counted by Adam, whose state is saved in checkpoints."""
+    """Return the number of optimiser steps so far, from Adam's state, which checkpoints include."""
     states = list(model.policy.optimizer.state.values())
     return int(states[0]["step"]) if states else 0
 
@@ -193,7 +195,7 @@ def save(
     """Write a checkpoint of a model whose last update is complete.
 
     Args:
-        counted: further numbers, as JSON holds them.
+        counted: further numbers; must be JSON-serializable.
         policy: see `Recorder`.
     """
     assert model.env is not None
@@ -209,19 +211,19 @@ def save(
 
 
 def restore(model: BaseAlgorithm, checkpoint: Checkpoint, fresh_seed: int) -> None:
-    """Restore a new model of the same settings, its environments and the global random generators.
+    """Restore a new model with the same settings, its environments and the global random generators.
 
     Args:
-        fresh_seed: where there are more environments than before, the additional ones are seeded from it and their
-            number.
+        fresh_seed: if there are more environments than in the checkpoint, the additional ones are seeded with it and
+            their index.
 
     Raises:
-        CheckpointError: the file cannot be read, or is of another network.
+        CheckpointError: the file cannot be read, or belongs to a different network.
     """
     try:
         model.set_parameters(checkpoint.folder / "model.zip", device=model.device)  # type: ignore[arg-type]
     except Exception as error:
-        if "state_dict" in str(error):  # torch's word for weights that are not those of the network
+        if "state_dict" in str(error):  # torch's message if the weights do not fit the network
             raise CheckpointError(
                 f"{checkpoint.folder} is of another network than this build trains: resume the run with the build that "
                 f"began it, or start anew in another folder ({error})"
@@ -230,7 +232,7 @@ def restore(model: BaseAlgorithm, checkpoint: Checkpoint, fresh_seed: int) -> No
             f"{checkpoint.folder} cannot be read ({error}): remove it to go on from the one before"
         ) from error
     model.num_timesteps = checkpoint.env_steps
-    model._n_updates = checkpoint.document["updates"]  # SB3 shows it, and has no other way to set it
+    model._n_updates = checkpoint.document["updates"]  # SB3 logs it, and offers no public way to set it
     assert model.env is not None
     _restore_random_states(checkpoint.document["random"], model.env, fresh_seed)
 

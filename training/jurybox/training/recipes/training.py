@@ -1,8 +1,8 @@
 """The skeleton of every training: it reads settings, chooses the launcher, runs the training and reports the result.
 
 A training is a `Training`: a name, its `Settings`, and a function that does the work. That function passes a plan
-to the runtime (`carry_out`) or has a loop of its own; command line, signals, trackers, exit statuses and error messages
-are the same for all.
+to the runtime (`carry_out`) or has its own loop. The command line, signals, trackers, exit statuses and error messages
+are the same for all trainings.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 _FAILED, _USAGE, _COULD_NOT_START = 1, 2, 3
 
-# What pyproject.toml's extra `training` installs, as it is imported.
+# Import names of the packages that pyproject.toml's extra `training` installs.
 _EXTRA = (
     "gymnasium", "pettingzoo", "cloudpickle", "stable_baselines3", "cv2", "skimage", "sklearn", "scipy", "matplotlib",
     "jinja2", "tensorboard", "lz4", "zstandard", "Box2D", "imageio", "threadpoolctl",
@@ -57,18 +57,18 @@ or see the whole with a server of its own: jurybox demo photo --out demo-out"""
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """The arguments of a training's work, beside its settings.
+    """The arguments of a training's work function besides its settings.
 
     Attributes:
-        folder: where everything goes.
-        console: where it says how it goes.
-        command: that does this again, for the report.
-        serial: everything in this process.
-        resume: go on from the newest checkpoint in the folder.
-        launcher: "local", or "ray".
-        ray_address: of the Ray cluster; None: Ray of this machine alone.
-        trackers: makes those that record the run elsewhere; called when the folder has been found usable.
-        more: options that this training alone has.
+        folder: folder for all files of the run.
+        console: console for progress and messages; None: no output.
+        command: command line that repeats the run, for the report.
+        serial: run everything in this process.
+        resume: resume from the newest checkpoint in the folder.
+        launcher: "local" or "ray".
+        ray_address: address of the Ray cluster; None: Ray on this machine only.
+        trackers: creates the trackers; called after the folder has been checked.
+        more: options that only this training has.
     """
 
     folder: Path
@@ -82,7 +82,7 @@ class Run:
     more: Mapping[str, Any] = field(default_factory=dict)
 
     def refuse(self, why: Mapping[str, str]) -> None:
-        """Raises ConfigError if an option is given that has no effect; `why` by option."""
+        """Raise ConfigError if an option without effect is given; `why` maps such options to the reason."""
         from jurybox.training.runtime.plan import refuse_unused
 
         given = {
@@ -95,12 +95,12 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Training:
-    """One of the trainings.
+    """A training.
 
     Attributes:
-        name: ``jurybox train NAME``; of its experiments in trackers too.
-        settings: its settings.
-        work: trains, and says how it ended in a few sentences.
+        name: name in ``jurybox train NAME``, and of its experiments in trackers.
+        settings: class of its settings.
+        work: function that trains and returns a summary of a few sentences.
     """
 
     name: str
@@ -124,13 +124,15 @@ def train(
     """Run the command of a training, and exit with its status.
 
     Args:
-        training: where the `Training` is: "package.module:NAME". It is imported when the extra is known to be there.
+        training: import path of the `Training`, "package.module:NAME". It is imported after the extra was checked.
         out: folder of the run; None: the setting ``log_dir``, or "NAME-out".
-        config: settings as TOML. changes: ``NAME=VALUE`` strings, which win over it. given: settings that options
-            name, which win over both; None: not given.
-        debug_state: say what the run in that folder shares at this moment, instead of training.
-        seeds: "0,1,2": a run for each, one after the other, in the folder's ``seed-0``, ...; ``seeds.csv`` compares.
-        options: `Run`'s.
+        config: TOML file with settings.
+        changes: ``NAME=VALUE`` strings, which override `config`.
+        given: settings from command-line options, which override both; None: not given.
+        debug_state: report the current shared state of the run in that folder instead of training.
+        seeds: "0,1,2": one run per seed, one after the other, in subfolders ``seed-0``, ...; ``seeds.csv`` compares
+            them.
+        options: further fields of `Run`.
     """
 
     def work(console: Console, resources: ExitStack) -> str:
@@ -154,7 +156,7 @@ def train(
         for number in numbers:
             there = folder / f"seed-{number}"
             console.print(f"seed {number}, in {there}", highlight=False)
-            # With --resume those that were not begun yet are begun.
+            # With --resume, a seed that has no folder yet starts a new run.
             resumes = {"resume": options.get("resume", False) and there.exists()}
             said.append(carried_out(found, settings.changed(seed=number), there, console, **resumes))
             interrupts.check()
@@ -179,10 +181,10 @@ def train(
 
 
 def _seeds_of(text: str, given: Mapping[str, Any], changes: Sequence[str]) -> list[int]:
-    """The seeds of "0,1,2".
+    """Parse a list of seeds such as "0,1,2".
 
     Raises:
-        ConfigError: it is no list of different seeds, or a seed is said besides.
+        ConfigError: it is not a list of different seeds, or the setting ``seed`` is given too.
     """
     from jurybox.training.runtime.plan import ConfigError
 
@@ -195,7 +197,7 @@ def _seeds_of(text: str, given: Mapping[str, Any], changes: Sequence[str]) -> li
 
 
 def _compared(folder: Path, seeds: Sequence[int]) -> str:
-    """Write seeds.csv, the numbers of every seed's summary.json; returns a sentence about their returns."""
+    """Write the numbers of every seed's summary.json to seeds.csv; return a sentence about their returns."""
     from jurybox.training.checkpoints import write_atomically
 
     found = [json.loads((folder / f"seed-{seed}" / "summary.json").read_text(encoding="utf-8")) for seed in seeds]
@@ -214,7 +216,7 @@ def _compared(folder: Path, seeds: Sequence[int]) -> str:
 
 
 def check_folder(folder: Path) -> None:
-    """Raises RunLogError where nothing can be written at `folder`; makes nothing."""
+    """Raise RunLogError if `folder` cannot be created or written to. Creates nothing."""
     from jurybox.training.run_folder import RunLogError
 
     there = folder.absolute()
@@ -227,15 +229,16 @@ def check_folder(folder: Path) -> None:
 
 
 def carry_out(start: Callable[..., Outcome], run: Run) -> Outcome:
-    """Run a plan with the run's launcher; returns the outcome, unless it was interrupted.
+    """Run a plan with the run's launcher, and return the outcome.
 
     Args:
-        start: takes serial, resume, console, signals, trackers and launcher, as `recorded_run` does.
+        start: function that runs the plan; called with serial, resume, console, signals, trackers and launcher, as
+            `recorded_run` takes them.
 
     Raises:
-        RunError: there is no such launcher, or no such cluster.
-        RunFailed: a role failed for good.
-        KeyboardInterrupt: it was told to stop, and has, in order.
+        RunError: the launcher is unknown, or the cluster cannot be reached.
+        RunFailed: a role failed permanently.
+        KeyboardInterrupt: a signal arrived, and the run has stopped cleanly.
     """
     from jurybox.training.interrupts import Signals
     from jurybox.training.recipes.launchers import launcher_named
@@ -252,21 +255,26 @@ def carry_out(start: Callable[..., Outcome], run: Run) -> Outcome:
             launcher=launcher,
         )
     if outcome.end is End.SIGNAL:
-        signal.raise_signal(signals.first)  # to whoever handled signals before the run
+        signal.raise_signal(signals.first)  # for the handler that was installed before the run
     if outcome.end is End.FAILED:
         raise RunFailed(outcome.text)
     return outcome
 
 
 class RunFailed(RuntimeError):
-    """The run could not go on; the message is its reason."""
+    """The run could not continue; the message is the reason."""
 
 
 def until_interrupted(work: Callable[[Console, ExitStack], str], out: Path | None, *, told: str) -> None:
-    """Do the work, stop all that it started, and exit with its status.
+    """Do the work, release its resources, and exit with its status.
 
-    An error is told in a sentence. The traceback of one that nobody foresaw is written to a file, in `out` if it is
-    there.
+    An error is printed as one sentence. The traceback of an unexpected error is written to a file, in `out` if that
+    folder exists.
+
+    Args:
+        work: does the work, and returns the text that is printed at the end.
+        out: folder for the traceback file; None: the system's temporary folder.
+        told: message printed when the first signal arrives.
     """
     console, errors = Console(soft_wrap=True), Console(stderr=True, soft_wrap=True)
     resources = ExitStack()
@@ -277,7 +285,7 @@ def until_interrupted(work: Callable[[Console, ExitStack], str], out: Path | Non
         said = work(console, resources)
     except KeyboardInterrupt:
         status = interrupts.exit_status() or 130
-    except Exception as error:  # noqa: BLE001 (the outermost place: resources are closed below)
+    except Exception as error:  # noqa: BLE001 (the outermost handler: resources are closed below)
         status = _status_of(error)
         errors.print(_sentence(error, out), highlight=False, markup=False)
     interrupts.ignore_from_now_on()
@@ -288,8 +296,8 @@ def until_interrupted(work: Callable[[Console, ExitStack], str], out: Path | Non
 
 
 def _status_of(error: Exception) -> int:
-    """The exit status of an error."""
-    if isinstance(error, ExtraMissing):  # first: what follows imports what is missing
+    """Return the exit status for an error."""
+    if isinstance(error, ExtraMissing):  # first: the imports below need the missing packages
         return _USAGE
     from jurybox.client import Error
     from jurybox.training.checkpoints import CheckpointError
@@ -307,7 +315,7 @@ def _status_of(error: Exception) -> int:
 
 
 def _sentence(error: Exception, out: Path | None) -> str:
-    """The message of an error; of an unexpected one also the file with its traceback."""
+    """Return the message for an error; for an unexpected one, it also names the file with the traceback."""
     if isinstance(error, ModuleNotFoundError):
         package = (error.name or "").partition(".")[0]
         return f"{package or error} is not installed, and this training needs it: pip install 'jurybox[training]'"
@@ -325,7 +333,7 @@ def _sentence(error: Exception, out: Path | None) -> str:
 
 
 def _written(error: Exception, out: Path | None) -> Path | None:
-    """Write the traceback to a file; returns its path, or None if that failed."""
+    """Write the traceback to a file; return its path, or None if that failed."""
     text = "".join(traceback.format_exception(error))
     for folder in (out, Path(tempfile.gettempdir())):
         if folder is not None and folder.is_dir():
@@ -344,9 +352,9 @@ class ExtraMissing(RuntimeError):
 
 
 def require_extra() -> None:
-    """Raises ExtraMissing, with the line that installs it, where a package of the extra `training` is missing.
+    """Raise ExtraMissing, with the command that installs it, if a package of the extra `training` is missing.
 
-    It looks for them without importing them, which would take seconds.
+    The check does not import the packages, which would take seconds.
     """
     if missing := [name for name in _EXTRA if find_spec(name) is None]:
         raise ExtraMissing(
@@ -356,11 +364,11 @@ def require_extra() -> None:
 
 
 class NoServer(RuntimeError):
-    """There is no server to train against."""
+    """No server answers at the address."""
 
 
 def check_server(address: str, model: str) -> bool:
-    """Whether the server there holds a model; raises NoServer where none answers."""
+    """Return whether the server has the model. Raises NoServer if no server answers."""
     from jurybox.client import Error, connect
 
     try:
