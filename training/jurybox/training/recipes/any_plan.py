@@ -1,4 +1,4 @@
-"""`jurybox train plan`: anybody's plan, with launcher, resuming, metrics and report as all trainings have them."""
+"""`jurybox train plan`: a user's plan, with the launcher, resuming, metrics and report of all trainings."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from jurybox.training.runtime.settings import Settings
 
 
 class PlanTraining(Settings):
-    """What is said of a plan of somebody's own; all else stands in the plan."""
+    """Settings for a user's plan; everything else is set in the plan itself."""
 
     title = "plan"
     may_change: ClassVar[Sequence[str] | None] = ("steps", "seconds")
@@ -33,15 +33,18 @@ class PlanTraining(Settings):
 
 
 def plan_of(settings: PlanTraining) -> Plan:
-    """The plan that the settings name, with what they change of it, and checkpoints where it has none.
+    """Load the plan that the settings name, and apply the settings to it.
+
+    A plan without checkpoints gets them every tenth of its steps.
 
     Raises:
-        ConfigError: the function gives none. PlanError: there is no such function, or the plan contradicts itself.
+        ConfigError: no function is named, it rejects the arguments, or it returns no plan.
+        PlanError: the function does not exist, or the plan contradicts itself.
     """
     if not settings.plan:
         raise ConfigError("no plan: say which with --plan module:function, a function that gives a Plan")
     if (here := str(Path.cwd())) not in sys.path:
-        sys.path.insert(0, here)  # as `python -m` has it; roles' processes get the same path
+        sys.path.insert(0, here)  # like `python -m`; the roles' processes get the same path
     try:
         made: Any = load(settings.plan)(**settings.arguments)
     except TypeError as error:
@@ -60,7 +63,7 @@ def train(
     command: str = "",
     **options: Unpack[RecordingOptions],
 ) -> Outcome:
-    """Carry the plan out; leaves metrics, logs, checkpoints, summary.json and report.html in `folder`."""
+    """Carry out the plan, and write metrics, logs, checkpoints, summary.json and report.html to `folder`."""
     planned = plan_of(settings)
     return recorded_run(
         planned,
@@ -80,7 +83,7 @@ def report(
     folder: Path,
     command: str,
 ) -> str:
-    """The report as one HTML document."""
+    """Return the report as one HTML document."""
     facts = {"Seed": planned.seed, "Episodes": f"{outcome.episodes:,}"}
     evaluated = [[name.removeprefix("eval_"), f"{value:.4g}"] for name, value in outcome.evaluation.items()]
     told = f"After {outcome.env_steps:,} env steps {outcome.text}."

@@ -1,4 +1,4 @@
-"""`--launcher`: where the processes of a training run, on this machine or on a Ray cluster."""
+"""The option `--launcher`: whether a training's processes run on this machine or on a Ray cluster."""
 
 from __future__ import annotations
 
@@ -22,18 +22,19 @@ _LOOPBACK = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 
 
 class LauncherMissing(RunError):
-    """There is no such launcher, or it is not installed."""
+    """The launcher is unknown or not installed."""
 
 
 @contextmanager
 def launcher_named(name: str, address: str | None = None) -> Iterator[Launcher]:
-    """The launcher of that name; use it in a ``with``.
+    """Create the launcher of that name. Use it in a ``with`` statement.
 
     Args:
-        address: of the cluster, with "ray"; None: Ray on this machine alone.
+        address: with "ray", the address of the cluster; None: Ray on this machine only.
 
     Raises:
-        LauncherMissing: the name is unknown, or its library is not here; NoCluster: nobody answers at `address`.
+        LauncherMissing: the name is unknown, or its library is not installed.
+        NoCluster: there is no cluster at `address`.
     """
     if not wants_ray(name, address):
         yield Local()
@@ -45,7 +46,7 @@ def launcher_named(name: str, address: str | None = None) -> Iterator[Launcher]:
 
 
 def check_gpus(launcher: Launcher | None, gpus: Mapping[str, float]) -> None:
-    """Raises ConfigError if GPUs are requested (number by setting) and the launcher cannot reserve any."""
+    """Raise ConfigError if GPUs are requested (number by setting) and the launcher cannot reserve any."""
     if launcher is None or isinstance(launcher, Local):
         why = (
             "GPUs are set aside by --launcher ray; on one machine `device` or `device_per_agent` says where to compute"
@@ -54,10 +55,10 @@ def check_gpus(launcher: Launcher | None, gpus: Mapping[str, float]) -> None:
 
 
 def wants_ray(name: str, address: str | None) -> bool:
-    """Whether the launcher of that name is Ray, which can then be imported and listens on the right interface.
+    """Return whether the launcher of that name is Ray. If so, Ray is imported, and without an address kept on loopback.
 
     Raises:
-        LauncherMissing: it is neither "ray" nor "local", "local" with an address, or Ray is not here.
+        LauncherMissing: the name is neither "ray" nor "local", "local" has an address, or Ray is not installed.
     """
     if name not in NAMES:
         raise LauncherMissing(f"--launcher {name!r}: expected {' or '.join(NAMES)}")
@@ -68,7 +69,7 @@ def wants_ray(name: str, address: str | None) -> bool:
     if address is None:
         _on_loopback()
     try:
-        import ray  # noqa: F401 (whether it is there)
+        import ray  # noqa: F401 (checks that it is installed)
     except ModuleNotFoundError as error:
         raise LauncherMissing(
             f"--launcher ray needs Ray, which is not installed ({error}): pip install 'jurybox[ray]'"
@@ -77,7 +78,7 @@ def wants_ray(name: str, address: str | None) -> bool:
 
 
 def _on_loopback() -> None:
-    """Make a Ray of this machine listen on the loopback interface, as on macOS. Ray reads it at import."""
+    """Make Ray on this machine listen on the loopback interface only, as on macOS. Ray reads the variable at import."""
     asked = os.environ.setdefault(_LOOPBACK, "0")
     known = sys.modules.get("ray._private.ray_constants")
     if asked == "0" and known is not None and getattr(known, "ENABLE_RAY_CLUSTER", False):
@@ -89,11 +90,11 @@ def _on_loopback() -> None:
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """A cluster for environments.
+    """A cluster that environment workers run on.
 
     Attributes:
-        needs: what each worker gets.
-        cores: that there are for them.
+        needs: resources of each worker.
+        cores: number of CPU cores for the workers.
     """
 
     needs: Needs
@@ -112,7 +113,7 @@ class Spread:
         return EnvWorkers(makers, self.needs, environment=environment, timeout=timeout)
 
     def addresses_of(self, address: str | None, far: str | None) -> ServerAddresses:
-        """How workers reach a server; see `addresses_of`."""
+        """Return the addresses at which workers reach a server; see `connection.addresses_of`."""
         from jurybox.training.cluster.connection import addresses_of
 
         return addresses_of(address, far)
@@ -120,14 +121,15 @@ class Spread:
 
 @contextmanager
 def spread_named(name: str, address: str | None = None, needs: Needs | None = None) -> Iterator[Spread | None]:
-    """The cluster for the environments of a training; None with "local". Use it in a ``with``.
+    """Connect to the cluster for a training's environments; None with "local". Use it in a ``with`` statement.
 
     Args:
-        name, address: as `launcher_named` takes them.
-        needs: what each worker gets; a core by default.
+        name, address: as in `launcher_named`.
+        needs: resources of each worker; one core by default.
 
     Raises:
-        LauncherMissing: the name is unknown, or its library is not here; NoCluster: nobody answers at `address`.
+        LauncherMissing: the name is unknown, or its library is not installed.
+        NoCluster: there is no cluster at `address`.
     """
     if not wants_ray(name, address):
         yield None
@@ -140,7 +142,7 @@ def spread_named(name: str, address: str | None = None, needs: Needs | None = No
     connect(address)
     try:
         own = len(os.sched_getaffinity(0))
-        there: Any = ray.cluster_resources  # Ray has no types for it
+        there: Any = ray.cluster_resources  # Ray does not annotate it
         cores = own if address is None else int(there().get("CPU", own))
         yield Spread(needs or Default(), max(1, cores))
     finally:

@@ -1,6 +1,7 @@
-"""Policies of the trainings as models of the server: what its engines load.
+"""Policies of the trainings as models that the server's engines load.
 
-A server has torch, and nothing of what trainings need beside: no environment is imported here, and sizes are arguments.
+A server has torch, but not the other packages of trainings. So this module imports no environment, and sizes are
+arguments.
 """
 
 from __future__ import annotations
@@ -25,26 +26,34 @@ from jurybox.training.algorithms.torch_states import perceptron
 def _served(
     module: nn.Module, row: Sequence[int], outputs: Mapping[str, tuple[int, ...]], dtype: str = "float32"
 ) -> ServedModel:
-    """A network of rows of observations of that shape; shapes of its float32 outputs by name."""
+    """Return the served model of a network whose input is "observation".
+
+    Args:
+        row: shape of one row of observations.
+        outputs: shape of each float32 output by name, without the batch dimension.
+        dtype: of the observations.
+    """
     given = {"observation": TensorSpec(dtype, tuple(row))}
     return ServedModel(module, given, {name: TensorSpec("float32", shape) for name, shape in outputs.items()})
 
 
 def hockey_policy(observation: int, action: int, hidden: Sequence[int]) -> ServedModel:
-    """Raw observations, float32 (observation,), to actions in [-1, 1], float32 (action,)."""
+    """A policy from raw observations, float32 (observation,), to actions in [-1, 1], float32 (action,)."""
     policy = Policy(Actor(observation, action, hidden), observation, clip=CLIP)
     return _served(policy, (observation,), {"action": (action,)})
 
 
 def gym_policy(dtype: str, size: int, bounds: Sequence[Sequence[float]] | None = None, **network: Any) -> ServedModel:
-    """Rows of observations (`environments.gymnasium_env` says how they look), to what the algorithm's network gives.
+    """The acting network of an algorithm, from rows of observations (format: `environments.gymnasium_env`).
 
-    dqn: values (actions,); td3: action (actions,) in [-1, 1]; sac: mean and log_std (actions,) before the tanh; ppo:
-    logits (actions,) or mean and log_std (actions,), and value. All float32. With `bounds` (the lower and the upper
-    ones) of actions that are numbers: action (actions,) in [-1, 1] without exploration, whatever the algorithm.
+    Outputs, all float32: dqn: values (actions,); td3: action (actions,) in [-1, 1]; sac: mean and log_std (actions,)
+    before the tanh; ppo: logits (actions,) or mean and log_std (actions,), and value. For continuous actions with
+    `bounds`, every algorithm has the one output action (actions,) in [-1, 1], without exploration.
 
     Args:
-        dtype, size: of a row. network: arguments of `acting_network`.
+        dtype, size: dtype and length of a row.
+        bounds: lower and upper bounds of continuous actions; None: the network explores.
+        network: arguments of `acting_network`.
     """
     actions, explores = network["actions"], network["discrete"] or bounds is None
     made = acting_network(**network, explores=explores)
@@ -57,14 +66,14 @@ def gym_policy(dtype: str, size: int, bounds: Sequence[Sequence[float]] | None =
 
 
 class _Named(ActorCritic):
-    """The network with named outputs; its weights keep the names that the learner publishes."""
+    """The network with named outputs. Its weights have the names that the learner publishes."""
 
     def forward(self, observation: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
         return {"logits": self.actor(observation), "value": self.critic(observation).squeeze(-1)}
 
 
 def actor_critic(observation: int, actions: int, hidden: Sequence[int]) -> ServedModel:
-    """Float32 (observation,) to logits (actions,) and a value in the learner's scale."""
+    """A network from float32 (observation,) to logits (actions,) and a value in the learner's scale."""
     return _served(_Named(observation, actions, hidden), (observation,), {"logits": (actions,), "value": ()})
 
 
@@ -79,7 +88,10 @@ class _Masked(ActorCritic):
 
 
 def masked_policy(observation: int, actions: int, hidden: Sequence[int]) -> ServedModel:
-    """Float32 (observation + actions,), the last of them 1 for each action that may be chosen, to logits (actions,)."""
+    """A policy from float32 (observation + actions,) to logits (actions,).
+
+    The last `actions` inputs are the mask: 1 for an action that may be chosen, 0 otherwise.
+    """
     return _served(_Masked(observation, actions, hidden), (observation + actions,), {"logits": (actions,)})
 
 
@@ -100,9 +112,9 @@ class _Logits(ActorCritic):
 def choosing_policy(
     algorithm: str, shape: Sequence[int], actions: int, hidden: Sequence[int], dtype: str = "uint8", scale: float = 1.0
 ) -> ServedModel:
-    """Stacked observations of `shape` to what a policy of "dqn", "iqn" or "ppo" chooses by, float32 (actions,).
+    """A policy of "dqn", "iqn" or "ppo" from stacked observations of `shape` to float32 (actions,).
 
-    Values of actions, or for "ppo" logits.
+    The output is "values" of the actions, or "logits" for "ppo".
     """
     inputs, widths = math.prod(shape), tuple(hidden)
     networks: dict[str, Callable[[], nn.Module]] = {
@@ -124,17 +136,18 @@ class _Mean(nn.Module):
 
 
 class PhotoMoves(nn.Module):
-    """A photo policy's moves, the means of its actions: two perceptrons, of which one straightens and nothing else.
+    """The moves of a photo policy, which are the means of its actions. One of its two perceptrons only straightens.
 
-    That one sees only what tells how a picture leans. It gives f(what is seen) less f(the same of the mirrored
-    picture), so a mirrored picture is turned just as far to the other side, and what looks the same in the mirror not
-    at all.
+    That perceptron f sees only the part of the observation that encodes a picture's tilt. The straightening is f(that
+    part) - f(that part for the mirrored picture). So a mirrored picture is turned by the same angle to the other side,
+    and a picture that equals its mirror image is not turned.
 
     Args:
-        leaning: what it sees: numbers of the observation, those that take their places where the picture is mirrored,
-            and the signs that they then get.
-        straighten: which action that is. The other perceptron gives the others, from the whole observation.
-        units: of the hidden layer that straightens.
+        leaning: input of the straightening perceptron: indices into the observation, the indices that replace them for
+            the mirrored picture, and the signs to multiply those by.
+        straighten: index of the straightening action. The other perceptron computes the other actions from the whole
+            observation.
+        units: units of the straightening perceptron's hidden layer.
     """
 
     def __init__(
@@ -159,7 +172,7 @@ class PhotoMoves(nn.Module):
     signs: Tensor
 
     def forward(self, observation: Tensor, dropout: float = 0.0) -> Tensor:
-        """Moves (n, action) of observations (n, observation); `dropout` of hidden units is for who trains it."""
+        """Return moves (n, action) for observations (n, observation). `dropout` of hidden units is for training."""
         leans = _through(self.turning, observation[:, self.seen], dropout)
         other = _through(self.turning, observation[:, self.mirrored] * self.signs, dropout)
         moves = _through(self.others, observation, dropout)
@@ -176,11 +189,11 @@ def _through(layers: nn.Sequential, given: Tensor, dropout: float) -> Tensor:
 
 
 def photo_moves(observation: int, action: int, hidden: Sequence[int], **straightening: Any) -> ServedModel:
-    """Float32 (observation,) to moves (action,) before they are clipped to [-1, 1]; see `PhotoMoves`."""
+    """A policy from float32 (observation,) to moves (action,) before clipping to [-1, 1]; see `PhotoMoves`."""
     moves = PhotoMoves(observation, action, hidden, **straightening)
     return _served(moves, (observation,), {"action": (action,)})
 
 
 def gaussian_mean(observation: int, action: int, hidden: Sequence[int]) -> ServedModel:
-    """Float32 (observation,) to actions (action,) before they are clipped to [-1, 1]."""
+    """A policy from float32 (observation,) to actions (action,) before clipping to [-1, 1]."""
     return _served(_Mean(observation, action, hidden), (observation,), {"action": (action,)})
