@@ -1,12 +1,12 @@
 """The photo training: Stable-Baselines3 PPO over env workers that are clients of the server.
 
-The settings were found on the photos that ship, with the panel as juror. The most important, in this order:
+The default settings were tuned on the photos that ship, with the panel as juror. The most important, in this order:
 
-- discount 0: each edit step is rewarded at once by the change of the score, so later rewards only add noise to the
-  advantage of a step;
-- a narrow start (deviation 0.3 of the action range): nine tools are moved at once, and a wide one mostly spoils the
-  photo in eight of them;
-- a learning rate that falls by ten: with few photos the late steps would overfit.
+- discount 0: each edit step is rewarded immediately by the change of the score, so later rewards only add noise to
+  the advantage of a step;
+- a small initial standard deviation (0.3 of the action range): every step moves nine tools at once, and a large
+  deviation mostly spoils the photo with eight of them;
+- a learning rate that falls by a factor of ten: with few photos the late steps would overfit.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ METRICS = (*COLUMNS, "score_before", "score_after")
 
 
 def columns(config: PhotoConfig) -> tuple[str, ...]:
-    """The columns of metrics.csv: with a pair for everything that is audited."""
+    """Return the columns of metrics.csv, with a pair (before and after the edits) for every audited measure."""
     return (*METRICS, *(f"audit_{name}{suffix}" for name in ("psnr", *config.audit) for suffix in ("_before", "")))
 
 
@@ -58,11 +58,11 @@ ROLLOUT = 4000  # steps of all environments together between two updates
 
 
 class PhotoTraining(Settings):
-    """Settings of one training; a TOML file and the command line hold the same names.
+    """Settings of a photo training; a TOML file and the command line use the same names.
 
     Attributes:
-        environment: of every worker; environment i gets the seed ``seed + i``.
-        gamma, gae_lambda, clip_range: of PPO (Schulman et al., 2017; 2016 for lambda).
+        environment: settings of every worker's environment; environment i gets the seed ``seed + i``.
+        gamma, gae_lambda, clip_range: hyperparameters of PPO (Schulman et al., 2017; 2016 for lambda).
     """
 
     title = "photo"
@@ -77,7 +77,7 @@ class PhotoTraining(Settings):
         "environment.seed": "seed",
         "patience": "server_timeout",
     }
-    # What may be different when a run is resumed; all else would make it another run.
+    # Settings that may differ when a run is resumed. A change of any other would make it a different run.
     may_change = (
         *("steps", "envs", "workers", "checkpoint_every", "server_timeout", "seconds", "damages"),
         *("environment.address", "environment.timeout", "environment.audit_models", "perceptual"),
@@ -124,7 +124,7 @@ class PhotoTraining(Settings):
 
     @property
     def config(self) -> PhotoConfig:
-        """The environment's settings, seed included."""
+        """The environment's settings, with the seed."""
         return replace(self.environment, seed=self.seed)
 
     @property
@@ -133,7 +133,7 @@ class PhotoTraining(Settings):
 
 
 def check_workers(settings: PhotoTraining) -> None:
-    """Raises ConfigError unless there is one worker for each environment, as on one machine."""
+    """Raise ConfigError unless each environment has its own worker, which a training on one machine requires."""
     if settings.workers not in (None, settings.n_envs):
         raise ConfigError(
             f"workers={settings.workers} with envs={settings.envs}: on one machine each environment has a process of "
@@ -144,10 +144,10 @@ def check_workers(settings: PhotoTraining) -> None:
 def make_environments(
     settings: PhotoTraining, spread: Spread | None = None, far: str | None = None, *, serial: bool = False
 ) -> VecEnv:
-    """The environments of a training: worker processes, objects in this one, or workers of a cluster (see `train`).
+    """Create a training's environments: in worker processes, in this process, or in a cluster's workers (see `train`).
 
     Raises:
-        ConfigError: fewer or more workers than environments on this machine, where each has a process of its own.
+        ConfigError: on one machine, the number of workers differs from the number of environments.
     """
     if spread is not None:
         return _on_cluster(settings, spread, far)
@@ -155,7 +155,7 @@ def make_environments(
     if serial:
         return DummyVecEnv(list(make))
     check_workers(settings)
-    # A step may wait for a server that is restarted, and then for its score.
+    # A step may wait first for a server that restarts, and then for its score.
     timeout = 120.0 + settings.server_timeout + 2 * settings.environment.timeout
     return WorkerVecEnv(make, timeout)
 
@@ -166,11 +166,11 @@ def _on_cluster(settings: PhotoTraining, spread: Spread, far: str | None) -> Vec
     from jurybox.training.recipes.photo_worker import env_group
 
     config, n = settings.config, settings.n_envs
-    # Of two in one worker, one renders while the other waits for its score.
+    # With two environments in a worker, one can render while the other waits for its score.
     numbers = dealt(n, 2 if settings.workers is None else -(-n // settings.workers))
     addresses = None if config.scorer == "local" else spread.addresses_of(config.address, far)
     makers = [partial(env_group, config, each, settings.server_timeout, addresses) for each in numbers]
-    # A step may wait for a server that is restarted, and then for its score.
+    # A step may wait first for a server that restarts, and then for its score.
     timeout = settings.server_timeout + 2 * config.timeout + 60.0
     workers = spread.workers(makers, environment=credentials(), timeout=timeout)
     try:
@@ -190,24 +190,24 @@ def train(
     far: str | None = None,
     serial: bool = False,
 ) -> PPO:
-    """Train; leaves metrics, checkpoints and summary.json in the log's folder.
+    """Train, and write metrics, checkpoints and summary.json to the log's folder.
 
     Args:
-        resume: go on from this checkpoint.
-        watcher: is told how it goes.
-        spread: the cluster that holds the environments; None: this machine. far: the server's address for its other
-            machines; None: asked of the server.
-        serial: all environments in this process, one after the other, for debugging.
+        resume: checkpoint to resume from.
+        watcher: receives the progress.
+        spread: the cluster that the environments run on; None: this machine.
+        far: the server's address for the cluster's other machines; None: ask the server.
+        serial: run all environments in this process, one after the other, for debugging.
 
     Returns:
         The trained model; its environments are closed.
 
     Raises:
-        WorkerFailed: an environment failed; among others because no server came back within `server_timeout`.
-        KeyboardInterrupt: the run was interrupted; the checkpoints written so far are whole.
+        WorkerFailed: an environment failed, for example because no server came back within `server_timeout`.
+        KeyboardInterrupt: the run was interrupted; the checkpoints written so far are complete.
     """
     watcher = watcher or Silence()
-    torch.set_num_threads(1)  # a network this small is slower on two
+    torch.set_num_threads(1)  # a second thread slows down so small a network
     environments = make_environments(settings, spread, far, serial=serial)
     try:
         model = _new_model(settings, environments) if resume is None else _resumed(settings, environments, resume)
@@ -247,7 +247,7 @@ def train(
 def _new_model(settings: PhotoTraining, environments: VecEnv) -> PPO:
     hidden = list(settings.hidden)
     with warnings.catch_warnings():
-        # A last, smaller batch is nothing to worry about; SB3 warns of it.
+        # SB3 warns that the last mini-batch is smaller, which is harmless here.
         warnings.filterwarnings("ignore", message=".*mini-batch.*", category=UserWarning)
         return PPO(
             PhotoActorCritic,
@@ -275,7 +275,7 @@ def _new_model(settings: PhotoTraining, environments: VecEnv) -> PPO:
 
 
 class PhotoActorCritic(ActorCriticPolicy):
-    """SB3's actor and critic with `PhotoMoves` as the actor; the critic sees everything, as usual."""
+    """SB3's actor-critic policy with `PhotoMoves` as the actor; the critic sees the whole observation."""
 
     def _build_mlp_extractor(self) -> None:
         super()._build_mlp_extractor()
@@ -286,10 +286,10 @@ class PhotoActorCritic(ActorCriticPolicy):
 
     def _build(self, lr_schedule: Callable[[float], float]) -> None:
         super()._build(lr_schedule)
-        self.action_net: torch.nn.Module = torch.nn.Identity()  # what the actor gives is the mean already
+        self.action_net: torch.nn.Module = torch.nn.Identity()  # the actor's output is the mean already
         actor: Any = self.mlp_extractor.policy_net
         for layers in (actor.others, actor.turning):
-            self.init_weights(layers[-1], gain=0.01)  # moves begin near 0, as in every policy of SB3
+            self.init_weights(layers[-1], gain=0.01)  # moves start near 0, as in every policy of SB3
         self.optimizer = self.optimizer_class(self.parameters(), lr=lr_schedule(1), **self.optimizer_kwargs)  # type: ignore[call-arg]
 
 
@@ -299,7 +299,7 @@ def _straightening() -> dict[str, Any]:
 
 def _resumed(settings: PhotoTraining, environments: VecEnv, checkpoint: Checkpoint) -> PPO:
     model = _new_model(settings, environments)
-    # Making it seeds everything anew, so the environments' seeds are used up before their states are put back.
+    # The new model seeds the environments. This reset consumes those seeds, before the saved states are restored.
     environments.reset()
     restore(model, checkpoint, settings.seed + checkpoint.env_steps)
     return model
@@ -324,7 +324,7 @@ def _summary(settings: PhotoTraining, model: PPO, recorder: Recorder) -> Summary
 
 
 def description(settings: PhotoTraining) -> Description:
-    """How the saved weights act: on held-out photos, with the juror in the process, unless a player says otherwise."""
+    """Return the description of the saved policy. By default it plays held-out photos with an in-process juror."""
     size, actions = observation.SIZE, len(TOOLS)
     acts = Acts(
         "jurybox.training.recipes.served_networks:photo_moves",
@@ -348,7 +348,7 @@ def _save_policy(settings: PhotoTraining, folder: Path, model: BaseAlgorithm) ->
 
 
 def policy_of(model: PPO) -> Callable[[np.ndarray[Any, Any]], np.ndarray[Any, Any]]:
-    """The learned policy without its noise: from one observation to an action, both float32 vectors."""
+    """Return the learned policy without exploration noise: from one observation to an action, both float32 vectors."""
 
     def act(observation: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         action: np.ndarray[Any, Any] = model.predict(observation, deterministic=True)[0]
@@ -358,17 +358,17 @@ def policy_of(model: PPO) -> Callable[[np.ndarray[Any, Any]], np.ndarray[Any, An
 
 
 def steps_per_environment(environments: int, rollout: int = ROLLOUT) -> int:
-    """Steps of each environment between two updates: `rollout` steps in all, as nearly as whole steps allow.
+    """Return the steps of each environment between two updates, so that all together take about `rollout` steps.
 
-    A batch that grew with the number of workers would make every other setting mean something else on a larger
-    machine; this keeps a run on 2 workers comparable with one on 64.
+    If the rollout grew with the number of workers, every other setting would have a different effect on a larger
+    machine. A fixed total keeps a run with 2 workers comparable with one with 64.
 
     Args:
-        environments: how many step side by side.
-        rollout: steps of all of them together between two updates.
+        environments: number of parallel environments.
+        rollout: steps of all environments together between two updates.
 
     Raises:
-        ConfigError: a number below 1, or more environments than steps.
+        ConfigError: an argument is below 1, or there are more environments than steps.
     """
     if environments < 1 or rollout < 1:
         raise ConfigError(f"expected at least one environment and one step, got {environments} and {rollout}")

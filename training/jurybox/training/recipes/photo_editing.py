@@ -34,9 +34,9 @@ class Edited:
     """An edited picture.
 
     Attributes:
-        source, target: files.
-        edits: the recipe.
-        before, after: what the juror says of the middle of it.
+        source, target: paths of the original and the edited file.
+        edits: the edits that were applied.
+        before, after: the juror's scores of the picture's centre square.
     """
 
     source: Path
@@ -47,7 +47,11 @@ class Edited:
 
 
 def pictures(given: Sequence[Path]) -> list[Path]:
-    """The given files, and those in given folders; raises PhotoError if there are none."""
+    """Return the given files and the pictures in the given folders.
+
+    Raises:
+        PhotoError: there are none, or a file has another suffix than a picture's.
+    """
     found: list[Path] = []
     for path in given:
         inside = sorted(each for each in path.iterdir() if each.suffix.lower() in SUFFIXES) if path.is_dir() else [path]
@@ -68,17 +72,19 @@ def edit_pictures(
     said: Callable[[Edited], None] = lambda edited: None,
     failed: Callable[[str], None] = lambda why: None,
 ) -> list[Edited]:
-    """Edit each of them into `out` under its own name, with edits.csv and a contact sheet.
+    """Write an edited copy of each picture to `out` under the same name, with edits.csv and a contact sheet.
 
-    The policy sees what it saw in training: the square in the middle, at 384 pixels, and the juror's score of it. Its
-    recipe is then carried out on the whole picture. Files are never written over: two of one name get a number.
+    The policy sees the same as in training: the centre square at 384 pixels and the juror's score of it. Its edits are
+    then applied to the whole picture. No picture is overwritten: if a name is taken, the new file gets a number.
 
     Args:
-        config: of the environment: the juror, and how many edit steps.
-        said: is told of each. failed: of those that cannot be read, which are passed over.
+        config: settings of the environment: the juror and the number of edit steps.
+        said: called with each edited picture.
+        failed: called with the error of each file that cannot be read; such files are skipped.
 
     Raises:
-        PolicyError: it is no photo policy. PhotoError: no picture could be read.
+        PolicyError: the policy is not a photo policy.
+        PhotoError: no picture could be read.
     """
     if policy.found.description.training != "photo":
         raise PolicyError(
@@ -120,7 +126,7 @@ def edit_pictures(
 
 
 def _recipe(square: Image, policy: Policy, scorer: Scorer, config: PhotoConfig) -> tuple[Edits, float, float]:
-    """The policy's edits of a picture, and the scores before and after."""
+    """Return the policy's edits of a square picture, and the scores before and after."""
     edits, scores = Edits(), list[float]()
     span = config.highest_score - config.lowest_score
     for taken in range(config.steps + 1):
@@ -135,7 +141,7 @@ def _recipe(square: Image, policy: Policy, scorer: Scorer, config: PhotoConfig) 
 
 
 def _read(file: Path) -> Image:
-    """A picture at full resolution, 8-bit RGB, turned as its EXIF says."""
+    """Read a picture at full resolution as 8-bit RGB, rotated according to its EXIF data."""
     try:
         data = file.read_bytes()
     except OSError as error:
@@ -160,7 +166,7 @@ def _write(file: Path, picture: Image) -> None:
 
 
 def _free(out: Path, name: str) -> Path:
-    """An unused name in `out`."""
+    """Return an unused path in `out`."""
     number, target = 1, out / name
     stem, suffix = target.stem, target.suffix
     while target.exists():
@@ -177,7 +183,7 @@ def _thumbnail(picture: Image) -> Image:
 
 
 def _sheet(done: Sequence[Edited], thumbnails: Sequence[tuple[Image, Image]]) -> Image:
-    """Before and after, side by side, a row for each picture, with the juror's scores."""
+    """Return the contact sheet: a row for each picture, before and after side by side, with the juror's scores."""
     heights = [max(each.shape[0] for each in pair) + _LINE + _MARGIN for pair in thumbnails]
     sheet: Image = np.full((sum(heights) + _MARGIN, 2 * _CELL + 3 * _MARGIN, 3), 245, np.uint8)
     top = _MARGIN

@@ -41,11 +41,11 @@ Picture = npt.NDArray[np.uint8]
 Marks = Mapping[str, npt.NDArray[np.float64]]
 Judge = Callable[[Sequence[Picture]], Marks]
 
-# What becomes of a damaged photo, in the order in which it is shown; the original is the reference.
+# The versions of a damaged photo, in the order in which they are shown; the original is the reference.
 KINDS = ("no edits", "random edits", "learned", "original")
-_FIRST_SEED = 1_000_000  # far from what environments are seeded with
-_GENTLEST, _STEEPEST = 3.0, 9.0  # degrees of the tilts that straightening is measured with, as the damage has them
-_THREADS = 8  # each holds one picture in flight, so the server has batches to make
+_FIRST_SEED = 1_000_000  # far from the seeds of the training's environments
+_GENTLEST, _STEEPEST = 3.0, 9.0  # range of the tilts for measuring straightening, in degrees, as in the degradation
+_THREADS = 8  # each has one picture in flight, so the server can form batches
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,12 +53,14 @@ class Case:
     """One damaged photo.
 
     Attributes:
-        photo, seed: what it is of, and what crop and damage were drawn from.
+        photo: name of the photo.
+        seed: seed that the crop and the damage were drawn from.
         pictures: uint8 (384, 384, 3), by kind.
-        marks: every output of the juror, by kind and name; "score" is what was trained on.
-        audit: by kind and name, what no juror of the training scored: how far it is from the undamaged photo, and what
-            the audit jurors say. The original has the latter alone.
-        degradation: what had been done to it. edits: the learned policy's recipe.
+        marks: all outputs of the juror, by kind and name; "score" is the one that was trained on.
+        audit: measures that the training did not use, by kind and name: distances from the undamaged photo, and the
+            scores of the audit jurors. The original has only the scores.
+        degradation: the damage.
+        edits: the learned policy's edits.
     """
 
     photo: str
@@ -72,12 +74,13 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Intact:
-    """What the learned policy did to an undamaged photo.
+    """The learned policy's edit of an undamaged photo.
 
     Attributes:
-        picture, edited: before and after.
+        photo, seed: as in `Case`.
+        picture, edited: the picture before and after the edits.
         before, after: scores.
-        audit: how far the edited picture is from the photo.
+        audit: distances of the edited picture from the photo.
     """
 
     photo: str
@@ -91,17 +94,18 @@ class Intact:
 
 @dataclass(frozen=True, slots=True)
 class Straightening:
-    """Whether a policy straightens what is tilted, measured on photos that were tilted to both sides.
+    """How well a policy straightens, measured on photos that were tilted to both sides.
 
     Attributes:
-        pictures, photos: how many, of how many photos.
-        follows: correlation of what the pictures were turned by with the opposite of their tilt, over all of them
-            together (-1 to 1). What photos lean by themselves stays in it as error.
-        undone: share of the tilt that is undone: half the difference of the two turns of a pair, by the degree of tilt.
-            What photos lean by themselves cancels.
-        left: mean tilt that is left, degrees; before: mean tilt.
+        pictures, photos: number of pictures, and of the photos that they were made from.
+        follows: correlation between the policy's rotation and the negative tilt over all pictures (-1 to 1). The
+            photos' own tilt remains in it as an error.
+        undone: share of the tilt that is undone: half the difference of the two rotations of a pair, divided by the
+            tilt. The photos' own tilt cancels out.
+        before: mean absolute tilt, degrees.
+        left: mean absolute tilt after the edits, degrees.
 
-    The intervals are 95 % percentile bootstrap intervals over photos, or over pairs where there are few photos.
+    The intervals are 95 % percentile bootstrap intervals over photos, or over pairs if there are few photos.
     """
 
     pictures: int
@@ -113,11 +117,11 @@ class Straightening:
 
 
 def straightening_of(tilted: Sequence[Straightened]) -> Straightening | None:
-    """What pairs of tilted pictures tell of straightening; None without any.
+    """Compute how well a policy straightens from pairs of tilted pictures; None without pictures.
 
     Raises:
-        ValueError: a picture was not tilted to both sides by the same angle, which would let what a photo leans by
-            itself pass for straightening, or for the contrary.
+        ValueError: a picture was not tilted to both sides by the same angle, so that the photo's own tilt would bias
+            the result.
     """
     if not tilted:
         return None
@@ -144,9 +148,14 @@ def straightening_of(tilted: Sequence[Straightened]) -> Straightening | None:
 
 
 def _follows(pairs: npt.NDArray[np.float64], labels: Sequence[Any], resamples: int = 10_000) -> Interval:
-    """Pearson's correlation of all pictures, and its interval over the labelled groups of pairs (n, 2, 2)."""
+    """Return Pearson's correlation over all pictures, and its bootstrap interval over labelled groups of pairs.
+
+    Args:
+        pairs: float64 (n, 2, 2): pair, side, and negative tilt or rotation.
+        labels: the group of each pair.
+    """
     tilts, turns = pairs[..., 0], pairs[..., 1]
-    # One line for each pair: of sums like these, those of any resample and its correlation are made.
+    # One column of sums for each pair. The correlation of any resample follows from the total of its columns.
     sums = np.stack(
         [np.full(len(pairs), 2.0), turns.sum(1), (turns**2).sum(1), (tilts**2).sum(1), (tilts * turns).sum(1)]
     )
@@ -155,7 +164,7 @@ def _follows(pairs: npt.NDArray[np.float64], labels: Sequence[Any], resamples: i
 
     def correlation(total: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
         n, turned, squares, steep, both = np.moveaxis(total, -1, 0)
-        spread = np.sqrt(np.maximum(steep * (squares - turned**2 / n), 0.0))  # tilts have a mean of exactly 0
+        spread = np.sqrt(np.maximum(steep * (squares - turned**2 / n), 0.0))  # the tilts' mean is exactly 0
         found: npt.NDArray[np.float64] = np.divide(both, spread, out=np.zeros_like(both), where=spread > 1e-9)
         return found
 
@@ -166,32 +175,38 @@ def _follows(pairs: npt.NDArray[np.float64], labels: Sequence[Any], resamples: i
 
 @dataclass(frozen=True, slots=True)
 class PhotoEvaluation:
-    """All cases of an evaluation, photo by photo for every seed, the intact photos, and those tilted to both sides."""
+    """The results of an evaluation.
+
+    Attributes:
+        cases: the damaged photos, by seed and then by photo.
+        intact: the undamaged photos.
+        tilted: the photos that were tilted to both sides.
+    """
 
     cases: tuple[Case, ...]
     intact: tuple[Intact, ...] = ()
     tilted: tuple[Straightened, ...] = ()
 
     def scores(self, kind: str, criterion: str = "score") -> npt.NDArray[np.float64]:
-        """(cases,) of one kind."""
+        """Return the juror's outputs for one kind, float64 (cases,)."""
         return np.array([case.marks[kind][criterion] for case in self.cases])
 
     def audited(self, kind: str, name: str) -> npt.NDArray[np.float64]:
-        """(cases,) of one kind: what was not rewarded."""
+        """Return an audited measure, which was not rewarded, for one kind: float64 (cases,)."""
         return np.array([case.audit[kind][name] for case in self.cases])
 
     @property
     def photos(self) -> list[str]:
-        """The photo of every case."""
+        """The photo's name for every case."""
         return [case.photo for case in self.cases]
 
     @property
     def criteria(self) -> tuple[str, ...]:
-        """The juror's outputs beside the score."""
+        """Names of the juror's outputs other than the score."""
         return tuple(name for name in self.cases[0].marks["learned"] if name != "score")
 
     def save(self, path: Path) -> None:
-        """Write a CSV with one line for each case, kind and criterion."""
+        """Write a CSV file with one line for each case, kind and criterion."""
         text = io.StringIO(newline="")
         writer = csv.writer(text)
         writer.writerow(("photo", "seed", "kind", "criterion", "mark"))
@@ -221,18 +236,18 @@ def evaluate_policy(
 ) -> PhotoEvaluation:
     """Evaluate the learned and a random policy on all held-out photos, degraded in `damages` ways, and audit them.
 
-    Of every second seed the learned policy is given the undamaged photos, too, and the damaged ones tilted to both
-    sides (`angles_of`), of which nothing is kept but what it turned them by.
+    For every second seed, the learned policy also edits the undamaged photos, and damaged ones tilted to both sides
+    (`angles_of`). Of the latter, only the rotations are kept.
 
     Args:
-        config: of the training; its held-out photos are used.
-        policy: the learned one; called from several threads.
-        damages: how many seeds of degradation, the same ones for every policy.
-        threads: pictures in flight at once. A local juror is used by one thread only.
-        perceptual: a learned distance of two pictures, for the audit.
+        config: settings of the training's environment; its held-out photos are used.
+        policy: the learned policy; called from several threads.
+        damages: number of seeds of degradation, which are the same for every policy.
+        threads: number of pictures in flight at a time. With a local juror there is only one thread.
+        perceptual: a learned distance between two pictures, for the audit.
 
     Raises:
-        ValueError: less than one seed.
+        ValueError: `damages` is less than one.
         KeyboardInterrupt: the evaluation was interrupted.
     """
     if damages < 1:
@@ -280,7 +295,7 @@ def evaluate_policy(
                     future.result()
             results = [result for future in futures for result in future.result()]
         finally:
-            stopped.set()  # on the way out of an error, the others need not go to the end
+            stopped.set()  # after an error, the other threads stop early
             watcher.end()
     results.sort(key=lambda result: (result[0].seed, result[0].photo))
     with judge(config) as ask:
@@ -292,7 +307,7 @@ def evaluate_policy(
 
 
 def angles_of(seeds: Sequence[int]) -> dict[int, float]:
-    """Degrees that photos are tilted by to both sides, by seed: evenly from 3 to 9, one for every second seed."""
+    """Return the angle that photos are tilted by to both sides, for every second seed: evenly from 3 to 9 degrees."""
     chosen = [seed for seed in seeds if seed % 2 == 0]
     spread = (_STEEPEST - _GENTLEST) / max(1, len(chosen))
     return {seed: _GENTLEST + (number + 0.5) * spread for number, seed in enumerate(chosen)}
@@ -300,8 +315,10 @@ def angles_of(seeds: Sequence[int]) -> dict[int, float]:
 
 @contextmanager
 def judge(config: PhotoConfig) -> Iterator[Judge]:
-    """A function that returns all outputs of the juror for pictures, and scores of audit jurors as ``audit_NAME``; use
-    it in a ``with``."""
+    """Create a function that returns the juror's outputs for pictures. Use it in a ``with`` statement.
+
+    The scores of audit jurors are among them as ``audit_NAME``.
+    """
     if config.scorer == "local":
         scorers = {"score": LocalScorer(config.juror, config.juror_args, threads=1)}
         scorers |= {f"audit_{name}": LocalScorer(factory, threads=1) for name, factory in config.audit.items()}
@@ -362,10 +379,10 @@ def _intact(whole: Outcome, perceptual: Perceptual | None) -> Intact:
 
 
 def _undamaged(environment: PhotoEdit, outcome: Outcome) -> Picture:
-    """The photo before its degradation: the crop is drawn again, and compared."""
+    """Return the crop of an outcome before its degradation. It is drawn again, and checked against the outcome."""
     photos: dict[str, Photo] = {photo.name: photo for photo in environment.library.of(environment.split)}
     rng, _ = seeding.np_random(outcome.seed)
-    rng.integers(len(photos))  # the environment draws a photo even where it is told which
+    rng.integers(len(photos))  # the environment draws a photo even if the options name one
     crop = photos[outcome.photo].crop(rng)
     damage: dict[str, Any] = dict(outcome.degradation)
     if not np.array_equal(degrade(crop, Degradation(**damage)), outcome.damaged):

