@@ -37,7 +37,7 @@ _UNITS = {"psnr": " dB", "ssim": "", "ciede2000": ""}
 _DIGITS = {"psnr": 1, "ciede2000": 1}  # others: 3
 _LESS_IS_BETTER = ("ciede2000", "perceptual")
 _SIDE = 208
-_POINTS = 40  # of the learning curve, at most: more would be a thicket
+_POINTS = 40  # maximum number of points of a learning curve, so that it stays readable
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,13 +45,13 @@ class PhotoRun:
     """The data of a report.
 
     Attributes:
-        evaluation: on held-out photos.
+        evaluation: evaluation on held-out photos.
         metrics: rows of metrics.csv.
-        status: the server's status document after the training; None where there was no server.
-        model: the juror's name in it.
-        settings: of the training, flat.
-        facts: what else is worth knowing of the run, in words.
-        command: that runs it again.
+        status: the server's status document after the training; None without a server.
+        model: the juror's name in the status document.
+        settings: the training's settings, flat.
+        facts: further facts about the run, as text by name.
+        command: command line that repeats the run.
     """
 
     evaluation: PhotoEvaluation
@@ -64,19 +64,22 @@ class PhotoRun:
 
 
 def comparisons(evaluation: PhotoEvaluation) -> list[Comparison]:
-    """The learned policy against every baseline, paired by case, with resamples drawn within each photo."""
+    """Compare the learned policy with every baseline, paired by case, with resamples drawn within each photo."""
     learned = evaluation.scores("learned")
     return [compare(name, learned, evaluation.scores(name), evaluation.photos) for name in _BASELINES]
 
 
 def verdict_of(evaluation: PhotoEvaluation) -> Verdict:
-    """What the jury and the audit say together."""
+    """Return the verdict of the jury and the audit together."""
     return audited(judge(comparisons(evaluation)), checks(evaluation))
 
 
 def checks(evaluation: PhotoEvaluation) -> list[Check]:
-    """The audit: is the learned picture nearer to the undamaged photo than the damaged one, and are intact ones left
-    alone?"""
+    """Return the checks of the audit.
+
+    They ask whether the edited pictures are nearer to the undamaged photos than the damaged ones, and whether intact
+    photos are left alone.
+    """
     found = []
     for name, better in MEASURES.items():
         change = interval(_change(evaluation, name), evaluation.photos)
@@ -117,7 +120,7 @@ def _signed(name: str, value: float) -> str:
 
 
 def render(run: PhotoRun) -> str:
-    """The report as one HTML document."""
+    """Return the report as one HTML document."""
     sections: list[Answer | Section | None] = [
         _answer(run, verdict_of(run.evaluation)),
         _pictures(run.evaluation),
@@ -236,7 +239,10 @@ def _straightening(evaluation: PhotoEvaluation) -> list[str]:
 
 
 def _by_chance(evaluation: PhotoEvaluation) -> str:
-    """Of the cases that happen to be tilted; too few, and by chance more to one side, to tell how well it follows."""
+    """Describe the cases that happen to be tilted.
+
+    These are too few, and by chance unevenly distributed to both sides, to show how well the straightening follows.
+    """
     pairs = np.array(
         [(case.degradation.get("tilt", 0.0), case.edits.get("straighten", 0.0)) for case in evaluation.cases]
     )
@@ -257,7 +263,7 @@ def _by_damage(evaluation: PhotoEvaluation) -> Section | None:
     rows = []
     found = [damages_of(case.degradation) for case in evaluation.cases]
     chosen_by = {kind: np.array([kind in kinds for kinds in found]) for kind in DAMAGES}
-    # These two are what every juror of the panel sees; where there is neither, little is to be won by mending.
+    # Every juror of the panel reacts to these two; without them, repairs can gain little.
     chosen_by["neither exposure nor haze"] = ~(chosen_by["exposure"] | chosen_by["haze"])
     for kind, chosen in chosen_by.items():
         if not chosen.any() or not any(found):
@@ -278,7 +284,10 @@ def _by_damage(evaluation: PhotoEvaluation) -> Section | None:
 
 
 def _evidence(evaluation: PhotoEvaluation) -> Section | None:
-    """The pictures in which the score rose furthest while the picture moved away."""
+    """Show the cases in which the score rose most clearly against the audit.
+
+    First the pictures that moved furthest away from the undamaged photo, then the intact photos that changed most.
+    """
     whole = {(each.photo, each.seed): each for each in evaluation.intact}
     cases = [case for case in evaluation.cases if (case.photo, case.seed) in whole and case.audit]
     gamed = sorted((case for case in cases if _gain(case) > 0 and _nearer(case) < 0), key=_nearer)[:_EVIDENCE]
@@ -333,7 +342,7 @@ def _shown(name: str, pixels: npt.NDArray[np.uint8], style: str, caption: str, c
 
 
 def _overoptimisation(metrics: Sequence[Mapping[str, float]]) -> Section | None:
-    """The score beside what was audited, as training goes on."""
+    """Plot the score and the audited measures over the training."""
     rows = [row for row in metrics if "score_after" in row and "audit_psnr" in row]
     if len(rows) < 2:
         return None
@@ -406,7 +415,7 @@ def _learning(metrics: Sequence[Mapping[str, float]], settings: Mapping[str, Any
     rows = [row for row in metrics if "rollout_return_mean" in row]
     if len(rows) < 2:
         return None
-    # A return is the gain in score, times the scale that rewards are given in.
+    # A return is the gain in score, multiplied by the rewards' scale.
     span = settings["environment.highest_score"] - settings["environment.lowest_score"]
     scale = span / settings["environment.reward_scale"]
     line = charts.stretches(
@@ -475,7 +484,7 @@ def _server(status: Mapping[str, Any] | None, model: str) -> Section | None:
 
 
 def _bins(counts: Sequence[int]) -> list[tuple[str, int]]:
-    """Bin i of the server's histogram counts batches of 2^(i-1) to 2^i - 1 rows."""
+    """Return names and counts of the histogram's bins. Bin i counts batches of 2^(i-1) to 2^i - 1 rows."""
     filled = [i for i, count in enumerate(counts) if count]
     if not filled:
         return []

@@ -1,4 +1,4 @@
-"""A photo training from its settings to the report: `jurybox train photo` and `jurybox demo photo`."""
+"""A photo training from the settings to the report: `jurybox train photo` and `jurybox demo photo`."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from jurybox.training.runtime.plan import ConfigError
 from jurybox.training.runtime.serving import served_models
 
 _log = logging.getLogger(__name__)
-_GLANCE = 0.5  # seconds for a server that may be at the default address
+_GLANCE = 0.5  # time-out in seconds for a server that may run at the default address
 
 
 def run(
@@ -53,21 +53,21 @@ def run(
     """Train, evaluate on held-out photos, and write the report.
 
     Args:
-        folder: where everything goes.
-        command: that does this again, for the report.
-        resume: go on from the newest checkpoint in `folder`.
-        trackers: makes those that record the run elsewhere; called when the folder has been found usable.
-        before: seconds that something took before this, by name, for the report.
+        folder: folder for all files of the run.
+        command: command line that repeats the run, for the report.
+        resume: resume from the newest checkpoint in `folder`.
+        trackers: creates the trackers; called after the folder has been checked.
+        before: durations of earlier phases in seconds, by name, for the report.
         spread, far, serial: see `train`.
-        juror: the environment's settings with the place where the juror really is; None: as in the settings.
+        juror: the environment's settings with the juror's actual address; None: as in the settings.
 
     Returns:
         The verdict, which is also in the report and in summary.json.
 
     Raises:
         RunLogError: the folder holds another run, and `resume` is not set.
-        CheckpointError: there is nothing to resume, or it was trained with other settings.
-        ConfigError: the learned distance of the audit is not there.
+        CheckpointError: there is nothing to resume, or the run was started with other settings.
+        ConfigError: the audit's learned distance cannot be loaded.
     """
     try:
         perceptual = None if settings.perceptual is None else load_perceptual(settings.perceptual)
@@ -126,7 +126,7 @@ def _status(settings: PhotoTraining) -> Mapping[str, Any] | None:
     try:
         with connect(settings.environment.address, timeout=settings.environment.timeout) as server:
             return server.status()
-    except Error as error:  # a trained policy and its report are worth more than this page of it
+    except Error as error:  # the report is written without this section
         _log.warning("the report is made without the server's figures: %s", error)
         return None
 
@@ -173,18 +173,20 @@ def _work(settings: PhotoTraining, given: Run) -> str:
 def juror_of(
     settings: PhotoTraining, folder: Path, *, http: bool = False, replicas: int | None = None
 ) -> Iterator[PhotoConfig]:
-    """The environment's settings with the place of the juror, which is there for the length of the block.
+    """Provide the juror for the length of a ``with`` block; returns the environment's settings with its address.
 
-    That is a server's model of this name. Where the server has none, the juror is loaded there for this training; where
-    no address is given and no server runs at the default one, a private server is started.
+    The juror is the server's model of this name. If the server has no such model, the juror is loaded there for this
+    training. If no address is given and no server runs at the default one, a private server is started.
 
     Args:
+        http: see `served_models`.
         replicas: engines of a private server.
 
     Raises:
-        ConfigError: replicas are said, and the server is somebody else's; or arguments of a juror that it has already.
-        NoServer: nobody answers at the address that is given.
-        Refused: the server does not hold the juror, and its configuration does not let it in.
+        ConfigError: `replicas` is given and the server is not a private one, or ``juror_args`` are given for a juror
+            that the server already has.
+        NoServer: no server answers at the given address.
+        Refused: the server does not have the juror, and its configuration does not allow it to be loaded.
     """
     config = settings.environment
     if config.scorer != "server":
@@ -233,7 +235,7 @@ TRAINING = Training("photo", PhotoTraining, _work)
 JUROR = "jurybox.server.jurors:panel"
 STEPS = 5120
 DAMAGES = 24
-# So short a training needs many small updates; the usual 4000 steps would leave it one.
+# So short a training needs many small updates; with the usual 4000 steps there would be only one.
 _ROLLOUT = 256
 WORKERS = 8
 
@@ -247,7 +249,7 @@ def settings(
     damages: int = DAMAGES,
     address: str | None = None,
 ) -> PhotoTraining:
-    """The demo's settings: the training's, with a rollout of 256 steps instead of 4000."""
+    """Return the demo's settings: those of the training, with a rollout of 256 steps instead of 4000."""
     return PhotoTraining.checked(
         {
             "environment": PhotoConfig(address=address),
@@ -278,21 +280,23 @@ def demo(
     """Run the demo.
 
     Args:
-        folder: for the report and what else a training leaves; what an earlier demo left there is removed.
-        resources: whoever calls this closes it, whatever happens: the server is stopped then at the latest.
-        steps, seconds: how long to train; the first of the two to be reached ends it.
-        damages: seeds of degradation in the evaluation.
-        workers: env workers.
-        juror: a factory, ``"package.module:function"``. replicas: engines that have it.
+        folder: folder for the report and the training's other files; those of an earlier demo are removed.
+        resources: must be closed by the caller in every case; this stops the server if it is still running.
+        seed: seed of the training.
+        steps, seconds: limits of the training; it ends when the first of the two is reached.
+        damages: number of seeds of degradation in the evaluation.
+        workers: number of env workers.
+        juror: import path of the juror's factory, ``"package.module:function"``.
+        replicas: number of engines that serve the juror.
 
     Raises:
-        ServerNotStarted: with the end of the server's log.
-        KeyboardInterrupt: interrupted; `resources` still has to be closed.
+        ServerNotStarted: the server failed to start; the message has the end of its log.
+        KeyboardInterrupt: the demo was interrupted; `resources` still has to be closed.
     """
     began = time.monotonic()
     folder.mkdir(parents=True, exist_ok=True)
     runlog.clear(folder)
-    rows = 2 * workers + 16  # few: the demo should also run where shared memory is small
+    rows = 2 * workers + 16  # few: the demo should also run on machines with little shared memory
     models: dict[str, dict[str, str | int]] = {
         "photo": {"factory": juror, "max_batch": 16, "rows": rows, "lane_rows": 1, "deterministic": True}
     }

@@ -18,7 +18,8 @@ from jurybox.training.environments.photo import PhotoConfig, PhotoEdit, Scorer, 
 if TYPE_CHECKING:
     from jurybox.training.cluster.connection import ServerAddresses  # which imports Ray
 
-_PAUSE = 0.2  # seconds between two attempts while there is no server
+# Seconds between two attempts while there is no server; a client that waits for one also sleeps on its own.
+_PAUSE = 0.2
 
 
 class SteadyScorer:
