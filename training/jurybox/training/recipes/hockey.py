@@ -1,4 +1,4 @@
-"""The hockey training: its plan, the run from settings to report, and what `jurybox train hockey` does."""
+"""The hockey training: its plan, the run from settings to report, and the work of `jurybox train hockey`."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ from jurybox.training.runtime.serving import ServedModels
 _ACTOR = "jurybox.training.recipes.hockey_actor"
 _LEARNER = "jurybox.training.recipes.hockey_learner"
 _RESULTS_KEPT = 8192
-_EVALUATOR_NICE = 10  # it takes its time; collectors and learner have their pace to keep
+_EVALUATOR_NICE = 10  # low priority: evaluations may take longer, but collectors and learner have to keep their pace
 
 
 def sizes_of(settings: HockeyTraining) -> tuple[int, int]:
-    """The sizes of an observation and of an action.
+    """Return the sizes of an observation and of an action.
 
     Raises:
-        ConfigError: the environment cannot be made.
+        ConfigError: the environment cannot be created.
     """
     try:
         game = make_game(settings.environment, settings.mode)
@@ -58,15 +58,16 @@ def sizes_of(settings: HockeyTraining) -> tuple[int, int]:
 
 
 def plan(settings: HockeyTraining, folder: Path, served: ServedModels | None = None, engine: str | None = None) -> Plan:
-    """The plan of these settings.
+    """Create the plan for these settings.
 
     Args:
-        folder: of the run; past selves are kept in its ``pool/``.
-        served: where the models of `hockey_served.models` are, if the policy is to be served.
-        engine: name of an engine with them somewhere in a cluster, likewise; a launcher serves it.
+        folder: folder of the run; past selves are stored in its ``pool/``.
+        served: with a served policy, the server that has the models of `hockey_served.models`.
+        engine: with a served policy, the name of an engine in the cluster that has these models; the launcher starts
+            it.
 
     Raises:
-        ConfigError: the environment cannot be made.
+        ConfigError: the environment cannot be created.
     """
     sizes = sizes_of(settings)
     told: dict[str, Any] = {"settings": settings.model_dump(mode="json")}
@@ -139,7 +140,7 @@ def plan(settings: HockeyTraining, folder: Path, served: ServedModels | None = N
 
 
 def description(settings: HockeyTraining, sizes: tuple[int, int]) -> Description:
-    """How the published weights act: against the weak bot, unless whoever plays them says otherwise."""
+    """Return the description of the published policy. By default it plays against the weak bot."""
     observation, action = sizes
     acts = Acts(
         "jurybox.training.recipes.served_networks:hockey_policy",
@@ -161,7 +162,7 @@ def description(settings: HockeyTraining, sizes: tuple[int, int]) -> Description
 
 
 def columns(settings: HockeyTraining) -> tuple[str, ...]:
-    """The columns of metrics.csv, which depend on the anchors."""
+    """Return the columns of metrics.csv, which depend on the anchors."""
     return (
         *OF_EVERY_RUN,
         "wins",
@@ -184,11 +185,12 @@ def train(
     command: str = "",
     **options: Unpack[RecordingOptions],
 ) -> Outcome:
-    """Train; leaves metrics, logs, checkpoints, past selves, summary.json, report.html and game.gif in `folder`.
+    """Train, and write metrics, logs, checkpoints, past selves, summary.json, report.html and game.gif to `folder`.
 
     Raises:
-        ConfigError: the environment cannot be made. Others: see `recorded_run`, and `served_models` where the policy is
-            served.
+        ConfigError: the environment cannot be created, or a setting does not go with the launcher.
+
+    For other errors see `recorded_run`, and with a served policy `served_models`.
     """
     gpus = {"learner_gpus": settings.learner_gpus, "engine_gpus": settings.engine_gpus}
     launcher = options.get("launcher")
@@ -199,7 +201,7 @@ def train(
             "ring, and the anchor would stay empty; leave it at 0"
         )
     with ExitStack() as resources:
-        # Networks this small are slower on two threads, and sums in another order would not be the same sums.
+        # A second thread slows down such small networks, and changes the order of sums and so their values.
         resources.enter_context(threadpool_limits(1))
         served = engine = None
         if settings.policy == "served":

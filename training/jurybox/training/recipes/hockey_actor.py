@@ -23,7 +23,7 @@ from jurybox.training.replay import Field, Replay, Streams
 from jurybox.training.runtime.role_context import Actor, Evaluator, RoleContext
 from jurybox.training.runtime.scoreboard import Word
 
-_SEED = 1_000_003  # games of evaluations are none of those that were trained on
+_SEED = 1_000_003  # makes the games of evaluations different from those of the training
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,46 +51,46 @@ class Standing:
 
     @property
     def points(self) -> float:
-        """From -1 (lost all) to 1 (won all)."""
+        """The share of wins minus the share of losses, from -1 (lost all) to 1 (won all)."""
         return self.wins - self.losses
 
 
 def evaluate(games: Sequence[Game], policy: Policy, opponent: str, n: int, *, seed: int = 0) -> Standing:
-    """`n` games against a built-in opponent ("weak", "strong", "random")."""
+    """Play `n` games against a built-in opponent ("weak", "strong", "random")."""
     return standing(games, policy, lambda: make_opponent(opponent, action_size=games[0].action_size), n, (_SEED, seed))
 
 
 def standing(
     games: Sequence[Game], policy: Policy, make: Callable[[], Opponent], n: int, seed: tuple[int, ...]
 ) -> Standing:
-    """`n` games, each against an opponent that `make` gives; the puck begins on either side in turn."""
+    """Play `n` games, each against an opponent that `make` returns. The puck starts on the two sides in turn."""
     chances = [int(np.random.default_rng((*seed, number)).integers(2**31)) for number in range(n)]
     matches = [Match(chance, number % 2, "", make()) for number, chance in enumerate(chances)]
     return Standing.of(play(games, matches, policy))
 
 
-LONGEST = 252  # steps of a game, the original's one more counted in
+LONGEST = 252  # maximum number of steps of a game, including the additional one of the original environment
 Rows = npt.NDArray[np.float32]
 
 
 class Policies(Protocol):
-    """The policies of a collector: the learner's newest, and its opponents by their names in the league."""
+    """The policies of a collector: the learner's newest policy, and the opponents by their names in the league."""
 
     def ask(self, half: int, seen: Rows, opponents: Sequence[Opponent], theirs: Rows) -> None:
         """Begin to compute actions for one half: observations (n, o), opponents and their observations (n, o)."""
 
     def actions(self, half: int) -> Rows:
-        """The learner's actions (n, a) of the last `ask`; opponents have theirs as well."""
+        """Return the learner's actions (n, a) for the last `ask`. The opponents' actions are then ready, too."""
 
     def player(self, name: str) -> Opponent:
-        """A player for one match; KeyError for an unknown name."""
+        """Create a player for one match. Raises KeyError for an unknown name."""
 
     def odds(self) -> Mapping[str, float]:
-        """The probability of each opponent."""
+        """Return the probability of each opponent."""
 
 
 def fields(observation_size: int, action_size: int) -> dict[str, Field]:
-    """Fields of the replay; rows are linked by episode, so next observations are not stored."""
+    """Return the fields of the replay. Rows are linked by episode, so next observations are not stored."""
     return {
         "observation": Field((observation_size,)),
         "action": Field((action_size,)),
@@ -100,7 +100,7 @@ def fields(observation_size: int, action_size: int) -> dict[str, Field]:
 
 
 def shaped(turn: Turn, player: int, shaping: Shaping) -> float:
-    """The shaped reward of a step of `player`."""
+    """Return the shaped reward of `player` for a step."""
     info = turn.infos[player]
     return float(
         GOAL_REWARD * info["winner"]
@@ -111,21 +111,22 @@ def shaped(turn: Turn, player: int, shaping: Shaping) -> float:
 
 
 class Collector:
-    """Plays matches in each game, and writes their transitions.
+    """Plays matches in parallel games, and writes their transitions to the replay.
 
-    A match's chance (opponent, start, noise) comes from the training's seed, the collector and the match's number
-    alone.
+    The random choices of a match (opponent, start, noise) depend only on the training's seed, the collector's number
+    and the match's number.
 
     Args:
-        games: side by side, at least two; they are closed by their owner.
-        replay: that rows go into.
-        policies: who acts.
-        number, workers: which of how many collectors it is; the noise ladder spans them all.
-        begun: matches begun before.
+        games: at least two parallel games; the caller closes them.
+        replay: receives the rows.
+        policies: compute the actions.
+        number, workers: number of this collector and of all collectors; the noise levels are spread over the games of
+            all of them.
+        begun: number of matches begun before.
 
     Attributes:
-        begun: matches begun so far.
-        noise: (games,) deviation of the exploration in each.
+        begun: number of matches begun so far.
+        noise: (games,) scale of the exploration noise in each game.
     """
 
     def __init__(
@@ -146,7 +147,7 @@ class Collector:
         self._number = number
         sides = 2 if settings.both_sides else 1
         self._streams = [[replay.stream() for _ in range(sides)] for _ in games]
-        # The second part of the replay, which nothing overwrites, takes games against anchors until it is full.
+        # The second part of the replay is never overwritten; it receives games against anchors until it is full.
         self._kept = replay.parts[1] if len(replay.parts) > 1 else None
         self._kept_streams = [[replay.anchor for _ in range(sides)] for _ in games] if self._kept is not None else []
         self._writes = list(self._streams)
@@ -158,15 +159,18 @@ class Collector:
         self._turn = 0
 
     def step(self, *, warm: bool) -> tuple[int, list[Result]]:
-        """One step of the games of one half, the other half's turn next; (steps made, matches that ended).
+        """Step the games of one half; the next call steps the other half.
 
         Args:
-            warm: matches that begin now are played at random.
+            warm: matches that begin now are played with random actions.
+
+        Returns:
+            The number of steps, and the results of the matches that ended.
         """
         half = self._turn
         if not self._asked[half]:
             self._ask(half, warm=warm)
-        # The other half is under way while this one steps.
+        # The other half's actions are computed while this half steps.
         if not self._asked[1 - half]:
             self._ask(1 - half, warm=warm)
         slots = self._halves[half]
@@ -211,9 +215,9 @@ class Collector:
         return Match(int(rng.integers(2**31)), int(rng.integers(2)), name, self._policies.player(name), drawn)
 
     def _where(self, slot: int, *, warm: bool) -> list[Streams]:
-        """The streams for the rows of the match that begins in game `slot`."""
+        """Return the streams for the rows of the match that begins in game `slot`."""
         kept = self._kept
-        # A game that fills it is cut there: its last rows have no next ones, so a window does not reach past them.
+        # A game that fills this part is cut off there: its last rows have no successors, so no window goes past them.
         if kept is None or warm or kept.ring.size >= kept.capacity:
             return self._streams[slot]
         by_anchor = self._table.matches[slot].opponent.startswith("anchor:")
@@ -231,26 +235,26 @@ class Collector:
                 stream.end(observation=turn.observations[player])
 
 
-_CARRIED = 10.0  # seconds that a past self may be on its way from the learner's machine
+_CARRIED = 10.0  # seconds to wait for the file of a past self from the learner's machine
 
 
 def number_of(opponent: str, anchors: tuple[str, ...]) -> int:
-    """The number of a league's name, for a row: -1, -2, ... for anchors, the version for the pool."""
+    """Return the number that encodes an opponent's name in a row: -1, -2, ... for anchors, the version for the pool."""
     return -1 - anchors.index(opponent) if opponent in anchors else int(opponent.removeprefix("pool:"))
 
 
 def name_of(number: int, anchors: tuple[str, ...]) -> str:
-    """The inverse of `number_of`."""
+    """Return the name for a number; the inverse of `number_of`."""
     return anchors[-1 - number] if number < 0 else f"pool:{number}"
 
 
 class HockeyActor(Actor):
-    """One step is one step of half the games.
+    """The actor role. One step is one step of half the games.
 
     Args:
-        settings: of `HockeyTraining`.
-        past: name of the model of past selves on the plan's server, where there is one.
-        engine: name of the engine that serves the policy, where there is one in the cluster.
+        settings: arguments of `HockeyTraining`.
+        past: name of the model of past selves on the plan's server; None without a server.
+        engine: name of the cluster's engine that serves the policy; None without one.
     """
 
     def __init__(
@@ -286,7 +290,7 @@ class HockeyActor(Actor):
                 policies,
                 number=context.number,
                 workers=s.workers,
-                # A life leaves at most one match unfinished in each of its games.
+                # Each earlier process of this role left at most one unfinished match in each of its games.
                 begun=context.words[Word.EPISODES] + (context.life - 1) * len(games),
             )
             self._resources = undo.pop_all()
@@ -318,7 +322,7 @@ class HockeyActor(Actor):
 
 
 class HockeyEvaluator(Evaluator):
-    """Games without noise against the anchors, the same ones each time; `points` marks the best weights."""
+    """The evaluator role: games without noise against the anchors, the same each time; `points` selects the best."""
 
     def __init__(self, context: RoleContext, *, settings: Mapping[str, Any]) -> None:
         super().__init__(context)
@@ -341,7 +345,7 @@ class HockeyEvaluator(Evaluator):
 
 
 def numbers_of(standings: Mapping[str, Standing]) -> dict[str, float]:
-    """Flat: wins_weak, ties_weak, ..."""
+    """Return the numbers of all standings by name: wins_weak, ties_weak, ..."""
     return {
         f"{what}_{who}": getattr(standing, what)
         for who, standing in standings.items()

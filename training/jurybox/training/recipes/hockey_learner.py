@@ -20,15 +20,15 @@ from jurybox.training.replay import Windows
 from jurybox.training.replay.cursor import Cursor
 from jurybox.training.runtime.role_context import Learner, RoleContext
 
-_LOOK = 50  # learner steps between two looks at results, statistics and the pool
-_GLANCE, _FIRST_GLANCE = 256, 8192  # rows that the normaliser sees at a look
-_TELL = 10  # learner steps between two whose losses are reported: reading a tensor's value has its price
+_LOOK = 50  # learner steps between two updates of results, normaliser and pool
+_GLANCE, _FIRST_GLANCE = 256, 8192  # rows that the normaliser sees at an update
+_TELL = 10  # learner steps between two reports of the losses, since reading a tensor's value takes time
 
 
 def device_utilization(device: str) -> dict[str, float]:
-    """Per cent of the last moments in which the GPU computed, as NVIDIA's driver counts; nothing for a CPU.
+    """Return the recent utilization of the GPU in per cent, as NVIDIA's driver measures it; nothing for a CPU.
 
-    Nothing either where torch cannot ask the driver: that needs the package nvidia-ml-py.
+    The result is also empty if torch cannot query the driver, which needs the package nvidia-ml-py.
     """
     if not device.startswith("cuda"):
         return {}
@@ -39,12 +39,14 @@ def device_utilization(device: str) -> dict[str, float]:
 
 
 class HockeyLearner(Learner):
-    """One step is one step of TD3. The league is the learner's; its odds are published beside the weights.
+    """The learner role. One step is one step of TD3.
+
+    The league belongs to the learner, which publishes the opponents' odds with the weights.
 
     Args:
-        settings: of `HockeyTraining`.
-        sizes: of an observation and of an action.
-        past: name of the model on the plan's server that is to hold past selves, where there is one.
+        settings: arguments of `HockeyTraining`.
+        sizes: sizes of an observation and of an action.
+        past: name of the model for past selves on the plan's server; None without a server.
     """
 
     def __init__(
@@ -56,7 +58,7 @@ class HockeyLearner(Learner):
         self.learner = TD3(*sizes, s.learner, device=s.device, seed=s.seed)
         self.league = League(s.league)
         self._pool = Pool(context.folder(POOL), most=s.league.pool + LEAVING)
-        self._left: list[str] = []  # the last to leave the league
+        self._left: list[str] = []  # the past selves that left the league last
         self._replay = context.replay(ROWS)
         self._results = Cursor(context.replay(RESULTS))
         self._snapshot_at = 0
@@ -67,7 +69,7 @@ class HockeyLearner(Learner):
         self._weights = None if self._batch.weights is None else torch.from_numpy(self._batch.weights)
         self._mirrors = mirrors(*sizes) if s.mirror else None
         self._resources = ExitStack()
-        # Serially this thread is the caller's, and goes on after the training.
+        # In a serial run this is the caller's thread, which goes on after the training.
         torch.set_flush_denormal(True)
         self._resources.callback(torch.set_flush_denormal, False)
         self._served: Any = None
@@ -78,13 +80,13 @@ class HockeyLearner(Learner):
 
     def step(self) -> None:
         s, own = self._settings, self.context.own_steps
-        # The sampler's chance comes from where the training is, so there is no state of it to be kept.
+        # The sampler is seeded with the step, so that checkpoints need not contain its state.
         self._replay.seed(s.seed * 1_000_003 + 2 * own)
         if own % _LOOK == 0:
             self._look()
         self._replay.sample(s.batch_size, self._batch, beta=s.beta, anchor_ratio=self._anchor_ratio())
         if self._mirrors is not None:
-            observation, action = self._mirrors  # every second row: those of the replay's anchor are the first ones
+            observation, action = self._mirrors  # every second row, since the rows from the replay's anchor come first
             self._batch["observation"][::2] *= observation
             self._batch["next_observation"][::2] *= observation
             self._batch["action"][::2] *= action
@@ -103,7 +105,8 @@ class HockeyLearner(Learner):
         state, _, extra = published.read()
         self.league.take_over(extra["row"])
         self._snapshot_at = int(extra["snapshot_at"])
-        # A policy without critics would be ruined by new ones; before the first checkpoint little is lost.
+        # Without restored critics the policy is not taken over, because new critics would ruin it. Before the first
+        # checkpoint little is lost.
         if self._restored:
             self.learner.actor.load_state_dict(
                 {
@@ -128,7 +131,7 @@ class HockeyLearner(Learner):
         self._snapshot_at = int(state["snapshot_at"])
         self._restored = True
         if self.context.life == 1 and "past" in state:
-            # A run that is resumed: what stands in the folder may be of a part of it that is being played again.
+            # The run was resumed: the folder may contain past selves from after the checkpoint.
             self._pool.retain(())
             for name, actor in state["past"].items():
                 self._pool.keep(name, NumpyActor(actor))
@@ -160,7 +163,7 @@ class HockeyLearner(Learner):
         self.context.metrics(pool=len(self.league.pool))
 
     def _anchor_ratio(self) -> float:
-        """The part of a batch that the anchor gives: none before there is something to be drawn."""
+        """Return the anchor's share of a batch: 0 until the anchor has enough rows."""
         parts, s = self._replay.parts, self._settings
         return s.anchor_ratio if len(parts) > 1 and parts[1].ring.size >= s.least_kept else 0.0
 

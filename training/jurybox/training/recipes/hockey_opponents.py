@@ -1,4 +1,4 @@
-"""Policies in a collector's process: the newest published one, bots as anchors, weights of past policies."""
+"""Policies in a collector's process: the newest published policy, bots as anchors, and past policies."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ Rows = npt.NDArray[np.float32]
 
 
 class PublishedActor:
-    """Keeps a `NumpyActor` at the newest publication.
+    """A `NumpyActor` with the newest published weights.
 
     Attributes:
-        version: of its weights; 0 before the first.
-        actor: None before the first.
-        odds: of the next opponent, as the learner's league had them at that publication.
+        version: version of the weights; 0 before the first publication.
+        actor: the actor; None before the first publication.
+        odds: probabilities of the next opponent, from the learner's league at that publication.
     """
 
     def __init__(self, reader: WeightsReader) -> None:
@@ -34,7 +34,7 @@ class PublishedActor:
         self._spare, self._state = reader.buffers(), reader.buffers()
 
     def refresh(self, timeout: float = 1.0) -> bool:
-        """Load the newest publication if it is newer; returns whether it was. Raises Timeout."""
+        """Load the newest publication if it is newer; return whether it was. Raises Timeout."""
         if not self._reader.newer_than(self.version):
             return False
         state, self.version, extra = self._reader.read(out=self._spare, timeout=timeout)
@@ -44,25 +44,25 @@ class PublishedActor:
         return True
 
     def __call__(self, rows: Rows) -> Rows:
-        """Actions (n, a) for observations (n, o)."""
+        """Return actions (n, a) for observations (n, o)."""
         assert self.actor is not None, "the driver refreshes what a role follows before its first step"
         return self.actor(rows)
 
 
 class Pool:
-    """Weights of past policies: a file for each, written by the learner, read by collectors.
+    """Weights of past policies: a file for each, which the learner writes and collectors read.
 
-    When a member has left the league its file goes soon after (`retain`), and nobody holds more than `most` of them in
-    memory; the learner's checkpoints have those of its league with them.
+    The file of a policy that has left the league is removed a little later (`retain`). No process keeps more than
+    `most` policies in memory. The learner's checkpoints contain the weights of the league's members.
 
     Args:
-        timeout: seconds that a file may be on its way from another machine.
-        most: that are held in memory; the one that was asked for longest ago makes way.
+        timeout: seconds to wait for a file from another machine.
+        most: maximum number of policies in memory; the least recently used one is evicted.
     """
 
     def __init__(self, folder: Path, timeout: float = 0.0, most: int = 32) -> None:
         self._folder, self._timeout, self._most = folder, timeout, max(1, most)
-        self._actors: dict[str, NumpyActor] = {}  # the newest use last
+        self._actors: dict[str, NumpyActor] = {}  # the most recently used is last
 
     def keep(self, name: str, actor: NumpyActor) -> None:
         """Store `actor` under `name` ("pool:17")."""
@@ -70,20 +70,20 @@ class Pool:
         write_state(self._path(name), {"state": actor.state})
 
     def names(self) -> list[str]:
-        """All names, oldest first."""
+        """Return all names, oldest first."""
         return [f"pool:{int(path.stem)}" for path in sorted(self._folder.glob("*.weights"))]
 
     def retain(self, names: Collection[str]) -> None:
-        """Remove all others, files and memory."""
+        """Remove all other policies, from the folder and from memory."""
         for name in set(self.names()) - set(names):
             self._path(name).unlink(missing_ok=True)
         self._actors = {name: actor for name, actor in self._actors.items() if name in names}
 
     def actor(self, name: str) -> NumpyActor:
-        """The policy of that name.
+        """Return the policy of that name.
 
         Raises:
-            KeyError: nobody plays under that name.
+            KeyError: there is no policy of that name.
         """
         if name not in self._actors:
             path, until = self._path(name), time.monotonic() + self._timeout
@@ -111,7 +111,7 @@ class PastSelf:
         self._actor = actor
 
     def reset(self, seed: int) -> None:
-        """Does nothing: the policy has no state."""
+        """Do nothing: the policy has no state."""
 
     def act(self, observation: Rows) -> Rows:
         action: Rows = self._actor(observation[None])[0]
@@ -119,14 +119,14 @@ class PastSelf:
 
 
 class LocalPolicies:
-    """`Policies` in the collector's process."""
+    """`Policies` that are computed in the collector's process."""
 
     def __init__(self, published: PublishedActor, pool: Pool, action_size: int) -> None:
         self._published, self._pool, self._action_size = published, pool, action_size
         self._seen: dict[int, Rows] = {}
 
     def ask(self, half: int, seen: Rows, opponents: Sequence[Opponent], theirs: Rows) -> None:
-        """Store the arguments: `actions` computes them."""
+        """Store the observations; `actions` computes the actions."""
         self._seen[half] = seen
 
     def actions(self, half: int) -> Rows:

@@ -1,4 +1,4 @@
-"""The report of a hockey training: result, curves, win matrix, timeline, a film of a game."""
+"""The report of a hockey training: result, curves, win matrix, timeline, and a film of a game."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from jurybox.training.report.page import Part, Picture, Section, Table
 from jurybox.training.runtime.plan import Outcome
 
 _SNAPSHOTS = 4  # past selves in the win matrix
-_SEED = 2_000_003  # games of the matrix are none of those that were trained or evaluated on
+_SEED = 2_000_003  # makes the games of the matrix different from those of the training and its evaluations
 _STYLES = {"weak": "learned", "strong": "reference"}
 _FILM_WIDTH, _FILM_EVERY = 420, 2
 
@@ -36,7 +36,7 @@ def report(
     folder: Path,
     command: str,
 ) -> str:
-    """The report as one HTML document; also writes game.gif."""
+    """Return the report as one HTML document; also write game.gif."""
     actor = learned(folder)
     sections: list[Section | None] = [
         Section("How it ended", [_headline(outcome), *_standings(settings, outcome)]),
@@ -66,7 +66,7 @@ def report(
 
 
 def learned(folder: Path) -> NumpyActor | None:
-    """The policy of a run's best checkpoint, or of its newest; None before the first."""
+    """Return the policy of a run's best checkpoint, or of its newest one; None without a checkpoint."""
     checkpoints = folder / "checkpoints"
     found = [checkpoints / "best", *sorted(checkpoints.glob("step-*"), reverse=True)]
     paths = (checkpoint / "weights-policy.state" for checkpoint in found)
@@ -77,7 +77,11 @@ def learned(folder: Path) -> NumpyActor | None:
 def win_matrix(
     settings: HockeyTraining, actor: NumpyActor, pool: Pool
 ) -> tuple[list[str], list[str], list[list[Standing | None]]]:
-    """The learned policy and some past selves against each other and the bots: rows, columns, standings."""
+    """Let the learned policy and some past selves play against each other and the bots.
+
+    Returns:
+        The names of the rows and of the columns, and the standings; None for a policy against itself.
+    """
     kept = pool.names()
     some = [kept[i] for i in np.unique(np.linspace(0, len(kept) - 1, _SNAPSHOTS).round().astype(int))] if kept else []
     past = {f"at {int(name.removeprefix('pool:')) / 1000:.3g}k": pool.actor(name) for name in reversed(some)}
@@ -105,7 +109,7 @@ def _headline(outcome: Outcome) -> str:
 
 
 def _standings(settings: HockeyTraining, outcome: Outcome) -> list[Part]:
-    """The newest evaluation."""
+    """Return a table of the newest evaluation."""
     rows = []
     for who in settings.league.anchors:
         numbers = [outcome.evaluation.get(f"eval_{what}_{who}") for what in ("wins", "ties", "losses")]
@@ -116,7 +120,7 @@ def _standings(settings: HockeyTraining, outcome: Outcome) -> list[Part]:
 
 
 def _games(settings: HockeyTraining, rows: Sequence[Mapping[str, float]]) -> list[Section | None]:
-    """The chart of games won and lost in evaluations."""
+    """Return the charts of games won and lost in evaluations."""
     sections: list[Section | None] = []
     for what, told in (("wins", "won"), ("losses", "lost")):
         lines = []

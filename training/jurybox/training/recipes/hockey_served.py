@@ -1,4 +1,4 @@
-"""A hockey training's policies from a server: the newest one, and past selves as pinned versions of a second model."""
+"""Served policies of a hockey training: the newest one, and past selves as pinned versions of a second model."""
 
 from __future__ import annotations
 
@@ -22,20 +22,25 @@ from jurybox.training.runtime.role_context import RoleContext
 from jurybox.training.runtime.serving import ServedModels, served_models
 
 _log = logging.getLogger("jurybox.hockey")
-# Versions of the first come several times a second and those of the second stay: the server keeps a model's last ones.
+# Two models, because a server keeps the last versions of each. The first gets several new versions a second, and the
+# versions of the second have to stay.
 MODEL, POOL_MODEL, ENGINE = "policy/hockey", "policy/hockey-pool", "hockey"
 _FACTORY = "jurybox.training.recipes.served_networks:hockey_policy"
-_ANSWER = 10.0  # seconds
-_FOUND = 90.0  # seconds in which an engine that moves is expected back: its server imports torch
-_LOOK = 0.005
-_PAUSE = 0.1
-_ADOPTED = 5.0  # seconds that a snapshot gets to be taken over by the engines
+_ANSWER = 10.0  # time-out of a request, seconds
+_FOUND = 90.0  # seconds to wait for an engine that moves to another machine: its server has to import torch
+_LOOK = 0.005  # seconds between two requests for a newer version
+_PAUSE = 0.1  # seconds between two attempts to reconnect
+_ADOPTED = 5.0  # seconds to wait until the engines serve a new version
 
 Rows = npt.NDArray[np.float32]
 
 
 def models(settings: HockeyTraining, sizes: tuple[int, int]) -> dict[str, dict[str, Any]]:
-    """Both models, as under [models.NAME] of a server's configuration; `sizes` of an observation and of an action."""
+    """Return both models, as under [models.NAME] in a server's configuration.
+
+    Args:
+        sizes: sizes of an observation and of an action.
+    """
     made = {
         "factory": _FACTORY,
         "args": {"observation": sizes[0], "action": sizes[1], "hidden": list(settings.learner.hidden_actor)},
@@ -46,39 +51,40 @@ def models(settings: HockeyTraining, sizes: tuple[int, int]) -> dict[str, dict[s
 
 
 def policy_server(settings: HockeyTraining, sizes: tuple[int, int], log: Path) -> AbstractContextManager[ServedModels]:
-    """Both models on the server that the settings name, or on a private one; see `served_models`."""
+    """Serve both models on the server that the settings name, or on a private one; see `served_models`."""
     return served_models(models(settings, sizes), settings.server, log, http=settings.server_http)
 
 
 def engine_of(settings: HockeyTraining, sizes: tuple[int, int]) -> EngineSpec:
-    """The same as an engine in a cluster, which has the weights from what the run publishes."""
+    """Return the specification of a cluster's engine with both models, whose weights come from the run."""
     feeds = Feeds({CHANNEL: MODEL}, {POOL: POOL_MODEL}, most=max(1, settings.league.pool))
     return EngineSpec(ENGINE, models(settings, sizes), feeds, gpus=settings.engine_gpus)
 
 
 class PastSelves:
-    """The learner's end of the model that holds past selves as versions. Use it in a ``with``.
+    """The learner's connection to the model whose versions are the past selves. Use it in a ``with`` statement.
 
     Args:
-        model: its name on that server.
-        observation: size of one, for asking whether a version is there.
+        address: address of the server.
+        model: name of the model on that server.
+        observation: size of an observation, for requests that check which version is served.
     """
 
     def __init__(self, address: str, model: str, observation: int) -> None:
         with ExitStack() as undo:
             connection = undo.enter_context(connect(address))
-            self._publisher = connection.publisher(model)  # closed with it
+            self._publisher = connection.publisher(model)  # closed with the connection
             self._model = undo.enter_context(connection.model(model, rows=1))
             self._row = np.zeros((1, observation), np.float32)
             self._resources = undo.pop_all()
 
     def keep(self, name: str, state: Mapping[str, Any]) -> None:
-        """These weights play under `name` ("pool:17") from now on; a version that the server has had is passed over."""
+        """Publish weights under `name` ("pool:17"). A version that the server already had is skipped."""
         version = int(name.removeprefix("pool:"))
         if version <= self._publisher.version:
             return
         self._publisher.publish(dict(state), version=version)
-        # Engines take over the newest: one that is overtaken before that would be missing.
+        # Engines load only the newest version. Without this wait, a version could be replaced before it is loaded.
         until = time.monotonic() + _ADOPTED
         while time.monotonic() < until and self._model.infer_reply(self._row, timeout=_ANSWER).version < version:
             time.sleep(_LOOK)
@@ -91,11 +97,11 @@ class PastSelves:
 
 
 class ServedPast:
-    """A past self whose actions the server computes, for all matches against the same one in one batch.
+    """A past self whose actions the server computes, in one batch for all matches against the same past self.
 
     Attributes:
-        version: of its weights.
-        action: what it does next; set by `ServedPolicies`.
+        version: version of its weights.
+        action: its next action; set by `ServedPolicies`.
     """
 
     def __init__(self, version: int) -> None:
@@ -103,18 +109,20 @@ class ServedPast:
         self.action: Rows = np.zeros(0, np.float32)
 
     def reset(self, seed: int) -> None:
-        """Nothing to forget: the policy has no memory."""
+        """Do nothing: the policy has no state."""
 
     def act(self, observation: Rows) -> Rows:
         return self.action
 
 
 class Serving:
-    """Who computes a collector's policies: the plan's server, or an engine in the cluster. Both have what is published.
+    """The server of a collector's policies: the plan's server or an engine in the cluster.
+
+    Both get the published weights.
 
     Args:
         past: name of the model of past selves on the plan's server.
-        engine: name of the engine, if it is one.
+        engine: name of the cluster's engine; None for the plan's server.
     """
 
     def __init__(self, context: RoleContext, past: str | None, engine: str | None = None) -> None:
@@ -133,13 +141,13 @@ class Serving:
         return reach(name, lambda: find(registry, name), _FOUND, self.alive)
 
     def newest(self) -> int:
-        """The newest version."""
+        """Return the newest published version."""
         return self._weights.newest
 
 
 @dataclass(slots=True)
 class _Asked:
-    """What one half asks: for the learner's actions, and by version for those of past selves."""
+    """The requests of one half: for the learner's actions, and by version for those of past selves."""
 
     seen: Rows
     past: list[tuple[list[ServedPast], Rows]]
@@ -148,18 +156,21 @@ class _Asked:
 
 
 class ServedPolicies:
-    """`Policies` for a collector, asked of a server: one half's actions are computed, and travel, while the other half
-    steps. One that is lost is looked for again, and asked again.
+    """`Policies` that a server computes for a collector.
+
+    One half's actions are computed and sent while the other half steps. If the server is lost, this reconnects and
+    sends the requests again.
 
     Args:
-        where: the server is.
-        rows: games of the collector.
-        local: for anchors and the league's odds.
-        pool: for past selves that the server does not hold.
-        max_lag: publications that answers may be behind; older ones are asked for again. None: any number.
+        where: the server.
+        rows: number of the collector's games.
+        local: provides the anchors and the league's odds.
+        pool: provides past selves that the server does not have.
+        max_lag: maximum number of publications that answers may be behind; older answers are requested again. None:
+            no limit.
 
     Attributes:
-        held_back: how often answers were too old.
+        held_back: how often an answer was too old.
     """
 
     def __init__(self, where: Serving, rows: int, local: LocalPolicies, pool: Pool, max_lag: int | None) -> None:
@@ -212,12 +223,12 @@ class ServedPolicies:
             connection = undo.enter_context(self._where.connect())
             newest, past = self._where.models
             self._model = undo.enter_context(connection.model(newest, rows=2 * self._half))
-            # A lane for each half: requests of changing sizes would leave gaps in a common one.
+            # A lane for each half: in a shared lane, requests of different sizes would leave gaps.
             self._past = [undo.enter_context(connection.model(past, rows=self._half)) for _ in (0, 1)]
             self._resources = undo.pop_all()
 
     def _again(self, error: Error) -> None:
-        """Connect anew, and ask again for all that is not answered, as long as the server is waited for."""
+        """Reconnect, and send all unanswered requests again. Raises the last error when the time-out has passed."""
         _log.warning("the policy server is looked for again: %s", error)
         until = time.monotonic() + self._where.timeout
         while True:
@@ -246,7 +257,7 @@ class ServedPolicies:
         for (players, shown), ticket in zip(asked.past, asked.theirs, strict=True):
             try:
                 found: Rows = ticket.result(_ANSWER).outputs
-            except Refused:  # not held: the server is another than the one that had it
+            except Refused:  # a different server, which does not have this version
                 found = self._pool.actor(f"pool:{players[0].version}")(shown)
             for player, action in zip(players, found, strict=True):
                 player.action = action

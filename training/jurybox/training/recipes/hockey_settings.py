@@ -15,13 +15,14 @@ from jurybox.training.runtime.settings import ServedSettings
 
 @dataclass(frozen=True, slots=True)
 class Shaping:
-    """How the terms of a step's reward count for the learner; results are always told in the environment's own reward.
+    """Weights of a step's reward terms for the learner. Reported returns always use the environment's own reward.
 
     Attributes:
-        closeness: of the environment's term for keeping away from a puck in the own half; 1 is the environment's own.
-        touch: for a catch.
-        direction: of the speed at which the puck moves towards the opponent's goal; at 10 its way through the whole
-            rink counts as much as a fifteenth of a goal.
+        closeness: weight of the environment's penalty for keeping away from a puck in the player's own half; 1 is the
+            environment's own weight.
+        touch: reward for a catch.
+        direction: weight of the speed at which the puck moves towards the opponent's goal; with 10, moving it through
+            the whole rink is worth a fifteenth of a goal.
     """
 
     closeness: float = 1.0
@@ -29,13 +30,13 @@ class Shaping:
     direction: float = 10.0
 
 
-# Names in the plan: of its replays, its channel and its folder.
+# Names in the plan: its two replays, its channel and its folder.
 ROWS, RESULTS, CHANNEL, POOL = "rows", "results", "policy", "pool"
-LEAVING = 8  # past selves that stay for a while when they have left: somebody may just have drawn them
+LEAVING = 8  # past selves that are kept after they have left the league: a collector may just have drawn one
 
 
 class HockeyTraining(ServedSettings):
-    """Settings of one training; a TOML file and the command line hold the same names."""
+    """Settings of a hockey training; a TOML file and the command line use the same names."""
 
     title = "hockey"
     renamed: ClassVar[Mapping[str, str]] = {
@@ -52,7 +53,7 @@ class HockeyTraining(ServedSettings):
         "learner.target_noise": "learner.target_policy_noise",
         "learner.target_clip": "learner.target_noise_clip",
     }
-    # What may be another when a run is resumed: how long it goes on, who does the work, what is looked at.
+    # Settings that may change when a run is resumed: its length, where the work is done, and what is recorded.
     may_change = (
         *("steps", "seconds", "target", "workers", "envs", "policy", "device", "learner_gpus", "engine_gpus"),
         *("server", "server_http"),
@@ -72,8 +73,9 @@ class HockeyTraining(ServedSettings):
     envs: int | None = Field(None, ge=2, description="Number of games, over all workers; none: 8 per worker.")
 
     learning_starts: int = Field(10_000, ge=1, description="Env steps with random actions and without learning.")
-    # A learner step costs about what 25 env steps cost, so the learner is busy and a collector half so. More games for
-    # each learner step are fresher ones, and bring less than the learner steps that they take the core from.
+    # A learner step costs as much as about 25 env steps, so the learner is fully busy and a collector about half of the
+    # time. More games for each learner step would be fresher data, but gain less than the learner steps that they
+    # displace on the CPU.
     train_freq: int = Field(8, ge=1, description="Env steps per `gradient_steps` learner steps.")
     gradient_steps: int = Field(1, ge=1)
     max_ahead: int = Field(2000, ge=0, description="Env steps by which collectors may be ahead of the learner.")
@@ -87,7 +89,7 @@ class HockeyTraining(ServedSettings):
     n_steps: int = Field(8, ge=1, description="Steps of the n-step return.")
     gamma: float = Field(0.99, ge=0, le=1)
     buffer_size: int = Field(1_000_000, ge=1, description="Capacity of the replay, in rows.")
-    # The dual buffer: games against bots stay in reach, however many games against past selves come after them.
+    # The dual buffer: games against bots remain available, however many games against past selves follow.
     anchor_size: int = Field(
         0, ge=0, description="Rows kept for games against anchors; other games do not overwrite them."
     )
@@ -97,8 +99,8 @@ class HockeyTraining(ServedSettings):
     beta: float = Field(0.4, ge=0, le=1, description="The exponent of the importance weights.")
     both_sides: bool = Field(True, description="Store the opponents' transitions, too; the learner is off-policy.")
     mirror: bool = Field(True, description="Mirror half of each sample left to right: the game is symmetric.")
-    # A ladder over all games, as in D. Horgan et al., "Distributed Prioritized Experience Replay", ICLR 2018: some show
-    # what the policy does, others what it does not do any more.
+    # A different level for each game, as in D. Horgan et al., "Distributed Prioritized Experience Replay", ICLR 2018:
+    # some games show the current behaviour, others actions that the policy no longer takes.
     noise: tuple[float, float] = Field(
         (0.05, 0.5), description="Scale of the exploration noise in the first and in the last game of a worker."
     )
@@ -141,12 +143,15 @@ class HockeyTraining(ServedSettings):
 
     @property
     def least_kept(self) -> int:
-        """Rows of the anchor before any is drawn: then three in four can be, all but each game's newest `n_steps`."""
+        """Rows that the anchor needs before any are sampled.
+
+        Then three in four can be sampled: all but the newest `n_steps` of each game.
+        """
         sides = 2 if self.both_sides else 1
         return 4 * self.workers * self.envs_per_worker * sides * (self.n_steps + 1)
 
     def unused(self) -> dict[str, str]:
-        """Settings that have no effect beside the others, and why; parts as ``league.NAME``."""
+        """Return the settings that have no effect with the others, and why; those of parts are ``league.NAME``."""
         unused = super().unused()
         if not self.anchor_size:
             unused["anchor_ratio"] = "anchor_size is 0, so no rows are kept"
