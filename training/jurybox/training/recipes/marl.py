@@ -1,4 +1,4 @@
-"""The multi-agent training: worlds whose agents move one after another, and a separate learner for each agent."""
+"""The multi-agent training: environments whose agents take turns, and a separate learner for each agent."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class OnPolicy(BaseModel):
 
 
 _EXPLORATION = ("exploration_initial_eps", "exploration_final_eps", "exploration_steps")
-# What agents may have of their own.
+# Settings that can be set for a single agent.
 OWN = frozenset(
     {
         "algorithm",
@@ -72,7 +72,7 @@ OWN = frozenset(
 
 
 class MarlTraining(ServedSettings):
-    """Settings of a multi-agent training; a TOML file and the command line hold the same names."""
+    """Settings of a multi-agent training; a TOML file and the command line use the same names."""
 
     title = "multi-agent"
     renamed: ClassVar[Mapping[str, str]] = {
@@ -96,7 +96,7 @@ class MarlTraining(ServedSettings):
     world: dict[str, Any] = Field({}, description="Keyword arguments of the environment.")
     agents: int = Field(2, ge=1, description="Agents in the treasure hunt.")
     share: tuple[tuple[str, ...], ...] = Field((), description="Groups of agents that one learner serves.")
-    # With DQN not every seed comes to three times what random play collects in the treasure hunt; with PPO all did.
+    # With DQN, not every seed reaches three times the return of random play in the treasure hunt; with PPO, all did.
     algorithm: Algorithm = "ppo"
     ppo: OnPolicy = OnPolicy.model_validate({})
     own: dict[str, dict[str, Any]] = Field(
@@ -163,7 +163,7 @@ class MarlTraining(ServedSettings):
 
     @property
     def rate(self) -> float:
-        """The learning rate that is in force."""
+        """The learning rate that is used."""
         return self.learning_rate or (0.001 if self.algorithm == ON_POLICY else 0.00025)
 
     @property
@@ -193,11 +193,11 @@ class MarlTraining(ServedSettings):
         return self
 
     def of(self, agents: Sequence[str]) -> MarlTraining:
-        """The settings of the learner of these agents."""
+        """Return the settings of the learner of these agents."""
         changes: dict[str, Any] = {}
         for agent in agents:
             changes |= self.own.get(agent, {})
-        # What nobody has set stays unset: see `refuse_unused`.
+        # Only fields that were set are passed on, because `refuse_unused` tells them from defaults.
         said = {name: getattr(self, name) for name in self.model_fields_set - {"own"}}
         return MarlTraining(**{**said, **changes}) if changes else self
 
@@ -205,7 +205,7 @@ class MarlTraining(ServedSettings):
         """Refuse settings that have no effect on this learner.
 
         Raises:
-            ConfigError: something is; the message says what and why.
+            ConfigError: such a setting was set; the message has its name and the reason.
         """
         refuse_unused(self.model_fields_set, self._unused())
 
@@ -237,14 +237,14 @@ class MarlTraining(ServedSettings):
 
 
 def plan(settings: MarlTraining, serve: Callable[[Models], ServedModels] | None = None) -> Plan:
-    """The plan of these settings.
+    """Create the plan for these settings.
 
     Args:
-        serve: has models served; None: the actor computes its policies itself.
+        serve: loads models on a server; None: the actors compute their policies themselves.
 
     Raises:
-        ConfigError: the environment cannot be made, agents that share see or do different things, `share` or `own`
-            names others, or something is set that would have no effect.
+        ConfigError: the environment cannot be created, agents that share a learner have different spaces, `share` or
+            `own` names unknown agents, or a setting is set that would have no effect.
     """
     environment = (settings.environment, settings.world_settings)
     world = make_world(environment)
@@ -282,7 +282,7 @@ def plan(settings: MarlTraining, serve: Callable[[Models], ServedModels] | None 
             "moment": ReplayField((), "int64"),
         }
     names = tuple(of_group)
-    # Names of agents may have characters that names of models have not.
+    # Agents' names may contain characters that are not allowed in models' names.
     models = {group: f"policy/marl-{number}" for number, group in enumerate(names)}
     served = None
     if serve is not None:
@@ -342,7 +342,7 @@ def plan(settings: MarlTraining, serve: Callable[[Models], ServedModels] | None 
         if on_policy
         else Pace(settings.train_freq, 1, settings.learning_starts, settings.max_ahead),
         budget=Budget(settings.steps, settings.seconds),
-        # One that is killed again and again, every few seconds, is started again and again.
+        # The low `settled` lets a role that is killed every few seconds be restarted any number of times.
         timeouts=Timeouts(actor=settings.actor_timeout, learner=settings.learner_timeout, settled=5.0),
         seed=settings.seed,
         max_lag=settings.max_lag,
@@ -360,7 +360,7 @@ def description(
     networks: Mapping[str, Mapping[str, Any]],
     agent_space: Mapping[str, AgentSpaces],
 ) -> dict[str, Any]:
-    """The description of all learners' policies for ``jurybox policy``, one for each group."""
+    """Return the description of all learners' policies for ``jurybox policy``, one policy for each group."""
     from jurybox.training.policies import Acts, Description
 
     policies = {
@@ -369,7 +369,7 @@ def description(
             network,
             f"weights-{name}.state",
             output="logits" if network["algorithm"] == ON_POLICY else "values",
-            choose="draw" if network["algorithm"] == ON_POLICY else "best",  # as its evaluations do
+            choose="draw" if network["algorithm"] == ON_POLICY else "best",  # as in evaluations
             first=agent_space[name].first,
             own_arguments={"agent": name.split("+")[0]},
         )
@@ -384,7 +384,7 @@ def description(
 
 
 def _groups(settings: MarlTraining, agents: Sequence[str]) -> dict[str, str]:
-    """By agent, the name of its replay and channel: its own, or those of a group joined by "+"."""
+    """Return the name of each agent's replay and channel: the agent's name, or those of its group joined by "+"."""
     groups = {agent: agent for agent in agents}
     for shared in settings.share:
         groups |= {agent: "+".join(shared) for agent in shared}
@@ -394,7 +394,7 @@ def _groups(settings: MarlTraining, agents: Sequence[str]) -> dict[str, str]:
 
 
 def _of_groups(groups: Mapping[str, str], known: Mapping[str, AgentSpaces]) -> dict[str, AgentSpaces]:
-    """The spaces of each group."""
+    """Return the spaces of each group."""
     found: dict[str, AgentSpaces] = {}
     for agent, group in groups.items():
         if found.setdefault(group, known[agent]) != known[agent]:
@@ -409,7 +409,7 @@ def _learner(settings: MarlTraining, number: int, group: str, network: Mapping[s
     devices = torch.cuda.device_count() if settings.device_per_agent else 0
     device = f"cuda:{number % devices}" if devices else "cpu"
     if settings.learner_gpus:
-        device = "cuda:0"  # of those that it is shown, wherever it is placed
+        device = "cuda:0"  # the first of the GPUs that are visible to it, on any machine
     told: dict[str, Any] = {"learning_rate": settings.rate, "gamma": settings.gamma}
     made: dict[str, Any] = {"group": group, "network": network, "settings": told}
     if settings.algorithm == ON_POLICY:
@@ -420,7 +420,8 @@ def _learner(settings: MarlTraining, number: int, group: str, network: Mapping[s
                 f"have {2 * rollout} transitions"
             )
         told |= {"batch_size": settings.batch_size, **settings.ppo.model_dump(exclude={"n_steps", "max_stale"})}
-        # It would be measured from the policies that acted: a rollout that is one update old would end at once.
+        # The divergence would be measured from the policies that acted, so that an update on a rollout that is one
+        # update old would stop at once.
         told["target_kl"] = None
         made |= {"rollout": rollout, "max_stale": settings.ppo.max_stale}
         make, publish_every = f"{_LEARNERS}:OnPolicyLearner", min(1, settings.publish_interval)

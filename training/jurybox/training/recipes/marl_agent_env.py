@@ -1,4 +1,4 @@
-"""A world of many agents as one agent's environment: what `jurybox policy` plays a policy of `train marl` in."""
+"""A multi-agent world as one agent's environment, in which `jurybox policy` plays a policy of `train marl`."""
 
 from __future__ import annotations
 
@@ -19,20 +19,21 @@ Chooses = Callable[[Array], Array]
 
 
 class AgentEnv(gymnasium.Env[Array, int]):
-    """The world as one agent's environment; the others act when their turns come.
+    """The world as one agent's environment; the other agents act when it is their turn.
 
-    A step is this agent's action, and whatever happens up to its next turn; its reward is what the agent was given
-    meanwhile. The episode goes on until the world's is over, also while the agent is away.
+    A step is this agent's action and everything that happens until its next turn. Its reward is the sum of the agent's
+    rewards in that time. The episode lasts until the world's episode is over, even if the agent has left before.
 
     Args:
-        agent: whose environment it is.
-        groups: by agent, its group.
-        frames: by group, shape (stack, ...) and dtype of stacked observations.
-        partners: by group, rows of stacked observations to actions, in the environment's own numbers.
+        name, world: import path and keyword arguments of the PettingZoo environment; see `make_world`.
+        agent: name of the agent.
+        groups: group of each agent.
+        frames: by group, the shape (stack, ...) and dtype of stacked observations.
+        partners: by group, a function from rows of stacked observations to actions as the environment numbers them.
         others: "learned", or "random": all other agents act at random.
 
     Raises:
-        ConfigError: there is no such agent, or a partner's policy is missing.
+        ConfigError: the agent is unknown, or a partner's policy is missing.
     """
 
     def __init__(
@@ -85,7 +86,7 @@ class AgentEnv(gymnasium.Env[Array, int]):
         return row, reward, terminated, truncated, {}
 
     def _onward(self) -> tuple[Array, float, bool, bool]:
-        """Let the others act until it is this agent's turn, or the world is over."""
+        """Let the others act until it is this agent's turn or the world's episode is over."""
         world, total = self._world, 0.0
         while world.agents:
             agent = world.agent_selection

@@ -20,19 +20,20 @@ _LEARNERS: dict[str, type[ValueLearner]] = {"dqn": DQN, "iqn": IQN}
 
 
 def _seed(context: RoleContext) -> int:
-    """The seed of a learner, the same after a restart."""
+    """Return the seed of a learner, which is the same after a restart."""
     return int(np.random.SeedSequence([context.plan.seed, context.number]).generate_state(1)[0])
 
 
 class ReplayLearner(Learner):
-    """DQN or IQN on its group's replay; publishes the network, and epsilon with it.
+    """DQN or IQN on a group's replay. It publishes the network with the current epsilon.
 
     Args:
         group: name of its replay and channel.
-        network: as the actor's.
-        settings: of `ValueSettings`.
-        batch_size: rows of a step. first: rows before the first step.
-        epsilon: at first, at last, and the number of learner steps in between, linear.
+        network: arguments of `make_network`, as for the actor.
+        settings: arguments of `ValueSettings`.
+        batch_size: rows per step.
+        first: number of rows before the first step.
+        epsilon: first value, last value, and the number of learner steps over which it falls linearly.
         device: "cpu", "cuda:0", ...
     """
 
@@ -68,7 +69,7 @@ class ReplayLearner(Learner):
 
     @property
     def epsilon(self) -> float:
-        """Epsilon after the steps made so far."""
+        """The current epsilon."""
         high, low, steps = self._epsilon
         return max(low, high - (high - low) * self.context.own_steps / max(1, steps))
 
@@ -94,20 +95,21 @@ class ReplayLearner(Learner):
 
 
 class OnPolicyLearner(Learner):
-    """PPO on the transitions of its group's agents since the last update, in order.
+    """PPO on the transitions of a group's agents since the last update, in order.
 
-    A step takes the transitions that came since the one before it. Those of a policy that is more than `max_stale`
-    publications' updates old are dropped, and counted as stale; those that the ring overwrote before they were taken
-    are counted as missed. A step that finds less than half a rollout learns nothing and leaves it for the next one:
-    the run's counters go on, so nobody waits for transitions that were dropped. The probabilities of the loss's ratio
-    are those with which was acted, so what is one update old is corrected for, as far as the clipping lets it.
+    A step takes the transitions that arrived since the previous one. Transitions of a policy that is more than
+    `max_stale` updates older than the published one are dropped and counted as stale; those that the ring overwrote
+    before they were taken are counted as missed. A step that finds less than half a rollout does not train and leaves
+    the transitions to the next step: the run's counters advance anyway, so no role waits for transitions that were
+    dropped. The loss uses the probabilities of the policy that acted, so a lag of one update is corrected as far as
+    the clipping allows.
 
     Args:
         group: name of its replay and channel.
-        network: as the actor's.
-        settings: of `PPOSettings`.
-        rollout: transitions that a step expects.
-        max_stale: updates.
+        network: arguments of `make_network`, as for the actor.
+        settings: arguments of `PPOSettings`.
+        rollout: expected number of transitions per step.
+        max_stale: maximum age of a transition's policy, in updates.
     """
 
     def __init__(
@@ -128,9 +130,9 @@ class OnPolicyLearner(Learner):
         self.learner = PPO(inputs, int(network["actions"]), asked, _seed(context))
         self._scale = float(network["scale"])
         self._windows = Windows(next=("observation",), stack=network["shape"][0], stacked=("observation",))
-        # The rows in this process's memory, in order.
+        # A copy of the replay's rows in this process's memory, in order.
         self._resident = context.replay(group).resident("cpu")
-        self._looked_at = 0  # rows before this one have been
+        self._looked_at = 0  # number of the first row that no step has looked at
         self._held = self._open = torch.empty(0, dtype=torch.int64)
         self.updates = self._published = self._oldest_use = 0
         self.stale = 0
@@ -159,7 +161,7 @@ class OnPolicyLearner(Learner):
     def adopt(self, published: WeightsReader) -> None:
         found = published.read()
         self.learner.network.load_state_dict(as_tensors(found.state))
-        # Whoever died may have learned from all that was done before its last publication.
+        # The previous process may have trained on everything up to its last publication.
         self.updates = self._published = self._oldest_use = int(found.extra["updates"])
 
     def save(self) -> dict[str, Any]:
@@ -177,13 +179,13 @@ class OnPolicyLearner(Learner):
         self._forget()
 
     def _forget(self) -> None:
-        """Begin with new rows: a checkpoint ends the current episodes."""
+        """Skip the rows so far, because a checkpoint ends the current episodes."""
         self._resident.refresh()
         self._looked_at = self._resident.taken
         self._held = self._open = torch.empty(0, dtype=torch.int64)
 
     def _fresh(self) -> dict[str, torch.Tensor] | None:
-        """The transitions to learn from, agent by agent in order; None while they are too few."""
+        """Return the transitions to train on, ordered by agent and time; None if there are too few."""
         resident = self._resident
         resident.refresh()
         taken, oldest = resident.taken, resident.taken - len(resident)
@@ -192,7 +194,7 @@ class OnPolicyLearner(Learner):
         again = torch.cat((self._held, self._open))
         candidates = torch.cat((again[again >= oldest], new))
         fits = resident.rows.fits(candidates, self._windows, taken)
-        # The newest of each agent wait for what comes next; one that still has no successor was cut off.
+        # Each agent's newest transition waits for its successor. One that has none by the next call was cut off.
         self._open = candidates[~fits & (candidates >= (int(new[0]) if len(new) else taken))]
         candidates = candidates[fits]
         rows = resident.rows.columns(candidates, self._windows, taken)
@@ -206,7 +208,7 @@ class OnPolicyLearner(Learner):
         return {name: column[usable][order] for name, column in rows.items()}
 
     def _rollout(self, rows: Mapping[str, torch.Tensor]) -> Rollout:
-        """One long column; it is cut wherever the next row is no continuation."""
+        """Return the rows as the rollout of one environment, which ends wherever the next row is not the successor."""
         seen, after = (as_floats(rows[name], self._scale).numpy() for name in ("observation", "next_observation"))
         moment, agent = rows["moment"].numpy(), rows["agent"].numpy()
         over = np.ones(len(moment), np.bool_)

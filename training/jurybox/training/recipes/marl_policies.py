@@ -33,11 +33,12 @@ def make_network(
     dtype: str = "uint8",
     scale: float = 1.0,
 ) -> nn.Module:
-    """A network for stacked observations of `shape` (stack, ...); the same one for the same seed.
+    """Create a network for stacked observations of `shape` (stack, ...); the same seed gives the same network.
 
     Args:
-        dtype: of the observations; any will do.
-        scale: what they are multiplied by. An actor-critic wants that done: it takes rows of float32.
+        dtype: dtype of the observations; not used.
+        scale: factor by which a value network multiplies its observations. An actor-critic takes float32 rows that
+            are scaled already.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -50,11 +51,11 @@ Observation = npt.NDArray[Any]
 
 
 class GroupPolicy(ABC):
-    """A group's policy, kept at its newest publication.
+    """A group's policy with the newest published weights.
 
     Args:
-        channel: that it is published on.
-        network: as `make_network` makes it.
+        channel: name of the channel that the weights are published on.
+        network: network from `make_network`.
     """
 
     def __init__(self, context: RoleContext, channel: str, network: nn.Module) -> None:
@@ -65,24 +66,24 @@ class GroupPolicy(ABC):
         self._served = ServedNetwork(context, channel) if acts else None
 
     def close(self) -> None:
-        """Give back what it has on a server."""
+        """Release the policy's resources on a server."""
         if self._served is not None:
             self._served.close()
 
     @abstractmethod
     def act(self, stacked: Observation, random: np.random.Generator) -> tuple[int, Mapping[str, Any]]:
-        """An action as in training, and what the replay keeps of the choice."""
+        """Return an action for training, and further fields of its replay row."""
 
     @abstractmethod
     def play(self, stacked: Observation, random: np.random.Generator) -> int:
-        """An action as in an evaluation."""
+        """Return an action for evaluations."""
 
 
 class ServedNetwork:
-    """A group's network on the plan's server, which has what its learner publishes.
+    """A group's network on the plan's server, with the weights that its learner publishes.
 
     Attributes:
-        version: of the weights that gave the last answer.
+        version: version of the weights that computed the last answer.
     """
 
     def __init__(self, context: RoleContext, channel: str) -> None:
@@ -91,10 +92,10 @@ class ServedNetwork:
         self.version = 0
 
     def __call__(self, stacked: Observation) -> npt.NDArray[np.float32]:
-        """The network's outputs, (1, actions), of published weights that are not too old.
+        """Return the network's outputs, (1, actions), computed with weights within `max_lag` if possible.
 
         Raises:
-            ServerGone, Timeout, ModelNotFound: for longer than the server's time-out.
+            ServerGone, Timeout, ModelNotFound: the error lasted longer than the server's time-out.
         """
         until = time.monotonic() + self._model.timeout
 
@@ -111,11 +112,11 @@ class ServedNetwork:
 
 
 class ValuePolicy(GroupPolicy):
-    """The best action, or with probability epsilon any.
+    """A policy that chooses the best action, or with probability epsilon a random one.
 
     Args:
-        epsilon: of evaluations; that of training is published beside the weights.
-        actions: how many there are.
+        epsilon: epsilon in evaluations; that of training is published with the weights.
+        actions: number of actions.
     """
 
     def __init__(
@@ -131,7 +132,7 @@ class ValuePolicy(GroupPolicy):
         return self._choose(stacked, random, self._epsilon)
 
     def _choose(self, stacked: Observation, random: np.random.Generator, epsilon: float) -> int:
-        # Both are drawn every time, so that what epsilon is does not move what is drawn later.
+        # Both numbers are drawn every time, so that epsilon does not affect which numbers are drawn later.
         explores, anything = random.random() < epsilon, int(random.integers(self._actions))
         if explores:
             return anything
@@ -142,10 +143,10 @@ class ValuePolicy(GroupPolicy):
 
 
 class SampledPolicy(GroupPolicy):
-    """An action drawn from the policy's distribution.
+    """A policy that draws actions from its distribution.
 
-    The replay keeps the logarithm of its probability, and after how many of its learner's updates the policy was
-    published: what an on-policy learner needs to know of whoever acted.
+    An on-policy learner needs to know which policy acted. So the replay stores the action's log-probability, and the
+    number of learner updates before the policy was published.
     """
 
     def __init__(self, context: RoleContext, channel: str, network: ActorCritic, *, scale: float) -> None:
@@ -158,7 +159,7 @@ class SampledPolicy(GroupPolicy):
         return action, {"log_probability": log_probability, "version": self._of_updates()}
 
     def _of_updates(self) -> int:
-        """After how many updates the policy that has just acted was published; rather fewer where it is not known."""
+        """Return the number of updates before the policy that just acted was published; a lower bound if unknown."""
         newest = int(self._weights.extra["updates"])
         if self._served is None:
             return newest
@@ -186,12 +187,12 @@ def policies(
     networks: Mapping[str, Mapping[str, Any]],
     epsilon: Mapping[str, float] | None = None,
 ) -> dict[str, GroupPolicy]:
-    """A policy for each agent; agents of one group have the same.
+    """Create the policies by agent; the agents of a group share one.
 
     Args:
-        groups: by agent, the name of its channel.
-        networks: by group, the arguments of `make_network`.
-        epsilon: of evaluations, by group; 0 without it.
+        groups: name of each agent's group, which is also its channel.
+        networks: arguments of `make_network`, by group.
+        epsilon: epsilon in evaluations, by group; 0 by default.
     """
     of_group: dict[str, GroupPolicy] = {}
     for group in dict.fromkeys(groups.values()):
@@ -207,7 +208,7 @@ def policies(
 
 
 class FrameStack:
-    """The last frames of one agent: (stack, ...), the newest last, zeroes before the first."""
+    """The last frames of an agent, (stack, ...), the newest last; zeros before the first frame."""
 
     def __init__(self, shape: Sequence[int], dtype: str) -> None:
         self.frames: Observation = np.zeros(shape, dtype)
@@ -216,7 +217,7 @@ class FrameStack:
         self.frames[:] = 0
 
     def add(self, frame: Observation) -> Observation:
-        """Take in the newest frame; gives all of them."""
+        """Add the newest frame; return all frames."""
         self.frames[:-1] = self.frames[1:]
         self.frames[-1] = frame
         return self.frames

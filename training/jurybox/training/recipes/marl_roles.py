@@ -1,7 +1,7 @@
-"""The actors of a multi-agent training, each with a world of its own, and the evaluator.
+"""The actors of a multi-agent training, each with its own world, and the evaluator.
 
-An agent's observations are stacked, its transitions go to its group's replay, its policy comes from its group's
-channel. Agents share nothing else.
+Each agent's observations are stacked. Its transitions are added to its group's replay, and its policy is published on
+its group's channel. Agents share nothing else.
 """
 
 from __future__ import annotations
@@ -16,21 +16,22 @@ from jurybox.training.recipes.marl_policies import ON_POLICY, FrameStack, Observ
 from jurybox.training.recipes.marl_worlds import Environment, agent_spaces, encoders, make_world
 from jurybox.training.runtime.role_context import Actor, Evaluator, RoleContext
 
-_LIVES = 40  # bits of a moment that are of one life of the actor
+_LIVES = 40  # low bits of a moment; the bits above count the actor's restarts
 
 
 class TurnTaker(Actor):
-    """One step is one turn of the world: every agent, in order, observes, acts by its newest policy, and remembers.
+    """The actor role. One step is one turn of the world.
 
-    The world itself moves first, before the first agent's observation: that is the environment's affair.
+    In a turn every agent, in order, observes, acts with its newest policy, and adds its transition to the replay. If
+    the world itself moves, the environment does this before the first agent's observation.
 
-    Whoever comes after a killed one begins a new episode, with random numbers of its own.
+    After a failure, the new process begins a new episode with other random numbers.
 
     Args:
         environment: see `make_world`.
-        groups: by agent, the name of its replay and channel.
-        networks: by group, the arguments of `make_network` but for its seed.
-        number: of this actor among all.
+        groups: name of each agent's replay and channel.
+        networks: arguments of `make_network` without the seed, by group.
+        number: number of this actor.
     """
 
     def __init__(
@@ -52,14 +53,14 @@ class TurnTaker(Actor):
         self._seen = {
             agent: FrameStack(networks[group]["shape"], networks[group]["dtype"]) for agent, group in groups.items()
         }
-        # An agent's rows follow each other in its world alone.
+        # A number for each agent of each world: only rows of the same agent and world follow each other.
         self._numbers = {agent: each for each, agent in enumerate(groups, number * len(groups))}
         self._on_policy = {agent for agent, group in groups.items() if networks[group]["algorithm"] == ON_POLICY}
         self._pending: dict[str, tuple[Observation, int, Mapping[str, Any]]] = {}
         self._totals = dict.fromkeys(groups, 0.0)
-        self._gaps = dict.fromkeys(groups, 0)  # by which an agent's moments are ahead: one for each time that it left
+        self._gaps = dict.fromkeys(groups, 0)  # added to an agent's moments: one for each time that it left
         self._turns = 0
-        self._moment = (context.life - 1) << _LIVES  # so that none of an earlier life looks like the one before
+        self._moment = (context.life - 1) << _LIVES  # so that no row follows one of an earlier process
         self._playing = False
 
     def step(self) -> int:
@@ -76,7 +77,7 @@ class TurnTaker(Actor):
         return 1
 
     def save(self) -> dict[str, Any]:
-        # A world cannot be kept in general, so the episode ends here for whoever goes on as for whoever resumes.
+        # In general a world's state cannot be saved. So the episode ends here, whether the run goes on or is resumed.
         for rows in self._rows.values():
             rows.end()
         self._pending.clear()
@@ -97,7 +98,7 @@ class TurnTaker(Actor):
         self.env.reset(seed=int(self.random.integers(2**31)))
         self._playing = True
         self._turns = 0
-        self._moment += 1  # so that no two episodes look like one
+        self._moment += 1  # so that the episode's rows do not follow those of the previous one
         for agent, seen in self._seen.items():
             seen.clear()
             self._totals[agent] = 0.0
@@ -109,13 +110,13 @@ class TurnTaker(Actor):
         observed, reward, terminated, truncated, _ = self.env.last()
         observation = self._encoders[agent].row(observed)
         if agent in self._pending:
-            # What an action brought is known when the agent's turn comes again.
+            # The result of an action is known at the agent's next turn.
             before, action, chosen = self._pending.pop(agent)
             self._rows[agent].add(observation=before, action=action, reward=reward, terminated=terminated, **chosen)
             self._totals[agent] += float(reward)
         if terminated or truncated:
             self._rows[agent].end(0, observation=observation)
-            # It may come again in this episode: as somebody who has seen nothing yet, and did nothing the turn before.
+            # If the agent returns in this episode, it has no earlier frames, and its rows do not follow those before.
             self._seen[agent].clear()
             self._gaps[agent] += 1
             self.env.step(None)
@@ -133,11 +134,11 @@ class TurnTaker(Actor):
 
 
 class PlayingEvaluator(Evaluator):
-    """Plays whole episodes with the newest policies; the same episodes every time.
+    """The evaluator role: plays whole episodes with the newest policies, the same episodes every time.
 
     Args:
-        episodes: how many.
-        epsilon: by group, of policies that compare values; others draw their actions as they do in training.
+        episodes: number of episodes.
+        epsilon: epsilon of value-based policies, by group; other policies draw their actions as in training.
     """
 
     def __init__(
@@ -169,7 +170,7 @@ class PlayingEvaluator(Evaluator):
         return {"return": float(np.mean(list(learned.values()))), **numbers}
 
     def _play(self, choose: Callable[[str, Observation, np.random.Generator], int]) -> dict[str, float]:
-        """Mean returns over the episodes, by agent."""
+        """Return the mean returns over the episodes, by agent."""
         random = np.random.default_rng(self.context.plan.seed)
         totals = dict.fromkeys(self._policies, 0.0)
         for _ in range(self._episodes):

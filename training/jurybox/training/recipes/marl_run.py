@@ -1,4 +1,4 @@
-"""A multi-agent training from its settings to the report: what `jurybox train marl` does."""
+"""A multi-agent training from the settings to the report: `jurybox train marl`."""
 
 from __future__ import annotations
 
@@ -26,10 +26,12 @@ def train(
     command: str = "",
     **options: Unpack[RecordingOptions],
 ) -> Outcome:
-    """Train; leaves metrics, logs, checkpoints, summary.json and report.html in `settings.log_dir`.
+    """Train, and write metrics, logs, checkpoints, summary.json and report.html to `settings.log_dir`.
 
     Raises:
-        ConfigError: the settings don't fit the environment or each other. Others: see `recorded_run`.
+        ConfigError: the settings don't fit the environment or each other.
+
+    For other errors see `recorded_run`.
     """
     check_gpus(options.get("launcher"), {"learner_gpus": settings.learner_gpus})
     folder = settings.log_dir
@@ -64,7 +66,7 @@ def _columns(planned: Plan) -> tuple[str, ...]:
 
 
 def _learner_columns(planned: Plan) -> tuple[str, ...]:
-    """What each learner reports of itself."""
+    """Return the names of each learner's metrics."""
     on_policy = any("rollout" in role.settings for role in planned.roles)
     return ("loss", "entropy", "stale", "missed", "skipped") if on_policy else ("loss",)
 
@@ -77,7 +79,7 @@ def report(
     folder: Path,
     command: str,
 ) -> str:
-    """The report as one HTML document."""
+    """Return the report as one HTML document."""
     facts, packages = {"Seed": settings.seed}, ("torch", "numpy")
     sections = [
         Section("How it ended", [_headline(outcome), *_against_random(outcome)]),

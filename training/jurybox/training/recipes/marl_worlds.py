@@ -1,7 +1,7 @@
-"""The worlds of a multi-agent training: PettingZoo environments of either interface, and their spaces as rows.
+"""The worlds of a multi-agent training: PettingZoo environments (AEC and parallel), and their observations as rows.
 
-What networks compute with is float32. A row keeps an observation in its own dtype where that is no wider and torch
-computes with it, and else as float32; so nothing is lost on the way that the network would have seen.
+Networks compute in float32. A row stores an observation in its own dtype if that is not wider and torch supports it,
+otherwise as float32. So a row contains everything that the network would see.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ _AS_THEY_ARE = ("uint8", "int8", "int16", "float16", "float32")
 
 
 class WorldError(ValueError):
-    """An environment does not do what its spaces say."""
+    """An environment returned an observation outside its observation space."""
 
 
 def make_world(environment: Environment) -> AECEnv[Any, Any, Any]:
-    """The environment, whose agents take turns; in a parallel one they act together when the last has chosen.
+    """Create an environment whose agents take turns. In a parallel one, all act together after the last has chosen.
 
     Args:
-        environment: "package.module:callable" that gives a PettingZoo environment (AEC or parallel), and its keyword
+        environment: "package.module:callable" that returns a PettingZoo environment (AEC or parallel), and its keyword
             arguments.
 
     Raises:
-        ConfigError: it cannot be made, or is neither.
+        ConfigError: the environment cannot be created, or is neither.
     """
     name, settings = environment
     try:
@@ -61,9 +61,9 @@ def make_world(environment: Environment) -> AECEnv[Any, Any, Any]:
 
 
 class _Announced(BaseParallelWrapper[Any, Any, Any]):  # type: ignore[misc]
-    """A parallel environment whose agents say when they leave: one that is just gone from `agents` was truncated.
+    """A parallel environment in which an agent that disappears from `agents` without a flag is marked as truncated.
 
-    Else nobody would be told that its episode is over, and it would be asked for actions while it is away.
+    Otherwise the end of its episode would not be reported, and it would be asked for actions while it is away.
     """
 
     _last: dict[Any, Any]  # observations, by agent
@@ -92,10 +92,11 @@ class AgentSpaces:
     """The observation and action space of one agent.
 
     Attributes:
-        shape, dtype: of its observations as rows hold them; Discrete and MultiDiscrete ones are one-hot.
-        binary: whether they hold 0 and 1 only.
-        scale: what networks multiply them by: pictures of bytes become numbers up to 1.
-        actions: how many there are. first: number of the first one in the environment.
+        shape, dtype: shape and dtype of its observations as rows; Discrete and MultiDiscrete ones are one-hot.
+        binary: whether they contain only 0 and 1.
+        scale: factor by which networks multiply them, so that uint8 pictures become numbers up to 1.
+        actions: number of actions.
+        first: number of the first action in the environment.
     """
 
     shape: tuple[int, ...]
@@ -107,10 +108,10 @@ class AgentSpaces:
 
     @classmethod
     def of(cls, seen: spaces.Space[Any], does: spaces.Space[Any], agent: str) -> AgentSpaces:
-        """Check the spaces of `agent`.
+        """Check and convert the spaces of `agent`.
 
         Raises:
-            ConfigError: one of them is of a kind that is not known.
+            ConfigError: a space is of an unsupported kind.
         """
         if not isinstance(does, spaces.Discrete):
             raise ConfigError(f"{agent} acts in {does}: expected Discrete actions, which is what all algorithms choose")
@@ -157,7 +158,7 @@ class ObservationEncoder:
         """Convert an observation to a row.
 
         Raises:
-            WorldError: it is not of the space.
+            WorldError: the observation is outside the space.
         """
         if isinstance(self._seen, spaces.Discrete):
             return self._one_hot([int(observation) - int(self._seen.start)], [int(self._seen.n)])
@@ -168,9 +169,9 @@ class ObservationEncoder:
         if given.shape != self._spaces.shape:
             raise self._strange(f"has the shape {given.shape}")
         if given.dtype == self._dtype:
-            return given.copy()  # an environment may write into its array again
+            return given.copy()  # the environment may reuse its array
         if given.dtype != self._declared and self._declared.kind != "f":
-            # What is said to be a byte and is not would come out as another number.
+            # A value that does not fit the declared dtype would be converted to a different number.
             exact = given.astype(self._declared)
             if not np.array_equal(exact, given):
                 raise self._strange(f"holds {given.ravel()[(exact != given).ravel()][0]}")
@@ -195,7 +196,7 @@ class ObservationEncoder:
 
 
 def agent_spaces(world: AECEnv[Any, Any, Any]) -> dict[str, AgentSpaces]:
-    """The spaces of all agents."""
+    """Return the spaces of all agents."""
     return {
         agent: AgentSpaces.of(world.observation_space(agent), world.action_space(agent), agent)
         for agent in world.possible_agents
@@ -203,7 +204,7 @@ def agent_spaces(world: AECEnv[Any, Any, Any]) -> dict[str, AgentSpaces]:
 
 
 def encoders(world: AECEnv[Any, Any, Any]) -> dict[str, ObservationEncoder]:
-    """Converters of all agents' observations to rows."""
+    """Return the converters of all agents' observations to rows."""
     return {
         agent: ObservationEncoder(agent, world.observation_space(agent), agent_space)
         for agent, agent_space in agent_spaces(world).items()
