@@ -1,6 +1,7 @@
 """The training of any Gymnasium environment, `jurybox train gym`: settings, plan, run and report.
 
-Roles import this module for its settings, so what only the run needs (torch, plots) is imported where it is used.
+Roles import this module for its settings. So packages that only the run needs (torch, plots) are imported where they
+are used.
 """
 
 from __future__ import annotations
@@ -45,18 +46,18 @@ if TYPE_CHECKING:
 
 Algorithm = Literal["ppo", "dqn", "td3", "sac"]
 ON_POLICY = "ppo"
-ROWS, CHANNEL = "rows", "policy"  # of the plan
+ROWS, CHANNEL = "rows", "policy"  # names of the plan's replay and channel
 MODEL = "policy/gym"
 
 _ACTOR = "jurybox.training.recipes.gym_actor"
 _LEARNER = "jurybox.training.recipes.gym_learner"
 _FACTORY = "jurybox.training.recipes.served_networks:gym_policy"
 _EVALUATOR_NICE = 10
-_MOST_BYTES = 2**31  # of a replay whose size nobody has set
-_LAG = 10  # publications that a served policy off its learner's may be behind
+_MOST_BYTES = 2**31  # maximum size of a replay if `buffer_size` is not set
+_LAG = 10  # publications by which a served policy may be behind its learner, with off-policy algorithms
 
-# What each algorithm uses of the settings that are not everybody's, and what they are where nobody sets them: the
-# names and numbers of Stable-Baselines3 2.9, but for what the docs page lists.
+# The settings whose use or default depends on the algorithm, with their defaults. Names and values are those of
+# Stable-Baselines3 2.9, except for the differences that the documentation lists.
 _REPLAYED: dict[str, Any] = {
     "buffer_size": 1_000_000,
     "learning_starts": 100,
@@ -117,9 +118,9 @@ _ONLY_PICTURES_HIDDEN: Mapping[str, tuple[int, ...]] = {"ppo": (), "dqn": (), "t
 
 
 class GymTraining(ServedSettings):
-    """Settings of one training; a TOML file and the command line hold the same names.
+    """Settings of a gym training; a TOML file and the command line use the same names.
 
-    Settings that are none by default are the algorithm's (`DEFAULTS`); `of` gives what is in force.
+    For settings whose default is None, the algorithm has its own default (`DEFAULTS`); `of` returns the value in use.
     """
 
     title = "gym"
@@ -234,17 +235,17 @@ class GymTraining(ServedSettings):
         return self.algorithm == "sac"
 
     def of(self, name: str) -> Any:
-        """The setting of that name, or the algorithm's default.
+        """Return the setting of that name, or the algorithm's default.
 
         Raises:
-            KeyError: the algorithm does not use it.
+            KeyError: the algorithm does not use the setting.
         """
         default = DEFAULTS[self.algorithm][name]
         said = getattr(self, name)
         return default if said is None else said
 
     def hidden_for(self, seen: Seen) -> tuple[int, ...]:
-        """Units of the hidden layers: fewer after the convolutions of images."""
+        """Return the sizes of the hidden layers. The defaults differ if all observations are images."""
         if self.hidden is None and seen.pictures:
             return _ONLY_PICTURES_HIDDEN[self.algorithm] if not seen.numbers else tuple(self.of("hidden"))
         return tuple(self.of("hidden"))
@@ -255,7 +256,7 @@ class GymTraining(ServedSettings):
 
     @property
     def pace(self) -> Pace:
-        """PPO learns between rollouts; the others, a round of steps after each round of the environments."""
+        """The pace: PPO learns between rollouts, other algorithms make learner steps after each round of env steps."""
         if self.algorithm == ON_POLICY:
             return Pace(self.of("n_steps") * self.envs, 1, 0, 0)
         collect = self.of("train_freq") * self.envs
@@ -263,7 +264,7 @@ class GymTraining(ServedSettings):
         return Pace(collect, steps, self.of("learning_starts"), self.of("max_ahead"))
 
     def unused(self) -> dict[str, str]:
-        """Settings that have no effect beside the others, and why."""
+        """Return the settings that have no effect with the others, and why."""
         used = DEFAULTS[self.algorithm]
         unused = super().unused()
         unused |= dict.fromkeys(_OF_ALGORITHMS - used.keys(), f"{self.algorithm} does not use it")
@@ -275,10 +276,10 @@ class GymTraining(ServedSettings):
 
 
 def spaces_of(settings: GymTraining) -> tuple[Seen, Does]:
-    """The spaces of the environment of these settings.
+    """Return the observation and action space of the settings' environment.
 
     Raises:
-        ConfigError: it cannot be made, or the algorithm does not go with its spaces.
+        ConfigError: the environment cannot be created, or the algorithm does not support its spaces.
     """
     try:
         env = make_environment(settings.env, settings.env_args, settings.max_episode_steps)
@@ -309,7 +310,7 @@ def spaces_of(settings: GymTraining) -> tuple[Seen, Does]:
 
 
 def network_of(settings: GymTraining, seen: Seen, does: Does) -> dict[str, Any]:
-    """Arguments of `algorithms.networks.acting_network`, as JSON holds them."""
+    """Return the arguments of `algorithms.networks.acting_network`, JSON-serializable."""
     return {
         "algorithm": settings.algorithm,
         "numbers": seen.numbers,
@@ -322,7 +323,7 @@ def network_of(settings: GymTraining, seen: Seen, does: Does) -> dict[str, Any]:
 
 
 def fields(settings: GymTraining, seen: Seen, does: Does) -> dict[str, Column]:
-    """The fields of the replay."""
+    """Return the fields of the replay."""
     stored = "bits" if seen.binary and settings.algorithm != ON_POLICY else None
     found = {
         "observation": Column((seen.size,), seen.dtype, stored=stored),
@@ -343,13 +344,13 @@ def fields(settings: GymTraining, seen: Seen, does: Does) -> dict[str, Column]:
 
 
 def plan(settings: GymTraining, served: ServedModels | None = None) -> Plan:
-    """The plan of these settings.
+    """Create the plan for these settings.
 
     Args:
-        served: where the policy is; None: workers compute it themselves.
+        served: the server that has the policy; None: workers compute it themselves.
 
     Raises:
-        ConfigError: the environment cannot be made, or does not go with the algorithm.
+        ConfigError: the environment cannot be created, or the algorithm does not support it.
     """
     from jurybox.protocol.weights import WeightsLayout
     from jurybox.training.algorithms.networks import acting_network
@@ -364,7 +365,7 @@ def plan(settings: GymTraining, served: ServedModels | None = None) -> Plan:
     capacity = 2 * pace.collect + settings.envs
     if not on_policy:
         row = sum(each.stored_bytes for each in columns.values())
-        # Of rows with pictures a million would be more memory than most have: who sets a number gets it.
+        # A million rows with pictures would need more memory than most machines have. A size that is set is not capped.
         capacity = settings.buffer_size or min(settings.of("buffer_size"), _MOST_BYTES // row)
     every = max(1000, settings.steps // 20) if settings.evaluate_every is None else settings.evaluate_every
     return Plan(
@@ -408,12 +409,12 @@ def plan(settings: GymTraining, served: ServedModels | None = None) -> Plan:
 
 
 def served_model(settings: GymTraining, seen: Seen, does: Does) -> dict[str, Any]:
-    """Arguments of the policy's factory, `served_networks.gym_policy`."""
+    """Return the arguments of the policy's factory, `served_networks.gym_policy`."""
     return {**network_of(settings, seen, does), "dtype": seen.dtype, "size": seen.size}
 
 
 def description(settings: GymTraining, seen: Seen, does: Does) -> dict[str, Any] | None:
-    """The description of the policy for ``jurybox policy``; None if actions are unbounded."""
+    """Return the description of the policy for ``jurybox policy``; None if actions are unbounded."""
     from jurybox.training.policies import Acts, Description
 
     if not does.bounded:
@@ -448,7 +449,7 @@ _LOSSES: Mapping[str, tuple[str, ...]] = {
 
 
 def columns(settings: GymTraining) -> tuple[str, ...]:
-    """The columns of metrics.csv."""
+    """Return the columns of metrics.csv."""
     audits = (f"audit_{name}" for name in settings.audit)
     return (*OF_EVERY_RUN, *_LOSSES[settings.algorithm], "eval_return", "eval_return_std", "eval_length", *audits)
 
@@ -460,11 +461,12 @@ def train(
     command: str = "",
     **options: Unpack[RecordingOptions],
 ) -> Outcome:
-    """Train; leaves metrics, logs, checkpoints, summary.json and report.html in `folder`.
+    """Train, and write metrics, logs, checkpoints, summary.json and report.html to `folder`.
 
     Raises:
-        ConfigError: the environment cannot be made, or does not go with the algorithm. Others: see `recorded_run`, and
-            `served_models` where the policy is served.
+        ConfigError: the environment cannot be created, or the algorithm or the launcher does not support the settings.
+
+    For other errors see `recorded_run`, and with a served policy `served_models`.
     """
     from threadpoolctl import threadpool_limits
 
@@ -474,7 +476,7 @@ def train(
 
     seen, does = spaces_of(settings)
     with ExitStack() as resources:
-        # Networks this small are slower on two threads, and sums in another order would not be the same sums.
+        # A second thread slows down such small networks, and changes the order of sums and so their values.
         resources.enter_context(threadpool_limits(1))
         served = None
         if settings.policy == "served":
@@ -505,7 +507,7 @@ def train(
 def report(
     settings: GymTraining, outcome: Outcome, rows: Sequence[Mapping[str, float]], folder: Path, command: str
 ) -> str:
-    """The report as one HTML document."""
+    """Return the report as one HTML document."""
     from jurybox.training.checkpoints import Checkpoints
     from jurybox.training.report import charts, page
     from jurybox.training.report.page import Section
@@ -544,7 +546,7 @@ def report(
 
 
 def _audits(settings: GymTraining, rows: Sequence[Mapping[str, float]]) -> Section | None:
-    """What was asked and not rewarded, as training went on."""
+    """Return the charts of audited numbers, which are never rewarded, over the training."""
     from jurybox.training.report import charts, page
 
     drawn = []

@@ -1,4 +1,4 @@
-"""The actors and the evaluator of a gym training. Without torch if a server computes the actions."""
+"""The actors and the evaluator of a gym training. Actors do not import torch if a server computes the actions."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ from jurybox.training.runtime.serving import LeasedModel, UpdatesByVersion
 Array = npt.NDArray[Any]
 Outputs = Mapping[str, Array]
 
-_SEED = 1_000_003  # episodes of evaluations are none of those that were trained on
-_LIVES = 40  # bits of a moment that are of one life of a worker
-_ADOPTED = 30.0  # seconds: an engine that restarts imports torch before it adopts weights
-_ENDLESS = 1_000_000  # steps of an evaluation's episode
-_SIDE_BY_SIDE = 10  # environments of the evaluator
+_SEED = 1_000_003  # makes the episodes of evaluations different from those of the training
+_LIVES = 40  # low bits of a moment; the bits above count the worker's restarts
+_ADOPTED = 30.0  # seconds to wait for newer weights: an engine that restarts imports torch before it adopts them
+_ENDLESS = 1_000_000  # steps after which an evaluation's episode counts as endless
+_SIDE_BY_SIDE = 10  # maximum number of parallel environments of the evaluator
 
 
 class ActingNetwork(Protocol):
-    """The network by which an actor acts: in its own process, or on a server."""
+    """An actor's network, in its own process or on a server."""
 
     @property
     def updates(self) -> int:
-        """The learner's updates at the publication of the weights of the last outputs."""
+        """Number of learner updates before the weights of the last outputs were published."""
 
     def outputs(self, rows: Array) -> Outputs:
-        """The network's outputs, by name, for rows of observations (n, ...)."""
+        """Return the network's outputs, by name, for rows of observations (n, ...)."""
 
 
 class LocalNetwork:
-    """The network in this process, at its newest publication."""
+    """The network in this process, with the newest published weights."""
 
     def __init__(self, context: RoleContext, network: Mapping[str, Any]) -> None:
         import torch
@@ -65,7 +65,7 @@ class LocalNetwork:
 
 
 class _Told:
-    """Follows the extra of a channel."""
+    """A follower of the channel that records the number of updates of each publication, but not the weights."""
 
     def __init__(self, context: RoleContext) -> None:
         self.version = 0
@@ -86,8 +86,9 @@ class ServedNetwork:
     """The network on the plan's server, with the newest weights or slightly older ones.
 
     Args:
-        rows: of a question.
-        max_lag: publications that an answer may be behind those that the worker knows of; older ones are asked again.
+        rows: number of rows of a request.
+        max_lag: publications by which an answer may be behind the newest one that the worker knows; older answers are
+            requested again.
     """
 
     def __init__(self, context: RoleContext, *, rows: int, max_lag: int) -> None:
@@ -100,7 +101,12 @@ class ServedNetwork:
         return self._told.updates.at(self._version)
 
     def outputs(self, rows: Array) -> Outputs:
-        """Raises ServerGone, Timeout, ModelNotFound: for longer than the time-out; StaleAnswers."""
+        """Return the network's outputs; see `ActingNetwork`.
+
+        Raises:
+            ServerGone, Timeout, ModelNotFound: the error lasted longer than the time-out.
+            StaleAnswers: the server did not use new enough weights in time.
+        """
         until = time.monotonic() + max(_ADOPTED, self._model.timeout)
 
         def fresh(version: int) -> bool:
@@ -128,18 +134,19 @@ class StaleAnswers(RuntimeError):
 
 
 def log_softmax(logits: Array) -> npt.NDArray[np.float64]:
-    """Logarithms of probabilities, (n, actions)."""
+    """Return the log-probabilities for logits, both (n, actions)."""
     shifted = logits.astype(np.float64) - logits.max(1, keepdims=True)
     found: npt.NDArray[np.float64] = shifted - np.log(np.exp(shifted).sum(1, keepdims=True))
     return found
 
 
 class Choice:
-    """Actions from a network's outputs, with and without exploration.
+    """Chooses actions from a network's outputs, with or without exploration.
 
     Args:
-        epsilon: of DQN, by env steps of the run.
-        noise: deviation of TD3's exploration.
+        random: generator for the exploration.
+        epsilon: returns DQN's current epsilon.
+        noise: standard deviation of TD3's exploration noise.
     """
 
     def __init__(
@@ -155,12 +162,12 @@ class Choice:
         self._epsilon, self._noise = epsilon, noise
 
     def explore(self, outputs: Outputs) -> tuple[Array, Array | None]:
-        """Actions (n,) or (n, actions), and for PPO the logarithms of their densities (n,)."""
+        """Return actions (n,) or (n, actions), and for PPO their log-probabilities or log-densities (n,)."""
         random = self.random
         if self._algorithm == "dqn":
             best = outputs["values"].argmax(1)
             n, actions = outputs["values"].shape
-            # All are drawn every time, so that what epsilon is does not move what is drawn later.
+            # All numbers are drawn every time, so that epsilon does not affect which numbers are drawn later.
             anything, explores = random.integers(actions, size=n), random.random(n) < self._epsilon()
             return np.where(explores, anything, best), None
         if self._algorithm == "td3":
@@ -168,7 +175,7 @@ class Choice:
             return np.clip(action + random.normal(0.0, self._noise, action.shape), -1.0, 1.0).astype(np.float32), None
         if self._algorithm == "ppo" and self._discrete:
             log_probs = log_softmax(outputs["logits"])
-            # The largest of log-probabilities plus Gumbel noise is a draw from the distribution.
+            # The argmax of log-probabilities plus Gumbel noise is a sample from the distribution.
             action = (log_probs + random.gumbel(size=log_probs.shape)).argmax(1)
             return action, log_probs[np.arange(len(action)), action].astype(np.float32)
         mean, log_std = outputs["mean"], outputs["log_std"]
@@ -180,7 +187,7 @@ class Choice:
         return drawn, density.sum(1).astype(np.float32)
 
     def best(self, outputs: Outputs) -> Array:
-        """The same without exploration."""
+        """Return the actions without exploration, (n,) or (n, actions)."""
         if self._discrete:
             best: Array = outputs["values" if self._algorithm == "dqn" else "logits"].argmax(1)
             return best
@@ -191,7 +198,7 @@ class Choice:
 
 
 class Envs:
-    """Several environments with rows as observations, reset at the end of an episode."""
+    """Several environments whose observations are converted to rows. The caller begins each episode."""
 
     def __init__(self, settings: GymTraining, n: int) -> None:
         self.scaled = settings.algorithm != ON_POLICY
@@ -205,15 +212,15 @@ class Envs:
             self._resources = undo.pop_all()
         seen = self.observations.seen
         self.rows = np.zeros((n, seen.size), seen.dtype)
-        self.infos: list[Mapping[str, Any]] = [{}] * n  # of the last steps
+        self.infos: list[Mapping[str, Any]] = [{}] * n  # from each environment's last step
 
     def begin(self, number: int, seed: int) -> None:
-        """Begin an episode; its first observation is in `rows`."""
+        """Begin an episode, and write its first observation to `rows`."""
         observation, _ = self.envs[number].reset(seed=seed)
         self.rows[number] = self.observations.row(observation)
 
     def step(self, number: int, action: Any) -> tuple[Array, float, bool, bool]:
-        """Make one step: row, reward, terminated, truncated."""
+        """Make one step; return the observation's row, the reward, terminated and truncated."""
         given = self.actions.chosen(action) if self.scaled else self.actions.clipped(action)
         observation, reward, terminated, truncated, self.infos[number] = self.envs[number].step(given)
         value = float(reward)
@@ -222,7 +229,7 @@ class Envs:
         return self.observations.row(observation), value, bool(terminated), bool(truncated)
 
     def random(self, rng: np.random.Generator) -> Array:
-        """Random actions, one for each environment, in the form of a policy's."""
+        """Return random actions, one for each environment, in the format of a policy's actions."""
         n, does = len(self.envs), self.actions.does
         if does.discrete:
             return rng.integers(does.size, size=n)
@@ -233,10 +240,10 @@ class Envs:
 
 
 class GymActor(Actor):
-    """One step is one step of each of this worker's environments.
+    """The actor role. One step is one step of each of this worker's environments.
 
     Args:
-        settings: of `GymTraining`.
+        settings: arguments of `GymTraining`.
         network: arguments of `acting_network`.
     """
 
@@ -260,7 +267,7 @@ class GymActor(Actor):
         noise = s.of("action_noise") if s.algorithm == "td3" else 0.0
         self._choice = Choice(s.algorithm, network["discrete"], self._random, epsilon=self._epsilon, noise=noise)
         self._streams = context.replay(ROWS).streams(n)
-        self._first = context.number * n  # numbers of environments are the run's
+        self._first = context.number * n  # environments are numbered over all workers
         self._totals, self._lengths = np.zeros(n), np.zeros(n, np.int64)
         self._moments = np.full(n, (context.life - 1) << _LIVES, np.int64)
         self._playing = False
@@ -315,7 +322,7 @@ class GymActor(Actor):
         return n
 
     def save(self) -> dict[str, Any]:
-        # An environment cannot be kept in general, so episodes end here for whoever goes on as for whoever resumes.
+        # In general an environment's state cannot be saved. So episodes end here, whether the run continues or resumes.
         for number in range(len(self._envs.envs)):
             self._streams.end(number)
         self._playing = False
@@ -331,11 +338,11 @@ class GymActor(Actor):
     def _begin(self, number: int) -> None:
         self._envs.begin(number, int(self._random.integers(2**31)))
         self._totals[number], self._lengths[number] = 0.0, 0
-        self._moments[number] += 1  # so that no two episodes look like one
+        self._moments[number] += 1  # so that the episode's rows do not follow those of the previous one
 
 
 class GymEvaluator(Evaluator):
-    """Plays whole episodes without exploration, the same ones each time; the mean return marks the best weights."""
+    """The evaluator role: plays the same episodes each time, without exploration; the mean return selects the best."""
 
     def __init__(self, context: RoleContext, *, settings: Mapping[str, Any], network: Mapping[str, Any]) -> None:
         super().__init__(context)
@@ -348,7 +355,7 @@ class GymEvaluator(Evaluator):
         s, envs = self._settings, self._envs
         seeds = np.random.default_rng((_SEED, s.seed)).integers(2**31, size=s.evaluation_episodes).tolist()
         returns, lengths = np.zeros(len(seeds)), np.zeros(len(seeds))
-        # Which episode each environment plays: fixed beforehand, so that short ones are not played more often.
+        # The episodes of each environment are fixed beforehand, so that short ones are not played more often.
         playing = list(range(len(envs.envs)))
         for number, episode in enumerate(playing):
             envs.begin(number, seeds[episode])

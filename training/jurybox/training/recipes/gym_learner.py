@@ -32,17 +32,17 @@ from jurybox.training.runtime.role_context import Learner, RoleContext
 
 Batch = Mapping[str, torch.Tensor]
 
-_TELL = 10  # learner steps between two whose losses are reported: reading a tensor's value has its price
-_LOOK, _GLANCE, _FIRST_GLANCE = 50, 256, 8192  # learner steps between two looks of the normaliser, and its rows
+_TELL = 10  # learner steps between two reports of the losses, since reading a tensor's value takes time
+_LOOK, _GLANCE, _FIRST_GLANCE = 50, 256, 8192  # learner steps between two updates of the normaliser, and their rows
 
 
 def _of(settings: GymTraining, *names: str) -> dict[str, Any]:
-    """These settings, as they are in force."""
+    """Return the values of these settings, or the algorithm's defaults."""
     return {name: settings.of(name) for name in names}
 
 
 class PacedDQN(DQN):
-    """DQN whose target network moves by the environments' steps, as Stable-Baselines3's does."""
+    """DQN whose target updates are counted in env steps, as in Stable-Baselines3."""
 
     def __init__(self, settings: GymTraining, network: Mapping[str, Any], seed: int) -> None:
         s = settings
@@ -54,7 +54,7 @@ class PacedDQN(DQN):
         self._interval = s.of("target_update_interval") * s.envs
 
     def learn(self, batch: Batch) -> torch.Tensor:
-        # Targets move before the first learner step of a round, if the round's env steps reached one.
+        # The target moves before the first learner step of a round if the round's env steps reached an interval's end.
         first, pace = self.steps % self._pace.learn == 0, self._pace
         reached = pace.warmup + (self.steps // pace.learn + 1) * pace.collect
         if first and reached // self._interval > (reached - pace.collect) // self._interval:
@@ -98,10 +98,10 @@ _ALGORITHMS: Mapping[str, Callable[[GymTraining, Mapping[str, Any], int], PacedD
 
 
 class _Publishing(Learner):
-    """Common to both learners: the published network, and the statistics of observations.
+    """Base class of both learners: the published network and the statistics of observations.
 
     Args:
-        settings: of `GymTraining`.
+        settings: arguments of `GymTraining`.
         network: arguments of `acting_network`.
     """
 
@@ -126,10 +126,10 @@ class _Publishing(Learner):
         return self.acting, {"updates": self.updates}
 
     def close(self) -> None:
-        torch.set_flush_denormal(False)  # serially this thread is the caller's, and goes on after the training
+        torch.set_flush_denormal(False)  # in a serial run this is the caller's thread
 
     def see(self, rows: npt.NDArray[Any], features: list[Features]) -> None:
-        """Update the statistics with these observations, and use them."""
+        """Update the statistics with these observations, and apply them to the features."""
         if self._normaliser is not None:
             self._normaliser.see(features[0].raw_numbers(torch.from_numpy(rows)).numpy())
             for each in features:
@@ -144,7 +144,7 @@ class _Publishing(Learner):
 
 
 class ReplayLearner(_Publishing):
-    """DQN, TD3 or SAC on the replay; one step is one update."""
+    """DQN, TD3 or SAC on the replay. One step is one update."""
 
     def __init__(self, context: RoleContext, **told: Any) -> None:
         super().__init__(context, **told)
@@ -159,12 +159,12 @@ class ReplayLearner(_Publishing):
         self._restored = False
 
     def ready(self) -> bool:
-        # The newest row of each environment has no next one yet.
+        # The newest row of each environment has no successor yet.
         return bool(self._replay.added > (self.settings.of("n_steps") + 1) * self.settings.envs)
 
     def step(self) -> None:
         s, own = self.settings, self.context.own_steps
-        # The sampler's chance comes from where the training is, so there is no state of it to be kept.
+        # The sampler is seeded with the step, so that checkpoints need not contain its state.
         self._replay.seed(self.seed + 2 * own)
         if self._normaliser is not None and own % _LOOK == 0:
             rows = _FIRST_GLANCE if self._normaliser.count == 0 else _GLANCE
@@ -186,7 +186,8 @@ class ReplayLearner(_Publishing):
             self.learner.adopt(state)
             self.learner.steps = self.updates
         elif self._restored:
-            # A policy without critics would be ruined by new ones; before the first checkpoint little is lost.
+            # Without restored critics the policy is not taken over, because new critics would ruin it. Before the
+            # first checkpoint little is lost.
             self.acting.load_state_dict(as_tensors(state))
 
     def save(self) -> dict[str, Any]:
@@ -200,11 +201,11 @@ class ReplayLearner(_Publishing):
 
 
 class RolloutLearner(_Publishing):
-    """PPO on the transitions of the workers since the last step.
+    """PPO on the workers' transitions since the last step.
 
-    Rows of weights that are more than one publication old are left out, and counted as stale (a worker that acted while
-    the newest were on their way is one behind; the loss's ratio corrects for it). A step that finds less than half a
-    rollout (somebody died) leaves it for the next one.
+    Rows of weights that are more than one publication old are dropped, and counted as stale. A worker that acts before
+    the newest weights arrive is one publication behind, which the loss's ratio corrects. A step that finds less than
+    half a rollout, because a worker failed, leaves the rows to the next step.
     """
 
     def __init__(self, context: RoleContext, **told: Any) -> None:
@@ -218,7 +219,7 @@ class RolloutLearner(_Publishing):
             betas=(0.9, 0.999),
             adam_eps=1e-5,
             gamma=s.gamma,
-            vf_coef=2.0 * s.of("vf_coef"),  # of half the squared error here, of all of it in Stable-Baselines3
+            vf_coef=2.0 * s.of("vf_coef"),  # here it weights half the squared error, in Stable-Baselines3 all of it
             normalise_returns=False,
             clip_value=False,
             **_of(s, *same, "normalize_advantage", "target_kl"),
@@ -247,7 +248,7 @@ class RolloutLearner(_Publishing):
     def adopt(self, published: WeightsReader) -> None:
         state, _, extra = published.read()
         self.acting.load_state_dict(as_tensors(state))
-        # Whoever died may have learned from all that was done before its last publication.
+        # The previous process may have trained on everything up to its last publication.
         self.updates = self._oldest_use = int(extra["updates"])
         self._held = {}
 
@@ -266,7 +267,7 @@ class RolloutLearner(_Publishing):
         self.put_back(state["statistics"])
         self.updates, self.stale = int(state["updates"]), int(state["stale"])
         self._held = {name: np.array(column) for name, column in state["held"].items()}
-        self._cursor.take()  # what a checkpoint's replay holds is in what was held
+        self._cursor.take()  # skip the rows of the checkpoint's replay, which `held` contains
 
     def _take(self) -> None:
         came = self._cursor.take()
@@ -276,17 +277,20 @@ class RolloutLearner(_Publishing):
 
 
 def rollout(rows: Mapping[str, npt.NDArray[Any]], learner: PPO, steps: int) -> Rollout:
-    """A rollout of the rows of many environments: a column for each if all made `steps` steps, else one long column.
+    """Create a rollout from the rows of several environments.
 
-    An episode that was cut, and one that goes on, counts the value of what it came to: (n, ...) rows have it in
-    "next_observation".
+    It has a column for each environment if all made `steps` steps, otherwise one long column. An episode that was
+    truncated or goes on is bootstrapped with the value of its last "next_observation".
+
+    Args:
+        rows: columns (n, ...) by name.
     """
     order = np.lexsort((rows["moment"], rows["environment"]))
     rows = {name: column[order] for name, column in rows.items()}
     environment, moment = rows["environment"], rows["moment"]
     count = len(moment)
     over = rows["over"].astype(np.bool_)
-    # Where the next row is no continuation (a killed worker, a checkpoint) an episode was cut as well.
+    # If the next row is not the successor (after a killed worker or a checkpoint), the episode was cut off there, too.
     broken = np.ones(count, np.bool_)
     broken[:-1] = (environment[1:] != environment[:-1]) | (moment[1:] != moment[:-1] + 1)
     over = over | broken

@@ -1,4 +1,4 @@
-"""`jurybox train workflow`: a search over workflows with its folder: logs, checkpoints, report."""
+"""`jurybox train workflow`: a search over workflows, recorded in a folder with logs, checkpoints and report."""
 
 from __future__ import annotations
 
@@ -39,11 +39,13 @@ from jurybox.training.search.trainer import OrderEvaluation, WorkflowTrainer
 def networks(
     settings: WorkflowTraining, spread: Spread | None, *, serial: bool = False
 ) -> Iterator[tuple[Parts, Parts, Callable[[], int]]]:
-    """The networks of training and evaluation, and a counter of replaced env workers; use it in a ``with``.
+    """Create the networks to defend, for training and for evaluation. Use it in a ``with`` statement.
+
+    It yields both, and a function that returns the number of env workers that were replaced.
 
     Args:
-        spread: the cluster that holds them; None: this machine.
-        serial: all of them in this process.
+        spread: the cluster that the networks run on; None: this machine.
+        serial: run all of them in this process.
     """
     with ExitStack() as held:
         if spread is None:
@@ -58,11 +60,11 @@ def networks(
         from jurybox.training.cluster.vector_env import Groups, SpreadVectorEnv
 
         halves = environments.halves(settings)
-        # Our simulator is so fast that one worker keeps up with the learner.
+        # Our simulator is fast enough for one worker to keep up with the learner.
         wanted = settings.workers or (1 if settings.env == "cage" else spread.cores)
         count = min(wanted, *map(len, halves))
         rows = [environments.share_out(half, count) for half in halves]
-        # Of every part of both streams each worker has some rows.
+        # Each worker has some rows of every part of both streams.
         makers = [
             [environments.maker(settings, half[worker]) for _ in range(environments.STREAMS) for half in rows]
             for worker in range(count)
@@ -119,16 +121,20 @@ def run(
     spread: Spread | None = None,
     serial: bool = False,
 ) -> str:
-    """Search, and write the report; returns the conclusion.
+    """Search, and write the report; return the conclusion.
 
     Args:
-        spread: the cluster that holds the networks; None: this machine.
-        serial: all networks in this process.
+        folder: folder for all files of the run.
+        command: command line that repeats the run, for the report.
+        resume: resume from the newest checkpoint in `folder`.
+        trackers: creates the trackers; called after the folder has been checked.
+        spread: the cluster that the networks to defend run on; None: this machine.
+        serial: run all networks in this process.
 
     Raises:
         RunLogError: the folder holds another run, and `resume` is not set.
-        CheckpointError: there is nothing to resume, or it was trained with other settings.
-        ConfigError: something is set that would have no effect.
+        CheckpointError: there is nothing to resume, or the run was started with other settings.
+        ConfigError: a setting is set that would have no effect.
     """
     watcher = watcher or Silence()
     if spread is None and settings.env == "cage":
@@ -137,7 +143,7 @@ def run(
     found = resumed(folder, settings, watcher.say) if resume else None
     with (
         RunLog(folder, METRICS, resume_at=None if found is None else found.env_steps) as log,
-        threadpool_limits(1),  # networks this small are slower on two
+        threadpool_limits(1),  # a second thread slows down so small a network
         networks(settings, spread, serial=serial) as (env, evaluation, restarts),
         served_policy(settings, folder / "server.log") as policy,
     ):
@@ -170,7 +176,7 @@ def _search(trainer: WorkflowTrainer, folder: Path, log: RunLog, watcher: Watche
     first = trainer.episodes
 
     def heard(episodes: float, evaluated: float | None) -> None:
-        # CybORG takes a quarter of a minute for an update, and minutes for an evaluation.
+        # With CybORG an update takes about 15 seconds, and an evaluation minutes.
         interrupts.check()
         watcher.advance(int(episodes), {} if evaluated is None else {"evaluated": evaluated})
 
@@ -193,14 +199,14 @@ def _search(trainer: WorkflowTrainer, folder: Path, log: RunLog, watcher: Watche
         if trainer.updates % _CHECKPOINT_EVERY == 0 or trainer.done:
             try:
                 _save(trainer, folder, before + spent)
-            except OSError as error:  # a full disk costs a checkpoint, not the search
+            except OSError as error:  # a full disk must not end the search
                 watcher.say(f"no checkpoint at update {trainer.updates}, the one before stands: {error}")
     watcher.end()
     return time.monotonic() - began
 
 
 def _save(trainer: WorkflowTrainer, folder: Path, seconds: float) -> None:
-    # With our own simulator's random states a resumed run does what it would have done.
+    # With the random states of our own simulator, a resumed run continues as it would have without the interruption.
     streams = [environments.random_state(trainer.settings, parts) for parts in trainer.environments]
     document = {"seconds": seconds, "environments": streams}
     with interrupts.held(), Checkpoints(folder / "checkpoints").writing(trainer.env_steps, document) as scratch:
@@ -227,13 +233,13 @@ def _keep_best(trainer: WorkflowTrainer, folder: Path) -> None:
 
 
 def _write_policy(place: Path, trainer: WorkflowTrainer, weights: Mapping[str, torch.Tensor]) -> None:
-    """Write weights, and the description for ``jurybox policy``; it is told the workflow that it has now."""
+    """Write weights, and the description for ``jurybox policy`` with the trainer's current workflow."""
     from jurybox.training.policies import Acts, Description
 
     settings = trainer.settings
     network = {"observation": INPUTS, "actions": N_ACTIONS, "hidden": list(settings.ppo.hidden)}
     factory = "jurybox.training.recipes.served_networks:masked_policy"
-    acts = Acts(factory, network, "weights-policy.state", output="logits", choose="draw")  # as it is evaluated
+    acts = Acts(factory, network, "weights-policy.state", output="logits", choose="draw")  # as in evaluations
     kept = ("env", "red", "quirk", "episode_length", "use_masks", "order_masks")
     arguments = {name: getattr(settings, name) for name in kept}
     arguments["order"] = None if trainer.order is None else describe(trainer.order)
@@ -257,7 +263,7 @@ def _restore(trainer: WorkflowTrainer, checkpoint: Checkpoint) -> float:
 
 
 def _write_workflows(trainer: WorkflowTrainer, folder: Path) -> None:
-    """Write workflows.csv, with a row for each tried workflow."""
+    """Write workflows.csv with a row for each workflow that was tried."""
     text = io.StringIO(newline="")
     writer = csv.writer(text)
     writer.writerow(_WORKFLOW_COLUMNS)

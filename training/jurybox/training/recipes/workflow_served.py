@@ -1,4 +1,4 @@
-"""A search's policy from a server: the learner publishes its weights after every update, the server acts with them."""
+"""A search's served policy: the learner publishes its weights after every update, and the server acts with them."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from jurybox.training.search.settings import WorkflowTraining
 MODEL = "policy/workflow"
 _FACTORY = "jurybox.training.recipes.served_networks:actor_critic"
 
-_ADOPTED = 30.0  # seconds; an engine that restarts meanwhile imports torch
-_PAUSE = 0.002
-_CONNECT = 30.0
+_ADOPTED = 30.0  # seconds to wait for published weights: an engine that restarts meanwhile has to import torch
+_PAUSE = 0.002  # seconds between two requests while the weights are too old
+_CONNECT = 30.0  # time-out of the connection, seconds
 
 Floats = npt.NDArray[np.float32]
 
@@ -37,16 +37,16 @@ class WeightsNotAdopted(RunError):
 
 
 class ServedPolicy:
-    """Acts as its learner would, with logits and values that the server computes.
+    """A learner's policy, whose logits and values the server computes.
 
-    The server adopts weights between two batches, so an answer of the version that was published last is waited for
-    once after each update: PPO wants actions of the policy that it updates.
+    PPO needs actions of the policy that it updates, and the server adopts weights between two batches. So after each
+    update, `act` repeats its request until the answer is of the version that was published last.
 
     Args:
-        adopted: seconds that the server gets to adopt a publication.
+        adopted: seconds within which the server has to adopt a publication.
 
     Raises:
-        WeightsNotAdopted: by `act`, when it has not.
+        WeightsNotAdopted: raised by `act` if the server has not adopted the weights in this time.
     """
 
     def __init__(
@@ -88,7 +88,10 @@ class ServedPolicy:
 
 @contextmanager
 def served_policy(settings: WorkflowTraining, log: Path) -> Iterator[Callable[[PPO], Any] | None]:
-    """Makes a policy for a learner, where the settings want it served; it is there as long as the block."""
+    """Provide a function that creates a learner's served policy; None if the policy is local.
+
+    Use it in a ``with`` statement; the policy is served until the end of the block.
+    """
     if settings.policy == "local":
         yield None
         return
