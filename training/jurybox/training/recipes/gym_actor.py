@@ -342,7 +342,10 @@ class GymActor(Actor):
 
 
 class GymEvaluator(Evaluator):
-    """The evaluator role: plays the same episodes each time, without exploration; the mean return selects the best."""
+    """The evaluator role: plays the same whole episodes each time, without exploration.
+
+    The mean return selects the best weights.
+    """
 
     def __init__(self, context: RoleContext, *, settings: Mapping[str, Any], network: Mapping[str, Any]) -> None:
         super().__init__(context)

@@ -188,7 +188,7 @@ def train(
     """Train, and write metrics, logs, checkpoints, past selves, summary.json, report.html and game.gif to `folder`.
 
     Raises:
-        ConfigError: the environment cannot be created, or a setting does not go with the launcher.
+        ConfigError: the environment cannot be created, or the launcher does not support a setting.
 
     For other errors see `recorded_run`, and with a served policy `served_models`.
     """

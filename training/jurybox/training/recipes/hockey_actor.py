@@ -322,7 +322,10 @@ class HockeyActor(Actor):
 
 
 class HockeyEvaluator(Evaluator):
-    """The evaluator role: games without noise against the anchors, the same each time; `points` selects the best."""
+    """The evaluator role: plays the same games against the anchors each time, without noise.
+
+    Its number `points` selects the best weights.
+    """
 
     def __init__(self, context: RoleContext, *, settings: Mapping[str, Any]) -> None:
         super().__init__(context)

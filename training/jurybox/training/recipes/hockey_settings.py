@@ -131,8 +131,8 @@ class HockeyTraining(ServedSettings):
             )
         if 0 < self.anchor_size < self.least_kept:
             raise ValueError(
-                f"anchor_size={self.anchor_size}: expected 0, or at least {self.least_kept}, since so many games "
-                f"at once, with n_steps={self.n_steps}, fill fewer rows with what cannot be drawn yet"
+                f"anchor_size={self.anchor_size}: expected 0, or at least {self.least_kept}: in a smaller one too "
+                f"few rows could be sampled, with this number of games and n_steps={self.n_steps}"
             )
         return self
 

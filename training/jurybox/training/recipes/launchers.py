@@ -55,7 +55,9 @@ def check_gpus(launcher: Launcher | None, gpus: Mapping[str, float]) -> None:
 
 
 def wants_ray(name: str, address: str | None) -> bool:
-    """Return whether the launcher of that name is Ray. If so, Ray is imported, and without an address kept on loopback.
+    """Return whether the launcher of that name is Ray.
+
+    If it is, Ray is imported; without an address, it listens on the loopback interface only.
 
     Raises:
         LauncherMissing: the name is neither "ray" nor "local", "local" has an address, or Ray is not installed.

@@ -120,7 +120,7 @@ def run(
 
 
 def _status(settings: PhotoTraining) -> Mapping[str, Any] | None:
-    """The server's status document; None without a server, or if a remote client cannot get it."""
+    """Return the server's status document; None without a server, or if a remote client cannot get it."""
     if settings.environment.scorer == "local":
         return None
     try:

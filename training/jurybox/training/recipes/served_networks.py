@@ -31,7 +31,7 @@ def _served(
     Args:
         row: shape of one row of observations.
         outputs: shape of each float32 output by name, without the batch dimension.
-        dtype: of the observations.
+        dtype: dtype of the observations.
     """
     given = {"observation": TensorSpec(dtype, tuple(row))}
     return ServedModel(module, given, {name: TensorSpec("float32", shape) for name, shape in outputs.items()})
