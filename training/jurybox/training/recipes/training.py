@@ -184,7 +184,7 @@ def _seeds_of(text: str, given: Mapping[str, Any], changes: Sequence[str]) -> li
     """Parse a list of seeds such as "0,1,2".
 
     Raises:
-        ConfigError: it is not a list of different seeds, or the setting ``seed`` is given too.
+        ConfigError: it is not a list of different seeds, or the command line sets ``seed``, too.
     """
     from jurybox.training.runtime.plan import ConfigError
 
