@@ -281,7 +281,7 @@ async def test_rows_of_many_sessions_share_tickets_and_each_is_told_its_own():
 class Line:
     """A connection that asks one request after another, as HTTP's does; to forms.py the asker of all of them."""
 
-    client = None
+    connection = None
 
     def __init__(self):
         self.told = []
