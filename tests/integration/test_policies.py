@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from contextlib import contextmanager
@@ -250,6 +251,14 @@ def test_what_is_no_policy_is_told_in_a_sentence(command, tmp_path, hockey_run, 
     assert "expected one of photo" in told
     (tmp_path / "bad.safetensors").write_bytes(b"x" * 100)
     assert "no policy that 'jurybox policy export' wrote" in command("play", tmp_path / "bad.safetensors", status=2)
+
+
+def test_damaged_weights_are_a_policy_error(command, tmp_path, hockey_run):
+    run = tmp_path / "run"
+    shutil.copytree(hockey_run, run)
+    for weights in run.glob("checkpoints/*/*.state"):
+        weights.write_bytes(weights.read_bytes()[:-100])
+    assert "cannot be read" in command("play", run, status=2)
 
 
 def test_a_file_from_elsewhere_names_no_code_but_ours_without_being_told_to(command, tmp_path, hockey_run):

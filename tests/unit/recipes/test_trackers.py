@@ -1,10 +1,12 @@
+import io
 import sys
 from types import SimpleNamespace
 
 import pytest
+from rich.console import Console
 
 from jurybox.training.recipes import progress as module
-from jurybox.training.recipes.progress import TrackerMissing, require, trackers
+from jurybox.training.recipes.progress import ConsoleProgress, TrackerMissing, require, trackers
 
 
 def installed(monkeypatch, name, fake):
@@ -59,3 +61,9 @@ def test_weights_and_biases_gets_them_too(tmp_path, monkeypatch):
     tracker.finish({"env_steps": 10}, [tmp_path / "report.html"])
     assert heard == [{"steps": 5}, ({"loss": 1.0}, 10), str(tmp_path / "report.html"), "finished"]
     assert run.summary == {"env_steps": 10}
+
+
+def test_a_path_with_brackets_is_printed_as_it_is():
+    text = io.StringIO()
+    ConsoleProgress(Console(file=text, width=200)).say("the run is in /runs/a[b] and [/c]")
+    assert text.getvalue() == "the run is in /runs/a[b] and [/c]\n"

@@ -28,7 +28,7 @@ from jurybox.protocol.revision import source_revision
 from jurybox.protocol.wire import build_version
 from jurybox.server.models import ServedModel
 from jurybox.training import interrupts
-from jurybox.training.checkpoints import DOCUMENT, EVALUATION, read_state, write_atomically
+from jurybox.training.checkpoints import DOCUMENT, EVALUATION, CheckpointError, read_state, write_atomically
 from jurybox.training.runtime.plan import POLICY_FILE, RunError, load
 
 __all__ = [
@@ -318,8 +318,8 @@ class Policy:
         digest: digest of its weights.
 
     Raises:
-        PolicyError: the weights don't match the described network, or an untrusted file names other code.
-        StateDamaged: the weights' file is damaged or missing.
+        PolicyError: the weights are missing, damaged or don't match the described network, or an untrusted file names
+            other code.
     """
 
     def __init__(self, found: Found, *, trust: bool = False) -> None:
@@ -413,7 +413,10 @@ def _weights(found: Found) -> dict[str, Tensor]:
 
         return load_file(found.where)
     path = found.where / found.acts.weights
-    return {name: torch.from_numpy(array.copy()) for name, array in read_state(path)["state"].items()}
+    try:
+        return {name: torch.from_numpy(array.copy()) for name, array in read_state(path)["state"].items()}
+    except CheckpointError as error:
+        raise PolicyError(f"the weights in {found.where} cannot be read: {error}") from error
 
 
 def _digest(state: Mapping[str, Tensor]) -> str:

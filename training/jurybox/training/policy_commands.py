@@ -241,9 +241,9 @@ def edit(
             out,
             config,
             lambda each: console.print(
-                f"{each.source}: {each.before:.3f} to {each.after:.3f}, {each.target}", highlight=False
+                f"{each.source}: {each.before:.3f} to {each.after:.3f}, {each.target}", highlight=False, markup=False
             ),
-            lambda why: console.print(f"passed over: {why}", highlight=False),
+            lambda why: console.print(f"passed over: {why}", highlight=False, markup=False),
         )
         gained = sum(each.after - each.before for each in done) / len(done)
         return f"{len(done)} pictures, scores {gained:+.3f} on average; side by side: {out / SHEET}"

@@ -56,7 +56,7 @@ class ConsoleProgress:
         self._numbers: dict[str, float] = {}
 
     def say(self, text: str) -> None:
-        self._console.print(text, highlight=False)
+        self._console.print(text, highlight=False, markup=False)  # paths and errors may contain square brackets
 
     def begin(self, what: str, total: int, done: int = 0) -> None:
         self.end()

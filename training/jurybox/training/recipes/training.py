@@ -155,7 +155,7 @@ def train(
         said = []
         for number in numbers:
             there = folder / f"seed-{number}"
-            console.print(f"seed {number}, in {there}", highlight=False)
+            console.print(f"seed {number}, in {there}", highlight=False, markup=False)
             # With --resume, a seed that has no folder yet starts a new run.
             resumes = {"resume": options.get("resume", False) and there.exists()}
             said.append(carried_out(found, settings.changed(seed=number), there, console, **resumes))
