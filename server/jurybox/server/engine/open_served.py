@@ -1,7 +1,7 @@
-"""Models whose rows differ in size, or belong to sessions: what `Served` does for rows of fixed shapes.
+"""Models with rows that differ in size, or with sessions: the counterpart of `Served` for rows of fixed shapes.
 
-Rows arrive one by one as (slot, extents). Extents are read once, checked, and only the copy is used: a client that
-changes them later changes nothing. A row that does not fit fails alone.
+Rows arrive as (slot, extents). The extents are copied and checked once, and only the copy is used, so that a client
+that changes them later has no effect. A row that does not match the spec fails alone.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ def _as_tensor(row: Any) -> Any:
 
 
 class OpenServed(Served):
-    """As `Served`, for models with tensors of variable size or with state.
+    """A `Served` for models with tensors of variable size or with state.
 
     Args:
-        lanes: the scoreboard's (scoreboard.LANE), which say where a lane's sessions begin.
+        lanes: the scoreboard's records of the lanes (scoreboard.LANE), which contain the first session of each.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class OpenServed(Served):
             self._by_name = self._by_name and takes_names(self.module, lengths)
         self._fixed = {item.name: item for item in self._inputs}
         self._states = States(model, columns, lanes, max_batch, self.device) if self.spec.state else None
-        # Whether batches may be computed whole, as Served does it, with no look at their rows one by one.
+        # Whether whole batches may be computed as in Served, without handling rows one by one.
         self._whole = (
             len(self._outputs) == len(self.spec.outputs)
             and not callable(self._collate)
@@ -87,7 +87,7 @@ class OpenServed(Served):
         return self._max_elements if self._variable else 0
 
     def costs(self, tickets: NDArray[Any]) -> NDArray[np.int64]:
-        """Elements of the rows that differ in size, by what their extents say now; they are read anew to be used."""
+        """Return the tickets' numbers of elements, from their present extents; `run` reads the extents again."""
         rows = tickets["rows"].astype(np.int64)
         starts = np.cumsum(rows) - rows
         each = sum(variable.costs_now(tickets, int(rows.sum())) for variable in self._variable.values())
@@ -96,7 +96,7 @@ class OpenServed(Served):
         return totals
 
     def run(self, tickets: NDArray[Any], rows: int, version: int = 0) -> Outcome | None:
-        """As `Served.run`. Rows are computed in groups of their own where size, padding or a session asks for it."""
+        """Answer a batch as `Served.run` does. Size, padding and sessions may require several forwards."""
         self._use(version)
         found = self._states.read(tickets) if self._states is not None else 0
         if self._whole and not found & ~native.SESSION_BEGINS:
@@ -106,7 +106,7 @@ class OpenServed(Served):
         return self._run_by_rows(tickets, rows, found)
 
     def _staged_whole(self, tickets: NDArray[Any], rows: int, found: int) -> dict[str, Any] | None:
-        """The arguments of forward for a batch whose rows are all to be computed together; None where they are not."""
+        """Return the arguments of one forward for the whole batch; None if its rows cannot be computed together."""
         shape, left = self.shaped(rows), self._max_elements
         staged: dict[str, Any] = {}
         for key, spec in self.spec.inputs.items():
@@ -139,7 +139,7 @@ class OpenServed(Served):
             self._states.keep(following, [row for row in range(rows) if row not in failed] if failed else None)
         return refuse_rows(self._open, tickets, failed) if failed else None
 
-    # ---- rows one by one: where they differ in size, stand in a session's order, or are not to be computed
+    # ---- rows one by one: they differ in size, must follow a session's order, or are not computed at all
 
     def _run_by_rows(self, tickets: NDArray[Any], rows: int, found: int) -> Outcome | None:
         outcome = Outcome()
@@ -162,7 +162,7 @@ class OpenServed(Served):
         return outcome if outcome.refused or outcome.errors else None
 
     def warm_up(self, example: Callable[[int], Mapping[str, Any]] | None = None) -> None:
-        """As `Served.warm_up`, with rows of a few sizes."""
+        """Run the smallest and the largest batch as `Served.warm_up` does."""
         for rows in self.shapes or sorted({1, self.max_batch}):
             given = example(rows) if example else {}
             drawn = {key: given.get(key, spec.zeros(rows)) for key, spec in self.spec.inputs.items()}
@@ -179,13 +179,13 @@ class OpenServed(Served):
                 if self._states is not None:
                     self._states.checked(results, rows)
         if self.shapes and self.agreeing:
-            # With sizes that differ there are more shapes than can be compared: all batches are padded to the largest.
+            # With variable sizes there are too many shapes to compare, so all batches are padded to the largest.
             self.shapes = self.shapes[-1:] if self._variable else self._agreeing(example)
 
     # ---- which rows go together
 
     def _groups(self, wave: NDArray[np.intp], batch: BatchRows) -> list[NDArray[np.intp]]:
-        """Rows to be computed in one forward each: within max_elements, like sizes together where they are padded."""
+        """Split rows into groups for one forward each, within max_elements; padded rows are grouped by size."""
         wave = wave[[int(row) not in batch.failed for row in wave]] if batch.failed else wave
         idle = batch.idle
         if idle is not None:
@@ -209,7 +209,7 @@ class OpenServed(Served):
         groups, start, total, largest = [], 0, 0, sorted_sizes[0]
         for at, (cost, size) in enumerate(zip(sorted_costs, sorted_sizes, strict=True)):
             total += cost
-            # Rows of as many elements may differ in shape: each is padded to the largest of every size.
+            # Rows with equally many elements may differ in shape: each is padded to the maximum of every size.
             reach = list(map(max, largest, size))
             bound = self._padded_elements(reach) * (at - start + 1) if padded else total
             over = self._max_elements and bound > self._max_elements
@@ -223,7 +223,7 @@ class OpenServed(Served):
         return groups
 
     def _padded_elements(self, sizes: list[int]) -> int:
-        """Elements of a row that is padded to these sizes, of one variable input after another."""
+        """Return the elements of a row padded to these sizes, which are those of all variable inputs in order."""
         total, at = 0, 0
         for variable in self._variable.values():
             total += variable.padded(sizes[at : at + variable.extents])
@@ -236,7 +236,7 @@ class OpenServed(Served):
         self, group: NDArray[np.intp], fixed: Mapping[str, torch.Tensor], batch: BatchRows, outcome: Outcome
     ) -> None:
         shape = self.shaped(len(group))
-        padding = np.repeat(group[-1:], shape - len(group))  # its outputs are cut
+        padding = np.repeat(group[-1:], shape - len(group))  # its outputs are cut off
         group_in = np.concatenate((group, padding)) if len(padding) else group
         try:
             whole = len(group_in) == batch.rows and not self._variable and bool((group_in[1:] > group_in[:-1]).all())
@@ -250,8 +250,8 @@ class OpenServed(Served):
                 results = {key: value[: len(group)] for key, value in results.items()}
             checked = self._checked(results, len(group))
             following = self._states.checked(results, len(group)) if self._states is not None else {}
-            told = self._take_row_errors()
-            failed = self.failures(results, len(group), told) if told or self._finite else {}
+            row_errors = self._take_row_errors()
+            failed = self.failures(results, len(group), row_errors) if row_errors or self._finite else {}
             failed |= self._write(checked, group, batch, failed)
         except Exception as error:
             if isinstance(error, OUT_OF_MEMORY):
@@ -260,7 +260,7 @@ class OpenServed(Served):
             if len(numbers) == 1:
                 outcome.errors.append((numbers, error))
                 return
-            # One of them may be what the model cannot bear: the others are answered.
+            # The model may fail on one ticket only: halving isolates it, and the others are answered.
             halves = np.isin(batch.owner[group], numbers[: len(numbers) // 2])
             for half in (group[halves], group[~halves]):
                 self._compute_group(half, fixed, batch, outcome)
@@ -278,7 +278,7 @@ class OpenServed(Served):
     def _staged(
         self, group: NDArray[np.intp], fixed: Mapping[str, torch.Tensor], values: Mapping[str, list[Any]]
     ) -> dict[str, Any]:
-        """The arguments of forward, in the spec's order."""
+        """Return the arguments of forward in the order of the spec."""
         if callable(self._collate):
             columns = {key: [fixed[key][i] for i in range(len(group))] for key in fixed} | dict(values)
             rows = [{key: columns[key][i] for key in self.spec.inputs} for i in range(len(group))]
@@ -294,7 +294,7 @@ class OpenServed(Served):
         return staged
 
     def _checked(self, results: Mapping[str, Any], rows: int) -> dict[str, Any]:
-        """The outputs by name: arrays of fixed shapes, lists of what differs in size."""
+        """Return the outputs by name: arrays for fixed shapes, lists for variable ones."""
         checked: dict[str, Any] = {item.name: item.checked(results, rows) for item in self._outputs}
         for key, spec in self.spec.outputs.items():
             if spec.variable:
@@ -310,7 +310,7 @@ class OpenServed(Served):
     def _write(
         self, checked: Mapping[str, Any], group: NDArray[np.intp], batch: BatchRows, failed: Mapping[int, str]
     ) -> dict[int, str]:
-        """Write outputs to their rows; gives why some could not be."""
+        """Write the outputs to their rows; return the reasons of rows that could not be written."""
         places, wrong = batch.places[group], {}
         for key, values in checked.items():
             spec, slots = self.spec.outputs[key], self._open.outputs[key]
@@ -324,7 +324,7 @@ class OpenServed(Served):
                     continue
                 try:
                     values_of, sizes = flattened(spec, value)
-                except Exception as error:  # noqa: BLE001  of one row
+                except Exception as error:  # noqa: BLE001  it fails this row only
                     wrong[i] = f"output {key!r}: {plain(error, 200)}"
                     extents[places[i]] = 0
                     continue

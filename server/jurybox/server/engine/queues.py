@@ -1,4 +1,4 @@
-"""Tickets that wait: one queue per model, and the choice of what goes into the next batch."""
+"""The queues of waiting tickets, one per model, and the choice of tickets for the next batch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Queue:
         max_batch: rows of the largest batch; no ticket is larger.
         min_batch, max_wait_ns: hold a batch back until it has `min_batch` rows or its oldest ticket is
             `max_wait_ns` old. The defaults never hold one back.
-        costs, max_cost: what each ticket costs, where that is not its number of rows, and the most of a batch.
+        costs, max_cost: returns each ticket's cost if that is not its number of rows, and the maximum of a batch.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class Queue:
         max_cost: int = 0,
     ) -> None:
         self._costs = costs if max_cost else None
-        self._turns = np.zeros(MAX_LANES if max_cost else 0, np.int64)  # in which each lane was served last
+        self._turns = np.zeros(MAX_LANES if max_cost else 0, np.int64)  # by lane: the turn in which it was last served
         self._turn = 0
         self._max_cost = max_cost
         self.max_batch = max_batch
@@ -56,7 +56,7 @@ class Queue:
         return self._tickets[self._start : self._end]
 
     def push(self, tickets: Tickets, rows: int | None = None) -> None:
-        """Add tickets behind those that wait; they are copied. `rows`: how many they ask for, where that is known."""
+        """Append copies of tickets. `rows`: the number of their rows, if it is known."""
         n = len(tickets)
         if self._end + n > len(self._tickets):
             self._make_room(n)
@@ -66,7 +66,7 @@ class Queue:
         self.rows += int(tickets["rows"].sum()) if rows is None else rows
 
     def ready_in(self, now: int) -> int | None:
-        """Nanoseconds until `take` would give something: 0 now, None while nothing waits."""
+        """Return the nanoseconds until `take` may be called: 0 now, None while nothing waits."""
         if self._start == self._end:
             return None
         if self.rows >= self.min_batch or not self.max_wait_ns:
@@ -75,7 +75,7 @@ class Queue:
         return max(0, oldest + self.max_wait_ns - now)
 
     def expired(self, now: int) -> Tickets | None:
-        """Remove and give the tickets whose deadline has passed; None, nearly always, where there is none."""
+        """Remove and return the tickets whose deadline has passed; None, the usual case, if there are none."""
         if not native.any_expired(self.waiting, now):
             return None
         waiting = self.waiting
@@ -85,7 +85,7 @@ class Queue:
         return gone
 
     def take(self) -> Tickets:
-        """Remove and give what the next batch holds, at most `max_batch` rows. The view is valid until `push`."""
+        """Remove and return the tickets of the next batch, at most `max_batch` rows. The view is valid until `push`."""
         waiting = self.waiting
         if self.pinned:
             return self._take_of_one_version(waiting)
@@ -104,14 +104,14 @@ class Queue:
         return batch
 
     def _take_of_one_version(self, waiting: Tickets) -> Tickets:
-        """As `take`, of the tickets that ask for the same weights version as the oldest.
+        """Do the same as `take` with the tickets that request the same weights version as the oldest one.
 
-        None overtakes another of its lane: of a session, a reset would be computed before the last step of its episode,
-        and that step on the new episode's state.
+        No ticket overtakes another one of its lane: otherwise a session's reset could be computed before the last step
+        of its episode, and that step on the new episode's state.
         """
         same = waiting["version"] == waiting["version"][0]
         lanes, order = waiting["lane"], np.arange(len(waiting))
-        other = np.full(MAX_LANES, len(waiting))  # of each lane the first that asks for another version
+        other = np.full(MAX_LANES, len(waiting))  # by lane: the first that requests another version
         np.minimum.at(other, lanes[~same], order[~same])
         same &= order < other[lanes]
         chosen = np.zeros(len(waiting), np.bool_)
@@ -122,12 +122,12 @@ class Queue:
         return batch
 
     def drop(self, lane: int) -> Tickets:
-        """Remove and give the tickets of a lane that was taken back."""
+        """Remove and return the tickets of a lane that was revoked."""
         waiting = self.waiting
         return self._drop(waiting["lane"] == lane)
 
     def withdraw(self, model: int) -> Tickets:
-        """Remove and give the tickets of one model, of those whose tickets wait here."""
+        """Remove and return the tickets of one of the models that share this queue."""
         return self._drop(self.waiting["model"] == model)
 
     def _drop(self, those: NDArray[np.bool_]) -> Tickets:
@@ -158,19 +158,25 @@ def fair_choice(
     max_cost: int = 0,
     turns: NDArray[np.int64] | None = None,
 ) -> NDArray[np.bool_]:
-    """Which tickets go first when more waits than fits: a mask over `tickets`, in order of arrival.
+    """Choose the next tickets when more wait than fit into a batch. Return a mask over `tickets`.
 
-    Lanes take turns by rows (deficit round robin in the limit): a ticket's place is the number of rows its own
-    lane has waiting before it, then its arrival. So the oldest ticket of every lane goes before anybody's second,
-    and one greedy client cannot hold up fifteen modest ones. Where rows differ in cost, lanes take turns by that, and
-    of two that have as much behind them the one goes first whose last turn (`turns`) is longer ago: a batch may hold a
-    single long row.
+    Lanes take turns by rows (deficit round robin in the limit): tickets are sorted by the number of rows that wait
+    before them in their own lane, then by arrival. So the oldest ticket of every lane precedes the second one of any
+    lane, and one greedy client cannot delay fifteen modest ones. If rows differ in cost, lanes take turns by cost, and
+    of two lanes that are equal the one precedes whose last turn (`turns`) was earlier, since a batch may hold a single
+    long row.
+
+    Args:
+        tickets: the waiting tickets in order of arrival.
+        max_rows: the maximum number of rows in the batch.
+        costs, max_cost: each ticket's cost and the maximum of the batch; None: only rows count.
+        turns: the turn in which each ticket's lane was last served.
     """
     rows = tickets["rows"].astype(np.int64)
     weights = rows if costs is None else costs
     lanes = tickets["lane"]
     by_lane = np.argsort(lanes, kind="stable")
-    behind = np.cumsum(weights[by_lane]) - weights[by_lane]  # rows before this one, all earlier lanes included
+    behind = np.cumsum(weights[by_lane]) - weights[by_lane]  # rows before this one, including all earlier lanes
     first_of_lane = np.r_[True, lanes[by_lane][1:] != lanes[by_lane][:-1]]
     behind -= np.maximum.accumulate(np.where(first_of_lane, behind, 0))
     place = np.empty(len(tickets), np.int64)

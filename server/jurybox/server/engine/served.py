@@ -17,7 +17,7 @@ from jurybox.protocol.errors import Code, ModelFailed, VersionNotHeld, plain
 from jurybox.protocol.spec import ModelSpec, TensorSpec
 from jurybox.server.models import RowErrors, ServedModel
 
-# Above this many bytes a row, looking whether a batch is one contiguous run is cheaper than copying it.
+# Above this many bytes per row, checking whether a batch is one contiguous run is cheaper than copying it.
 LARGE_ROW = 4096
 OUT_OF_MEMORY: type[BaseException] = getattr(torch, "OutOfMemoryError", torch.cuda.OutOfMemoryError)  # before torch 2.5
 _TRIALS = 2  # batches in which shapes are compared
@@ -28,7 +28,7 @@ class WeightsSource(Protocol):
 
     @property
     def version(self) -> int:
-        """In use; 0 while the model computes with what it was loaded with."""
+        """The version in use; 0 while the model computes with the weights it was loaded with."""
 
     def use(self, version: int) -> None:
         """Compute with a version until the next call; 0: the newest. Raises VersionNotHeld."""
@@ -42,11 +42,11 @@ class WeightsSource(Protocol):
         return
 
     def sleep(self) -> None:
-        """Stop updating and hold nothing on the device, until `wake`."""
+        """Stop updating and free the copies on the device, until `wake` is called."""
         return
 
     def wake(self) -> None:
-        """Load the newest version, and go on updating."""
+        """Load the newest version and resume updating."""
         return
 
 
@@ -64,19 +64,19 @@ class Outcome:
 
 
 class Served:
-    """One model with its arena's arrays, computing batch by batch; device.py has the one that overlaps them.
+    """One model and its arrays in the arena, computing one batch at a time; device.py has a variant that overlaps them.
 
     Args:
         name: the served name.
-        model: what the factory gave.
+        model: the factory's result.
         inputs, outputs: the arena's arrays, (rows, *row shape) by name.
         max_batch: rows of the largest batch.
         compute: the dtype that floating-point inputs are cast to before forward; None leaves them.
-        columns: of the arena, for the reasons of rows that fail.
-        shapes: numbers of rows that forward is called with, each batch being padded to the next; empty: any.
+        columns: the arena's columns, which take the reasons of failed rows.
+        shapes: the numbers of rows with which forward is called; each batch is padded to the next one. Empty: any.
 
     Attributes:
-        agreeing: whether warm-up leaves those of the shapes alone that give a row the same bytes.
+        agreeing: whether warm-up keeps only the shapes that compute the same bytes for a row.
     """
 
     def __init__(
@@ -109,22 +109,22 @@ class Served:
         self._outputs = [
             _Output(key, tensor, outputs[key]) for key, tensor in self.spec.outputs.items() if not tensor.variable
         ]
-        self._away = self.device.type != "cpu"  # whether the weights are elsewhere than in host memory
+        self._away = self.device.type != "cpu"  # whether the weights are on a device
         self._large = any(tensor.row_bytes >= LARGE_ROW for tensor in self.spec.inputs.values())
 
     @property
     def max_cost(self) -> int:
-        """The most of `costs` in a batch; 0: any number."""
+        """The maximum sum of `costs` in a batch; 0: no limit."""
         return 0
 
     def costs(self, tickets: NDArray[Any]) -> NDArray[np.int64]:
-        """What each ticket costs, where that is not its number of rows."""
+        """Return the cost of each ticket. By default it is its number of rows."""
         counts: NDArray[np.int64] = tickets["rows"].astype(np.int64)
         return counts
 
     @property
     def sessions(self) -> int:
-        """How many are in use, of a model that keeps state."""
+        """The number of sessions with state; 0 for a model without state."""
         return 0
 
     def forget(self, lease: int) -> None:
@@ -132,25 +132,25 @@ class Served:
 
     @property
     def version(self) -> int:
-        """Of the weights it computes with; 0 for those it was loaded with."""
+        """The version of the weights in use; 0: those it was loaded with."""
         return self.weights_updater.version if self.weights_updater is not None else 0
 
     def run(self, tickets: NDArray[Any], rows: int, version: int = 0) -> Outcome | None:
-        """Answer a batch: read the tickets' rows from the arena, write their outputs to it.
+        """Answer a batch: read the tickets' rows from the arena, and write their outputs to it.
+
+        The caller is in torch's inference mode: entering it for every batch would cost more than some models.
 
         Args:
-            tickets: records of wire.TICKET, checked against their lanes, `rows` rows together.
-            version: of the weights to compute with; 0: the newest.
+            tickets: records of wire.TICKET, checked against their lanes, of `rows` rows in total.
+            version: the version of the weights to compute with; 0: the newest.
 
         Returns:
-            None where every row was computed.
-
-        The caller is in torch's inference mode: entering it anew for every batch would cost more than some models.
+            None if every row was computed.
 
         Raises:
-            ModelFailed: the model gave something other than its spec promises.
-            VersionNotHeld: the version asked for.
-            Exception: whatever the model raises.
+            ModelFailed: the outputs do not match the spec.
+            VersionNotHeld: that version is not held.
+            Exception: any error of the model.
         """
         self._use(version)
         contiguous = not self.shapes and (len(tickets) == 1 or (self._large and _is_one_run(tickets)))
@@ -176,7 +176,7 @@ class Served:
         return None
 
     def shaped(self, rows: int) -> int:
-        """The number of rows that forward is called with for so many."""
+        """Return the number of rows with which forward is called for a batch of `rows` rows."""
         return next((shape for shape in self.shapes if shape >= rows), rows)
 
     def close(self) -> None:
@@ -185,9 +185,9 @@ class Served:
             self.weights_updater.stop()
 
     def sleep(self) -> int:
-        """Move the weights to host memory until `wake`, and free device memory. Returns the number of bytes moved.
+        """Move the weights to host memory until `wake`, and free device memory. Return the number of bytes moved.
 
-        It computes nothing meanwhile. A module with methods `sleep` and `wake` moves what it holds by itself.
+        Nothing may be computed in between. A module with methods `sleep` and `wake` moves its memory by itself.
         """
         if self.weights_updater is not None:
             self.weights_updater.sleep()
@@ -196,11 +196,11 @@ class Served:
         return moved
 
     def wake(self) -> int:
-        """Move the weights back to the device, in their newest version. Returns the number of bytes moved.
+        """Move the newest weights back to the device. Return the number of bytes moved.
 
         Raises:
-            torch.OutOfMemoryError: there is no room for them.
-            Timeout: the publisher of a snapshot is in the midst of one.
+            torch.OutOfMemoryError: they do not fit on the device.
+            Timeout: a snapshot was being published all the time.
         """
         moved = self._move(self.device, "wake")
         self._prepare()
@@ -210,12 +210,12 @@ class Served:
 
     def _move(self, device: torch.device, how: str) -> int:
         module = getattr(self.module, "_orig_mod", self.module)  # behind torch.compile's wrapper
-        if callable(own := getattr(type(module), how, None)):  # of its class: a layer may have that name
+        if callable(own := getattr(type(module), how, None)):  # of the class, since a layer may have that name
             return int(own(module) or 0)
         return move(self.module, device) if self._away else 0
 
     def _prepare(self) -> None:
-        """Prepare what forwards need beside the module, once its weights are in place."""
+        """Prepare what forward needs besides the module; called once the weights are in place."""
 
     def free_memory(self) -> None:
         """Release cached device memory, so that a smaller batch may fit."""
@@ -223,14 +223,14 @@ class Served:
             torch.cuda.empty_cache()
 
     def warm_up(self, example: Callable[[int], Mapping[str, Any]] | None = None) -> None:
-        """Run the smallest and the largest batch once, on rows of its own, and check what comes out.
+        """Run the smallest and the largest batch once, on made-up rows, and check the outputs.
 
         Args:
-            example: gives n rows of every input by name; zeros are used without it.
+            example: returns n rows of every input by name; None: zeros are used.
 
         Raises:
-            ModelFailed: outputs that differ from the spec.
-            Exception: whatever the model raises.
+            ModelFailed: the outputs do not match the spec.
+            Exception: any error of the model.
         """
         for rows in self.shapes or sorted({1, self.max_batch}):
             given = example(rows) if example else {}
@@ -248,12 +248,12 @@ class Served:
             self.shapes = self._agreeing(example)
 
     def _agreeing(self, example: Callable[[int], Mapping[str, Any]] | None) -> tuple[int, ...]:
-        """Of the numbers of rows that forward may be called with, those that give a row the same bytes as the largest.
+        """Return those of the shapes that compute the same bytes for a row as the largest one.
 
-        Libraries choose their kernels by shape, so a row's last bits depend on how many rows it is computed with. In
-        one shape they do not depend on its place or its neighbours (tests/integration/test_deterministic.py). Which
-        shapes agree is a matter of the machine and the model, and is measured here. Where there are no rows to measure
-        it with, or the model cannot bear them, only the largest is left.
+        Libraries choose their kernels by shape, so the last bits of a row's results depend on the number of rows in its
+        batch. Within one shape they depend neither on the row's position nor on the other rows
+        (tests/integration/test_deterministic.py). Which shapes agree depends on the machine and the model, so it is
+        measured here. Only the largest remains if there are no rows to measure with, or the model fails on them.
         """
         largest = self.shapes[-1]
         agree = set(self.shapes)
@@ -270,14 +270,14 @@ class Served:
                         if any(not torch.equal(part[key], whole[key][first : first + shape]) for key in whole):
                             agree.discard(shape)
                             break
-            except Exception:  # noqa: BLE001  random rows are not what this model is made for
+            except Exception:  # noqa: BLE001  the model does not accept random rows
                 return (largest,)
         return tuple(sorted(agree))
 
     def _random(
         self, rows: int, example: Callable[[int], Mapping[str, Any]] | None, generator: torch.Generator
     ) -> dict[str, torch.Tensor] | None:
-        """Rows that tell shapes apart: the example's, or random ones; None where nobody knows what the model takes."""
+        """Return rows on which shapes may differ: the example's, or random ones; None if valid rows are unknown."""
         given = example(rows) if example else {}
         drawn = {}
         for key, spec in (dict(self.spec.inputs) | dict(self.spec.state)).items():
@@ -285,18 +285,18 @@ class Served:
             if key in given:
                 drawn[key] = torch.as_tensor(given[key])
                 if bool((drawn[key] != drawn[key].reshape(-1)[0]).any()):
-                    continue  # of one number, zeros above all, sums are the same in whatever order
+                    continue  # sums of equal numbers, such as zeros, are the same in any order
             if spec.dtype.startswith("float"):
                 drawn[key] = torch.randn(shape, generator=generator).to(dtype)
             elif spec.dtype in ("bool", "uint8"):
                 drawn[key] = torch.randint(2 if spec.dtype == "bool" else 256, shape, generator=generator).to(dtype)
             else:
-                return None  # places in a table, perhaps, of unknown length
+                return None  # perhaps indices into a table of unknown length
         return {key: value.to(self.device) for key, value in drawn.items()}
 
     def _probed(self, staged: Mapping[str, torch.Tensor], rows: int) -> dict[str, torch.Tensor]:
         with torch.inference_mode():
-            # Of memory of its own, as a gathered batch is: kernels look at alignment, too.
+            # A copy with the alignment of a gathered batch, since kernels are chosen by alignment, too.
             results = self.forward({key: value.clone() for key, value in staged.items()})
         names = [item.name for item in self._outputs] + list(self.spec.state)
         return {key: results[key][:rows].cpu().reshape(rows, -1).contiguous().view(torch.uint8) for key in names}
@@ -310,8 +310,8 @@ class Served:
             )
 
     def forward(self, staged: Mapping[str, Any]) -> Mapping[str, torch.Tensor]:
-        """The outputs by name of inputs on the device, (n, *row shape) each."""
-        self._row_errors = {}  # what an earlier batch said is not of this one, however that one ended
+        """Compute the outputs by name from inputs on the device, each of shape (n, *row shape)."""
+        self._row_errors = {}  # an earlier batch may have failed and left its own
         if self._compute is not None:
             staged = {key: self._cast(value) for key, value in staged.items()}
         return self._named(self.module(**staged) if self._by_name else self.module(*staged.values()))
@@ -324,7 +324,7 @@ class Served:
     def _named(self, results: Any) -> Mapping[str, Any]:
         names = self._names
         if type(results) is tuple and len(results) == len(names):
-            return dict(zip(names, results, strict=True))  # as most modules give them
+            return dict(zip(names, results, strict=True))  # as most modules return them
         if isinstance(results, torch.Tensor):
             results = (results,)
         if isinstance(results, RowErrors):
@@ -333,7 +333,7 @@ class Served:
         if isinstance(results, Mapping):
             return results
         if len(names) == 1 and isinstance(results, list):
-            return {names[0]: results}  # of rows that differ in size
+            return {names[0]: results}  # rows that differ in size
         if not isinstance(results, Sequence) or len(results) != len(names):
             count = len(results) if isinstance(results, Sequence) else type(results).__name__
             raise ModelFailed(
@@ -341,9 +341,9 @@ class Served:
             )
         return dict(zip(names, results, strict=True))
 
-    def failures(self, results: Mapping[str, Any], rows: int, told: Mapping[int, str]) -> dict[int, str]:
-        """The reasons of rows that failed: as the model told, or with numbers that are none."""
-        failed = {int(row): plain(reason) for row, reason in told.items() if 0 <= int(row) < rows}
+    def failures(self, results: Mapping[str, Any], rows: int, row_errors: Mapping[int, str]) -> dict[int, str]:
+        """Return the reasons of failed rows: those the model reported, and outputs that are not finite."""
+        failed = {int(row): plain(reason) for row, reason in row_errors.items() if 0 <= int(row) < rows}
         for name in self._finite:
             wrong = ~torch.isfinite(results[name][:rows].reshape(rows, -1)).all(dim=1)
             for row in torch.nonzero(wrong).flatten().tolist():
@@ -351,26 +351,27 @@ class Served:
         return failed
 
     def refused(
-        self, tickets: NDArray[Any], results: Mapping[str, Any], rows: int, told: Mapping[int, str]
+        self, tickets: NDArray[Any], results: Mapping[str, Any], rows: int, row_errors: Mapping[int, str]
     ) -> Outcome | None:
-        """Say which tickets have rows that failed; None where none has."""
-        if not told and not self._finite:
+        """Return the tickets with failed rows; None if there are none."""
+        if not row_errors and not self._finite:
             return None
-        failed = self.failures(results, rows, told)
+        failed = self.failures(results, rows, row_errors)
         return refuse_rows(self.columns, tickets, failed) if failed else None
 
     def _take_row_errors(self) -> Mapping[int, str]:
-        told, self._row_errors = self._row_errors, {}
-        return told
+        row_errors, self._row_errors = self._row_errors, {}
+        return row_errors
 
 
 def move(module: torch.nn.Module, device: torch.device) -> int:
-    """Move a module's parameters and buffers to a device, the same Parameters of other memory; gives the bytes.
+    """Move a module's parameters and buffers to a device, and return the number of bytes.
 
-    What shared memory before shares it afterwards. Nothing may compute with the module.
+    The Parameter objects stay the same, and tensors that shared memory share it afterwards. Nothing may compute with
+    the module meanwhile.
     """
     tensors = {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())}.values()
-    moved: dict[int, torch.Tensor] = {}  # by the address that it had
+    moved: dict[int, torch.Tensor] = {}  # by its earlier address
     total = 0
     for tensor in tensors:
         source = tensor.data.untyped_storage()
@@ -388,7 +389,7 @@ def move(module: torch.nn.Module, device: torch.device) -> int:
 
 
 def refuse_rows(columns: Columns | None, tickets: NDArray[Any], failed: Mapping[int, str]) -> Outcome:
-    """Write the reasons why rows of a batch failed to their tickets' rows, and say which tickets are concerned."""
+    """Write the reasons of failed rows to the tickets' rows in the arena; return the tickets concerned."""
     outcome = Outcome()
     ends = np.cumsum(tickets["rows"].astype(np.int64))
     for number in sorted({int(np.searchsorted(ends, row, side="right")) for row in failed}):
@@ -403,7 +404,7 @@ def refuse_rows(columns: Columns | None, tickets: NDArray[Any], failed: Mapping[
 
 
 def takes_names(module: torch.nn.Module, names: Sequence[str]) -> bool:
-    """Whether a module's forward is called with these names; otherwise by position."""
+    """Return whether a module's forward takes its inputs by these names; otherwise it takes them by position."""
     module = getattr(module, "_orig_mod", module)  # behind torch.compile's wrapper
     try:
         parameters = inspect.signature(module.forward).parameters.values()
@@ -415,14 +416,14 @@ def takes_names(module: torch.nn.Module, names: Sequence[str]) -> bool:
 
 
 class _Input:
-    """One input's rows: where they lie in the arena, and where a scattered batch is gathered."""
+    """One input's rows in the arena, and the buffer in which a scattered batch is gathered."""
 
     def __init__(self, name: str, array: NDArray[Any], max_batch: int) -> None:
         self.name = name
         self._arena = torch.from_numpy(array)
         self._rows = array
-        # Kept and reused: fresh buffers of a megabyte cost a page fault every 4 KiB. Torch's, for their alignment:
-        # kernels look at it, so these rows must be aligned as those are with which shapes were compared.
+        # Reused, because a new buffer costs a page fault every 4 KiB. Allocated by torch for its alignment: kernels
+        # are chosen by alignment, so it must be that of the rows with which the shapes were compared.
         self._staging = torch.empty((max_batch, *array.shape[1:]), dtype=getattr(torch, array.dtype.name))
         self._staging_rows = self._staging.numpy()
         self._views: dict[int, torch.Tensor] = {}  # of the staging rows, by length
@@ -431,9 +432,9 @@ class _Input:
         return self._arena[first : first + rows]
 
     def gather(self, tickets: NDArray[Any], rows: int, shape: int) -> torch.Tensor:
-        """The tickets' rows, and the last of them again until there are `shape`."""
+        """Return the tickets' rows, padded to `shape` rows with copies of the last one."""
         native.gather(self._rows, tickets, self._staging_rows)
-        if shape > rows:  # not what stood there before: it may be what the model cannot bear
+        if shape > rows:  # not earlier contents: the model might fail on them
             self._staging_rows[rows:shape] = self._staging_rows[rows - 1]
         view = self._views.get(shape)
         if view is None:
@@ -442,7 +443,7 @@ class _Input:
 
 
 class _Output:
-    """One output's rows in the arena, and the check that a model keeps its promise."""
+    """One output's rows in the arena, and the check against the spec."""
 
     def __init__(self, name: str, spec: TensorSpec, array: NDArray[Any]) -> None:
         self.name = name
@@ -467,7 +468,7 @@ class _Output:
 
 
 def dtype_of(spec: TensorSpec) -> torch.dtype:
-    """Torch's dtype of a spec; bytes are uint8."""
+    """Return the torch dtype of a spec; bytes are uint8."""
     dtype: torch.dtype = getattr(torch, spec.numpy_dtype.name)
     return dtype
 

@@ -1,4 +1,4 @@
-"""State that a model keeps for its sessions, and the rows of a batch, one by one, that it is kept for."""
+"""The states of a model's sessions, and the rows of a batch that use them."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ _TWICE = "session {} stands in this request twice: its second step needs the fir
 
 
 class BatchRows:
-    """The rows of a batch, one by one.
+    """The rows of a batch.
 
     Attributes:
-        places: (rows,) where each lies in the arena.
-        owner: (rows,) the number of its ticket.
+        places: (rows,) the index of each row in the arena.
+        owner: (rows,) the number of its ticket in the batch.
         failed: why rows are not computed, by their number.
-        idle: (rows,) of those that ask for their state only; None: none does.
-        records: (rows,) of arena.SESSION, where there are sessions; `slots` (rows,) are their states' places.
+        idle: (rows,) whether a row only reads or writes its state; None: none does.
+        records: (rows,) of arena.SESSION if the model has sessions; `slots` (rows,) are the indices of their states.
     """
 
     def __init__(self, tickets: NDArray[Any], rows: int) -> None:
@@ -47,14 +47,14 @@ class BatchRows:
         self.records: NDArray[Any] | None = None
         self.slots: NDArray[np.intp] = self.places
         self.left_out: NDArray[np.bool_] | None = None  # rows of tickets that are refused
-        self.distinct = True  # whether no session stands here twice
+        self.distinct = True  # whether no session has two rows
 
     def tickets_of(self, group: NDArray[np.intp]) -> list[int]:
-        """The numbers of the tickets that have rows in a group."""
+        """Return the numbers of the tickets that have rows in a group."""
         return [int(number) for number in np.unique(self.owner[group])]
 
     def waves(self) -> list[NDArray[np.intp]]:
-        """Rows to be computed one wave after another: a session's later ticket follows its earlier one."""
+        """Return the rows in waves to compute one after another: a session's later ticket is in a later wave."""
         rows = np.arange(self.rows)
         if self.left_out is not None:
             rows = rows[~self.left_out]
@@ -72,11 +72,11 @@ class BatchRows:
 
 
 class States:
-    """What a model keeps for its sessions, on the device: a tensor for each part of the state, a row for each session.
+    """The states of a model's sessions on the device: a tensor for each part of the state, with a row per session.
 
-    A session's place is the row of the arena of its number in its lane, so there are as many as rows, and each is its
-    lease's. Whose it is, and the step it expects, stand beside it: a state is used by the lease it was made for, in its
-    order, or not at all.
+    The index of a session is the arena row of its number in its lane, so there are as many indices as rows, and each
+    belongs to one lease. The lease and the next step are recorded with each state: a state is only used for the lease
+    that it was created for, and in the order of the steps.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class States:
             self._kept[name] = torch.zeros((rows, *spec.shape), dtype=dtype_of(spec), device=device)
         self._arrays = {name: kept.numpy() for name, kept in self._kept.items()} if self._host else {}
         self._book = native.SessionBook(rows)
-        # Of the batch that is computed; reused, and views of them by length.
+        # Buffers for the batch that is being computed; reused, with their views by length.
         self._records = np.zeros(max_batch, SESSION)
         self._places = np.zeros(max_batch, np.int64)
         self._verdicts = np.zeros(max_batch, np.uint8)
@@ -113,11 +113,11 @@ class States:
 
     @property
     def in_use(self) -> int:
-        """How many sessions have begun and are not forgotten."""
+        """The number of sessions that have begun and were not forgotten."""
         return self._book.in_use
 
     def move(self, device: torch.device) -> int:
-        """Move all states to a device, or to host memory; gives the bytes. Nothing computes with them meanwhile."""
+        """Move all states to a device and return the number of bytes. Nothing may compute with them meanwhile."""
         for tensors in (self._initial, self._kept, self._staged):
             for name, tensor in tensors.items():
                 tensors[name] = tensor.to(device)
@@ -125,22 +125,22 @@ class States:
         return sum(kept.nbytes for kept in self._kept.values())
 
     def forget(self, lease: int) -> None:
-        """A lease has ended, and its sessions with it."""
+        """Drop the sessions of a lease that has ended."""
         self._book.forget(lease)
 
     def initial(self, rows: int) -> dict[str, torch.Tensor]:
-        """The state of so many sessions that begin."""
+        """Return the initial state of `rows` sessions."""
         return {name: value.expand(rows, *value.shape) for name, value in self._initial.items()}
 
     def read(self, tickets: NDArray[Any]) -> int:
-        """Take a batch's session records, once; gives what is among them, as native.SessionBook.read does."""
+        """Read a batch's session records, once. Return the flags of native.SessionBook.read, which describe them."""
         assert self._columns.sessions is not None
         return self._book.read(
             tickets, self._columns.sessions, self._lanes, self._records, self._places, self._verdicts
         )
 
     def whole(self, rows: int, shape: int, found: int) -> dict[str, torch.Tensor]:
-        """The state of all rows that were read, and the last one's again until there are `shape`."""
+        """Return the states of all rows that were read, padded to `shape` rows with copies of the last one."""
         state = self._views.get(shape)
         if state is None:
             state = self._views[shape] = {name: staged[:shape] for name, staged in self._staged.items()}
@@ -160,7 +160,7 @@ class States:
         return state
 
     def keep(self, following: Mapping[str, torch.Tensor], good: list[int] | None) -> None:
-        """Keep the state that the rows which were read leave behind; `good`: those that did not fail, None: all."""
+        """Store the next states of the rows that were read; `good`: the rows that did not fail, None: all."""
         if good is None and self._host:
             for name, value in following.items():
                 self._book.save(self._arrays[name], value.contiguous().numpy())
@@ -172,7 +172,7 @@ class States:
     # ---- rows one by one
 
     def sort(self, batch: BatchRows, outcome: Outcome, found: int) -> None:
-        """Tell a batch of what was read: refuse tickets of sessions whose state is not what they expect."""
+        """Set a batch's records, and refuse the tickets of sessions whose state is not the one they expect."""
         batch.records, batch.slots = self._records[: batch.rows], self._places[: batch.rows]
         batch.distinct = not found & native.SESSION_AGAIN
         if found & native.SESSION_WRONG:
@@ -186,7 +186,7 @@ class States:
             batch.idle = (batch.records["flags"] & NO_FORWARD) != 0
 
     def still(self, wave: NDArray[np.intp], batch: BatchRows, outcome: Outcome) -> NDArray[np.intp]:
-        """Of a later wave what can be computed: where an earlier ticket of a session failed, the next is refused."""
+        """Return the rows of a later wave that can be computed: a session's step after a failed one is refused."""
         lost = [row for row in wave.tolist() if not self._book.fits(row)]
         if lost:
             mask = np.zeros(batch.rows, np.bool_)
@@ -197,7 +197,7 @@ class States:
         return wave
 
     def before(self, group: NDArray[np.intp], batch: BatchRows) -> dict[str, torch.Tensor]:
-        """The state with which these rows are computed."""
+        """Return the states with which these rows are computed."""
         assert batch.records is not None
         index = torch.from_numpy(batch.slots[group]).to(self._device)
         state = {name: kept[index] for name, kept in self._kept.items()}
@@ -209,7 +209,7 @@ class States:
     def after(
         self, group: NDArray[np.intp], good: list[int] | None, following: Mapping[str, torch.Tensor], batch: BatchRows
     ) -> None:
-        """Keep the state that rows which were computed leave behind; `good`: those that did not fail, None: all."""
+        """Store the next states of rows that were computed; `good`: the rows that did not fail, None: all."""
         self._written(group if good is None else group[good], following, good)
 
     def _begun(self, begins: NDArray[np.bool_], state: Mapping[str, torch.Tensor]) -> None:
@@ -224,7 +224,7 @@ class States:
         self._book.step(rows.astype(np.int64, copy=False))
 
     def checked(self, results: Mapping[str, Any], rows: int) -> dict[str, torch.Tensor]:
-        """The next state among a module's results. Raises ModelFailed where it is not what the spec promises."""
+        """Return the next states among a module's results. Raises ModelFailed if they do not match the spec."""
         found = {}
         for name, spec in self._specs.items():
             value = results.get(name)
@@ -236,7 +236,7 @@ class States:
         return found
 
     def without_forward(self, group: NDArray[np.intp], batch: BatchRows) -> None:
-        """Rows that give a state, or ask for it."""
+        """Handle rows that only write a state or read it."""
         assert batch.records is not None
         state = self.before(group, batch)
         places, flags = batch.places[group], batch.records["flags"][group]
@@ -250,7 +250,7 @@ class States:
         self.after(group, None, state, batch)
 
     def _refuse(self, batch: BatchRows, outcome: Outcome, lost: NDArray[np.bool_]) -> None:
-        """Tickets with a lost session are not computed at all; their reasons say which of its rows is meant."""
+        """Refuse whole tickets with lost sessions; the reasons in the arena mark the rows concerned."""
         tickets = batch.tickets
         for number in np.unique(batch.owner[lost]).tolist():
             mine = np.flatnonzero(batch.owner == number)

@@ -1,4 +1,4 @@
-"""Inputs and outputs whose rows differ in size: their extents, their copies, their padding."""
+"""Inputs and outputs whose rows differ in size: extents, copies and padding."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from jurybox.protocol.row_frames import elements
 from jurybox.protocol.spec import BYTES, TensorSpec
 from jurybox.server.engine.served import LARGE_ROW, dtype_of
 
-_VIEWS = 256  # of gathered rows, kept
+_VIEWS = 256  # cached views of gathered rows
 
 
 class VariableInput:
     """One input whose rows differ in size.
 
     Args:
-        pads: whether the model takes rows padded to the largest.
+        pads: whether the model accepts rows that are padded to the largest.
     """
 
     def __init__(self, name: str, spec: TensorSpec, columns: Columns, max_batch: int, *, pads: bool) -> None:
@@ -35,7 +35,7 @@ class VariableInput:
         self._read = np.zeros((max_batch, spec.extents), np.int64)
         self._read_tensor = torch.from_numpy(self._read if spec.extents > 1 else self._read[:, 0])
         self._lengths: dict[int, torch.Tensor] = {}
-        # Behind a row's end are zeros only where its first size differs; elsewhere padding lies between its parts.
+        # Padding is only appended to a row if it differs in its first size; otherwise it lies between the row's parts.
         self._pads = pads and spec.extents == 1 and spec.shape[:1] in ((), (-1,))
         self._in_place = spec.row_bytes >= LARGE_ROW
         self._staging = torch.empty(0, dtype=dtype_of(spec))
@@ -46,9 +46,9 @@ class VariableInput:
         self.counts: NDArray[np.int64] = np.zeros(0, np.int64)
 
     def whole(self, tickets: NDArray[Any], rows: int, max_padding: float, max_elements: int) -> torch.Tensor | None:
-        """A batch's rows as one tensor, padded; None where they must be looked at one by one.
+        """Return a batch's rows as one padded tensor; None if they must be handled one by one.
 
-        Large rows that fill one run of slots stay where they are, as those of a fixed shape do.
+        Large rows in consecutive slots are not copied, like those of a fixed shape.
         """
         while True:
             count, first = native.gather_variable(
@@ -72,16 +72,16 @@ class VariableInput:
         return view
 
     def lengths(self, rows: int) -> torch.Tensor:
-        """The sizes of the rows that `whole` gave, int64 (n,) or (n, k)."""
+        """Return the sizes of the rows that `whole` returned, int64 (n,) or (n, k)."""
         view = self._lengths.get(rows)
         if view is None:
             view = self._lengths[rows] = self._read_tensor[:rows]
         return view
 
     def read(self, tickets: NDArray[Any], rows: int, places: NDArray[np.intp]) -> None:
-        """Take the extents of a batch's rows, which lie at `places`; from here on these copies count.
+        """Copy the extents of a batch's rows, which are at `places`; only these copies are used from here on.
 
-        `counts` is -1 where one is wrong.
+        `counts` is -1 for rows with invalid extents.
         """
         native.gather(self._extents, tickets, self._read)
         self.sizes = self._read[:rows]
@@ -89,21 +89,21 @@ class VariableInput:
         self._places = places
 
     def costs_now(self, tickets: NDArray[Any], rows: int) -> NDArray[np.int64]:
-        """Elements of tickets' rows, at least one each, whatever is said of them."""
+        """Return the numbers of elements of tickets' rows, at least one each even if their extents are invalid."""
         read = np.empty((rows, self._spec.extents), np.int64)
         native.gather(self._extents, tickets, read)
         return np.maximum(elements(self._spec, read), 1)
 
     def padded(self, sizes: Sequence[int]) -> int:
-        """Elements of a row of these sizes, at least one."""
+        """Return the number of elements of a row of these sizes, at least one."""
         return max(1, self._unit * math.prod(sizes))
 
     def costs(self, group: NDArray[np.intp]) -> NDArray[np.int64]:
-        """Elements of rows, at least one each."""
+        """Return the numbers of elements of rows, at least one each."""
         return np.maximum(self.counts[group], 1)
 
     def rows(self, group: NDArray[np.intp]) -> list[Any]:
-        """Copies of rows: bytes, or tensors of their shapes. A client may change a row while it is computed."""
+        """Return copies of rows, as bytes or tensors, because a client may change a row while it is computed."""
         if self._spec.dtype == BYTES:
             return [self._slots[self._places[row], : self.counts[row]].tobytes() for row in group]
         counts, places = self.counts[group], self._places[group]
@@ -117,7 +117,7 @@ class VariableInput:
 
 
 def padded(rows: list[Any], spec: TensorSpec) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows as one tensor, zeros behind each, and their sizes, int64 (n,) or (n, k)."""
+    """Return rows as one tensor, padded with zeros, and their sizes, int64 (n,) or (n, k)."""
     if spec.dtype == BYTES:
         lengths = np.fromiter((len(row) for row in rows), np.int64, len(rows))
         most = max(int(lengths.max(initial=0)), 1)
@@ -140,7 +140,7 @@ def padded(rows: list[Any], spec: TensorSpec) -> tuple[torch.Tensor, torch.Tenso
 
 
 def flattened(spec: TensorSpec, value: Any) -> tuple[NDArray[Any], tuple[int, ...]]:
-    """A row of an output that differs in size, flat, with its extents. Raises where it does not fit."""
+    """Return a row of a variable output, flat, and its extents. Raises an error if it does not match the spec."""
     if spec.dtype == BYTES:
         if isinstance(value, str):
             value = value.encode("utf-8", "replace")

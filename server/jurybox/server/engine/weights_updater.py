@@ -1,4 +1,4 @@
-"""How published weights reach a model that is being served: a thread copies, the loop switches between two batches."""
+"""Updates of a served model's weights: a thread copies publications, and the loop switches between two batches."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from jurybox.protocol.weights.reader import WeightsReader
 from jurybox.server.engine.device import Mark, Stream, staging
 from jurybox.server.engine.device_regions import PublishedOnDevice
 
-_SLICE = 0.25  # seconds between two looks whether to stop
-_LOOKS = 3  # at publications that a learner overtakes, before one is taken from the host
-_PARTING = 30.0  # seconds that a copy under way may take to end
-_NO_NEWS = 5.0  # seconds a switch may take: the loop may be in a long forward
+_SLICE = 0.25  # seconds between two checks whether to stop
+_LOOKS = 3  # attempts to copy from the learner's device before a publication is copied from the host
+_PARTING = 30.0  # seconds to wait for the end of a copy in progress
+_NO_NEWS = 5.0  # seconds to wait for the first publication
 
 
 class Copy:
-    """One version of a model's weights, where and as the module computes with them."""
+    """One version of a model's weights on the device, in the dtypes of the module."""
 
     def __init__(
         self,
@@ -36,7 +36,7 @@ class Copy:
         on_device: PublishedOnDevice | None = None,
     ) -> None:
         self._on_device = on_device
-        self.from_device = 0  # publications that were taken from the learner's device memory
+        self.from_device = 0  # the number of publications copied from the learner's device memory
         self.version = 0
         self.used = Mark(None)  # the last work that reads it
         self._stream = stream
@@ -51,7 +51,7 @@ class Copy:
             self.tensors[name] = host if same else torch.empty_like(target.data)
 
     def fill(self, timeout: float) -> float:
-        """Take the newest publication; gives its age in seconds. Raises Timeout."""
+        """Copy the newest publication and return its age in seconds. Raises Timeout."""
         if self._on_device is not None and (age := self._fill_on_device(self._on_device)) is not None:
             return age
         version, _ = self._reader.read_bytes(self._flat, timeout=timeout)
@@ -65,7 +65,7 @@ class Copy:
         return self._reader.age_seconds
 
     def _fill_on_device(self, published: PublishedOnDevice) -> float | None:
-        """As `fill`, from the learner's memory on the same device; None where it is not there, or was overtaken."""
+        """Do the same from the learner's memory on this device; return None if it is not there or was overwritten."""
         channel = self._reader.channel
         for _ in range(_LOOKS):
             claim = channel.claim()
@@ -84,19 +84,19 @@ class Copy:
 
 
 class WeightsUpdater:
-    """Keeps a module at the newest version of a weights channel.
+    """Keeps a module's weights at the newest version of a weights channel.
 
-    Besides the copy in use there is one being filled, and `keep` earlier ones for tickets that ask for a version.
+    It holds the copy in use, one that is being filled, and `keep` earlier ones for tickets that request a version.
 
     Args:
-        module: as it is served; its parameters and buffers are pointed at the copies.
-        device: where the module is.
-        keep: how many earlier versions stay usable.
+        module: the served module; its parameters and buffers are pointed at the copies.
+        device: the module's device.
+        keep: the number of earlier versions that stay usable.
         later: runs an action between two batches of the engine's loop.
-        adopted: told (version, seconds from publication to use) after every switch.
-        forwards: the stream that the module computes on. Its weights are then copied over between two forwards and stay
-            where they are, which CUDA graphs need; without it the module is pointed at another copy.
-        report: called with (event, fields) for what should be logged.
+        adopted: called with (version, seconds from publication to use) after every switch.
+        forwards: the stream on which the module computes. The weights then keep their addresses, as CUDA graphs
+            require, and are overwritten between two forwards. None: the module is pointed at another copy.
+        report: called with (event, fields) for log events.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class WeightsUpdater:
         self._targets = dict(module.state_dict(keep_vars=True).items())
         self._copies: deque[Copy] = deque()  # the oldest first
         self._make_copies()
-        # A module whose constants are elsewhere is told that they have changed, where they are pointed to anew.
+        # A module that stores its constants elsewhere must be notified when its tensors are pointed at another copy.
         self._changed = getattr(module, "weights_changed", None) if forwards is None else None
         self._forwards = forwards
         self._later = later
@@ -132,26 +132,26 @@ class WeightsUpdater:
 
     @property
     def version(self) -> int:
-        """In use; 0 while the model computes with what it was loaded with."""
+        """The version in use; 0 while the model computes with the weights it was loaded with."""
         return self._copies[-1].version if self._copies else 0
 
     def start(self) -> None:
-        """Load what has been published already, then start the thread; before the model is in service."""
+        """Load the newest publication, if there is one, and start the thread; called before the model serves."""
         if self._reader.newer_than(0):
             age = self._copies[0].fill(_NO_NEWS)
             self._switch(age)
         self._thread.start()
 
     def use(self, version: int) -> None:
-        """Compute with a version until told otherwise; 0 or the newest: with the newest.
+        """Compute with a version until the next call; 0: the newest.
 
         Raises:
-            VersionNotHeld: it is not held (any more).
+            VersionNotHeld: it is not held, or not any more.
         """
         wanted = version or self.version
         if wanted == self._used == self.version:
             return
-        held = list(self._copies)[1:]  # the oldest may be half filled with the next version, and be the one last used
+        held = list(self._copies)[1:]  # the oldest may be partly filled with the next version, even if it was used last
         for copy in held:
             if copy.version == wanted:
                 if wanted != self._used:
@@ -167,12 +167,12 @@ class WeightsUpdater:
         self._stopped.set()
 
     def join(self) -> None:
-        """Wait for the end of the thread that was told to stop."""
+        """Wait for the end of the thread after `stop`."""
         if self._thread.is_alive():
             self._thread.join(4 * _SLICE)
 
     def sleep(self) -> None:
-        """Stop, and hold no copies, until `wake`. Raises Timeout if a copy in progress does not end."""
+        """Stop and free all copies, until `wake`. Raises Timeout if a copy in progress does not end."""
         self.stop()
         if self._thread.is_alive():
             self._thread.join(_PARTING)
@@ -183,7 +183,7 @@ class WeightsUpdater:
             self._on_device.close()
 
     def wake(self) -> None:
-        """Load the newest publication, and go on updating. Raises Timeout."""
+        """Load the newest publication and resume updating. Raises Timeout."""
         self._stopped = threading.Event()
         self._thread = self._new_thread()
         self._make_copies()
@@ -210,15 +210,15 @@ class WeightsUpdater:
                 with torch.inference_mode(False), torch.no_grad():
                     age = self._copies[0].fill(_SLICE)
             except Timeout:
-                continue  # a publisher in the middle of a snapshot, or far ahead: the next look finds a whole one
-            except Exception as error:  # noqa: BLE001  the thread goes on: the next publication may be a better one
+                continue  # a snapshot was being published, or several; try again
+            except Exception as error:  # noqa: BLE001  the thread continues: the next publication may be valid
                 self._report("weights not adopted", error=said(error))
                 stopped.wait(_SLICE)
                 continue
             done = threading.Event()
             began = time.monotonic()
             self._later(lambda age=age, done=done, began=began: self._between(age, done, began, stopped))  # type: ignore[misc]
-            # The copy must not be filled again before it is in use; without a loop there is nothing left to follow.
+            # The copy must not be filled again before it is in use. If the loop has ended, nothing needs updates.
             while not done.wait(_SLICE) and not stopped.is_set():
                 pass
 
