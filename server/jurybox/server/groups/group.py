@@ -1,7 +1,7 @@
 """Stacked weights of several modules of one architecture, and one forward over all of them.
 
-`torch.func.functional_call` under `torch.vmap` (pytorch.org, "Model ensembling") turns the modules' products into
-batched ones. On the CPU matrices are stored inputs first, as they are multiplied, and passed to the module transposed.
+`torch.func.functional_call` under `torch.vmap` (pytorch.org, "Model ensembling") turns the modules' matrix products
+into batched ones. On the CPU, matrices are stored transposed, as layers multiply by them, and passed as views.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _MATRIX = 2
 
 
 class Stack:
-    """Weights of n modules: `tensors` by name, (n, *shape), and the version each of them holds.
+    """The weights of n modules: `tensors` by name, (n, *shape), and the version of each module.
 
     Args:
-        module: any of them; says names, shapes and dtypes, and where the weights lie.
+        module: any of them; determines names, shapes, dtypes and device.
         members: n.
     """
 
@@ -40,11 +40,11 @@ class Stack:
         }
 
     def row(self, member: int) -> dict[str, torch.Tensor]:
-        """Views of one module's weights."""
+        """Return views of one module's weights."""
         return {name: tensor[member] for name, tensor in self.tensors.items()}
 
     def fill(self, member: int, state: Mapping[str, torch.Tensor], version: int) -> None:
-        """Copy one module's weights in, cast to what the module computes with."""
+        """Copy one module's weights into the stack, cast to the stack's dtypes."""
         for name, tensor in self.tensors.items():
             tensor[member].copy_(state[name].detach(), non_blocking=True)
         self.versions[member] = version
@@ -53,7 +53,7 @@ class Stack:
 def _allocated(members: int, tensor: torch.Tensor) -> torch.Tensor:
     shape = (members, *tensor.shape)
     if tensor.is_cpu and tensor.dim() == _MATRIX and tensor.is_floating_point():
-        # A layer multiplies by the transpose: stored so, the batched product reads its matrices along their rows.
+        # A layer multiplies by the transpose: stored like this, the batched product reads the matrices row by row.
         return torch.empty((members, *reversed(tensor.shape)), dtype=tensor.dtype).mT
     return torch.empty(shape, dtype=tensor.dtype, device=tensor.device)
 
@@ -62,7 +62,7 @@ class StackedForward:
     """Calls a module with a stack's weights.
 
     Args:
-        module: of the architecture; its own weights are not used.
+        module: a module of the architecture; its own weights are not used.
     """
 
     def __init__(self, module: torch.nn.Module) -> None:
@@ -70,11 +70,11 @@ class StackedForward:
         self._call = torch.vmap(self._one, randomness="error")
 
     def __call__(self, weights: Mapping[str, torch.Tensor], inputs: Mapping[str, torch.Tensor]) -> Any:
-        """Outputs as the module gives them, (n, rows, *shape) each.
+        """Return the module's outputs, each of shape (n, rows, *shape).
 
         Args:
-            weights: by name, (n, *shape).
-            inputs: by name, (n, rows, *shape).
+            weights: the weights by name, (n, *shape).
+            inputs: the inputs by name, (n, rows, *shape).
         """
         return self._call(dict(weights), dict(inputs))
 
@@ -82,15 +82,15 @@ class StackedForward:
         return torch.func.functional_call(self._module, weights, kwargs=inputs, tie_weights=False)
 
 
-# Models of one architecture, answered by one stacked forward.
+# Models of one architecture that are computed by one stacked forward.
 #
-# Every member keeps its arena, its lanes, its weights channel and its version; what they share is the queue and the
-# forward. In the engine's eyes a group is a model with one queue (see `GroupSlot` for the differences).
+# Every member has its own arena, lanes, weights channel and version; members share the queue and the forward. To the
+# engine a group is a model with one queue (see `GroupSlot` for the differences).
 
 
-_HOLE = 1  # members without a request that are computed all the same, rather than begin another forward
-_FEWEST_ON_CPU = 8  # so many forwards of a small policy cost what one stacked one does: benchmarks/weights/grouped.py
-_UNEVEN = 4  # times the mean rows: a member with more is computed by itself, so that others are not padded to it
+_HOLE = 1  # adjacent members without a request that are computed, too, to avoid another forward
+_FEWEST_ON_CPU = 8  # members from which one stacked forward of a small policy pays: benchmarks/weights/grouped.py
+_UNEVEN = 4  # times the mean rows: a member with more is computed separately, so that others are not padded to it
 
 
 @dataclass(slots=True)
@@ -99,8 +99,8 @@ class Member:
 
     Attributes:
         inputs, outputs: its arena's arrays, (rows, *row shape) by name.
-        channel: where its weights are published; None: they stay as they were loaded.
-        arena: its number.
+        channel: the channel of its published weights; None: the weights never change.
+        arena: the number of its arena.
     """
 
     model: int
@@ -199,12 +199,12 @@ class Grouped:
         return parts
 
     def versions(self, tickets: NDArray[Any]) -> NDArray[np.int64]:
-        """The weights versions that the tickets are answered with."""
+        """Return the weights version of each ticket's answer."""
         held: NDArray[np.int64] = np.array(self.stacks.active.versions, np.int64)[self._place[tickets["model"]]]
         return held
 
     def run(self, tickets: NDArray[Any], rows: int, version: int = 0) -> None:
-        """As `Served.run`. An error of one member fails the whole batch; the engine then runs the parts one by one."""
+        """Answer a batch; see `Served.run`. A member's error fails all of it; the engine then runs the parts singly."""
         parts = self.split(tickets)
         versions = self.stacks.active.versions
         if version and len(parts) > 1 and any(versions[part.place] != version for part in parts):
@@ -220,7 +220,7 @@ class Grouped:
                     self._run_together(chosen)
 
     def _within_max_batch(self, parts: list[Part]) -> tuple[list[Part], list[Part]]:
-        """Limit the parts to their members' max_batch; also returns the rest for another forward."""
+        """Limit the parts to their members' max_batch; return them and the rest for another forward."""
         first, later = [], []
         for part in parts:
             if part.rows <= self.members[part.place].served.max_batch:
@@ -234,7 +234,7 @@ class Grouped:
         return first, later
 
     def _run_together(self, parts: Sequence[Part]) -> None:
-        """One forward over the members from the first part's to the last's, rows padded to the largest part's."""
+        """Run one forward over the members from the first part to the last, with rows padded to the largest part."""
         begin, end = parts[0].place, parts[-1].place + 1
         padded = max(part.rows for part in parts)
         staged = {}
@@ -254,7 +254,7 @@ class Grouped:
                 native.scatter(self.members[part.place].outputs[key], part.tickets, values[part.place - begin])
 
     def _room(self, key: str, members: int, rows: int) -> NDArray[Any]:
-        """Uninitialised memory for one input of a batch, (members, rows, *shape); reused."""
+        """Return a reused, uninitialised buffer for one input of a batch, (members, rows, *shape)."""
         spec = self.spec.inputs[key]
         needed = members * rows
         kept = self._staging.get(key)
@@ -263,7 +263,7 @@ class Grouped:
         return kept[:needed].reshape(members, rows, *spec.shape)
 
     def _checked(self, results: Any, members: int, rows: int) -> dict[str, NDArray[Any]]:
-        """Outputs by name, (members, rows, *shape), in host memory; single members were checked when loaded."""
+        """Return the outputs by name in host memory, (members, rows, *shape). Members were checked at load time."""
         if not isinstance(results, Mapping):
             results = (results,) if isinstance(results, torch.Tensor) else results
             results = dict(zip(self.spec.outputs, results, strict=False))
@@ -280,12 +280,12 @@ class Grouped:
         return values
 
     def free_memory(self) -> None:
-        """As `Served.free_memory`."""
+        """See `Served.free_memory`."""
         self.members[0].served.free_memory()
 
 
 class MemberWeights(WeightsSource):
-    """Of a member that is computed alone: its module uses its row of the active stack. The group has the updater."""
+    """The weights of a member that is computed alone, with its row of the active stack. The group has the updater."""
 
     def __init__(self, grouped: Grouped, place: int) -> None:
         self._grouped = grouped
@@ -298,7 +298,7 @@ class MemberWeights(WeightsSource):
         return self._grouped.stacks.active.versions[self._place]
 
     def use(self, version: int) -> None:
-        """As `WeightsUpdater.use`; a group holds the newest version alone."""
+        """See `WeightsUpdater.use`; a group holds only the newest version."""
         if version not in (0, self.version):
             raise VersionNotHeld(
                 f"weights version {version} is not held, {self.version} is: models of a group keep no earlier ones; "

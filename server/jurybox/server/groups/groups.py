@@ -18,7 +18,7 @@ from jurybox.server.groups.group import Grouped, Member, Stack, StackedForward
 from jurybox.server.groups.weights_updater import GroupWeightsUpdater
 
 _ROWS = 3
-# Sums in another order differ by rounding; what depends on the other rows differs by far more.
+# Sums in another order differ by rounding; results that depend on other rows differ by much more.
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
 _HALF_TOLERANCE = 0.1
 
@@ -114,7 +114,7 @@ def require_alike(name: str, group: str, first: torch.nn.Module, module: torch.n
 
 
 def _questions(spec: TensorSpec, members: int, example: Any) -> torch.Tensor:
-    """Test inputs, (members, _ROWS, *shape): of the example, noise, or zeros for integers."""
+    """Return test inputs, (members, _ROWS, *shape): the example's, noise, or zeros for integers."""
     shape = (members, _ROWS, *spec.shape)
     dtype: torch.dtype = getattr(torch, spec.dtype)
     if example is not None:
@@ -139,7 +139,7 @@ def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _attributes(module: torch.nn.Module) -> dict[str, int]:
-    """Tensors that are kept as plain attributes, by identity."""
+    """Return the identities of tensors that are plain attributes, by name."""
     return {
         ".".join(filter(None, (path, key))): id(value)
         for path, part in module.named_modules()
@@ -160,7 +160,7 @@ class GroupSlot(Slot):
         return self._updater
 
     def answers(self, tickets: NDArray[Any], version: int) -> Iterator[tuple[NDArray[Any], int]]:
-        """Split the tickets by weights version, which each member has of its own."""
+        """Split the tickets by weights version, which is one per member."""
         used = self.grouped.versions(tickets)
         first = int(used[0])
         if (used == first).all():
@@ -174,7 +174,7 @@ class GroupSlot(Slot):
         return [part.tickets for part in self.grouped.split(tickets)]
 
     def name(self, tickets: NDArray[Any]) -> str:
-        """The name of the member of these tickets."""
+        """Return the name of the member of these tickets."""
         names = [self.grouped.members[part.place].served.spec.name for part in self.grouped.split(tickets)]
         return names[0] if len(names) == 1 else self.grouped.spec.name
 
@@ -208,7 +208,7 @@ class GroupCounters(Counters):
             getattr(self._grouped.members[part.place].counters, what)(part.tickets)
 
     def waiting(self, rows: int) -> None:
-        """As Counters.waiting, for each member: rows that did not fit into the batch."""
+        """Publish each member's number of rows that did not fit into the batch; see `Counters.waiting`."""
         if not rows and not self._anybody_waits:
             return
         self._anybody_waits = rows > 0
@@ -218,11 +218,11 @@ class GroupCounters(Counters):
 
 
 class Groups:
-    """All groups of an engine. Belongs to the model loader's thread.
+    """All groups of an engine, used only by the model loader's thread.
 
     Args:
         later: runs an action in the loop's thread between two turns.
-        report: called with (event, fields) for what should be logged.
+        report: called with (event, fields) for log events.
     """
 
     def __init__(
@@ -285,7 +285,7 @@ class Groups:
     ) -> None:
         def install() -> None:
             for member in members:
-                # One that was unloaded meanwhile is on its way out of the group.
+                # A member that was unloaded meanwhile is about to be removed from the group.
                 if member.model == new or self._engine.slots.get(member.model) is slot:
                     self._engine.put(member.model, slot, member.served.max_batch, member.arena)
             slot.queue.max_batch = slot.grouped.max_batch

@@ -14,8 +14,8 @@ from jurybox.protocol.weights import WeightsChannel
 from jurybox.protocol.weights.reader import WeightsReader
 from jurybox.server.groups.group import Grouped, Member, Stacks
 
-_SLICE = 0.25  # seconds between two looks whether to stop
-_JOINING = 5.0  # seconds a member's first weights may take, and a loop in a long forward
+_SLICE = 0.25  # seconds between two checks whether to stop
+_JOINING = 5.0  # seconds to wait for a member's first weights, and for a loop that is in a long forward
 
 
 class GroupWeightsUpdater:
@@ -36,13 +36,13 @@ class GroupWeightsUpdater:
         self._grouped = grouped
         self._later = later
         self._readers: dict[int, _Reader] = {}  # by model
-        self._turn = threading.Lock()  # held while stacks are written or made anew; never by the loop
+        self._turn = threading.Lock()  # held while stacks are written or replaced; never by the loop
         self._news = threading.Event()
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._follow, name=f"group {grouped.spec.name}", daemon=True)
 
     def set_members(self, members: Sequence[Member], install: Callable[[], None]) -> None:
-        """Make new stacks of these members, which keep their weights; then call `install` in the loop.
+        """Create new stacks of these members, which keep their weights; then call `install` in the loop.
 
         Raises:
             Timeout: the publisher of a new member did not let its weights be read.
@@ -109,7 +109,7 @@ class GroupWeightsUpdater:
             try:
                 with self._turn, torch.inference_mode(False), torch.no_grad():
                     self._adopt()
-            except Exception as error:  # noqa: BLE001  the thread goes on: the next publication may be a better one
+            except Exception as error:  # noqa: BLE001  the thread continues: the next publication may be valid
                 self._report("weights not adopted", model=self._grouped.spec.name, error=said(error))
                 self._stopped.wait(_SLICE)
 
@@ -124,7 +124,7 @@ class GroupWeightsUpdater:
             try:
                 ages[place] = reader.into(spare.fill, place, _SLICE)
             except Timeout:
-                self._news.set()  # a publisher in the middle of a snapshot: look again, the others need not wait
+                self._news.set()  # a snapshot is being published: try again later, the other members need not wait
         if spare.tensors and next(iter(spare.tensors.values())).is_cuda:
             torch.cuda.current_stream().synchronize()
         changed = [place for place, version in enumerate(spare.versions) if version != stacks.active.versions[place]]
@@ -148,7 +148,7 @@ class GroupWeightsUpdater:
         def act() -> None:
             try:
                 action()
-            except BaseException as error:  # noqa: BLE001  for who waits for it
+            except BaseException as error:  # noqa: BLE001  raised in the waiting thread
                 raised.append(error)
             finally:
                 done.set()
@@ -185,7 +185,7 @@ class _Reader:
             self._thread.join(4 * _SLICE)
 
     def into(self, fill: Callable[[int, dict[str, torch.Tensor], int], None], place: int, timeout: float) -> float:
-        """Copy the newest publication into a row of a stack; returns its age in seconds. Raises Timeout."""
+        """Copy the newest publication into a row of a stack; return its age in seconds. Raises Timeout."""
         flat = np.empty(self.reader.layout.nbytes, np.uint8) if self._flat is None else self._flat
         self._flat = flat
         version, _ = self.reader.read_bytes(flat, timeout=timeout)

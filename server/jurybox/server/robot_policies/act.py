@@ -1,10 +1,10 @@
 """ACT, the action chunking transformer (Zhao et al. 2023, "Learning Fine-Grained Bimanual Manipulation with Low-Cost
 Hardware", section IV and figure 4).
 
-What is served is the decoder of the paper's conditional VAE, whose style variable z is zero at test time: an encoder
-over tokens of z, the joints and the pixels of the cameras' feature maps, and a decoder whose queries are the steps of
-the chunk. The VAE's own encoder is needed for training alone, and is not here. Parameters have the names that LeRobot's
-checkpoints give them.
+This is the decoder of the paper's conditional VAE, whose style variable z is zero at test time: an encoder over tokens
+of z, the joints and the pixels of the cameras' feature maps, and a decoder whose queries are the steps of the chunk.
+The VAE's own encoder, which only training needs, is not implemented. Parameters have the names of LeRobot's
+checkpoints.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ class ActSizes:
     """The sizes of an ActNetwork.
 
     Attributes:
-        action: numbers of one action; `chunk`: actions of a chunk.
-        state, environment: numbers of the robot's state, and of the environment's where that is known; 0: none.
-        width, heads, feedforward: of the transformer's layers.
-        encoder_layers, decoder_layers: how many there are.
-        latent: numbers of z.
-        pre_norm: whether layers are normalised before attention (Xiong et al. 2020); the paper's are not.
+        action: the size of an action; `chunk`: the number of actions in a chunk.
+        state, environment: the sizes of the robot's state and of the environment's, if it is observed; 0: none.
+        width, heads, feedforward: sizes of the transformer's layers.
+        encoder_layers, decoder_layers: numbers of layers.
+        latent: the size of z.
+        pre_norm: whether layers normalise before attention (Xiong et al. 2020); those of the paper do not.
         activation: "relu" or "gelu".
-        dropout: while it is trained.
+        dropout: dropout probability in training.
     """
 
     action: int
@@ -52,12 +52,12 @@ class ActSizes:
 
 
 class ActNetwork(nn.Module):
-    """The transformer, over normalised numbers.
+    """The transformer. Its inputs and outputs are normalised.
 
     Args:
-        sizes: of it.
-        backbone: gives the feature map (n, channels, h, w) of images (n, 3, H, W); None: there are no cameras.
-        channels: of the feature map.
+        sizes: its sizes.
+        backbone: computes feature maps (n, channels, h, w) from images (n, 3, H, W); None: there are no cameras.
+        channels: channels of the feature maps.
 
     Example:
         net = ActNetwork(ActSizes(action=7, chunk=50, state=7, width=64, feedforward=128), resnet("resnet18"), 512)
@@ -88,7 +88,7 @@ class ActNetwork(nn.Module):
     def forward(
         self, state: Tensor | None = None, environment: Tensor | None = None, images: Sequence[Tensor] = ()
     ) -> Tensor:
-        """The chunk, (n, chunk, action), for a state (n, state), an environment's, and images (n, 3, H, W)."""
+        """Compute chunks (n, chunk, action) from states (n, state), environment states and images (n, 3, H, W)."""
         given = next(value for value in (state, environment, *images) if value is not None)
         n = given.shape[0]
         tokens = [self.encoder_latent_input_proj(given.new_zeros(n, self.sizes.latent))]  # z = 0: the prior's mean
@@ -111,7 +111,7 @@ class ActNetwork(nn.Module):
 
 
 class _Layer(nn.Module):
-    """What layers of encoder and decoder have in common: attention and a perceptron, around each a skip and a norm."""
+    """The common part of encoder and decoder layers: attention and a perceptron, each with skip and normalisation."""
 
     def __init__(self, sizes: ActSizes, norms: int) -> None:
         super().__init__()
@@ -124,17 +124,17 @@ class _Layer(nn.Module):
         self._dropout = nn.Dropout(sizes.dropout)
 
     def before(self, number: int, x: Tensor) -> Tensor:
-        """What a block is given."""
+        """Return the input of a block."""
         normalised: Tensor = self.get_submodule(f"norm{number}")(x) if self._pre_norm else x
         return normalised
 
     def after(self, number: int, x: Tensor, block: Tensor) -> Tensor:
-        """What a block leaves."""
+        """Add a block's output to its input, and normalise if that follows the block."""
         x = x + self._dropout(block)
         return x if self._pre_norm else self.get_submodule(f"norm{number}")(x)
 
     def perceptron(self, x: Tensor) -> Tensor:
-        """The layer's last block."""
+        """Compute the perceptron block."""
         hidden: Tensor = self.linear2(self._dropout(self._activation(self.linear1(x))))
         return hidden
 
@@ -191,8 +191,11 @@ class _Decoder(nn.Module):
 
 
 def _places(height: int, width: int, channels: int, like: Tensor) -> Tensor:
-    """Sines of the places of a feature map's pixels, (1, height * width, channels), as DETR has them (Carion et al.
-    2020): rows in the first half of the channels, columns in the second; each from just above 0 to 2 pi."""
+    """Return sinusoidal position embeddings of a feature map, (1, height * width, channels), as in DETR.
+
+    Rows are in the first half of the channels and columns in the second, each from just above 0 to 2 pi (Carion et al.
+    2020).
+    """
     half = channels // 2
     places = []
     for count in (height, width):
@@ -208,12 +211,12 @@ def _places(height: int, width: int, channels: int, like: Tensor) -> Tensor:
 
 
 # ----
-# The cameras' backbone: a residual network (He et al. 2015) up to its last feature map, whose batch normalisation is
-# never updated.
+# The cameras' backbone: a residual network (He et al. 2015) up to its last feature map, with frozen batch
+# normalisation.
 
 
 class _FrozenNorm(nn.Module):
-    """Batch normalisation with the statistics it was trained with."""
+    """Batch normalisation with fixed statistics."""
 
     weight: Tensor
     bias: Tensor
@@ -267,7 +270,7 @@ class _Resnet(nn.Module):
 
 
 def resnet(name: str) -> nn.Module:
-    """A backbone of 512 channels: "resnet18" or "resnet34". Raises ValueError for another name."""
+    """Create a backbone with 512 channels: "resnet18" or "resnet34". Raises ValueError for another name."""
     if name not in _BLOCKS:
         raise ValueError(f"a backbone {name[:80]!r}: expected one of {', '.join(_BLOCKS)}")
     return _Resnet(_BLOCKS[name])

@@ -1,9 +1,9 @@
 """LeRobot's checkpoints of ACT, served from a folder on disk.
 
-The folder is what `save_pretrained`, or a training, of LeRobot leaves: config.json, model.safetensors, and since
-version 0.4 the pipelines policy_preprocessor.json and policy_postprocessor.json with their statistics; before, those
-were among the weights. Nothing is downloaded, nothing is unpickled, and whatever in the folder would change the answers
-and is not known here is refused.
+The folder is written by LeRobot's `save_pretrained` or by its training: config.json, model.safetensors, and since
+version 0.4 the pipelines policy_preprocessor.json and policy_postprocessor.json with their statistics; earlier versions
+stored those among the weights. Nothing is downloaded or unpickled. A folder with unknown contents that would change the
+answers is refused.
 """
 
 from __future__ import annotations
@@ -25,30 +25,30 @@ from jurybox.server.robot_policies.act import ActNetwork, ActSizes, resnet
 __all__ = ["lerobot"]
 
 _EPS = 1e-8
-_STATISTICS = {  # of each normalisation, what it takes
+_STATISTICS = {  # the statistics that each kind of normalisation uses
     "MEAN_STD": ("mean", "std"),
     "MIN_MAX": ("min", "max"),
     "QUANTILES": ("q01", "q99"),
     "QUANTILE10": ("q10", "q90"),
     "IDENTITY": (),
 }
-_HARMLESS = ("to_batch_processor", "device_processor")  # steps that the engine does
-_TRAINING = ("vae_encoder", "vae_encoder_pos_enc")  # weights that only training needs begin so
+_HARMLESS = ("to_batch_processor", "device_processor")  # steps that the engine performs itself
+_TRAINING = ("vae_encoder", "vae_encoder_pos_enc")  # prefixes of weights that only training needs
 
 
 def lerobot(folder: str, horizon: int = 0) -> ServedModel:
-    """A factory: the ACT policy in a folder of LeRobot's.
+    """Load the ACT policy in a LeRobot folder; a model factory.
 
-    Inputs have the names of the policy's features: images uint8 (height, width, 3), states float32. The output is
-    `actions`, float32 (horizon, dimension), as LeRobot's policy and its postprocessor give them.
+    The inputs are the policy's features: images uint8 (height, width, 3), states float32. The output is `actions`,
+    float32 (horizon, dimension), the same as those of LeRobot's policy and postprocessor.
 
     Args:
-        folder: with config.json and model.safetensors.
-        horizon: how many actions of a chunk are given; 0: as many as LeRobot would execute (`n_action_steps`), and all
-            of a policy whose chunks are averaged.
+        folder: contains config.json and model.safetensors.
+        horizon: the number of actions of a chunk that are returned; 0: as many as LeRobot would execute
+            (`n_action_steps`), or all if the policy averages chunks.
 
     Raises:
-        ValueError, OSError: what is there is not such a policy; says what was expected and what came.
+        ValueError, OSError: the folder has no such policy.
 
     Example:
         [models.arm]
@@ -120,7 +120,7 @@ def lerobot(folder: str, horizon: int = 0) -> ServedModel:
 
 
 class _Served(nn.Module):
-    """From an observation's rows to actions: normalisation, the network, and back."""
+    """Computes actions from observations: normalisation, network, denormalisation."""
 
     def __init__(
         self,
@@ -150,7 +150,7 @@ class _Served(nn.Module):
 
 
 class _Scale(nn.Module):
-    """The normalisation of one feature. Raises ValueError where its statistics are missing."""
+    """The normalisation of one feature. Raises ValueError if its statistics are missing."""
 
     low: Tensor
     high: Tensor
@@ -175,7 +175,7 @@ class _Scale(nn.Module):
         return 2 * (x - self.low) / self._span() - 1
 
     def inverse(self, x: Tensor) -> Tensor:
-        """What was normalised to this."""
+        """Undo the normalisation."""
         if self._mode == "IDENTITY":
             return x
         if self._mode == "MEAN_STD":
@@ -188,7 +188,7 @@ class _Scale(nn.Module):
 
 
 def _pipeline(where: Path, name: str, wanted: str) -> tuple[dict[str, dict[str, Tensor]], float, dict[str, str]]:
-    """Of a saved pipeline the statistics by feature, their epsilon, and what is renamed (from, to)."""
+    """Return a saved pipeline's statistics by feature, their epsilon, and its renamed keys (from, to)."""
     statistics: dict[str, dict[str, Tensor]] = {}
     eps, renamed = _EPS, dict[str, str]()
     for step in _object(where / f"{name}.json")["steps"]:
@@ -214,7 +214,7 @@ def _pipeline(where: Path, name: str, wanted: str) -> tuple[dict[str, dict[str, 
 
 
 def _within(weights: dict[str, Tensor], prefix: str) -> dict[str, dict[str, Tensor]]:
-    """Statistics among the weights, as LeRobot kept them before 0.4; they are taken out."""
+    """Remove and return the statistics among the weights, where LeRobot stored them before version 0.4."""
     statistics: dict[str, dict[str, Tensor]] = {}
     for key in [key for key in weights if key.startswith(f"{prefix}.buffer_")]:
         feature, _, statistic = key.removeprefix(f"{prefix}.buffer_").rpartition(".")
@@ -223,12 +223,12 @@ def _within(weights: dict[str, Tensor], prefix: str) -> dict[str, dict[str, Tens
                 "observation_environment_state": "observation.environment_state"}.get(name, name)  # fmt: skip
         statistics.setdefault(name, {})[statistic] = weights.pop(key)
     for key in [key for key in weights if key.startswith(("normalize_targets.", "unnormalize_targets."))]:
-        del weights[key]  # of the training's loss
+        del weights[key]  # only the training's loss uses it
     return statistics
 
 
 def _load(net: ActNetwork, weights: Mapping[str, Tensor], where: Path) -> None:
-    """Load what the network has; every weight must be known. Raises ValueError."""
+    """Load the network's weights. Raises ValueError if one is missing, unknown or of another shape."""
     mine = {
         key.removeprefix("model."): value
         for key, value in weights.items()
@@ -252,7 +252,7 @@ def _load(net: ActNetwork, weights: Mapping[str, Tensor], where: Path) -> None:
 
 
 class _Object(dict[str, Any]):
-    """A JSON object of a file, which says what it lacks."""
+    """A JSON object of a file. Raises ValueError for a missing key."""
 
     where = ""
 
