@@ -1,4 +1,4 @@
-"""Addresses: where a server is by default, and where its engines are when only its own address is known."""
+"""Addresses of servers and of their engines."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _ELSEWHERE = "or set server.address (JURYBOX_ADDRESS) to ipc:// and a path in a 
 
 
 def default_address() -> str:
-    """JURYBOX_ADDRESS, or an ipc address in $XDG_RUNTIME_DIR/jurybox, or in /tmp/jurybox-<uid>.
+    """Return JURYBOX_ADDRESS, or an ipc address in $XDG_RUNTIME_DIR/jurybox or /tmp/jurybox-<uid>.
 
     Raises:
-        Refused: not Linux, where a server could be, and no address in JURYBOX_ADDRESS.
+        Refused: JURYBOX_ADDRESS is not set, and servers do not run on this operating system.
     """
     if sys.platform != "linux" and "JURYBOX_ADDRESS" not in os.environ:
         raise Refused(f"no server is named, and none runs here: {NOT_LINUX}")
@@ -27,24 +27,24 @@ def default_address() -> str:
 
 
 def local_address(name: str) -> str:
-    """An ipc address of that name in this user's folder: $XDG_RUNTIME_DIR/jurybox, or /tmp/jurybox-<uid>."""
+    """Return the ipc address `name` in this user's folder: $XDG_RUNTIME_DIR/jurybox, or /tmp/jurybox-<uid>."""
     runtime = os.environ.get("XDG_RUNTIME_DIR")
     folder = Path(runtime) / "jurybox" if runtime and _is_ours(Path(runtime)) else Path(f"/tmp/jurybox-{os.getuid()}")
     return f"{_IPC}{folder / name}"
 
 
 def _is_ours(folder: Path) -> bool:
-    """Whether it exists and belongs to this user: sudo hands down the variable of another."""
+    """Return whether a folder exists and belongs to this user; under sudo the variable may name another user's."""
     return folder.is_dir() and folder.stat().st_uid == os.getuid()
 
 
 def ipc_path(address: str) -> Path | None:
-    """The socket's path of an ipc address; None for any other."""
+    """Return the socket's path of an ipc address; None for other addresses."""
     return Path(address.removeprefix(_IPC)) if address.startswith(_IPC) else None
 
 
 def engine_address(address: str, engine: int) -> str:
-    """The ZeroMQ transport of an engine: beside the server's socket, or on the ports after the server's."""
+    """Return the ZeroMQ address of an engine: a socket next to the server's, or one of the ports after the server's."""
     if address.startswith(_IPC):
         return f"{address}-{engine}"
     host, _, port = address.rpartition(":")
@@ -52,7 +52,7 @@ def engine_address(address: str, engine: int) -> str:
 
 
 def out_of_reach(address: str) -> str:
-    """Why this process cannot come at the socket of an ipc address, as the end of a sentence; empty where it can."""
+    """Return why this process cannot access the socket of an ipc address, as the end of a sentence; empty if it can."""
     path = ipc_path(address)
     if path is None:
         return ""
@@ -63,24 +63,24 @@ def out_of_reach(address: str) -> str:
     except (FileNotFoundError, NotADirectoryError):
         return f"; there is no socket {path} here (a container must mount the server's folder {path.parent})"
     except PermissionError:
-        pass  # of a folder on the way: the same as of the socket
+        pass  # for a parent folder: handled like the socket
     return f"; {path} is closed to user {os.getuid()}: run this process as the server's user"
 
 
 def prepare_folder(folder: Path) -> None:
-    """Make the folder of an ipc address, and see that nobody but this user (and root) can enter or replace it.
+    """Create the folder of an ipc address, and check that only this user and root can enter or replace it.
 
-    Who can enter it can talk to the server, and a server runs code that its clients name; who can replace it, or
-    something above it, can answer in the server's name.
+    Whoever can enter it can send requests, and a server runs code that its clients name. Whoever can replace it or one
+    of its parents can pose as the server.
 
     Raises:
-        Refused: it cannot be made, it belongs to somebody else, or others may enter or replace it. The message says
-            what to run.
+        Refused: it cannot be created, belongs to another user, or other users may enter or replace it. The message
+            names the remedy.
     """
     try:
         for missing in reversed([path for path in (folder, *folder.parents) if not path.exists()]):
             missing.mkdir(mode=0o700, exist_ok=True)
-        found = folder.lstat()  # the link's own owner, where somebody has put a link in its place
+        found = folder.lstat()  # of the link itself, in case another user has created one in its place
         if stat.S_ISLNK(found.st_mode) and found.st_uid in (os.getuid(), 0):
             found = folder.stat()
     except OSError as error:
@@ -103,13 +103,13 @@ def prepare_folder(folder: Path) -> None:
 
 
 def where_to(folder: Path) -> str:
-    """What to do where a server's folder cannot be written to."""
+    """Return the remedy if a server's folder cannot be written to."""
     mount = f"docker run --tmpfs {folder}:mode=0700,uid={os.getuid()},gid={os.getgid()}"
     return f"In a container mount a volume or a tmpfs there ({mount}), {_ELSEWHERE}"
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only processes of this host reach `host`. A name other than localhost counts as reachable."""
+    """Return whether only processes of this host can reach `host`. Names other than localhost count as reachable."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

@@ -1,11 +1,11 @@
 """The arena: one shared-memory segment per model, a column of rows for every input and every output.
 
-All rows of one tensor lie one after another, so that neighbouring rows reach the model without a copy. Every column
-begins on a page, which page-locking needs.
+All rows of one tensor are contiguous, so that adjacent rows reach the model without a copy. Every column begins on a
+page boundary, which page-locking requires.
 
-A tensor whose rows differ in size has two columns: one of slots of its capacity, and one of extents, which say what of
-a slot is the row. They are followed by a column for the reasons of failed rows and, for a model with state, by one with
-each row's session and those of the state, for clients that read or write it.
+A tensor whose rows differ in size has two columns: one of slots of its capacity, and one of extents, the sizes of the
+rows in the slots. They are followed by a column for the reasons of failed rows and, for a model with state, by a column
+with each row's session and by columns of the state, for clients that read or write it.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from jurybox.protocol.segment import Maker, Segment
 from jurybox.protocol.spec import ModelSpec
 
 _PAGE = 4096
-REASON_BYTES = 128  # of why a row failed, UTF-8, zeros behind it; all zeros: it did not
+REASON_BYTES = 128  # of the reason why a row failed, UTF-8, padded with zeros; all zeros: it did not fail
 
-# Which session a row is of. `slot` counts from the first row of its lane; `step` is the number of the session's request
-# since its state was reset: 0 resets it, and an engine computes a step after the one before it only.
+# The session of a row. `slot` counts from the first row of the lane; `step` is the number of the session's request
+# since its state was reset. Step 0 resets the state; an engine computes every other step only after the previous one.
 SESSION = np.dtype([("slot", "<u4"), ("step", "<u4"), ("flags", "<u4"), ("pad", "V4")])
-LOAD, STORE, NO_FORWARD = 1, 2, 4  # flags: state is taken from the row's columns, is left there; nothing is computed
+LOAD, STORE, NO_FORWARD = 1, 2, 4  # flags: read the state from the row's columns; write it there; compute nothing
 
 
 def _pages(size: int) -> int:
@@ -36,14 +36,14 @@ def _pages(size: int) -> int:
 
 @dataclass(slots=True)
 class Columns:
-    """Rows of one model: arrays whose first dimension is the row.
+    """The columns of one model: arrays whose first dimension is the row.
 
     Attributes:
         inputs, outputs: (rows, *TensorSpec.stored_shape) by name.
-        input_extents, output_extents: (rows, k) int64, of tensors whose rows differ in size.
-        reasons: (rows, REASON_BYTES) uint8, written where a row failed.
-        sessions: (rows,) of SESSION, where the model has state.
-        state_in, state_out: (rows, *shape) of its state.
+        input_extents, output_extents: (rows, k) int64, for tensors whose rows differ in size.
+        reasons: (rows, REASON_BYTES) uint8, written if a row fails.
+        sessions: (rows,) of SESSION if the model has state.
+        state_in, state_out: (rows, *shape) for each part of its state.
     """
 
     spec: ModelSpec
@@ -58,12 +58,12 @@ class Columns:
 
     @classmethod
     def here(cls, spec: ModelSpec, rows: int) -> Columns:
-        """Columns in this process's own memory."""
+        """Create columns in this process's own memory."""
         made = {key: np.zeros((rows, *shape), dtype) for key, dtype, shape in _columns(spec)}
         return _collected(spec, made)
 
     def nothing(self) -> Columns:
-        """Columns without memory, after the lane was lost."""
+        """Return columns without rows, for a lane that was lost."""
         return Columns(self.spec, {}, {}, {}, {}, np.zeros((0, REASON_BYTES), np.uint8))
 
     def fail(self, row: int, reason: str) -> None:
@@ -73,19 +73,19 @@ class Columns:
         self.reasons[row, len(text) :] = 0
 
     def refuse(self, first: int, rows: int, reasons: Mapping[int, str]) -> None:
-        """Say why some of a request's rows failed, by their number counted from `first`; the others did not."""
+        """Set the reasons of a request's failed rows, by row number from `first`; clear those of the others."""
         self.reasons[first : first + rows] = 0
         for row, reason in reasons.items():
             self.fail(first + row, reason)
 
     def failures(self, first: int, rows: int) -> dict[int, str]:
-        """Reasons why rows failed, by row number from `first`."""
+        """Return the reasons of failed rows, by row number from `first`."""
         there = self.reasons[first : first + rows]
         return {int(i): there[i].tobytes().rstrip(b"\0").decode(errors="replace") for i in np.flatnonzero(there[:, 0])}
 
 
 def _columns(spec: ModelSpec) -> Iterator[tuple[tuple[str, str], np.dtype[Any], tuple[int, ...]]]:
-    """Key, dtype and shape of one row of every column, in their order in memory."""
+    """Yield key, dtype and row shape of every column, in the order of memory."""
     for kind, tensors in (("inputs", spec.inputs), ("outputs", spec.outputs)):
         for name, tensor in tensors.items():
             yield (kind, name), tensor.numpy_dtype, tensor.stored_shape
@@ -127,14 +127,14 @@ class ArenaLayout:
 
     @property
     def size(self) -> int:
-        """Bytes of the whole segment."""
+        """The size of the segment in bytes."""
         return sum(self._bytes(dtype, shape) for _, dtype, shape in _columns(self.spec))
 
     def _bytes(self, dtype: np.dtype[Any], shape: tuple[int, ...]) -> int:
         return _pages(dtype.itemsize * int(np.prod(shape, dtype=np.int64)) * self.rows)
 
     def views(self, segment: Segment) -> Columns:
-        """Arrays over the segment.
+        """Return the columns as arrays over the segment.
 
         Raises:
             ProtocolMismatch: the segment is not of this layout's size.
@@ -152,7 +152,7 @@ class ArenaLayout:
 
 
 class Arena:
-    """An arena's segment with its arrays, `columns`; `inputs` and `outputs` are those of its columns."""
+    """An arena's segment and its arrays, `columns`; `inputs` and `outputs` are those of `columns`."""
 
     def __init__(self, segment: Segment, layout: ArenaLayout) -> None:
         self.segment = segment
@@ -162,12 +162,12 @@ class Arena:
 
     @classmethod
     def create(cls, name: str, layout: ArenaLayout, make: Maker = Segment.create) -> Arena:
-        """Create the segment. Raises SharedMemoryError if there is no room."""
+        """Create the segment. Raises SharedMemoryError if too little memory is available."""
         return cls(make(name, layout.size), layout)
 
     @classmethod
     def attach(cls, name: str, layout: ArenaLayout) -> Arena:
-        """Map the arena that the server made."""
+        """Map the arena that the server created."""
         return cls(Segment.attach(name), layout)
 
     @property

@@ -14,16 +14,16 @@ from jurybox.protocol.errors import TooManyFiles
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 _SUN_PATH = 107  # bytes of a socket's path, unix(7)
 _MOST_FDS = 4  # descriptors in a reply
-_SHORTEST = 0.005  # seconds to wait for a reply, even where no time is left
+_SHORTEST = 0.005  # seconds to wait for a reply, even if no time is left
 
 
 def exhausted(error: OSError) -> bool:
-    """Whether an error is EMFILE or ENFILE: too many open files in the process or on the machine."""
+    """Return whether an error is EMFILE or ENFILE: too many open files in the process or on the machine."""
     return error.errno in (errno.EMFILE, errno.ENFILE)
 
 
 def remedy() -> str:
-    """How many files this process may have open, and what to do about it."""
+    """Return this process's limit of open files and the remedy, as text."""
     try:
         import resource
     except ModuleNotFoundError:  # on Windows
@@ -36,13 +36,13 @@ def remedy() -> str:
 
 
 def require(count: int, purpose: str) -> None:
-    """Check that so many descriptors are free: libzmq aborts the process if they run out.
+    """Check that `count` descriptors are free: libzmq aborts the process if they run out.
 
     Raises:
         TooManyFiles: fewer are left.
     """
     if not hasattr(os, "eventfd"):
-        return  # not Linux, where nothing is as cheap to try with
+        return  # not Linux: there is no equally cheap test
     taken: list[int] = []
     try:
         for _ in range(count):
@@ -57,7 +57,7 @@ def require(count: int, purpose: str) -> None:
 
 
 def raise_limit() -> int:
-    """Let this process, and those it starts, have as many files open as the hard limit allows; returns how many."""
+    """Raise the limit of open files, also for child processes, to the hard limit; return the limit."""
     import resource
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -67,7 +67,7 @@ def raise_limit() -> int:
 
 
 def peer_user(connection: socket.socket) -> int:
-    """The user of the process at the other end of a connected Unix socket, as the kernel says (SO_PEERCRED)."""
+    """Return the user id of the peer of a connected Unix socket, from the kernel (SO_PEERCRED)."""
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     return int(_CREDENTIALS.unpack(credentials)[1])
 
@@ -93,11 +93,10 @@ class SocketPath:
 def ask_for_descriptors(
     connection: socket.socket, path: Path, owner: int, request: bytes, until: float
 ) -> tuple[bytes, list[int]] | None:
-    """Ask the process of user `owner` that listens at `path`, once, until `until` of the monotonic clock.
+    """Send one request to the process of user `owner` that listens at `path`; wait until `until` (monotonic clock).
 
     Returns:
-        The reply's first byte and the descriptors that came with it; no byte where it should be tried again; None where
-        nobody listens.
+        The reply's first byte and its descriptors; no byte if the caller should try again; None if no process listens.
 
     Raises:
         PermissionError: another user's process listens there; OSError: this process may open no more.
@@ -113,7 +112,7 @@ def ask_for_descriptors(
     except (FileNotFoundError, ConnectionRefusedError):
         return None
     except (BlockingIOError, TimeoutError, ConnectionResetError, BrokenPipeError):
-        return b"", []  # its queue is full, or it had no time for us
+        return b"", []  # its queue is full, or it did not answer in time
     if flags & socket.MSG_CTRUNC:
         for fd in fds:
             os.close(fd)

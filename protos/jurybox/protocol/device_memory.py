@@ -1,10 +1,10 @@
-"""Memory of a GPU that processes of one host share: CUDA's interprocess handles, by the driver's own library.
+"""GPU memory that processes of one host share: CUDA's interprocess handles, through the driver's library.
 
-No torch here, and none on the wire: a handle is 64 bytes that the driver makes and the driver opens. The primary
-context of a device is used, which is torch's, too, so that its streams and tensors may be mixed with what is made here.
+Neither this module nor the wire format needs torch: a handle is 64 bytes that the driver creates and opens. It uses the
+device's primary context, as torch does, so that torch's streams and tensors can be used with this memory.
 
-Where the variable `_JURYBOX_FAKE_DEVICE` names a folder, files in it stand in for the device's memory: the same calls,
-the same refusals, the same lifetimes. So the protocol is tested where there is no GPU.
+If the variable `_JURYBOX_FAKE_DEVICE` names a folder, files in it replace device memory, with the same calls, errors
+and lifetimes. So the protocol can be tested without a GPU.
 """
 
 from __future__ import annotations
@@ -26,67 +26,67 @@ from jurybox.protocol.errors import Refused, Timeout
 
 HANDLE = 64  # bytes of a handle, of memory or of an event
 FAKE = "_JURYBOX_FAKE_DEVICE"
-# The driver cuts smaller allocations out of a block, and shares all of it (CUDA C++ Programming Guide, "Interprocess
-# Communication"): with it whatever else of this process lies there.
+# The driver takes smaller allocations from a block and shares the whole block (CUDA C++ Programming Guide,
+# "Interprocess Communication"), including other data of this process.
 _BLOCK = 2 << 20
 
 
 class Driver(Protocol):
-    """What is asked of a device. Pointers, events and streams are the driver's, as integers."""
+    """The operations on a device. Pointers, events and streams are those of the driver, as integers."""
 
     fake: bool
 
     def allocate(self, size: int) -> int:
-        """New device memory. Raises Refused where there is no room."""
+        """Allocate device memory. Raises Refused if there is too little."""
 
     def free(self, pointer: int) -> None:
-        """Free what `allocate` gave. Nobody else may have it open."""
+        """Free memory of `allocate`. No other process may have it open."""
 
     def extent(self, pointer: int) -> tuple[int, int]:
-        """The allocation around a pointer: where it begins, and its bytes. Raises Refused: there is none."""
+        """Return begin and size in bytes of the allocation that contains a pointer. Raises Refused if there is none."""
 
     def export(self, pointer: int) -> bytes:
-        """A handle of the allocation that begins here, for other processes."""
+        """Return a handle of the allocation that begins at `pointer`, for other processes."""
 
     def open(self, handle: bytes) -> int:
-        """Map what another process exported. Raises Refused: no such handle, or its memory is gone or out of reach."""
+        """Map memory that another process exported. Raises Refused if the handle or its memory cannot be used."""
 
     def close(self, pointer: int) -> None:
-        """Unmap what `open` gave."""
+        """Unmap memory of `open`."""
 
     def event(self) -> int:
-        """A new event that other processes can wait for."""
+        """Create an event that other processes can wait for."""
 
     def export_event(self, event: int) -> bytes:
-        """A handle of it."""
+        """Return a handle of an event, for other processes."""
 
     def open_event(self, handle: bytes) -> int:
-        """An event of another process. Raises Refused."""
+        """Open an event of another process. Raises Refused."""
 
     def record(self, event: int, stream: int) -> None:
-        """The event happens when the stream has done what it was given so far."""
+        """Record the event after the work queued on the stream so far."""
 
     def wait(self, event: int, stream: int) -> None:
-        """What the stream is given from now on waits for what was recorded last."""
+        """Make work queued on the stream from now on wait for the event's last record."""
 
     def destroy_event(self, event: int) -> None:
-        """Let go of an event."""
+        """Release an event."""
 
     def copy(self, target: int, source: int, size: int, stream: int) -> None:
         """Queue a copy on the device."""
 
     def synchronize(self, stream: int) -> None:
-        """Wait for all that a stream was given."""
+        """Wait for all work queued on a stream."""
 
     def array(self, pointer: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
-        """What torch, CuPy and others take as an array on the device, without a copy (`__cuda_array_interface__`)."""
+        """Return an array on the device for torch, CuPy and others, without a copy (`__cuda_array_interface__`)."""
 
 
 class DeviceArray:
-    """An array in device memory, for `torch.as_tensor`, `cupy.asarray` and others; it keeps nothing alive.
+    """An array in device memory for `torch.as_tensor`, `cupy.asarray` and others. It does not keep the memory alive.
 
     Attributes:
-        shape, dtype, pointer: of it.
+        shape, dtype, pointer: shape, dtype and address of the array.
     """
 
     def __init__(self, pointer: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
@@ -102,10 +102,10 @@ class DeviceArray:
 
 
 class CudaDriver(Driver):
-    """A device by libcuda.so.1, which comes with the driver.
+    """A device, through the driver's library libcuda.so.1.
 
     Args:
-        device: its number among the visible ones.
+        device: its index among the visible devices.
 
     Raises:
         Refused: there is no driver, or no such device.
@@ -130,7 +130,7 @@ class CudaDriver(Driver):
             raise Refused(f"{name} gave {status} ({(text.value or b'unknown').decode()})")
 
     def _here(self, name: str, *arguments: Any) -> None:
-        """A call with the context current in this thread."""
+        """Call a function with the context current in this thread."""
         self._call("cuCtxPushCurrent_v2", self._context)
         try:
             self._call(name, *arguments)
@@ -204,25 +204,25 @@ class _Handle(ctypes.Structure):
 
 
 def _struct(handle: bytes) -> _Handle:
-    """A handle as the driver takes it, by value."""
+    """Return a handle as the structure that the driver expects by value."""
     if len(handle) != HANDLE:
         raise Refused(f"{len(handle)} bytes came as a handle of device memory, it has {HANDLE}")
     return _Handle.from_buffer_copy(handle)
 
 
-# ---- files in place of a device
+# ---- files instead of a device
 
 
-_FAKE = struct.Struct("<8s16sI36x")  # magic, name, process that made it; 64 bytes as CUDA's
+_FAKE = struct.Struct("<8s16sI36x")  # magic, name, exporting process; 64 bytes like CUDA's
 _WAIT = 10.0  # seconds that the fake stream waits for an event
 assert _FAKE.size == HANDLE
 
 
 class FakeDriver(Driver):
-    """Device memory that is files; an address of it is where this process has the file mapped.
+    """Files instead of device memory; an address is that of the file's mapping in this process.
 
-    As with CUDA, a process cannot open what it exported itself, and memory that its owner freed while another has it
-    open stays until that closes it. Unlike there, using it afterwards is an error: `array` refuses it.
+    As with CUDA, a process cannot open its own exports, and memory that its owner frees while another process has it
+    open remains until that process closes it. Unlike with CUDA, later use is an error: `array` refuses it.
     """
 
     fake = True
@@ -243,7 +243,7 @@ class FakeDriver(Driver):
     def free(self, pointer: int) -> None:
         _, name = self._found(pointer)
         self._own.discard(pointer)
-        del self._maps[pointer]  # unmapped with the last array of it
+        del self._maps[pointer]  # unmapped with its last array
         (self._folder / name).unlink(missing_ok=True)
 
     def extent(self, pointer: int) -> tuple[int, int]:
@@ -263,7 +263,7 @@ class FakeDriver(Driver):
         del self._maps[pointer]
 
     def event(self) -> int:
-        """As Driver.event. Its file counts what was recorded, and what of that has happened."""
+        """See `Driver.event`. The file counts the records, and those that are complete."""
         return self.allocate(16)
 
     def export_event(self, event: int) -> bytes:
@@ -273,14 +273,14 @@ class FakeDriver(Driver):
         return self._opened(handle, b"fakeevt")
 
     def record(self, event: int, stream: int) -> None:
-        """As Driver.record: at once, unless the stream is 1, whose work is done when `complete` says so."""
+        """See `Driver.record`. Work is complete at once, except on stream 1, where `complete` completes it."""
         counts = self._counts(event)
         counts[0] += 1
         if stream != 1:
             counts[1] = counts[0]
 
     def complete(self, event: int) -> None:
-        """What was recorded happens."""
+        """Complete the work recorded so far."""
         counts = self._counts(event)
         counts[1] = counts[0]
 
@@ -340,7 +340,7 @@ class FakeDriver(Driver):
 
 
 def driver(device: int = 0) -> Driver:
-    """The driver of a device, by its number among the visible ones. Raises Refused: there is none."""
+    """Return the driver of a device, by its index among the visible ones. Raises Refused if there is none."""
     return _driver(device, os.environ.get(FAKE, ""))
 
 
