@@ -15,10 +15,10 @@ T = TypeVar("T", bound="Closing")
 
 
 class Closing:
-    """An object that holds such things and is closed at the end of a ``with``."""
+    """An object that holds such resources and is closed at the end of a ``with`` block."""
 
     def close(self) -> None:
-        """Let go of them."""
+        """Release the resources."""
         raise NotImplementedError
 
     def __enter__(self: T) -> T:
@@ -32,10 +32,10 @@ class Forked(Protocol):
     """An object with a fork handler."""
 
     def _after_fork_in_child(self) -> None:
-        """Called in the child, in its only thread, before `os.fork` returns there.
+        """Close inherited descriptors and create new locks; called in the child before `os.fork` returns there.
 
-        Close inherited descriptors and make new locks: another thread, which the child lacks, may have held the old
-        ones. Never unlock a file, never send: both would be done in the parent's name.
+        A thread that the child does not have may have held the old locks. Never unlock a file and never send: either
+        would act on behalf of the parent.
         """
 
 
@@ -43,7 +43,7 @@ _living: weakref.WeakSet[Forked] = weakref.WeakSet()
 
 
 def register(holder: Forked) -> None:
-    """Have `holder._after_fork_in_child()` called in every child that is forked while `holder` lives."""
+    """Call `holder._after_fork_in_child()` in every child that is forked while `holder` is alive."""
     _living.add(holder)
 
 
@@ -51,7 +51,7 @@ def _tell() -> None:
     for holder in list(_living):
         try:
             holder._after_fork_in_child()
-        except Exception:  # noqa: BLE001  the others must be told, too
+        except Exception:  # noqa: BLE001  the other handlers must run, too
             sys.excepthook(*sys.exc_info())
 
 

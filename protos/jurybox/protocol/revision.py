@@ -15,7 +15,7 @@ _COMMIT = re.compile(r"[0-9a-f]{7,64}")
 
 @functools.cache
 def source_revision() -> str | None:
-    """The git commit: of JURYBOX_REVISION, of the install's record (PEP 610), or of the tree it is installed from."""
+    """Return the git commit: from JURYBOX_REVISION, the install's record (PEP 610), or the source tree."""
     if given := os.environ.get("JURYBOX_REVISION"):
         return given
     try:
@@ -30,7 +30,7 @@ def source_revision() -> str | None:
 
 
 def checked_out(git: Path) -> str | None:
-    """The commit that a .git folder has checked out; None where it cannot be read as such."""
+    """Return the commit that is checked out in a .git folder; None if it cannot be read."""
     try:
         head = (git / "HEAD").read_text().strip()
         if not head.startswith("ref: "):

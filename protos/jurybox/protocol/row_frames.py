@@ -18,17 +18,16 @@ from jurybox.protocol.errors import Code, Error, plain
 from jurybox.protocol.spec import TensorSpec
 
 Kind = Literal["inputs", "outputs"]
-MOST_ROWS = 1 << 16  # of variable size in one request of the Open Inference Protocol: each is an object of its own here
+MOST_ROWS = 1 << 16  # of variable size in one request of the Open Inference Protocol; each is a separate Python object
 _LENGTH = struct.Struct("<I")
-_DIGITS = 10  # of a size, as text
+_DIGITS = 10  # digits of a size in text form
 
 
 def packed(columns: Columns, kind: Kind, first: int, rows: int, *, failed: bool = False) -> list[Any]:
-    """The frames of n rows: each tensor's bytes, those of variable size preceded by their extents; contiguous
-    arrays are not copied.
+    """Return the frames of n rows: each tensor's bytes, preceded by the extents if its rows differ in size.
 
-    Inputs of a model with state have a frame of arena.SESSION behind them, and the state that some of them load. Behind
-    outputs is the state that is left for its client; behind those of a request with failed rows the reasons.
+    Contiguous arrays are not copied. If the model has state, a frame of arena.SESSION and the state to load follow the
+    inputs, and the state to return follows the outputs. With `failed`, the reasons of failed rows come last.
     """
     end = first + rows
     frames: list[Any] = []
@@ -52,9 +51,9 @@ def packed(columns: Columns, kind: Kind, first: int, rows: int, *, failed: bool 
 
 
 class PlainRows:
-    """Rows of fixed shape and without state, as `packed` and `unpack` have them, with less done for each request.
+    """A faster `packed` and `unpack` for rows of fixed shapes without state.
 
-    Valid as long as the columns' memory is there.
+    Valid as long as the columns' memory is mapped.
     """
 
     def __init__(self, columns: Columns, kind: Kind) -> None:
@@ -73,20 +72,20 @@ class PlainRows:
         return bool(self._slots)
 
     def close(self) -> None:
-        """Let go of the memory."""
+        """Release the memory."""
         self._slots = []
 
     def memory(self) -> list[tuple[NDArray[np.uint8], int]]:
-        """Each tensor's rows as bytes, and how many a row has."""
+        """Return each tensor's rows as bytes, and the number of bytes in a row."""
         return [(np.frombuffer(slots, np.uint8), size) for slots, size in self._slots]
 
     def copies(self, first: int, rows: int) -> list[bytes]:
-        """The frames of n rows."""
+        """Return the frames of n rows."""
         end = first + rows
         return [bytes(slots[first * size : end * size]) for slots, size in self._slots]
 
     def write(self, first: int, rows: int, frames: Sequence[Any]) -> None:
-        """Write frames to n rows; raises as `unpack`."""
+        """Write frames to n rows. Raises the errors of `unpack`."""
         if len(frames) == len(self._slots):
             for frame, (_, size) in zip(frames, self._slots, strict=True):
                 if len(frame) != rows * size:
@@ -99,12 +98,12 @@ class PlainRows:
 
 
 def reasons(columns: Columns, first: int, rows: int) -> NDArray[np.uint8]:
-    """The frame with the reasons of failed rows; the only frame if nothing was computed (SESSION_LOST)."""
+    """Return the frame with the reasons of failed rows; the only frame if nothing was computed (SESSION_LOST)."""
     return np.ascontiguousarray(columns.reasons[first : first + rows])
 
 
 def size(columns: Columns, kind: Kind, first: int, rows: int) -> int:
-    """The size of `packed` in bytes, without reasons and state."""
+    """Return the size of `packed` in bytes, without reasons and state."""
     total = 0
     for name, spec, slots, extents in _tensors(columns, kind):
         if extents is None:
@@ -118,10 +117,10 @@ def size(columns: Columns, kind: Kind, first: int, rows: int) -> int:
 def unpack(
     columns: Columns, kind: Kind, first: int, rows: int, frames: Sequence[memoryview], *, failed: bool = False
 ) -> None:
-    """Write frames of `packed` to n rows; all of them are checked before.
+    """Write frames of `packed` to n rows. All frames are checked before any is written.
 
     Raises:
-        Error: (SPEC_MISMATCH) what was expected and what came.
+        Error: (SPEC_MISMATCH) the frames do not match the spec.
     """
     end = first + rows
     expected = sum(2 if extents is not None else 1 for _, _, _, extents in _tensors(columns, kind)) + failed
@@ -163,7 +162,7 @@ def unpack(
 
 
 def unpack_reasons(columns: Columns, first: int, rows: int, frames: Sequence[memoryview]) -> None:
-    """Write the frame of `reasons` to n rows. Raises Error (SPEC_MISMATCH) where it does not fit."""
+    """Write the frame of `reasons` to n rows. Raises Error (SPEC_MISMATCH) if it does not match."""
     if len(frames) != 1:
         raise _mismatch(f"{len(frames)} frames came, one of reasons was expected")
     columns.reasons[first : first + rows] = _array("reasons", frames[0], columns.reasons[first : first + rows])
@@ -178,13 +177,13 @@ def _tensors(columns: Columns, kind: Kind) -> Iterator[tuple[str, TensorSpec, ND
 
 
 def _counts(columns: Columns, kind: Kind, name: str, sizes: NDArray[Any]) -> list[int]:
-    """Elements of each row. Raises Error (SPEC_MISMATCH) if a size is invalid or exceeds the capacity."""
+    """Return the elements of each row. Raises Error (SPEC_MISMATCH) if a size is invalid or exceeds the capacity."""
     spec = (columns.spec.inputs if kind == "inputs" else columns.spec.outputs)[name]
     return checked_elements(f"{kind[:-1]} {name!r}", spec, sizes)
 
 
 def checked_elements(what: str, spec: TensorSpec, sizes: NDArray[Any]) -> list[int]:
-    """As `elements`. Raises Error (SPEC_MISMATCH) if a size is invalid or exceeds the capacity."""
+    """Do the same as `elements`. Raises Error (SPEC_MISMATCH) if a size is invalid or exceeds the capacity."""
     counts = elements(spec, sizes)
     if (wrong := np.flatnonzero(counts < 0)).size:
         i = int(wrong[0])
@@ -193,9 +192,9 @@ def checked_elements(what: str, spec: TensorSpec, sizes: NDArray[Any]) -> list[i
 
 
 def elements(spec: TensorSpec, sizes: NDArray[Any]) -> NDArray[np.int64]:
-    """Elements of rows of these extents (n, k), -1 where one is negative or more than the capacity; never overflows."""
+    """Return the elements of rows with extents (n, k); -1 if an extent is negative or exceeds the capacity."""
     bounded = np.clip(sizes, -1, spec.capacity + 1).astype(np.float64)
-    # A size of 0 excuses no other: where rows are padded to the largest, it would be everybody's.
+    # Sizes beside a size of 0 are checked, too: all rows may be padded to the largest of each size.
     wrong = (sizes < 0).any(axis=1) | (np.maximum(bounded, 1).prod(axis=1) * spec.unit > spec.capacity)
     return np.where(wrong, -1, bounded.prod(axis=1) * spec.unit).astype(np.int64)
 
@@ -214,7 +213,7 @@ def _mismatch(message: str) -> Error:
 
 
 def joined_strings(rows: Sequence[bytes]) -> bytes:
-    """Byte strings as the protocol has them raw: each behind its length, four bytes, little-endian."""
+    """Return the protocol's raw form of byte strings: each preceded by its length, four bytes, little-endian."""
     return b"".join(part for row in rows for part in (_LENGTH.pack(len(row)), row))
 
 
@@ -222,12 +221,12 @@ def split_strings(what: str, data: Any, n: int, most: int) -> list[bytes]:
     """The inverse of `joined_strings`.
 
     Args:
-        what: whose they are, for the message.
-        n: how many are expected.
-        most: bytes of the longest.
+        what: the name of the tensor for error messages.
+        n: the expected number of strings.
+        most: the maximum length in bytes.
 
     Raises:
-        Error: (SPEC_MISMATCH) a length that lies, another number of strings.
+        Error: (SPEC_MISMATCH) a length prefix or the number of strings is wrong.
     """
     if n * _LENGTH.size > len(data):
         raise _mismatch(
@@ -251,7 +250,7 @@ def split_strings(what: str, data: Any, n: int, most: int) -> list[bytes]:
 
 
 def extents_text(sizes: Sequence[Sequence[int]]) -> str:
-    """The sizes of rows as text.
+    """Return the sizes of rows as text.
 
     >>> extents_text([(480, 640), (1, 1)])
     '480,640;1,1'
@@ -260,7 +259,7 @@ def extents_text(sizes: Sequence[Sequence[int]]) -> str:
 
 
 def extents_of_text(what: str, text: str, spec: TensorSpec) -> tuple[list[tuple[int, ...]], list[int]]:
-    """The inverse of `extents_text`, with the elements of each row. Raises Error (SPEC_MISMATCH)."""
+    """Parse the text of `extents_text`; also return the elements of each row. Raises Error (SPEC_MISMATCH)."""
     if len(text) > MOST_ROWS * spec.extents * (_DIGITS + 1) or (rows := text.count(";") + 1) > MOST_ROWS:
         raise _mismatch(f"{what}: extents of more than {MOST_ROWS} rows came: send fewer rows in a request")
     sizes = np.empty((rows, spec.extents), np.int64)

@@ -1,10 +1,10 @@
 """The scoreboard: shared pages with the state of a server.
 
-Engines write their state (heartbeat, load, counters), the supervisor writes the leases of lanes, everybody reads.
-Reading costs the engine nothing, so status, metrics and the choice of an engine use it.
+Engines write their state (heartbeat, load, counters), the supervisor writes the leases of lanes, and all processes may
+read. Reading costs the engine nothing, so status, metrics and the choice of an engine use the scoreboard.
 
-Each record has one writer. Values are aligned words, so that a reader sees an old or a new one, never a mixture;
-a lane's lease is written last when granted and first when taken back.
+Each record has one writer. Values are aligned words, so that a reader sees either the old or the new value. A lane's
+lease is written last when it is granted and first when it is revoked.
 
 Any process of the user can write to these pages. So writers keep their own copies and rewrite them several times a
 second, and readers check every value: a state with `state_of`, an index against its bounds.
@@ -26,9 +26,9 @@ MAX_ENGINES = 64
 MAX_MODELS = 128
 MAX_LANES = 2048  # as many as a ring segment has, native/serving/shm_rings.hpp
 
-# A client locks byte LANE_LOCK + lane of the scoreboard's file for as long as it holds the lane.
+# A client locks byte LANE_LOCK + lane of the scoreboard's file as long as it holds the lane.
 LANE_LOCK = 1 << 59
-PAUSE_LOCK = LANE_LOCK - 1  # held by who has the engines paused
+PAUSE_LOCK = LANE_LOCK - 1  # held by the process that has paused the engines
 
 # Histograms count powers of two: bucket i holds values in [2^(i-1), 2^i).
 BATCH_BUCKETS = 20  # rows
@@ -46,7 +46,7 @@ class EngineState(IntEnum):
 
 
 def state_of(value: Any) -> EngineState:
-    """The state in a record; an invalid one counts as absent."""
+    """Return the state in a record; an invalid value counts as absent."""
     number = int(value)
     return EngineState(number) if number <= EngineState.STOPPED else EngineState.ABSENT
 
@@ -62,16 +62,16 @@ _HEADER = np.dtype(
 
 ENGINE = np.dtype(
     [
-        ("incarnation", "<u8"),  # of this life of the engine; 0 while there is none
+        ("incarnation", "<u8"),  # of the running engine process; 0 while there is none
         ("heartbeat", "<i8"),  # ns of CLOCK_MONOTONIC
-        ("expected_wait", "<i8"),  # ns until a ticket that comes now would be answered
+        ("expected_wait", "<i8"),  # ns until a ticket that arrives now would be answered
         ("state", "<u4"),
         ("pid", "<u4"),
         ("restarts", "<u8"),
         ("device_bytes", "<u8"),
-        ("rings", "<u8"),  # number of its shm transport's segment, new in every life; 0: it has none
+        ("rings", "<u8"),  # number of its shm transport's segment, new in every incarnation; 0: none
         ("computing", "<u4"),  # 1 + number of the model whose batch it runs; 0: none
-        ("paused", "<u4"),  # 1: it computes nothing, by order
+        ("paused", "<u4"),  # 1: it was ordered to compute nothing
     ]
 )
 
@@ -93,16 +93,16 @@ COUNTERS = np.dtype(
         ("requests", "<u8"),
         ("rows", "<u8"),
         ("batches", "<u8"),
-        ("failed", "<u8"),  # the model raised or broke its spec
+        ("failed", "<u8"),  # the model raised an error or did not match its spec
         ("expired", "<u8"),  # the deadline had passed
         ("refused", "<u8"),  # not computed: stale lease, rows outside the lane
-        ("not_held", "<u8"),  # asked for a weights version that is not held (any more)
+        ("not_held", "<u8"),  # requested a weights version that is not held
         ("version", "<u8"),  # of the weights in use
         ("newest", "<u8"),  # version the channel holds
         ("updates", "<u8"),  # adoptions
         ("adopted", "<i8"),  # ns of CLOCK_MONOTONIC of the last adoption
         ("waiting", "<u8"),  # rows not yet in a batch
-        ("sessions", "<u8"),  # whose state is kept
+        ("sessions", "<u8"),  # with state
         ("queue_total_ns", "<u8"),  # sums of the histograms' values
         ("forward_total_ns", "<u8"),
         ("request_total_ns", "<u8"),
@@ -140,7 +140,7 @@ class Scoreboard:
         self.engines: NDArray[Any] = segment.array(ENGINE, (engines,), _ENGINES_AT)
         self.lanes: NDArray[Any] = segment.array(LANE, (MAX_LANES,), _LANES_AT)
         self.counters: NDArray[Any] = segment.array(COUNTERS, (engines, MAX_MODELS), _COUNTERS_AT)
-        # The supervisor's copies of what it writes; empty with everybody else.
+        # The supervisor's copies of its records; empty in other processes.
         self._header = self.header[:0].copy()
         self._engines = self.engines[:0].copy()
         self.own_lanes = self.lanes[:0].copy()  # written as `lanes` is, by jurybox.server.supervisor.leases
@@ -148,7 +148,7 @@ class Scoreboard:
 
     @classmethod
     def create(cls, name: str, engines: int, started: float, make: Maker = Segment.create) -> Scoreboard:
-        """Create the scoreboard for a number of engines; `started` is in seconds since 1970."""
+        """Create the scoreboard for `engines` engines; `started` is in seconds since 1970."""
         scoreboard = cls(make(name, _size(engines)), engines)
         scoreboard.header[0] = (_MAGIC, PROTOCOL_VERSION, engines, started)
         scoreboard._header, scoreboard.own_lanes, scoreboard._engines = (
@@ -161,23 +161,23 @@ class Scoreboard:
 
     @property
     def started(self) -> float:
-        """When the server started, seconds since 1970; of its own scoreboard."""
+        """The server's start in seconds since 1970."""
         return float(self._header["started"][0])
 
     def begin_life(self, engine: int, rings: int) -> None:
-        """Begin an incarnation of an engine, which then writes its record except `restarts` and `rings`."""
+        """Begin an incarnation of an engine, which then writes its record, except for `restarts` and `rings`."""
         self._living[engine] = True
         self._engines["rings"][engine] = rings
         self.engines["rings"][engine] = rings
 
     def end_life(self, engine: int) -> None:
-        """End an incarnation: count a death, and take over the engine's record until the next one."""
+        """End an incarnation: count a restart, and write the engine's record until the next one begins."""
         self._living[engine] = False
         self._engines["restarts"][engine] += 1
         self.engines["restarts"][engine] = self._engines["restarts"][engine]
 
     def restore(self) -> bool:
-        """Rewrite the supervisor's part if another process has overwritten it; returns whether it was."""
+        """Rewrite the supervisor's part if another process has overwritten it; return whether that was so."""
         damaged = self.header.tobytes() != self._header.tobytes()
         if damaged:
             self.header[:] = self._header
@@ -185,7 +185,7 @@ class Scoreboard:
         shown, own = self.lanes.view("<u8").reshape(words), self.own_lanes.view("<u8").reshape(words)
         if len(lanes := np.flatnonzero((shown != own).any(axis=1))):
             damaged = True
-            shown[lanes, 0] = 0  # nobody uses a lane of which half is wrong
+            shown[lanes, 0] = 0  # so that no process uses a half-restored lane
             shown[lanes, 1:] = own[lanes, 1:]
             shown[lanes, 0] = own[lanes, 0]
         for name in ("restarts", "rings"):
@@ -197,7 +197,7 @@ class Scoreboard:
         return damaged
 
     def engine_words(self, engine: int) -> memoryview:
-        """An engine's record as eight words, for fast writes."""
+        """Return an engine's record as eight words, for fast writes."""
         at = _ENGINES_AT + engine * ENGINE.itemsize
         return self.segment.buffer[at : at + ENGINE.itemsize].cast("Q")
 
@@ -218,7 +218,7 @@ class Scoreboard:
         )
 
     def server_lives(self) -> bool:
-        """Whether the supervisor that made this scoreboard still runs (the kernel drops its lock when it dies)."""
+        """Return whether the supervisor of this scoreboard still runs; the kernel drops its lock when it dies."""
         return self.segment.owner_lives()
 
     def close(self) -> None:

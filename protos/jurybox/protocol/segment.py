@@ -2,11 +2,11 @@
 
 There are two kinds, and `Segment.attach` finds both by name, ``jurybox-<uid>-<owner id>-<kind>-<n>``:
 
-- A file of that name in the shared-memory file system, mode 0600, for owners that come and go (trainings, replay). It
-  appears only when it is whole (made nameless with O_TMPFILE, allocated, locked, then linked), so a creator killed
-  half-way leaves nothing behind. Its owner holds a kernel lock on it: when no one does, the owner is dead and `sweep`
+- A file of that name in the shared-memory file system, mode 0600, for short-lived owners (trainings, replay). It
+  appears only when it is complete (created unnamed with O_TMPFILE, allocated, locked, then linked), so a creator that
+  is killed leaves nothing behind. Its owner holds a kernel lock on it: without the lock the owner is dead, and `sweep`
   removes the file.
-- Memory without a file, sealed so that nobody can change its size, which a server hands over its socket
+- Memory without a file, sealed so that its size cannot change, which a server passes over its socket
   (jurybox.server.supervisor.segment_server). The kernel frees it with its last user.
 
 `multiprocessing.shared_memory` is not used because its resource tracker unlinks segments that other processes still
@@ -34,51 +34,51 @@ from jurybox.protocol.errors import Error, SharedMemoryError, TooManyFiles
 
 try:
     import fcntl
-except ModuleNotFoundError:  # on Windows: a client there connects over networks, and locks nothing
+except ModuleNotFoundError:  # on Windows, where clients connect over networks and need no locks
     fcntl = None  # type: ignore[assignment]
 
-# Locks sit far behind any content, so that they never meet a data offset.
+# Locks are far beyond any content, so that they never coincide with a data offset.
 OWNER_LOCK = 1 << 60
 _PREFIX = "jurybox"
 _MADV_POPULATE_WRITE = 23
 
-# What a server's socket is called after the names of its segments, and while it is being made.
-SOCKET, UNBORN = ".sock", ".sock-new"
-_MAKING = 1.0  # seconds after which a socket in the making has been given up; it takes microseconds
-_unborn: dict[int, float] = {}  # by inode: when this process first saw it, of the monotonic clock
-_TIMEOUT = 2.0  # seconds a server may take to hand a segment over
+# The suffixes of a server's socket, after the prefix of its segments' names: when it is ready, and before.
+SOCKET, UNFINISHED = ".sock", ".sock-new"
+_MAKING = 1.0  # seconds after which an unfinished socket is stale; creating it takes microseconds
+_unfinished: dict[int, float] = {}  # by inode: when this process first saw it, on the monotonic clock
+_TIMEOUT = 2.0  # seconds a server may take to pass a segment
 _RETRY = 0.005
-# Of a reply's first byte: what follows are descriptors, or there is nothing of that name, or no descriptor was left.
+# The reply's first byte: descriptors follow, there is no such segment, or the server has no free descriptor.
 HANDED, UNKNOWN, EXHAUSTED = b"\0", b"\1", b"\2"
 MOST_NAME = 256  # bytes of a request
 
 
 def directory() -> Path:
-    """Where segments live: JURYBOX_SHM_DIR, or /dev/shm."""
+    """Return the folder of the segments: JURYBOX_SHM_DIR, or /dev/shm."""
     return Path(os.environ.get("JURYBOX_SHM_DIR", "/dev/shm"))
 
 
 def segment_name(owner_id: str, kind: str, number: int = 0) -> str:
-    """The name of a segment: ``jurybox-<uid>-<owner id>-<kind>-<number>``; `kind` may hold no slash."""
+    """Return a segment's name: ``jurybox-<uid>-<owner id>-<kind>-<number>``; `kind` must not contain a slash."""
     return f"{_PREFIX}-{os.getuid()}-{owner_id}-{kind}-{number}"
 
 
 def sibling(name: str, kind: str, number: int = 0) -> str:
-    """The name of another segment of the owner of `name`, who may be another user than this process."""
+    """Return the name of another segment of the owner of `name`, which may belong to another user."""
     return f"{name.rsplit('-', 2)[0]}-{kind}-{number}"
 
 
-# Makes a segment of a name and a size: `Segment.create`, or a server's (jurybox.server.supervisor.segment_server).
+# Creates a segment: `Segment.create`, or a server's variant (jurybox.server.supervisor.segment_server).
 Maker = Callable[[str, int], "Segment"]
 
 
 class Segment:
-    """One mapped segment. Make it with `create` (the owner) or `attach` (everybody else).
+    """A mapped segment. Create it with `create` (the owner) or `attach` (other processes).
 
     Attributes:
         name: its file name in `directory()`.
         size: bytes.
-        owned: whether this object is the owner, who unlinks it.
+        owned: whether this object is the owner, which unlinks it.
     """
 
     def __init__(
@@ -91,13 +91,13 @@ class Segment:
         writable: bool = True,
         withdraw: Callable[[str], None] | None = None,
     ) -> None:
-        self._withdraw = withdraw  # what removes the name, where it is no file's
+        self._withdraw = withdraw  # removes the name if the segment has no file
         self.name = name
         self.size = size
         self.owned = owned
         self._fd = fd
-        # Python's mmap keeps a duplicate of its descriptor, and with it every lock, for as long as an array looks at
-        # the memory. So it gets an open file of its own, and locks on `fd` end when `fd` is closed.
+        # Python's mmap keeps a duplicate of its descriptor, and with it every lock, as long as an array uses the
+        # memory. So it gets a separate open file, and locks on `fd` end when `fd` is closed.
         own = os.open(f"/proc/self/fd/{fd}", (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC)
         access = mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ
         try:
@@ -112,13 +112,13 @@ class Segment:
         Args:
             name: see `segment_name`.
             size: bytes.
-            allocate: False: pages are had by `allocate` as they are needed, by as many threads as fill them; touching
-                one before may be a SIGBUS where memory is short.
+            allocate: False: pages are allocated with `allocate` as needed, by any number of threads. Touching a page
+                before may raise SIGBUS if memory is short.
 
         Raises:
-            SharedMemoryError: no room (the message says how much there is and what to change), or the name is
-                taken by a living owner.
-            TooManyFiles: this process may open no more.
+            SharedMemoryError: too little memory is available (the message names the amount and the remedy), or the
+                name is taken by a living owner.
+            TooManyFiles: this process has too many files open.
         """
         folder = directory()
         if allocate and _too_much(folder, size):
@@ -128,7 +128,7 @@ class Segment:
         except OSError as error:
             raise _not_made(folder, error) from error
         try:
-            # Allocate now: a page that cannot be had later would be a SIGBUS in whoever touches it.
+            # Allocate now: a page that cannot be allocated later would raise SIGBUS in the process that touches it.
             if allocate:
                 os.posix_fallocate(fd, 0, size)
             else:
@@ -151,16 +151,16 @@ class Segment:
 
     @classmethod
     def attach(cls, name: str, *, keep_alive: bool = False, writable: bool = True) -> Segment:
-        """Map an existing segment, to read and to write.
+        """Map an existing segment.
 
         Args:
-            name: what the owner called it.
-            keep_alive: hold the segment as the owner does: it is not swept while this object is open.
-            writable: False maps it for reading alone; its arrays refuse to be written to.
+            name: its name.
+            keep_alive: hold the segment like its owner: it is not swept while this object is open.
+            writable: False maps it read-only, with read-only arrays.
 
         Raises:
-            SharedMemoryError: there is none of that name.
-            TooManyFiles: this process may open no more.
+            SharedMemoryError: there is no segment of that name.
+            TooManyFiles: this process has too many files open.
         """
         return cls.attach_with(name, keep_alive=keep_alive, writable=writable)[0]
 
@@ -168,7 +168,7 @@ class Segment:
     def attach_with(
         cls, name: str, *, keep_alive: bool = False, writable: bool = True
     ) -> tuple[Segment, tuple[int, ...]]:
-        """As `attach`; also returns further descriptors from the server, which the caller owns."""
+        """Do the same as `attach`; also return further descriptors of the server, which the caller owns."""
         if (handed := _handed(name, writable=writable)) is not None:
             fd, *more = handed
             removed = False
@@ -176,37 +176,37 @@ class Segment:
             fd, more = _open_file(name, writable=writable), []
             removed = keep_alive and (not try_lock(fd, OWNER_LOCK, shared=True) or os.fstat(fd).st_nlink == 0)
         if removed:
-            # Between our open and our lock its last holder went and a sweep took it away.
+            # Its last holder ended between our open and our lock, and a sweep removed it.
             os.close(fd)
             raise SharedMemoryError(f"shared memory {name} was just removed: its owner is gone; make it anew")
         try:
             return cls(name, fd, os.fstat(fd).st_size, owned=False, writable=writable), tuple(more)
-        except (OSError, ValueError) as error:  # no memory, no descriptor, or a file without content
+        except (OSError, ValueError) as error:  # no memory, no descriptor, or an empty file
             for number in (fd, *more):
                 os.close(number)
             raise _not_opened(name, error) from error
 
     @property
     def buffer(self) -> memoryview:
-        """The segment's bytes. Views taken from it keep the mapping alive after `close`."""
+        """The segment's bytes. Views of it keep the mapping alive after `close`."""
         if self._map is None:
             raise SharedMemoryError(f"shared memory {self.name} was closed in this process")
         return memoryview(self._map)
 
     @property
     def fd(self) -> int:
-        """The open file, for locks; -1 after `close`."""
+        """The descriptor of the open file, for locks; -1 after `close`."""
         return self._fd
 
     def array(self, dtype: npt.DTypeLike, shape: tuple[int, ...], offset: int = 0) -> npt.NDArray[Any]:
-        """An array over the bytes from `offset` on, writable unless the segment is mapped for reading alone."""
+        """Return an array over the bytes from `offset` on; it is writable unless the segment is mapped read-only."""
         return np.ndarray(shape, dtype, self.buffer, offset)
 
     def allocate(self, offset: int, size: int) -> None:
-        """Get the pages of bytes [offset, offset + size) of a segment made without them; from any thread.
+        """Allocate the pages of bytes [offset, offset + size), if `create` did not; from any thread.
 
         Raises:
-            SharedMemoryError: there is no room.
+            SharedMemoryError: too little memory is available.
         """
         if size == 0:
             return
@@ -220,7 +220,7 @@ class Segment:
     def populate(self) -> None:
         """Map all pages now: slower now, but without page faults later.
 
-        madvise(2), MADV_POPULATE_WRITE, Linux 5.14; an older kernel is made to by reading a byte of every page.
+        Uses madvise(2) with MADV_POPULATE_WRITE (Linux 5.14); on older kernels it reads a byte of every page.
         """
         if self._map is None:
             raise SharedMemoryError(f"shared memory {self.name} was closed in this process")
@@ -232,19 +232,19 @@ class Segment:
             self.array(np.uint8, (self.size,))[:: mmap.PAGESIZE].sum()
 
     def owner_lives(self) -> bool:
-        """Whether another open file holds the segment."""
+        """Return whether another open file holds the segment."""
         return is_locked(self._fd, OWNER_LOCK)
 
     def separate(self, *, hold: bool) -> None:
-        """In a forked child: reopen the file, so that it shares no lock with the parent; the child owns nothing.
+        """Reopen the file in a forked child, so that it shares no lock with the parent. The child is not the owner.
 
         Args:
-            hold: hold the segment as the parent does: it is not swept while this object is open.
+            hold: hold the segment like the parent: it is not swept while this object is open.
         """
         self.owned = False
         if self._fd < 0:
             return
-        import fcntl  # which Windows lacks; a client there imports this module and makes no segment
+        import fcntl  # missing on Windows, where clients import this module but create no segments
 
         access = fcntl.fcntl(self._fd, fcntl.F_GETFL) & os.O_ACCMODE
         own = os.open(f"/proc/self/fd/{self._fd}", access | os.O_CLOEXEC)
@@ -256,14 +256,14 @@ class Segment:
             try_lock(self._fd, OWNER_LOCK, shared=True)
 
     def close(self) -> None:
-        """Close the file and release its locks. The mapping goes when the last array over it does."""
+        """Close the file and release its locks. The mapping is removed with the last array over it."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
         self._map = None
 
     def unlink(self) -> None:
-        """Remove the name; memory is freed when the last mapping goes. May be called again."""
+        """Remove the name; the memory is freed with the last mapping. May be called again."""
         if self._withdraw is not None:
             self._withdraw(self.name)
         else:
@@ -283,17 +283,17 @@ class Segment:
 
 
 def sweep() -> list[str]:
-    """Remove this user's segments and sockets whose owners are dead; returns the names removed."""
+    """Remove this user's segments and sockets whose owners are dead; return the removed names."""
     files = sorted(directory().glob(f"{_PREFIX}-{os.getuid()}-*"))
     return [path.name for path in files if _remove_if_dead(path)]
 
 
 def dead(path: Path) -> bool:
-    """Whether the owner of a segment's file or a server's socket is dead; False if unknown."""
+    """Return whether the owner of a segment's file or a server's socket is dead; False if unknown."""
     try:
         found = path.lstat()
         if stat.S_ISSOCK(found.st_mode):
-            since = _unborn.setdefault(found.st_ino, time.monotonic()) if path.suffix == UNBORN else 0.0
+            since = _unfinished.setdefault(found.st_ino, time.monotonic()) if path.suffix == UNFINISHED else 0.0
             return not _listens(path) and time.monotonic() - since > _MAKING
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
@@ -305,13 +305,13 @@ def dead(path: Path) -> bool:
 
 
 def available_bytes() -> int:
-    """Free bytes of the shared-memory file system."""
+    """Return the free bytes of the shared-memory file system."""
     stat = os.statvfs(directory())
     return stat.f_bavail * stat.f_frsize
 
 
 def _remove_if_dead(path: Path) -> bool:
-    if path.suffix in (SOCKET, UNBORN):
+    if path.suffix in (SOCKET, UNFINISHED):
         if is_dead := dead(path):
             path.unlink(missing_ok=True)
         return is_dead
@@ -320,8 +320,8 @@ def _remove_if_dead(path: Path) -> bool:
     except OSError:
         return False  # gone meanwhile, or not ours to judge
     try:
-        # Held while unlinking: whoever else finds this file dead cannot put a living one in its place meanwhile, and
-        # who attaches to keep it alive either has its lock before us or sees that the file is gone.
+        # Held while unlinking: no other process can replace this dead file with a living one meanwhile, and a process
+        # that attaches to keep it alive either gets the lock before us or sees that the file is gone.
         if not try_lock(fd, OWNER_LOCK) or os.fstat(fd).st_nlink == 0:
             return False
         path.unlink(missing_ok=True)
@@ -331,12 +331,12 @@ def _remove_if_dead(path: Path) -> bool:
 
 
 def socket_of(name: str) -> Path:
-    """The socket over which a server passes the segment `name`."""
+    """Return the path of the socket over which a server passes the segment `name`."""
     return directory() / f"{name.rsplit('-', 2)[0]}{SOCKET}"
 
 
 def _user_of(name: str) -> int | None:
-    """The user whose segment has that name; None for a name of another form."""
+    """Return the user id in a segment's name; None for a name of another form."""
     parts = name.split("-", 2)
     return int(parts[1]) if len(parts) == 3 and parts[0] == _PREFIX and parts[1].isdecimal() else None
 
@@ -344,11 +344,11 @@ def _user_of(name: str) -> int | None:
 def _handed(name: str, *, writable: bool) -> list[int] | None:
     """Get the segment from the server that owns `name`; None if there is no such server.
 
-    The descriptors are of open files of their own: locks on one are this process's alone.
+    The descriptors belong to separate open files: locks on them are held by this process only.
 
     Raises:
-        SharedMemoryError: it has nothing of that name, or does not answer.
-        TooManyFiles: this process may open no more.
+        SharedMemoryError: it has no segment of that name, or does not answer.
+        TooManyFiles: this process has too many files open.
     """
     path = socket_of(name)
     owner = _user_of(name)
@@ -389,7 +389,7 @@ def _open_file(name: str, *, writable: bool) -> int:
         raise _not_opened(name, error) from error
     found = os.fstat(fd)
     if not stat.S_ISREG(found.st_mode) or _user_of(name) not in (found.st_uid, None):
-        # /dev/shm lets everybody make files of any name.
+        # In /dev/shm every user can create files of any name.
         os.close(fd)
         raise SharedMemoryError(f"shared memory {name} in {directory()} is of user {found.st_uid}, not of its owner")
     return fd
@@ -409,7 +409,7 @@ def _listens(path: Path) -> bool:
 
 
 def _link(fd: int, path: Path) -> None:
-    """Link the unnamed file; a dead owner's file of that name is removed."""
+    """Link the unnamed file; remove a dead owner's file of that name before."""
     # Naming a directory makes os.link call linkat(2) with AT_SYMLINK_FOLLOW; plain link(2) would not follow /proc.
     folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
@@ -451,11 +451,11 @@ def _not_opened(name: str, error: OSError | ValueError) -> Error:
 
 
 def _too_much(folder: Path, size: int) -> bool:
-    """Whether so much is not available; checked without allocating, which would take memory from others."""
+    """Return whether `size` exceeds the free memory; checked without allocating, which would take it from others."""
     try:
         found = os.statvfs(folder)
     except OSError:
-        return False  # the next step says why
+        return False  # the next step reports the reason
     return found.f_blocks > 0 and size > found.f_bavail * found.f_frsize  # no blocks: a tmpfs without a limit
 
 
@@ -468,7 +468,7 @@ def _no_room(folder: Path, name: str, size: int) -> SharedMemoryError:
     )
 
 
-# Leases as kernel file locks: a lock lives exactly as long as its holder, whatever kills it.
+# Leases as kernel file locks: a lock lasts exactly as long as its holder, however that ends.
 #
 # Open-file-description locks (`fcntl(2)`, F_OFD_SETLK) belong to an open file, not to a process id: they vanish with
 # the last descriptor, work across PID namespaces that share the file, and two of them in one process conflict as two
@@ -481,13 +481,13 @@ _F_OFD_GETLK, _F_OFD_SETLK = 36, 37
 
 
 def _call(fd: int, command: int, kind: int, at: int) -> int:
-    """Run one lock command; returns the lock type the kernel wrote back."""
+    """Run one lock command; return the lock type that the kernel wrote back."""
     request = _FLOCK.pack(kind, 0, at, 1, 0)
     return int(_FLOCK.unpack(fcntl.fcntl(fd, command, request))[0])
 
 
 def try_lock(fd: int, at: int, *, shared: bool = False) -> bool:
-    """Lock a byte of the open file `fd`, without waiting; False when another has it."""
+    """Lock a byte of the open file `fd` without waiting; return False if another open file has locked it."""
     try:
         _call(fd, _F_OFD_SETLK, fcntl.F_RDLCK if shared else fcntl.F_WRLCK, at)
     except OSError as error:
@@ -498,10 +498,10 @@ def try_lock(fd: int, at: int, *, shared: bool = False) -> bool:
 
 
 def unlock(fd: int, at: int) -> None:
-    """Give up the lock on a byte."""
+    """Release the lock on a byte."""
     _call(fd, _F_OFD_SETLK, fcntl.F_UNLCK, at)
 
 
 def is_locked(fd: int, at: int) -> bool:
-    """Whether any other open file holds a lock, shared or not, on a byte."""
+    """Return whether another open file holds a lock, shared or exclusive, on a byte."""
     return _call(fd, _F_OFD_GETLK, fcntl.F_WRLCK, at) != fcntl.F_UNLCK

@@ -32,7 +32,7 @@ from jurybox.protocol.segment import (
     HANDED,
     MOST_NAME,
     OWNER_LOCK,
-    UNBORN,
+    UNFINISHED,
     UNKNOWN,
     Segment,
     segment_name,
@@ -316,7 +316,7 @@ def _listen(path: Path) -> socket.socket:
 
     So a socket that refuses connections belongs to a dead server.
     """
-    temporary = path.with_name(path.name.removesuffix(path.suffix) + UNBORN)
+    temporary = path.with_name(path.name.removesuffix(path.suffix) + UNFINISHED)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         os.fchmod(listener.fileno(), 0o600)  # sets the mode of the file that bind creates, independent of the umask
