@@ -1,8 +1,8 @@
 """Child processes of a supervisor or an orchestrator, which end with it, and their control pipes of JSON messages.
 
-A child is started with one end of a socket pair. It reads its settings from there, reports there, and takes the
-end of file as the order to stop. Because a loop inside a long kernel cannot read a pipe, the kernel is also asked
-to kill the child when its parent dies.
+A child is started with one end of a socket pair. It reads its settings and orders from it, sends reports to it, and
+stops at the end of file. Because a loop cannot read a pipe during a long computation, the kernel is also asked to kill
+the child when its parent dies.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ _MESSAGE_SECONDS = 5
 _PARENT = "_JURYBOX_PARENT"
 
 if _PARENT in os.environ:
-    # A child that starts, which imports this first of all. Imports make a million objects that stay, and the collector
-    # would look through them again and again: a seventh of the time that importing torch takes. `attach` enables it.
+    # A starting child imports this module first. Imports create a million permanent objects, and the garbage collector
+    # would scan them again and again, in a seventh of the time of importing torch. `attach` enables it.
     gc.disable()
 
-# Every library that starts a pool of threads reads one of these when it is loaded.
+# Every numerical library reads one of these variables when it is loaded and starts its threads.
 _THREADS = (
     "OMP_NUM_THREADS",
     "MKL_NUM_THREADS",
@@ -48,7 +48,7 @@ _THREADS = (
 
 
 def thread_limits(threads: int) -> dict[str, str]:
-    """Environment variables that limit the threads of numerical libraries in a child."""
+    """Return environment variables that limit the threads of numerical libraries in a child."""
     return dict.fromkeys(_THREADS, str(threads))
 
 
@@ -62,25 +62,25 @@ class ControlPipe:
         return self._connection.fileno()
 
     def send(self, kind: str, **fields: Any) -> None:
-        """Send a message; raises OSError when the other end is gone."""
+        """Send a message. Raises OSError if the other end is closed."""
         self._connection.send_bytes(json.dumps({"kind": kind, **fields}).encode())
 
     def receive(self, timeout: float) -> dict[str, Any] | None:
-        """The next message, or None after `timeout` seconds; raises EOFError when the other end is gone."""
+        """Return the next message, or None after `timeout` seconds. Raises EOFError if the other end is closed."""
         try:
-            # Connection.poll makes a selector, which takes ten times as long; an engine looks between two requests.
+            # Connection.poll creates a selector, which takes ten times as long; engines poll between two requests.
             poll = select.poll()
             poll.register(self._connection.fileno(), select.POLLIN)
             if not poll.poll(max(0, math.ceil(timeout * 1000))):
                 return None
             message: dict[str, Any] = json.loads(self._connection.recv_bytes())
-        except OSError as error:  # cut in the midst of a message, too
+        except OSError as error:  # also if it was cut within a message
             raise EOFError("the other end of the control pipe is gone") from error
         return message
 
     def writable(self) -> bool:
-        """Whether a small message can be sent without waiting for the other end to read."""
-        poll = select.poll()  # not select(2), which knows descriptors below 1024 only
+        """Return whether a small message can be sent without blocking."""
+        poll = select.poll()  # not select(2), which supports only descriptors below 1024
         poll.register(self._connection.fileno(), select.POLLOUT)
         return bool(poll.poll(0))
 
@@ -98,18 +98,18 @@ def spawn(
 ) -> tuple[subprocess.Popen[bytes], ControlPipe]:
     """Start ``python -m module FD arguments...`` with a control pipe on descriptor FD.
 
-    A fresh interpreter, never a fork: CUDA and threads do not survive one. Call it from a thread that lives as long as
-    the child shall: the kernel's parent-death signal comes with the end of the thread.
+    The child is a new interpreter and not a fork, which CUDA and threads do not survive. Call it from a thread that
+    lives as long as the child should: the kernel sends the parent-death signal when the thread ends.
 
     Args:
-        environment: variables to set for it; None: to remove.
+        environment: environment variables of the child; None removes one.
         python: the interpreter that runs it.
-        output: descriptor of a file for what the child prints, errors included; it then has a process group of its own
-            as well, so that a terminal's Ctrl-C reaches its parent alone. None: the parent's own.
+        output: the descriptor of a file for the child's output and errors. The child then also has its own process
+            group, so that a terminal's Ctrl-C reaches only its parent. None: the parent's output.
     """
     ours, theirs = socket.socketpair()
     for direction in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
-        # A child that was stopped in the midst of a message must not hold its parent for ever.
+        # A child that was stopped within a message must not block its parent forever.
         ours.setsockopt(socket.SOL_SOCKET, direction, struct.pack("@ll", _MESSAGE_SECONDS, 0))
     variables = {**os.environ, **(environment or {}), _PARENT: str(os.getpid())}
     with theirs:
@@ -126,28 +126,29 @@ def spawn(
 
 
 def exact_sleeps() -> None:
-    """Let this thread's sleeps end within a microsecond of their time; by default the kernel adds fifty."""
+    """Make this thread's sleeps accurate to a microsecond; by default the kernel adds up to fifty."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_TIMERSLACK, 1000, 0, 0, 0)
 
 
-# From malloc.h of the GNU C library; other C libraries have no mallopt, or know other numbers and refuse these.
+# From malloc.h of the GNU C library; other C libraries have no mallopt, or use other numbers and refuse these.
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
-# The most that every glibc takes.
+# The largest value that every glibc accepts.
 _LARGEST_KEPT_BLOCK = 32 * 2**20
 
 
 def keep_freed_memory(most: int = 256 * 2**20) -> bool:
-    """Let the process keep freed memory instead of handing it back after every batch or picture.
+    """Let the process keep freed memory instead of returning it to the system after every batch or picture.
 
-    By default glibc maps every block of a few megabytes anew and unmaps it when freed, so that each intermediate of
-    each batch is paid for in page faults. Counts for the whole process, and again costs nothing.
+    By default glibc maps every block of a few megabytes separately and unmaps it when it is freed, so that every
+    intermediate result of every batch causes page faults. The setting applies to the whole process; further calls have
+    no effect.
 
     Args:
-        most: bytes that are kept; blocks of more than 32 MiB never are.
+        most: the maximum number of bytes to keep; blocks of more than 32 MiB are never kept.
 
     Returns:
-        Whether the C library took the settings; without them everything works, slower.
+        Whether the C library accepted the settings; without them the process is only slower.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:
@@ -157,26 +158,26 @@ def keep_freed_memory(most: int = 256 * 2**20) -> bool:
 
 
 def attach(fd: int) -> ControlPipe:
-    """In the child: open the control pipe, and end with the parent.
+    """Open the control pipe in the child, and make the child end with its parent.
 
-    Terminal signals are the parent's to handle: it decides about draining and tells through the pipe. What the child
-    has imported by now stays for its life: no later garbage collection looks at it.
+    The child ignores terminal signals: the parent handles them, decides about draining, and sends orders through the
+    pipe. Objects that exist now are excluded from later garbage collections.
     """
     gc.freeze()
     gc.enable()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    # Said by `spawn`: whoever asks for its parent after that died is told of another.
+    # Passed by `spawn`: after the parent's death getppid would return another process.
     parent = int(os.environ.pop(_PARENT, os.getppid()))
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() != parent:  # it died before the order stood
+        if os.getppid() != parent:  # it died before the signal was set up
             os.kill(os.getpid(), signal.SIGKILL)
     return ControlPipe(fd)
 
 
 def configuration(control_pipe: ControlPipe) -> dict[str, Any] | None:
-    """Wait for the first message, which may be long in coming to a process on standby; None where the parent ended.
+    """Wait for the first message, which a standby process may get late; return None if the parent ended.
 
     Raises:
         ValueError: the first message is not "configure".
@@ -192,10 +193,10 @@ def configuration(control_pipe: ControlPipe) -> dict[str, Any] | None:
 
 
 def stop_event(control_pipe: ControlPipe, unknown: Callable[[str], None]) -> asyncio.Event:
-    """An event that is set when the control pipe says stop, or ends; call it in a running event loop.
+    """Return an event that is set by a stop message or the end of the pipe; call it in a running event loop.
 
     Args:
-        unknown: is called with the kind of any other message.
+        unknown: called with the kind of any other message.
     """
     import asyncio  # engines have no event loop
 
@@ -221,11 +222,11 @@ _EVERY = 1.0  # seconds
 
 @contextlib.asynccontextmanager
 async def signs_of_life(control_pipe: ControlPipe) -> AsyncIterator[None]:
-    """Send the parent a sign of life every second, inside the ``with``."""
+    """Send the parent a heartbeat every second inside the ``with`` block."""
     import asyncio  # engines have no event loop
 
     async def tell() -> None:
-        # A parent that was stopped reads nothing: waiting for it would stop this process, too.
+        # A parent that was stopped (SIGSTOP) reads nothing: waiting for it would block this process, too.
         while True:
             if control_pipe.writable():
                 control_pipe.send("alive")
@@ -236,5 +237,5 @@ async def signs_of_life(control_pipe: ControlPipe) -> AsyncIterator[None]:
         yield
     finally:
         telling.cancel()
-        with contextlib.suppress(asyncio.CancelledError, OSError):  # that the parent is gone, the control pipe says too
+        with contextlib.suppress(asyncio.CancelledError, OSError):  # the pipe's end reports it, too
             await telling

@@ -9,12 +9,14 @@ from jurybox.protocol.segment import Segment
 
 
 class ShmRings:
-    """A ring segment's memory and its pipe. The supervisor makes them for one incarnation of one engine (`create_rings`
-    of its SegmentServer); everybody else attaches.
+    """A ring segment's memory and its pipe.
+
+    The supervisor creates them for one incarnation of one engine (`create_rings` of its SegmentServer); engine and
+    clients attach.
 
     Attributes:
-        segment: native/serving/shm_rings.hpp says what is in it.
-        pipe: descriptor: the engine reads from it, clients write to it; -1 with its owner, who does neither.
+        segment: the segment; native/serving/shm_rings.hpp defines its contents.
+        pipe: the descriptor that the engine reads and clients write; -1 in the owner, which does neither.
     """
 
     def __init__(self, segment: Segment, pipe: int) -> None:
@@ -26,7 +28,8 @@ class ShmRings:
         """Map the segment and receive the pipe.
 
         Raises:
-            SharedMemoryError: they are not there (any more); TooManyFiles: this process may open no more.
+            SharedMemoryError: they do not exist, or not any more.
+            TooManyFiles: this process has too many files open.
         """
         segment, pipes = Segment.attach_with(name)
         if len(pipes) != 1:
@@ -35,7 +38,7 @@ class ShmRings:
         return cls(segment, pipes[0])
 
     def close(self) -> None:
-        """Close both; the owner also removes them."""
+        """Close segment and pipe; the owner also removes them."""
         if self.pipe >= 0:
             os.close(self.pipe)
             self.pipe = -1

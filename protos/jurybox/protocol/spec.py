@@ -16,8 +16,8 @@ _LONGEST_NAME = 200  # characters of a tensor's name
 VARIABLE = -1  # in a shape: any size
 BYTES = "bytes"
 
-# The Open Inference Protocol's names for dtypes; what is absent here cannot cross a transport.
-# BF16 has no NumPy dtype: a model may compute in it, its rows are float32.
+# The Open Inference Protocol's names for dtypes; only these can be sent. BF16 has no NumPy dtype: a model may compute
+# in it, and its rows are float32.
 OIP_NAMES: dict[str, str] = {
     "bool": "BOOL",
     "uint8": "UINT8",
@@ -37,10 +37,10 @@ OIP_NAMES: dict[str, str] = {
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """One named tensor of a model: its dtype and the shape of ONE row, the batch dimension left out.
+    """The spec of a model's tensor: its dtype and the shape of ONE row, without the batch dimension.
 
-    A size of -1 is any size, from row to row; `capacity` then bounds the elements of one row, and shared memory holds
-    so much for each. A row of dtype "bytes" is a byte string of at most `capacity` bytes; text is UTF-8 in it.
+    A size of -1 may differ from row to row; `capacity` is then the maximum number of elements of a row, for which
+    shared memory is reserved. A row of dtype "bytes" is a byte string of at most `capacity` bytes; text is UTF-8.
 
     Example:
         TensorSpec("float32", (52,))                                # 52 numbers
@@ -48,17 +48,17 @@ class TensorSpec:
         TensorSpec("bytes", capacity=4096)                          # a prompt
 
     Args:
-        dtype: NumPy's name, or "bytes".
-        shape: sizes of one row; () for one number, and for "bytes".
-        capacity: most elements of one row, bytes of a byte string; for rows of variable size only.
-        finite: of an output of floating-point numbers: a row with a NaN or an infinity in it fails (RowFailed).
+        dtype: the NumPy name, or "bytes".
+        shape: the shape of one row; () for a number, and for "bytes".
+        capacity: the maximum number of elements of a row, or bytes of a byte string; only for rows of variable size.
+        finite: for a floating-point output: rows with NaN or infinity fail (RowFailed).
 
     Attributes:
-        numpy_dtype: of the elements in memory; uint8 for bytes.
+        numpy_dtype: the dtype of the elements in memory; uint8 for bytes.
 
     Raises:
-        ValueError: for a dtype that no transport can carry, a shape that is no tuple or has a size of 0, more than 2^31
-            elements, or a capacity that is missing, useless or too small.
+        ValueError: the dtype is not supported, the shape is not a tuple, has a size of 0 or more than 2^31 elements,
+            or the capacity is missing, superfluous or too small.
     """
 
     dtype: str
@@ -113,7 +113,7 @@ class TensorSpec:
 
     @property
     def unit(self) -> int:
-        """Elements of a row whose variable sizes are all 1: their product times this is what a row has."""
+        """The elements of a row whose variable sizes are all 1; a row has this many times the product of its sizes."""
         return math.prod(size for size in self.shape if size != VARIABLE)
 
     @property
@@ -132,14 +132,14 @@ class TensorSpec:
         return self.elements * self.numpy_dtype.itemsize
 
     def measured(self, extents: Sequence[int]) -> tuple[int, ...]:
-        """The shape of a row whose variable sizes are these; a byte string's is its length."""
+        """Return the shape of a row with these variable sizes; for a byte string, its length."""
         if self.dtype == BYTES:
             return (int(extents[0]),)
         sizes = iter(extents)
         return tuple(int(next(sizes)) if size == VARIABLE else size for size in self.shape)
 
     def extents_of(self, shape: Sequence[int]) -> tuple[int, ...] | None:
-        """The variable sizes of a row of this shape; None if the shape does not fit, or exceeds the capacity."""
+        """Return the variable sizes of a row of this shape; None if it does not match or exceeds the capacity."""
         if self.dtype == BYTES:
             return (shape[0],) if len(shape) == 1 and shape[0] <= self.capacity else None
         if len(shape) != len(self.shape) or any(
@@ -151,7 +151,7 @@ class TensorSpec:
         return tuple(size for want, size in zip(self.shape, shape, strict=True) if want == VARIABLE)
 
     def zeros(self, rows: int) -> Any:
-        """Rows of zeros, (rows, *shape); of what differs in size a list of small ones, of byte strings b"0000"."""
+        """Return rows of zeros, (rows, *shape); for variable sizes a list of small rows, for byte strings b"0000"."""
         if self.dtype == BYTES:
             return [b"0" * min(self.capacity, 4)] * rows
         if not self.variable:
@@ -169,7 +169,7 @@ class TensorSpec:
 class ModelSpec:
     """The spec of a served model: its name, inputs and outputs by name, in order.
 
-    `state` is what the model keeps for each session between requests, by name; it never leaves the server by itself.
+    `state` is the state that the model keeps for each session between requests, by name; it stays on the server.
     """
 
     name: str
@@ -194,23 +194,23 @@ class ModelSpec:
 
     @property
     def open(self) -> bool:
-        """Whether rows differ in size, or have state."""
+        """Whether rows differ in size, or the model has state."""
         return bool(self.state) or any(t.variable for t in (*self.inputs.values(), *self.outputs.values()))
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one row, inputs and outputs together, and its state where there is some."""
+        """The bytes of one row: inputs, outputs and, if the model has it, state."""
         tensors = (*self.inputs.values(), *self.outputs.values(), *self.state.values(), *self.state.values())
         return sum(spec.row_bytes for spec in tensors)
 
 
 def plain_specs(specs: Mapping[str, TensorSpec]) -> list[list[Any]]:
-    """Specs as lists [name, dtype, shape, capacity, finite], for JSON."""
+    """Return specs as lists [name, dtype, shape, capacity, finite], for JSON."""
     return [[name, spec.dtype, list(spec.shape), spec.capacity, spec.finite] for name, spec in specs.items()]
 
 
 def specs_from_plain(plain: list[list[Any]]) -> dict[str, TensorSpec]:
-    """The inverse of `plain_specs`."""
+    """Return the specs in lists of `plain_specs`."""
     return {name: TensorSpec(dtype, tuple(shape), *rest) for name, dtype, shape, *rest in plain}
 
 

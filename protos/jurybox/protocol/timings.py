@@ -1,7 +1,7 @@
-"""Timings of tickets for traces: when a batch began and ended, and its size.
+"""Timings of tickets for traces: begin, end and size of their batches.
 
-The record of a ticket has no room for them. So they have their own pages, which exist only if a server is configured
-for traces: engines write them, and a client that traces reads them after its answer.
+Tickets and replies do not contain them. They have separate pages, which exist only if a server is configured for
+traces: engines write them, and a client that traces reads them after its answer.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from numpy.typing import NDArray
 from jurybox.protocol.scoreboard import MAX_LANES
 from jurybox.protocol.segment import Maker, Segment
 
-PLACES = 16  # tickets of a lane that are remembered; a client with more in flight may find that one was overwritten
+PLACES = 16  # records per lane; if a client has more tickets in flight, older records are overwritten
 
 TIMING = np.dtype(
     [
-        ("sequence", "<u8"),  # of the ticket; written last, so that what stands beside it is its own
+        ("sequence", "<u8"),  # of the ticket; written last, so that a matching number means a complete record
         ("began", "<i8"),  # ns of CLOCK_MONOTONIC: its batch left the queue
         ("ended", "<i8"),  # its answer was ready
         ("engine", "<u4"),
@@ -31,7 +31,7 @@ assert TIMING.itemsize == 64
 
 
 class Timings:
-    """The array `records` (lanes, PLACES); a ticket's place is its sequence number modulo PLACES."""
+    """The array `records` (lanes, PLACES); a ticket's index is its sequence number modulo PLACES."""
 
     def __init__(self, segment: Segment) -> None:
         self.segment = segment
@@ -39,12 +39,12 @@ class Timings:
 
     @classmethod
     def create(cls, name: str, make: Maker = Segment.create) -> Timings:
-        """Make the segment; raises SharedMemoryError when there is no room."""
+        """Create the segment. Raises SharedMemoryError if too little memory is available."""
         return cls(make(name, TIMING.itemsize * MAX_LANES * PLACES))
 
     @classmethod
     def attach(cls, name: str, *, writable: bool = False) -> Timings:
-        """Map the timings of a server; raises SharedMemoryError if it has none."""
+        """Map the timings of a server. Raises SharedMemoryError if it has none."""
         return cls(Segment.attach(name, writable=writable))
 
     def write(
@@ -59,7 +59,7 @@ class Timings:
         self.records["sequence"][where] = tickets["sequence"]
 
     def read(self, lane: int, sequence: int) -> Any:
-        """The record of a ticket; None if it is not, or no longer, there."""
+        """Return the record of a ticket; None if there is none, or not any more."""
         record = self.records[lane, sequence % PLACES].copy()
         return record if int(record["sequence"]) == sequence else None
 

@@ -16,15 +16,15 @@ from jurybox.protocol.errors import Code, ModelNotFound, Refused, plain
 
 PROTOCOL_VERSION = 2
 PREFIX = b"J" + bytes([PROTOCOL_VERSION])
-MAX_CONTROL = 1 << 20  # bytes of a control request's body: libzmq drops the whole connection of who sends more
+MAX_CONTROL = 1 << 20  # bytes of a control request's body: libzmq drops the connection of a peer that sends more
 MAX_NAME = 128  # characters of a model's name
 
 
 def require_name(name: str) -> None:
-    """Raise for an invalid model name. Every transport checks names with it.
+    """Check a model name. Every transport uses this check.
 
     Raises:
-        ModelNotFound: it is longer than MAX_NAME, or holds what UTF-8 cannot carry.
+        ModelNotFound: the name is longer than MAX_NAME, or cannot be encoded as UTF-8.
     """
     if len(name) > MAX_NAME:
         raise ModelNotFound(
@@ -42,17 +42,17 @@ def require_control_size(body: bytes) -> None:
 
 @functools.cache
 def build_version() -> str:
-    """The installed distribution's version."""
-    from importlib.metadata import PackageNotFoundError, version  # half of what importing the client would cost
+    """Return the version of the installed distribution."""
+    from importlib.metadata import PackageNotFoundError, version  # here: it takes half of the client's import time
 
     try:
         return version("jurybox")
-    except PackageNotFoundError:  # run from a source tree that was never installed
+    except PackageNotFoundError:  # running from a source tree that is not installed
         return "0+source"
 
 
 def prefix_error(frame: bytes) -> str | None:
-    """The problem with a message's prefix; None if it is valid."""
+    """Return the problem with a message's prefix; None if it is valid."""
     if frame[:2] == PREFIX:
         return None
     if frame[:1] == b"J" and len(frame) > 1:
@@ -74,10 +74,10 @@ TICKET = np.dtype(
         ("first", "<u4"),
         ("rows", "<u4"),
         ("model", "<u4"),
-        ("version", "<u8"),  # asked for; 0: the newest
-        # On the way to an engine these eight bytes are its incarnation, the life of it that is meant.
+        ("version", "<u8"),  # the requested weights version; 0: the newest
+        # In a ticket to an engine these eight bytes are the engine's incarnation.
         ("transport", "<u4"),
-        ("code", "<u4"),  # 0, or why it was refused on arrival
+        ("code", "<u4"),  # 0, or the reason for which it was refused on arrival
     ]
 )
 PACK_TICKET = struct.Struct("<QQqqIIIIQQ")  # the last: incarnation
@@ -92,5 +92,5 @@ IDENTITY = struct.Struct("<cIQ")
 
 
 def lane_identity(lane: int, lease: int) -> bytes:
-    """The ZeroMQ routing id under which the holder of a lease connects to engines."""
+    """Return the ZeroMQ routing id with which the holder of a lease connects to engines."""
     return IDENTITY.pack(b"L", lane, lease)

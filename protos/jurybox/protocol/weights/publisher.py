@@ -21,14 +21,14 @@ from jurybox.protocol.weights import TensorPlace, WeightsChannel, WeightsLayout
 from jurybox.protocol.weights.channel import PUBLISHER_LOCK, all_finite, encode_extra
 from jurybox.protocol.weights.layout import DTYPES, dtype_name
 
-_LARGEST = 2**63 - 1  # a version shares its word with the number of its slot
+_LARGEST = 2**63 - 1  # a version shares a word with its slot's number
 
 
 def tensors_of(source: Any) -> Mapping[str, Any]:
-    """The named tensors of a module (its ``state_dict()``), or of a mapping of arrays or tensors as it is.
+    """Return the named tensors of a module (its ``state_dict()``), or a mapping of arrays or tensors itself.
 
     Raises:
-        SpecMismatch: it is neither.
+        SpecMismatch: `source` is neither.
     """
     if hasattr(source, "state_dict"):
         source = source.state_dict()
@@ -41,17 +41,17 @@ def tensors_of(source: Any) -> Mapping[str, Any]:
 
 
 class Publisher(forks.Closing):
-    """Publishes weights, one version after another; there is one publisher to a channel at a time.
+    """Publishes the versions of a model's weights. A channel has one publisher at a time.
 
-    A file lock holds the place. It goes when the publisher is closed or collected, and the kernel drops it when this
-    process ends, however it ends; the next publisher continues after the newest whole version. Threads of one process
-    may share a publisher. In a forked child the parent's publisher refuses.
+    A file lock ensures this. It is released when the publisher is closed or garbage-collected, and by the kernel when
+    this process ends in any way; the next publisher continues after the newest complete version. Threads of one process
+    may share a publisher. In a forked child the parent's publisher raises Refused.
 
     Args:
-        channel: to publish on. It stays the caller's to close, unless the publisher `owns` it.
-        driver: of the device that publications come from. With it they are kept there beside each slot, as large as the
-            weights each, for engines on the same device: these copy them there, and not from the host. The memory is
-            this process's until it ends, since others may have it open.
+        channel: the channel to publish on. The caller closes it, unless the publisher `owns` it.
+        driver: the driver of the device that publications come from. It keeps a copy of each slot on the device, from
+            which engines on the same device copy the weights instead of from the host. This memory is freed when the
+            process ends, since other processes may have it open.
 
     Raises:
         Refused: the channel has a living publisher.
@@ -69,7 +69,7 @@ class Publisher(forks.Closing):
         ]
         self._turn = threading.Lock()
         self._pid = os.getpid()
-        # An open file of its own: two publishers on one channel object must conflict as two processes would.
+        # A separate open file, so that two publishers on one channel object conflict as two processes would.
         self._place = place = _Place(os.open(f"/proc/self/fd/{channel.segment.fd}", os.O_RDWR | os.O_CLOEXEC))
         try:
             if not try_lock(place.fd, PUBLISHER_LOCK):
@@ -79,7 +79,7 @@ class Publisher(forks.Closing):
                 )
             channel.publisher_pid[0] = self._pid
             self.version = channel.slots.take_over()
-            channel.device["generation"] = channel.device["versions"] = 0  # what another one left is not this one's
+            channel.device["generation"] = channel.device["versions"] = 0  # left by an earlier publisher
         except BaseException:
             place.close()
             raise
@@ -94,23 +94,24 @@ class Publisher(forks.Closing):
         check_finite: bool = False,
         version: int | None = None,
     ) -> int:
-        """Publish weights and the extra atomically; returns their version.
+        """Publish weights and the extra atomically; return their version.
 
-        From the CPU every tensor is copied straight into the slot. From a device the tensors are gathered into one flat
-        buffer there and come over in one transfer. Never waits for readers.
+        CPU tensors are copied directly into the slot. Device tensors are gathered into one flat buffer on the device,
+        and copied in one transfer. Never waits for readers.
 
         Args:
             source: a module, a state_dict, or a dict of NumPy arrays or torch tensors, with exactly the layout's names,
-                shapes and dtypes. A bfloat16 tensor may come as a uint16 array of its bits.
-            extra: JSON-able values and small arrays that readers get together with these weights.
-            check_finite: refuse NaN and infinities, here and in `extra`.
-            version: number this publication so, instead of one more than the last; it must be larger than that.
+                shapes and dtypes. A bfloat16 tensor may be passed as a uint16 array of its bits.
+            extra: JSON-serialisable values and small arrays that readers get together with these weights.
+            check_finite: refuse NaN and infinities, also in `extra`.
+            version: the version number, larger than the last one; default: the last one plus one.
 
         Raises:
-            SpecMismatch: the layout differs (the message names how), or `extra` is of a wrong kind or too large.
-            Refused: not finite, though `check_finite`; a version that doesn't grow, or is no number below 2**63; a
-                publisher that was closed, or made before a fork.
-            ServerGone: who owns the channel is gone, and nobody would read this.
+            SpecMismatch: the layout differs (the message names the difference), or `extra` is of a wrong kind or too
+                large.
+            Refused: a value is not finite, with `check_finite`; the version is not larger than the last one, or not
+                below 2**63; the publisher was closed, or created before a fork.
+            ServerGone: the owner of the channel is gone.
         """
         tensors = tensors_of(source)
         packed = encode_extra(extra)
@@ -137,7 +138,7 @@ class Publisher(forks.Closing):
         return number
 
     def _publish_from_host(self, tensors: Mapping[str, Any], extra: bytes, version: int, check: bool) -> None:
-        kept = []  # whatever had to be made contiguous must live until it is copied
+        kept = []  # contiguous copies, which must live until they are copied to the slot
         if len(tensors) != len(self._places):
             raise self._mismatch(tensors)
         for row, (place, stored, of_torch) in enumerate(self._places):
@@ -197,7 +198,7 @@ class Publisher(forks.Closing):
             raise Refused(f"this publisher of {self.channel.name} was closed; make another one")
 
     def close_stage(self) -> None:
-        """Free the device's buffer and undo the page-locking; the next publication from a device creates them again."""
+        """Free the buffer on the device and undo the page-locking; the next publication from a device repeats both."""
         self._place.close_stage()
 
     def close(self) -> None:
@@ -208,7 +209,7 @@ class Publisher(forks.Closing):
                 self.channel.close()
 
     def _after_fork_in_child(self) -> None:
-        self._turn = threading.Lock()  # a thread of the parent's may have been publishing
+        self._turn = threading.Lock()  # a thread of the parent may have held the lock
         self._place.leave_to_parent()
 
 
@@ -232,18 +233,18 @@ class _Place:
             self.fd = -1
 
     def leave_to_parent(self) -> None:
-        """In a forked child: leave lock and device buffer to the parent."""
+        """Leave lock and device buffer to the parent, in a forked child."""
         self.forked = True
         self.close()
 
 
 def layout_mismatch(layout: WeightsLayout, channel: str, tensors: Mapping[str, Any]) -> SpecMismatch:
-    """The error for tensors that don't fit a channel's layout; names how."""
+    """Return the error for tensors that do not match a channel's layout; it names the difference."""
     came = []
     for name, given in tensors.items():
         tensor = given if hasattr(given, "dtype") else np.asarray(given)
         place, dtype = layout.places.get(name), dtype_name(tensor)
-        # Bits that came as the words which hold them are not what is wrong.
+        # Tensors passed as arrays of their bits are no difference.
         came.append((name, place.dtype if place and dtype == place.stored.name else dtype, tuple(tensor.shape)))
     return SpecMismatch(
         f"these weights don't fit weights channel {channel}: {layout.difference(WeightsLayout(came))}; "
@@ -259,9 +260,9 @@ def _on_device(tensor: Any) -> bool:
 def _locate(
     tensor: Any, place: TensorPlace, stored: np.dtype[Any], of_torch: tuple[str, ...]
 ) -> tuple[int, Any] | None:
-    """The address of a CPU tensor's bytes, and the object that owns them; None if it does not fit.
+    """Return the address of a CPU tensor's bytes, and the object that owns them; None if it does not match.
 
-    `stored` is the dtype that an array has, `of_torch` are the names of those that a tensor may have.
+    `stored` is the dtype of an array, `of_torch` are the names of dtypes that a tensor may have.
     """
     if hasattr(tensor, "data_ptr"):
         if tuple(tensor.shape) != place.shape or str(tensor.dtype) not in of_torch:
@@ -274,7 +275,7 @@ def _locate(
         and tensor.shape == place.shape
         and tensor.flags.c_contiguous
     ):
-        return int(tensor.__array_interface__["data"][0]), tensor  # nearly always; the rest costs several times as much
+        return int(tensor.__array_interface__["data"][0]), tensor  # usually; the rest takes several times as long
     array: npt.NDArray[Any] = np.ascontiguousarray(tensor).reshape(np.shape(tensor))
     if array.shape != place.shape or array.dtype.name not in (place.dtype, stored.name):
         return None
@@ -283,24 +284,24 @@ def _locate(
     return int(array.__array_interface__["data"][0]), array
 
 
-# Weights on their way from a device: gathered there, then brought over in one transfer.
+# Publication from a device: tensors are gathered there, then copied in one transfer.
 #
-# torch is never imported here: a caller that hands over a tensor on a device has it loaded already.
+# torch is never imported here: a caller that passes a tensor on a device has imported it already.
 
 
-_SHARED: dict[tuple[bool, str, str], list[int]] = {}  # exported memory; freed with the process: others have it open
+_SHARED: dict[tuple[bool, str, str], list[int]] = {}  # exported; freed at exit, since others may have it open
 
 
 class DeviceStage:
     """A flat buffer on a device in a channel's layout, and the channel's slots as targets of its transfers.
 
-    One transfer of the whole instead of one per tensor: each small one costs a launch and a synchronisation. The slots
-    are page-locked where CUDA lets us, so that the device writes into shared memory itself, with no bounce buffer.
+    One transfer replaces one per tensor, each of which costs a launch and a synchronisation. The slots are page-locked
+    if CUDA allows it, so that the device writes directly to shared memory.
 
     Args:
-        channel: whose layout and slots.
+        channel: the channel with layout and slots.
         device: a ``torch.device``.
-        driver: shares what is published with others on the device; None: nothing is shared.
+        driver: shares publications with other processes on the device; None: they are not shared.
     """
 
     def __init__(self, channel: WeightsChannel, device: Any, driver: Driver | None = None) -> None:
@@ -318,16 +319,16 @@ class DeviceStage:
         self._locked = [target for target in self._targets if self._page_lock(target)]
 
     def gather(self, tensors: Mapping[str, Any]) -> None:
-        """Copy the tensors into the flat buffer, in as few kernels as torch has for it."""
+        """Copy the tensors into the flat buffer, with as few kernels as torch allows."""
         with self._torch.no_grad():
             sources = [tensors[name].detach() for name in self._views]
             self._torch._foreach_copy_(list(self._views.values()), sources)
 
     def not_finite(self) -> str | None:
-        """The first gathered tensor with NaN or infinity; synchronises once."""
+        """Return the name of the first gathered tensor with NaN or infinity, or None. Synchronises once."""
         if not self._floating:
             return None
-        # float8 has no isfinite of its own; float32 holds each of its values exactly.
+        # float8 has no isfinite; float32 represents all of its values exactly.
         finite = [
             self._torch.isfinite(view.float() if view.element_size() == 1 else view).all()
             for view in (self._views[name] for name in self._floating)
@@ -336,7 +337,7 @@ class DeviceStage:
         return next((name for name, good in zip(self._floating, verdicts, strict=True) if not good), None)
 
     def transfer(self, slot: int, version: int = 0) -> None:
-        """Copy the flat buffer to slot `slot`, to the device memory beside it where that is shared, and wait for it."""
+        """Copy the flat buffer to slot `slot`, and to the slot's shared device memory if there is any; wait for it."""
         if self._shared:
             self._channel.device["versions"][0, slot] = 0
             self._shared[slot].copy_(self._flat)
@@ -345,7 +346,7 @@ class DeviceStage:
             self._channel.device["versions"][0, slot] = version
 
     def _share(self, driver: Driver, slots: int) -> list[Any]:
-        """Device memory for each slot, exported; the same again for another stage of this size."""
+        """Return exported device memory for each slot; stages of the same size share it."""
         key = driver.fake, str(self.device), self._channel.name
         if key not in _SHARED:
             _SHARED[key] = [driver.allocate(max(1, self._channel.layout.nbytes)) for _ in range(slots)]
@@ -359,7 +360,7 @@ class DeviceStage:
         return [self._torch.as_tensor(array, device=self.device) for array in arrays]
 
     def close(self) -> None:
-        """Undo the page-locking; memory must not be unmapped before."""
+        """Undo the page-locking, which must happen before the memory is unmapped."""
         for target in self._locked:
             self._torch.cuda.cudart().cudaHostUnregister(target.data_ptr())
         self._locked.clear()
@@ -367,6 +368,6 @@ class DeviceStage:
     def _page_lock(self, target: Any) -> bool:
         if self.device.type != "cuda" or target.numel() == 0:
             return False
-        # A refusal (locked-memory limit, a driver without support) costs speed and nothing else: the copy then goes
-        # through CUDA's own page-locked buffer.
+        # Without page-locking (locked-memory limit, no support in the driver) transfers are only slower: they use
+        # CUDA's internal page-locked buffer.
         return int(self._torch.cuda.cudart().cudaHostRegister(target.data_ptr(), target.numel(), 0)) == 0

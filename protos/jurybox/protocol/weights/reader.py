@@ -15,9 +15,9 @@ from jurybox.protocol.forks import Closing
 from jurybox.protocol.weights import WeightsChannel, WeightsLayout
 from jurybox.protocol.weights.channel import decode_extra
 
-# Native waits are cut into slices, so that Ctrl-C is heard.
+# Native waits are cut into slices, so that Ctrl-C is handled.
 _SLICE_SECONDS = 0.1
-_LOOK_SECONDS = 0.001  # between two looks whether the engines have caught up
+_LOOK_SECONDS = 0.001  # between two checks whether the engines have caught up
 
 State = dict[str, npt.NDArray[Any]]
 
@@ -31,22 +31,22 @@ class Weights(NamedTuple):
 
 
 class WeightsReader(Closing):
-    """Reads whole publications from a channel. Any number of readers, in any processes; none blocks the publisher.
+    """Reads publications from a channel. There may be many readers in any processes; none blocks the publisher.
 
-    Threads may share a reader, and a forked child may go on with its parent's.
+    Threads may share a reader, and a forked child may use its parent's.
 
     Args:
-        channel: to read from. It stays the caller's to close, unless the reader `owns` it.
-        max_lag: versions that answers may be behind, as the model's settings say; 0: any number.
+        channel: the channel to read from. The caller closes it, unless the reader `owns` it.
+        max_lag: the number of versions that answers may be behind, from the model's settings; 0: any number.
         in_use: returns the oldest version that engines answer with; None for a bare channel.
-        owner_lives: returns whether anybody can still publish; where not, who asks or waits for weights gets
-            `ServerGone`. None for a bare channel, which its reader may outlive.
-        owns: the channel is this reader's to close.
+        owner_lives: returns whether a process can still publish; if not, reading and waiting raise `ServerGone`. None
+            for a bare channel, which its reader may outlive.
+        owns: whether the reader closes the channel.
 
     Attributes:
-        held_back: how often `wait_until_fresh` had to wait; `held_back_seconds`: for how long in all.
-        tries: copies that the last `read` needed, in whatever thread; more than one where a publisher overtook it.
-        age_seconds: how old the last publication read was when it was read.
+        held_back: how often `wait_until_fresh` had to wait; `held_back_seconds`: the total time.
+        tries: the number of copies that the last `read` of any thread took; more than one if a publisher overtook it.
+        age_seconds: the age of the last publication read, at the time of reading.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class WeightsReader(Closing):
         self.age_seconds = 0.0
         self._owner_lives = owner_lives
         self._owns = owns
-        self._looked = 0.0  # when the owner was last looked at
+        self._looked = 0.0  # when the owner was last checked
         self._own = _Scratch(self.layout, channel.extra_bytes)
 
     @property
@@ -76,10 +76,10 @@ class WeightsReader(Closing):
         return self.channel.newest
 
     def newer_than(self, seen: int) -> bool:
-        """Whether there is a version newer than `seen` (0: any). One load from shared memory, as a rule.
+        """Return whether there is a version newer than `seen` (0: any). Usually takes one load from shared memory.
 
         Raises:
-            ServerGone: there is none, and nobody is left to publish one.
+            ServerGone: there is none, and no process can publish one any more.
         """
         if self.channel.newest > seen:
             return True
@@ -88,10 +88,10 @@ class WeightsReader(Closing):
         return False
 
     def wait_newer_than(self, seen: int, timeout: float = 10.0) -> bool:
-        """Sleep until there is a version newer than `seen`; False when `timeout` seconds passed first.
+        """Wait until there is a version newer than `seen`; return False if there is none after `timeout` seconds.
 
         Raises:
-            ServerGone: nobody is left to publish one.
+            ServerGone: no process can publish one any more.
         """
         end = time.monotonic() + timeout
         while not self.channel.slots.wait_newer(seen, min(_SLICE_SECONDS, max(0.0, end - time.monotonic()))):
@@ -101,10 +101,10 @@ class WeightsReader(Closing):
         return True
 
     def lag(self, version: int | None = None) -> int:
-        """How many versions a row is behind that was computed with `version`; without one: what engines answer with.
+        """Return how many versions `version` is behind the newest; None: the version that engines answer with.
 
         Raises:
-            Refused: no version, and the reader is of a bare channel, which knows no engines.
+            Refused: `version` is None, and the reader belongs to a bare channel without engines.
         """
         if version is None:
             if self._in_use is None:
@@ -118,17 +118,17 @@ class WeightsReader(Closing):
     def wait_until_fresh(self, timeout: float = 10.0, *, max_lag: int | None = None) -> bool:
         """Wait while the engines' answers lag too far behind the publications.
 
-        Costs two loads from shared memory where nothing has to be waited for.
+        It takes two loads from shared memory if there is nothing to wait for.
 
         Args:
             timeout: seconds.
-            max_lag: versions they may be behind; the model's `max_lag` without it, where 0 means any number.
+            max_lag: the number of versions they may be behind; default: the model's `max_lag`, where 0 is any number.
 
         Returns:
-            False when they still were too far behind after `timeout`.
+            False if they were still too far behind after `timeout`.
 
         Raises:
-            Refused: the reader is of a bare channel.
+            Refused: the reader belongs to a bare channel.
             ServerGone: the server is gone.
         """
         most = self.max_lag if max_lag is None else max_lag
@@ -146,27 +146,27 @@ class WeightsReader(Closing):
         return fresh
 
     def buffers(self) -> State:
-        """Arrays for `read(out=...)`, one per tensor, in one block of memory; their contents are arbitrary."""
+        """Return arrays for `read(out=...)`, one per tensor, in one block of memory; their contents are arbitrary."""
         return self.layout.views(np.empty(self.layout.nbytes, np.uint8))
 
     def read(self, *, timeout: float = 1.0, out: State | None = None) -> Weights:
-        """The newest publication, whole: a dict of arrays, its version, its extra.
+        """Read the newest publication: a dict of arrays, its version and its extra.
 
         Args:
-            timeout: seconds to wait for a first publication, or (in a snapshot channel) for the publisher to finish.
-            out: arrays to fill, C-contiguous, with the layout's names, shapes and stored dtypes, or an earlier `state`;
-                without it the arrays are new. On an error their contents are arbitrary.
+            timeout: seconds to wait for a first publication, or in a snapshot channel for the publisher to finish.
+            out: C-contiguous arrays to fill, with the layout's names, shapes and stored dtypes, or an earlier `state`;
+                default: new arrays. After an error their contents are arbitrary.
 
         Returns:
             ``(state, version, extra)``. bfloat16 tensors are uint16 arrays of their bits;
             `jurybox.protocol.weights.widen` makes them float32.
 
         Raises:
-            Timeout: nothing whole could be read in time; the message says why.
-            SpecMismatch: `out` does not fit.
-            ServerGone: who owns the channel is gone; what was read before may be used, but nothing newer will come.
-            Refused: the channel was closed here.
-            ProtocolMismatch: what lies in shared memory is no publication: somebody has written over it.
+            Timeout: no complete publication could be read in time; the message states the reason.
+            SpecMismatch: `out` does not match the layout.
+            ServerGone: the owner of the channel is gone; there will be no newer publications.
+            Refused: the channel was closed in this process.
+            ProtocolMismatch: shared memory contains no valid publication; another process has overwritten it.
         """
         own = self._own
         if out is None:
@@ -180,17 +180,17 @@ class WeightsReader(Closing):
         return Weights(state, version, decode_extra(extra))
 
     def read_flat(self, out: npt.NDArray[np.uint8], *, timeout: float = 1.0) -> tuple[int, dict[str, Any]]:
-        """As `read`, into ``layout.nbytes`` bytes laid out as the slot is (`layout.views` gives the arrays).
+        """Do the same as `read`, into ``layout.nbytes`` bytes in the slot's layout (see `layout.views`).
 
-        It raises what `read` raises.
+        Raises the errors of `read`.
         """
         version, extra = self.read_bytes(out, timeout=timeout)
         return version, decode_extra(extra)
 
     def read_bytes(self, out: npt.NDArray[np.uint8], *, timeout: float = 1.0) -> tuple[int, bytes]:
-        """As `read_flat`, with the extra still encoded: `decode_extra` may refuse it.
+        """Do the same as `read_flat`, with the extra still encoded: `decode_extra` may refuse it.
 
-        It raises what `read` raises.
+        Raises the errors of `read`.
         """
         if (
             out.dtype != np.uint8
@@ -231,7 +231,7 @@ class WeightsReader(Closing):
                 raise self._timeout(timeout, copies)
 
     def require_owner(self) -> None:
-        """Raises ServerGone if the owner is gone, Refused if the channel was closed in this process."""
+        """Raise ServerGone if the owner is gone, Refused if the channel was closed in this process."""
         self.channel.require_open()
         if self._owner_lives is None:
             return
@@ -275,7 +275,7 @@ class WeightsReader(Closing):
 
 
 class _Scratch(threading.local):
-    """Scratch memory of a read, one for each thread."""
+    """Each thread's scratch memory for reading."""
 
     def __init__(self, layout: WeightsLayout, extra_bytes: int) -> None:
         self.parts = layout.parts()
