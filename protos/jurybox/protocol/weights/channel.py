@@ -1,9 +1,9 @@
 """The weights channel as a shared-memory segment: a head, the layout, and one or two slots.
 
 Byte 0: the head (`_HEAD`). Byte 256: the words that synchronise processes (native/serving/weights_slots.hpp). Byte 512:
-the publisher's process id, for messages only. Byte 1024: where the same weights lie in device memory (`DEVICE`), of a
-publisher that shares it. Byte 4096: the layout as JSON. Then, on page boundaries, the slots: the
-weights in the layout's order, then room for the extra.
+the publisher's process id, for messages only. Byte 1024: the handles of the same weights in device memory (`DEVICE`),
+if the publisher shares it. Byte 4096: the layout as JSON. Then, on page boundaries, the slots: the weights in the
+layout's order, then space for the extra.
 """
 
 from __future__ import annotations
@@ -28,25 +28,25 @@ from jurybox.protocol.weights.layout import ALIGNMENT, WeightsLayout
 
 try:
     from jurybox.native import WeightsClaim, WeightsSlots
-except ModuleNotFoundError:  # on macOS and Windows: weights come and go over gRPC there, and no channel is made
+except ModuleNotFoundError:  # on macOS and Windows, where weights are sent over gRPC and no channel is created
     WeightsClaim = WeightsSlots = None  # type: ignore[misc, assignment]
 
 Mode = Literal["double_buffer", "snapshot"]
 """Two copies of the weights, so that nobody waits; or one, in half the memory, and readers wait while it is written."""
 SLOTS: dict[str, int] = {"double_buffer": 2, "snapshot": 1}
 
-# magic, protocol version, slots; bytes of layout, of weights, of room for the extra; first slot's byte, stride;
+# magic, protocol version, slots; bytes of layout, of weights, of the extra; first slot's byte, stride;
 # the layout's SHA-256
 _HEAD = struct.Struct("<8sIIQQQQQ32s")
 _MAGIC = b"jbweight"
 _PROTOCOL = 2
 _CONTROL, _PUBLISHER, _DEVICE, _LAYOUT, _PAGE = 256, 512, 1024, 4096, 4096
-# Device memory beside each slot. What lies there is of a version where that is the claim's; the slot's own sequence
-# tells whether it still was when it had been copied. Every publisher clears it when it begins.
+# Device memory with a copy of each slot. The copy is valid if its version is that of the claim; `holds` tells whether
+# it still was valid after it had been copied. Every publisher clears this record when it starts.
 DEVICE = np.dtype([("generation", "<u8"), ("versions", "<u8", (2,)), ("handles", "u1", (2, 64))])
 _MIB = 2**20
-_LOOKS = 4  # in a row at words that contradict each other, which a publisher never lets be seen so often
-_SKIPPED = 1000  # versions, more than may have been published since the last look
+_LOOKS = 4  # consecutive contradictions between the words; more than a publisher can cause
+_SKIPPED = 1000  # versions; more than can have been published since the last check
 _MAPPED = ("slots", "publisher_pid", "_data", "_words", "device")  # attributes that keep the memory mapped
 PUBLISHER_LOCK = OWNER_LOCK + 1
 
@@ -54,23 +54,23 @@ __all__ = ["PUBLISHER_LOCK", "SLOTS", "Mode", "WeightsChannel", "WeightsClaim"]
 
 
 class WeightsChannel(forks.Closing):
-    """A mapped weights channel. Make it with `create` (the owner) or `attach` (all others).
+    """A mapped weights channel. Create it with `create` (the owner) or `attach` (other processes).
 
-    A forked child may go on reading from its parent's; it owns nothing of it, and does not keep its owner alive.
+    A forked child may go on reading from its parent's channel; it owns nothing, and does not keep the owner alive.
 
-    `Publisher` and `WeightsReader` are built on it. Whoever copies in another way does so:
+    `Publisher` and `WeightsReader` are based on it. To copy weights in another way:
 
         claim = channel.claim()
         if claim.version > adopted:
-            source = channel.slot(claim)          # uint8 view of layout.nbytes bytes: copy from it as you like
+            source = channel.slot(claim)          # uint8 view of layout.nbytes bytes: copy from it
             ...
-            whole = channel.holds(claim)          # False: the publisher overwrote the slot, begin again
+            whole = channel.holds(claim)          # False: the publisher overwrote the slot, start again
 
     Attributes:
         name: the segment's name.
-        layout: its tensors.
-        mode: "double_buffer" (two slots, nobody waits) or "snapshot" (one slot, readers wait for the writer).
-        extra_bytes: room for the extra of one publication.
+        layout: the layout of its tensors.
+        mode: "double_buffer" (two slots without waits) or "snapshot" (one slot, readers wait for the writer).
+        extra_bytes: the maximum size of a publication's extra.
         slots: the native slots.
     """
 
@@ -93,12 +93,12 @@ class WeightsChannel(forks.Closing):
         self.slots = WeightsSlots(memory, _CONTROL, first, stride, weights_bytes, slots)
         self.slots.prefault()
         self._words = segment.array(np.uint64, (24,), _CONTROL)  # native/serving/weights_slots.hpp: WeightsControl
-        self._kept: dict[int, bytes] = {}  # by place; the owner's copies
+        self._kept: dict[int, bytes] = {}  # the owner's copies, by offset
         self._seen = self._unsound = 0
         self._data = [memory[first + i * stride : first + i * stride + weights_bytes] for i in range(slots)]
         self._keep_alive = False
         forks.register(self)
-        weakref.finalize(self, segment.close)  # who drops it without a word leaves no descriptor behind
+        weakref.finalize(self, segment.close)  # closes the descriptor if the object is dropped without `close`
 
     @classmethod
     def create(
@@ -110,18 +110,18 @@ class WeightsChannel(forks.Closing):
         *,
         make: Maker = Segment.create,
     ) -> WeightsChannel:
-        """Make the channel `name` (see `segment_name`); this process owns it until `close`.
+        """Create the channel `name` (see `segment_name`); this process owns it until `close`.
 
         Args:
-            name: of the segment.
-            layout: of the weights; `WeightsLayout.of(state_dict)`.
+            name: the segment's name.
+            layout: the layout of the weights, such as `WeightsLayout.of(state_dict)`.
             mode: "double_buffer", or "snapshot" for half the memory.
-            extra_bytes: room for what is published with the weights.
-            make: of the segment.
+            extra_bytes: the maximum size of a publication's extra.
+            make: creates the segment.
 
         Raises:
-            SharedMemoryError: no room for the slots, or the name is taken by a living owner.
-            ValueError: an unknown mode.
+            SharedMemoryError: too little memory for the slots, or the name is taken by a living owner.
+            ValueError: the mode is unknown.
         """
         if mode not in SLOTS:
             raise ValueError(f"mode {mode!r} of weights channel {name}: expected one of {', '.join(SLOTS)}")
@@ -141,7 +141,7 @@ class WeightsChannel(forks.Closing):
             digest = bytes.fromhex(layout.hash)
             head = (_PROTOCOL, slots, len(text), layout.nbytes, stride - layout.nbytes, first, stride, digest)
             _HEAD.pack_into(segment.buffer, 0, b"", *head)
-            # The magic comes last: an attacher that is quicker than this sees no channel, and not a wrong one.
+            # The magic is written last: a process that attaches too early finds no channel instead of a wrong one.
             segment.buffer[: len(_MAGIC)] = _MAGIC
             channel = cls(segment)
             channel._kept = {0: bytes(segment.buffer[: _HEAD.size]), _LAYOUT: text}
@@ -155,8 +155,8 @@ class WeightsChannel(forks.Closing):
         """Map the existing channel `name`; with `keep_alive` it is not swept while this object is open.
 
         Raises:
-            SharedMemoryError: there is none of that name.
-            ProtocolMismatch: it is no weights channel, or one of another version.
+            SharedMemoryError: there is no segment of that name.
+            ProtocolMismatch: it is not a weights channel, or of another version.
         """
         segment = Segment.attach(name, keep_alive=keep_alive)
         try:
@@ -185,10 +185,11 @@ class WeightsChannel(forks.Closing):
         return slots, layout_bytes, weights_bytes, extra, first, stride, digest
 
     def restore(self) -> bool:
-        """Restore what another process has overwritten, several times a second; for the owner. Returns whether any was.
+        """Restore parts that another process has overwritten; return whether there were any.
 
-        Head and layout are as they were. Where the words that publisher and readers agree by cannot be theirs, nothing
-        can be read until the next publication, whose version is larger than any before: the slots may be spoiled.
+        The owner calls it several times a second. It restores head and layout. If the words that synchronise publisher
+        and readers are invalid, the slots may be damaged, too: then nothing can be read until the next publication,
+        whose version is larger than any before.
         """
         damaged = False
         for at, kept in self._kept.items():
@@ -197,10 +198,10 @@ class WeightsChannel(forks.Closing):
                 damaged = True
         slots = self._words[8:].reshape(-1, 8)[: SLOTS[self.mode]]
         newest = int(self._words[0])
-        # Of two slots the newest is never written to. A single one may be as a publisher left it that was killed.
+        # The newest of two slots is never written to. A single one may be partly written, if its publisher was killed.
         sequence, version = map(int, slots[newest % len(slots)][:2])
         agree = newest == 0 or len(slots) == 1 or (version == newest // 2 and sequence % 2 == 0)
-        agree |= int(self._words[0]) != newest  # somebody publishes just now
+        agree |= int(self._words[0]) != newest  # a publication is in progress
         self._unsound = 0 if agree else self._unsound + 1
         if newest // 2 < self._seen or self._unsound >= _LOOKS:
             self._seen, self._unsound = self._seen + _SKIPPED, 0
@@ -213,46 +214,46 @@ class WeightsChannel(forks.Closing):
 
     @property
     def newest(self) -> int:
-        """The newest version; 0 when nothing has been published. One load from memory, no system call."""
+        """The newest version; 0 if nothing has been published. One load from memory, without a system call."""
         return self.slots.newest
 
     def claim(self) -> WeightsClaim:
-        """The newest publication as it is now: version (0: nothing can be read now), slot, published_ns (monotonic)."""
+        """Return the newest publication: version (0: nothing can be read now), slot, published_ns (monotonic)."""
         return self.slots.claim()
 
     def slot(self, claim: WeightsClaim) -> npt.NDArray[np.uint8]:
-        """The claimed slot's weights, ``layout.nbytes`` bytes of shared memory: use a copy, after checking `holds`."""
+        """Return the claimed slot's ``layout.nbytes`` bytes in shared memory. Copy them, then check `holds`."""
         return self._data[claim.slot]
 
     def holds(self, claim: WeightsClaim) -> bool:
-        """Whether everything copied from the slot since `claim` is of the claimed version."""
+        """Return whether a copy made from the slot since `claim` is of the claimed version."""
         return self.slots.holds(claim)
 
     def writable_slot(self, number: int) -> npt.NDArray[np.uint8]:
-        """Slot `number`, for the publisher that is writing it."""
+        """Return slot `number` for its publisher to write."""
         return self._data[number]
 
     @property
     def closed(self) -> bool:
-        """Whether it was closed in this process."""
+        """Whether the channel was closed in this process."""
         return self.segment.fd < 0
 
     def require_open(self) -> None:
-        """Raises Refused if it was closed in this process."""
+        """Raise Refused if the channel was closed in this process."""
         if self.closed:
             raise _closed_here(self.name)
 
     def owner_lives(self) -> bool:
-        """Whether its owner is alive; a system call.
+        """Return whether the channel's owner is alive; takes a system call.
 
         Raises:
-            Refused: it was closed in this process.
+            Refused: the channel was closed in this process.
         """
         self.require_open()
         return self.segment.owned or self.segment.owner_lives()
 
     def age_seconds(self, claim: WeightsClaim) -> float:
-        """Seconds since the claimed version was published."""
+        """Return the seconds since the claimed version was published."""
         return (time.monotonic_ns() - claim.published_ns) / 1e9
 
     def close(self) -> None:
@@ -262,7 +263,7 @@ class WeightsChannel(forks.Closing):
             vars(self).pop(name, None)
 
     def __getattr__(self, name: str) -> Any:
-        """Raises Refused: the channel was closed."""
+        """Raise Refused, because the channel was closed."""
         raise _closed_here(self.name) if name in _MAPPED else AttributeError(name)
 
     def _after_fork_in_child(self) -> None:
@@ -280,26 +281,26 @@ def _up(size: int) -> int:
     return -(-size // _PAGE) * _PAGE
 
 
-# What is published together with the weights: JSON-able values and small arrays, as bytes.
+# The extra, which is published together with the weights: JSON-serialisable values and small arrays, as bytes.
 #
-# A length, then JSON in which every array is ``{"__array__": [dtype, shape, offset]}``, then the arrays' bytes. No
-# pickle: a channel is read by whoever may open it.
+# A length, then JSON in which every array is ``{"__array__": [dtype, shape, offset]}``, then the arrays' bytes. It is
+# not a pickle, since other processes read it.
 
 
 _LENGTH = struct.Struct("<I")
 _ARRAY = "__array__"
 _ALIGNMENT = 8
-_DEEPEST = 64  # lists and dicts within each other; far from where the interpreter itself gives up
+_DEEPEST = 64  # levels of lists and dicts; far below the interpreter's recursion limit
 _DTYPE = re.compile(r"[<>|=][biufc][0-9]{1,2}")
 
 
 def encode_extra(extra: Mapping[str, Any] | None) -> bytes:
-    """Bytes of `extra`: None, bools, numbers, strings, lists, dicts with string keys, and arrays or tensors of them.
+    """Encode `extra`: None, bools, numbers, strings, lists, dicts with string keys, and arrays or tensors.
 
-    Tuples come back as lists, NumPy scalars as Python's. Nothing at all is no bytes.
+    Tuples are decoded as lists, and NumPy scalars as Python's. The encoding of None is empty.
 
     Raises:
-        SpecMismatch: a value of another kind, or more than 64 levels of them; the message names where it is.
+        SpecMismatch: a value of another kind, or more than 64 levels; the message names its path.
     """
     if not extra:
         return b""
@@ -307,7 +308,7 @@ def encode_extra(extra: Mapping[str, Any] | None) -> bytes:
     packed = _pack(dict(extra), tail, "extra", 1)
     try:
         text = json.dumps(packed, separators=(",", ":")).encode()
-    except ValueError as error:  # an integer of more digits than Python writes
+    except ValueError as error:  # an integer with more digits than Python converts
         raise SpecMismatch(f"extra holds what JSON cannot say: {error}") from error
     text += b" " * (-(_LENGTH.size + len(text)) % _ALIGNMENT)
     return _LENGTH.pack(len(text)) + text + bytes(tail)
@@ -317,7 +318,7 @@ def decode_extra(data: bytes) -> dict[str, Any]:
     """Decode what `encode_extra` returned; arrays are writable copies.
 
     Raises:
-        ProtocolMismatch: these bytes are no extra, whatever they are.
+        ProtocolMismatch: `data` is not a valid extra.
     """
     if not data:
         return {}
@@ -334,7 +335,7 @@ def decode_extra(data: bytes) -> dict[str, Any]:
 
 
 def all_finite(extra: Mapping[str, Any] | None) -> bool:
-    """Whether every number of `extra`, in arrays or out of them, is finite."""
+    """Return whether all numbers of `extra`, also those in arrays, are finite."""
     return extra is None or _finite(dict(extra))
 
 
@@ -382,7 +383,7 @@ def _pack(value: Any, tail: bytearray, where: str, depth: int) -> Any:
 
 
 def _unpack(value: Any, tail: bytes, depth: int, used: list[int]) -> Any:
-    """`used`: one number, the byte of the tail up to which arrays have been taken: no byte is used twice."""
+    """Decode a value; `used` is one number, the bytes of the tail used so far, so that none is used twice."""
     if depth > _DEEPEST:
         raise ValueError(f"it is more than {_DEEPEST} levels deep")
     if isinstance(value, list):
@@ -392,7 +393,7 @@ def _unpack(value: Any, tail: bytes, depth: int, used: list[int]) -> Any:
     if _ARRAY not in value:
         return {key: _unpack(item, tail, depth + 1, used) for key, item in value.items()}
     dtype, shape, offset = value[_ARRAY]
-    # Nothing but numbers: NumPy parses a dtype's text as a program's, and a negative size would mean "the rest".
+    # Only numbers, because NumPy interprets a dtype's text, and a negative size would mean "the rest".
     if not (isinstance(dtype, str) and _DTYPE.fullmatch(dtype)):
         raise ValueError(f"{dtype!r} is no dtype of numbers")
     if not all(type(size) is int and size >= 0 for size in (offset, *shape)) or offset < used[0]:

@@ -16,10 +16,10 @@ import numpy.typing as npt
 
 from jurybox.protocol.errors import ProtocolMismatch, SpecMismatch
 
-# Tensors begin on cache lines, so that copies stream and views are aligned for any dtype.
+# Tensors begin on cache lines, for fast copies and views that are aligned for any dtype.
 ALIGNMENT = 64
 _NAMED_IN_FULL = 8
-_MOST_DIMENSIONS = 64  # NumPy's
+_MOST_DIMENSIONS = 64  # NumPy's limit
 _MOST_BYTES = 1 << 62
 
 
@@ -27,7 +27,7 @@ _MOST_BYTES = 1 << 62
 class _Stored:
     """How a dtype is stored: the NumPy dtype, and how its NaN and infinities are detected.
 
-    A word of `width` bytes is not finite when every bit of `mask` is set (the exponent's bits; float8_e4m3fn has no
+    A word of `width` bytes is not finite if every bit of `mask` is set (the exponent's bits; float8_e4m3fn has no
     infinity and one NaN per sign); width 0: every value is finite.
     """
 
@@ -36,7 +36,7 @@ class _Stored:
     mask: int = 0
 
 
-# By torch's names, which are NumPy's where NumPy has the dtype. What NumPy has not is carried as unsigned words.
+# By torch's names, which are also NumPy's for the dtypes that NumPy has. The others are stored as unsigned integers.
 DTYPES: dict[str, _Stored] = {
     **{
         name: _Stored(name)
@@ -55,7 +55,7 @@ DTYPES: dict[str, _Stored] = {
 
 @dataclass(frozen=True, slots=True)
 class TensorPlace:
-    """One tensor: its name, its dtype (torch's name), its shape, and the byte of the slot where it begins."""
+    """The place of a tensor in a slot: its name, dtype (torch's name), shape and byte offset."""
 
     name: str
     dtype: str
@@ -64,12 +64,12 @@ class TensorPlace:
 
     @property
     def stored(self) -> np.dtype[Any]:
-        """The NumPy dtype of the array that holds it: uint16 for bfloat16, uint8 for the float8s."""
+        """The NumPy dtype in which it is stored: uint16 for bfloat16, uint8 for float8."""
         return np.dtype(DTYPES[self.dtype].numpy)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the tensor."""
+        """The size of the tensor in bytes."""
         return math.prod(self.shape) * self.stored.itemsize
 
     def __str__(self) -> str:
@@ -80,15 +80,15 @@ class WeightsLayout:
     """The ordered tensors of a model, with offsets, size and hash.
 
     Args:
-        tensors: (name, dtype, shape) of each, in order. dtypes carry torch's names (see `DTYPES`); a shape may be ()
-            or hold a zero.
+        tensors: (name, dtype, shape) of each tensor, in order. dtypes have torch's names (see `DTYPES`); a shape may be
+            () or contain a zero.
 
     Attributes:
-        places: one `TensorPlace` each, by name, in order.
-        nbytes: size of one slot's weights, a multiple of 64.
+        places: a `TensorPlace` for each tensor by name, in order.
+        nbytes: the size of a slot's weights, a multiple of 64.
 
     Raises:
-        SpecMismatch: no tensor at all, a name twice, or a dtype that cannot be carried.
+        SpecMismatch: there are no tensors, two have one name, or a dtype is not supported.
     """
 
     def __init__(self, tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> None:
@@ -116,25 +116,25 @@ class WeightsLayout:
 
     @classmethod
     def of(cls, arrays: Mapping[str, Any]) -> WeightsLayout:
-        """The layout of a dict of NumPy arrays or torch tensors: a ``state_dict()``, or a first publication."""
+        """Return the layout of a dict of NumPy arrays or torch tensors, such as a ``state_dict()``."""
         return cls((name, dtype_name(array), tuple(array.shape)) for name, array in arrays.items())
 
     @cached_property
     def hash(self) -> str:
-        """SHA-256 of names, dtypes and shapes in order, as 64 hexadecimal digits."""
+        """The SHA-256 of names, dtypes and shapes in order, as 64 hexadecimal digits."""
         return hashlib.sha256(self.to_json()).hexdigest()
 
     def to_json(self) -> bytes:
-        """The layout as canonical JSON, which is sent and hashed."""
+        """Return the layout as canonical JSON, which is sent and hashed."""
         rows = [[place.name, place.dtype, list(place.shape)] for place in self.places.values()]
         return json.dumps(rows, separators=(",", ":"), ensure_ascii=True).encode()
 
     @classmethod
     def from_json(cls, text: bytes) -> WeightsLayout:
-        """The inverse of `to_json`.
+        """Parse the text of `to_json`.
 
         Raises:
-            ProtocolMismatch: these bytes are no layout.
+            ProtocolMismatch: `text` is not a layout.
         """
         try:
             return cls((str(name), str(dtype), tuple(shape)) for name, dtype, shape in json.loads(text))
@@ -142,7 +142,7 @@ class WeightsLayout:
             raise ProtocolMismatch(f"expected a weights layout as JSON, got {text[:80]!r}: {error}") from error
 
     def difference(self, other: WeightsLayout) -> str:
-        """The differences to `other` as text; empty without any. The order of tensors does not matter."""
+        """Return the differences to `other` as text; empty if there are none. The order of tensors does not matter."""
         lines = [
             f"{name!r} is missing (expected {place})" for name, place in self.places.items() if name not in other.places
         ]
@@ -160,19 +160,19 @@ class WeightsLayout:
         return "; ".join(lines[:_NAMED_IN_FULL] + more)
 
     def views(self, flat: npt.NDArray[np.uint8]) -> dict[str, npt.NDArray[Any]]:
-        """Arrays over the `nbytes` bytes of `flat`, one per tensor, by name."""
+        """Return arrays over the `nbytes` bytes of `flat`, one per tensor, by name."""
         return {
             name: np.ndarray(place.shape, place.stored, flat.data, place.offset) for name, place in self.places.items()
         }
 
     def tensors(self, block: Any) -> dict[str, Any]:
-        """As `views`, torch's own over a uint8 tensor of the `nbytes` bytes, wherever that is."""
+        """Return torch tensors over a uint8 tensor of `nbytes` bytes on any device, one per tensor, by name."""
         torch = sys.modules["torch"]
         parts = ((place, block[place.offset : place.offset + place.nbytes]) for place in self.places.values())
         return {place.name: part.view(getattr(torch, place.dtype)).reshape(place.shape) for place, part in parts}
 
     def parts(self) -> npt.NDArray[np.uint64]:
-        """The table for the native copy: (address, offset, bytes, width, mask) per tensor; addresses are 0."""
+        """Return the table for the native copy: (address, offset, bytes, width, mask) per tensor; addresses are 0."""
         rows = [
             (0, place.offset, place.nbytes, DTYPES[place.dtype].width, DTYPES[place.dtype].mask)
             for place in self.places.values()
@@ -190,11 +190,11 @@ class WeightsLayout:
 
 
 def dtype_name(array: Any) -> str:
-    """The dtype's name in `DTYPES`, of a NumPy array (``float32``) or a torch tensor (``torch.float32``)."""
+    """Return the name in `DTYPES` of the dtype of a NumPy array (``float32``) or torch tensor (``torch.float32``)."""
     dtype = array.dtype
     return str(dtype.name) if isinstance(dtype, np.dtype) else str(dtype).removeprefix("torch.")
 
 
 def widen(array: npt.NDArray[np.uint16]) -> npt.NDArray[np.float32]:
-    """bfloat16, carried as uint16, as float32 of the same shape; exact, since bfloat16 is float32's upper half."""
+    """Convert bfloat16, stored as uint16, to float32; exact, since bfloat16 is the upper half of float32."""
     return (array.astype(np.uint32) << 16).view(np.float32)

@@ -19,7 +19,7 @@ Flat = npt.NDArray[np.uint8]
 
 
 def transfer_layout(layout: WeightsLayout, *, bfloat16: bool) -> WeightsLayout:
-    """The layout of a transfer, with float32 as bfloat16 if requested."""
+    """Return the layout of a transfer, with float32 as bfloat16 if requested."""
     if not bfloat16:
         return layout
     return WeightsLayout(
@@ -29,14 +29,14 @@ def transfer_layout(layout: WeightsLayout, *, bfloat16: bool) -> WeightsLayout:
 
 
 def narrow(array: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
-    """float32 as the bits of the nearest bfloat16, ties to even; NaN stays NaN."""
+    """Convert float32 to the bits of the nearest bfloat16, ties to even; NaN stays NaN."""
     bits = np.ascontiguousarray(array).view(np.uint32)
     rounded = ((bits + (0x7FFF + ((bits >> 16) & 1))) >> 16).astype(np.uint16)
     return np.where(np.isnan(array), np.uint16(0x7FC0), rounded).astype(np.uint16).reshape(np.shape(array))
 
 
 def restored(layout: WeightsLayout, travelled: WeightsLayout, flat: Flat) -> dict[str, npt.NDArray[Any]]:
-    """The arrays of `layout` from a transfer."""
+    """Return the arrays of `layout` from a transfer."""
     arrays = travelled.views(flat)
     return {
         name: widen(arrays[name]) if travelled.places[name].dtype != place.dtype else arrays[name]
@@ -45,7 +45,7 @@ def restored(layout: WeightsLayout, travelled: WeightsLayout, flat: Flat) -> dic
 
 
 def chunks(flat: Flat, base: Flat | None = None, size: int = CHUNK_BYTES) -> Iterator[WeightsChunk]:
-    """The bytes of `flat` in chunks; with a `base`, without unchanged chunks."""
+    """Yield the bytes of `flat` in chunks; with a `base`, without unchanged chunks."""
     for offset in range(0, len(flat), size):
         part = flat[offset : offset + size]
         if base is None or not np.array_equal(part, base[offset : offset + size]):
@@ -57,7 +57,7 @@ class Assembly:
     """Assembles chunks.
 
     Args:
-        flat: where; with `gaps`, what chunks leave out stays as it is there.
+        flat: the target; with `gaps`, bytes that no chunk contains stay as they are.
     """
 
     def __init__(self, flat: Flat, *, gaps: bool) -> None:
