@@ -1,15 +1,16 @@
-// The shm transport of an engine: tickets and answers through shared memory, a wake-up only for who sleeps.
+// The shm transport of an engine: tickets and answers in shared memory, with wake-ups only for sleepers.
 //
-// One segment an engine. Every lane has a ring of tickets (its client writes, the engine reads) and a ring of answers
-// (the engine writes, its client reads), so each ring has one writer and one reader and a killed client can leave
-// nothing half-done that others would wait for. A client that has posted sets its lane's bit; the engine collects from
-// the lanes whose bits are set.
+// Each engine has one segment. Every lane has a ring of tickets (its client writes, the engine reads) and a ring of
+// answers (the engine writes, its client reads), so each ring has one writer and one reader, and a killed client leaves
+// nothing half-done that others would wait for. A client that posts a ticket sets its lane's bit; the engine collects
+// tickets from the lanes whose bits are set.
 //
-// Who sleeps says so first and then looks again; who has something for it does that first and then looks whether it
-// sleeps. Both sides of these two pairs are sequentially consistent, so one of them always sees the other.
+// A sleeper first announces that it sleeps and then checks once more for work; a producer first publishes its work and
+// then checks for an announcement. Both pairs of operations are sequentially consistent, so at least one side sees the
+// other.
 //
-// Thirty-two lanes share the word that their clients sleep on, so that one system call wakes a batch's clients. If each
-// had its own call, the first of them would take the core before the second is awake.
+// Thirty-two lanes share the word on which their clients sleep, so that one system call wakes a batch's clients. With a
+// call for each client, the first one would take the core before the second is awake.
 #pragma once
 #include <poll.h>
 #include <unistd.h>
@@ -29,32 +30,32 @@ namespace jurybox {
 constexpr std::uint32_t kShmRingsLanes = 2048;
 constexpr std::uint32_t kRing = 32;  // tickets in flight on one lane; a power of two
 constexpr std::size_t kMessage = 256;
-constexpr std::uint32_t kSleepers = 32;  // lanes to a word: the bits of FUTEX_WAKE_BITSET
+constexpr std::uint32_t kSleepers = 32;  // lanes per word: the bits of FUTEX_WAKE_BITSET
 
 struct Answer {
     std::uint64_t sequence;
     std::uint64_t version;
     std::uint32_t code;
-    std::uint32_t alone;  // 1: nobody else asked lately
+    std::uint32_t alone;  // 1: no other client sent tickets recently
     std::uint64_t lease;
 };
 static_assert(sizeof(Answer) == 32);
 static_assert(std::atomic<std::uint64_t>::is_always_lock_free);
 
-// Positions count for ever and wrap at 2^32; a ring holds what lies between its two.
+// Positions only grow and wrap at 2^32; a ring holds the elements between its two positions.
 struct LaneRings {
     alignas(64) std::atomic<std::uint32_t> submitted;  // client
     alignas(64) std::atomic<std::uint32_t> taken;      // engine
     alignas(64) std::atomic<std::uint32_t> answered;   // engine
     alignas(64) std::atomic<std::uint32_t> received;   // client
-    std::atomic<std::uint32_t> waiting;                // client: it sleeps, or is about to; the engine takes it back
+    std::atomic<std::uint32_t> waiting;                // client: it sleeps, or is about to; the engine clears it
     alignas(64) Ticket tickets[kRing];
     Answer answers[kRing];
     char message[kMessage];  // of the lane's last failure
 };
 
 struct ShmRingsMemory {
-    // Engine: it sleeps, or is about to, until so many tickets more were posted; clients count it down. 0: it is awake.
+    // Engine: it sleeps, or is about to, until this many more tickets are posted; clients count it down. 0: it is awake.
     alignas(64) std::atomic<std::uint32_t> sleeping;
     alignas(64) std::atomic<std::uint64_t> summary;   // bit w: word w of `pending` has bits
     alignas(64) std::atomic<std::uint64_t> pending[kShmRingsLanes / 64];
@@ -65,7 +66,7 @@ struct ShmRingsMemory {
 };
 static_assert(kShmRingsLanes / 64 <= 64);
 
-// Whether this was the last ticket that a sleeping engine waits for.
+// Return whether this was the last ticket that a sleeping engine waits for.
 inline bool count_down(std::atomic<std::uint32_t>& sleeping) {
     std::uint32_t left = sleeping.load(std::memory_order_seq_cst);
     while (left && !sleeping.compare_exchange_weak(left, left - 1, std::memory_order_seq_cst)) {
@@ -73,7 +74,7 @@ inline bool count_down(std::atomic<std::uint32_t>& sleeping) {
     return left == 1;
 }
 
-// How many of at most `room` bytes of UTF-8 are whole characters: a text is not cut inside one.
+// The number of bytes, at most `room`, to which a UTF-8 text can be cut without splitting a character.
 inline std::size_t whole_characters(const char* text, std::size_t length, std::size_t room) {
     if (length <= room) return length;
     std::size_t bytes = room;
@@ -81,7 +82,7 @@ inline std::size_t whole_characters(const char* text, std::size_t length, std::s
     return bytes;
 }
 
-// The same as ENGINE in scoreboard.py. Read here: the engine's incarnation, and whether it serves.
+// The same as ENGINE in scoreboard.py. Only the incarnation and the state are read here.
 struct EngineRecord {
     std::uint64_t incarnation;
     std::int64_t heartbeat, expected_wait;
@@ -89,7 +90,7 @@ struct EngineRecord {
     std::uint64_t restarts, device_bytes, rings;
     std::uint32_t computing, pad;
 
-    // Called by the engine: who reads the new state, with acquire, sees what the engine has written before.
+    // Set the state; called by the engine. A reader of the new state (acquire) also sees the engine's earlier writes.
     void show(std::uint32_t now) { reinterpret_cast<std::atomic<std::uint32_t>*>(&state)->store(now, std::memory_order_release); }
 
     bool serves(std::uint64_t in_incarnation) const {
@@ -100,16 +101,16 @@ struct EngineRecord {
 };
 static_assert(sizeof(EngineRecord) == 64);
 
-// What a call returns where there is no answer's code.
+// The result of a call without an answer's code.
 constexpr int kNotSent = -1;
 constexpr int kNotAnswered = -2;
 constexpr int kNotFit = -3;
 
-// Any process of the user can write to this memory. So each side goes by its own copy of the positions that it writes,
-// and takes from the other's only what can be: two positions are at most a ring apart.
+// Any process of the user can write to this memory. So each side keeps its own copy of the positions that it writes, and
+// checks those of the other side: two positions are at most a ring apart.
 inline bool possible(std::uint32_t from, std::uint32_t to) { return to - from <= kRing; }
 
-// The engine's side, of a ring segment that is new: all positions are zero.
+// The engine's side of a new ring segment, in which all positions are zero.
 class ShmRingsEngine {
   public:
     ShmRingsEngine(ShmRingsMemory* memory, std::uint64_t incarnation, std::int64_t spin_ns)
@@ -120,8 +121,8 @@ class ShmRingsEngine {
           spin_(spin_ns),
           lone_spin_(kLoneSpin * spin_ns) {}
 
-    // Restore the engine's positions where they are not what it wrote, and set the bits of lanes whose tickets lost theirs.
-    // Returns how many lanes were overwritten. What was in their rings may be lost: after `renew` clients ask again.
+    // Restore positions of the engine that were overwritten, and set the bits of lanes with tickets. Return the number of
+    // lanes that were overwritten. Tickets in their rings may be lost: after `renew` their clients send them again.
     std::size_t mend() {
         std::size_t overwritten = 0;
         for (std::uint32_t number = 0; number < kShmRingsLanes; ++number) {
@@ -140,16 +141,16 @@ class ShmRingsEngine {
         return overwritten;
     }
 
-    // Begin another incarnation in the same memory: tickets for the one before are dropped.
+    // Begin another incarnation in the same memory: tickets for the previous one are dropped.
     void renew(std::uint64_t incarnation) { incarnation_ = incarnation; }
 
-    // Take tickets that were posted, at most `room`; what does not fit stays.
+    // Collect at most `room` posted tickets; the others stay in their rings.
     std::size_t collect(Ticket* out, std::size_t room) {
         std::size_t n = 0;
         std::uint64_t words = memory_->summary.load(std::memory_order_seq_cst);
         if (words == 0) return 0;
         words = memory_->summary.exchange(0, std::memory_order_seq_cst);
-        // Begin after the lane served last: where not all lanes fit into one batch, they are served in turn.
+        // Begin after the lane that was served last, so that lanes take turns if they do not all fit into one batch.
         const std::uint32_t start = next_word_;
         for (std::uint32_t k = 0; k < kShmRingsLanes / 64; ++k) {
             const std::uint32_t w = (start + k) % (kShmRingsLanes / 64);
@@ -170,7 +171,7 @@ class ShmRingsEngine {
         return n;
     }
 
-    // Answer tickets; returns how many answers found no room because their client never reads.
+    // Answer tickets; return the number of answers dropped because their client does not read its ring.
     std::size_t reply(const Ticket* tickets, std::size_t n, std::uint32_t code, std::uint64_t version,
                       const char* message, std::size_t length) {
         std::size_t dropped = 0;
@@ -191,7 +192,7 @@ class ShmRingsEngine {
             lane.answers[at % kRing] = Answer{tickets[i].sequence, version, code, alone, tickets[i].lease};
             lane.answered.store(answered_[tickets[i].lane] = at + 1, std::memory_order_seq_cst);
         }
-        // Tickets were collected in the order of their lanes, so that a word's stand together.
+        // Tickets are in the order of their lanes, so those of one word are adjacent.
         std::uint32_t word = 0, sleepers = 0;
         for (std::size_t i = 0; i < n; ++i) {
             const std::uint32_t number = tickets[i].lane;
@@ -209,11 +210,11 @@ class ShmRingsEngine {
         return dropped;
     }
 
-    // Wait until something was posted or one of the descriptors is readable; true for a posting, and where of the
-    // descriptors only `fds[1]` is readable: tickets come through it as well. `fds[0]` is the pipe into which clients
-    // write to wake a sleeping engine. It spins for postings alone: what comes through a descriptor comes by threads or
-    // processes that want the core. A client that asks alone, over a gateway perhaps, leaves a core free for a longer
-    // spin; after a sleep the same forward takes twice as long, since the core is cold.
+    // Wait until a ticket is posted or one of the descriptors is readable. Return true if there may be tickets: one was
+    // posted, or `fds[1]`, another source of tickets, is the only readable descriptor besides `fds[0]`. `fds[0]` is the
+    // pipe to which clients write to wake a sleeping engine. The engine spins only for postings: messages through a
+    // descriptor come from threads or processes that need the core. A lone client, such as one behind a gateway, leaves a
+    // core free for a longer spin; after a sleep the same forward takes twice as long on a cold core.
     bool wait(pollfd* fds, std::size_t n_fds, std::int64_t timeout_ns) {
         const auto posted = [this] { return memory_->summary.load(std::memory_order_seq_cst) != 0; };
         if (posted()) return true;
@@ -238,10 +239,10 @@ class ShmRingsEngine {
         return posted() || (other && tickets_only(fds, n_fds));
     }
 
-    // Leave the core to the clients until tickets of so many lanes are there to be collected, or the time is over.
+    // Sleep, to leave the core to the clients, until `tickets` lanes have tickets or the time-out has passed.
     void pause(pollfd* pipe, std::int64_t timeout_ns, std::uint32_t tickets) {
         memory_->sleeping.store(tickets, std::memory_order_seq_cst);
-        // Those posted before that did not count; one posted just now may count twice, which only ends the pause early.
+        // Count earlier postings; one that is being made may count twice, which only ends the pause early.
         for (std::uint32_t came = lanes_posted(); came; --came) count_down(memory_->sleeping);
         if (memory_->sleeping.load(std::memory_order_seq_cst)) sleep(pipe, 1, timeout_ns);
         memory_->sleeping.store(0, std::memory_order_seq_cst);
@@ -256,9 +257,9 @@ class ShmRingsEngine {
 
     void sleep(pollfd* fds, std::size_t n_fds, std::int64_t timeout_ns) {
         const timespec timeout = timespec_of(timeout_ns);
-        if (::ppoll(fds, n_fds, &timeout, nullptr) < 0)  // a signal came: it says nothing of the descriptors
+        if (::ppoll(fds, n_fds, &timeout, nullptr) < 0)  // a signal arrived, and `revents` is not set
             for (std::size_t i = 0; i < n_fds; ++i) fds[i].revents = 0;
-        char bytes[64];  // each only says: wake up
+        char bytes[64];  // their values have no meaning
         while (::read(fds[0].fd, bytes, sizeof bytes) == static_cast<ssize_t>(sizeof bytes)) {
         }
     }
@@ -273,20 +274,20 @@ class ShmRingsEngine {
     void wake(std::uint32_t word, std::uint32_t sleepers) {
         if (sleepers == 0) return;
         auto& moved = memory_->sleep_words[word].moved;
-        moved.fetch_add(1, std::memory_order_seq_cst);  // for those that said they sleep, and do not yet
+        moved.fetch_add(1, std::memory_order_seq_cst);  // for clients that have announced to sleep and do not sleep yet
         futex_wake(moved, sleepers);
     }
 
-    // Move one lane's tickets to `out`; false when there was no room for all of them.
+    // Move one lane's tickets to `out`; return false if there is no room for all of them.
     bool drain(std::uint32_t number, Ticket* out, std::size_t room, std::size_t& n) {
         LaneRings& lane = memory_->lanes[number];
         std::uint32_t at = taken_[number];
         const std::uint32_t end = lane.submitted.load(std::memory_order_acquire);
-        if (!possible(at, end)) return true;  // nonsense; its client's next ticket writes the right one over it
+        if (!possible(at, end)) return true;  // invalid; the client's next ticket overwrites it
         for (; at != end && n < room; ++at) {
             out[n] = lane.tickets[at % kRing];
-            out[n].lane = number;  // a client answers for its own lane only
-            // Drop tickets for an earlier incarnation: their clients see the new one on the scoreboard and send again.
+            out[n].lane = number;  // a client may send tickets only for its own lane
+            // Drop tickets for an earlier incarnation: their clients see the new one on the scoreboard and send them again.
             n += out[n].incarnation == incarnation_;
         }
         lane.taken.store(taken_[number] = at, std::memory_order_release);
@@ -295,8 +296,8 @@ class ShmRingsEngine {
         return at == end;
     }
 
-    static constexpr std::uint64_t kAlone = 16;  // visits to one lane, one after another
-    static constexpr std::int64_t kLoneSpin = 10;
+    static constexpr std::uint64_t kAlone = 16;  // consecutive visits to one lane
+    static constexpr std::int64_t kLoneSpin = 10;    // times the spin for many clients
     ShmRingsMemory* memory_;
     std::uint64_t incarnation_;
     std::vector<std::uint32_t> taken_, answered_;
@@ -307,8 +308,8 @@ class ShmRingsEngine {
     std::uint32_t next_word_ = 0;
 };
 
-// A client's side: one lane of one engine's rings. It belongs to one thread at a time; any other may call `wait`, `watch`
-// and `in_flight` meanwhile, as who watches for an event loop does.
+// The client's side: one lane of one engine's rings. It belongs to one thread at a time; other threads may call `wait`,
+// `watch` and `in_flight` meanwhile, for example one that watches on behalf of an event loop.
 class ShmRingsClient {
   public:
     // `wake` is the writing end of the engine's pipe. Answers to an earlier holder of the lane are skipped.
@@ -317,13 +318,13 @@ class ShmRingsClient {
         const std::uint32_t answered = lane_.answered.load(std::memory_order_acquire);
         lane_.received.store(answered, std::memory_order_release);
         received_.store(answered, std::memory_order_relaxed);
-        // What an earlier holder posted may still be there to be taken.
+        // Tickets of an earlier holder may still be in the ring.
         const std::uint32_t taken = lane_.taken.load(std::memory_order_acquire);
         submitted_ = lane_.submitted.load(std::memory_order_relaxed);
         if (!possible(taken, submitted_)) submitted_ = taken;
     }
 
-    // Post a ticket; false when as many as a ring holds are in flight.
+    // Post a ticket; return false if the ring's number of tickets is in flight.
     bool submit(Ticket ticket) {
         const std::uint32_t at = submitted_, in_flight = in_flight_.load(std::memory_order_relaxed);
         if (in_flight >= kRing || at - lane_.taken.load(std::memory_order_acquire) == kRing) return false;
@@ -337,13 +338,13 @@ class ShmRingsClient {
         memory_->summary.fetch_or(std::uint64_t{1} << number_ / 64, std::memory_order_seq_cst);
         if (count_down(memory_->sleeping)) {
             const char byte = 1;
-            // A full pipe wakes just as well; that an engine is gone shows on the scoreboard.
+            // A full pipe wakes the engine, too. The scoreboard shows if the engine is gone.
             [[maybe_unused]] const ssize_t written = ::write(wake_, &byte, 1);
         }
         return true;
     }
 
-    // Wait at most `timeout_ns` for answers; true when there are some.
+    // Wait at most `timeout_ns` for answers; return whether there are any.
     bool wait(std::int64_t timeout_ns) {
         const std::uint32_t seen = received_.load(std::memory_order_acquire);
         const auto came = [&] { return lane_.answered.load(std::memory_order_acquire) != seen; };
@@ -359,19 +360,19 @@ class ShmRingsClient {
             const std::uint32_t before = moved.load(std::memory_order_seq_cst);
             lane_.waiting.store(1, std::memory_order_seq_cst);
             if (lane_.answered.load(std::memory_order_seq_cst) != seen) break;
-            // Returns at once when the word has moved on meanwhile, be it for others; a signal gives the caller a
-            // chance to look.
+            // Returns at once if the word has changed meanwhile, also for other clients. After a signal the caller gets
+            // control.
             const int why = futex_wait(moved, before, until, std::uint32_t{1} << number_ % kSleepers);
             if (why == EINTR || why == ETIMEDOUT) break;
         }
-        // `waiting` stays: another thread may sleep here still. For nobody, it costs the engine one wake-up.
+        // `waiting` stays set, since another thread may still sleep here. Otherwise it costs the engine one wake-up.
         return came();
     }
 
-    // For a thread that sleeps in an event loop's stead: for so many ns, adds one to the eventfd `told` whenever answers
-    // came that nobody has received. What it has told it knows by itself and forgets at the end, so any number of threads
-    // may watch, and one that begins tells of what is there. While it is off they sleep through what comes.
-    void watch(int told, std::int64_t timeout_ns) const {
+    // Watch on behalf of an event loop, in a thread that may sleep: for `timeout_ns`, add one to the eventfd whenever
+    // answers have arrived that were not received. Each call keeps its own record of what it reported, so any number of
+    // threads may watch, and a new one reports answers that are there already. While watching is off, it only sleeps.
+    void watch(int eventfd, std::int64_t timeout_ns) const {
         const std::int64_t until = monotonic_ns() + timeout_ns;
         auto& moved = memory_->sleep_words[number_ / kSleepers].moved;
         std::uint32_t known = received_.load(std::memory_order_acquire);
@@ -390,18 +391,18 @@ class ShmRingsClient {
             known = answered;
             if (received_.load(std::memory_order_acquire) == answered) continue;
             const std::uint64_t one = 1;
-            [[maybe_unused]] const ssize_t written = ::write(told, &one, sizeof one);  // full, it is readable as well
+            [[maybe_unused]] const ssize_t written = ::write(eventfd, &one, sizeof one);  // a full one is readable, too
         } while (monotonic_ns() < until);
     }
 
-    // Off: the owner waits for the answer itself. On again, they tell of all that it has not received.
+    // Turn watching off while the owner itself waits for the answer. Turned on, it reports all answers not yet received.
     void set_watched(bool on) {
         if (watched_.load(std::memory_order_relaxed) == static_cast<std::uint32_t>(on)) return;
         watched_.store(on, std::memory_order_seq_cst);
         if (on) futex_wake(watched_);
     }
 
-    // For who sleeps elsewhere while a ShmRingsWord is watched: have the next answer wake it. Whether one is there already.
+    // Make the next answer wake this lane's ShmRingsWord, for an owner that sleeps elsewhere. Return whether there is one.
     bool arm() {
         const std::uint32_t seen = received_.load(std::memory_order_relaxed);
         if (lane_.answered.load(std::memory_order_acquire) != seen) return true;
@@ -409,7 +410,7 @@ class ShmRingsClient {
         return lane_.answered.load(std::memory_order_seq_cst) != seen;
     }
 
-    // As `wait`, without the sleep, and only while nobody else asks this engine.
+    // Wait without sleeping, and only if no other client uses this engine; return whether there are answers.
     bool spin() {
         const std::uint32_t seen = received_.load(std::memory_order_relaxed);
         const auto came = [&] { return lane_.answered.load(std::memory_order_acquire) != seen; };
@@ -420,11 +421,11 @@ class ShmRingsClient {
         return found;
     }
 
-    // Take answers of this lease that are there, at most `room`.
+    // Receive at most `room` answers of this lease that have arrived.
     std::size_t receive(Answer* out, std::size_t room) {
         std::uint32_t at = received_.load(std::memory_order_relaxed), in_flight = in_flight_.load(std::memory_order_relaxed);
         const std::uint32_t end = lane_.answered.load(std::memory_order_acquire);
-        if (!possible(at, end)) at = end - kRing;  // nonsense, or what was is over; answers met twice have known numbers
+        if (!possible(at, end)) at = end - kRing;  // invalid or overrun; repeated answers are recognised by their numbers
         std::size_t n = 0;
         for (; at != end && n < room; ++at) {
             const Answer& answer = lane_.answers[at % kRing];
@@ -443,7 +444,7 @@ class ShmRingsClient {
         return n;
     }
 
-    // The answer of this lease that `receive` would take first, which stays; false where there is none.
+    // Peek at the answer of this lease that `receive` would return first; return false if there is none.
     bool next(Answer& out) const {
         std::uint32_t at = received_.load(std::memory_order_relaxed);
         const std::uint32_t end = lane_.answered.load(std::memory_order_acquire);
@@ -455,7 +456,7 @@ class ShmRingsClient {
         return false;
     }
 
-    // Wait at most `ns` for the answer to the only ticket that anybody waits for; false when it has not come.
+    // Wait at most `ns` for the answer to the only ticket in flight; return false if it has not arrived.
     bool answer_to(std::uint64_t sequence, std::int64_t ns, Answer& answer) {
         while (wait(ns) && receive(&answer, 1) == 1) {
             if (answer.sequence == sequence) return true;
@@ -463,7 +464,7 @@ class ShmRingsClient {
         return false;
     }
 
-    // Whether a ticket was posted and its answer not taken.
+    // Return whether a ticket was posted and its answer was not received.
     bool holds(std::uint64_t sequence) const {
         for (std::uint32_t i = 0; i < in_flight_.load(std::memory_order_relaxed); ++i) {
             if (unanswered_[i] == sequence) return true;
@@ -481,11 +482,11 @@ class ShmRingsClient {
     std::uint32_t number_;
     std::uint64_t lease_;
     int wake_;
-    // A batch of one takes longer than its share of a full one, and nobody else wants the core meanwhile.
+    // A batch of one row takes longer than a row's share of a full one, and no other client needs the core meanwhile.
     static constexpr std::int64_t kLone = 3;
     std::uint32_t submitted_;
     std::uint64_t unanswered_[kRing];  // sequences of tickets in flight
-    // The owner's thread writes these, others read them.
+    // Written by the owner's thread, read by others.
     std::atomic<std::uint32_t> in_flight_{0}, received_;
     std::atomic<bool> alone_{false};
     Futex watched_{1};
@@ -493,8 +494,8 @@ class ShmRingsClient {
     Spin lone_spin_;
 };
 
-// For a process with many lanes, which sleeps on something else than their rings: one thread watches the word that 32 of
-// them sleep on. Lanes are added and removed from any thread.
+// For a process with many lanes that does not sleep on their rings: one thread watches the word that 32 of them share.
+// Any thread may add and remove lanes.
 class ShmRingsWord {
   public:
     ShmRingsWord(ShmRingsMemory* memory, std::uint32_t lane)
@@ -502,19 +503,19 @@ class ShmRingsWord {
 
     void add(std::uint32_t lane) {
         lanes_.fetch_or(bit(lane), std::memory_order_seq_cst);
-        wake();  // so that the thread goes back to sleep for this one, too
+        wake();  // so that the thread sleeps for this lane, too
     }
-    // How many lanes are left.
+    // Return the number of lanes that are left.
     int remove(std::uint32_t lane) {
         const std::uint32_t left = lanes_.fetch_and(~bit(lane), std::memory_order_seq_cst) & ~bit(lane);
         wake();
         return __builtin_popcount(left);
     }
-    // Until it is added again, a lane's client sleeps on the word itself. The thread may hear of its answer once more.
+    // Exclude a lane whose client sleeps on the word itself, until it is added again. The thread may report one more answer.
     void pause(std::uint32_t lane) { lanes_.fetch_and(~bit(lane), std::memory_order_seq_cst); }
 
-    // Sleep for so many ns, and add one to the eventfd `told` when the lanes' clients may have been woken.
-    void watch(int told, std::int64_t timeout_ns) {
+    // For `timeout_ns`, add one to the eventfd whenever the lanes' clients may have been woken.
+    void watch(int eventfd, std::int64_t timeout_ns) {
         const std::int64_t until = monotonic_ns() + timeout_ns;
         do {
             const std::uint32_t lanes = lanes_.load(std::memory_order_seq_cst);
@@ -525,9 +526,9 @@ class ShmRingsWord {
             const std::uint32_t now = moved_.load(std::memory_order_seq_cst);
             if (now == seen_) continue;
             seen_ = now;
-            if (lanes_.load(std::memory_order_seq_cst) == 0) continue;  // nobody is to be told
+            if (lanes_.load(std::memory_order_seq_cst) == 0) continue;  // no lane is added
             const std::uint64_t one = 1;
-            [[maybe_unused]] const ssize_t written = ::write(told, &one, sizeof one);  // full, it is readable as well
+            [[maybe_unused]] const ssize_t written = ::write(eventfd, &one, sizeof one);  // a full one is readable, too
         } while (monotonic_ns() < until);
     }
 
@@ -539,7 +540,7 @@ class ShmRingsWord {
         futex_wake(lanes_);
     }
     Futex& moved_;
-    Futex lanes_{0};  // a thread without lanes sleeps on this
+    Futex lanes_{0};  // a thread without lanes sleeps on it
     std::uint32_t seen_;
 };
 
