@@ -1,4 +1,4 @@
-// What the bindings share: one registration function for each, and memory borrowed from Python objects.
+// Common parts of the bindings: their registration functions, and memory borrowed from Python objects.
 #pragma once
 #include <cxxabi.h>
 #include <nanobind/nanobind.h>
@@ -21,15 +21,15 @@ void bind_pictures(nanobind::module_& m);
 void bind_replay(nanobind::module_& m);
 void bind_replay_archive(nanobind::module_& m);
 
-// What a ShmRingsClient of Python's is inside.
+// The C++ part of Python's ShmRingsClient.
 class ShmRingsClient;
 ShmRingsClient& rings_client(nanobind::handle client);
 
-// Memory that a call, or an object made by it, keeps.
+// Memory that is kept by a call, or by an object that it creates.
 using Bytes = nanobind::ndarray<std::uint8_t, nanobind::ndim<1>, nanobind::c_contig, nanobind::device::cpu>;
 
-// Memory borrowed from a Python object for the length of one call, whatever its dtype: structured arrays too, which
-// nb::ndarray does not take. It is also cheaper, since no description of the dtype is made.
+// Memory borrowed from a Python object for one call, of any dtype, including structured arrays, which nb::ndarray does not
+// accept. It is also cheaper, since the dtype is not described.
 class Borrowed {
   public:
     Borrowed(nanobind::handle object, int flags) {
@@ -41,16 +41,16 @@ class Borrowed {
 
     std::byte* bytes() const { return static_cast<std::byte*>(view_.buf); }
     std::size_t size() const { return static_cast<std::size_t>(view_.len); }
-    // Of the first dimension, and the bytes of one of its rows.
+    // The size of the first dimension, and the bytes of one of its rows.
     std::size_t rows() const { return view_.ndim ? static_cast<std::size_t>(view_.shape[0]) : 1; }
-    // Sizes of all dimensions.
+    // The sizes of all dimensions.
     const Py_ssize_t* shape() const { return view_.shape; }
     std::size_t dimensions() const { return static_cast<std::size_t>(view_.ndim); }
     std::size_t row_bytes() const { return rows() ? size() / rows() : 0; }
 
     std::size_t item_bytes() const { return view_.itemsize > 0 ? static_cast<std::size_t>(view_.itemsize) : 1; }
 
-    // As an array of records of T.
+    // Return the memory as an array of records of T.
     template <class T>
     T* records() const {
         if (view_.itemsize != sizeof(T)) throw std::invalid_argument("records of another size were expected");
@@ -61,12 +61,12 @@ class Borrowed {
     Py_buffer view_;
 };
 
-// Lets go of Python's lock until its end.
+// Releases Python's global lock in its scope.
 //
-// While an interpreter ends, Python ends each other thread that wants its lock, by pthread_exit (before 3.14, which lets
-// it wait for ever). That unwinds the thread's stack, and where C++ promises not to be unwound, as in a destructor and
-// in nanobind's calls, the whole process is aborted. A thread that watches for answers would do that to a program whose
-// work is done. So it waits here for the process to end.
+// When an interpreter ends, Python ends every other thread that acquires the lock, with pthread_exit (before 3.14, which
+// blocks it forever). That unwinds the thread's stack, and aborts the process in C++ code that must not be unwound, such as
+// destructors and nanobind's calls. A thread that watches for answers would abort a program that has finished its work. So
+// such a thread waits here for the end of the process.
 class Unlocked {
   public:
     Unlocked() : thread_(PyEval_SaveThread()) {}

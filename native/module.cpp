@@ -1,8 +1,8 @@
-// jurybox.native: what needs atomics, futexes or memory bandwidth, and nothing else.
+// jurybox.native: the parts that need atomics, futexes or memory bandwidth.
 #include "bindings.hpp"
 
 NB_MODULE(native, m) {
-    // Threads that live as long as the process keep such objects; at its end that is no leak.
+    // Threads keep such objects until the end of the process, where they are no leaks.
     nanobind::set_leak_warnings(false);
     m.doc() = "Jurybox's native core: shm rings, sequence-locked slots, replay ring, gather.";
     jurybox::bind_tickets(m);

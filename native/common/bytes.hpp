@@ -1,11 +1,11 @@
-// Bytes in shared memory: copies that another process may disturb, and the checksum that tells damage.
+// Bytes in shared memory: copies that another process may disturb, and a checksum that detects damage.
 //
 // These copies are the data half of a sequence lock. H.-J. Boehm, "Can seqlocks get along with programming language
 // memory models?" (MSPC 2012): the data must be read and written by relaxed atomics between fences, because the reader's
-// copy races with a writer and is thrown away afterwards. A memcpy between the same fences compiles to the same
-// instructions at the memory's full speed (wordwise atomics take three times as long) on every compiler that knows
-// fences, but is a race by the letter of the standard. So only builds under the thread sanitizer copy by relaxed
-// atomics: what the sanitizer proves there is the protocol.
+// copy may race with a writer and is then discarded. A memcpy between the same fences compiles to equivalent instructions
+// at full memory speed (word-wise atomics take three times as long) on every compiler that supports fences, but the
+// standard calls it a data race. So only builds with the thread sanitizer copy by relaxed atomics, which lets the
+// sanitizer check the protocol.
 #pragma once
 #include <array>
 #include <atomic>
@@ -34,14 +34,14 @@ static_assert(std::atomic<std::uint64_t>::is_always_lock_free, "shared memory ne
 
 #if JURYBOX_TSAN
 
-// GCC's sanitizer does not model fences. Every access around them is an atomic call in this build, which no compiler
-// reorders.
+// GCC's sanitizer does not model fences. In this build all accesses around them are atomic calls, which compilers do not
+// reorder.
 inline void fence_acquire() {}
 inline void fence_release() {}
 inline void fence_full() {}
 inline void stream_fence() {}
 
-// Whole words where the shared side is aligned, bytes elsewhere.
+// Copies whole words where the shared side is aligned, and single bytes elsewhere.
 template <bool SharedTarget>
 inline void relaxed_copy(std::byte* to, const std::byte* from, std::size_t bytes) {
     const auto move = [&](auto word) {
@@ -69,15 +69,15 @@ inline void fence_acquire() { std::atomic_thread_fence(std::memory_order_acquire
 inline void fence_release() { std::atomic_thread_fence(std::memory_order_release); }
 inline void fence_full() { std::atomic_thread_fence(std::memory_order_seq_cst); }
 
-// Streaming stores are ordered by no release store (Intel SDM vol. 1, 10.4.6.2): call this after a copy past the caches,
-// before the bytes are published or another thread uses them.
+// Orders streaming stores, which a release store does not (Intel SDM vol. 1, 10.4.6.2). Call it after a copy past the
+// caches, before the bytes are published or another thread uses them.
 inline void stream_fence() {
 #if defined(__x86_64__)
     _mm_sfence();
 #endif
 }
 
-// A call of memcpy costs more than copying a few bytes: small copies go inline, in blocks of 16 whose last one overlaps.
+// An inline copy in blocks of 16 bytes, of which the last may overlap: for few bytes a call of memcpy costs more.
 inline void copy_small(std::byte* to, const std::byte* from, std::size_t bytes) {
     struct Block {
         std::uint64_t low, high;
@@ -102,8 +102,8 @@ inline void copy_small(std::byte* to, const std::byte* from, std::size_t bytes) 
     }
 }
 
-// Past the caches (x86-64): a plain store first reads the line that it overwrites, which costs a third of the traffic of
-// a memory-bound copy. Nor does a large copy then evict what the caller keeps warm.
+// Copies past the caches (x86-64). A plain store first reads the line that it overwrites, a third of the traffic of a
+// memory-bound copy. Also, a large copy does not evict the caller's data from the caches.
 inline void copy_past_caches(std::byte* to, const std::byte* from, std::size_t bytes) {
 #if defined(__x86_64__)
     constexpr std::size_t line = 64, ahead = 2048;
@@ -114,7 +114,7 @@ inline void copy_past_caches(std::byte* to, const std::byte* from, std::size_t b
     for (std::size_t i = 0; i < lines; ++i, to += line, from += line) {
         const auto* source = reinterpret_cast<const __m128i*>(from);
         auto* target = reinterpret_cast<__m128i*>(to);
-        // A prefetch never faults, so it may run past the end. As an integer: a pointer past the end would be undefined.
+        // A prefetch never faults, so it may be past the end. Computed as an integer, since such a pointer is undefined.
         _mm_prefetch(reinterpret_cast<const char*>(reinterpret_cast<std::uintptr_t>(from) + ahead), _MM_HINT_NTA);
         const __m128i a = _mm_loadu_si128(source), b = _mm_loadu_si128(source + 1);
         const __m128i c = _mm_loadu_si128(source + 2), d = _mm_loadu_si128(source + 3);
@@ -129,7 +129,7 @@ inline void copy_past_caches(std::byte* to, const std::byte* from, std::size_t b
 #endif
 }
 
-constexpr std::size_t kPastCachesFrom = 2048;  // bytes; below it the partial lines at both ends cost what it saves
+constexpr std::size_t kPastCachesFrom = 2048;  // bytes; for fewer, the partial lines at both ends cost as much as it saves
 
 inline void copy_in(std::byte* shared, const std::byte* own, std::size_t bytes, bool past_caches = false) {
     if (past_caches && bytes >= kPastCachesFrom)
@@ -143,7 +143,7 @@ inline void copy_out(std::byte* own, const std::byte* shared, std::size_t bytes,
 
 #endif
 
-// ---- CRC-32C (Castagnoli, RFC 3720 appendix B.4): by instruction where the CPU has one, by table elsewhere
+// ---- CRC-32C (Castagnoli, RFC 3720 appendix B.4): with the CPU's instruction if it has one, otherwise with a table
 
 inline std::uint32_t crc32c_by_table(std::uint32_t crc, const std::uint8_t* data, std::size_t n) {
     static constexpr auto table = [] {

@@ -1,7 +1,7 @@
-// Memory of large arrays that are made, used and dropped all the time, handed out again once nobody holds it.
+// A pool of memory blocks for large arrays that are created and dropped frequently.
 //
-// The kernel clears every page that it gives, and a page fault comes with each: for a batch of 12 MB that costs several
-// times the copy into it. So a block that came back is kept for the next one of its size, up to a bound.
+// The kernel clears every page that it allocates, at a page fault each: for a batch of 12 MB that takes several times as
+// long as the copy into it. So a released block is kept for the next request of its size, up to a limit.
 #pragma once
 #include <sys/mman.h>
 
@@ -15,7 +15,7 @@ namespace jurybox {
 
 class MemoryPool {
   public:
-    // keep: bytes that nobody holds and that are not given back to the kernel.
+    // keep: the maximum number of unused bytes that are not returned to the kernel.
     explicit MemoryPool(std::size_t keep) : keep_(keep) {}
     MemoryPool(const MemoryPool&) = delete;
     MemoryPool& operator=(const MemoryPool&) = delete;
@@ -23,14 +23,14 @@ class MemoryPool {
         for (const Block& block : free_) release(block);
     }
 
-    // Memory of so many bytes, aligned to a page, with whatever was in it before; nullptr where there is none.
+    // Return page-aligned memory with arbitrary contents; nullptr if there is none.
     std::byte* take(std::size_t bytes) {
         bytes = rounded(bytes);
         {
-            // Only tried: in a forked child another thread of the parent may have left it locked for good.
+            // try_lock, since in a forked child another thread of the parent may have left it locked forever.
             const std::unique_lock<std::mutex> hold(mutex_, std::try_to_lock);
             if (hold)
-                for (auto block = free_.rbegin(); block != free_.rend(); ++block)  // the warmest first
+                for (auto block = free_.rbegin(); block != free_.rend(); ++block)  // the most recently used first
                     if (block->bytes == bytes) {
                         std::byte* memory = block->memory;
                         free_.erase(std::next(block).base());
@@ -40,11 +40,11 @@ class MemoryPool {
         }
         void* memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
         if (memory == MAP_FAILED) return nullptr;
-        madvise(memory, bytes, MADV_HUGEPAGE);  // fewer faults where the kernel has huge pages; it may refuse
+        madvise(memory, bytes, MADV_HUGEPAGE);  // fewer page faults if the kernel has huge pages; it may refuse
         return static_cast<std::byte*>(memory);
     }
 
-    // What `take(bytes)` gave, by the last who held it.
+    // Release memory of `take(bytes)`.
     void give(std::byte* memory, std::size_t bytes) noexcept {
         const Block block{memory, rounded(bytes)};
         if (block.bytes <= keep_) {
@@ -57,7 +57,7 @@ class MemoryPool {
                     return;
                 }
                 kept_ += block.bytes;
-                while (kept_ > keep_) {  // sizes that nobody asks for any more
+                while (kept_ > keep_) {  // probably sizes that are no longer requested
                     kept_ -= free_.front().bytes;
                     release(free_.front());
                     free_.pop_front();
@@ -86,7 +86,7 @@ class MemoryPool {
 
     const std::size_t keep_;
     mutable std::mutex mutex_;
-    std::deque<Block> free_;  // the one given last at the end
+    std::deque<Block> free_;  // in the order of release
     std::size_t kept_ = 0;
 };
 

@@ -1,4 +1,4 @@
-// A thread pool: its threads and the caller share a job's parts. They start with the first job and sleep between jobs.
+// A thread pool: its threads and the caller share the parts of a job. They start with the first job and sleep between jobs.
 #pragma once
 #include <atomic>
 #include <condition_variable>
@@ -27,7 +27,7 @@ class ThreadPool {
 
     std::size_t threads() const { return threads_; }
 
-    // Run part(0) .. part(parts - 1), the caller's thread included; returns when all are done.
+    // Run part(0) .. part(parts - 1), also in the caller's thread; return when all are done.
     void run(std::size_t parts, const std::function<void(std::size_t)>& part) {
         if (threads_ <= 1 || parts <= 1) {
             for (std::size_t i = 0; i < parts; ++i) part(i);
@@ -36,7 +36,7 @@ class ThreadPool {
         const std::lock_guard<std::mutex> one_job(jobs_);
         try {
             while (workers_.size() + 1 < threads_) workers_.emplace_back([this] { work(); });
-        } catch (const std::system_error&) {  // no more threads are to be had: those that are there do the work
+        } catch (const std::system_error&) {  // no more threads can be created: the existing ones do the work
         }
         {
             const std::lock_guard<std::mutex> hold(mutex_);
@@ -48,7 +48,7 @@ class ThreadPool {
         wake_.notify_all();
         take_parts(part, parts);
         std::unique_lock<std::mutex> hold(mutex_);
-        part_ = nullptr;  // who has not begun by now finds nothing to do
+        part_ = nullptr;  // threads that have not started yet find nothing to do
         idle_.wait(hold, [this] { return busy_ == 0; });
     }
 
@@ -74,7 +74,7 @@ class ThreadPool {
     }
 
     const std::size_t threads_;
-    std::mutex jobs_;  // callers take turns
+    std::mutex jobs_;  // one job at a time
     std::mutex mutex_;
     std::condition_variable wake_, idle_;
     const std::function<void(std::size_t)>* part_ = nullptr;

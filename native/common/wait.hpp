@@ -1,4 +1,4 @@
-// Waiting for another process or thread: the clock, futexes, a spin before the sleep, and a signal that many wait for.
+// Waiting for another process or thread: the clock, futexes, a spin before the sleep, and a signal with many waiters.
 #pragma once
 #include <linux/futex.h>
 #include <sys/syscall.h>
@@ -13,7 +13,7 @@
 
 namespace jurybox {
 
-// ---- the clock: CLOCK_MONOTONIC, which is the same for all processes of a host
+// ---- the clock: CLOCK_MONOTONIC, which all processes of a host share
 
 inline std::int64_t monotonic_ns() {
     timespec now{};
@@ -25,29 +25,28 @@ inline double monotonic_seconds() { return static_cast<double>(monotonic_ns()) *
 
 inline timespec timespec_of(std::int64_t ns) { return {static_cast<time_t>(ns / 1'000'000'000), static_cast<long>(ns % 1'000'000'000)}; }
 
-// ---- futex(2), the kind that works between processes
+// ---- futex(2), in the variant for several processes
 
 using Futex = std::atomic<std::uint32_t>;
 static_assert(Futex::is_always_lock_free && sizeof(Futex) == 4);
 
-// Sleep while `word` is `seen`, until `until_ns` of CLOCK_MONOTONIC at the latest. 0: woken; otherwise the errno: EAGAIN
-// (the word was not `seen`), EINTR or ETIMEDOUT. Only a wake-up that shares one of `bits` ends the sleep.
+// Sleep while `word` is `seen`, at most until `until_ns` of CLOCK_MONOTONIC. Returns 0 if woken, otherwise the errno:
+// EAGAIN (the word was not `seen`), EINTR or ETIMEDOUT. Only a wake-up that shares one of `bits` ends the sleep.
 inline int futex_wait(const Futex& word, std::uint32_t seen, std::int64_t until_ns, std::uint32_t bits = FUTEX_BITSET_MATCH_ANY) {
     const timespec until = timespec_of(until_ns);
     return syscall(SYS_futex, &word, FUTEX_WAIT_BITSET, seen, &until, nullptr, bits) == 0 ? 0 : errno;
 }
 
-// Wake all who sleep on `word` with one of `bits`.
+// Wake all sleepers on `word` that share one of `bits`.
 inline void futex_wake(Futex& word, std::uint32_t bits = FUTEX_BITSET_MATCH_ANY) {
     syscall(SYS_futex, &word, FUTEX_WAKE_BITSET, INT_MAX, nullptr, nullptr, bits);
 }
 
-// ---- spinning: an answer that comes within microseconds is not worth a sleep
+// ---- spinning: an answer that arrives within microseconds does not justify a sleep
 
-// How long to spin before sleeping. Spinning pays while answers come within it. With many clients on few cores they do
-// not, and a spin only takes the core from whoever would have answered. So each failure halves the time, down to none,
-// and now and then a short spin tries again. Several threads may use one: what they learn, they learn together, and an
-// update that is lost between them is no harm.
+// The time to spin before sleeping. Spinning pays if answers arrive during it. With many clients on few cores they do not,
+// and a spin only takes the core from the process that would have answered. So each failure halves the time, down to
+// none, and occasionally a short spin tries again. Several threads may share an object; lost updates do no harm.
 class Spin {
   public:
     explicit Spin(std::int64_t most_ns) : most_(most_ns), now_(most_ns) {}
@@ -82,11 +81,11 @@ inline void pause() {
 #endif
 }
 
-// Call `found` until it is true or the budget is spent. A spin also ends when this thread lost its core for a while:
-// others need it then. No sched_yield: under load that costs whole time slices.
+// Call `found` until it returns true or the budget is spent. A spin also ends if this thread has lost its core for a
+// while, because others need the core. It does not call sched_yield, which costs whole time slices under load.
 template <class Found>
 bool spin_until(std::int64_t budget_ns, Found found) {
-    constexpr std::int64_t kTaken = 20'000;  // ns; a round of the inner loop takes below two microseconds
+    constexpr std::int64_t kTaken = 20'000;  // ns; a round of the inner loop takes less than two microseconds
     if (budget_ns <= 0) return false;
     std::int64_t now = monotonic_ns();
     const std::int64_t until = now + budget_ns;
@@ -102,14 +101,14 @@ bool spin_until(std::int64_t budget_ns, Found found) {
     return false;
 }
 
-// ---- a signal: a futex word and the number of those who wait, so that announcing to nobody makes no system call
+// ---- a signal: a futex word and the number of waiters, so that an announcement without waiters makes no system call
 
 struct Signal {
     Futex word;
     std::atomic<std::uint32_t> waiters;
 };
 
-// Wake the waiters, if there are any: what they wait for may be true now.
+// Wake the waiters, if there are any: their condition may be true now.
 inline void announce(Signal& signal) {
     // Pairs with the waiter's increment: either the waiter sees the new state, or this sees the waiter.
     if (signal.waiters.fetch_add(0, std::memory_order_seq_cst) == 0) return;
@@ -117,8 +116,8 @@ inline void announce(Signal& signal) {
     futex_wake(signal.word);
 }
 
-// Sleep until ready() or until `deadline` (monotonic seconds); returns what ready() said last. interrupted() is called
-// every tenth of a second: Python handles signals there, and the death of a waker delays this caller no longer than that.
+// Sleep until ready() is true or until `deadline` (monotonic seconds); return the last result of ready(). interrupted()
+// is called every tenth of a second: Python handles signals there, and a waker's death cannot delay the caller longer.
 template <class Ready, class Interrupted>
 bool wait_until(Signal& signal, double deadline, Ready&& ready, Interrupted&& interrupted) {
     if (ready()) return true;

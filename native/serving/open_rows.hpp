@@ -1,4 +1,4 @@
-// Rows of an engine that are more than fixed shapes: which step of which session each is, and how much of its slot it fills.
+// Rows with sessions or of variable size: the session and step of each row, and the used part of its slot.
 #pragma once
 #include <algorithm>
 #include <cstddef>
@@ -19,24 +19,25 @@ struct SessionRecord {
 };
 static_assert(sizeof(SessionRecord) == 16);
 
-// What a batch holds beside rows that simply follow what was computed before.
+// Flags of a batch with other rows than next steps of sessions.
 enum Found : std::uint32_t { kBegins = 1, kFlags = 2, kAgain = 4, kWrong = 8 };
-// Why a ticket is not computed, by row.
+// Whether a row can be computed, or the reason why its ticket is refused.
 enum Verdict : std::uint8_t { kFits = 0, kLost = 1, kTwice = 2 };
 
-// The book of a model's sessions: whose each is, and the step it expects. A session's place is the row of the arena of its
-// number in its lane, so there are as many as rows. Its state is used by the lease it was made for, in its order, or not at
-// all. One batch is read, and then some of its rows are stepped; records are read once, and only the copy is used.
+// The lease and the next step of each of a model's sessions. The index of a session is the arena row of its number in its
+// lane, so there are as many indices as rows. A state is used only for the lease that it was created for, and in the order
+// of the steps. `read` reads a batch, then `step` is called for some of its rows. Records are read once, and only the copy
+// is used.
 class SessionBook {
   public:
     explicit SessionBook(std::size_t sessions) : kept_(sessions) {}
 
-    // Sessions that have begun and whose lease has not been forgotten.
+    // The number of sessions that have begun and whose lease was not forgotten.
     std::size_t in_use() const { return in_use_; }
 
-    // Take the records of the tickets' rows from the column, whose bounds were checked. Fills records, places and verdicts, a
-    // row each, and says what was Found. A ticket with one row that does not fit is not computed, so a later one of its
-    // sessions in this batch still expects what this one did.
+    // Read the records of the tickets' rows from the column, whose bounds were checked. Fills records, places and verdicts,
+    // one per row, and returns flags of `Found`. A ticket with an invalid row is not computed, so a later ticket of its
+    // sessions in this batch is checked against the same step.
     std::uint32_t read(const Ticket* tickets, std::size_t n, const SessionRecord* column, const Lane* lanes, std::size_t n_lanes,
                        SessionRecord* records, std::int64_t* places, std::uint8_t* verdicts) {
         ++batch_;
@@ -91,7 +92,7 @@ class SessionBook {
 
     std::size_t rows() const { return rows_.size(); }
 
-    // Copy the states of the batch's rows out of a table of all sessions, whose size was checked, or back into it.
+    // Copy the states of the batch's rows from a table of all sessions, whose size was checked, or back to it.
     void load(const std::byte* table, std::size_t row_bytes, std::byte* out) const {
         for (const Row& row : rows_) {
             if (row.place < kept_.size()) std::memcpy(out, table + row.place * row_bytes, row_bytes);
@@ -107,13 +108,13 @@ class SessionBook {
 
     std::size_t sessions() const { return kept_.size(); }
 
-    // Whether a row of the batch still is the next step of its session: an earlier ticket of it may have failed since.
+    // Return whether a row is still the next step of its session: an earlier ticket of the session may have failed.
     bool fits(std::size_t row) const {
         const Row& asked = rows_[row];
         return asked.place < kept_.size() && follows(asked.step.number, asked.step.lease, kept_[asked.place].done);
     }
 
-    // A row of the batch was computed, and what it leaves behind is kept.
+    // Record that a row of the batch was computed and its state stored.
     void step(std::size_t row) {
         const Row& asked = rows_[row];
         if (asked.place >= kept_.size()) return;
@@ -122,7 +123,7 @@ class SessionBook {
         done = {asked.step.lease, asked.step.number + 1};
     }
 
-    // A lease has ended: its sessions are nobody's.
+    // Drop the sessions of a lease that has ended.
     void forget(std::uint64_t lease) {
         for (Session& session : kept_) {
             if (lease != 0 && session.done.lease == lease) {
@@ -138,16 +139,16 @@ class SessionBook {
         std::uint32_t number = 0;
     };
     struct Session {
-        Step done;   // the next step's number, and whose it must be
-        Step ahead;  // the same after what was read of this batch
-        std::uint64_t batch = 0, ticket = 0;  // that it stood in last
+        Step done;   // the expected lease and step
+        Step ahead;  // the same after the rows of this batch that were read
+        std::uint64_t batch = 0, ticket = 0;  // the last ones with this session
     };
     struct Row {
         std::uint64_t place;
         Step step;
     };
 
-    // Numbers do not come round: behind the last one is 0, which would begin the session anew.
+    // The largest number has no successor: it would be 0, which restarts the session.
     static bool follows(std::uint32_t number, std::uint64_t lease, const Step& expected) {
         return number == 0 || (lease == expected.lease && number == expected.number && number != UINT32_MAX);
     }
@@ -158,27 +159,27 @@ class SessionBook {
     std::size_t in_use_ = 0;
 };
 
-// How rows of one variable input lie in their slots, and what a batch of them may be.
+// The layout of one variable input's rows in their slots, and the limits of a batch.
 struct VariableRows {
-    std::size_t extents;        // numbers that say a row's size
+    std::size_t extents;        // numbers of a row's size
     std::size_t unit;           // elements of a row whose sizes are all 1
     std::size_t capacity;       // elements of a slot
     std::size_t item;           // bytes of an element
-    bool pads;                  // whether a row of unlike size is padded behind its end
-    double max_padding;         // share of a batch
-    std::size_t max_elements;   // of a batch, 0: any number
-    bool direct;                // rows that fill one run of slots stay where they are
+    bool pads;                  // whether padding is only appended to rows
+    double max_padding;         // the maximum share of a batch
+    std::size_t max_elements;   // of a batch; 0: any number
+    bool direct;                // whether rows in consecutive slots are used in place
 };
 
-// What gather_variable did: elements of each row, padding included, 0: rows must be looked at one by one; the slot from which
-// on they were left where they lie, -1: they were copied.
+// The result of gather_variable: the elements of each row with padding, 0 if rows must be handled one by one; the first slot
+// of rows used in place, -1 if they were copied.
 struct Gathered {
     std::size_t elements;
     std::int64_t first;
 };
 
-// Elements of a row of these sizes, -1: one is negative, or they are more than the capacity. A size of 0 excuses no other:
-// where rows are padded to the largest, it would be everybody's.
+// The elements of a row of these sizes; -1 if a size is negative or the capacity is exceeded. Sizes beside a size of 0 are
+// checked, too, since all rows may be padded to the largest of each size.
 inline std::int64_t elements(const VariableRows& spec, const std::int64_t* sizes) {
     std::uint64_t most = spec.unit;
     bool empty = false;
@@ -192,8 +193,8 @@ inline std::int64_t elements(const VariableRows& spec, const std::int64_t* sizes
     return empty ? 0 : static_cast<std::int64_t>(most);
 }
 
-// Copy the rows of the tickets to `out`, padded with zeros to the largest; `sizes` gets their extents, read once. Nothing is
-// copied where `out` is too small: its caller makes room for rows x Gathered.elements and asks again.
+// Copy the tickets' rows to `out`, padded with zeros to the largest, and their extents, which are read once, to `sizes`. If
+// `out` is too small, nothing is copied: the caller allocates rows x Gathered.elements and calls again.
 inline Gathered gather_variable(const VariableRows& spec, const std::byte* slots, const std::int64_t* extents,
                                 const Ticket* tickets, std::size_t n, std::int64_t* sizes, std::byte* out, std::size_t room) {
     std::size_t rows = 0, most = 0, total = 0;

@@ -1,5 +1,5 @@
-// Pictures on their way into rows: the long strings of a request's JSON, their base64, and pixels of four bytes, as decoders
-// keep them, to three.
+// Conversions of pictures to rows: finding the long strings in a request's JSON, decoding base64, and converting decoded
+// pixels from four bytes to three.
 #pragma once
 #include <array>
 #include <cstddef>
@@ -15,8 +15,8 @@
 namespace jurybox {
 
 #if defined(__x86_64__)
-// Sixteen bytes at a time, where the processor can move them about (SSSE3, of 2006). Gives how much of the input is done;
-// the rest is too short for it, or what is wrong about it is found by who goes on.
+// Functions for sixteen bytes at a time need SSSE3 (2006). They return how much of the input they have converted; the caller
+// converts the rest, which is too short or invalid.
 inline bool moves_sixteen() {
     static const bool has = __builtin_cpu_supports("ssse3") != 0;
     return has;
@@ -29,7 +29,7 @@ __attribute__((target("ssse3"))) inline std::size_t drop_fourth_by_sixteen(std::
         _mm_storeu_si128(reinterpret_cast<__m128i*>(at), bytes);
     };
     std::size_t i = 0;
-    for (; i + 16 <= pixels; i += 16, from += 64, to += 48) {  // four times twelve bytes are three times sixteen
+    for (; i + 16 <= pixels; i += 16, from += 64, to += 48) {  // four times twelve bytes are three times sixteen bytes
         const __m128i a = _mm_shuffle_epi8(load(from), first_threes), b = _mm_shuffle_epi8(load(from + 16), first_threes);
         const __m128i c = _mm_shuffle_epi8(load(from + 32), first_threes), d = _mm_shuffle_epi8(load(from + 48), first_threes);
         store(to, _mm_or_si128(a, _mm_slli_si128(b, 12)));
@@ -47,7 +47,7 @@ inline void drop_fourth(std::uint8_t* to, const std::uint8_t* from, std::size_t 
     if (moves_sixteen()) i = drop_fourth_by_sixteen(to, from, pixels);
 #endif
 #if __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__
-    // Two pixels a step, stored as eight bytes, of which the last two are the next pixel's.
+    // Two pixels at a time, stored as eight bytes, of which the last two belong to the next pixel.
     for (; i + 3 <= pixels; i += 2) {
         std::uint64_t two;
         std::memcpy(&two, from + 4 * i, sizeof two);
@@ -60,7 +60,7 @@ inline void drop_fourth(std::uint8_t* to, const std::uint8_t* from, std::size_t 
 
 namespace base64 {
 
-constexpr std::uint8_t kNone = 0x80;  // of a byte that is no digit
+constexpr std::uint8_t kNone = 0x80;  // the value of a byte that is not a digit
 
 inline constexpr auto kDigits = [] {
     std::array<std::uint8_t, 256> digits{};
@@ -70,19 +70,19 @@ inline constexpr auto kDigits = [] {
     return digits;
 }();
 
-// The number of bytes that a text stands for, where it is padded base64.
+// The number of bytes that a padded base64 text decodes to.
 inline std::size_t decoded_size(const std::uint8_t* text, std::size_t n) {
     return n < 4 ? 0 : n / 4 * 3 - (text[n - 1] == '=') - (text[n - 1] == '=' && text[n - 2] == '=');
 }
 
 #if defined(__x86_64__)
-// Sixteen digits to twelve bytes a step, stored as sixteen: `room` is what `to` has. After W. Mula and D. Lemire, Faster
-// Base64 Encoding and Decoding Using AVX2 Instructions (2018). Ends before the first sixteen with a byte that is no digit.
+// Decode sixteen digits at a time to twelve bytes, stored as sixteen; `room` is the size of `to`. From W. Mula and D. Lemire,
+// Faster Base64 Encoding and Decoding Using AVX2 Instructions (2018). Ends before the first block with an invalid digit.
 __attribute__((target("ssse3"))) inline std::size_t decode_by_sixteen(std::uint8_t* to, std::size_t room, const std::uint8_t* text, std::size_t n) {
-    // By its upper half and by its lower half, bits of which a digit has none in common.
+    // Bits by a byte's upper and lower half; a byte is a digit if the two have no bit in common.
     const __m128i by_upper = _mm_setr_epi8(0x10, 0x10, 0x01, 0x02, 0x04, 0x08, 0x04, 0x08, 0x10, 0x10, 0x10, 0x10, 0x10, 0x10, 0x10, 0x10);
     const __m128i by_lower = _mm_setr_epi8(0x15, 0x11, 0x11, 0x11, 0x11, 0x11, 0x11, 0x11, 0x11, 0x11, 0x13, 0x1A, 0x1B, 0x1B, 0x1B, 0x1A);
-    // What is added to a digit for its value, by its upper half; of '/' one less.
+    // The difference between a digit's value and its byte, by the upper half; one less for '/'.
     const __m128i added = _mm_setr_epi8(0, 16, 19, 4, -65, -65, -71, -71, 0, 0, 0, 0, 0, 0, 0, 0);
     const __m128i slash = _mm_set1_epi8(0x2F), half = _mm_set1_epi8(0x0F);
     const __m128i order = _mm_setr_epi8(2, 1, 0, 6, 5, 4, 10, 9, 8, 14, 13, 12, -1, -1, -1, -1);
@@ -101,8 +101,7 @@ __attribute__((target("ssse3"))) inline std::size_t decode_by_sixteen(std::uint8
 }
 #endif
 
-// Decode padded base64 (RFC 4648, section 4) without a single byte that is none of it. Gives whether it was such; `to` has
-// decoded_size bytes.
+// Decode padded base64 (RFC 4648, section 4) into `to`, which has decoded_size bytes. Return false if any byte is invalid.
 inline bool decode(std::uint8_t* to, const std::uint8_t* text, std::size_t n) {
     if (n % 4) return false;
     const std::size_t padding = n / 4 * 3 - decoded_size(text, n), whole = padding ? n - 4 : n;
@@ -134,13 +133,13 @@ inline bool decode(std::uint8_t* to, const std::uint8_t* text, std::size_t n) {
 
 namespace json {
 
-// A JSON text whose long strings are cut out: `NaN` stands for each, and they are where `texts` says (start, length).
+// A JSON text in which each long string is replaced by `NaN`; `texts` has their positions (start, length).
 struct Cut {
     std::string rest;
     std::vector<std::pair<std::size_t, std::size_t>> texts;
 };
 
-// Whether a string means itself: ASCII, with no escape and no control character.
+// Return whether a string is ASCII without escapes and control characters.
 inline bool is_plain(const char* text, std::size_t n) {
     std::uint8_t other = 0;
     for (std::size_t i = 0; i < n; ++i) {
@@ -150,8 +149,8 @@ inline bool is_plain(const char* text, std::size_t n) {
     return other == 0;
 }
 
-// Cut plain strings of at least so many bytes out of a JSON text in UTF-8. Gives false where a string does not end, and where
-// there may be a NaN (or Infinity) of the text's own.
+// Replace plain strings of at least `least` bytes in a JSON text in UTF-8. Return false if a string does not end, or if the
+// text itself may contain NaN or Infinity.
 inline bool cut(const char* text, std::size_t n, std::size_t least, Cut& found) {
     std::size_t kept = 0;
     for (std::size_t i = 0; i < n; ++i) {
@@ -164,7 +163,7 @@ inline bool cut(const char* text, std::size_t n, std::size_t least, Cut& found) 
             i = static_cast<std::size_t>(static_cast<const char*>(quote) - text);
             std::size_t before = i;
             while (before > start && text[before - 1] == '\\') --before;
-            if ((i - before) % 2 == 0) break;  // else the quote is escaped
+            if ((i - before) % 2 == 0) break;  // otherwise the quote is escaped
         }
         if (i - start < least || !is_plain(text + start, i - start)) continue;
         found.rest.append(text + kept, start - 1 - kept).append("NaN");

@@ -1,7 +1,7 @@
-// A remote client's lane, as long as nothing about its requests is special: rows of fixed shape, one engine that serves, answers
-// that are outputs, a client that reads them. Its tickets go from its connection to the engine's ring with their rows, and the
-// outputs back, in the relay's one thread. All else is the relay's, which takes the tickets in flight over (`hand_over`): a
-// lane's tickets are in one hand, never in two.
+// The fast path of a remote client's lane, for ordinary requests: rows of fixed shapes, one engine that serves, answers that are
+// outputs, and a client that reads them. It passes tickets with their rows from the client's connection to the engine's ring, and
+// the outputs back, in the relay's only thread. The relay handles everything else and then takes over the tickets in flight
+// (`hand_over`), so that each ticket has exactly one owner.
 #pragma once
 #include <poll.h>
 
@@ -19,20 +19,20 @@ namespace jurybox {
 
 class RelayLane {
   public:
-    // Where the rows of a tensor are: the lane's first of them, and the bytes of each.
+    // A tensor's rows: the address of the lane's first row, and the bytes of each row.
     struct Column {
         std::byte* first;
         std::size_t row_bytes;
     };
-    // A ticket on its way: its client's number for it, the engine's, and what its client said.
+    // A ticket in flight: the client's number, the engine's number, and the client's ticket.
     struct Sent {
         std::uint64_t sequence, number, version, incarnation;
         std::int64_t submitted, deadline;
         std::uint32_t first, rows;
     };
 
-    // The engine's `incarnation` is the life of it that `rings` are of, `lease` the client's name for the lane, whose rows in
-    // the arena are `rows` from `first` on. Nothing is done before `take_over`.
+    // `incarnation` is that of the engine to which `rings` belong, `lease` the client's number for the lane, which has `rows`
+    // rows of the arena from `first` on. Nothing happens before `take_over`.
     RelayLane(Zmtp& link, ShmRingsClient& rings, const EngineRecord& engine, std::uint64_t incarnation, std::uint64_t lease,
               std::uint32_t first, std::uint32_t rows, std::vector<Column> inputs, std::vector<Column> outputs)
         : link_(link), rings_(rings), engine_(engine), incarnation_(incarnation), lease_(lease), first_(first), rows_(rows),
@@ -41,12 +41,12 @@ class RelayLane {
         parts_.resize(1 + outputs_.size());
     }
 
-    // No ticket of the lane is in flight: those that come are seen to here, with numbers above this one.
+    // Start to handle the lane's tickets, with numbers above this one. None may be in flight.
     void take_over(std::uint64_t number) {
         number_ = looked_ = number;
         mine_ = true;
     }
-    // Those in flight are somebody else's from now on, and their answers, and all that comes. The last number given is `number`.
+    // Stop to handle the lane's tickets and return those in flight. The last number used is `number`.
     std::vector<Sent> hand_over() {
         mine_ = false;
         std::vector<Sent> sent;
@@ -58,7 +58,7 @@ class RelayLane {
     std::uint64_t number() const { return number_; }
     std::size_t in_flight() const { return sent_.size(); }
 
-    // Send on the tickets that came; how many. The first that is special stays in the link, and all behind it.
+    // Pass on tickets that have arrived; return their number. The first special one stays in the link, with all after it.
     std::size_t take_in() {
         std::size_t taken = 0;
         for (const Zmtp::Message* message; mine_ && (message = link_.oldest()) != nullptr && submit(*message); ++taken)
@@ -66,15 +66,15 @@ class RelayLane {
         return taken;
     }
 
-    // Send the answers that are there. False where they are somebody else's to send: all, or the next since it is special.
+    // Send the answers that have arrived. Return false if the relay must send them: all, or the next one, which is special.
     bool answer() {
         Answer answer, same;
         while (mine_ && rings_.next(answer)) {
             const auto sent = std::find_if(sent_.begin(), sent_.end(), [&](const Sent& one) { return one.number == answer.sequence; });
-            // Of an answer's bytes that its client has not read, others know how many there may be.
+            // The relay enforces the limit on bytes that a client has not read.
             if (sent != sent_.end() && (answer.code != kOk || link_.pending() > 0)) return false;
             rings_.receive(&same, 1);
-            if (sent == sent_.end()) continue;  // to nobody
+            if (sent == sent_.end()) continue;  // its ticket is unknown
             post(*sent, answer.version);
             *sent = sent_.back();
             sent_.pop_back();
@@ -82,9 +82,9 @@ class RelayLane {
         return mine_;
     }
 
-    // Take in and answer the tickets of a client that is alone, for `ns`: ends with anything else, be it that nothing comes for
-    // `pause_ns`, of its client or of the engine. Readable, the first descriptor tells of messages, this client's among them;
-    // while the engine computes it is not looked at.
+    // Serve a lone client for `ns`. It ends early with any other event, or if neither the client nor the engine sends anything
+    // for `pause_ns`. The first descriptor is readable if there are messages, also of this client; it is not polled while the
+    // engine computes.
     void stay(pollfd* fds, std::size_t n_fds, std::int64_t pause_ns, std::int64_t ns) {
         const std::int64_t until = monotonic_ns() + ns;
         const timespec pause = timespec_of(pause_ns);
@@ -97,7 +97,7 @@ class RelayLane {
         }
     }
 
-    // Whether a ticket is in flight that was so at the last look.
+    // Return whether a ticket is in flight that was in flight at the last call.
     bool overdue() {
         const bool found = std::any_of(sent_.begin(), sent_.end(), [this](const Sent& one) { return one.number <= looked_; });
         looked_ = number_;
@@ -106,9 +106,9 @@ class RelayLane {
 
   private:
     static constexpr char kPrefix[] = {'J', 2};                  // wire.py
-    static constexpr std::int64_t kLongest = 3'600'000'000'000;  // ns, an hour: no ticket waits longer
+    static constexpr std::int64_t kLongest = 3'600'000'000'000;  // ns; an hour, the limit of all time-outs
 
-    // Copy a ticket's rows to the lane and post it; false where it is special, and nothing was done.
+    // Copy a ticket's rows to the lane and post it; return false, without doing anything, if it is special.
     bool submit(const Zmtp::Message& message) {
         if (message.size() != 1 + inputs_.size() || message[0].size() != sizeof kPrefix + sizeof(Ticket) ||
             std::memcmp(message[0].data(), kPrefix, sizeof kPrefix) != 0)
@@ -141,7 +141,7 @@ class RelayLane {
         parts_[0] = {head, sizeof head};
         for (std::size_t i = 0; i < outputs_.size(); ++i)
             parts_[1 + i] = {outputs_[i].first + sent.first * outputs_[i].row_bytes, sent.rows * outputs_[i].row_bytes};
-        link_.post(parts_.data(), parts_.size());  // a client that is gone needs none
+        link_.post(parts_.data(), parts_.size());  // failure is ignored: the client is gone
     }
 
     Zmtp& link_;

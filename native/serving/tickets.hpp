@@ -1,5 +1,5 @@
-// Tickets inside an engine: the record, the check on arrival, the copies of its rows, the counting of answered batches, and
-// which clients are about to come back.
+// Tickets in an engine: the record, the check on arrival, the copies of rows, the counters of answered batches, and the
+// prediction of clients' next tickets.
 #pragma once
 #include <atomic>
 #include <cstddef>
@@ -21,7 +21,7 @@ struct Ticket {
     std::uint32_t model;
     std::uint64_t version;
     union {
-        std::uint64_t incarnation;  // on its way to an engine: which life of it is meant
+        std::uint64_t incarnation;  // in a ticket to an engine: the engine's incarnation
         struct {                    // in the engine
             std::uint32_t transport;
             std::uint32_t code;
@@ -47,8 +47,8 @@ inline const std::atomic<std::uint64_t>& lease_of(const Lane& lane) {
     return reinterpret_cast<const std::atomic<std::uint64_t>&>(lane.lease);
 }
 
-// The supervisor leases a lane. The lease is stored last and with release: who reads it, with acquire, sees the rows that
-// go with it, on processors that reorder stores, too.
+// Lease a lane; called by the supervisor. The lease is stored last with release semantics: a reader that loads it with
+// acquire semantics sees the rows that belong to it.
 inline void grant(Lane& lane, std::uint32_t model, std::uint32_t first, std::uint32_t rows, std::uint32_t arena,
                   std::uint64_t lease) {
     lane.model = model;
@@ -58,27 +58,27 @@ inline void grant(Lane& lane, std::uint32_t model, std::uint32_t first, std::uin
     lease_of(lane).store(lease, std::memory_order_release);
 }
 
-// The supervisor takes a lane back: its tickets are refused from now on. The rest stays until the next grant, which comes
-// after every engine has said that it no longer reads this lease.
+// Revoke a lane; called by the supervisor. Its tickets are refused from now on. The other fields stay until the next grant,
+// which happens after every engine has confirmed that it no longer uses this lease.
 inline void take_back(Lane& lane) { lease_of(lane).store(0, std::memory_order_release); }
 
-// Codes of errors.py that are used here.
+// The codes of errors.py that are used here.
 enum : std::uint32_t { kOk = 0, kBusy = 2, kModelNotFound = 3, kRefused = 7, kStaleLease = 14 };
 
 struct Admitted {
     std::size_t refused;
-    std::size_t rows;  // of those that were not
-    bool pinned;       // whether one asks for a weights version
+    std::size_t rows;  // of the tickets that were admitted
+    bool pinned;       // whether one requests a weights version
 };
 
-// The check on arrival, and the count of the rows admitted: no lane has more rows in the engine than it leases, whatever its
-// client sends. So nothing in the engine grows with what it is sent.
+// The check on arrival, and the count of admitted rows: no lane has more rows in the engine than its lease, whatever its
+// client sends. So a client cannot make the engine's memory grow.
 class Admission {
   public:
     explicit Admission(std::size_t lanes) : inside_(lanes) {}
 
-    // Fill in each ticket's transport, model and code. `limits[m]` is the largest ticket of model m, 0 where none is served;
-    // `arenas[m]` the number of the arena that it computes in: lanes of other arenas are refused.
+    // Set each ticket's transport, model and code. `limits[m]` is the largest ticket of model m, 0 if it is not served;
+    // `arenas[m]` is the number of its arena: tickets of lanes in other arenas are refused.
     Admitted admit(Ticket* tickets, std::size_t n, std::uint32_t transport, const Lane* lanes, std::size_t n_lanes,
                    const std::uint32_t* limits, const std::uint32_t* arenas, std::size_t n_models) {
         Admitted result{0, 0, false};
@@ -114,7 +114,7 @@ class Admission {
         return result;
     }
 
-    // These tickets leave, answered. Returns the transport that all of them came through; -1 where there are several.
+    // Record that tickets were answered. Return the transport of all of them; -1 if there are several.
     std::int64_t leave(const Ticket* tickets, std::size_t n) {
         bool one = n != 0;
         for (std::size_t i = 0; i < n; ++i) {
@@ -132,14 +132,14 @@ class Admission {
     std::vector<std::uint64_t> inside_;  // rows admitted and not answered, by lane
 };
 
-// Whether a ticket's deadline has passed.
+// Return whether the deadline of any ticket has passed.
 inline bool any_expired(const Ticket* tickets, std::size_t n, std::int64_t now) {
     for (std::size_t i = 0; i < n; ++i)
         if (tickets[i].deadline != 0 && tickets[i].deadline < now) return true;
     return false;
 }
 
-// Copy the rows of a table that the tickets name, one after another, to `out`. Rows are `row_bytes` long.
+// Copy the tickets' rows of a table to consecutive rows of `out`.
 inline void gather(const std::byte* table, std::size_t row_bytes, const Ticket* tickets, std::size_t n, std::byte* out) {
     for (std::size_t i = 0; i < n; ++i) {
         const std::size_t bytes = tickets[i].rows * row_bytes;
@@ -148,7 +148,7 @@ inline void gather(const std::byte* table, std::size_t row_bytes, const Ticket* 
     }
 }
 
-// The other way: spread consecutive rows of `in` over the tickets' rows of the table.
+// Copy consecutive rows of `in` to the tickets' rows of the table.
 inline void scatter(std::byte* table, std::size_t row_bytes, const Ticket* tickets, std::size_t n, const std::byte* in) {
     for (std::size_t i = 0; i < n; ++i) {
         const std::size_t bytes = tickets[i].rows * row_bytes;
@@ -178,22 +178,22 @@ inline std::size_t bucket(std::uint64_t value, std::size_t buckets) {
     return bits < buckets ? bits : buckets - 1;
 }
 
-// Clients read the same clock, but what they wrote is not trusted: times are kept within the histogram.
+// Clients use the same clock, but their values are not trusted: times are limited to the range of the histogram.
 inline std::uint64_t elapsed(std::int64_t since, std::int64_t until) {
     constexpr std::int64_t kMost = std::int64_t{1} << (kTimeBuckets - 1);
     if (since >= until) return 0;
     return static_cast<std::uint64_t>(since > until - kMost ? until - since : kMost);
 }
 
-// Show what an engine counted. It counts in a record of its own, since any process can write to the scoreboard's; only
-// `waiting` is set there directly.
+// Copy an engine's counters to the scoreboard. It counts in a private record, because any process can write to the
+// scoreboard; only `waiting` is set there directly.
 inline void show(const Counters& own, Counters& shown) {
     const std::uint64_t waiting = shown.waiting;
     std::memcpy(&shown, &own, sizeof(Counters));
     shown.waiting = waiting;
 }
 
-// `began` and `ended` are ns of CLOCK_MONOTONIC. The record has one writer, and readers take each word as it is.
+// Count a batch; `began` and `ended` are ns of CLOCK_MONOTONIC. The record has one writer, and readers read single words.
 inline void count_batch(Counters& counters, const Ticket* tickets, std::size_t n, std::size_t rows, std::int64_t began,
                         std::int64_t ended) {
     counters.requests += n;
@@ -215,15 +215,15 @@ inline void count_batch(Counters& counters, const Ticket* tickets, std::size_t n
 
 // ---- arrivals
 
-// Which clients are about to come back; engine/batches.py says what for.
+// Predicts which clients are about to send again; see engine/batches.py.
 class ArrivalTracker {
   public:
     explicit ArrivalTracker(std::size_t lanes) : lanes_(lanes) {}
 
-    // Quick clients that have been answered and have not asked again yet.
+    // The number of quick clients that were answered and have not sent again.
     std::size_t away() const { return away_; }
 
-    // These tickets have arrived. A client is quick that was back within `quick_ns` of its last answer.
+    // Record tickets that have arrived. A client is quick if it sends within `quick_ns` of its last answer.
     void came(const Ticket* tickets, std::size_t n, std::int64_t now, std::int64_t quick_ns) {
         for (std::size_t i = 0; i < n; ++i) {
             if (tickets[i].lane >= lanes_.size()) continue;
@@ -234,7 +234,7 @@ class ArrivalTracker {
         }
     }
 
-    // These tickets have been answered.
+    // Record tickets that were answered.
     void answered(const Ticket* tickets, std::size_t n, std::int64_t now) {
         for (std::size_t i = 0; i < n; ++i) {
             if (tickets[i].lane >= lanes_.size()) continue;
@@ -245,7 +245,7 @@ class ArrivalTracker {
         }
     }
 
-    // Clients that are away now do not come back soon: each is waited for again only after it was quick once more.
+    // Stop waiting for the clients that are away now, until they are quick again.
     void stays_away() {
         for (Pace& pace : lanes_) {
             if (pace.away) pace.quick = pace.away = false;

@@ -1,10 +1,10 @@
-// One or two slots of weights under sequence counters: a sequence lock (Boehm, "Can seqlocks get along with programming
+// One or two slots of weights with sequence counters: a sequence lock (Boehm, "Can seqlocks get along with programming
 // language memory models?", MSPC 2012) over memory that outlives any of the processes that map it.
 //
-// The writer marks a slot's counter odd, writes, marks it even, and only then says that this slot is the newest. With
-// two slots it writes the one that is not the newest, so a reader of the newest is disturbed only by a writer that
-// publishes twice while it copies; the counter shows that, and the reader starts again with what is then the newest.
-// Nobody waits, and a writer killed at any instruction leaves the newest slot whole.
+// The writer makes a slot's counter odd, writes the slot, makes the counter even, and then announces the slot as the newest.
+// With two slots it writes the one that is not the newest, so a reader of the newest is only disturbed by a writer that
+// publishes twice during its copy. The counter shows that, and the reader starts again with the newest slot. Neither side
+// waits, and a writer that is killed at any instruction leaves the newest slot intact.
 #pragma once
 #include <algorithm>
 #include <atomic>
@@ -17,27 +17,27 @@
 
 namespace jurybox {
 
-// From this size on a publication is larger than what a core's own caches hold, and streaming wins.
+// From this size on a publication exceeds a core's caches, and streaming stores are faster.
 inline constexpr std::size_t kStreamFrom = std::size_t{1} << 20;
 
-// The words that processes agree by; each group has its cache line. All zero means: nothing published yet.
+// The words that synchronise processes; each group has its own cache line. All zeros: nothing has been published.
 struct WeightsControl {
     struct alignas(64) Channel {
-        std::atomic<std::uint64_t> newest;  // version * 2 + slot; one word, so that nobody sees half of the pair
+        std::atomic<std::uint64_t> newest;  // version * 2 + slot, in one word, so that both change together
         Futex announced;                      // changes with every publication
     } channel;
     struct alignas(64) Slot {
-        std::atomic<std::uint64_t> sequence;  // odd while the slot is written, or was when its writer died
+        std::atomic<std::uint64_t> sequence;  // odd while the slot is written, or if its writer died
         std::atomic<std::uint64_t> version;
         std::atomic<std::uint64_t> published_ns;  // CLOCK_MONOTONIC
         std::atomic<std::uint64_t> extra_bytes;
-        std::atomic<std::uint64_t> check;  // of the three words before and of the extra, see check_of
+        std::atomic<std::uint64_t> check;  // checksum of the three preceding words and the extra; see check_of
     } slot[2];
 };
 static_assert(sizeof(WeightsControl) == 192, "the layout is part of the protocol");
 
-// A tensor, or any run of bytes, on its way in or out. NaN and infinities of a floating dtype are the words, `width`
-// bytes wide, in which every bit of `mask` is set; width 0: nothing to check.
+// A tensor, or any run of bytes, to copy to or from a slot. NaN and infinities of a floating dtype are the words of `width`
+// bytes in which every bit of `mask` is set; width 0: nothing to check.
 struct WeightsPart {
     std::uint64_t address;  // in this process
     std::uint64_t offset;   // in the slot, a multiple of 8
@@ -46,17 +46,17 @@ struct WeightsPart {
     std::uint64_t mask;
 };
 
-// What a reader knows of the slot it is about to copy.
+// A reader's record of the slot that it is about to copy.
 struct WeightsClaim {
-    std::uint64_t version = 0;  // 0: there is nothing to read now
+    std::uint64_t version = 0;  // 0: nothing can be read now
     std::uint64_t sequence = 0;
     std::uint64_t published_ns = 0;
     std::uint64_t extra_bytes = 0;
     unsigned slot = 0;
-    bool damaged = false;  // somebody else than a publisher has written there
+    bool damaged = false;  // a process that is not a publisher has written to the slot
 };
 
-// Words that a stray or hostile write changed must not pass for a publication: who has the memory mapped can write to it.
+// A checksum, because any process that maps the memory can write to it: damaged words must not look like a publication.
 inline std::uint64_t check_of(std::uint64_t version, std::uint64_t published_ns, const std::byte* extra, std::uint64_t extra_bytes) {
     const std::uint64_t words[3] = {version, published_ns, extra_bytes};
     return std::uint64_t{crc32c(words, sizeof words)} << 32 | crc32c(extra, extra_bytes);
@@ -64,7 +64,7 @@ inline std::uint64_t check_of(std::uint64_t version, std::uint64_t published_ns,
 
 template <typename Word>
 inline bool all_finite(const std::byte* at, std::size_t bytes, Word mask) {
-    // Without a branch in the loop the compiler vectorises it, and the check hides behind the copy's memory traffic.
+    // Without a branch the compiler vectorises the loop, and the memory traffic of the copy hides its time.
     Word bad = 0;
     for (std::size_t i = 0; i + sizeof(Word) <= bytes; i += sizeof(Word)) {
         Word word;
@@ -86,7 +86,7 @@ inline bool all_finite(const std::byte* at, std::size_t bytes, std::uint64_t wid
 
 class WeightsSlots {
 public:
-    // `slots` runs of `stride` bytes from `data` on; a slot is `weights_bytes`, then room for the extra.
+    // `slots` slots of `stride` bytes each from `data` on; a slot holds `weights_bytes`, then the extra.
     WeightsSlots(void* control, std::byte* data, std::size_t stride, std::size_t weights_bytes, unsigned slots)
         : control_(static_cast<WeightsControl*>(control)), data_(data), stride_(stride), weights_bytes_(weights_bytes),
           slots_(slots) {}
@@ -95,10 +95,10 @@ public:
     std::size_t extra_room() const { return stride_ - weights_bytes_; }
     std::byte* slot_data(unsigned slot) const { return data_ + slot * stride_; }
 
-    // ---- the publisher; there is one at a time, which a file lock sees to -------------------------------------------
+    // ---- the publisher; a file lock ensures that there is only one --------------------------------------------------
 
-    // Announce what a dead publisher finished but did not announce. What it left half written stays marked, and is the next
-    // slot to be written. Returns the newest version.
+    // Announce a version that a dead publisher completed but did not announce. A partly written slot stays marked, and is the
+    // next to be written. Return the newest version.
     std::uint64_t take_over() {
         const unsigned slot = next_slot();
         const auto& head = control_->slot[slot];
@@ -111,13 +111,13 @@ public:
         return newest();
     }
 
-    // Marks the slot to write and returns its number. Until `commit` readers see the version before it (with two slots)
-    // or wait (with one).
+    // Mark the slot to write and return its number. Until `commit`, readers see the previous version (two slots) or wait (one
+    // slot).
     unsigned begin() {
         const unsigned slot = next_slot();
         auto& sequence = control_->slot[slot].sequence;
         sequence.store(sequence.load(std::memory_order_relaxed) | 1, std::memory_order_relaxed);
-        // A release fence is what the model asks for; the full one also keeps streaming stores behind the mark.
+        // The memory model requires a release fence; the full one also keeps streaming stores after the mark.
         fence_full();
         return slot;
     }
@@ -135,11 +135,11 @@ public:
         announce(slot, version);
     }
 
-    // A whole publication. Returns -1, or the number of the first part that holds NaN or infinity when `check` asks for
-    // that; nothing is published then. One pass over the source: blocks are checked while they are in the cache anyway.
+    // Publish all parts. Return -1, or with `check` the number of the first part with NaN or infinity, and publish nothing.
+    // It takes one pass over the source: blocks are checked while they are in the cache.
     std::int64_t publish(const WeightsPart* parts, std::size_t n, const std::byte* extra, std::size_t extra_bytes,
                          std::uint64_t version, bool check) {
-        // With one slot a publication that is given up half-way would take the last whole version with it.
+        // With one slot, an abandoned publication would destroy the previous version, so the check comes first.
         if (check && slots_ == 1) {
             if (const std::int64_t bad = first_bad(parts, n); bad >= 0) return bad;
             check = false;
@@ -168,9 +168,9 @@ public:
         return -1;
     }
 
-    // ---- readers, as many as there are ------------------------------------------------------------------------------
+    // ---- readers; there may be any number ---------------------------------------------------------------------------
 
-    // The newest slot, if it can be read now. What is copied from it is whole if `holds` says so afterwards.
+    // Return the newest slot, if it can be read now. A copy of it is valid if `holds` returns true afterwards.
     WeightsClaim claim() const {
         WeightsClaim claim;
         const std::uint64_t newest = control_->channel.newest.load(std::memory_order_acquire);
@@ -182,8 +182,8 @@ public:
         claim.published_ns = head.published_ns.load(std::memory_order_relaxed);
         claim.extra_bytes = head.extra_bytes.load(std::memory_order_relaxed);
         const std::uint64_t version = head.version.load(std::memory_order_relaxed);
-        // A slot rewritten since `newest` was read may hold a version not announced yet: going back from that to the
-        // announced one would let versions run backwards under this reader. Its announcement is the next thing to come.
+        // A slot that was rewritten since `newest` was read may hold a version that is not announced yet. Returning to the
+        // announced one later would make versions go backwards for this reader. The announcement will follow soon.
         if (!holds(claim) || version != newest / 2) return claim;
         claim.version = version;
         return claim;
@@ -194,9 +194,9 @@ public:
         return control_->slot[claim.slot].sequence.load(std::memory_order_relaxed) == claim.sequence;
     }
 
-    // One try at a whole read; parts' addresses are targets. False: nothing to read now, or overtaken by the writer.
-    // The counter is looked at every megabyte, so that a copy that can't be whole any more stops early and the next
-    // try has the writer's full round to itself. `verify` is off only in the test that shows what the counter is for.
+    // Try to read all parts; their addresses are the targets. Return false if nothing can be read now, or if the writer
+    // overtook the copy. The counter is checked every megabyte, so that an overtaken copy stops early and the next attempt has
+    // the writer's whole period. `verify` is false only in the test that shows that the counter is needed.
     bool try_read(const WeightsPart* parts, std::size_t n, std::byte* extra, WeightsClaim& claim, bool verify) const {
         claim = this->claim();
         if (claim.version == 0) return false;
@@ -212,14 +212,14 @@ public:
                 copy_out(to + at, slot + parts[i].offset + at, std::min<std::size_t>(kChunk, parts[i].bytes - at), stream);
             }
         }
-        stream_fence();  // the bytes may go to another thread next
+        stream_fence();  // another thread may use the bytes next
         if (!verify) return true;
         if (!holds(claim)) return false;
         claim.damaged = check != check_of(claim.version, claim.published_ns, extra, claim.extra_bytes);
         return !claim.damaged;
     }
 
-    // Tries until one read is whole or `deadline_ns` (monotonic) has passed: version 0 then. Or until it finds damage.
+    // Try until a read is complete, `deadline_ns` (monotonic) has passed (version 0), or damage is found.
     WeightsClaim read(const WeightsPart* parts, std::size_t n, std::byte* extra, std::int64_t deadline_ns, bool verify,
                       std::uint64_t& tries) const {
         const Futex& announced = control_->channel.announced;
@@ -229,16 +229,16 @@ public:
             if (try_read(parts, n, extra, claim, verify) || claim.damaged) return claim;
             const std::int64_t now = monotonic_ns();
             if (now >= deadline_ns) return {};
-            // Overtaken means that there is a newer version to read at once. Only a single slot under its writer, or a
-            // channel without a publication, leaves nothing to do but to wait for the next announcement.
+            // An overtaken reader can read the newer version at once. It must only wait for the next announcement if the
+            // single slot is being written, or if nothing has been published.
             if (claim.version == 0 && (slots_ == 1 || newest() == 0)) futex_wait(announced, seen, deadline_ns);
-            // No writer overtakes this often: somebody wrote nonsense there, which the next publication corrects.
+            // No writer overtakes so often: the words were damaged, and the next publication corrects them.
             else if (tries % kOvertaken == 0)
                 futex_wait(announced, seen, std::min<std::int64_t>(deadline_ns, now + 50'000'000));
         }
     }
 
-    // Waits until a version newer than `seen` is announced, or `deadline_ns` (monotonic) has passed.
+    // Wait until a version newer than `seen` is announced, or `deadline_ns` (monotonic) has passed.
     bool wait_newer(std::uint64_t seen, std::int64_t deadline_ns) const {
         for (;;) {
             const std::uint32_t before = control_->channel.announced.load(std::memory_order_acquire);
@@ -249,7 +249,7 @@ public:
     }
 
 private:
-    static constexpr std::size_t kBlock = std::size_t{1} << 15;  // fits the first cache
+    static constexpr std::size_t kBlock = std::size_t{1} << 15;  // fits into the L1 cache
     static constexpr std::uint64_t kOvertaken = 1000;
     static constexpr std::size_t kChunk = std::size_t{1} << 20;
 

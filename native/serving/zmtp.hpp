@@ -1,10 +1,9 @@
-// A ZeroMQ connection over a stream socket of our own, without libzmq: ZMTP 3.1, mechanism NULL, as a DEALER or as one
-// connection of a ROUTER (rfc.zeromq.org/spec/37). Bytes go from the caller's thread to the kernel and back: no thread in between
-// that each message would have to wake twice.
+// A ZeroMQ connection over a stream socket, without libzmq: ZMTP 3.1, mechanism NULL, as a DEALER or as one connection of a
+// ROUTER (rfc.zeromq.org/spec/37). The caller's thread reads and writes the socket itself, so that messages wake no other thread.
 //
-// It speaks Jurybox's tickets (docs/protocol.md): a message's first frame names a sequence, and what was sent under one and not
-// yet answered is in flight. Nothing that happens to a caller, such as a KeyboardInterrupt, falls into the midst of a message:
-// what the kernel did not take is kept and sent on by the next call.
+// It sends Jurybox's tickets (docs/protocol.md): a message's first frame contains a sequence number, and a number that was sent
+// and not answered is in flight. An interrupted caller, for example by KeyboardInterrupt, leaves no partial message: bytes that
+// the kernel did not accept are kept, and the next call sends them.
 #pragma once
 #include <poll.h>
 #include <strings.h>
@@ -37,9 +36,10 @@ class Zmtp {
         std::size_t size;
     };
 
-    // Args: a connected stream socket, which is this object's from now on (the caller's still, where this throws); the routing id, empty: the peer's choice; bytes of
-    // the longest frame that the peer may send; for how long a send that the kernel does not take at once may wait; whether it
-    // is a ROUTER's, whose peer is to say its own routing id.
+    // fd: a connected stream socket, which this object owns from now on, unless the constructor throws. identity: the routing id;
+    // empty: the peer chooses it. most: bytes of the longest frame that the peer may send. patience_ns: the maximum time of a send
+    // if the kernel does not accept all bytes at once. router: whether this is a ROUTER's connection, whose peer sends its own
+    // routing id.
     Zmtp(int fd, std::string_view identity, std::size_t most, std::int64_t patience_ns, bool router = false)
         : fd_(fd), most_(most), patience_ns_(patience_ns), heard_(monotonic_ns()) {
         out_.append("\xFF\0\0\0\0\0\0\0\1\x7F\3\1NULL", 16).append(48, '\0');
@@ -61,15 +61,15 @@ class Zmtp {
     Zmtp(const Zmtp&) = delete;
     Zmtp& operator=(const Zmtp&) = delete;
 
-    // Send a message whose answer will have this sequence. What cannot go yet is kept: `flush` or any other call sends it on.
-    // False: the connection is broken, and nothing of the message was kept.
+    // Send a message whose answer will have this sequence number. Unsent bytes are kept: `flush` or any other call sends them.
+    // Return false if the connection is broken; then nothing of the message is kept.
     bool send(std::uint64_t sequence, const Part* parts, std::size_t n) {
         if (broken()) return false;
         unanswered_.push_back(sequence);
         return post(parts, n);
     }
 
-    // Send a message that has no answer, or is one.
+    // Send a message without an answer, or an answer.
     bool post(const Part* parts, std::size_t n) {
         if (broken()) return false;
         whole_or_broken([&] {
@@ -80,12 +80,12 @@ class Zmtp {
                 flush();
             }
         });
-        // Where nobody watches for room, nobody would go on sending until the next call.
+        // Unless the descriptor is watched, nothing would be sent until the next call.
         if (unsent() > 0 && ready_ && !watched_) wait_for(POLLOUT, patience_ns_, [this] { return unsent() == 0; });
         return !broken();
     }
 
-    // Take in what has come, and send what was kept; waits `ns` at most for a message. Whether there is one.
+    // Read and write as much as possible; wait at most `ns` for a message. Return whether there is one.
     bool receive(std::int64_t ns) {
         if (!arrived_.empty()) return true;
         if (ns <= 0) {
@@ -96,15 +96,15 @@ class Zmtp {
         return wait_for(POLLIN, ns, [this] { return !arrived_.empty(); });
     }
 
-    // Wait `ns` at most for the message that `take` gives for a sequence.
+    // Wait at most `ns` for the message that `take` returns for a sequence number.
     bool await(std::uint64_t sequence, std::int64_t ns, Message& message) {
         if (take(sequence, message)) return true;
         wait_for(POLLIN, ns, [&] { return take(sequence, message); });
         return !message.empty();
     }
 
-    // The message that answers a sequence, or complains of bytes that were no ticket (sequence 0); others stay. Once given it
-    // is no longer in flight.
+    // Remove the answer to a sequence number, or an error about an invalid ticket (sequence 0); others stay. The number is no
+    // longer in flight.
     bool take(std::uint64_t sequence, Message& message) {
         for (auto at = arrived_.begin(); at != arrived_.end(); ++at) {
             const std::uint64_t named = sequence_of(*at);
@@ -117,11 +117,11 @@ class Zmtp {
         return false;
     }
 
-    // The oldest message, which stays; null where there is none. For a ROUTER's connection, where no answer comes:
+    // The oldest message, which stays; null if there is none. For a ROUTER's connection, which gets no answers.
     const Message* oldest() const { return arrived_.empty() ? nullptr : &arrived_.front(); }
     void drop_oldest() { arrived_.pop_front(); }
 
-    // The oldest message. Once given it is no longer in flight.
+    // Remove the oldest message. Its sequence number is no longer in flight.
     bool take(Message& message) {
         if (arrived_.empty()) return false;
         message = std::move(arrived_.front());
@@ -133,16 +133,16 @@ class Zmtp {
     bool holds(std::uint64_t sequence) const {
         return !broken() && std::find(unanswered_.begin(), unanswered_.end(), sequence) != unanswered_.end();
     }
-    // Bytes that were to be sent and that the kernel has not taken.
+    // The number of bytes that the kernel has not accepted yet.
     std::size_t pending() const { return out_.size() - sent_ + held_.size(); }
 
-    // The peer's routing id, where it named one.
+    // The peer's routing id, if it sent one.
     const std::string& peer() const { return peer_; }
 
-    // Sequences in flight, or that were when the connection broke.
+    // The sequence numbers in flight, or those in flight when the connection broke.
     const std::vector<std::uint64_t>& unanswered() const { return unanswered_; }
 
-    // Ask the peer whether it is there: `silence` begins anew with its answer.
+    // Send a PING: `silence` starts anew with the peer's answer.
     void ping() {
         if (!ready_ || broken()) return;
         put(out_, kCommand, {"\4PING\0\0", 7});
@@ -150,13 +150,13 @@ class Zmtp {
     }
     std::int64_t silence_ns() const { return monotonic_ns() - heard_; }
 
-    // Whether messages go to and fro; false before the peer has shaken hands, and when the connection broke.
+    // Return whether messages can be exchanged; false before the handshake and after the connection broke.
     bool ready() const { return ready_ && !broken(); }
     bool broken() const { return fd_ < 0 || !why_.empty(); }
     const std::string& why() const { return why_; }
-    // Readable when there is something to be received, or room for what was kept.
+    // A descriptor that is readable if the socket has data, or accepts bytes that were kept.
     int descriptor() const { return epoll_; }
-    // Somebody waits on the descriptor: sends need not wait for room.
+    // Set whether the caller waits on the descriptor, so that sends need not wait until the kernel accepts their bytes.
     void watched(bool on) { watched_ = on; }
 
     void close() {
@@ -168,11 +168,11 @@ class Zmtp {
   private:
     static constexpr unsigned char kMore = 1, kLong = 2, kCommand = 4;
     static constexpr std::size_t kGreeting = 64, kChunk = 64 << 10, kSmall = 4 << 10, kPiece = 512 << 10, kMostFrames = 4096, kFrames = 8;  // of a message: so many times the longest frame
-    // What one call takes in: who sends without end takes its part, and no more.
-    static constexpr int kTurns = 4;  // reads; more only while a frame is not whole
-    static constexpr std::size_t kMostTaken = 4u << 20, kMostArrived = 64;  // bytes, and messages after which no more is read
-    static constexpr std::size_t kMostCommand = 16u << 10;  // bytes of one, and of any frame before the handshake is over
-    static constexpr std::size_t kSequence = 2;  // where a reply has it: behind the prefix
+    // The limits of one call, so that a peer that sends without end gets only its share.
+    static constexpr int kTurns = 4;  // reads; more only while a frame is incomplete
+    static constexpr std::size_t kMostTaken = 4u << 20, kMostArrived = 64;  // bytes and messages after which nothing more is read
+    static constexpr std::size_t kMostCommand = 16u << 10;  // bytes of a command, and of any frame before the end of the handshake
+    static constexpr std::size_t kSequence = 2;  // its offset in a reply, after the prefix
 
     static std::uint64_t sequence_of(const Message& message) {
         std::uint64_t sequence = 0;
@@ -216,7 +216,7 @@ class Zmtp {
 
     std::size_t unsent() const { return out_.size() - sent_; }
 
-    // A message that goes at once; what the kernel leaves of it is kept.
+    // Write a message; keep the bytes that the kernel does not accept.
     void write(const Part* parts, std::size_t n) {
         std::size_t size = 0;
         for (std::size_t i = 0; i < n; ++i) size += parts[i].size;
@@ -275,7 +275,7 @@ class Zmtp {
         if (::epoll_ctl(epoll_, EPOLL_CTL_MOD, fd_, &interest) == 0) wants_room_ = wanted;
     }
 
-    // Where memory runs out in the midst of a message, what follows would be read, here or there, as the rest of it.
+    // Break the connection if memory runs out within a message: either side would read later bytes as the rest of it.
     template <class Action>
     void whole_or_broken(Action action) {
         try {
@@ -286,7 +286,7 @@ class Zmtp {
         }
     }
 
-    // Read what is there, and handle every whole frame of it.
+    // Read the available bytes and handle every complete frame.
     void read() {
         whole_or_broken([this] { read_some(); });
     }
@@ -321,8 +321,8 @@ class Zmtp {
         }
     }
 
-    // Read of a large frame what is there, `left` at most, to where it stays; false where that is not all. Memory for it is taken as
-    // it comes: who only says how much will come holds none.
+    // Read at most `left` available bytes of a large frame directly to its place; return false if it is incomplete. Memory is
+    // allocated as bytes arrive, so that announcing a large frame costs no memory.
     bool read_large(std::size_t& left) {
         std::string& frame = partial_.back();
         while (got_ < large_) {
@@ -351,22 +351,22 @@ class Zmtp {
         return true;
     }
 
-    // Have the socket readable only with so many bytes: not with each packet of a large frame. The kernel lowers what it has no
-    // room for.
+    // Make the socket readable only with this many bytes, instead of with each packet of a large frame. The kernel limits the
+    // number to its buffer.
     void at_least(std::size_t bytes) {
         if (bytes == at_least_) return;
         const int value = static_cast<int>(bytes);
         if (::setsockopt(fd_, SOL_SOCKET, SO_RCVLOWAT, &value, sizeof value) == 0) at_least_ = bytes;
     }
 
-    // The message is all there.
+    // Handle a complete message.
     void whole() {
         arrived_.push_back(std::move(partial_));
         partial_.clear();
         taken_ = 0;
     }
 
-    // Handle one frame, or the greeting; false where it is not all there.
+    // Handle one frame, or the greeting; return false if it is incomplete.
     bool frame() {
         const char* at = in_.data() + begin_;
         const std::size_t there = end_ - begin_;
@@ -425,7 +425,7 @@ class Zmtp {
             held_.clear();
             flush();
         } else if (name == "PING" && body.size() >= 7) {
-            if (unsent() > kChunk) return true;  // it reads nothing, or hears from us anyway
+            if (unsent() > kChunk) return true;  // the peer reads nothing, or will receive other bytes
             const std::string answer = "\4PONG" + std::string(body.substr(7, 16));
             put(out_, kCommand, {answer.data(), answer.size()});
             flush();
@@ -435,7 +435,7 @@ class Zmtp {
         return true;
     }
 
-    // Of a READY command: name and value of each, of which the routing id is kept.
+    // Parse the properties of a READY command, and keep the routing id.
     bool properties(std::string_view rest) {
         while (!rest.empty()) {
             const std::size_t name = static_cast<unsigned char>(rest[0]);
@@ -449,7 +449,7 @@ class Zmtp {
         return peer_.size() <= 255;
     }
 
-    // Read and write until `done`, for `ns` at most. A signal ends the wait: its handlers are Python's to run.
+    // Read and write until `done`, at most for `ns`. A signal ends the wait, so that Python can run its handlers.
     template <class Done>
     bool wait_for(short event, std::int64_t ns, Done done) {
         const std::int64_t until = monotonic_ns() + ns;
@@ -482,12 +482,12 @@ class Zmtp {
     std::int64_t heard_;
     bool greeted_ = false, ready_ = false, watched_ = false, wants_room_ = false;
     std::string why_, peer_;
-    std::string out_, held_;  // to be sent, from `sent_` on; messages that wait for the handshake
+    std::string out_, held_;  // bytes to send, from `sent_` on; messages that wait for the handshake
     std::size_t sent_ = 0;
-    std::vector<char> in_;  // read, from `begin_` to `end_`
+    std::vector<char> in_;  // bytes read, from `begin_` to `end_`
     std::size_t begin_ = 0, end_ = 0, wanted_ = 0, taken_ = 0;
     Message partial_;
-    std::size_t large_ = 0, got_ = 0;  // bytes of a large frame, the last of `partial_`, and how many of them are there
+    std::size_t large_ = 0, got_ = 0;  // bytes of a large frame, the last of `partial_`, and how many have arrived
     std::size_t at_least_ = 1;
     bool large_more_ = false;
     std::deque<Message> arrived_;
