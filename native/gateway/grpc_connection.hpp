@@ -1,8 +1,8 @@
-// A gRPC server's end of one HTTP/2 connection, without sockets: bytes that came go in, events and bytes to send come out.
+// A gRPC server's end of one HTTP/2 connection, without sockets: its input are received bytes, its output are events and bytes
+// to send.
 //
-// libnghttp2 does HTTP/2 (frames, HPACK, flow control). Here is gRPC on top of it: which
-// call a stream is, where its messages begin and end, and the trailers that end an answer
-// (github.com/grpc/grpc/blob/master/doc/PROTOCOL-HTTP2.md). Not thread-safe.
+// libnghttp2 implements HTTP/2 (frames, HPACK, flow control). This class implements gRPC on top of it: calls, message framing
+// and trailers (github.com/grpc/grpc/blob/master/doc/PROTOCOL-HTTP2.md). Not thread-safe.
 #pragma once
 #include <algorithm>
 #include <cstdint>
@@ -25,21 +25,21 @@ namespace jurybox {
 
 struct GrpcLimits {
     std::uint32_t message;   // bytes of one message
-    std::uint32_t metadata;  // bytes of a call's
+    std::uint32_t metadata;  // bytes of a call's metadata
     std::uint32_t streams;   // calls in progress
-    std::uint32_t looser = 1;  // the library's own bounds of what is bounded here as well, so many times
+    std::uint32_t looser = 1;  // factor for the library's own limits on the same quantities
 };
 
 enum class GrpcEvent {
-    kCall = 0,        // a call began; its path and time-out
-    kMessage = 1,     // a message of it is whole
-    kCompressed = 2,  // likewise, in the encoding that the call named
-    kEnd = 3,         // the last message has come
-    kGone = 4,        // the peer gave the call up, or broke the protocol in it
-    kTooLarge = 5,    // a message that is larger than one may be begins
+    kCall = 0,        // a call began; with its path and time-out
+    kMessage = 1,     // a complete message
+    kCompressed = 2,  // a complete message in the call's encoding
+    kEnd = 3,         // the last message has arrived
+    kGone = 4,        // the peer cancelled the call, or violated the protocol
+    kTooLarge = 5,    // a message exceeds the limit
 };
 
-// Message holds the bytes of one message: Message(), resize(size), data(), size(), and reading over the same.
+// Message is a container for the bytes of a message, with Message(), resize(size), data() and size().
 template <class Message>
 class GrpcConnection {
   public:
@@ -51,7 +51,7 @@ class GrpcConnection {
         Message message;
     };
 
-    // Throws std::runtime_error where the system has no library for it.
+    // Throws std::runtime_error if the system has no libnghttp2.
     explicit GrpcConnection(const GrpcLimits& limits) : limits_(limits) {
         if (!lib_.missing.empty()) throw std::runtime_error(lib_.missing);
         nghttp2::Callbacks* callbacks = nullptr;
@@ -83,8 +83,8 @@ class GrpcConnection {
     GrpcConnection(const GrpcConnection&) = delete;
     GrpcConnection& operator=(const GrpcConnection&) = delete;
 
-    // Takes in bytes of the peer; what they say is in `events` afterwards. False: the connection is over, and what is
-    // left to send says why.
+    // Process bytes from the peer and append to `events`. Return false if the connection is over; the bytes left to send tell
+    // the peer why.
     bool feed(const std::uint8_t* data, std::size_t size) {
         const bool inside = in_head_;
         const std::uint64_t before = heads_;
@@ -97,7 +97,7 @@ class GrpcConnection {
 
     std::vector<Event>& events() { return events_; }
 
-    // Everything that may be sent now, added to `bytes`.
+    // Append all bytes that may be sent now to `bytes`.
     void send(std::string& bytes) {
         const std::uint8_t* data = nullptr;
         for (;;) {
@@ -108,16 +108,16 @@ class GrpcConnection {
         }
     }
 
-    // Nothing will come or go any more.
+    // Return whether nothing will be received or sent any more.
     bool over() const { return !lib_.session_want_read(session_) && !lib_.session_want_write(session_); }
 
-    // Metadata of a call, names in lower case; null where the call is over.
+    // Return the metadata of a call, with names in lower case; null if the call is over.
     const std::vector<std::pair<std::string, std::string>>* metadata(std::int32_t id) const {
         const auto found = streams_.find(id);
         return found == streams_.end() ? nullptr : &found->second->metadata;
     }
 
-    // The program has taken a message of so many bytes: as many more may come.
+    // Record that the program has processed a message of `size` bytes, so that the peer may send as many more.
     void taken(std::int32_t id, std::size_t size) {
         Stream* stream = find(id);
         if (!stream) return;
@@ -127,7 +127,7 @@ class GrpcConnection {
         }
     }
 
-    // Sends one message of an answer. False: the call is over.
+    // Queue one message of an answer. Return false if the call is over.
     bool answer(std::int32_t id, Message message) {
         Stream* stream = find(id);
         if (!stream || stream->finished) return false;
@@ -137,7 +137,7 @@ class GrpcConnection {
         return true;
     }
 
-    // Ends a call: with grpc-status, grpc-message (percent-encoded here) and trailing metadata.
+    // End a call with grpc-status, grpc-message (percent-encoded here) and trailing metadata.
     void finish(std::int32_t id, int status, std::string_view message, const std::vector<std::pair<std::string, std::string>>& trailing) {
         Stream* stream = find(id);
         if (!stream || stream->finished) return;
@@ -146,7 +146,7 @@ class GrpcConnection {
         if (!message.empty()) stream->trailers.emplace_back("grpc-message", percent(message));
         stream->trailers.insert(stream->trailers.end(), trailing.begin(), trailing.end());
         if (stream->began) {
-            begin(*stream);  // what waits goes first
+            begin(*stream);  // queued messages are sent before
             return;
         }
         std::vector<nghttp2::Field> fields = {nv(":status", "200"), nv("content-type", "application/grpc")};
@@ -155,13 +155,13 @@ class GrpcConnection {
         lib_.submit_response(session_, id, fields.data(), fields.size(), nullptr);
     }
 
-    // Bytes of answers that wait for the peer to take them.
+    // Return the bytes of answers that are queued for the peer.
     std::size_t queued(std::int32_t id) const {
         const auto found = streams_.find(id);
         return found == streams_.end() ? 0 : found->second->queued;
     }
 
-    // No new calls; those in progress go on.
+    // Accept no new calls; those in progress continue.
     void drain() {
         lib_.submit_goaway(session_, nghttp2::kNoFlags, lib_.session_get_last_proc_stream_id(session_), nghttp2::kNoError, nullptr, 0);
     }
@@ -173,11 +173,11 @@ class GrpcConnection {
   private:
     static constexpr std::uint32_t kStreamWindow = 4u << 20, kFrame = 1u << 20;
     static constexpr std::int32_t kConnectionWindow = 16 << 20;
-    static constexpr std::size_t kUnread = 4u << 20;  // bytes of messages that wait for the program to take them
-    static constexpr std::size_t kAtOnce = 1u << 20;  // of a message's memory before its bytes have come
-    static constexpr std::int64_t kResets = 1000, kResetsASecond = 100;  // calls that a peer may begin and give up
+    static constexpr std::size_t kUnread = 4u << 20;  // bytes of messages that the program has not processed
+    static constexpr std::size_t kAtOnce = 1u << 20;  // bytes that are allocated for a message before they arrive
+    static constexpr std::int64_t kResets = 1000, kResetsASecond = 100;  // calls that a peer may begin and cancel
     static constexpr std::size_t kMostHead = 64u << 10, kContinuations = 32;  // bytes and frames of a head on the wire
-    static constexpr int kFailed = -902;  // of a callback: the connection ends
+    static constexpr int kFailed = -902;  // result of a callback that ends the connection
 
     struct Stream {
         std::int32_t id;
@@ -185,20 +185,20 @@ class GrpcConnection {
         std::int64_t timeout = -1;
         std::vector<std::pair<std::string, std::string>> metadata;
         std::size_t metadata_bytes = 0;
-        const char* refusal = nullptr;  // HTTP's status, where it is no call of gRPC's
-        bool called = false;            // its event is out
+        const char* refusal = nullptr;  // HTTP status if it is not a gRPC call
+        bool called = false;            // whether its event was reported
         std::uint8_t prefix[5] = {};
         std::size_t prefix_have = 0, have = 0, want = 0;
         Message message;
-        bool ignored = false;  // what comes any more
+        bool ignored = false;  // whether further data is ignored
         std::size_t unread = 0, owed = 0;
         std::deque<Message> out;
-        std::size_t at = 0, queued = 0;  // `at` counts the first message's prefix, too
+        std::size_t at = 0, queued = 0;  // `at` includes the prefix of the first message
         bool began = false, finished = false, deferred = false, trailed = false;
         std::vector<std::pair<std::string, std::string>> trailers;
     };
 
-    // A call that is not one of gRPC's: HTTP's own status.
+    // Answer a request that is not a gRPC call with an HTTP status.
     void refuse(Stream& stream) {
         stream.began = stream.finished = true;
         const nghttp2::Field fields[] = {nv(":status", stream.refusal)};
@@ -256,7 +256,7 @@ class GrpcConnection {
         return value > INT64_MAX / unit ? INT64_MAX : value * unit;
     }
 
-    // What the library calls is C's, through which nothing may be thrown.
+    // Run a callback, which must not throw exceptions through the C library.
     template <class Action>
     static int safely(void* user, Action action) {
         auto& me = *static_cast<GrpcConnection*>(user);
@@ -269,13 +269,13 @@ class GrpcConnection {
         }
     }
 
-    // The peer asks too much: the connection ends.
+    // End the connection, because the peer exceeds a limit.
     void calm() {
         broken_ = true;
         lib_.session_terminate_session(session_, nghttp2::kCalm);
     }
 
-    // One more call was given up by the peer, as may happen only so often.
+    // Count a call that the peer cancelled; the rate is limited.
     void count_reset() {
         const std::int64_t now = monotonic_ns(), each = 1'000'000'000 / kResetsASecond;
         const std::int64_t gone = (now - counted_) / each;
@@ -329,7 +329,7 @@ class GrpcConnection {
                 me.events_.push_back({GrpcEvent::kCall, stream->id, stream->path, stream->timeout, Message()});
             }
             if (!(frame->flags & nghttp2::kEndStream) || stream->finished) return;
-            if (stream->prefix_have && !stream->ignored) {  // it ends in the midst of a message
+            if (stream->prefix_have && !stream->ignored) {  // it ends within a message
                 me.reset(*stream);
                 me.events_.push_back({GrpcEvent::kGone, stream->id, {}, 0, Message()});
             } else {
@@ -419,7 +419,7 @@ class GrpcConnection {
         return failed ? failed : written;
     }
 
-    // Writes messages of an answer, each behind its prefix; as much as there is, and room for.
+    // Write messages of an answer, each after its prefix, as far as there is room; return the number of bytes.
     std::size_t give_out(Stream& stream, std::uint8_t* to, std::size_t room) {
         std::size_t written = 0;
         while (written < room && !stream.out.empty()) {
@@ -446,7 +446,7 @@ class GrpcConnection {
     }
 
     static int frame_went(nghttp2::Session* session, const nghttp2::FrameHead* frame, void* user) {
-        // A call may be answered before all of it has come: the peer need not send the rest.
+        // If a call is answered before it was received completely, the peer need not send the rest.
         return safely(user, [&](GrpcConnection& me) {
             if (frame->type == nghttp2::kHeaders && (frame->flags & nghttp2::kEndStream) && !me.lib_.session_get_stream_remote_close(session, frame->stream))
                 me.lib_.submit_rst_stream(session, nghttp2::kNoFlags, frame->stream, nghttp2::kNoError);
@@ -470,7 +470,7 @@ class GrpcConnection {
     std::vector<Event> events_;
     bool broken_ = false, in_head_ = false;
     std::uint64_t heads_ = 0;
-    std::size_t endless_ = 0;  // bytes of a head that goes on
+    std::size_t endless_ = 0;  // bytes of headers that are still incomplete
     std::int64_t resets_ = 0, counted_ = monotonic_ns();
 };
 

@@ -1,7 +1,7 @@
-// The system's libnghttp2 (HTTP/2 in C), found at run time: no header and no library is needed to build.
+// The system's libnghttp2 (HTTP/2 in C), loaded at run time: building needs neither its headers nor the library.
 //
-// Types, numbers and signatures are those of its documentation (nghttp2.org/documentation/apiref.html), as far as they are
-// used here. They belong to libnghttp2.so.14, which has kept them since 2013.
+// Types, constants and signatures are from its documentation (nghttp2.org/documentation/apiref.html), as far as they are used
+// here. They belong to libnghttp2.so.14, which has not changed them since 2013.
 #pragma once
 #include <dlfcn.h>
 #include <sys/types.h>
@@ -12,13 +12,13 @@
 
 namespace jurybox::nghttp2 {
 
-// ---- what the library keeps to itself
+// ---- opaque types
 
 struct Session;
 struct Callbacks;
 struct Option;
 
-// ---- what is handed over
+// ---- types of arguments
 
 struct Field {  // nghttp2_nv; the library copies both texts
     std::uint8_t* name;
@@ -52,8 +52,8 @@ struct Info {  // nghttp2_info
 constexpr std::uint8_t kData = 0, kHeaders = 1, kReset = 3;  // types of frames
 constexpr std::uint8_t kNoFlags = 0, kEndStream = 1;
 constexpr std::int32_t kMaxStreams = 3, kInitialWindow = 4, kMaxFrame = 5, kMaxHeaders = 6;  // settings
-constexpr std::uint32_t kEof = 1, kNoEndStream = 2;                                          // of a ReadSource
-constexpr std::uint32_t kNoError = 0, kCancel = 8, kCalm = 11;                               // why something ends
+constexpr std::uint32_t kEof = 1, kNoEndStream = 2;                                          // flags of a ReadSource
+constexpr std::uint32_t kNoError = 0, kCancel = 8, kCalm = 11;                               // error codes
 constexpr int kDeferred = -508, kNoMemory = -901;
 
 using OnFrame = int (*)(Session*, const FrameHead*, void* user);
@@ -61,9 +61,9 @@ using OnHeader = int (*)(Session*, const FrameHead*, const std::uint8_t* name, s
 using OnData = int (*)(Session*, std::uint8_t flags, std::int32_t stream, const std::uint8_t* data, std::size_t, void* user);
 using OnClose = int (*)(Session*, std::int32_t stream, std::uint32_t why, void* user);
 
-// X(name, result, parameters) for each function nghttp2_NAME. The last two of the options came with what they guard
-// against, CVE-2023-44487 (streams opened and reset without end) and CVE-2024-28182 (a head that never ends).
-// Distributions bring them to older versions, so a library is new enough where it has both, whatever its number.
+// X(name, result, parameters) for each function nghttp2_NAME. The last two options were added against CVE-2023-44487 (streams
+// opened and reset without end) and CVE-2024-28182 (endless headers). Distributions backport them to older versions, so a
+// library is new enough if it has both, whatever its version.
 #define JURYBOX_NGHTTP2(X)                                                                                    \
     X(version, Info*, (int))                                                                                  \
     X(session_callbacks_new, int, (Callbacks**))                                                              \
@@ -107,11 +107,11 @@ struct Library {
     JURYBOX_NGHTTP2(JURYBOX_MEMBER)
 #undef JURYBOX_MEMBER
 
-    // What keeps it from being used; empty: nothing.
+    // The reason why it cannot be used; empty if it can.
     std::string missing;
 };
 
-// The library, loaded when it is first asked for, and never unloaded.
+// Return the library, which is loaded by the first call and never unloaded.
 inline const Library& library() {
     static const Library loaded = [] {
         Library made;

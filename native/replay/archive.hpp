@@ -1,5 +1,5 @@
-// A saved replay: slots copied out of a ring and compressed into records, and records read back to their places. No Python
-// inside, so that one thread per core can do it.
+// Saved replays: slots are copied from a ring and compressed into records, and records are read back to their places. No
+// Python is involved, so that one thread per core can work.
 #pragma once
 #include <fcntl.h>
 #include <sys/mman.h>
@@ -16,16 +16,16 @@
 
 namespace jurybox::replay {
 
-// LZ4 blocks (github.com/lz4/lz4, doc/lz4_Block_format.md), written and read straight where they belong: the Python package
-// allocates memory for every block, whose page faults cost more than the coding.
+// LZ4 blocks (github.com/lz4/lz4, doc/lz4_Block_format.md), written and read directly in their places. The Python package
+// allocates memory for every block, and its page faults take longer than the compression.
 namespace lz4 {
 
 constexpr std::size_t kShortest = 4;     // bytes of a match
-constexpr std::size_t kLastLiterals = 5;  // a block ends with so many literals,
+constexpr std::size_t kLastLiterals = 5;  // a block ends with this many literals,
 constexpr std::size_t kLastMatch = 12;    // and no match begins in its last bytes
 constexpr std::size_t kFarthest = 65535;
 constexpr unsigned kHashBits = 12;
-// Where so much has been read and nearly as much been written, the rest is taken to be no better.
+// If this many bytes were compressed to nearly as many, the rest is assumed to be as incompressible.
 constexpr std::size_t kTrial = std::size_t{1} << 16;
 
 template <class T>
@@ -35,7 +35,7 @@ inline T read(const std::uint8_t* at) {
     return value;
 }
 
-// How many bytes are the same from `a` and `b` on; `a` stops at `end`.
+// The number of equal bytes from `a` and `b` on, up to `end` of `a`.
 inline std::size_t alike(const std::uint8_t* a, const std::uint8_t* b, const std::uint8_t* end) {
     const std::uint8_t* const begin = a;
     for (; a + 8 <= end; a += 8, b += 8)
@@ -51,7 +51,7 @@ inline std::uint8_t* put_length(std::uint8_t* to, std::size_t rest) {
     return to;
 }
 
-// The block's bytes; 0 where they would be more than `room`, or look as if they would.
+// Return the size of the block; 0 if it exceeds `room`, or is likely to.
 inline std::size_t compress(const std::uint8_t* in, std::size_t n, std::uint8_t* out, std::size_t room) {
     std::uint32_t places[std::size_t{1} << kHashBits] = {};
     const auto place = [&](std::size_t at) -> std::uint32_t& { return places[read<std::uint32_t>(in + at) * 2654435761U >> (32 - kHashBits)]; };
@@ -67,7 +67,7 @@ inline std::size_t compress(const std::uint8_t* in, std::size_t n, std::uint8_t*
     };
     std::size_t anchor = 0;
     for (std::size_t at = 1; n > kLastMatch;) {
-        // Looks more rarely the longer it finds nothing.
+        // The longer it finds no match, the larger its steps.
         std::size_t from = 0;
         for (std::size_t steps = 64;; at += steps++ >> 6) {
             if (at > n - kLastMatch) goto rest;
@@ -94,7 +94,7 @@ rest:
     return static_cast<std::size_t>(to - out);
 }
 
-// Whether `in` was a block of exactly m bytes; trusts nothing that it reads and writes nothing behind out + m.
+// Return whether `in` is a valid block of exactly m bytes. It does not trust the input, and never writes past out + m.
 inline bool decompress(const std::uint8_t* in, std::size_t n, std::uint8_t* out, std::size_t m) {
     std::size_t at = 0, done = 0;
     const auto longer = [&](std::size_t& length) {
@@ -130,7 +130,7 @@ inline bool decompress(const std::uint8_t* in, std::size_t n, std::uint8_t* out,
             std::memset(to, to[-1], length);
             continue;
         }
-        // A match may run into itself: what has been copied is then copied again, twice as much every time.
+        // A match may overlap itself: then the copied bytes are copied again, twice as many each time.
         for (std::size_t copied = 0; copied < length;) {
             const std::size_t part = offset + copied < length - copied ? offset + copied : length - copied;
             std::memcpy(to + copied, to - offset, part);
@@ -142,20 +142,20 @@ inline bool decompress(const std::uint8_t* in, std::size_t n, std::uint8_t* out,
 
 }  // namespace lz4
 
-// The head of a record, as training/jurybox/training/replay/archive.py describes it.
+// The head of a record; see training/jurybox/training/replay/archive.py.
 struct RecordHead {
     char magic[4] = {'J', 'B', 'R', 'C'};
     std::uint32_t kind = 0, part = 0, codec = 0;
     std::uint64_t first = 0, rows = 0, raw_bytes = 0, stored_bytes = 0;
     std::uint32_t checksum = 0;
-    std::uint32_t own_checksum = 0;  // of the bytes before
+    std::uint32_t own_checksum = 0;  // of the preceding bytes
 };
 static_assert(sizeof(RecordHead) == 56);
 
 constexpr std::uint32_t kRows = 1, kAsIs = 0, kLz4 = 1;
 
-// Whole slots with their sequence words: what is not whole, is newer than `newest`, or keeps changing, is zeroes. `links`:
-// the rows' links as well, sixteen bytes each. Returns the rows that are there.
+// Copy slots with their sequence words. Slots that are incomplete, newer than `newest`, or keep changing are zeros. With
+// `links`, copy the rows' links, too, of sixteen bytes each. Return the number of rows.
 inline std::size_t snapshot(const Ring& ring, std::uint64_t first, std::size_t n, std::uint64_t newest, std::byte* out, std::byte* links) {
     std::size_t rows = 0;
     for (std::size_t i = 0; i < n; ++i) {
@@ -171,7 +171,7 @@ inline std::size_t snapshot(const Ring& ring, std::uint64_t first, std::size_t n
             }
             if (ring.still(at, seen)) kept = seen;
         }
-        // An absent row is zeroes: nothing of a torn one goes into a file.
+        // An absent row is all zeros, so that no part of a torn row gets into a file.
         if (kept == 0) std::memset(to, 0, ring.slot_bytes);
         std::memcpy(to, &kept, 8);
         rows += kept != 0;
@@ -183,8 +183,8 @@ struct Packed {
     std::size_t bytes = 0, rows = 0;
 };
 
-// Records of the runs (first slot, slots) into `out`, which has room for all of them as they are; `sequences` gets every
-// slot's word in its place.
+// Write the records of the runs (first slot, slots) to `out`, which is large enough for uncompressed records; write every
+// slot's sequence word to its place in `sequences`.
 inline Packed pack(const Ring& ring, const std::uint64_t* runs, std::size_t count, std::uint32_t part, std::uint64_t newest, bool compressed,
                    std::byte* out, std::uint64_t* sequences) {
     thread_local std::vector<std::byte> raw;
@@ -221,15 +221,15 @@ inline Packed pack(const Ring& ring, const std::uint64_t* runs, std::size_t coun
     return packed;
 }
 
-// A record's payload in a file, and where in the memory it belongs.
+// A record's payload in a file, and its place in memory.
 struct Piece {
     std::uint64_t codec, offset, stored_bytes, raw_bytes, checksum, target;
 };
 
 enum class Brought : std::int32_t { whole = 0, damaged = 1, no_room = 2, unreadable = 3 };
 
-// One piece to `to`, checked. `keep`: where it is damaged, what lies at `to` must stay; otherwise what was stored as it is
-// is read straight to its place and checked there: no copy, and no page fault of the file's mapping.
+// Read and check one piece. With `keep`, `to` is unchanged if the piece is damaged. Otherwise uncompressed payloads are read
+// directly to their place and checked there, without a copy and without page faults of the file's mapping.
 inline Brought bring(int fd, const std::uint8_t* file, const Piece& piece, std::byte* to, bool keep) {
     if (piece.codec == kAsIs && !keep) {
         for (std::size_t done = 0; done < piece.raw_bytes;) {
@@ -245,16 +245,16 @@ inline Brought bring(int fd, const std::uint8_t* file, const Piece& piece, std::
     if (piece.codec == kAsIs) {
         std::memcpy(to, payload, piece.raw_bytes);
     } else if (!lz4::decompress(payload, piece.stored_bytes, reinterpret_cast<std::uint8_t*>(to), piece.raw_bytes)) {
-        std::memset(to, 0, piece.raw_bytes);  // behind a right checksum that is a faulty writer's: no rows
+        std::memset(to, 0, piece.raw_bytes);  // invalid despite a correct checksum: the writer was faulty
         return Brought::damaged;
     }
     return Brought::whole;
 }
 
-// One piece to its place in the new file `fresh` that is the memory, by way of memory that stays in the caches. write(2)
-// fills the pages that it gets, where a touch of the mapping has each cleared first, and faulted in: half the price of a
-// page, which is most of what loading a new replay costs. Pages are mapped when they are first used. What is damaged is
-// not written. Brought::no_room where there is no memory, which a touch would make a SIGBUS.
+// Write one piece to its place in the new file `fresh`, which is the replay's memory, through a buffer that stays in the
+// caches. write(2) fills new pages without clearing them first and without a page fault, at half the cost of a page, which
+// dominates the time to load a new replay. Pages are mapped at their first use. A damaged piece is not written. Returns
+// Brought::no_room if there is no memory; a write to the mapping would raise SIGBUS.
 inline Brought bring_fresh(int fd, const std::uint8_t* file, const Piece& piece, int fresh) {
     thread_local std::vector<std::byte> own;
     if (own.size() < piece.raw_bytes) own.resize(piece.raw_bytes);

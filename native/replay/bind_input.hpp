@@ -1,4 +1,4 @@
-// From Python values to `Source`: NumPy arrays without a call into NumPy, everything else by way of numpy.asarray.
+// Converts Python values to `Source`: NumPy arrays without a call to NumPy, other values through numpy.asarray.
 #pragma once
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
@@ -16,8 +16,8 @@ namespace jurybox::replay {
 namespace nb = nanobind;
 
 // The public head of NumPy's array object (numpy.org/doc/stable/reference/c-api/types-and-structures.html,
-// PyArrayObject), the same since NumPy 1.7. Asking through the buffer protocol costs a tenth of a microsecond a field,
-// which is a third of adding a small row. `array_head_is_as_expected` looks once whether it holds.
+// PyArrayObject), unchanged since NumPy 1.7. The buffer protocol takes a tenth of a microsecond per field, a third of the
+// time to add a small row. `array_head_is_as_expected` checks the layout once.
 struct ArrayHead {
     PyObject_HEAD
     char* data;
@@ -35,8 +35,9 @@ struct NumPy {
     nb::object asarray, can_cast;
     bool head_known;
 
-    // Not a function's static: who makes one holds its lock, and may lose the interpreter's to a thread that then waits for
-    // it for ever. Two threads may each make one; the first counts. Never destroyed: Python may be gone by then.
+    // Not a function's static: its initialisation would hold a lock while another thread, which waits for that lock, may get
+    // the interpreter's lock, a deadlock. If two threads create one, the first is used. Never destroyed, since Python may
+    // have ended before.
     static const NumPy& get() {
         static std::atomic<const NumPy*> loaded{nullptr};
         const NumPy* known = loaded.load(std::memory_order_acquire);
@@ -68,10 +69,10 @@ struct NumPy {
 
 inline std::string text_of(const nb::object& object) { return nb::str(object).c_str(); }
 
-// What the values of one field must be.
+// The requirements for the values of one field.
 struct InputField {
     nb::object name;   // interned
-    nb::object dtype;  // NumPy's own object for it
+    nb::object dtype;  // NumPy's dtype object
     char kind;         // b, i, u or f
     std::size_t item;
     std::vector<std::size_t> shape;
@@ -85,7 +86,7 @@ struct InputField {
     }
 };
 
-// Keeps alive what the sources point into.
+// Keeps the memory alive that the sources point to.
 struct Held {
     std::vector<nb::object> objects;
     std::vector<Py_buffer> buffers;
@@ -107,7 +108,7 @@ inline void describe_mismatch(const InputField& f, nb::handle value, bool many, 
     raise_protocol_error("SpecMismatch", "field '" + text_of(f.name) + "': expected " + f.text(many) + ", came " + came + "; " + why);
 }
 
-// A number of Python's as the one element of a scalar field. False: not a number that fits.
+// Write a Python number as the element of a scalar field. Return false if it is not a number, or out of range.
 inline bool put_number(const InputField& f, PyObject* value, std::byte* out) {
     const auto store = [&](auto x) { std::memcpy(out, &x, sizeof x); };
     if (f.kind == 'f') {
@@ -128,7 +129,7 @@ inline bool put_number(const InputField& f, PyObject* value, std::byte* out) {
     if (f.kind == 'b') return x == 0 || x == 1 ? (store(static_cast<std::uint8_t>(x)), true) : false;
     const int bits = static_cast<int>(8 * f.item);
     if (is_signed ? bits < 64 && (x < -(1LL << (bits - 1)) || x >= (1LL << (bits - 1))) : x < 0 || (bits < 64 && x >= (1LL << bits))) return false;
-    std::memcpy(out, &x, f.item);  // little end first, as all of the layout
+    std::memcpy(out, &x, f.item);  // little-endian, like the whole layout
     return true;
 }
 
@@ -167,7 +168,7 @@ inline void source_of_other(const InputField& f, PyObject* value, std::size_t le
     const NumPy& numpy = NumPy::get();
     nb::object array = numpy.asarray(nb::handle(value));
     if (!array.attr("dtype").equal(f.dtype)) {
-        // Lists and Python numbers carry no dtype of the user's choice; arrays must not lose their kind.
+        // Lists and Python numbers have no dtype that the user chose; the dtype of arrays must keep its kind.
         const bool chosen = nb::hasattr(nb::handle(value), "dtype");
         if (chosen && !nb::cast<bool>(numpy.can_cast(array.attr("dtype"), f.dtype, "same_kind")))
             describe_mismatch(f, nb::handle(value), lead != 0, "convert it first (astype)");
@@ -185,7 +186,7 @@ inline void source_of_other(const InputField& f, PyObject* value, std::size_t le
         describe_mismatch(f, nb::handle(value), lead != 0, lead != 0 ? "all fields need the same number n of rows" : "for several rows use extend");
 }
 
-// lead = 0: one row; 1: n rows, n is set by the first field (~0 before).
+// Convert a value. lead: 0 for one row, 1 for n rows; the first field sets n (~0 before).
 inline void source_of(const InputField& f, PyObject* value, std::size_t lead, std::size_t index, std::size_t& n, Source& s, Held& held) {
     const NumPy& numpy = NumPy::get();
     if (reinterpret_cast<PyObject*>(Py_TYPE(value)) == numpy.array_type && numpy.head_known) {

@@ -1,4 +1,4 @@
-// What Python holds of a ring: the borrowed memory, how its fields look from Python, and this process's writers.
+// The Python object of a ring: the borrowed memory, its fields' Python types, and this process's writers.
 #pragma once
 #include <algorithm>
 #include <memory>
@@ -14,13 +14,13 @@ namespace jurybox::replay {
 
 using FieldTuple = std::tuple<nb::str, nb::object, std::vector<std::size_t>, std::size_t, std::size_t, std::uint32_t, double, std::size_t>;
 
-constexpr std::size_t kWithoutGil = 4096;  // copies of this many bytes are worth letting other threads run
+constexpr std::size_t kWithoutGil = 4096;  // from this many bytes on, a copy may let other threads run
 
-// Above it, a copy always lets others run: it takes longer than they should wait.
+// From this many bytes on, a copy always lets other threads run, since it takes longer than they should wait.
 constexpr std::size_t kAlwaysWithoutGil = 1 << 20;
 
-// A thread that copies rows while others run Python. As many as there are cores gain by that. One more would copy no
-// sooner, and every change of hands would cost it more than its copy: eight threads had two thirds of one's rate.
+// A thread that copies rows while others run Python. This pays for as many threads as there are cores. Further threads would
+// not copy sooner, and each switch would cost more than the copy: eight threads had two thirds of the rate of one.
 class Copying {
   public:
     Copying() { threads_.fetch_add(1, std::memory_order_relaxed); }
@@ -32,11 +32,11 @@ class Copying {
         static const unsigned cores = std::max(1U, std::thread::hardware_concurrency());
         return threads_.load(std::memory_order_relaxed) < cores;
     }
-    // In a forked child, which has none of the parent's other threads.
+    // Reset the count in a forked child, which has none of the parent's other threads.
     static void forget() { threads_.store(0, std::memory_order_relaxed); }
 
   private:
-    static inline std::atomic<unsigned> threads_{0};  // of all rings
+    static inline std::atomic<unsigned> threads_{0};  // the threads of all rings
 };
 
 inline bool python_interrupts() {
@@ -44,13 +44,13 @@ inline bool python_interrupts() {
     return PyErr_CheckSignals() != 0;
 }
 
-// Several threads may call one ring at once: the memory it stands for is written and read without a lock, and what a call
-// needs besides is its own. `stream`, the rows of one episode, comes from one thread; so do settings, when it is made.
+// Several threads may call a ring at once: its memory is written and read without locks, and calls share no other data. The
+// rows of one episode (`stream`) come from one thread; settings are made when it is created.
 struct PyRing {
     Ring ring;
     std::vector<InputField> inputs;
     std::vector<nb::object> memory;
-    int terminated = -1, truncated = -1;  // which fields say that an episode ends
+    int terminated = -1, truncated = -1;  // the fields that mark the end of an episode
     double timeout = 10.0;
     double alpha = 0.6, epsilon = 1e-6;
     std::size_t row_bytes = 0;
@@ -115,7 +115,7 @@ struct PyRing {
         for (std::size_t f = 0; f < wanted; ++f) {
             PyObject* value = nullptr;
             const PyObject* name = inputs[f].name.ptr();
-            // The usual call names the fields in their order.
+            // Calls usually name the fields in their order.
             if (static_cast<Py_ssize_t>(f) < given && NB_TUPLE_GET_ITEM(names, static_cast<Py_ssize_t>(f)) == name) {
                 value = values[f];
             } else {
@@ -167,10 +167,10 @@ struct PyRing {
 
     // ---- writing
 
-    // How many of n rows may go in now: 0 means wait (or drop).
+    // Return how many of n rows may be added now; 0: wait or drop.
     std::uint64_t admitted(std::uint64_t n) const {
         if (!ring.limited() || ring.may_insert(n)) return n;
-        std::uint64_t low = 0, high = n;  // the most that may: insertions are checked by number, so it is a search
+        std::uint64_t low = 0, high = n;  // binary search, since the limiter checks a number of insertions
         while (low + 1 < high) {
             const std::uint64_t middle = (low + high) / 2;
             (ring.may_insert(middle) ? low : high) = middle;
@@ -178,7 +178,7 @@ struct PyRing {
         return low;
     }
 
-    // Tickets for up to n rows, waiting where the mode says so. 0: full, or no time left.
+    // Reserve tickets for up to n rows, and wait if the mode requires it. 0: the ring is full, or the time-out has passed.
     std::uint64_t tickets(std::uint64_t n, Ticket& first, double deadline, bool& interrupted) {
         std::uint64_t got = 0;
         const auto ready = [&] {
@@ -196,7 +196,7 @@ struct PyRing {
         return got;
     }
 
-    // Write rows [0, n); `streams`: null, one for all, or one for each row. Returns the rows written. No GIL needed.
+    // Write rows [0, n); `streams`: null, one for all rows, or one per row. Return the number of rows written. Needs no GIL.
     std::uint64_t write(const Source* sources, std::uint64_t n, Stream* streams, bool stream_a_row, bool final_row, bool& timed_out, bool& interrupted, Written& outcome,
                         std::size_t& bad) {
         Writer writer(ring);
@@ -210,7 +210,7 @@ struct PyRing {
         const bool simple = ring.control->full == Full::overwrite && !ring.limited();
         const double deadline = simple ? 0.0 : monotonic_seconds() + timeout;
         std::uint64_t done = 0;
-        std::uint64_t passed = 0;  // slots in a row that were taken
+        std::uint64_t passed = 0;  // consecutive slots that were taken
         outcome = Written::yes;
         while (done < n) {
             Ticket first = 0;
@@ -231,7 +231,8 @@ struct PyRing {
                     passed = 0, ++done;
                     continue;
                 }
-                // The row takes the next ticket; one more is had as all are, so a ring that must not overwrite does not.
+                // The row uses the next ticket; one more is reserved under the same conditions, so that a ring that must not
+                // overwrite rows does not.
                 const bool on = outcome == Written::taken && ++passed < ring.capacity;
                 ring.control->retried.fetch_add(on ? 1 : got - i, std::memory_order_relaxed);
                 if (on) continue;
@@ -245,7 +246,7 @@ struct PyRing {
         return done;
     }
 
-    // The whole of add and extend: parse, write, translate what went wrong.
+    // Implement add and extend: parse, write, raise errors.
     PyObject* add(PyObject* const* values, Py_ssize_t positional, PyObject* names, std::size_t lead, Stream* streams, std::size_t stream_rows, bool final_row) {
         Source sources[64];
         Held held;
@@ -280,8 +281,8 @@ struct PyRing {
         return PyLong_FromUnsignedLongLong(done);
     }
 
-    // A forked child's copy: its rows begin episodes of their own and its draws are not its parent's. The threads that copy
-    // are the parent's, and so may be the locks they held: they are left behind.
+    // Prepare the copy in a forked child: its rows begin new episodes, and its random draws differ from the parent's. The
+    // copying threads, and locks that they may hold, belong to the parent and are dropped.
     void after_fork(std::uint64_t seed) {
         Copying::forget();
         stream = Stream{};
@@ -293,16 +294,16 @@ struct PyRing {
     }
 };
 
-// Rows of one episode after another: of one env, or of n envs side by side.
+// Adds rows of consecutive episodes of one environment, or of n parallel environments.
 struct PyStreams {
     PyRing* ring;
     nb::object owner;
     std::vector<Stream> streams;
-    bool group;  // add() takes one row for each stream
+    bool group;  // whether add() takes one row for each stream
 };
 
-// The arrays that a sample goes to; made once for a batch that is used again. One sample at a time: `busy` says that there is
-// one, and another thread's is refused instead of being mixed into it.
+// The target arrays of a sample, created once for a batch that is reused. While a sample is drawn, `busy` is set, and another
+// thread's call is refused, so that samples are never mixed.
 struct PyColumns {
     Request request;
     std::atomic<bool> busy{false};

@@ -1,4 +1,4 @@
-// Which slots of a ring to read: by position, by a permutation, or by priority.
+// The choice of slots to read: by position, by a permutation, or by priority.
 #pragma once
 #include <atomic>
 #include <cstddef>
@@ -6,11 +6,11 @@
 
 namespace jurybox::replay {
 
-// ---- numbers that depend on a key and a position only, so that any number of threads draws the same
+// ---- random numbers that depend only on a key and a position, so that any number of threads draws the same
 
 __extension__ using Wide = unsigned __int128;
 
-// SplitMix64 (Steele, Lea and Flood, OOPSLA 2014) at place `n` of the sequence that `key` begins.
+// Element `n` of the SplitMix64 sequence (Steele, Lea and Flood, OOPSLA 2014) that starts with `key`.
 inline std::uint64_t mixed(std::uint64_t key, std::uint64_t n) {
     std::uint64_t z = key + (n + 1) * 0x9E3779B97F4A7C15ULL;
     z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9ULL;
@@ -18,13 +18,13 @@ inline std::uint64_t mixed(std::uint64_t key, std::uint64_t n) {
     return z ^ (z >> 31);
 }
 
-// A number below `bound`; the bias of a bound of 2^32 is 2^-32.
+// A number below `bound`; for a bound of 2^32 the bias is 2^-32.
 inline std::uint64_t below(std::uint64_t random, std::uint64_t bound) {
     return static_cast<std::uint64_t>((static_cast<Wide>(random) * bound) >> 64);
 }
 
-// A permutation of [0, size) without a table: a balanced Feistel network over the next even power of two, walked until
-// it falls inside (J. Black and P. Rogaway, "Ciphers with arbitrary finite domains", CT-RSA 2002).
+// A permutation of [0, size) without a table: a balanced Feistel network over the next even power of two, applied until the
+// result is in the range (J. Black and P. Rogaway, "Ciphers with arbitrary finite domains", CT-RSA 2002).
 class Permutation {
   public:
     Permutation(std::uint64_t size, std::uint64_t key) : size_(size), key_(key) {
@@ -53,12 +53,12 @@ class Permutation {
 
 // ---- by priority
 
-// A sum tree over shared memory that many processes update and one or many draw from, without a lock.
+// A sum tree in shared memory, which any number of processes update and draw from without a lock.
 //
-// Priorities are whole numbers (units of 2^-24), so that adding a difference to every sum above a leaf commutes: after
-// any interleaving of updates the sums are exact, and they never drift as floating-point sums do. Sixteen children a
-// node: a million leaves are five levels. The tree is the one of T. Schaul et al., "Prioritized experience replay"
-// (ICLR 2016, arXiv:1511.05952), appendix B.2.1, but for the fan-out and the arithmetic.
+// Priorities are integers (units of 2^-24). An update adds the difference to every sum above the leaf, and such additions
+// commute: after any interleaving of updates the sums are exact, and do not drift like floating-point sums. Nodes have
+// sixteen children, so a million leaves take five levels. Except for that and the arithmetic, the tree is that of T. Schaul
+// et al., "Prioritized experience replay" (ICLR 2016, arXiv:1511.05952), appendix B.2.1.
 class SumTree {
   public:
     static constexpr std::size_t kFan = 16;
@@ -70,7 +70,7 @@ class SumTree {
 
     SumTree() = default;
 
-    // Over zeroed or inherited memory of words(leaves) words.
+    // Create a tree over words(leaves) words, zeroed or with an existing tree.
     SumTree(Word* words, std::size_t leaves) : leaves_(leaves) {
         std::size_t n = leaves;
         while (true) {
@@ -91,7 +91,7 @@ class SumTree {
         }
     }
 
-    // A priority as the tree keeps it: never zero, so that every row stays drawable.
+    // Return a priority in the tree's units, never zero, so that every row can be drawn.
     static std::uint64_t quantised(double priority) {
         const double units = priority * (1 << 24);
         if (!(units >= 1.0)) return 1;
@@ -103,7 +103,7 @@ class SumTree {
     std::uint64_t total() const { return level_[levels_ - 1][0].load(std::memory_order_relaxed); }
     std::uint64_t leaf(std::size_t i) const { return level_[0][i].load(std::memory_order_relaxed); }
 
-    // Sums of neighbouring updates are carried along and written once per node instead of once per leaf.
+    // Combines updates of neighbouring leaves, and writes each node once instead of once per leaf.
     class Update {
       public:
         explicit Update(SumTree& tree) : tree_(tree) {}
@@ -115,7 +115,7 @@ class SumTree {
         void set(std::size_t leaf, std::uint64_t priority) {
             const std::uint64_t before = tree_.level_[0][leaf].exchange(priority, std::memory_order_relaxed);
             if (before == priority) return;
-            carry(1, leaf / kFan, priority - before);  // modulo 2^64, as every sum is
+            carry(1, leaf / kFan, priority - before);  // modulo 2^64, like every sum
         }
 
       private:
@@ -150,8 +150,8 @@ class SumTree {
 
     void set(std::size_t leaf, std::uint64_t priority) { Update(*this).set(leaf, priority); }
 
-    // The leaf that `target` in [0, total) falls into, for n targets at once: level by level, so that the cache misses
-    // of different targets overlap. A target that a concurrent update pushed over the end gets the last child.
+    // Find the leaves of n targets in [0, total), level by level for all, so that cache misses of different targets overlap.
+    // A target that is past the end because of a concurrent update gets the last child.
     void find(const std::uint64_t* targets, std::size_t n, std::size_t* leaves) const {
         constexpr std::size_t kBlock = 64;
         std::uint64_t rest[kBlock];
@@ -183,7 +183,7 @@ class SumTree {
         }
     }
 
-    // Sum the leaves anew; for a tree at rest, after a process was killed between a leaf and its sums.
+    // Recompute all sums, after a process was killed between updating a leaf and its sums. No updates may be in progress.
     void rebuild() {
         for (std::size_t l = 1; l < levels_; ++l) {
             for (std::size_t node = 0; node < size_[l]; ++node) {

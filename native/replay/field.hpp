@@ -1,6 +1,6 @@
-// One field of a row: where it lies in a slot, in which form it is stored, and how it gets in and out.
+// One field of a row: its place in a slot, its storage format, and its encoder and decoder.
 //
-// Decoders run on bytes that may be torn (the row is verified afterwards), so none of them trusts what it reads.
+// Decoders run on bytes that may be torn (the row is verified afterwards), so they do not trust their input.
 #pragma once
 #include <array>
 #include <cmath>
@@ -19,11 +19,11 @@ namespace jurybox::replay {
 
 enum class Codec : std::uint32_t {
     raw = 0,        // the same bytes
-    bits = 1,       // float32, kept as one bit an element: zero or not
-    bits_byte = 2,  // uint8 or bool, kept as one bit an element
-    bytes = 3,      // float32, kept as uint8: round(x / scale), 0..255
-    half = 4,       // float32, kept as IEEE binary16
-    sparse = 5,     // float32, kept as a count and (index, value) pairs
+    bits = 1,       // float32, stored as one bit per element: zero or not
+    bits_byte = 2,  // uint8 or bool, stored as one bit per element
+    bytes = 3,      // float32, stored as uint8: round(x / scale), 0..255
+    half = 4,       // float32, stored as IEEE binary16
+    sparse = 5,     // float32, stored as a count and (index, value) pairs
 };
 
 namespace codec {
@@ -67,7 +67,7 @@ inline void encode_bits(const std::uint8_t* in, std::size_t n, std::uint8_t* out
     }
 }
 
-// All eight elements of every byte: one look-up and one copy expand a byte.
+// The eight elements of every byte value, so that one look-up and one copy expand a byte.
 template <class T>
 inline constexpr std::array<std::array<T, 8>, 256> kExpanded = [] {
     std::array<std::array<T, 8>, 256> table{};
@@ -89,7 +89,7 @@ inline void encode_bytes(const float* in, std::size_t n, float per_unit, std::ui
     const __m128 factor = _mm_set1_ps(per_unit), half = _mm_set1_ps(0.5F), most = _mm_set1_ps(255.0F), zero = _mm_setzero_ps();
     const auto four = [&](std::size_t at) {
         const __m128 x = _mm_add_ps(_mm_mul_ps(_mm_loadu_ps(in + at), factor), half);
-        return _mm_cvttps_epi32(_mm_min_ps(_mm_max_ps(x, zero), most));  // max gives its second argument for a NaN
+        return _mm_cvttps_epi32(_mm_min_ps(_mm_max_ps(x, zero), most));  // max returns its second argument for a NaN
     };
     for (; i + 16 <= n; i += 16) {
         const __m128i low = _mm_packs_epi32(four(i), four(i + 4)), high = _mm_packs_epi32(four(i + 8), four(i + 12));
@@ -98,7 +98,7 @@ inline void encode_bytes(const float* in, std::size_t n, float per_unit, std::ui
 #endif
     for (; i < n; ++i) {
         float x = in[i] * per_unit + 0.5F;
-        x = x > 0.0F ? x : 0.0F;  // NaN becomes 0 too
+        x = x > 0.0F ? x : 0.0F;  // NaN becomes 0, too
         x = x < 255.0F ? x : 255.0F;
         out[i] = static_cast<std::uint8_t>(static_cast<std::int32_t>(x));
     }
@@ -178,8 +178,8 @@ inline void decode_half(const std::uint16_t* in, std::size_t n, float* out) {
     for (; i < n; ++i) out[i] = float_of(in[i]);
 }
 
-// sparse: u32 count, then `most` u32 indices, then `most` float values. Returns false where there are more non-zeros
-// than `most`.
+// sparse: u32 count, then `most` u32 indices, then `most` float values. Encoding returns false if more than `most` values are
+// not zero.
 inline std::size_t sparse_bytes(std::size_t most) { return 4 + 8 * most; }
 
 inline bool encode_sparse(const float* in, std::size_t n, std::size_t most, std::byte* out) {
@@ -230,14 +230,14 @@ inline void decode_sparse(const std::byte* in, std::size_t n, std::size_t most, 
 struct Field {
     std::size_t offset;        // in the slot
     std::size_t stored_bytes;  // in the slot
-    std::size_t bytes;         // as handed out
+    std::size_t bytes;         // in samples
     std::size_t elements;      // of one row
     Codec codec = Codec::raw;
-    double scale = 1.0;       // bytes: what one unit stands for
-    std::size_t most = 0;    // sparse: non-zeros at most
+    double scale = 1.0;       // bytes: the value of one unit
+    std::size_t most = 0;    // sparse: the maximum number of non-zeros
 };
 
-// Encode one row's value, contiguous in `in`, to where it is kept. False: it does not fit (sparse only).
+// Encode the value of one row, contiguous in `in`. Return false if it does not fit (sparse only).
 inline bool encode(const Field& f, const std::byte* in, std::byte* out) {
     switch (f.codec) {
         case Codec::raw: std::memcpy(out, in, f.bytes); return true;
@@ -273,7 +273,7 @@ inline void decode(const Field& f, const std::byte* in, std::byte* out) {
     }
 }
 
-// The same with a slot that others may be writing or reading at this moment.
+// The same, to a slot that others may be reading or writing.
 inline bool put(const Field& f, const std::byte* in, std::byte* slot, bool past_caches) {
     if (f.codec == Codec::raw) {
         copy_in(slot + f.offset, in, f.bytes, past_caches);

@@ -1,11 +1,11 @@
-// The ring: rows in shared memory, written by many processes and read by many, without a lock.
+// The ring: rows in shared memory, written and read by many processes without a lock.
 //
-// A writer takes tickets 0, 1, 2, ... with one atomic add; ticket t belongs into slot t modulo capacity. Every slot
-// has a sequence word: 2 t + 1 while ticket t is written there, 2 t + 2 once it is whole, 0 when nothing is. The
-// writer moves it to odd by compare-and-swap, so two writers that meet in one slot after a full lap can not mix their
-// rows: the one who finds the slot taken, by a living writer or by one who was killed there, takes a new ticket. So a
-// killed writer costs its slot. A reader copies and then looks whether the word is still the same (Boehm 2012, see
-// common/bytes.hpp); if not, it draws another row. All is borrowed memory: shared, mapped from a file, or the heap.
+// Writers take tickets 0, 1, 2, ... with one atomic add; ticket t belongs to slot t modulo capacity. Every slot has a
+// sequence word: 2 t + 1 while ticket t is being written, 2 t + 2 when it is complete, 0 if nothing was written. The
+// writer makes it odd by compare-and-swap, so two writers that meet in one slot after a full lap cannot mix their rows: a
+// writer that finds the slot taken, by a living or a killed writer, takes a new ticket. So a killed writer costs its slot.
+// A reader copies a row and then checks that the word is unchanged (Boehm 2012, see common/bytes.hpp); otherwise it draws
+// another row. The memory is borrowed: shared, mapped from a file, or on the heap.
 #pragma once
 #include <atomic>
 #include <cstddef>
@@ -27,7 +27,7 @@ constexpr std::uint32_t kVersion = 1;
 
 enum class Full : std::uint32_t { overwrite = 0, block = 1, drop_newest = 2 };
 
-// What all processes share beside the rows. Each word that writers or readers hammer has a cache line of its own.
+// The data that all processes share besides the rows. Frequently written words have their own cache lines.
 struct Control {
     std::uint64_t magic;
     std::uint32_t version;
@@ -40,21 +40,21 @@ struct Control {
     std::uint64_t least_rows;
 
     alignas(64) std::atomic<std::uint64_t> reserved;  // tickets handed out
-    alignas(64) std::atomic<std::uint64_t> tail;      // tickets below it are given up by the readers
-    alignas(64) std::atomic<std::uint64_t> retried;   // tickets given back because their slot was taken
+    alignas(64) std::atomic<std::uint64_t> tail;      // tickets below it are no longer read
+    alignas(64) std::atomic<std::uint64_t> retried;   // tickets that were replaced because their slot was taken
     std::atomic<std::uint64_t> dropped;               // rows refused by a full ring
-    std::atomic<std::uint64_t> stale;                 // priorities that came after their row was overwritten
-    std::atomic<std::uint64_t> top_priority;          // what a new row gets
+    std::atomic<std::uint64_t> stale;                 // priority updates for overwritten rows
+    std::atomic<std::uint64_t> top_priority;          // the priority of a new row
     alignas(64) std::atomic<std::uint64_t> sampled;   // rows handed out
-    std::atomic<std::uint64_t> redrawn;               // draws thrown away
-    alignas(64) Signal room;                          // moves when a writer may go on
-    alignas(64) Signal rows;                          // moves when a sampler may go on
+    std::atomic<std::uint64_t> redrawn;               // draws that were discarded
+    alignas(64) Signal room;                          // changes when a writer may continue
+    alignas(64) Signal rows;                          // changes when a sampler may continue
 };
 
 // The rows before and after a row in its episode.
 struct Link {
     static constexpr std::uint64_t kFinal = 1;       // of `before`: no transition, only the last observation
-    static constexpr std::uint64_t kTerminated = 2;  // of `before`: the episode is over for good after this row
+    static constexpr std::uint64_t kTerminated = 2;  // of `before`: the episode terminated after this row
     static constexpr std::uint64_t kEnded = ~std::uint64_t{0};
 
     std::atomic<std::uint64_t> before;  // (ticket + 1) * 4 + flags; ticket + 1 = 0: the first of its episode
@@ -69,12 +69,12 @@ constexpr Ticket ticket_of(std::uint64_t sequence) { return sequence / 2 - 1; }
 struct Ring {
     Control* control = nullptr;
     std::byte* slots = nullptr;
-    Link* links = nullptr;  // null: rows are on their own
+    Link* links = nullptr;  // null: rows are independent
     SumTree tree;           // not present: uniform sampling only
     std::size_t slot_bytes = 0;
     std::uint64_t capacity = 0;
     std::vector<Field> fields;
-    bool verify = true;  // off only in the test that proves that the tests would notice
+    bool verify = true;  // false only in the test that shows that tests would detect torn rows
 
     std::byte* slot(std::size_t i) const { return slots + i * slot_bytes; }
     Sequence& sequence(std::size_t i) const { return *reinterpret_cast<Sequence*>(slot(i)); }
@@ -84,7 +84,7 @@ struct Ring {
     std::uint64_t tail() const { return control->tail.load(std::memory_order_acquire); }
     std::uint64_t added() const { return reserved() - control->retried.load(std::memory_order_relaxed); }
 
-    // The oldest ticket that may still be there.
+    // The oldest ticket whose row may still exist.
     Ticket oldest() const {
         const std::uint64_t now = reserved();
         const std::uint64_t lap = now > capacity ? now - capacity : 0;
@@ -92,7 +92,7 @@ struct Ring {
         return lap > given_up ? lap : given_up;
     }
     std::uint64_t size() const {
-        const Ticket low = oldest();  // before reserved: the difference must not be negative
+        const Ticket low = oldest();  // read before `reserved`, so that the difference is not negative
         const std::uint64_t n = reserved() - low;
         return n < capacity ? n : capacity;
     }
@@ -101,7 +101,7 @@ struct Ring {
 
     Ticket reserve(std::uint64_t n) const { return control->reserved.fetch_add(n, std::memory_order_relaxed); }
 
-    // Only as many as fit in front of the tail; the number taken is the return value.
+    // Reserve at most as many tickets as fit before the tail; return their number.
     std::uint64_t reserve_within(std::uint64_t n, Ticket& first) const {
         std::uint64_t now = control->reserved.load(std::memory_order_relaxed);
         while (true) {
@@ -121,13 +121,13 @@ struct Ring {
         std::uint64_t seen = word.load(std::memory_order_relaxed);
         do {
             if ((seen & 1) != 0 || seen >= writing(t)) return false;
-            // Acquire: the former writer's stores come before ours.
+            // Acquire: the previous writer's stores precede ours.
         } while (!word.compare_exchange_weak(seen, writing(t), std::memory_order_acquire, std::memory_order_relaxed));
-        fence_release();  // a reader that sees any byte of ours then also sees the odd word
+        fence_release();  // a reader that sees any of our bytes also sees the odd word
         return true;
     }
 
-    // Claim the slot of `t`, or of a new ticket while that is taken. False: every slot is taken.
+    // Claim the slot of `t`, or of new tickets while slots are taken. Return false if every slot is taken.
     bool claim_any(Ticket& t) const {
         for (std::uint64_t tries = 0; !claim(t); ++tries) {
             if (tries >= capacity) return false;
@@ -144,7 +144,7 @@ struct Ring {
 
     bool holds(Ticket t) const { return sequence(slot_of(t)).load(std::memory_order_acquire) == whole(t); }
 
-    // After copying: whether what was copied is the row whose word was `seen`.
+    // Return, after a copy, whether it is the row whose word was `seen`.
     bool still(std::size_t i, std::uint64_t seen) const {
         fence_acquire();
         return sequence(i).load(std::memory_order_relaxed) == seen;
@@ -171,19 +171,18 @@ struct Ring {
 
 // ---- writing rows: from columns of memory, strided or not
 
-// Where the values of one field come from: `rows` lie row_stride apart; inside a row the elements are contiguous, or
-// `dims` and `strides` say where they are.
+// The values of one field: rows are row_stride apart; the elements of a row are contiguous, or placed by `dims` and `strides`.
 struct Source {
     static constexpr int kMaxDims = 16;
     const std::byte* data = nullptr;
     std::ptrdiff_t row_stride = 0;
-    int dims = 0;  // 0: contiguous inside a row
+    int dims = 0;  // 0: rows are contiguous
     std::size_t item = 0;
     std::size_t shape[kMaxDims] = {};
     std::ptrdiff_t strides[kMaxDims] = {};
 };
 
-// The elements of a strided row, in order, in runs as long as the strides allow.
+// Copies the elements of a strided row in order, in runs as long as the strides allow.
 template <class Copy>
 inline void walk(const Source& s, const std::byte* row, Copy&& copy) {
     std::size_t run = s.item;
@@ -212,19 +211,19 @@ inline bool put_row(const Field& f, const Source& s, std::size_t row, std::byte*
         walk(s, from, [&](std::size_t at, const std::byte* in, std::size_t n) { copy_in(slot + f.offset + at, in, n); });
         return true;
     }
-    thread_local std::vector<std::byte> packed;  // an encoder wants its row in one piece
+    thread_local std::vector<std::byte> packed;  // encoders need contiguous rows
     packed.resize(f.bytes);
     walk(s, from, [&](std::size_t at, const std::byte* in, std::size_t n) { std::memcpy(packed.data() + at, in, n); });
     return put(f, packed.data(), slot, past_caches);
 }
 
-// One writer's place in its episode. Belongs to one process; not for two threads at once.
+// A writer's position in its episode. It belongs to one process and is not thread-safe.
 struct Stream {
     std::uint64_t last = 0;  // ticket + 1 of the newest row; 0: none
     bool ended = true;       // whether the next row begins an episode
 };
 
-constexpr std::size_t kCached = std::size_t{32} << 20;  // a smaller ring may stay in a last-level cache
+constexpr std::size_t kCached = std::size_t{32} << 20;  // a smaller ring may fit into a last-level cache
 
 enum class Written { yes, taken, no_slot, too_dense };
 
@@ -232,8 +231,8 @@ class Writer {
   public:
     explicit Writer(Ring& ring) : ring_(ring) {}
 
-    // Write row `row` of `sources` at ticket `t`; taken: another writer is in its slot, or one was killed there.
-    // ends: 0 goes on, 1 truncated, 2 terminated.
+    // Write row `row` of `sources` at ticket `t`; `taken`: another writer is using its slot, or was killed there. ends: 0:
+    // the episode continues, 1: truncated, 2: terminated.
     Written write(Ticket t, const Source* sources, std::size_t row, Stream* stream, unsigned ends, bool final_row) {
         if (!ring_.claim(t)) return Written::taken;
         const std::size_t at = ring_.slot_of(t);
@@ -252,7 +251,7 @@ class Writer {
         return Written::yes;
     }
 
-    // Link a filled slot into its episode and make it visible.
+    // Link a filled slot to its episode and make it visible.
     void finish(Ticket t, std::size_t at, Stream* stream, unsigned ends, bool final_row) {
         if (ring_.links == nullptr || stream == nullptr) {
             if (ring_.links != nullptr) {
@@ -266,8 +265,8 @@ class Writer {
             ring_.links[at].before.store((follows ? stream->last * 4 : 0) | flags, std::memory_order_relaxed);
             ring_.links[at].after.store(ends != 0 || final_row ? Link::kEnded : 0, std::memory_order_relaxed);
             ring_.commit(t);
-            // The row before may be overwritten by now, then this is a stray mark: readers follow it only to a row that
-            // points back to where they come from.
+            // The previous row may be overwritten by now, and then this link is wrong: readers follow it only to a row that
+            // points back.
             if (follows && ring_.holds(stream->last - 1))
                 ring_.links[ring_.slot_of(stream->last - 1)].after.store(t + 1, std::memory_order_release);
             stream->last = final_row ? 0 : t + 1;
@@ -276,7 +275,7 @@ class Writer {
         last_ticket = t;
     }
 
-    // The newest row of `stream` was the last of its episode.
+    // Mark the newest row of `stream` as the last of its episode.
     void end(Stream& stream) {
         if (stream.last != 0 && !stream.ended && ring_.holds(stream.last - 1))
             ring_.links[ring_.slot_of(stream.last - 1)].after.store(Link::kEnded, std::memory_order_release);

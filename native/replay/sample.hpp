@@ -1,4 +1,4 @@
-// Reading rows out of a ring into columns: drawing, following an episode's links, copying, verifying, redrawing.
+// Reads rows of a ring into columns: drawing, following episodes' links, copying, verifying, redrawing.
 #pragma once
 #include <algorithm>
 #include <atomic>
@@ -13,8 +13,8 @@
 
 namespace jurybox::replay {
 
-// One array of the output: `count` rows from the drawn one (or, `ahead`, from the one after the n steps) plus `from`
-// on, of one field; `stride` bytes from one position to the next.
+// An array of the output: `count` rows of one field, starting `from` rows after the drawn one (or with `ahead`, after the row
+// that follows the n steps); `stride` bytes between positions.
 struct Column {
     const Field* field;
     std::byte* out;
@@ -22,22 +22,22 @@ struct Column {
     std::int32_t from = 0;
     std::uint32_t count = 1;
     bool ahead = false;
-    std::uint8_t* valid = nullptr;  // (n, count): whether there was such a row
+    std::uint8_t* valid = nullptr;  // (n, count): whether the row exists
 };
 
-// What has to be known about the rows around a drawn one.
+// The requirements for the rows around a drawn one.
 struct Window {
-    bool linked = false;        // any of what follows is used
+    bool linked = false;        // whether any of the following is used
     std::uint32_t back = 0;     // rows before the first
-    std::uint32_t steps = 0;    // transitions to go ahead (n-step returns, next observations); 0: none
+    std::uint32_t steps = 0;    // transitions to follow (n-step returns, next observations); 0: none
     std::uint32_t length = 0;   // rows of a sequence; 0: none
-    bool full_length = false;   // redraw where the episode ends within a sequence
-    bool next_needed = false;   // a non-terminal end without its last observation is redrawn
+    bool full_length = false;   // redraw if the episode ends within a sequence
+    bool next_needed = false;   // redraw a non-terminal end without its last observation
     const Field* reward = nullptr;
     bool reward_is_double = false;
     double gamma = 1.0;
     float* returns = nullptr;   // (n,): discounted sum of the rewards of the steps
-    float* discount = nullptr;  // (n,): gamma to the steps made, 0 after a terminal one
+    float* discount = nullptr;  // (n,): gamma to the power of the steps, 0 after a terminal one
 };
 
 struct Request {
@@ -47,7 +47,7 @@ struct Request {
     bool prioritized = false;
     double beta = 0.0;
     std::uint64_t key = 0;
-    std::uint64_t mark = 0;  // added to every index that is handed out: which part it came from
+    std::uint64_t mark = 0;  // added to every returned index, to identify its part
     std::vector<Column> columns;
     Window window;
     std::int64_t* indices = nullptr;
@@ -81,7 +81,7 @@ class Sampler {
         }
         std::size_t bytes = 0;
         for (const Column& c : request_.columns) bytes += c.field->bytes * c.count;
-        // A part is worth a thread's waking: a quarter of a megabyte at least.
+        // A part is at least a quarter of a megabyte, so that waking a thread pays.
         const std::size_t rows_a_part = std::max<std::size_t>(4, (std::size_t{1} << 18) / (bytes == 0 ? 1 : bytes));
         const std::size_t parts = (n + rows_a_part - 1) / rows_a_part;
         if (threads != nullptr && parts > 1)
@@ -107,7 +107,7 @@ class Sampler {
         return s >= ring_.capacity ? s - ring_.capacity : s;
     }
 
-    // Stratified, as in the paper: position i draws from the i-th of n equal parts of the sum.
+    // Stratified draws, as in the paper: position i draws from the i-th of n equal parts of the sum.
     void draw_by_priority() {
         std::vector<std::uint64_t> targets(request_.n);
         const auto n = request_.n;
@@ -126,7 +126,7 @@ class Sampler {
         return slot_at(below(mixed(request_.key, i), count_));
     }
 
-    // The draw that replaces a failed one; false when there is none left.
+    // Replace a failed draw; return false if there is no further one.
     bool another(std::size_t i, std::uint64_t attempt, std::size_t& slot) {
         redrawn_.fetch_add(1, std::memory_order_relaxed);
         if (!request_.replacement) {
@@ -155,7 +155,7 @@ class Sampler {
     void copy(std::size_t from, std::size_t to) {
         const Window& w = request_.window;
         std::vector<Ticket> rows(w.linked ? w.back + 1 + std::max(w.steps, w.length) : 0);
-        // Memory is asked for some rows ahead of the copy, so that their cache misses overlap.
+        // Rows are prefetched some positions before they are copied, so that cache misses overlap.
         std::size_t slots[kAhead];
         const std::size_t fetched = std::min<std::size_t>(ring_.slot_bytes, 320);
         const auto draw = [&](std::size_t i) {
@@ -180,7 +180,7 @@ class Sampler {
         if (!is_whole(seen)) {
             if (ring_.verify || seen == 0) return false;
         } else if (ticket_of(seen) < tail_) {
-            return false;  // given up by the readers
+            return false;  // no longer read
         }
         const std::byte* from = ring_.slot(slot);
         for (const Column& c : request_.columns) take(*c.field, from, c.out + position * c.stride);
@@ -200,13 +200,13 @@ class Sampler {
     struct Neighbours {
         Ticket* self;
         std::uint32_t before, after;
-        std::uint32_t transitions;  // of self[0] .. : all but a final observation
-        bool ended;                 // the walk met the end of the episode
+        std::uint32_t transitions;  // from self[0] on, without a final observation
+        bool ended;                 // whether the end of the episode was reached
     };
 
     const Link& link(Ticket t) const { return ring_.links[ring_.slot_of(t)]; }
 
-    // Returns false where the draw can not be used: no transition, or its surroundings are overwritten or not written yet.
+    // Return false if the draw cannot be used: it is no transition, or rows around it are overwritten or not written yet.
     bool resolve(Neighbours& near) const {
         const Window& w = request_.window;
         std::uint64_t before = link(*near.self).before.load(std::memory_order_relaxed);
@@ -231,7 +231,7 @@ class Sampler {
             const Ticket next = after - 1;
             if (!ring_.holds(next)) return false;
             const std::uint64_t flags = link(next).before.load(std::memory_order_relaxed);
-            if (flags / 4 != here + 1) return false;  // a stray mark
+            if (flags / 4 != here + 1) return false;  // a wrong link
             near.self[++near.after] = next;
             near.ended = (flags & Link::kFinal) != 0;
             if (!near.ended) ++near.transitions;
@@ -253,9 +253,9 @@ class Sampler {
         bool terminated = false;
         if (w.steps != 0) {
             terminated = (link(near.self[steps - 1]).before.load(std::memory_order_relaxed) & Link::kTerminated) != 0;
-            if (steps > near.after) {  // the episode ended and left no last observation
+            if (steps > near.after) {  // the episode ended without a last observation
                 if (w.next_needed && !terminated) return false;
-                next = near.after;  // whatever it is, its discount is 0
+                next = near.after;  // any row will do, since its discount is 0
             }
         }
         const std::size_t position = request_.first + i;
@@ -301,7 +301,7 @@ class Sampler {
         return static_cast<double>(value);
     }
 
-    // Importance weights (N P(i))^-beta over the largest of the batch: N and the sum cancel.
+    // Importance-sampling weights (N P(i))^-beta, divided by the largest of the batch, so that N and the sum cancel.
     void weigh() {
         std::uint64_t least = ~std::uint64_t{0};
         for (auto& chance : chances_) {
