@@ -14,7 +14,7 @@ namespace nb = nanobind;
 namespace jurybox {
 namespace {
 
-// The memory of a bytes object, filled before anybody else sees it, or read.
+// The memory of a bytes object: filled before other code can see it, or read.
 class BytesMessage {
   public:
     BytesMessage() = default;
@@ -51,7 +51,7 @@ nb::list feed(Connection& connection, nb::handle data, std::size_t size) {
     if (size > given.size()) throw std::invalid_argument("more bytes were named than came");
     const bool goes_on = connection.feed(reinterpret_cast<const std::uint8_t*>(given.bytes()), size);
     nb::list made;
-    // Taken out of the connection: making objects may run the collector, and with it somebody who has this connection do something.
+    // Moved out of the connection: creating objects may run the garbage collector, and code that calls this connection.
     std::vector<Connection::Event> events;
     events.swap(connection.events());
     for (auto& event : events) {
@@ -68,13 +68,13 @@ nb::list feed(Connection& connection, nb::handle data, std::size_t size) {
         }
     }
     events.clear();
-    if (connection.events().empty()) connection.events().swap(events);  // its memory is kept
+    if (connection.events().empty()) connection.events().swap(events);  // to reuse its memory
     if (!goes_on) made.append(nb::none());
     return made;
 }
 
 nb::bytes outgoing(Connection& connection) {
-    static thread_local std::string bytes;  // its memory is kept
+    static thread_local std::string bytes;  // to reuse its memory
     bytes.clear();
     connection.send(bytes);
     nb::bytes made(bytes.data(), bytes.size());

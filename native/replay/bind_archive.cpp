@@ -69,14 +69,14 @@ std::vector<int> bring_pieces(int fd, File file, Pieces pieces, Bytes memory, st
     return found;
 }
 
-// The kernel begins to write a file's dirty pages; nobody waits for that, and no disk is flushed.
+// Ask the kernel to start writing a file's dirty pages, without waiting and without flushing the disk.
 void start_writing(int fd) {
     int failed = 0;
     {
         const Unlocked without;
         failed = sync_file_range(fd, 0, 0, SYNC_FILE_RANGE_WRITE) == 0 ? 0 : errno;
     }
-    // A file system without such a thing writes at the end, with fsync.
+    // File systems that do not support it write at the end, with fsync.
     if (failed != 0 && failed != ESPIPE && failed != ENOSYS && failed != EINVAL) {
         errno = failed;
         PyErr_SetFromErrno(PyExc_OSError);
@@ -90,9 +90,9 @@ void bind_replay_archive(nb::module_& m) {
     m.def("crc32c", &checksum, nb::arg("data"), "CRC-32C of a contiguous buffer.");
     m.def("replay_snapshot", &snapshot_slots, nb::arg("ring"), nb::arg("first"), nb::arg("out"), nb::arg("newest"), nb::arg("links") = nb::none());
     m.def("replay_pack", &pack_slots, nb::arg("ring"), nb::arg("runs"), nb::arg("part"), nb::arg("newest"), nb::arg("compressed"), nb::arg("out"),
-          nb::arg("sequences"), "Records of runs of slots: (bytes, rows).");
+          nb::arg("sequences"), "Write records of runs of slots; returns (bytes, rows).");
     m.def("replay_bring", &bring_pieces, nb::arg("fd"), nb::arg("file"), nb::arg("pieces"), nb::arg("memory"), nb::arg("fresh").none(), nb::arg("keep"),
-          "Records to where they belong: for each 0 (whole), 1 (damaged), 2 (no memory) or 3 (unreadable).");
+          "Read records to their places; returns for each 0 (valid), 1 (damaged), 2 (no memory) or 3 (unreadable).");
     m.def("start_writing", &start_writing, nb::arg("fd"));
 }
 

@@ -18,8 +18,8 @@ using Words = nb::ndarray<const std::uint64_t, nb::ndim<1>, nb::c_contig, nb::de
 using WordsOut = nb::ndarray<std::uint64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Flags = nb::ndarray<const std::uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
-// A method that takes its keywords as the interpreter has them, a tuple of names and a row of values: collecting them
-// in a dict would cost as much as writing a small row.
+// A method that gets its keywords in the interpreter's form, a tuple of names and an array of values: collecting them in a
+// dict would take as long as writing a small row.
 template <class Call>
 PyObject* guarded(Call&& call) {
     try {
@@ -100,7 +100,7 @@ struct Released {
     ~Released() { busy.store(false, std::memory_order_release); }
 };
 
-// Statuses other than 0 are told in Python, where there is more to say about them.
+// Statuses other than 0 are reported by Python code, which can say more about them.
 int sample(PyRing& self, PyColumns& columns, std::size_t n, std::size_t first, bool replacement, bool prioritized, double beta, std::uint64_t mark) {
     if (first + n > columns.capacity) throw std::out_of_range("the output arrays are shorter than the sample");
     if (columns.busy.exchange(true, std::memory_order_acquire))
@@ -165,7 +165,7 @@ std::size_t update_priorities(PyRing& self, Indices indices, Errors errors, std:
     return fresh;
 }
 
-// A run of n slots side by side for writing in place: (first ticket), or none where every run is broken.
+// Reserve n consecutive slots for writing in place; return the first ticket, or none if there is no such run.
 std::optional<std::uint64_t> reserve_run(PyRing& self, std::uint64_t n) {
     Ring& ring = self.ring;
     for (std::uint64_t tries = 0; tries < ring.capacity + 2; ++tries) {
@@ -202,7 +202,7 @@ void finish_run(PyRing& self, std::uint64_t first, std::uint64_t n, bool commit)
     if (ring.limited()) announce(ring.control->rows);
 }
 
-// Oldest rows first, in the order they came, taken out of the ring: the reading side of `block` and `drop_newest`.
+// Remove the oldest rows: the reading side of the modes `block` and `drop_newest`.
 std::uint64_t discard(PyRing& self, std::uint64_t n) {
     Ring& ring = self.ring;
     std::uint64_t tail = ring.tail();
@@ -218,9 +218,9 @@ std::uint64_t discard(PyRing& self, std::uint64_t n) {
     return take;
 }
 
-// Rows of another ring of the same layout, as its snapshot gave them, linked here as they are there. `within`: the row
-// before, by its place among these; where that is -1, `before` says which ticket it has here plus one (0: the row is the
-// first of its episode). `tickets`: what the rows got.
+// Add rows of a snapshot of another ring with the same layout, with the same links. `within`: the index of the previous row
+// among these; if it is -1, `before` is that row's ticket in this ring plus one (0: the row is the first of its episode).
+// `tickets` receives the rows' tickets.
 void import_rows(PyRing& self, Flags slots, Indices within, Words before, Flags flags, Flags ended, WordsOut tickets) {
     Ring& ring = self.ring;
     const std::size_t n = tickets.shape(0);
@@ -258,7 +258,7 @@ void import_rows(PyRing& self, Flags slots, Indices within, Words before, Flags 
     if (taken) raise_protocol_error("Busy", "every slot of the ring is being written or was left by a killed writer; make the replay anew");
 }
 
-// These rows, where they are still there, were the last of their episodes.
+// Mark these rows, if they still exist, as the last of their episodes.
 void close_episodes(PyRing& self, Words tickets) {
     Ring& ring = self.ring;
     if (ring.links == nullptr) return;
@@ -268,14 +268,14 @@ void close_episodes(PyRing& self, Words tickets) {
     }
 }
 
-// Memory of batches. It is never taken down: arrays may outlive the module.
+// The memory of batches. It is never destroyed, since arrays may outlive the module.
 MemoryPool& batch_memory() {
     constexpr std::size_t keep = std::size_t{128} << 20;
     static auto* pool = new MemoryPool(keep);
     return *pool;
 }
 
-// An array over memory of the pool, which gets it back with the last array or view of it.
+// Return an array over memory of the pool, to which it returns with the last array or view.
 nb::object batch_array(std::size_t bytes) {
     struct Holder {
         std::byte* memory;
@@ -294,7 +294,7 @@ nb::object batch_array(std::size_t bytes) {
 void bind_replay(nb::module_& m) {
     m.def("replay_control_bytes", [] { return sizeof(Control); });
     m.def("replay_batch_array", &batch_array, nb::arg("bytes"),
-          "A new (bytes,) uint8 array with anything in it, for a large column; its memory is used again when nobody holds it.");
+          "Return a (bytes,) uint8 array with arbitrary contents, for a large column; its memory is reused when it is dropped.");
     m.def("replay_tree_words", &SumTree::words, nb::arg("leaves"));
     m.def("replay_format", &format_control, nb::arg("control"), nb::arg("capacity"), nb::arg("slot_bytes"), nb::arg("full"), nb::arg("samples_per_insert"),
           nb::arg("least_difference"), nb::arg("most_difference"), nb::arg("least_rows"), "Make zeroed memory the control block of an empty ring.");
@@ -380,9 +380,9 @@ void bind_replay(nb::module_& m) {
             if (r.ring.links != nullptr) Writer(r.ring).end(r.stream);
         })
         .def("rebuild_sums", [](PyRing& r) { r.ring.tree.rebuild(); })
-        .def("after_fork", &PyRing::after_fork, nb::arg("seed"), "In a forked child: writers, draws and threads of its own.")
+        .def("after_fork", &PyRing::after_fork, nb::arg("seed"), "Start with new writers, random draws and threads in a forked child.")
         .def("adopt", [](PyRing& r, std::uint64_t reserved, std::uint64_t tail, std::uint64_t top, std::uint64_t retried, std::uint64_t sampled) {
-            // A loaded ring goes on counting where the saved one stood.
+            // A loaded ring continues the saved ring's counters.
             r.ring.control->retried.store(std::min(retried, reserved), std::memory_order_relaxed);
             r.ring.control->sampled.store(sampled, std::memory_order_relaxed);
             r.ring.control->reserved.store(reserved, std::memory_order_release);
@@ -406,7 +406,7 @@ void bind_replay(nb::module_& m) {
         .def("end", [](PyStreams& s, std::size_t which) {
             if (s.ring->ring.links != nullptr) Writer(s.ring->ring).end(s.streams.at(which));
         }, nb::arg("which"))
-        .def("after_fork", [](PyStreams& s) { s.streams.assign(s.streams.size(), Stream{}); }, "In a forked child: none of its rows follows its parent's.")
+        .def("after_fork", [](PyStreams& s) { s.streams.assign(s.streams.size(), Stream{}); }, "Begin new episodes in a forked child.")
         .def("__len__", [](const PyStreams& s) { return s.streams.size(); });
     add_fast_method<streams_add>(streams, "add", "add(**fields): one row for each stream.");
     add_fast_method<streams_extend>(streams, "extend", "extend(**fields): n rows of one stream, in order.");

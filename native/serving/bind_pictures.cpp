@@ -8,7 +8,7 @@ namespace nb = nanobind;
 namespace jurybox {
 namespace {
 
-// The heads of the two structures of the Arrow C data interface; what follows is their owner's.
+// The first fields of the two structures of the Arrow C data interface; the others belong to their owner.
 struct ArrowSchema {
     const char* format;
     const char* name;
@@ -28,7 +28,7 @@ struct ArrowArray {
     ArrowArray** children;
 };
 
-// What a capsule of the Arrow PyCapsule interface holds; its owner releases it with the capsule.
+// The contents of a capsule of the Arrow PyCapsule interface; its owner releases them with the capsule.
 template <class T>
 const T* held(nb::handle capsule, const char* name) {
     const void* pointer = PyCapsule_GetPointer(capsule.ptr(), name);
@@ -36,7 +36,7 @@ const T* held(nb::handle capsule, const char* name) {
     return static_cast<const T*>(pointer);
 }
 
-// The bytes of so many pixels of four; null where the array holds something else.
+// The bytes of `pixels` pixels of four bytes each; null if the array has other contents.
 const std::uint8_t* pixels_of_four(const ArrowSchema& schema, const ArrowArray& array, std::int64_t pixels) {
     const auto is = [](const ArrowSchema& one, const char* format) {
         return one.format != nullptr && std::strcmp(one.format, format) == 0;
@@ -72,7 +72,7 @@ void bind_pictures(nb::module_& m) {
         [](nb::str text) -> nb::object {
             Py_ssize_t size = 0;
             const char* given = PyUnicode_AsUTF8AndSize(text.ptr(), &size);
-            if (given == nullptr) {  // it has surrogates
+            if (given == nullptr) {  // it contains surrogates
                 PyErr_Clear();
                 return nb::none();
             }
@@ -89,7 +89,7 @@ void bind_pictures(nb::module_& m) {
             return good ? bytes : nb::none();
         },
         nb::arg("text"), nb::sig("def base64_decoded(text: str) -> bytes | None"),
-        "Decode padded base64; None where the text is anything else, by a single character.");
+        "Decode padded base64; None if any character is invalid.");
     m.def(
         "json_cut",
         [](nb::bytes body, std::size_t least) -> nb::object {

@@ -26,7 +26,7 @@ std::vector<RelayLane::Column> columns_of(const Columns& given, std::uint32_t fi
     return columns;
 }
 
-// Nothing happens any more once it was closed. What it points to is kept until then.
+// Does nothing after `close`. The objects that it points to are kept until then.
 struct Held {
     nb::object link, client, engine;
     Columns inputs, outputs;
@@ -41,9 +41,9 @@ struct Held {
 
 }  // namespace
 
-// It belongs to the relay's thread, as its connection and its rings' client do.
+// It belongs to the relay's thread, like its connection and its rings' client.
 void bind_relay_lane(nb::module_& m) {
-    nb::class_<Held>(m, "RelayLane", "A remote client's lane, as long as nothing about its requests is special: from its connection to an engine's rings and back.")
+    nb::class_<Held>(m, "RelayLane", "The fast path of a remote client's lane for ordinary requests: from its connection to an engine's rings and back.")
         .def(
             "__init__",
             [](Held* self, nb::object link, nb::object client, nb::object engine, std::uint64_t incarnation, std::uint64_t lease,
@@ -60,7 +60,7 @@ void bind_relay_lane(nb::module_& m) {
             "scoreboard.ENGINE; `lease` the client's name for the lane; `first` and `rows` its rows in the arena, `inputs` and "
             "`outputs` each tensor's memory, uint8, and the bytes of a row.")
         .def("take_over", [](Held& self, std::uint64_t number) { if (self.lane) self.lane->take_over(number); }, nb::arg("number"),
-             nb::lock_self(), "No ticket is in flight: see to those that come, with numbers above this one.")
+             nb::lock_self(), "Start to handle tickets, with numbers above this one. None may be in flight.")
         .def(
             "hand_over",
             [](Held& self) {
@@ -74,13 +74,13 @@ void bind_relay_lane(nb::module_& m) {
             nb::lock_self(),
             "See to nothing any more until `take_over`. Gives the tickets in flight: number, its client's sequence, first row and "
             "rows, version, its client's incarnation, submitted and deadline in ns.")
-        .def_prop_ro("mine", [](const Held& self) { return self.lane && self.lane->mine(); }, "Whether it sees to what comes.")
-        .def_prop_ro("number", [](const Held& self) { return self.lane ? self.lane->number() : 0; }, "The last that it has given a ticket.")
+        .def_prop_ro("mine", [](const Held& self) { return self.lane && self.lane->mine(); }, "Whether it handles the lane's tickets.")
+        .def_prop_ro("number", [](const Held& self) { return self.lane ? self.lane->number() : 0; }, "The last number used for a ticket.")
         .def_prop_ro("in_flight", [](const Held& self) { return self.lane ? self.lane->in_flight() : 0; }, "Tickets without an answer.")
         .def("take_in", [](Held& self) { return self.lane ? self.lane->take_in() : 0; }, nb::lock_self(),
-             "Send on the tickets that came; how many. What is special stays in the link, with all behind it.")
+             "Pass on tickets that have arrived; returns their number. Special ones stay in the link, with all after them.")
         .def("answer", [](Held& self) { return self.lane && self.lane->answer(); }, nb::lock_self(),
-             "Send the answers that are there; False where it does not see to them, or the next is special.")
+             "Send answers that have arrived; False if it does not handle them, or the next one is special.")
         .def(
             "stay",
             [](Held& self, const std::vector<int>& descriptors, double pause, double seconds) {
@@ -94,8 +94,8 @@ void bind_relay_lane(nb::module_& m) {
             "Take in and answer for so many seconds, for a client that is alone. Ends where another descriptor than the first is readable, "
             "or that one by somebody else's messages; after a pause of so many seconds, its own or the engine's; and with what is special.")
         .def("overdue", [](Held& self) { return self.lane && self.lane->overdue(); }, nb::lock_self(),
-             "Whether a ticket is in flight that was so at the last look.")
-        .def("close", [](Held& self) { self.close(); }, nb::lock_self(), "Let go of all; nothing happens any more.");
+             "Whether a ticket is in flight that was in flight at the last call.")
+        .def("close", [](Held& self) { self.close(); }, nb::lock_self(), "Release everything; later calls do nothing.");
 }
 
 }  // namespace jurybox

@@ -20,10 +20,10 @@ ShmRingsMemory* rings_of(const Bytes& memory) {
     return reinterpret_cast<ShmRingsMemory*>(memory.data());
 }
 
-// What these objects keep belongs to one thread at a time: the engine's, or who has the model's turn. In a Python without
-// its lock, lock_self() stands in for that where a call does not wait. A client's `wait` and `in_flight` are for any thread.
+// These objects' state belongs to one thread at a time: the engine's, or the one that has the model's lock. In a Python
+// without the global lock, lock_self() protects calls that do not wait. Any thread may call a client's `wait` and `in_flight`.
 //
-// The array is kept, and with it the mapping.
+// The array is kept to keep its memory mapped.
 struct Engine {
     Bytes memory;
     ShmRingsEngine rings;
@@ -37,17 +37,17 @@ struct Word {
     Bytes memory;
     ShmRingsWord word;
 };
-// Calls on the same rows of the arena, over and over.
+// Repeated calls on the same rows of the arena.
 struct Caller {
-    nb::object client, place, engine, outputs, extents;  // kept, and with them what the others point to
+    nb::object client, place, engine, outputs, extents;  // kept, since the pointers below point to their memory
     ShmRingsClient* rings;
-    std::byte* input;  // null: the inputs are there already
+    std::byte* input;  // null: the inputs are written already
     std::size_t bytes;
     const EngineRecord* record;
     std::uint32_t first, rows;
     std::uint64_t incarnation;
     std::int64_t most_ns;
-    std::int64_t* sizes;  // of a row of any size, those that its shape leaves open; null: rows fill their place
+    std::int64_t* sizes;  // the variable sizes of a row; null: its shape is fixed
     std::vector<std::int64_t> shape;
     std::size_t item;
     std::uint64_t version = 0;
@@ -70,7 +70,7 @@ struct Caller {
         return asked(given.bytes(), given.size(), sequence, seconds);
     }
 
-    // Large rows, too, are copied while other threads run.
+    // Other threads run during the copy of large rows, too.
     int asked(const std::byte* from, std::size_t size, std::uint64_t sequence, double seconds) {
         Unlocked release;
         if (size > 0) std::memcpy(input, from, size);
@@ -82,7 +82,7 @@ struct Caller {
         return static_cast<int>(answer.code);
     }
 
-    // As TensorSpec.extents_of: a size of 0 excuses no other.
+    // The same as TensorSpec.extents_of: sizes beside a size of 0 are checked, too.
     bool fits(const Read& given) const {
         if (input == nullptr) return false;
         if (sizes == nullptr) return given.size() == bytes;
@@ -96,10 +96,10 @@ struct Caller {
         return room > 0;
     }
 
-    // The only output, or a dict of them; none where the caller reads them itself.
+    // The only output, or a dict of outputs; none if the caller reads them itself.
     nb::object copied() const {
         if (outputs.is_none()) return outputs;
-        // Never freed: at exit Python is gone before. Making it runs no Python, so nobody waits here for who waits for a lock.
+        // Never freed, since Python ends before. Its creation runs no Python code, so it cannot cause a deadlock of locks.
         static const nb::object& copy = *new nb::object(nb::str("copy"));
         if (!PyDict_CheckExact(outputs.ptr())) return outputs.attr(copy)();
         nb::dict all;
@@ -108,7 +108,7 @@ struct Caller {
     }
 };
 
-// The ring cuts a message at a byte, which may be inside a character.
+// A ring may cut a message within a character.
 nb::str message_of(const ShmRingsClient& rings) {
     PyObject* text = PyUnicode_DecodeUTF8(rings.message(), static_cast<Py_ssize_t>(strnlen(rings.message(), kMessage)), "replace");
     if (text == nullptr) throw nb::python_error();
@@ -138,7 +138,7 @@ void bind_shm_rings(nb::module_& m) {
             record.records<EngineRecord>()->show(state);
         },
         nb::arg("engine"), nb::arg("state"),
-        "Store an engine's state in its record (1,) of scoreboard.ENGINE with release: who sees it sees what was written before.");
+        "Store an engine's state in its record (1,) of scoreboard.ENGINE with release semantics.");
 
     nb::class_<Engine>(m, "ShmRingsEngine", "The engine's side of a ring segment over borrowed memory (RINGS_BYTES of uint8).")
         .def(
@@ -155,7 +155,7 @@ void bind_shm_rings(nb::module_& m) {
                 const Write room(out);
                 return self.rings.collect(room.records<Ticket>(), room.rows());
             },
-            nb::arg("out"), nb::lock_self(), "Take posted tickets into out, records of wire.TICKET; returns how many.")
+            nb::arg("out"), nb::lock_self(), "Collect posted tickets into out, records of wire.TICKET; returns their number.")
         .def(
             "reply",
             [](Engine& self, nb::handle tickets, std::uint32_t code, std::uint64_t version, const std::string& message) {
@@ -164,25 +164,25 @@ void bind_shm_rings(nb::module_& m) {
                                        message.size());
             },
             nb::arg("tickets"), nb::arg("code"), nb::arg("version"), nb::arg("message"), nb::lock_self(),
-            "Answer tickets and wake who sleeps; returns how many answers found no room.")
+            "Answer tickets and wake sleeping clients; returns the number of dropped answers.")
         .def(
             "wait",
             [](Engine& self, double timeout) {
                 Unlocked release;
                 return self.rings.wait(self.fds.data(), self.fds.size(), static_cast<std::int64_t>(timeout * 1e9));
             },
-            nb::arg("timeout"), "Wait, seconds at most, for a posting or a descriptor to be readable; True for a posting, and for the second descriptor alone.")
+            nb::arg("timeout"), "Wait for a posting or a readable descriptor, at most this many seconds; True if there may be tickets.")
         .def("mend", [](Engine& self) { return self.rings.mend(); }, nb::lock_self(),
-             "Write the engine's positions anew where somebody else overwrote them; returns in how many lanes.")
+             "Restore the engine's positions that were overwritten; returns the number of lanes.")
         .def("renew", [](Engine& self, std::uint64_t incarnation) { self.rings.renew(incarnation); }, nb::arg("incarnation"), nb::lock_self(),
-             "Drop tickets of the life before from now on.")
+             "Drop tickets of earlier incarnations from now on.")
         .def(
             "pause",
             [](Engine& self, double timeout, std::uint32_t tickets) {
                 Unlocked release;
                 self.rings.pause(self.fds.data(), static_cast<std::int64_t>(timeout * 1e9), tickets);
             },
-            nb::arg("timeout"), nb::arg("tickets"), "Sleep until so many lanes have posted, seconds at most.");
+            nb::arg("timeout"), nb::arg("tickets"), "Sleep until this many lanes have posted, at most this many seconds.");
 
     nb::class_<Client>(m, "ShmRingsClient", "A lane's client on a ring segment over borrowed memory.")
         .def(
@@ -200,12 +200,12 @@ void bind_shm_rings(nb::module_& m) {
                 return self.rings.submit(Ticket{sequence, 0, deadline, submitted, 0, first, rows, 0, version, {incarnation}});
             },
             nb::arg("sequence"), nb::arg("first"), nb::arg("rows"), nb::arg("submitted"), nb::arg("deadline"),
-            nb::arg("version"), nb::arg("incarnation"), nb::lock_self(), "Post a ticket; False when RINGS_RING are in flight.")
+            nb::arg("version"), nb::arg("incarnation"), nb::lock_self(), "Post a ticket; False if RINGS_RING are in flight.")
         .def(
             "exchange",
             [](Client& self, std::uint64_t sequence, std::uint32_t first, std::uint32_t rows, std::int64_t submitted,
                std::int64_t deadline, std::uint64_t version, std::uint64_t incarnation, double timeout) -> nb::object {
-                // Full though nothing is in flight: answers got lost, and the ticket is asked for again by its deadline.
+                // Full although nothing is in flight: answers were lost, and the ticket will be sent again.
                 self.rings.set_watched(false);
                 if (!self.rings.submit(Ticket{sequence, 0, deadline, submitted, 0, first, rows, 0, version, {incarnation}})) {
                     self.rings.set_watched(true);
@@ -242,7 +242,7 @@ void bind_shm_rings(nb::module_& m) {
                                                  answers[i].version));
                 return result;
             },
-            nb::arg("timeout"), nb::lock_self(), "Answers (sequence, code, message, version) that came within so many seconds.")
+            nb::arg("timeout"), nb::lock_self(), "Wait for answers, at most this many seconds; returns (sequence, code, message, version) of each.")
         .def("holds", [](Client& self, std::uint64_t sequence) { return self.rings.holds(sequence); }, nb::arg("sequence"), nb::lock_self(),
              "Whether a ticket was posted and its answer not received.")
         .def_prop_ro("in_flight", [](Client& self) { return self.rings.in_flight(); }, "Tickets without an answer.")
@@ -252,27 +252,27 @@ void bind_shm_rings(nb::module_& m) {
                 Unlocked release;
                 return self.rings.wait(static_cast<std::int64_t>(timeout * 1e9));
             },
-            nb::arg("timeout"), "Whether answers came within so many seconds; they stay for receive.")
+            nb::arg("timeout"), "Whether answers arrive within this many seconds; they stay for receive.")
         .def(
             "watch",
-            [](const Client& self, int told, double timeout) {
+            [](const Client& self, int eventfd, double timeout) {
                 Unlocked release;
-                self.rings.watch(told, static_cast<std::int64_t>(timeout * 1e9));
+                self.rings.watch(eventfd, static_cast<std::int64_t>(timeout * 1e9));
             },
-            nb::arg("told"), nb::arg("timeout"),
-            "For so many seconds, in a thread of its own: add to the eventfd `told` whenever answers came that nobody received.")
+            nb::arg("eventfd"), nb::arg("timeout"),
+            "Add to the eventfd whenever answers arrive, for this many seconds; called in a separate thread.")
         .def("arm", [](Client& self) { return self.rings.arm(); }, nb::lock_self(),
-             "Have the next answer move the lane's word, which a ShmRingsWord watches; whether one is there already.")
+             "Make the next answer wake the lane's ShmRingsWord; returns whether an answer is there already.")
         .def(
             "spin",
             [](Client& self) {
                 Unlocked release;
                 return self.rings.spin();
             },
-            nb::lock_self(), "Whether answers came within microseconds; not waited for where others ask this engine, too.")
-        .def("message", [](Client& self) { return message_of(self.rings); }, "What the lane's last failure said.");
+            nb::lock_self(), "Whether answers arrive within microseconds; does not wait if other clients use the engine.")
+        .def("message", [](Client& self) { return message_of(self.rings); }, "The message of the lane's last failure.");
 
-    nb::class_<Word>(m, "ShmRingsWord", "The word that a lane and 31 others sleep on, for a thread that watches it in their stead.")
+    nb::class_<Word>(m, "ShmRingsWord", "The word on which a lane and 31 others sleep, for a thread that watches it on their behalf.")
         .def(
             "__init__",
             [](Word* self, Bytes memory, std::uint32_t lane) {
@@ -280,19 +280,19 @@ void bind_shm_rings(nb::module_& m) {
                 new (self) Word{memory, {rings_of(memory), lane}};
             },
             nb::arg("memory"), nb::arg("lane"))
-        .def("add", [](Word& self, std::uint32_t lane) { self.word.add(lane); }, nb::arg("lane"), "Watch for a lane of this word.")
+        .def("add", [](Word& self, std::uint32_t lane) { self.word.add(lane); }, nb::arg("lane"), "Watch for answers of a lane.")
         .def("remove", [](Word& self, std::uint32_t lane) { return self.word.remove(lane); }, nb::arg("lane"),
-             "No longer; returns how many lanes are left.")
+             "Stop watching for a lane; returns the number of lanes left.")
         .def("pause", [](Word& self, std::uint32_t lane) { self.word.pause(lane); }, nb::arg("lane"),
-             "Not until it is added again: meanwhile its client waits for answers itself.")
+             "Pause watching for a lane until it is added again, while its client waits for answers itself.")
         .def(
             "watch",
-            [](Word& self, int told, double timeout) {
+            [](Word& self, int eventfd, double timeout) {
                 Unlocked release;
-                self.word.watch(told, static_cast<std::int64_t>(timeout * 1e9));
+                self.word.watch(eventfd, static_cast<std::int64_t>(timeout * 1e9));
             },
-            nb::arg("told"), nb::arg("timeout"),
-            "In a thread of its own, so many seconds: add to the eventfd `told` whenever armed lanes may have answers.");
+            nb::arg("eventfd"), nb::arg("timeout"),
+            "Add to the eventfd whenever armed lanes may have answers, for this many seconds; called in a separate thread.");
 
     nb::class_<Caller>(m, "ShmRingsCaller", "Whole calls on the same rows of one lane, while nothing else of it is in flight.")
         .def(
@@ -331,8 +331,8 @@ void bind_shm_rings(nb::module_& m) {
              "Copy the row in (None: it is there), post its ticket, due in so many seconds, and wait. Returns a copy of the "
              "outputs, or a failure's code; NOT_FIT where the row does not fit its place; NOT_SENT where the engine serves "
              "no more; NOT_ANSWERED where the ticket is still in flight.")
-        .def_prop_ro("version", [](const Caller& self) { return self.version; }, "Of the weights that answered last.")
-        .def("message", [](Caller& self) { return message_of(*self.rings); }, "What the lane's last failure said.");
+        .def_prop_ro("version", [](const Caller& self) { return self.version; }, "The weights version of the last answer.")
+        .def("message", [](Caller& self) { return message_of(*self.rings); }, "The message of the lane's last failure.");
 }
 
 }  // namespace jurybox

@@ -10,7 +10,7 @@ namespace nb = nanobind;
 namespace jurybox {
 namespace {
 
-// Bounds are checked here, so that the loops need not.
+// Checks bounds, so that the loops need not.
 void check(const Borrowed& table, const Borrowed& tickets, const Borrowed& packed) {
     const Ticket* each = tickets.records<Ticket>();
     std::size_t total = 0;
@@ -31,7 +31,7 @@ void check(const SessionBook& book, const Borrowed& table, const Borrowed& batch
         throw std::invalid_argument("states of table and batch differ in size");
 }
 
-// One record of an array of them.
+// Returns a record of an array.
 template <class T>
 T& one_of(const Write& all, std::size_t at) {
     if (at >= all.rows()) throw std::out_of_range("there is no such record");
@@ -49,21 +49,21 @@ void bind_tickets(nb::module_& m) {
             grant(one_of<Lane>(all, lane), model, first, rows, arena, lease);
         },
         nb::arg("lanes"), nb::arg("lane"), nb::arg("model"), nb::arg("first"), nb::arg("rows"), nb::arg("arena"),
-        nb::arg("lease"), "Show on the scoreboard's lanes (scoreboard.LANE) that one is leased; the lease is stored last, with release.");
+        nb::arg("lease"), "Lease a lane in the scoreboard's lanes (scoreboard.LANE); the lease is stored last, with release semantics.");
     m.def(
         "take_back_lane",
         [](nb::handle lanes, std::size_t lane) {
             const Write all(lanes);
             take_back(one_of<Lane>(all, lane));
         },
-        nb::arg("lanes"), nb::arg("lane"), "Show that a lane is leased no longer: engines refuse its tickets from now on.");
+        nb::arg("lanes"), nb::arg("lane"), "Revoke a lane: engines refuse its tickets from now on.");
     m.def(
         "any_expired",
         [](nb::handle tickets, std::int64_t now) {
             const Read these(tickets);
             return any_expired(these.records<const Ticket>(), these.rows(), now);
         },
-        nb::arg("tickets"), nb::arg("now"), "Whether a ticket's deadline has passed, ns of CLOCK_MONOTONIC.");
+        nb::arg("tickets"), nb::arg("now"), "Whether the deadline of any ticket has passed; now is in ns of CLOCK_MONOTONIC.");
     m.def(
         "gather",
         [](nb::handle table, nb::handle tickets, nb::handle packed) {
@@ -73,7 +73,7 @@ void bind_tickets(nb::module_& m) {
             gather(from.bytes(), from.row_bytes(), these.records<const Ticket>(), these.rows(), to.bytes());
         },
         nb::arg("table"), nb::arg("tickets"), nb::arg("packed"),
-        "Copy the rows of table (rows, ...) that the tickets name to packed, one after another.");
+        "Copy the tickets' rows of table (rows, ...) to consecutive rows of packed.");
     m.def(
         "gather_variable",
         [](nb::handle slots, nb::handle extents, nb::handle tickets, std::size_t unit, bool pads, double max_padding,
@@ -111,7 +111,7 @@ void bind_tickets(nb::module_& m) {
             scatter(to.bytes(), to.row_bytes(), these.records<const Ticket>(), these.rows(), from.bytes());
         },
         nb::arg("table"), nb::arg("tickets"), nb::arg("packed"),
-        "Spread the rows of packed over the rows of table (rows, ...) that the tickets name.");
+        "Copy consecutive rows of packed to the tickets' rows of table (rows, ...).");
     m.def(
         "count_batch",
         [](nb::handle record, nb::handle shown, nb::handle tickets, std::size_t rows, std::int64_t began,
@@ -124,7 +124,7 @@ void bind_tickets(nb::module_& m) {
         nb::arg("record"), nb::arg("shown"), nb::arg("tickets"), nb::arg("rows"), nb::arg("began"), nb::arg("ended"),
         "Count an answered batch into one record of scoreboard.COUNTERS and copy it to another; times are ns of CLOCK_MONOTONIC.");
 
-    nb::class_<Admission>(m, "Admission", "The check of tickets on arrival, and the book of the rows let in, by lane.")
+    nb::class_<Admission>(m, "Admission", "The check of tickets on arrival, and the count of admitted rows by lane.")
         .def(nb::init<std::size_t>(), nb::arg("lanes"))
         .def(
             "admit",
@@ -148,9 +148,9 @@ void bind_tickets(nb::module_& m) {
                 const Read these(tickets);
                 return self.leave(these.records<Ticket>(), these.rows());
             },
-            nb::arg("tickets"), nb::lock_self(), "Tickets leave, answered; returns the transport all of them came through, -1 for several.");
+            nb::arg("tickets"), nb::lock_self(), "Record that tickets were answered; returns the transport of all of them, -1 for several.");
 
-    nb::class_<SessionBook>(m, "SessionBook", "Whose each session of a model is, and the step it expects; one batch after another.")
+    nb::class_<SessionBook>(m, "SessionBook", "The lease and the next step of each of a model's sessions.")
         .def(nb::init<std::size_t>(), nb::arg("sessions"))
         .def_prop_ro("in_use", &SessionBook::in_use, nb::lock_self(), "Sessions that have begun and whose lease was not forgotten.")
         .def(
@@ -158,13 +158,13 @@ void bind_tickets(nb::module_& m) {
             [](SessionBook& self, nb::handle tickets, nb::handle column, nb::handle lanes, nb::handle records,
                nb::handle places, nb::handle verdicts) {
                 const Read these(tickets), from(column), held(lanes);
-                const Write to(records), at(places), told(verdicts);
+                const Write to(records), at(places), out_verdicts(verdicts);
                 check(from, these, to);
-                if (at.rows() < to.rows() || told.rows() < to.rows())
+                if (at.rows() < to.rows() || out_verdicts.rows() < to.rows())
                     throw std::out_of_range("places or verdicts hold fewer rows than the records");
                 return self.read(these.records<const Ticket>(), these.rows(), from.records<const SessionRecord>(),
                                  held.records<const Lane>(), held.rows(), to.records<SessionRecord>(),
-                                 at.records<std::int64_t>(), told.records<std::uint8_t>());
+                                 at.records<std::int64_t>(), out_verdicts.records<std::uint8_t>());
             },
             nb::arg("tickets"), nb::arg("column"), nb::arg("lanes"), nb::arg("records"), nb::arg("places"), nb::arg("verdicts"),
             nb::lock_self(),
@@ -195,7 +195,7 @@ void bind_tickets(nb::module_& m) {
                 if (row >= self.rows()) throw std::out_of_range("the batch has no such row");
                 return self.fits(row);
             },
-            nb::arg("row"), nb::lock_self(), "Whether a row of the batch still is the next step of its session.")
+            nb::arg("row"), nb::lock_self(), "Whether a row of the batch is still the next step of its session.")
         .def(
             "step",
             [](SessionBook& self, nb::handle rows) {
@@ -211,8 +211,8 @@ void bind_tickets(nb::module_& m) {
                     self.step(static_cast<std::size_t>(each[i]));
                 }
             },
-            nb::arg("rows").none() = nb::none(), nb::lock_self(), "Rows of the batch were computed: numbers, int64; None: all of them.")
-        .def("forget", &SessionBook::forget, nb::arg("lease"), nb::lock_self(), "A lease has ended: its sessions are nobody's.");
+            nb::arg("rows").none() = nb::none(), nb::lock_self(), "Record that rows of the batch were computed; rows are int64 numbers, None for all.")
+        .def("forget", &SessionBook::forget, nb::arg("lease"), nb::lock_self(), "Drop the sessions of a lease that has ended.");
     m.attr("SESSION_BEGINS") = static_cast<std::uint32_t>(kBegins);
     m.attr("SESSION_FLAGS") = static_cast<std::uint32_t>(kFlags);
     m.attr("SESSION_AGAIN") = static_cast<std::uint32_t>(kAgain);
@@ -220,9 +220,9 @@ void bind_tickets(nb::module_& m) {
     m.attr("SESSION_LOST") = static_cast<std::uint32_t>(kLost);
     m.attr("SESSION_TWICE") = static_cast<std::uint32_t>(kTwice);
 
-    nb::class_<ArrivalTracker>(m, "ArrivalTracker", "Which clients are about to come back; engine/batches.py says what for.")
+    nb::class_<ArrivalTracker>(m, "ArrivalTracker", "Predicts which clients are about to send again; see engine/batches.py.")
         .def(nb::init<std::size_t>(), nb::arg("lanes"))
-        .def_prop_ro("away", &ArrivalTracker::away, nb::lock_self(), "Quick clients that have been answered and not asked again yet.")
+        .def_prop_ro("away", &ArrivalTracker::away, nb::lock_self(), "Quick clients that were answered and have not sent again.")
         .def(
             "came",
             [](ArrivalTracker& self, nb::handle tickets, std::int64_t now, std::int64_t quick_ns) {
@@ -230,15 +230,15 @@ void bind_tickets(nb::module_& m) {
                 self.came(these.records<const Ticket>(), these.rows(), now, quick_ns);
             },
             nb::arg("tickets"), nb::arg("now"), nb::arg("quick_ns"), nb::lock_self(),
-            "Tickets have arrived; a client is quick that is back within quick_ns of its last answer.")
+            "Record tickets that arrived; a client is quick if it sends within quick_ns of its last answer.")
         .def(
             "answered",
             [](ArrivalTracker& self, nb::handle tickets, std::int64_t now) {
                 const Read these(tickets);
                 self.answered(these.records<const Ticket>(), these.rows(), now);
             },
-            nb::arg("tickets"), nb::arg("now"), nb::lock_self(), "Tickets have been answered.")
-        .def("stays_away", &ArrivalTracker::stays_away, nb::lock_self(), "Nobody came in the time that one more ticket was worth.");
+            nb::arg("tickets"), nb::arg("now"), nb::lock_self(), "Record tickets that were answered.")
+        .def("stays_away", &ArrivalTracker::stays_away, nb::lock_self(), "Stop waiting for the clients that are away now, until they are quick again.");
 }
 
 }  // namespace jurybox

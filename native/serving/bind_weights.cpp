@@ -18,7 +18,7 @@ namespace {
 // Rows of WeightsPart: address, offset, bytes, width, mask.
 using Parts = nb::ndarray<const std::uint64_t, nb::shape<-1, 5>, nb::c_contig, nb::device::cpu>;
 
-// The slots, and a hold on the memory they lie in; refuses whatever would reach outside of it.
+// The slots and their memory, which is kept alive; all accesses are checked to be within it.
 class BoundSlots {
 public:
     BoundSlots(Bytes memory, std::size_t control, std::size_t data, std::size_t stride, std::size_t weights_bytes, unsigned slots)
@@ -32,10 +32,10 @@ public:
             throw std::out_of_range("the slots end behind the memory");
     }
 
-    // Map every page now: otherwise the first publication takes a page fault for each 4 KiB.
+    // Map every page now; otherwise the first publication causes a page fault for every 4 KiB.
     void prefault() {
         Unlocked unlocked;
-        constexpr int populate_write = 23;  // MADV_POPULATE_WRITE; Linux before 5.14 refuses it, and faults later
+        constexpr int populate_write = 23;  // MADV_POPULATE_WRITE; refused by Linux before 5.14, which then faults later
         static_cast<void>(madvise(memory_.data(), memory_.shape(0), populate_write));
     }
 
@@ -112,18 +112,18 @@ private:
 }  // namespace
 
 void bind_weights(nb::module_& m) {
-    nb::class_<WeightsClaim>(m, "WeightsClaim", "The newest slot as it was found; version 0: nothing can be read now.")
+    nb::class_<WeightsClaim>(m, "WeightsClaim", "The newest slot at the time of the call; version 0: nothing can be read.")
         .def_ro("version", &WeightsClaim::version)
         .def_ro("slot", &WeightsClaim::slot)
         .def_ro("extra_bytes", &WeightsClaim::extra_bytes)
         .def_ro("published_ns", &WeightsClaim::published_ns);
-    nb::class_<BoundSlots>(m, "WeightsSlots", "Slots of weights under sequence counters, in the memory given.")
+    nb::class_<BoundSlots>(m, "WeightsSlots", "Slots of weights with sequence counters in borrowed memory.")
         .def(nb::init<Bytes, std::size_t, std::size_t, std::size_t, std::size_t, unsigned>(), nb::arg("memory"), nb::arg("control"),
              nb::arg("data"), nb::arg("stride"), nb::arg("weights_bytes"), nb::arg("slots"))
-        .def("prefault", &BoundSlots::prefault, "Map every page now, so that no copy stops for page faults.")
+        .def("prefault", &BoundSlots::prefault, "Map every page now, so that copies cause no page faults.")
         .def_prop_ro("newest", &BoundSlots::newest, "The newest version; 0: none yet.")
-        .def("take_over", &BoundSlots::take_over, "Begin as the only publisher; returns the newest version.")
-        .def("begin", &BoundSlots::begin, "Mark the slot to write next as being written; returns its number.")
+        .def("take_over", &BoundSlots::take_over, "Start as the only publisher; returns the newest version.")
+        .def("begin", &BoundSlots::begin, "Mark the next slot as being written; returns its number.")
         .def("commit", &BoundSlots::commit, nb::arg("slot"), nb::arg("version"), nb::arg("extra"),
              "Announce the slot that was begun and filled as this version.")
         .def("publish", &BoundSlots::publish, nb::arg("parts"), nb::arg("extra"), nb::arg("version"), nb::arg("check"),
@@ -131,11 +131,11 @@ void bind_weights(nb::module_& m) {
              "number of the first part with NaN or infinity, if that is to be checked, and then publishes nothing.")
         .def("read", &BoundSlots::read, nb::arg("parts"), nb::arg("extra"), nb::arg("seconds"), nb::arg("verify") = true,
              "Copy the newest version out to parts (n, 5) uint64; returns version (0: not within these seconds), bytes of extra, "
-             "CLOCK_MONOTONIC ns of the publication, and tries (0: what is there is no publication, but damage).")
+             "CLOCK_MONOTONIC ns of the publication, and tries (0: the memory is damaged).")
         .def("wait_newer", &BoundSlots::wait_newer, nb::arg("seen"), nb::arg("seconds"),
-             "Wait until there is a version newer than `seen`; False: not within these seconds.")
-        .def("claim", &BoundSlots::claim, "The newest slot as it is now, for a copy of one's own.")
-        .def("holds", &BoundSlots::holds, nb::arg("claim"), "Whether everything copied since `claim` is of that version.");
+             "Wait until there is a version newer than `seen`; False if there is none after this many seconds.")
+        .def("claim", &BoundSlots::claim, "Return the newest slot, to copy it.")
+        .def("holds", &BoundSlots::holds, nb::arg("claim"), "Whether a copy made since `claim` is of the claimed version.");
 }
 
 }  // namespace jurybox

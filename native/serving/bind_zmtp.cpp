@@ -31,7 +31,7 @@ class Frames {
     std::vector<Zmtp::Part> parts_;
 };
 
-// Large frames are not copied once more: arrays of uint8 that own them.
+// Returns large frames without a copy, as uint8 arrays that own them.
 nb::list frames_of(Zmtp::Message& message) {
     constexpr std::size_t kLarge = 64 << 10;
     nb::list frames;
@@ -49,7 +49,7 @@ nb::list frames_of(Zmtp::Message& message) {
 
 }  // namespace
 
-// It belongs to one thread at a time, as a ring's client does.
+// It belongs to one thread at a time, like a ring's client.
 void bind_zmtp(nb::module_& m) {
     nb::class_<Zmtp>(m, "Zmtp", "A DEALER's connection to a ROUTER, or a ROUTER's to a DEALER, over a connected stream socket, which it closes.")
         .def(
@@ -68,7 +68,7 @@ void bind_zmtp(nb::module_& m) {
                 return self.send(sequence, message.data(), message.size());
             },
             nb::arg("sequence"), nb::arg("frames"), nb::lock_self(),
-            "Send a message whose answer will name the sequence; False where the connection is broken.")
+            "Send a message whose answer will have this sequence number; False if the connection is broken.")
         .def(
             "post",
             [](Zmtp& self, nb::handle frames) {
@@ -76,10 +76,10 @@ void bind_zmtp(nb::module_& m) {
                 const Unlocked release;
                 return self.post(message.data(), message.size());
             },
-            nb::arg("frames"), nb::lock_self(), "Send a message that has no answer, or is one; False where the connection is broken.")
-        .def_prop_ro("pending", &Zmtp::pending, "Bytes that were to be sent and that the kernel has not taken.")
+            nb::arg("frames"), nb::lock_self(), "Send a message without an answer, or an answer; False if the connection is broken.")
+        .def_prop_ro("pending", &Zmtp::pending, "Bytes that the kernel has not accepted yet.")
         .def_prop_ro("peer", [](const Zmtp& self) { return nb::bytes(self.peer().data(), self.peer().size()); },
-                     "The peer's routing id, where it named one.")
+                     "The peer's routing id, if it sent one.")
         .def(
             "exchange",
             [](Zmtp& self, std::uint64_t sequence, nb::handle frames, double timeout) -> nb::object {
@@ -116,18 +116,18 @@ void bind_zmtp(nb::module_& m) {
             "large.")
         .def(
             "look", [](Zmtp& self) { return self.receive(0); }, nb::lock_self(),
-            "Go on with the handshake, and with what was kept; whether messages are there, which stay for receive.")
-        .def_prop_ro("arrived", [](const Zmtp& self) { return self.oldest() != nullptr; }, "Whether messages stay for receive.")
+            "Continue the handshake and send kept bytes; returns whether there are messages, which stay for receive.")
+        .def_prop_ro("arrived", [](const Zmtp& self) { return self.oldest() != nullptr; }, "Whether there are messages for receive.")
         .def("holds", &Zmtp::holds, nb::arg("sequence"), nb::lock_self(), "Whether a message was sent and its answer not received.")
-        .def_prop_ro("unanswered", [](const Zmtp& self) { return self.unanswered(); }, "Sequences in flight, or that were when it broke.")
-        .def_prop_ro("ready", &Zmtp::ready, "Whether messages go to and fro: the peer has shaken hands.")
-        .def_prop_ro("broken", &Zmtp::broken, "Whether the connection is at its end.")
-        .def_prop_ro("why", &Zmtp::why, "What broke it.")
-        .def_prop_ro("descriptor", &Zmtp::descriptor, "Readable when `receive` would find or send something.")
-        .def_prop_ro("silence", [](const Zmtp& self) { return static_cast<double>(self.silence_ns()) * 1e-9; }, "Seconds since something came.")
-        .def("ping", &Zmtp::ping, nb::lock_self(), "Ask the peer whether it is there, which ends the silence.")
-        .def("watched", &Zmtp::watched, nb::arg("on"), nb::lock_self(), "Somebody waits on the descriptor: a send need not wait for room.")
-        .def("close", &Zmtp::close, nb::lock_self(), "Close the socket; what was not sent yet is dropped.");
+        .def_prop_ro("unanswered", [](const Zmtp& self) { return self.unanswered(); }, "Sequence numbers in flight, or those in flight when the connection broke.")
+        .def_prop_ro("ready", &Zmtp::ready, "Whether messages can be exchanged: the handshake is complete.")
+        .def_prop_ro("broken", &Zmtp::broken, "Whether the connection is broken.")
+        .def_prop_ro("why", &Zmtp::why, "Why the connection is broken.")
+        .def_prop_ro("descriptor", &Zmtp::descriptor, "A descriptor that is readable if `receive` would read or send something.")
+        .def_prop_ro("silence", [](const Zmtp& self) { return static_cast<double>(self.silence_ns()) * 1e-9; }, "Seconds since the last bytes arrived.")
+        .def("ping", &Zmtp::ping, nb::lock_self(), "Send a PING, whose answer ends the silence.")
+        .def("watched", &Zmtp::watched, nb::arg("on"), nb::lock_self(), "Set whether the caller waits on the descriptor, so that sends need not wait.")
+        .def("close", &Zmtp::close, nb::lock_self(), "Close the socket; unsent bytes are dropped.");
 }
 
 }  // namespace jurybox
