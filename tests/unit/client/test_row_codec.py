@@ -9,7 +9,7 @@ from jurybox.client import SpecMismatch
 from jurybox.client.rewards import _fitted
 from jurybox.client.row_codec import codec_of
 from jurybox.protocol import ModelSpec, TensorSpec
-from jurybox.server.gateway.inference.tensors import Values
+from jurybox.server.gateway.inference.tensors import TypedData
 from jurybox.server.gateway.robots.observations import _text
 from jurybox.server.inproc import InprocServer
 from tests import open_models
@@ -38,4 +38,4 @@ def test_half_a_surrogate_pair_is_no_observation_no_reward_and_no_request_either
     with pytest.raises(SpecMismatch, match=WHAT_TO_DO):
         _text("text", TEXT, np.array(HALF))
     with pytest.raises(SpecMismatch, match=WHAT_TO_DO):
-        Values("text", [HALF]).strings(1, TEXT)
+        TypedData("text", [HALF]).strings(1, TEXT)
