@@ -101,12 +101,15 @@ class RemoteWeights:
     async def publish(self, requests: AsyncIterator[pb.PublishRequest], context: Any) -> AsyncIterator[pb.PublishReply]:
         """Serve one publisher."""
         publisher: _Publisher | None = None
+        opening: asyncio.Future[_Publisher] | None = None
         await self._come("publishers", context)
         try:
             while (request := await self._next(requests, publisher)) is not None:
                 try:
                     if publisher is None:
-                        publisher = await self._in_thread(_Publisher, self._address, request, self._most_bytes)
+                        work = self._in_thread(_Publisher, self._address, request, self._most_bytes)
+                        opening = asyncio.ensure_future(work)
+                        publisher = await asyncio.shield(opening)
                         reply: pb.PublishReply | None = pb.PublishReply(opened=publisher.opened())
                     else:
                         reply = await self._in_thread(publisher.take, request)
@@ -119,8 +122,8 @@ class RemoteWeights:
                         yield reply
         finally:
             self._streams["publishers"] -= 1
-            if publisher is not None:
-                self._threads.submit(publisher.close)  # not awaited: a stream that is cancelled must not wait
+            if opening is not None:
+                opening.add_done_callback(self._close)  # not awaited: a stream that is cancelled must not wait
 
     async def read(self, requests: AsyncIterator[pb.ReadRequest], context: Any) -> AsyncIterator[pb.ReadReply | bytes]:
         """Serve one reader."""
@@ -222,7 +225,8 @@ class RemoteWeights:
             self._forget(shared)
             shared.opening.add_done_callback(self._close)  # not awaited: a stream that is cancelled must not wait
 
-    def _close(self, opening: asyncio.Future[_Source]) -> None:
+    def _close(self, opening: asyncio.Future[_Source] | asyncio.Future[_Publisher]) -> None:
+        """Close a source or publisher once it is open, even if the stream was cancelled before."""
         if not opening.cancelled() and opening.exception() is None:
             self._threads.submit(opening.result().close)
 
@@ -264,6 +268,7 @@ class _Publisher:
         except BaseException:
             self._server.close()
             raise
+        self._turn = threading.Lock()  # a cancelled stream may be closed while a thread still publishes
         self.receiving = False
         self.broken = False
         self._begin = pb.BeginPublication()
@@ -284,14 +289,15 @@ class _Publisher:
         """Handle one message of a publication, and return the reply after the last. Raises Error."""
         kind = request.WhichOneof("part")
         try:
-            if kind == "begin" and not self.receiving:
-                self._start(request.begin)
-                return None
-            if kind == "chunk" and self._assembly is not None:
-                self._assembly.put(request.chunk)
-                return None
-            if kind == "end" and self._assembly is not None:
-                return pb.PublishReply(published=self._finish(request.end.bytes))
+            with self._turn:
+                if kind == "begin" and not self.receiving:
+                    self._start(request.begin)
+                    return None
+                if kind == "chunk" and self._assembly is not None:
+                    self._assembly.put(request.chunk)
+                    return None
+                if kind == "end" and self._assembly is not None:
+                    return pb.PublishReply(published=self._finish(request.end.bytes))
         except Error as error:
             self.broken = error.code in (Code.MALFORMED, Code.TOO_LARGE)
             raise
@@ -333,7 +339,7 @@ class _Publisher:
         )
 
     def close(self) -> None:
-        with contextlib.suppress(Error):
+        with self._turn, contextlib.suppress(Error):
             self._server.close()
 
 

@@ -19,7 +19,7 @@ from jurybox.server.supervisor.control import Events
 from jurybox.server.supervisor.supervisor import Supervisor
 
 _DYING = 2.0  # seconds to wait for the address of a server that has just been killed
-STOPPED, FAILED, COULD_NOT_START = 0, 1, 3
+COULD_NOT_START = 3
 
 
 class AddressTaken(Error):

@@ -75,8 +75,13 @@ class SegmentServer(Closing):
         self._sizes: dict[str, int] = {}
         self._users = {os.getuid(), 0}
         try:
-            self._listener = _listen(self._path)
             self._wake, self._stop = socket.socketpair()
+            try:
+                self._listener = _listen(self._path)
+            except OSError:
+                self._wake.close()
+                self._stop.close()
+                raise
         except OSError as error:
             if exhausted(error):
                 raise TooManyFiles(f"cannot create the socket {self._path}: {remedy()}") from error
