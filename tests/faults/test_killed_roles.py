@@ -19,7 +19,7 @@ from jurybox.protocol.segment import sweep
 from jurybox.training.interrupts import Signals
 from jurybox.training.runtime.plan import End, Timeouts
 from jurybox.training.runtime.run import run
-from jurybox.training.runtime.scoreboard import RUNNING, Scoreboard, Told, Word
+from jurybox.training.runtime.scoreboard import RUNNING, Control, Scoreboard, Word
 
 RUN = """
 import sys
@@ -58,7 +58,7 @@ def killed_at_random(folder: Path, times: int, seconds: float) -> tuple[int, obj
         now, steps = time.monotonic(), shared.scoreboard.env_steps
         if now - seen[0] < seconds or steps < seen[1] + 100:
             return
-        if shared.scoreboard.told[:, Told.RESTARTS].sum() < len(kills):
+        if shared.scoreboard.control[:, Control.RESTARTS].sum() < len(kills):
             return  # who was killed is not dead yet
         if len(kills) == times:
             signals.ask()

@@ -25,7 +25,7 @@ from jurybox.training.recipes.hockey_report import learned
 from jurybox.training.runtime.plan import End, Timeouts
 from jurybox.training.runtime.progress import Timeline
 from jurybox.training.runtime.run import run
-from jurybox.training.runtime.scoreboard import Told, Word
+from jurybox.training.runtime.scoreboard import Control, Word
 
 # fmt: off
 SMALL = [
@@ -99,7 +99,7 @@ def kill_at_random(folder: Path, times: int, seconds: float) -> tuple[int, objec
         assert rows <= 2 * (shared.scoreboard.env_steps + shared.scoreboard.episodes) + 8 * (len(kills) + 2) + 16
         if now - seen[0] < seconds or steps < seen[1] + 200:
             return
-        if shared.scoreboard.told[:, Told.RESTARTS].sum() < len(kills):
+        if shared.scoreboard.control[:, Control.RESTARTS].sum() < len(kills):
             return  # who was killed is not dead yet
         if len(kills) == times:
             signals.ask()

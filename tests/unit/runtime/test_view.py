@@ -12,7 +12,7 @@ from tests.unit.runtime.toys import Rows, plan
 
 from jurybox.protocol.segment import segment_name
 from jurybox.training.runtime.progress import RunMetrics, View
-from jurybox.training.runtime.scoreboard import Scoreboard, State, Subject, Told, Word
+from jurybox.training.runtime.scoreboard import Control, Scoreboard, State, Subject, Word
 
 PLAN = plan(actors=2)
 
@@ -25,7 +25,7 @@ def scoreboard():
     scoreboard.words[0][Word.BUSY], scoreboard.words[0][Word.WAITED] = 3, 1
     scoreboard.words[2][Word.WAITS_FOR] = Subject.STEPS << 32
     scoreboard.words[2][Word.WAITS_SINCE] = time.monotonic_ns() - 5 * 10**9
-    scoreboard.orders[1][Told.RESTARTS] = 7
+    scoreboard.orders[1][Control.RESTARTS] = 7
     yield scoreboard
     scoreboard.close()
 

@@ -9,7 +9,7 @@ from tests.unit.runtime.toys import plan
 
 from jurybox.protocol.segment import segment_name
 from jurybox.training.runtime.plan import Timeouts
-from jurybox.training.runtime.scoreboard import Scoreboard, State, Subject, Told, Word
+from jurybox.training.runtime.scoreboard import Control, Scoreboard, State, Subject, Word
 from jurybox.training.runtime.watchdog import examine
 
 SECOND = 10**9
@@ -51,7 +51,7 @@ def test_a_learner_has_more_time_than_an_actor(scoreboard):
 
 def test_a_start_that_takes_too_long_is_given_up(scoreboard):
     scoreboard.words[ACTOR][Word.STATE] = State.STARTING
-    scoreboard.orders[ACTOR][Told.STARTED_AT] = NOW - 31 * SECOND
+    scoreboard.orders[ACTOR][Control.STARTED_AT] = NOW - 31 * SECOND
     assert examine(PLAN, scoreboard, NOW).role == ACTOR
 
 
@@ -82,13 +82,13 @@ def test_in_a_circle_the_one_that_has_waited_longest_is_restarted(scoreboard):
 
 def test_whoever_was_just_started_gets_its_time(scoreboard):
     let_wait(scoreboard, LEARNER, Subject.STEPS, 500)
-    scoreboard.orders[ACTOR][Told.STARTED_AT] = NOW - 5 * SECOND
+    scoreboard.orders[ACTOR][Control.STARTED_AT] = NOW - 5 * SECOND
     assert examine(PLAN, scoreboard, NOW) is None
 
 
 def test_a_start_that_takes_longer_than_a_stall_leaves_its_role_a_stalls_time_for_its_first_step(scoreboard):
     let_wait(scoreboard, ACTOR, Subject.WEIGHTS, 110)
-    scoreboard.orders[LEARNER][Told.STARTED_AT] = NOW - 110 * SECOND
+    scoreboard.orders[LEARNER][Control.STARTED_AT] = NOW - 110 * SECOND
     scoreboard.words[LEARNER][Word.READY_AT] = NOW - 1 * SECOND
     assert examine(PLAN, scoreboard, NOW) is None
     scoreboard.words[LEARNER][Word.READY_AT] = NOW - 61 * SECOND

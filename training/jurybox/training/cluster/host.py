@@ -19,7 +19,7 @@ from jurybox.training.checkpoints import write_atomically
 from jurybox.training.replay import Replay
 from jurybox.training.replay.transfer import Exporter, Importer, RowBatch
 from jurybox.training.runtime.plan import Plan
-from jurybox.training.runtime.scoreboard import Scoreboard, Told, Word
+from jurybox.training.runtime.scoreboard import Control, Scoreboard, Word
 from jurybox.training.runtime.shared_resources import SharedResources, create_replay
 
 # The scoreboard of a run, copied between machines.
@@ -30,7 +30,7 @@ from jurybox.training.runtime.shared_resources import SharedResources, create_re
 
 
 _MOMENTS = [Word.HEARTBEAT, Word.WAITS_SINCE, Word.READY_AT, Word.MOVED_AT]
-_ORDER_MOMENTS = [Told.STARTED_AT]
+_ORDER_MOMENTS = [Control.STARTED_AT]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class Counters:
     def of(cls, scoreboard: Scoreboard, roles: Collection[int], *, orders: bool) -> Counters:
         """Return the counters of these roles on `scoreboard`."""
         numbers = np.array(sorted(roles), np.int64)
-        told = scoreboard.told[numbers] if orders else np.empty((0, scoreboard.told.shape[1]), np.int64)
+        told = scoreboard.control[numbers] if orders else np.empty((0, scoreboard.control.shape[1]), np.int64)
         return cls(time.monotonic_ns(), numbers, scoreboard.records[numbers], told)
 
     def unfinished(self) -> Counters:
@@ -72,7 +72,7 @@ class Counters:
         shift = time.monotonic_ns() - self.clock
         chosen = np.isin(self.roles, np.fromiter(roles, np.int64, len(roles)))
         if life:
-            chosen &= self.records[:, Word.LIFE] == scoreboard.told[self.roles, Told.LIFE]
+            chosen &= self.records[:, Word.LIFE] == scoreboard.control[self.roles, Control.LIFE]
         records = self.records[chosen].copy()
         moments = records[:, _MOMENTS]
         records[:, _MOMENTS] = np.where(moments > 0, moments + shift, moments)
@@ -81,7 +81,7 @@ class Counters:
             told = self.orders.copy()
             moments = told[:, _ORDER_MOMENTS]
             told[:, _ORDER_MOMENTS] = np.where(moments > 0, moments + shift, moments)
-            scoreboard.told[self.roles] = told
+            scoreboard.control[self.roles] = told
 
 
 _TICK = 100_000_000  # ns

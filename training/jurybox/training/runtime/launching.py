@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from jurybox.processes import ControlPipe, spawn, thread_limits
 from jurybox.training.runtime.plan import Plan
-from jurybox.training.runtime.scoreboard import Order, Scoreboard, State, Subject, Told, Word
+from jurybox.training.runtime.scoreboard import Control, Order, Scoreboard, State, Subject, Word
 from jurybox.training.runtime.shared_resources import SharedResources
 
 MODULE = "jurybox.training.runtime.process"
@@ -219,7 +219,7 @@ class Child:
     @property
     def failures(self) -> int:
         """The number of failures in a row."""
-        return self._orders[Told.FAILURES]
+        return self._orders[Control.FAILURES]
 
     @property
     def lost(self) -> bool:
@@ -229,15 +229,15 @@ class Child:
     def start(self, now: float, state: Path | None) -> None:
         """Start the process; `state` is the file of the role's saved state."""
         self._condemned = False
-        self._orders[Told.LIFE] += 1
-        self._orders[Told.STARTED_AT] = int(now * 1e9)
-        self._orders[Told.ORDER] = Order.RUN
+        self._orders[Control.LIFE] += 1
+        self._orders[Control.STARTED_AT] = int(now * 1e9)
+        self._orders[Control.ORDER] = Order.RUN
         self._words[Word.STATE] = State.STARTING
-        self.process = self._launcher.start(self.number, self._orders[Told.LIFE], state, self._log, self._evaluated)
+        self.process = self._launcher.start(self.number, self._orders[Control.LIFE], state, self._log, self._evaluated)
 
     def order(self, order: Order) -> None:
         """Give the role an order, which it reads between two steps."""
-        self._orders[Told.ORDER] = order
+        self._orders[Control.ORDER] = order
 
     def save_to(self, file: Path) -> None:
         """Make a paused role save to `file`; it answers with a message."""
@@ -261,14 +261,14 @@ class Child:
         timeouts = self._plan.timeouts
         lost, status = self.lost, self._end(timeout=2.0)
         ready = self._words[Word.READY_AT] / 1e9
-        started = self._orders[Told.STARTED_AT] / 1e9
+        started = self._orders[Control.STARTED_AT] / 1e9
         if ready >= started and now - ready > timeouts.settled:
-            self._orders[Told.FAILURES] = 0
+            self._orders[Control.FAILURES] = 0
         back_off = timeouts.back_off or (0.0,)
         self.restart_at = now + back_off[min(self.failures, len(back_off) - 1)]
         if not lost:
-            self._orders[Told.FAILURES] += 1
-        self._orders[Told.RESTARTS] += 1
+            self._orders[Control.FAILURES] += 1
+        self._orders[Control.RESTARTS] += 1
         self._words[Word.STATE] = State.ABSENT
         self._words[Word.WAITS_FOR] = Subject.NOTHING
         if lost:

@@ -19,9 +19,9 @@ from jurybox.training import interrupts
 
 __all__ = ["LocalServer", "ServerNotStarted"]
 
-_START = 90.0  # seconds to be ready: importing torch on a busy machine takes most of them
-_STOP = 10.0  # seconds it gets to stop in order; what it holds is freed by then or never
-_LOOK = 0.5
+_START_TIMEOUT = 90.0  # seconds to be ready: importing torch on a busy machine takes most of them
+_STOP_TIMEOUT = 10.0  # seconds it gets to stop in order; what it holds is freed by then or never
+_CONNECT_TIMEOUT = 0.5
 
 # Runs `jurybox serve` bound to the life of the process that started it, which works only from inside the child:
 # SIGTERM, so that even then it takes its shared memory along.
@@ -40,13 +40,13 @@ class ServerNotStarted(RuntimeError):
     """The server ended, or was not ready in time; the message holds the end of its log."""
 
 
-_LONGEST = 80  # characters of a folder: a socket's path has at most 107 (man 7 unix), and its name comes behind
+_MAX_FOLDER_LENGTH = 80  # a socket's path has at most 107 characters (man 7 unix), and its name comes behind
 
 
 def _short_folder() -> Path:
     """A new folder for sockets, in TMPDIR unless that is too deep for them."""
     folder = Path(tempfile.mkdtemp(prefix="jurybox-demo-"))
-    if len(str(folder)) <= _LONGEST:
+    if len(str(folder)) <= _MAX_FOLDER_LENGTH:
         return folder
     folder.rmdir()
     return Path(tempfile.mkdtemp(prefix="jurybox-demo-", dir="/tmp"))
@@ -103,7 +103,7 @@ class LocalServer:
                     start_new_session=True,
                 )
 
-    def wait(self, timeout: float = _START) -> None:
+    def wait(self, timeout: float = _START_TIMEOUT) -> None:
         """Wait until every model is ready.
 
         Raises:
@@ -118,13 +118,13 @@ class LocalServer:
                     f"the server ended with exit status {status}; the end of its log:\n{self.tail()}"
                 )
             try:
-                with self.connect(timeout=_LOOK) as server:
+                with self.connect(timeout=_CONNECT_TIMEOUT) as server:
                     messages = {name: server.describe(name) for name in self._models}
                     states = {name: message.state for name, message in messages.items()}
-                    told = server.status()["server"]
-                    listens = not told["http"].endswith(":0")  # its gateway may come last
-                    if set(states.values()) == {"ready"} and told["state"] == "serving" and listens:
-                        self.http = told["http"]
+                    info = server.status()["server"]
+                    listens = not info["http"].endswith(":0")  # its gateway may come last
+                    if set(states.values()) == {"ready"} and info["state"] == "serving" and listens:
+                        self.http = info["http"]
                         return
                     failed = [f"{name}: {message.reason}" for name, message in messages.items() if message.reason]
             except ServerGone:
@@ -176,12 +176,12 @@ def _as_toml(value: Any) -> str:
 def _end(process: subprocess.Popen[bytes]) -> None:
     process.send_signal(signal.SIGTERM)
     try:
-        process.wait(_STOP)
+        process.wait(_STOP_TIMEOUT)
         return
     except subprocess.TimeoutExpired:
         process.send_signal(signal.SIGTERM)  # the second one stops it at once
     try:
-        process.wait(_STOP)
+        process.wait(_STOP_TIMEOUT)
     except subprocess.TimeoutExpired:
         # Its children die with it; what it left in shared memory the next server sweeps.
         process.kill()

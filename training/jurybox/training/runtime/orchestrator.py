@@ -16,7 +16,7 @@ from jurybox.training.checkpoints import Checkpoint, Checkpoints
 from jurybox.training.runtime.launching import Child, Launcher
 from jurybox.training.runtime.plan import End, Kind, Plan
 from jurybox.training.runtime.progress import RunMetrics
-from jurybox.training.runtime.scoreboard import Order, State, Subject, Told, Word
+from jurybox.training.runtime.scoreboard import Control, Order, State, Subject, Word
 from jurybox.training.runtime.shared_resources import SharedResources
 from jurybox.training.runtime.turns import Rules
 from jurybox.training.runtime.watchdog import examine
@@ -31,7 +31,7 @@ class Orchestrator:
     Args:
         shared: of the run; stays the caller's to close.
         metrics: takes the reports.
-        told: takes lines for whoever watches.
+        notify: takes lines for whoever watches.
         logs: folder of the processes' logs.
         launcher: starts the processes; `begin` and `end` are called here.
         checkpoints: where they go; None: none are made.
@@ -47,7 +47,7 @@ class Orchestrator:
         plan: Plan,
         shared: SharedResources,
         metrics: RunMetrics,
-        told: Callable[[str], None],
+        notify: Callable[[str], None],
         logs: Path,
         launcher: Launcher,
         *,
@@ -55,7 +55,7 @@ class Orchestrator:
         resumed: Checkpoint | None = None,
     ) -> None:
         self.text = ""
-        self._plan, self._shared, self._metrics, self._told = plan, shared, metrics, told
+        self._plan, self._shared, self._metrics, self._notify = plan, shared, metrics, notify
         self._scoreboard = shared.scoreboard
         self._launcher = launcher
         self.latest = resumed
@@ -120,27 +120,27 @@ class Orchestrator:
                 return reason
             if self._is_finished() or (reason and time.monotonic() - self._closed_at > self._plan.timeouts.save):
                 return reason or End.STEPS
-            self._start_again()
+            self._restart_due()
             self._watch()
             self._save_if_due()
 
     def _listen(self, timeout: float) -> None:
         """Handle messages and deaths."""
         living = [child for child in self._children if child.process is not None]
-        spoke = self._launcher.wait([child.process for child in living if child.process is not None], timeout)
-        for child in [child for child in living if child.process in spoke]:
+        ready = self._launcher.wait([child.process for child in living if child.process is not None], timeout)
+        for child in [child for child in living if child.process in ready]:
             try:
                 for message in child.messages():
-                    self._take(child, message)
+                    self._handle_message(child, message)
             except EOFError:
-                self._died(child)
+                self._handle_death(child)
 
-    def _take(self, child: Child, message: dict[str, object]) -> None:
+    def _handle_message(self, child: Child, message: dict[str, object]) -> None:
         match message["kind"]:
             case "said":
-                self._told(f"{child.name}: {message['text']}")
+                self._notify(f"{child.name}: {message['text']}")
             case "failed":
-                self._told(f"{child.name} failed: {message['error']}; its log says more")
+                self._notify(f"{child.name} failed: {message['error']}; its log says more")
             case "saved":
                 self._saved_files.add(str(message["file"]))
             case "unsaved":
@@ -148,9 +148,9 @@ class Orchestrator:
             case _:
                 self._metrics.take(message)
 
-    def _died(self, child: Child) -> None:
+    def _handle_death(self, child: Child) -> None:
         pid, lost = child.pid, child.lost
-        if self._scoreboard.orders[child.number][Told.ORDER] == Order.STOP:
+        if self._scoreboard.orders[child.number][Control.ORDER] == Order.STOP:
             child.finish(1.0)
             return
         how = child.reap(time.monotonic())
@@ -161,12 +161,14 @@ class Orchestrator:
                 f"{child.failures} times in a row; {most} are too many" if child.spec.restarts else "which ends the run"
             )
             self.text = f"{child.name} (process {pid}) {how}, {bound}"
-            self._told(self.text)
+            self._notify(self.text)
             return
         delay = max(0.0, child.restart_at - time.monotonic())
-        self._told(f"{child.name} (process {pid}) {how}; it begins again in {delay:.1f} s ({child.failures} in a row)")
+        self._notify(
+            f"{child.name} (process {pid}) {how}; it begins again in {delay:.1f} s ({child.failures} in a row)"
+        )
 
-    def _start_again(self) -> None:
+    def _restart_due(self) -> None:
         now = time.monotonic()
         for child in self._children:
             if not child.alive and now >= child.restart_at:
@@ -179,12 +181,12 @@ class Orchestrator:
         self._watched = now
         finding = examine(self._plan, self._scoreboard, time.monotonic_ns())
         if finding is not None and self._children[finding.role].condemn():
-            self._told(f"watchdog: {finding.text}")
+            self._notify(f"watchdog: {finding.text}")
 
     def _state_of(self, child: Child) -> Path | None:
         # An actor's old random state would make it repeat what was counted; a learner's optimiser is worth keeping.
         if self.latest is None or (
-            child.spec.kind is not Kind.LEARNER and self._scoreboard.orders[child.number][Told.LIFE] > 0
+            child.spec.kind is not Kind.LEARNER and self._scoreboard.orders[child.number][Control.LIFE] > 0
         ):
             return None
         return self.latest.state_path(child.name)
@@ -209,11 +211,11 @@ class Orchestrator:
 
     def _save_last(self, seconds: float) -> None:
         until = time.monotonic() + seconds
-        while not all(map(self._at_work, self._savers)):
+        while not all(map(self._is_running, self._savers)):
             if self._given_up or self._at_once() or time.monotonic() > until:
                 return
             self._listen(_TICK_SECONDS)
-            self._start_again()
+            self._restart_due()
         self._save_if_due(last=True)
 
     def _save_if_due(self, *, last: bool = False) -> None:
@@ -222,7 +224,7 @@ class Orchestrator:
         every, steps = self._plan.save_every, self._scoreboard.env_steps
         late = time.monotonic() - self._saved_when >= self._plan.save_seconds
         due = (every > 0 and (late or steps - self._saved_at >= every)) or last
-        if not due or steps == self._saved_at or not all(map(self._at_work, self._savers)):
+        if not due or steps == self._saved_at or not all(map(self._is_running, self._savers)):
             return
         self._saved_at = steps
         began = self._saved_when = time.monotonic()
@@ -232,11 +234,11 @@ class Orchestrator:
         except OSError as error:  # a full disk; or weights were being written, and could not be read whole in time
             made, self._unsaved = False, f"{type(error).__name__}: {error}"
         if made:
-            self._told(f"checkpoint at {self._scoreboard.env_steps} steps, in {time.monotonic() - began:.1f} s")
+            self._notify(f"checkpoint at {self._scoreboard.env_steps} steps, in {time.monotonic() - began:.1f} s")
         else:
             why = self._unsaved or "a role died or did not answer in time"
             before = "there is none before" if self.latest is None else f"{self.latest.folder.name} stands"
-            self._told(f"no checkpoint at {self._scoreboard.env_steps} steps ({before}): {why}")
+            self._notify(f"no checkpoint at {self._scoreboard.env_steps} steps ({before}): {why}")
 
     def _save(self, checkpoints: Checkpoints, until: float) -> bool:
         """Pause all roles, make them save, and continue.
@@ -248,12 +250,14 @@ class Orchestrator:
         try:
             for child in self._savers:
                 child.order(Order.PAUSE)
-            if not self._all(until, lambda child: self._scoreboard.words[child.number][Word.STATE] == State.PAUSED):
+            if not self._wait_all(
+                until, lambda child: self._scoreboard.words[child.number][Word.STATE] == State.PAUSED
+            ):
                 return False
             files = {child.number: scratch / f"{child.name}.state" for child in self._savers}
             for child in self._savers:
                 child.save_to(files[child.number])
-            if not self._all(until, lambda child: str(files[child.number]) in self._saved_files):
+            if not self._wait_all(until, lambda child: str(files[child.number]) in self._saved_files):
                 return False
             if not self._launcher.settle(max(0.1, until - time.monotonic())):
                 return False
@@ -269,7 +273,7 @@ class Orchestrator:
             for child in self._savers:
                 child.order(Order.RUN)
 
-    def _all(self, until: float, answered: Callable[[Child], bool]) -> bool:
+    def _wait_all(self, until: float, answered: Callable[[Child], bool]) -> bool:
         """Listen until all have answered; False after a death or a time-out."""
         while not all(answered(child) for child in self._savers):
             over = self._at_once() or time.monotonic() > until or bool(self._unsaved)
@@ -278,7 +282,7 @@ class Orchestrator:
             self._listen(0.005)
         return True
 
-    def _at_work(self, child: Child) -> bool:
+    def _is_running(self, child: Child) -> bool:
         return child.alive and self._scoreboard.words[child.number][Word.STATE] == State.RUNNING
 
     def _stop(self) -> None:
@@ -290,4 +294,4 @@ class Orchestrator:
             self._listen(_TICK_SECONDS)
         for child in self._children:
             if child.alive and not self._at_once():
-                self._told(f"{child.name} did not end within {self._plan.timeouts.stop:g} s and is killed")
+                self._notify(f"{child.name} did not end within {self._plan.timeouts.stop:g} s and is killed")

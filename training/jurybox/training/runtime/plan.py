@@ -240,8 +240,8 @@ class Plan:
             ("replay", [replay.name for replay in self.replays]),
             ("weights channel", [channel.name for channel in self.channels]),
         ):
-            if twice := {name for name in names if names.count(name) > 1}:
-                raise PlanError(f"two have the {what} name {twice.pop()!r}: every {what} needs its own")
+            if duplicates := {name for name in names if names.count(name) > 1}:
+                raise PlanError(f"two have the {what} name {duplicates.pop()!r}: every {what} needs its own")
         replays, channels = {each.name for each in self.replays}, {each.name for each in self.channels}
         published: dict[str, str] = {}
         for role in self.roles:
@@ -258,8 +258,8 @@ class Plan:
                 raise PlanError(
                     f"{role.name}: settings travel to a fresh process as JSON, and these don't: {error}"
                 ) from error
-        if self.server is not None and (strange := self.server.models.keys() - channels):
-            raise PlanError(f"the server is to have {strange.pop()!r}, which the plan has no channel for")
+        if self.server is not None and (unmatched := self.server.models.keys() - channels):
+            raise PlanError(f"the server is to have {unmatched.pop()!r}, which the plan has no channel for")
         if not self.of_kind(Kind.ACTOR):
             raise PlanError("a run needs an actor: nothing would ever happen")
 
@@ -314,8 +314,8 @@ def refuse_unused(given: Collection[str], unused: Mapping[str, str]) -> None:
         ConfigError: something is in both.
     """
     if idle := sorted(set(given) & unused.keys()):
-        told = "; ".join(f"{name} is set and would have no effect: {unused[name]}" for name in idle)
-        raise ConfigError(f"{told}. Leave it out, or change what it goes with")
+        reasons = "; ".join(f"{name} is set and would have no effect: {unused[name]}" for name in idle)
+        raise ConfigError(f"{reasons}. Leave it out, or change what it goes with")
 
 
 class End(Enum):

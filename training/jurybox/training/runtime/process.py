@@ -21,13 +21,13 @@ from jurybox.training.runtime.scoreboard import Order, State, Subject, Word
 from jurybox.training.runtime.shared_resources import SharedResources
 from jurybox.training.runtime.turns import Rules, Turn, make_turn
 
-_CONFIGURED_WITHIN = 30.0
+_CONFIGURE_TIMEOUT = 30.0
 _SLICE_SECONDS = 0.2
 
 _log = logging.getLogger("jurybox.role")
 
 
-class Told(logging.Handler):
+class ReportHandler(logging.Handler):
     """A log handler that sends warnings and errors to the orchestrator."""
 
     def __init__(self, reports: Reports) -> None:
@@ -50,9 +50,9 @@ class Reports:
             if self.words is not None:
                 self.words[Word.DROPPED] += 1
             return
-        self.certainly(message)
+        self.send_reliably(message)
 
-    def certainly(self, message: Message) -> None:
+    def send_reliably(self, message: Message) -> None:
         """Send a message that must not be dropped."""
         self._control_pipe.send(**message)
 
@@ -63,18 +63,18 @@ def main() -> None:
     logging.basicConfig(
         stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True
     )
-    message = control_pipe.receive(_CONFIGURED_WITHIN)
+    message = control_pipe.receive(_CONFIGURE_TIMEOUT)
     if message is None:
         sys.exit("no configuration came; this module is started by an orchestrator")
     sys.path[:] = message["path"]
     reports = Reports(control_pipe)
-    logging.getLogger().addHandler(Told(reports))
+    logging.getLogger().addHandler(ReportHandler(reports))
     try:
         _serve(control_pipe, reports, message)
     except BaseException as error:  # noqa: BLE001 (told to the orchestrator, and this process ends)
         _log.info("ended by\n%s", traceback.format_exc())
         with contextlib.suppress(OSError):  # the orchestrator may be what is gone
-            reports.certainly({"kind": "failed", "error": f"{type(error).__name__}: {error}"})
+            reports.send_reliably({"kind": "failed", "error": f"{type(error).__name__}: {error}"})
         logging.shutdown()
         os._exit(1)
     # Everything is closed; taking the interpreter and its libraries apart would only take time from the others.
@@ -94,7 +94,7 @@ def _serve(control_pipe: ControlPipe, reports: Reports, message: dict[str, Any])
             life=message["life"],
             folders=message["folders"],
             evaluated=Path(message["evaluated"]) if message["evaluated"] else None,
-            certainly=reports.certainly,
+            send_reliably=reports.send_reliably,
         )
         reports.words = context.words
         context.words[Word.PID] = os.getpid()
@@ -123,7 +123,7 @@ def _take_turns(turn: Turn, context: RoleContext, control_pipe: ControlPipe, rep
         if order is Order.STOP:
             return
         if order is Order.PAUSE:
-            _rest(turn, context, control_pipe, reports)
+            _pause(turn, context, control_pipe, reports)
         elif turn.may():
             turn.take()
             context.alive()
@@ -133,7 +133,7 @@ def _take_turns(turn: Turn, context: RoleContext, control_pipe: ControlPipe, rep
             context.wait_until(turn.may, subject, which, _SLICE_SECONDS)
 
 
-def _rest(turn: Turn, context: RoleContext, control_pipe: ControlPipe, reports: Reports) -> None:
+def _pause(turn: Turn, context: RoleContext, control_pipe: ControlPipe, reports: Reports) -> None:
     """Pause between two steps, and save on request."""
     context.report(now=True)
     context.enter(State.PAUSED)
@@ -146,9 +146,9 @@ def _rest(turn: Turn, context: RoleContext, control_pipe: ControlPipe, reports: 
             try:
                 write_state(Path(message["file"]), state)
             except OSError as error:  # a full disk is no reason to die: the checkpoint before stands
-                reports.certainly({"kind": "unsaved", "file": message["file"], "error": str(error)})
+                reports.send_reliably({"kind": "unsaved", "file": message["file"], "error": str(error)})
                 return False
-            reports.certainly({"kind": "saved", "file": message["file"]})
+            reports.send_reliably({"kind": "saved", "file": message["file"]})
         return False
 
     while context.order is Order.PAUSE:

@@ -22,7 +22,7 @@ from rich.text import Text
 from jurybox.training.checkpoints import write_atomically
 from jurybox.training.runtime.plan import Kind, Plan
 from jurybox.training.runtime.role_context import Message
-from jurybox.training.runtime.scoreboard import AT_REST, Scoreboard, State, Subject, Told, Word
+from jurybox.training.runtime.scoreboard import AT_REST, Control, Scoreboard, State, Subject, Word
 
 _LAST = 100  # episodes that return_mean and return_std are over
 
@@ -132,7 +132,7 @@ class RunMetrics:
             "episodes": self._scoreboard.episodes,
             "lag": float(self._scoreboard.records[self._plan.of_kind(Kind.ACTOR), Word.LAG].max()),
             "forced_syncs": float(self._scoreboard.records[:, Word.FORCED].sum()),
-            "restarts": float(self._scoreboard.told[:, Told.RESTARTS].sum()),
+            "restarts": float(self._scoreboard.control[:, Control.RESTARTS].sum()),
         }
         if self.returns:
             row |= {
@@ -304,7 +304,7 @@ class View:
                 f"{busy(self._scoreboard, number):.0%}",
                 str(words[Word.VERSION]),
                 str(words[Word.LAG]) if role.reads else "",
-                str(orders[Told.RESTARTS] or ""),
+                str(orders[Control.RESTARTS] or ""),
                 "" if subject in AT_REST or seconds < 0.1 else f"{subject.name.lower()} {seconds:.1f} s",
             )
         return table

@@ -25,7 +25,7 @@ from jurybox.protocol.weights.reader import Weights, WeightsReader
 from jurybox.training.checkpoints import EVALUATION, Checkpoints, write_atomically, write_state
 from jurybox.training.replay import Replay
 from jurybox.training.runtime.plan import POLICY_FILE, Kind, Plan, RoleSpec
-from jurybox.training.runtime.scoreboard import AT_REST, INTERVALS, Order, State, Subject, Told, Word
+from jurybox.training.runtime.scoreboard import AT_REST, INTERVALS, Control, Order, State, Subject, Word
 from jurybox.training.runtime.shared_resources import SharedResources
 
 Message = dict[str, Any]
@@ -74,7 +74,7 @@ class RoleContext:
         number: index of the role in the plan.
         shared: of the run, as this process sees it. It stays the driver's to close.
         send: takes reports: episodes, metrics, warnings. Must not block for long.
-        certainly: takes what must not be dropped, however long that takes; `send` without it.
+        send_reliably: takes what must not be dropped, however long that takes; `send` without it.
         life: 1 for the first process of this role, one more for each restart.
         folders: the run's on this machine; None: the plan's own.
         evaluated: folder for weights that an evaluation likes best; None: they are not kept.
@@ -96,7 +96,7 @@ class RoleContext:
         life: int = 1,
         folders: Mapping[str, str] | None = None,
         evaluated: Path | None = None,
-        certainly: Callable[[Message], None] | None = None,
+        send_reliably: Callable[[Message], None] | None = None,
     ) -> None:
         self.plan = plan
         self.number = number
@@ -109,8 +109,8 @@ class RoleContext:
         self.scoreboard = shared.scoreboard
         self.words = self.scoreboard.words[number]
         self.followed: list[tuple[str, WeightsReader, Refreshable]] = []
-        self._told = self.scoreboard.orders[number]
-        self._send, self._certainly = send, certainly or send
+        self._orders = self.scoreboard.orders[number]
+        self._send, self._send_reliably = send, send_reliably or send
         self._evaluated = evaluated if self.spec.kind is Kind.EVALUATOR and plan.best is not None else None
         self._cached: dict[str, CachedReader] = {}
         self._timeline = self.scoreboard.timeline[number]
@@ -187,10 +187,10 @@ class RoleContext:
         """Report an evaluation; if it is the best so far, its weights are saved."""
         message: Message = {"kind": "evaluation", "env_steps": env_steps, "numbers": numbers}
         if self._evaluated is not None and numbers.get(str(self.plan.best), math.nan) > self.scoreboard.best:
-            message |= self._written(self._evaluated, env_steps, numbers)
-        self._certainly(message)
+            message |= self._write_weights(self._evaluated, env_steps, numbers)
+        self._send_reliably(message)
 
-    def _written(self, parent: Path, env_steps: int, numbers: dict[str, float]) -> Message:
+    def _write_weights(self, parent: Path, env_steps: int, numbers: dict[str, float]) -> Message:
         kept = {name: reader.kept for name, reader in self._cached.items() if reader.kept is not None}
         if not kept:
             return {"unkept": f"{self.name} took no weights from a reader of its context (context.reader())"}
@@ -204,8 +204,8 @@ class RoleContext:
             if self.plan.policy is not None:
                 write_atomically(folder / POLICY_FILE, json.dumps(self.plan.policy, indent=1))
             versions = {name: weights.version for name, weights in kept.items()}
-            said = {"env_steps": env_steps, "numbers": numbers, "versions": versions}
-            write_atomically(folder / EVALUATION, json.dumps(said, indent=1))
+            document = {"env_steps": env_steps, "numbers": numbers, "versions": versions}
+            write_atomically(folder / EVALUATION, json.dumps(document, indent=1))
         except OSError as error:
             if folder is not None:
                 checkpoints.abandon(folder)
@@ -215,7 +215,7 @@ class RoleContext:
     @property
     def order(self) -> Order:
         """The current order; one load from shared memory."""
-        return Order(self._told[Told.ORDER])
+        return Order(self._orders[Control.ORDER])
 
     def begin(self) -> None:
         """Mark the role as running; the start is not counted as work."""

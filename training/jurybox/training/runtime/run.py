@@ -20,7 +20,7 @@ from jurybox.training.runtime.orchestrator import Orchestrator
 from jurybox.training.runtime.plan import End, Outcome, Plan
 from jurybox.training.runtime.progress import RunMetrics, Sink, Timeline, View, busy
 from jurybox.training.runtime.role_context import Message
-from jurybox.training.runtime.scoreboard import RUNNING, Told, Word
+from jurybox.training.runtime.scoreboard import RUNNING, Control, Word
 from jurybox.training.runtime.serial import Serial
 from jurybox.training.runtime.shared_resources import SharedResources
 
@@ -113,27 +113,29 @@ def run(
         return _outcome(end, text, plan, shared, metrics, serial)
 
 
-def _keep_best(checkpoints: Checkpoints, told: Callable[[str], None], message: Message, better: bool) -> bool:
+def _keep_best(checkpoints: Checkpoints, notify: Callable[[str], None], message: Message, better: bool) -> bool:
     """Keep the weights of an evaluation, or drop them; see `RunMetrics.keep`."""
     kept = message.get("kept")
     if kept is None:
         if better:
-            told(f"checkpoints/best is not of the best evaluation: {message.get('unkept', 'no weights came with it')}")
+            notify(
+                f"checkpoints/best is not of the best evaluation: {message.get('unkept', 'no weights came with it')}"
+            )
         return False
     if better:
         try:
             checkpoints.keep_best(Path(kept))
             return True
         except OSError as error:
-            told(f"checkpoints/best is not of the best evaluation: it could not be put there: {error}")
+            notify(f"checkpoints/best is not of the best evaluation: it could not be put there: {error}")
     checkpoints.abandon(Path(kept))
     return False
 
 
 def _restore_best(plan: Plan, shared: SharedResources, checkpoints: Checkpoints) -> None:
     """Restore the best value of a killed run, which may be of an evaluation after its last checkpoint."""
-    said = checkpoints.best()
-    value = said["numbers"].get(plan.best) if said is not None else None
+    evaluation = checkpoints.best()
+    value = evaluation["numbers"].get(plan.best) if evaluation is not None else None
     if value is not None and value > shared.scoreboard.best:
         shared.scoreboard.set_best(value)
 
@@ -151,7 +153,7 @@ def _outcome(end: End, text: str, plan: Plan, shared: SharedResources, metrics: 
         seconds=metrics.seconds,
         return_mean=float(np.mean(returns)) if returns else None,
         return_std=float(np.std(returns)) if returns else None,
-        restarts=int(scoreboard.told[:, Told.RESTARTS].sum()),
+        restarts=int(scoreboard.control[:, Control.RESTARTS].sum()),
         forced_syncs=int(scoreboard.records[:, Word.FORCED].sum()),
         busy={role.name: busy(scoreboard, number) for number, role in enumerate(plan.roles)},
         evaluation={name: value for name, value in metrics.numbers.items() if name.startswith("eval_")},

@@ -57,7 +57,7 @@ class Word(IntEnum):
     MOVED_AT = 20  # when its steps last became more
 
 
-class Told(IntEnum):
+class Control(IntEnum):
     """The orchestrator's record of a role."""
 
     ORDER = 0
@@ -103,7 +103,7 @@ class Subject(IntEnum):
 # Waits that are no sign of trouble, however long they take.
 AT_REST = (Subject.NOTHING, Subject.ORDERS, Subject.WORK)
 
-_ROLE_WORDS, _TOLD_WORDS = 32, 8
+_ROLE_WORDS, _CONTROL_WORDS = 32, 8
 _INTERVAL = np.dtype([("start", "<i8"), ("end", "<i8"), ("subject", "<i8")])
 
 
@@ -118,16 +118,16 @@ class Named:
     @classmethod
     def from_json(cls, text: bytes) -> Named:
         """The names of `asdict` as JSON."""
-        said = json.loads(text)
-        roles = tuple((name, Kind(kind)) for name, kind in said["roles"])
-        return cls(roles, *(tuple(map(tuple, said[what])) for what in ("replays", "channels")))
+        document = json.loads(text)
+        roles = tuple((name, Kind(kind)) for name, kind in document["roles"])
+        return cls(roles, *(tuple(map(tuple, document[what])) for what in ("replays", "channels")))
 
 
 class Scoreboard:
     """The scoreboard of a run. Make it with `create` (the orchestrator) or `attach`.
 
     Attributes:
-        records, told: (roles, 32) and (roles, 8) int64; what a role says of itself, and what it is told.
+        records, control: (roles, 32) and (roles, 8) int64; what a role says of itself, and what it is told.
         words, orders: the same, a role each, for reading and writing single words.
         timeline: (roles, INTERVALS), of what `intervals` tells.
         named: who is who.
@@ -139,13 +139,13 @@ class Scoreboard:
         roles = len(named.roles)
         self.records: npt.NDArray[np.int64] = segment.array(np.int64, (roles, _ROLE_WORDS), first)
         at = first + self.records.nbytes
-        self.told: npt.NDArray[np.int64] = segment.array(np.int64, (roles, _TOLD_WORDS), at)
-        at += self.told.nbytes
+        self.control: npt.NDArray[np.int64] = segment.array(np.int64, (roles, _CONTROL_WORDS), at)
+        at += self.control.nbytes
         self.timeline: npt.NDArray[Any] = segment.array(_INTERVAL, (roles, INTERVALS), at)
         # Words through a memoryview: a third of the price of NumPy's single elements, and read in every step.
         self.words = [self._words(first + 8 * _ROLE_WORDS * number, _ROLE_WORDS) for number in range(roles)]
-        told = first + self.records.nbytes
-        self.orders = [self._words(told + 8 * _TOLD_WORDS * number, _TOLD_WORDS) for number in range(roles)]
+        control = first + self.records.nbytes
+        self.orders = [self._words(control + 8 * _CONTROL_WORDS * number, _CONTROL_WORDS) for number in range(roles)]
 
     @classmethod
     def create(cls, name: str, plan: Plan, replays: dict[str, str], channels: dict[str, str]) -> Scoreboard:
@@ -155,7 +155,7 @@ class Scoreboard:
         )
         text, roles = json.dumps(asdict(named)).encode(), len(plan.roles)
         first = -(-(_HEAD.size + len(text)) // _PAGE) * _PAGE
-        size = first + roles * (8 * (_ROLE_WORDS + _TOLD_WORDS) + INTERVALS * _INTERVAL.itemsize)
+        size = first + roles * (8 * (_ROLE_WORDS + _CONTROL_WORDS) + INTERVALS * _INTERVAL.itemsize)
         segment = Segment.create(name, size)
         segment.buffer[_HEAD.size : _HEAD.size + len(text)] = text
         segment.buffer[: _HEAD.size] = _HEAD.pack(_MAGIC, _VERSION, len(text), first)
@@ -184,13 +184,13 @@ class Scoreboard:
     @property
     def best(self) -> float:
         """The highest value of the plan's `best` so far; -inf before the first."""
-        value: float = struct.unpack("<d", struct.pack("<q", self.orders[0][Told.BEST]))[0]
+        value: float = struct.unpack("<d", struct.pack("<q", self.orders[0][Control.BEST]))[0]
         return value
 
     def set_best(self, value: float) -> None:
         """Set `best`; only the orchestrator calls it."""
         for orders in self.orders:
-            orders[Told.BEST] = struct.unpack("<q", struct.pack("<d", value))[0]
+            orders[Control.BEST] = struct.unpack("<q", struct.pack("<d", value))[0]
 
     @property
     def env_steps(self) -> int:
@@ -237,12 +237,12 @@ RUNNING = "running.json"
 def going_on(folder: Path) -> int | None:
     """The process of the run in `folder`; None if there is none, or it was killed."""
     try:
-        said = json.loads((folder / RUNNING).read_text(encoding="utf-8"))
-        scoreboard = Scoreboard.attach(said["scoreboard"], keep_alive=False)
+        document = json.loads((folder / RUNNING).read_text(encoding="utf-8"))
+        scoreboard = Scoreboard.attach(document["scoreboard"], keep_alive=False)
     except (OSError, ValueError, KeyError, ProtocolMismatch):
         return None
     try:
-        return int(said["pid"]) if scoreboard.segment.owner_lives() else None
+        return int(document["pid"]) if scoreboard.segment.owner_lives() else None
     finally:
         scoreboard.close()
 
@@ -291,10 +291,10 @@ def _roles(scoreboard: Scoreboard) -> list[str]:
             waits = f"waits for {subject.name.lower()}{of} since {(now - words[Word.WAITS_SINCE]) / 1e9:.1f} s"
         lines.append(
             f"{name:<14} {kind.name.lower():<9} {State(words[Word.STATE]).name.lower():<8} "
-            f"told to {Order(orders[Told.ORDER]).name.lower():<5} pid {words[Word.PID]:<7} life {words[Word.LIFE]} "
+            f"told to {Order(orders[Control.ORDER]).name.lower():<5} pid {words[Word.PID]:<7} life {words[Word.LIFE]} "
             f"steps {words[Word.ENV_STEPS] + words[Word.LEARNER_STEPS]:,}  version {words[Word.VERSION]}  "
             f"lag {words[Word.LAG]}  busy {words[Word.BUSY] / total:.0%}  "
-            f"heartbeat {(now - words[Word.HEARTBEAT]) / 1e9:.1f} s ago  restarts {orders[Told.RESTARTS]}  {waits}"
+            f"heartbeat {(now - words[Word.HEARTBEAT]) / 1e9:.1f} s ago  restarts {orders[Control.RESTARTS]}  {waits}"
         )
     return lines
 

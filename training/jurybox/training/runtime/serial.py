@@ -12,7 +12,7 @@ from jurybox.training.checkpoints import Checkpoint, Checkpoints, write_state
 from jurybox.training.runtime.plan import End, Kind, Plan
 from jurybox.training.runtime.progress import RunMetrics
 from jurybox.training.runtime.role_context import Message, RoleContext
-from jurybox.training.runtime.scoreboard import State, Subject, Told, Word
+from jurybox.training.runtime.scoreboard import Control, State, Subject, Word
 from jurybox.training.runtime.shared_resources import SharedResources
 from jurybox.training.runtime.turns import Rules, Turn, make_turn
 
@@ -27,7 +27,7 @@ class Serial:
     Args:
         shared: of the run.
         metrics: takes the reports.
-        told: takes lines for whoever watches.
+        notify: takes lines for whoever watches.
         checkpoints: where they go; None: none are made.
         resumed: the checkpoint that `shared` was filled from.
     """
@@ -37,12 +37,12 @@ class Serial:
         plan: Plan,
         shared: SharedResources,
         metrics: RunMetrics,
-        told: Callable[[str], None],
+        notify: Callable[[str], None],
         *,
         checkpoints: Checkpoints | None = None,
         resumed: Checkpoint | None = None,
     ) -> None:
-        self._plan, self._shared, self._metrics, self._told = plan, shared, metrics, told
+        self._plan, self._shared, self._metrics, self._notify = plan, shared, metrics, notify
         self._checkpoints = checkpoints
         self._rules = Rules(plan, shared.scoreboard, slack=0)
         self._saved_at = shared.scoreboard.env_steps
@@ -51,9 +51,11 @@ class Serial:
             # Learners first: they publish what actors begin with.
             for number in sorted(range(len(plan.roles)), key=lambda n: plan.roles[n].kind is not Kind.LEARNER):
                 orders = shared.scoreboard.orders[number]
-                orders[Told.LIFE] += 1
+                orders[Control.LIFE] += 1
                 kept = checkpoints.folder if checkpoints is not None else None
-                context = RoleContext(plan, number, shared, self._take, life=orders[Told.LIFE], evaluated=kept)
+                context = RoleContext(
+                    plan, number, shared, self._handle_message, life=orders[Control.LIFE], evaluated=kept
+                )
                 context.words[Word.LIFE] = context.life
                 # Who takes over from processes that died goes on from what is shared; a learner from its optimiser too.
                 goes_on = resumed and (context.life == 1 or context.spec.kind is Kind.LEARNER)
@@ -120,7 +122,7 @@ class Serial:
                     write_state(scratch / f"{name}.state", state)
                 document |= self._shared.save(self._plan, scratch)
         except OSError as error:
-            self._told(f"no checkpoint at {self._saved_at} steps: {error}")
+            self._notify(f"no checkpoint at {self._saved_at} steps: {error}")
 
     def close(self) -> None:
         """Close all roles."""
@@ -149,9 +151,9 @@ class Serial:
         every = self._plan.save_every
         return every > 0 and self._shared.scoreboard.env_steps - self._saved_at >= every
 
-    def _take(self, message: Message) -> None:
+    def _handle_message(self, message: Message) -> None:
         if message["kind"] == "said":
-            self._told(message["text"])
+            self._notify(message["text"])
         else:
             self._metrics.take(message)
 

@@ -30,14 +30,14 @@ if TYPE_CHECKING:
 _log = logging.getLogger("jurybox.training")
 
 KEEP = 60.0  # seconds that a server holds a run's models without a word of it
-_KEEPS = 4  # words in that time
-_LOAD = 120.0  # seconds that a server gets to load a model: its engines may have to import torch
-_REMEMBERED = 64  # publications
-_CALL = 10.0
-_UNLOAD = 5.0
+_KEEPS_PER_PERIOD = 4  # words in that time
+_LOAD_TIMEOUT = 120.0  # seconds that a server gets to load a model: its engines may have to import torch
+_MAX_VERSIONS = 64  # publications
+_CALL_TIMEOUT = 10.0
+_UNLOAD_TIMEOUT = 5.0
 _TIMEOUT, _PRIVATE_TIMEOUT = 60.0, 2.0  # seconds for a server that went away; nobody starts a private one again
-_AGAIN = 0.2
-_LOOK = 0.001  # seconds between two requests for newer weights
+_RETRY_SECONDS = 0.2
+_POLL_SECONDS = 0.001  # seconds between two requests for newer weights
 
 Models = Mapping[str, Mapping[str, Any]]
 
@@ -150,10 +150,10 @@ class _LoadedModels:
 
     def load(self) -> None:
         """Load all models, and keep them loaded."""
-        with connect(self._address, timeout=_CALL) as server:
+        with connect(self._address, timeout=_CALL_TIMEOUT) as server:
             self._thread.start()  # a load may take longer than the server waits for a word
             for name, settings in self._models.items():
-                server.load(name, settings, keep=KEEP, timeout=_LOAD)
+                server.load(name, settings, keep=KEEP, timeout=_LOAD_TIMEOUT)
                 self._loaded.add(name)
 
     def close(self) -> None:
@@ -161,17 +161,17 @@ class _LoadedModels:
         with interrupts.held():
             self._stop.set()
             if self._thread.is_alive():
-                self._thread.join(_UNLOAD)
-            with suppress(Error), connect(self._address, timeout=_UNLOAD) as server:
+                self._thread.join(_UNLOAD_TIMEOUT)
+            with suppress(Error), connect(self._address, timeout=_UNLOAD_TIMEOUT) as server:
                 for name in self._models:
                     with suppress(ModelNotFound):
                         server.unload(name)
 
     def _run(self) -> None:
         server: Server | None = None
-        while not self._stop.wait(_AGAIN if server is None else KEEP / _KEEPS):
+        while not self._stop.wait(_RETRY_SECONDS if server is None else KEEP / _KEEPS_PER_PERIOD):
             try:
-                server = server or connect(self._address, timeout=_CALL)
+                server = server or connect(self._address, timeout=_CALL_TIMEOUT)
                 for name in self._models:
                     self._keep(server, name)
             except Error as error:
@@ -188,7 +188,7 @@ class _LoadedModels:
         except ModelNotFound:
             if name in self._loaded and not self._stop.is_set():
                 _log.warning("the server has lost %s, which is loaded again", name)
-                server.load(name, self._models[name], keep=KEEP, timeout=_LOAD)
+                server.load(name, self._models[name], keep=KEEP, timeout=_LOAD_TIMEOUT)
 
 
 class ServedChannel:
@@ -221,7 +221,7 @@ class ServedChannel:
                 if time.monotonic() > until:
                     raise
                 self._alive()
-                time.sleep(_AGAIN)
+                time.sleep(_RETRY_SECONDS)
 
     def close(self) -> None:
         """Close the publisher."""
@@ -231,7 +231,7 @@ class ServedChannel:
 
     def _open(self) -> Publisher | RemotePublisher:
         with ExitStack() as undo:
-            connection = undo.enter_context(connect(self._server.address, timeout=_CALL))
+            connection = undo.enter_context(connect(self._server.address, timeout=_CALL_TIMEOUT))
             publisher = self._publisher = connection.publisher(self._model)
             self._resources = undo.pop_all()
         return publisher
@@ -273,7 +273,7 @@ class LeasedModel:
         until = time.monotonic() + self.timeout
         while True:
             try:
-                reply = (self._model or self._open()).infer_reply(rows, timeout=_CALL)
+                reply = (self._model or self._open()).infer_reply(rows, timeout=_CALL_TIMEOUT)
                 if reply.version and fresh(reply.version):
                     return reply
             except (ServerGone, Timeout, ModelNotFound):
@@ -281,7 +281,7 @@ class LeasedModel:
                 if time.monotonic() > until:
                     raise
             self._context.alive()
-            time.sleep(_LOOK)
+            time.sleep(_POLL_SECONDS)
 
     def close(self) -> None:
         """Release the lane."""
@@ -307,7 +307,7 @@ class UpdatesByVersion:
     def note(self, version: int, updates: int) -> None:
         """A version was published after so many updates."""
         self._updates[version] = updates
-        if len(self._updates) > _REMEMBERED:
+        if len(self._updates) > _MAX_VERSIONS:
             del self._updates[min(self._updates)]
 
     def at(self, version: int) -> int:

@@ -36,20 +36,20 @@ class Settings(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _as_said(cls, said: Any) -> Any:
+    def _normalise(cls, given: Any) -> Any:
         """Refuse earlier names. ``part.NAME`` changes it alone: others stay the training's, not the class's."""
-        if not isinstance(said, Mapping):
-            return said
-        old = [f"{name} is now {cls.renamed[name]}" for name in flat_names(said) if name in cls.renamed]
-        old += [f"{name} is now {cls.renamed[name]}" for name in said if name in cls.renamed and "." not in name]
+        if not isinstance(given, Mapping):
+            return given
+        old = [f"{name} is now {cls.renamed[name]}" for name in flat_names(given) if name in cls.renamed]
+        old += [f"{name} is now {cls.renamed[name]}" for name in given if name in cls.renamed and "." not in name]
         if old:
             raise ValueError("; ".join(dict.fromkeys(old)))
-        found = dict(said)
+        values = dict(given)
         for name, field in cls.model_fields.items():
-            part, usual = said.get(name), field.default
-            if isinstance(part, Mapping) and dataclasses.is_dataclass(usual) and not isinstance(usual, type):
-                found[name] = merged(dataclasses.asdict(usual), part)
-        return found
+            part, default = given.get(name), field.default
+            if isinstance(part, Mapping) and dataclasses.is_dataclass(default) and not isinstance(default, type):
+                values[name] = merged(dataclasses.asdict(default), part)
+        return values
 
     @classmethod
     def read(cls, path: Path | None, changes: Mapping[str, Any]) -> Self:
@@ -59,28 +59,28 @@ class Settings(BaseModel):
             ConfigError: the file cannot be read, or a setting is unknown, out of its bounds or without effect.
         """
         try:
-            said = merged(tomllib.loads(path.read_text(encoding="utf-8")) if path else {}, changes)
+            values = merged(tomllib.loads(path.read_text(encoding="utf-8")) if path else {}, changes)
         except (OSError, tomllib.TOMLDecodeError) as error:
             raise ConfigError(f"{path} cannot be read: {error}") from error
-        settings = cls.checked(said)
-        refuse_unused(flat_names(said), settings.unused())
+        settings = cls.checked(values)
+        refuse_unused(flat_names(values), settings.unused())
         return settings
 
     @classmethod
-    def checked(cls, said: Mapping[str, Any]) -> Self:
+    def checked(cls, values: Mapping[str, Any]) -> Self:
         """The settings of these names and values.
 
         Raises:
             ConfigError: one is unknown or out of its bounds; the message names it.
         """
         try:
-            return cls(**said)
+            return cls(**values)
         except ValidationError as error:
-            told = "; ".join(
+            problems = "; ".join(
                 ": ".join(filter(None, (".".join(map(str, each["loc"])), each["msg"].removeprefix("Value error, "))))
                 for each in error.errors()
             )
-            raise ConfigError(f"settings of the {cls.title} training: {told}") from error
+            raise ConfigError(f"settings of the {cls.title} training: {problems}") from error
 
     def unused(self) -> Mapping[str, str]:
         """Settings that have no effect beside the others, and why; parts as ``part.NAME``."""
@@ -88,8 +88,8 @@ class Settings(BaseModel):
 
     def changed(self, **changes: Any) -> Self:
         """A copy with other values, checked like the first; raises ConfigError as `checked` does."""
-        said = {name: getattr(self, name) for name in self.model_fields_set}
-        return self.checked({**said, **changes})
+        values = {name: getattr(self, name) for name in self.model_fields_set}
+        return self.checked({**values, **changes})
 
     def as_dict(self) -> dict[str, Any]:
         """Flat JSON values for settings.json, reports and trackers: parts as ``part.NAME``."""
@@ -123,10 +123,10 @@ class ServedSettings(Settings):
         return unused
 
 
-def flat_names(said: Mapping[str, Any]) -> list[str]:
+def flat_names(values: Mapping[str, Any]) -> list[str]:
     """Names of settings, those of parts as ``part.NAME``."""
     names: list[str] = []
-    for name, value in said.items():
+    for name, value in values.items():
         names += [f"{name}.{inner}" for inner in value] if isinstance(value, Mapping) else [name]
     return names
 
@@ -150,9 +150,9 @@ def changes_of(changes: Iterable[str], given: Mapping[str, Any]) -> dict[str, An
     return changed
 
 
-def merged(said: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+def merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
     """Merge two dicts of settings, nested tables included: ``learner.tau = 0.01`` changes that one alone."""
-    found = dict(said)
+    found = dict(base)
     for name, value in changes.items():
         before = found.get(name)
         found[name] = merged(before, value) if isinstance(before, dict) and isinstance(value, dict) else value

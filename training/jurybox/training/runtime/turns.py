@@ -12,7 +12,7 @@ from jurybox.protocol.errors import Timeout
 from jurybox.protocol.weights.publisher import Publisher
 from jurybox.training.runtime.plan import Kind, Plan, load
 from jurybox.training.runtime.role_context import Actor, Evaluator, Learner, Role, RoleContext
-from jurybox.training.runtime.scoreboard import Scoreboard, Subject, Told, Word
+from jurybox.training.runtime.scoreboard import Control, Scoreboard, Subject, Word
 from jurybox.training.runtime.serving import ServedChannel
 
 _READ_SECONDS = 1.0
@@ -32,12 +32,12 @@ class Rules:
 
     def collected(self) -> bool:
         """Whether all environment steps of the budget have been made, or the time is up."""
-        return self._scoreboard.env_steps >= self._budget.steps or bool(self._orders[Told.CLOSING])
+        return self._scoreboard.env_steps >= self._budget.steps or bool(self._orders[Control.CLOSING])
 
     def close(self) -> None:
         """Stop environment steps, so that learners and evaluators can finish."""
         for orders in self._scoreboard.orders:
-            orders[Told.CLOSING] = 1
+            orders[Control.CLOSING] = 1
 
     def over(self) -> bool:
         """Whether all steps have been collected, and all learners have used them."""
@@ -250,7 +250,7 @@ class EvaluatorTurn(Turn):
         self._sync.sync()
         steps = self.context.env_steps
         numbers = {name: float(value) for name, value in self._evaluator.evaluate().items()}
-        # Told first: once the scoreboard shows the last one, the run may end.
+        # Reported first: once the scoreboard shows the last one, the run may end.
         self.context.evaluated(steps, numbers)
         self.context.words[Word.EVALUATED_AT] = steps
 
@@ -274,13 +274,13 @@ def make_turn(context: RoleContext, rules: Rules, state: dict[str, Any] | None) 
     if state is not None:
         role.restore(state)
     if isinstance(role, Learner):
-        return LearnerTurn(role, context, rules, publish=not _goes_on(role, context))
+        return LearnerTurn(role, context, rules, publish=not _adopt_published(role, context))
     if isinstance(role, Actor):
         return ActorTurn(role, context, rules)
     return EvaluatorTurn(cast(Evaluator, role), context, rules)
 
 
-def _goes_on(learner: Learner, context: RoleContext) -> bool:
+def _adopt_published(learner: Learner, context: RoleContext) -> bool:
     """Whether there are published weights, which the successor of a killed learner adopts."""
     if context.spec.publishes is None:
         return False

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from jurybox.training.runtime.plan import Kind, Plan
-from jurybox.training.runtime.scoreboard import AT_REST, Scoreboard, State, Subject, Told, Word
+from jurybox.training.runtime.scoreboard import AT_REST, Control, Scoreboard, State, Subject, Word
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ def examine(plan: Plan, scoreboard: Scoreboard, now: int) -> Finding | None:
         words = scoreboard.words[number]
         state = State(words[Word.STATE])
         if state is State.STARTING:
-            took = (now - scoreboard.orders[number][Told.STARTED_AT]) / 1e9
+            took = (now - scoreboard.orders[number][Control.STARTED_AT]) / 1e9
             if took > timeouts.start:
                 return Finding(
                     number, f"{role.name} has been starting for {took:.0f} s; at most {timeouts.start:g} s are given"
@@ -84,7 +84,7 @@ def _stalls(plan: Plan, scoreboard: Scoreboard, number: int, now: int) -> bool:
         return False
     # Whoever was just started gets its time as well, before anybody is held to be the reason; and a start may take
     # longer than a stall, so that time counts from its end.
-    starts = (orders[Told.STARTED_AT] for orders in scoreboard.orders)
+    starts = (orders[Control.STARTED_AT] for orders in scoreboard.orders)
     since = max([words[Word.WAITS_SINCE], *starts, *(each[Word.READY_AT] for each in scoreboard.words)])
     return (now - since) / 1e9 > plan.timeouts.stall
 
@@ -94,28 +94,28 @@ def _blame(plan: Plan, scoreboard: Scoreboard, number: int, now: int) -> Finding
     while True:
         candidates = providers(plan, scoreboard, chain[-1])
         if not candidates:
-            guilty = chain[-1]
+            culprit = chain[-1]
             break
         away = [each for each in candidates if scoreboard.words[each][Word.STATE] in (State.STARTING, State.ABSENT)]
         if away:
             return None  # it is being restarted, and has its own time for that
-        following = next((each for each in candidates if scoreboard.waits_for(each)[0] in AT_REST), candidates[0])
-        if scoreboard.waits_for(following)[0] in AT_REST:
-            if (now - scoreboard.words[following][Word.MOVED_AT]) / 1e9 < plan.timeouts.stall:
+        provider = next((each for each in candidates if scoreboard.waits_for(each)[0] in AT_REST), candidates[0])
+        if scoreboard.waits_for(provider)[0] in AT_REST:
+            if (now - scoreboard.words[provider][Word.MOVED_AT]) / 1e9 < plan.timeouts.stall:
                 return None  # it is only slow
-            guilty = following
-            chain.append(following)
+            culprit = provider
+            chain.append(provider)
             break
-        if following in chain:
-            circle = chain[chain.index(following) :]
-            guilty = min(circle, key=lambda each: scoreboard.words[each][Word.WAITS_SINCE])
+        if provider in chain:
+            circle = chain[chain.index(provider) :]
+            culprit = min(circle, key=lambda each: scoreboard.words[each][Word.WAITS_SINCE])
             break
-        chain.append(following)
-    told = "; ".join(_told(plan, scoreboard, each, now) for each in chain)
-    return Finding(guilty, f"nothing moves: {told}; {plan.roles[guilty].name} is restarted")
+        chain.append(provider)
+    waits = "; ".join(_describe_wait(plan, scoreboard, each, now) for each in chain)
+    return Finding(culprit, f"nothing moves: {waits}; {plan.roles[culprit].name} is restarted")
 
 
-def _told(plan: Plan, scoreboard: Scoreboard, number: int, now: int) -> str:
+def _describe_wait(plan: Plan, scoreboard: Scoreboard, number: int, now: int) -> str:
     subject, which = scoreboard.waits_for(number)
     name = plan.roles[number].name
     if subject in AT_REST:
