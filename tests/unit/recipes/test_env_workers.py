@@ -14,7 +14,7 @@ from tests.unit.recipes.worker_environments import Counting, WithOpenCV, broken
 from tests.unit.vector.vector_environments import Counter
 
 from jurybox.training.vector.sb3_env import WorkerVecEnv
-from jurybox.training.vector.worker import WorkerFailed, bound
+from jurybox.training.vector.worker import WorkerFailed, set_timeouts
 
 
 @pytest.fixture
@@ -135,7 +135,7 @@ def test_an_environment_that_hangs_is_told_and_not_waited_for_for_ever() -> None
         env.reset()
         for remote in env.remotes:
             with socket.socket(fileno=os.dup(remote.member.pipe.fileno())) as end:
-                bound(end, 1.5)
+                set_timeouts(end, 1.5)
         began = time.monotonic()
         with pytest.raises(WorkerFailed, match=rf"worker 0 \(process {pids[0]}\) has not answered for 60 s"):
             env.step([0, 0])

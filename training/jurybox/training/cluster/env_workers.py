@@ -23,7 +23,7 @@ from jurybox.protocol.errors import Timeout
 from jurybox.training import interrupts
 from jurybox.training.cluster.local_calls import Answer, CallConnection, CallServer
 from jurybox.training.cluster.vector_env import LOST
-from jurybox.training.vector.worker import WorkerFailed, described
+from jurybox.training.vector.worker import WorkerFailed, worker_error
 
 _DEATHS = 3  # deaths of a worker without a finished call in between, before the run fails
 _LOOK = 0.5  # seconds between two checks for an interrupt
@@ -68,7 +68,7 @@ class EnvActor:
                 held.close()
             self._held = cloudpickle.loads(self._make)()  # from the process that started this one
         except Exception as error:  # noqa: BLE001 (the learner raises it)
-            return _RAISED, str(described(error))
+            return _RAISED, str(worker_error(error))
         if (cv2 := sys.modules.get("cv2")) is not None:
             cv2.setNumThreads(0)
         self._call_server = self._call_server or CallServer(self.do)
@@ -81,7 +81,7 @@ class EnvActor:
         try:
             return _VALUE, getattr(self._held, method)(*arguments)
         except Exception as error:  # noqa: BLE001 (the learner raises it)
-            return _RAISED, str(described(error))
+            return _RAISED, str(worker_error(error))
 
     def end(self) -> None:
         """Close the object."""

@@ -33,9 +33,10 @@ class Shared:
     Attributes:
         actions, observations: trees of the two spaces.
         rewards: float64. terminated, truncated, over: bool; `over` says that the episode has ended and the next is due.
-        infos: declared info fields by name; `told` marks, by name, the environments that set them in their last step.
-        final_observations, final_infos, final_told: the same for the ends of episodes; empty unless they begin anew in
-            the step in which they end.
+        infos: declared info fields by name; `info_masks` marks, by name, the environments that set them in their last
+            step.
+        final_observations, final_infos, final_info_masks: the same for the ends of episodes; empty unless they begin
+            anew in the step in which they end.
     """
 
     actions: Tree
@@ -45,10 +46,10 @@ class Shared:
     truncated: npt.NDArray[np.bool_]
     over: npt.NDArray[np.bool_]
     infos: dict[str, Array]
-    told: dict[str, npt.NDArray[np.bool_]]
+    info_masks: dict[str, npt.NDArray[np.bool_]]
     final_observations: Tree
     final_infos: dict[str, Array]
-    final_told: dict[str, npt.NDArray[np.bool_]]
+    final_info_masks: dict[str, npt.NDArray[np.bool_]]
 
 
 def arrange(
@@ -63,9 +64,9 @@ def arrange(
 
     def place(dtype: npt.DTypeLike, shape: tuple[int, ...]) -> Array:
         nonlocal at
-        here, kind = at, np.dtype(dtype)
+        offset, kind = at, np.dtype(dtype)
         at += -(-kind.itemsize * int(np.prod((n, *shape))) // _ALIGNMENT) * _ALIGNMENT
-        return np.empty(0, kind) if segment is None else segment.array(kind, (n, *shape), here)
+        return np.empty(0, kind) if segment is None else segment.array(kind, (n, *shape), offset)
 
     def named() -> dict[str, Array]:
         return {name: place(dtype, shape) for name, (dtype, shape) in fields.items()}
@@ -81,10 +82,10 @@ def arrange(
         truncated=place(np.bool_, ()),
         over=place(np.bool_, ()),
         infos=named(),
-        told=marks(),
+        info_masks=marks(),
         final_observations=_tree(observation, place) if finals else None,
         final_infos=named() if finals else {},
-        final_told=marks() if finals else {},
+        final_info_masks=marks() if finals else {},
     )
     return shared, max(at, _ALIGNMENT)
 
@@ -127,11 +128,11 @@ def _tree(space: Space[Any], place: Callable[[npt.DTypeLike, tuple[int, ...]], A
     )
 
 
-def shared_infos(fields: dict[str, Any], told: dict[str, Any], rows: Any) -> dict[str, Any]:
+def shared_infos(fields: dict[str, Any], masks: dict[str, Any], rows: Any) -> dict[str, Any]:
     """Return copies of the declared fields that were set."""
     infos: dict[str, Any] = {}
     for name, field in fields.items():
-        mask = told[name][rows]
+        mask = masks[name][rows]
         if mask.any():
             values = take(field, rows)
             values[~mask] = 0

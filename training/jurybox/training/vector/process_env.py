@@ -81,16 +81,16 @@ class ProcessVectorEnv(VectorEnv[Any, Any, Any]):
         self._ready: deque[int] = deque()
         self._extras: dict[int, Any] = {}
         self._restarted = np.zeros(n, np.bool_)
-        self._asked = np.zeros(n, np.bool_)
+        self._in_flight = np.zeros(n, np.bool_)
         # The life of its worker (`WorkerPool.lives`) in which each environment was last reset, reset with a seed, and
         # told that its episode was cut. What is in a later life than it was reset in is new.
-        self._begun = np.zeros(n, np.int64)
-        self._seeded = np.zeros(n, np.int64)
-        self._told_cut = np.zeros(n, np.int64)
+        self._reset_life = np.zeros(n, np.int64)
+        self._seed_life = np.zeros(n, np.int64)
+        self._cut_life = np.zeros(n, np.int64)
         self._seeds: list[int | None] = [None] * n  # of the run
         self._pool = WorkerPool(env_fns, workers, self.autoreset_mode, timeout, start_timeout)
         try:
-            self._shared = self._bring_up()
+            self._shared = self._start_workers()
         except BaseException:
             self._pool.close()
             self.closed = True
@@ -105,7 +105,7 @@ class ProcessVectorEnv(VectorEnv[Any, Any, Any]):
         self, *, seed: int | Sequence[int | None] | None = None, options: _Options | None = None
     ) -> tuple[Any, dict[str, Any]]:
         """Reset all environments, or those of ``options["reset_mask"]``; seeds as Gymnasium spreads them: seed + i."""
-        self._forget_what_runs()
+        self._discard_pending()
         which = np.flatnonzero(reset_mask(options, self.num_envs)).tolist()
         options = {name: value for name, value in (options or {}).items() if name != "reset_mask"}
         if isinstance(seed, int):
@@ -117,18 +117,18 @@ class ProcessVectorEnv(VectorEnv[Any, Any, Any]):
         for number in which:
             if seeds[number] is not None:
                 self._seeds[number] = seed if isinstance(seed, int) else seeds[number]
-                self._seeded[number] = self._life(number)
+                self._seed_life[number] = self._life(number)
         waiting = set(which)
-        lost = self._give_reset(which, seeds, options or None)
+        lost = self._send_reset(which, seeds, options or None)
         while waiting:
             if lost:
                 # The whole of a worker is new, so all its environments that this call resets are reset again.
                 again = [number for number in lost if number in which]
                 waiting.update(again)
-                lost = self._give_reset(again, seeds, options or None)
+                lost = self._send_reset(again, seeds, options or None)
                 continue
-            for numbers, extras, gone in self._pool.wait(None):
-                if gone:
+            for numbers, extras, replaced in self._pool.wait(None):
+                if replaced:
                     lost += numbers
                 else:
                     waiting.difference_update(numbers)
@@ -206,7 +206,7 @@ class ProcessVectorEnv(VectorEnv[Any, Any, Any]):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _bring_up(self) -> Shared:
+    def _start_workers(self) -> Shared:
         found = self._pool.start()
         observation, action, metadata = found[0]
         for number, (other_observation, other_action, _) in enumerate(found):
@@ -228,28 +228,28 @@ class ProcessVectorEnv(VectorEnv[Any, Any, Any]):
         return arrange(self.num_envs, observation, action, self._fields, finals=finals, segment=segment)[0]
 
     def _send(self, actions: Any, numbers: list[int], kind: bytes) -> None:
-        busy = [number for number in numbers if self._asked[number]]
+        busy = [number for number in numbers if self._in_flight[number]]
         if busy:
             raise RuntimeError(f"environments {busy} have an action already: receive their results first")
         put(self._shared.actions, numbers, actions)
-        self._asked[numbers] = True
+        self._in_flight[numbers] = True
         if self._pool.restarts:
             numbers = self._send_to_new(numbers)
-        self._after_loss(self._pool.give(kind, numbers, lambda part: np.array(part, np.int32).tobytes()))
+        self._handle_loss(self._pool.dispatch(kind, numbers, lambda part: np.array(part, np.int32).tobytes()))
 
     def _send_to_new(self, numbers: list[int]) -> list[int]:
         """Handle actions for replaced environments without an episode; returns the other environments."""
-        told = self._told_cut.copy()
+        before = self._cut_life.copy()
         for number in numbers:
-            if self._is_new(number) and self._told_cut[number] < self._life(number):
-                self._cut([number])
-        left = [number for number in numbers if self._told_cut[number] == told[number]]
+            if self._is_new(number) and self._cut_life[number] < self._life(number):
+                self._truncate([number])
+        left = [number for number in numbers if self._cut_life[number] == before[number]]
         if self.autoreset_mode is AutoresetMode.NEXT_STEP:
             begin = [number for number in left if self._is_new(number)]
-            self._after_loss(self._give_reset(begin, [None] * self.num_envs, None))
+            self._handle_loss(self._send_reset(begin, [None] * self.num_envs, None))
             left = [number for number in left if number not in begin]
         # A worker may just have been found dead: then these have answered that they were cut.
-        return [number for number in left if self._told_cut[number] == told[number]]
+        return [number for number in left if self._cut_life[number] == before[number]]
 
     def _collect(self, count: int, timeout: float | None) -> None:
         under_way = len(self._ready) + sum(map(len, self._pool.pending))
@@ -257,42 +257,42 @@ class ProcessVectorEnv(VectorEnv[Any, Any, Any]):
             raise RuntimeError(f"expected actions sent to {count} environments, got {under_way}: send them first")
         until = None if timeout is None else time.monotonic() + timeout
         while len(self._ready) < count:
-            for numbers, extras, gone in self._pool.wait(until):
-                if gone:
-                    self._after_loss(numbers)
+            for numbers, extras, replaced in self._pool.wait(until):
+                if replaced:
+                    self._handle_loss(numbers)
                 else:
                     self._extras.update(extras)
                     self._ready.extend(numbers)
 
-    def _after_loss(self, numbers: list[int]) -> None:
+    def _handle_loss(self, numbers: list[int]) -> None:
         """Cut the episodes of replaced environments: of those with an action now, of others at their next action."""
         done = set(self._ready)
-        if asked := [number for number in numbers if self._asked[number] and number not in done]:
-            self._cut(asked)
+        if active := [number for number in numbers if self._in_flight[number] and number not in done]:
+            self._truncate(active)
 
-    def _cut(self, numbers: list[int]) -> None:
+    def _truncate(self, numbers: list[int]) -> None:
         shared = self._shared
-        self._told_cut[numbers] = [self._life(number) for number in numbers]
+        self._cut_life[numbers] = [self._life(number) for number in numbers]
         shared.rewards[numbers] = 0.0
         shared.terminated[numbers], shared.truncated[numbers] = False, True
         self._restarted[numbers] = True
-        for told in shared.told.values():
-            told[numbers] = False
+        for mask in shared.info_masks.values():
+            mask[numbers] = False
         if self.autoreset_mode is not AutoresetMode.SAME_STEP:
             shared.over[numbers] = True
             self._ready.extend(numbers)
             return
         for number in numbers:
             put(shared.final_observations, number, take(shared.observations, number))
-            for told in shared.final_told.values():
-                told[number] = False
-        self._after_loss(self._give_reset(numbers, [None] * self.num_envs, None))
+            for mask in shared.final_info_masks.values():
+                mask[number] = False
+        self._handle_loss(self._send_reset(numbers, [None] * self.num_envs, None))
 
-    def _give_reset(self, numbers: list[int], seeds: list[int | None], options: _Options | None) -> list[int]:
+    def _send_reset(self, numbers: list[int], seeds: list[int | None], options: _Options | None) -> list[int]:
         """Reset these; new ones that are given no seed get one of their own. Returns those whose worker was dead."""
         seeds = [self._fresh_seed(number) if each is None else each for number, each in enumerate(seeds)]
-        self._begun[numbers] = [self._life(number) for number in numbers]
-        return self._pool.give(
+        self._reset_life[numbers] = [self._life(number) for number in numbers]
+        return self._pool.dispatch(
             RESET, numbers, lambda part: pickle.dumps(({number: seeds[number] for number in part}, options))
         )
 
@@ -302,29 +302,29 @@ class ProcessVectorEnv(VectorEnv[Any, Any, Any]):
 
     def _is_new(self, number: int) -> bool:
         """Whether it was replaced and has not been reset since."""
-        return bool(self._begun[number] < self._life(number))
+        return bool(self._reset_life[number] < self._life(number))
 
     def _fresh_seed(self, number: int) -> int | None:
         """A seed for an environment that is new, where the run has one; None for another."""
         seed = self._seeds[number]
         if seed is None or not self._is_new(number):
             return None
-        replaced = self._life(number) - int(self._seeded[number])
+        replaced = self._life(number) - int(self._seed_life[number])
         return int(np.random.SeedSequence((seed, number, replaced)).generate_state(1)[0])
 
-    def _forget_what_runs(self) -> None:
+    def _discard_pending(self) -> None:
         """Wait for steps in flight and drop their results."""
         while any(self._pool.pending):
             for _ in self._pool.wait(None):
                 pass
         self._ready.clear()
-        self._asked[:] = False
+        self._in_flight[:] = False
         self._restarted[:] = False
         self._extras.clear()
 
     def _results(self, rows: npt.NDArray[np.int64]) -> Step:
         shared = self._shared
-        self._asked[rows] = False
+        self._in_flight[rows] = False
         terminated, truncated = shared.terminated[rows], shared.truncated[rows]
         infos = self._infos(rows)
         if self._restarted[rows].any():
@@ -335,19 +335,19 @@ class ProcessVectorEnv(VectorEnv[Any, Any, Any]):
 
     def _infos(self, rows: npt.NDArray[np.int64], only: npt.NDArray[np.bool_] | None = None) -> dict[str, Any]:
         shared, n = self._shared, len(rows)
-        infos = shared_infos(shared.infos, shared.told, rows) if only is None or only.all() else {}
+        infos = shared_infos(shared.infos, shared.info_masks, rows) if only is None or only.all() else {}
         if only is not None and not only.all():
-            told = {name: mask & only for name, mask in shared.told.items()}
-            infos = shared_infos(shared.infos, told, rows)
+            masks = {name: mask & only for name, mask in shared.info_masks.items()}
+            infos = shared_infos(shared.infos, masks, rows)
         ended = (shared.terminated[rows] | shared.truncated[rows] | self._restarted[rows]) & (only is None)
         if self.autoreset_mode is AutoresetMode.SAME_STEP and ended.any():
             infos["final_obs"] = np.full(n, None, dtype=object)
             for row in np.flatnonzero(ended).tolist():
                 infos["final_obs"][row] = take(shared.final_observations, int(rows[row]))
             infos["_final_obs"] = ended
-            told = {name: mask[rows] & ended for name, mask in shared.final_told.items()}
+            masks = {name: mask[rows] & ended for name, mask in shared.final_info_masks.items()}
             finals = {name: field[rows] for name, field in shared.final_infos.items()}
-            infos["final_info"] = shared_infos(finals, told, slice(None))
+            infos["final_info"] = shared_infos(finals, masks, slice(None))
             infos["_final_info"] = ended.copy()
         if self._extras:
             for row, number in enumerate(rows.tolist()):

@@ -13,7 +13,7 @@ from stable_baselines3.common.vec_env import SubprocVecEnv
 from stable_baselines3.common.vec_env.base_vec_env import VecEnv
 
 from jurybox.training import interrupts
-from jurybox.training.vector.worker import Orders, WorkerFailed
+from jurybox.training.vector.worker import WorkerConfig, WorkerFailed
 from jurybox.training.vector.worker_pool import STOP, WorkerProcess, end_all
 
 __all__ = ["WorkerVecEnv"]
@@ -85,14 +85,14 @@ class WorkerVecEnv(SubprocVecEnv):
         self.remotes: list[Remote] = []
         try:
             for index, function in enumerate(make):
-                orders = Orders(list(sys.path), pickle.dumps([function]), index, None)
-                member = WorkerProcess(index, range(index, index + 1), orders, timeout)
+                config = WorkerConfig(list(sys.path), pickle.dumps([function]), index, None)
+                member = WorkerProcess(index, range(index, index + 1), config, timeout)
                 self._members.append(member)
                 self.remotes.append(Remote(member, timeout))
                 member.start()
                 self.processes.append(member.process)
             # All of them are awaited, so that none is still importing when training begins and counts the time.
-            spaces = [each for member in self._members for each in member.greet(timeout)]
+            spaces = [each for member in self._members for each in member.handshake(timeout)]
         except BaseException:
             self.close()
             raise

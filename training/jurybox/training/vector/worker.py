@@ -3,7 +3,7 @@
 `main` makes the environments and answers messages until the learner is gone. How a message is answered depends on whom
 the worker serves:
 
-- `SharedAnswers`, for `ProcessVectorEnv`: results go to shared memory. The first byte of a message is its kind:
+- `SharedMemoryHandler`, for `ProcessVectorEnv`: results go to shared memory. The first byte of a message is its kind:
 
       to the worker                                     from it
       S  environments' numbers (int32): step them       D  numbers (int32), rest: infos of no fixed shape, pickled
@@ -11,7 +11,7 @@ the worker serves:
       R  pickled: seeds by number, options              X  what was raised, pickled
       C  pickled: call, get or set an attribute
 
-- `CommandAnswers`, for `WorkerVecEnv`: the pickled commands of Stable-Baselines3's SubprocVecEnv, one environment.
+- `CommandHandler`, for `WorkerVecEnv`: the pickled commands of Stable-Baselines3's SubprocVecEnv, one environment.
 
 Both ends are of one program and one user, and nothing else can write to the socket: pickle is safe here.
 """
@@ -48,7 +48,7 @@ class WorkerFailed(RuntimeError):
     """An environment raised in its worker; the message holds the worker's traceback."""
 
 
-def bound(end: socket.socket, seconds: float) -> None:
+def set_timeouts(end: socket.socket, seconds: float) -> None:
     """Set the time-out of a socket's sends and receives, after which they raise BlockingIOError."""
     for direction in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
         whole, part = divmod(seconds, 1.0)
@@ -66,7 +66,7 @@ def bind_to(parent: int) -> None:
         os._exit(1)
 
 
-def answered(environment: Any, command: str, data: Any) -> Any:
+def execute(environment: Any, command: str, data: Any) -> Any:
     """The environment's answer to a command of SubprocVecEnv; a `WorkerFailed` where it raised."""
     try:
         match command:
@@ -92,7 +92,7 @@ def answered(environment: Any, command: str, data: Any) -> Any:
                 return _is_wrapped(environment, data)
         raise NotImplementedError(f"a worker does not know the command {command!r}")
     except Exception as error:  # noqa: BLE001 (the learner raises it)
-        return described(error)
+        return worker_error(error)
 
 
 def _step(environment: Any, action: Any) -> tuple[Any, float, bool, dict[str, Any], dict[str, Any]]:
@@ -117,7 +117,7 @@ def _is_wrapped(environment: Any, kind: type) -> bool:
     return False
 
 
-def described(error: Exception) -> WorkerFailed:
+def worker_error(error: Exception) -> WorkerFailed:
     # The exception itself may not survive a pipe, and its traceback never does.
     text = "".join(traceback.format_exception(error)).rstrip()
     return WorkerFailed(f"{type(error).__name__}: {error}\n\nin the worker:\n{text}")
@@ -126,11 +126,11 @@ def described(error: Exception) -> WorkerFailed:
 STEP, STEP_EACH, RESET, CALL = b"S", b"E", b"R", b"C"
 DONE, VALUE, RAISED = b"D", b"V", b"X"
 _COUNT = struct.Struct("<I")
-_TELL_EVERY = 100e-6  # seconds; steps shorter than that are reported together
+_REPORT_SECONDS = 100e-6  # seconds; steps shorter than that are reported together
 
 
 @dataclass(frozen=True, slots=True)
-class Orders:
+class WorkerConfig:
     """The first message to a worker.
 
     Attributes:
@@ -160,7 +160,7 @@ def read_done(message: bytes) -> tuple[list[int], dict[int, Any]]:
     return numbers, pickle.loads(message[end:]) if len(message) > end else {}
 
 
-class Answers(Protocol):
+class MessageHandler(Protocol):
     """How a worker answers a message."""
 
     def answer(self, message: bytes) -> Iterator[bytes]:
@@ -170,25 +170,25 @@ class Answers(Protocol):
         """Return the answer for an exception in `answer`."""
 
 
-class CommandAnswers:
+class CommandHandler:
     """The commands of SubprocVecEnv, for one environment."""
 
     def __init__(self, environment: Any) -> None:
         self._environment = environment
 
     def answer(self, message: bytes) -> Iterator[bytes]:
-        yield pickle.dumps(answered(self._environment, *pickle.loads(message)))
+        yield pickle.dumps(execute(self._environment, *pickle.loads(message)))
 
     def failed(self, error: Exception) -> bytes:
-        return pickle.dumps(described(error))
+        return pickle.dumps(worker_error(error))
 
 
-class SharedAnswers:
+class SharedMemoryHandler:
     """Steps and resets whose results go to shared memory."""
 
-    def __init__(self, orders: Orders, environments: list[Env[Any, Any]], pipe: Connection) -> None:
-        self._environments = dict(enumerate(environments, orders.first))
-        self._mode = orders.mode
+    def __init__(self, config: WorkerConfig, environments: list[Env[Any, Any]], pipe: Connection) -> None:
+        self._environments = dict(enumerate(environments, config.first))
+        self._mode = config.mode
         self._extras: dict[int, Any] = {}
         n, fields, size = pipe.recv()
         with socket.socket(fileno=pipe.fileno()) as channel:
@@ -203,28 +203,28 @@ class SharedAnswers:
         kind = message[:1]
         if kind in (STEP, STEP_EACH):
             numbers = np.frombuffer(message, np.int32, offset=1).tolist()
-            told = time.perf_counter()
+            reported_at = time.perf_counter()
             done: list[int] = []
             for number in numbers:
                 self._step(number)
                 done.append(number)
-                if kind == STEP_EACH and (now := time.perf_counter()) - told >= _TELL_EVERY:
-                    yield self._done(done)
-                    told, done = now, []
+                if kind == STEP_EACH and (now := time.perf_counter()) - reported_at >= _REPORT_SECONDS:
+                    yield self._done_message(done)
+                    reported_at, done = now, []
             if done:
-                yield self._done(done)
+                yield self._done_message(done)
         elif kind == RESET:
             seeds, options = pickle.loads(message[1:])
             for number, seed in seeds.items():
                 self._reset(number, seed, options)
-            yield self._done(list(seeds))
+            yield self._done_message(list(seeds))
         else:
             yield VALUE + pickle.dumps(self._call(*pickle.loads(message[1:])))
 
     def failed(self, error: Exception) -> bytes:
-        return RAISED + pickle.dumps(described(error))
+        return RAISED + pickle.dumps(worker_error(error))
 
-    def _done(self, numbers: list[int]) -> bytes:
+    def _done_message(self, numbers: list[int]) -> bytes:
         extras, self._extras = self._extras, {}
         return done_message(numbers, extras)
 
@@ -239,13 +239,13 @@ class SharedAnswers:
         over = terminated or truncated
         if over and self._mode is AutoresetMode.SAME_STEP:
             put(shared.final_observations, number, observation)
-            if more := _keep(number, info, shared.final_infos, shared.final_told):
+            if more := _write_infos(number, info, shared.final_infos, shared.final_info_masks):
                 self._extras[number] = ({}, more)
             observation, info = environment.reset()
             over = False
         shared.over[number] = over
         put(shared.observations, number, observation)
-        self._inform(number, info)
+        self._set_info(number, info)
 
     def _reset(self, number: int, seed: int | None = None, options: dict[str, Any] | None = None) -> None:
         shared = self._shared
@@ -253,10 +253,10 @@ class SharedAnswers:
         put(shared.observations, number, observation)
         shared.rewards[number] = 0.0
         shared.terminated[number] = shared.truncated[number] = shared.over[number] = False
-        self._inform(number, info)
+        self._set_info(number, info)
 
-    def _inform(self, number: int, info: dict[str, Any]) -> None:
-        if more := _keep(number, info, self._shared.infos, self._shared.told):
+    def _set_info(self, number: int, info: dict[str, Any]) -> None:
+        if more := _write_infos(number, info, self._shared.infos, self._shared.info_masks):
             self._extras[number] = (more, self._extras.get(number, ({}, {}))[1])
 
     def _call(self, kind: str, numbers: list[int], name: str, *rest: Any) -> dict[int, Any]:
@@ -272,14 +272,14 @@ class SharedAnswers:
         return found
 
 
-def _keep(number: int, info: dict[str, Any], fields: dict[str, Any], told: dict[str, Any]) -> dict[str, Any]:
+def _write_infos(number: int, info: dict[str, Any], fields: dict[str, Any], masks: dict[str, Any]) -> dict[str, Any]:
     """Write declared infos to shared memory, and return the rest."""
     for name, field in fields.items():
         if name in info:
             field[number] = info[name]
-            told[name][number] = True
+            masks[name][number] = True
         else:
-            told[name][number] = False
+            masks[name][number] = False
     return {name: value for name, value in info.items() if name not in fields} if info else info
 
 
@@ -289,46 +289,48 @@ def main() -> None:
     bind_to(parent)
     pipe = Connection(descriptor)
     try:
-        orders: Orders = pipe.recv()
+        config: WorkerConfig = pipe.recv()
     except EOFError:
         return
-    sys.path[:] = orders.path
-    made: list[Env[Any, Any]] = []
+    sys.path[:] = config.path
+    environments: list[Env[Any, Any]] = []
     try:
-        functions: list[Callable[[], Env[Any, Any]]] = pickle.loads(orders.make)  # from who started this process
-        made += [function() for function in functions]
-        pipe.send([(each.observation_space, each.action_space, getattr(each, "metadata", {})) for each in made])
-        answers: Answers = CommandAnswers(made[0]) if orders.mode is None else SharedAnswers(orders, made, pipe)
+        functions: list[Callable[[], Env[Any, Any]]] = pickle.loads(config.make)  # from who started this process
+        environments += [function() for function in functions]
+        pipe.send([(each.observation_space, each.action_space, getattr(each, "metadata", {})) for each in environments])
+        handler: MessageHandler = (
+            CommandHandler(environments[0]) if config.mode is None else SharedMemoryHandler(config, environments, pipe)
+        )
     except (EOFError, ConnectionError):
         return
     except Exception as error:  # noqa: BLE001 (the learner raises it)
-        pipe.send(described(error))
+        pipe.send(worker_error(error))
         return
     if (cv2 := sys.modules.get("cv2")) is not None:
         cv2.setNumThreads(0)
     try:
-        _serve(pipe, answers)
+        _serve(pipe, handler)
     finally:
-        for environment in made:
+        for environment in environments:
             environment.close()
 
 
-def _serve(pipe: Connection, answers: Answers) -> None:
+def _serve(pipe: Connection, handler: MessageHandler) -> None:
     """Answer until the other end is gone."""
     while True:
         try:
             message = pipe.recv_bytes()
         except (EOFError, OSError):
             return
-        found = answers.answer(message)
+        replies = handler.answer(message)
         while True:
             try:
-                answer = next(found, None)
+                reply = next(replies, None)
             except Exception as error:  # noqa: BLE001 (the learner raises it)
-                answer = answers.failed(error)
-            if answer is None:
+                reply = handler.failed(error)
+            if reply is None:
                 break
             try:
-                pipe.send_bytes(answer)
+                pipe.send_bytes(reply)
             except OSError:
                 return

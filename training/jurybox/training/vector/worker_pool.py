@@ -27,21 +27,21 @@ from jurybox.training.vector.worker import (
     RAISED,
     THREAD_LIMITS,
     VALUE,
-    Orders,
+    WorkerConfig,
     WorkerFailed,
-    bound,
     read_done,
+    set_timeouts,
 )
 
 # Not -m: what a module run as __main__ defines cannot be unpickled here.
 _RUN = "from jurybox.training.vector.worker import main; main()"
 
 STOP = 2.0  # seconds that workers get to close their environments
-_STUCK = 60.0  # seconds for one message, once it has begun; a worker that takes longer counts as gone
+_MESSAGE_TIMEOUT = 60.0  # seconds for one message, once it has begun; a worker that takes longer counts as gone
 
 
 class WorkerProcess:
-    """One worker; `start`, `greet` and `share` bring it up, in this order.
+    """One worker; `start`, `handshake` and `share` bring it up, in this order.
 
     Attributes:
         numbers: of the environments that it holds.
@@ -51,29 +51,29 @@ class WorkerProcess:
         timeout: seconds that one message may take, once it has begun.
     """
 
-    def __init__(self, index: int, numbers: range, orders: Orders, timeout: float = _STUCK) -> None:
+    def __init__(self, index: int, numbers: range, config: WorkerConfig, timeout: float = _MESSAGE_TIMEOUT) -> None:
         self.index = index
         self.numbers = numbers
         self._timeout = timeout
         self.busy_since: float | None = None
-        self._orders = orders
+        self._config = config
         self._process: subprocess.Popen[bytes] | None = None
         self._pipe: Connection | None = None
 
     def start(self) -> None:
-        ours, theirs = socket.socketpair()
-        bound(ours, self._timeout)
-        with theirs, interrupts.blocked_for_children():
+        parent_end, child_end = socket.socketpair()
+        set_timeouts(parent_end, self._timeout)
+        with child_end, interrupts.blocked_for_children():
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-c", _RUN, str(theirs.fileno()), str(os.getpid())],
-                pass_fds=[theirs.fileno()],
+                [sys.executable, "-P", "-c", _RUN, str(child_end.fileno()), str(os.getpid())],
+                pass_fds=[child_end.fileno()],
                 stdin=subprocess.DEVNULL,
                 env={**os.environ, **THREAD_LIMITS},
             )
-            self._pipe = Connection(ours.detach())
-        self._pipe.send(self._orders)
+            self._pipe = Connection(parent_end.detach())
+        self._pipe.send(self._config)
 
-    def greet(self, timeout: float) -> list[tuple[Any, Any, Any]]:
+    def handshake(self, timeout: float) -> list[tuple[Any, Any, Any]]:
         """Spaces and metadata of its environments.
 
         Raises:
@@ -88,7 +88,7 @@ class WorkerProcess:
         try:
             answer = self.pipe.recv()
         except (EOFError, OSError) as error:
-            raise WorkerFailed(f"{self.described()} ended while it made its environments") from error
+            raise WorkerFailed(f"{self.description()} ended while it made its environments") from error
         if isinstance(answer, WorkerFailed):
             raise WorkerFailed(f"worker {self.index}: {answer}")
         found: list[tuple[Any, Any, Any]] = answer
@@ -132,11 +132,11 @@ class WorkerProcess:
         self.busy_since = time.monotonic()
         return message
 
-    def described(self) -> str:
+    def description(self) -> str:
         status = "still running" if self._process is None else self._process.poll()
         return f"worker {self.index} (process {self.pid}, exit status {status})"
 
-    def hang_up(self) -> None:
+    def close_pipe(self) -> None:
         """Close the channel; a worker stops when it sees that."""
         if self._pipe is not None:
             self._pipe.close()
@@ -144,7 +144,7 @@ class WorkerProcess:
 
     def end(self, until: float) -> None:
         """Wait for its end until that moment of the monotonic clock, then kill it."""
-        self.hang_up()
+        self.close_pipe()
         if self._process is None:
             return
         try:
@@ -157,7 +157,7 @@ class WorkerProcess:
 def end_all(members: Sequence[WorkerProcess]) -> None:
     """End workers: asked at first, killed when they have not ended in two seconds."""
     for member in members:
-        member.hang_up()
+        member.close_pipe()
     until = time.monotonic() + STOP
     for member in members:
         member.end(until)
@@ -201,15 +201,15 @@ class WorkerPool:
         self.lives = [0] * workers
         bounds = [round(index * len(make) / workers) for index in range(workers + 1)]
         for index, (first, end) in enumerate(itertools.pairwise(bounds)):
-            orders = Orders(list(sys.path), cloudpickle.dumps(list(make[first:end])), first, mode)
-            self._members.append(WorkerProcess(index, range(first, end), orders))
+            config = WorkerConfig(list(sys.path), cloudpickle.dumps(list(make[first:end])), first, mode)
+            self._members.append(WorkerProcess(index, range(first, end), config))
             self.owner += [index] * (end - first)
 
     def start(self) -> list[tuple[Any, Any, Any]]:
         """Start all at once; returns spaces and metadata of every environment."""
         for member in self._members:
             member.start()
-        found = [each for member in self._members for each in member.greet(self._start_timeout)]
+        found = [each for member in self._members for each in member.handshake(self._start_timeout)]
         for member in self._members:
             self._selector.register(member.pipe, selectors.EVENT_READ, member)
         return found
@@ -223,7 +223,7 @@ class WorkerPool:
     def pids(self) -> list[int]:
         return [member.pid for member in self._members]
 
-    def give(self, kind: bytes, numbers: Sequence[int], body: Callable[[list[int]], bytes]) -> list[int]:
+    def dispatch(self, kind: bytes, numbers: Sequence[int], body: Callable[[list[int]], bytes]) -> list[int]:
         """Send each worker its part of the work; returns the environments whose worker was found dead."""
         self._require_owner()
         parts: dict[int, list[int]] = {}
@@ -244,16 +244,18 @@ class WorkerPool:
         values: dict[int, Any] = {}
         kind, *rest = request
         for index in sorted({self.owner[number] for number in numbers}):
-            member, mine = self._members[index], [n for n in numbers if self.owner[n] == index]
-            member.send(CALL + cloudpickle.dumps((kind, mine, *rest)))
+            member, part = self._members[index], [n for n in numbers if self.owner[n] == index]
+            member.send(CALL + cloudpickle.dumps((kind, part, *rest)))
             message = member.receive() if member.pipe.poll(self._timeout) else b""
             member.busy_since = None
             if not message:
-                said = member.described()
+                description = member.description()
                 self._replace(member)
-                raise WorkerFailed(f"{said} did not answer {rest[0]!r}; it was replaced, reset its environments {mine}")
+                raise WorkerFailed(
+                    f"{description} did not answer {rest[0]!r}; it was replaced, reset its environments {part}"
+                )
             if message[:1] == RAISED:
-                raise _raised(member, message)
+                raise _remote_error(member, message)
             assert message[:1] == VALUE
             values.update(pickle.loads(message[1:]))
         return [values[number] for number in numbers]
@@ -285,9 +287,9 @@ class WorkerPool:
                 yield numbers, extras, False
             elif message[:1] == RAISED:
                 self._settle(member, list(self.pending[member.index]))
-                raise _raised(member, message)
+                raise _remote_error(member, message)
         if not events:
-            yield from self._none_came(until)
+            yield from self._check_timeouts(until)
 
     def close(self) -> None:
         """End the workers: asked at first, killed when they have not ended in two seconds."""
@@ -304,7 +306,7 @@ class WorkerPool:
                 "its parent's answers: make environments in the process that steps them"
             )
 
-    def _none_came(self, until: float | None) -> Iterator[tuple[list[int], dict[int, Any], bool]]:
+    def _check_timeouts(self, until: float | None) -> Iterator[tuple[list[int], dict[int, Any], bool]]:
         now = time.monotonic()
         for member in self._members:
             if self.pending[member.index] and now - (member.busy_since or now) >= self._timeout:
@@ -320,17 +322,17 @@ class WorkerPool:
 
     def _replace(self, member: WorkerProcess) -> list[int]:
         """Replace a process; returns all its environments."""
-        said = member.described()
+        description = member.description()
         self._deaths[member.index] += 1
         if self._deaths[member.index] > _DEATHS:
-            raise WorkerFailed(f"{said} ended, {_DEATHS} times in a row before it had done anything: given up")
+            raise WorkerFailed(f"{description} ended, {_DEATHS} times in a row before it had done anything: given up")
         with interrupts.held():
             self._selector.unregister(member.pipe)
             member.end(0.0)
             self.pending[member.index].clear()
             member.busy_since = None
             member.start()
-            member.greet(self._start_timeout)
+            member.handshake(self._start_timeout)
             assert self._memory is not None
             member.share(*self._memory)
             self._selector.register(member.pipe, selectors.EVENT_READ, member)
@@ -339,5 +341,5 @@ class WorkerPool:
         return list(member.numbers)
 
 
-def _raised(member: WorkerProcess, message: bytes) -> WorkerFailed:
+def _remote_error(member: WorkerProcess, message: bytes) -> WorkerFailed:
     return WorkerFailed(f"worker {member.index}: {pickle.loads(message[1:])}")
