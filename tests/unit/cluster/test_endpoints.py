@@ -45,9 +45,9 @@ def test_the_newest_entry_of_the_registry_counts_and_only_its_owner_reads_it(tmp
 
 
 def test_who_shares_memory_takes_the_short_way_and_who_does_not_the_network(tmp_path, monkeypatch, endpoint):
-    assert endpoint.here and endpoint.address == "ipc:///tmp/nobody"
+    assert endpoint.is_local and endpoint.address == "ipc:///tmp/nobody"
     monkeypatch.setenv("JURYBOX_SHM_DIR", str(tmp_path))
-    assert not endpoint.here and endpoint.address == "grpcs://10.0.0.1:1"
+    assert not endpoint.is_local and endpoint.address == "grpcs://10.0.0.1:1"
 
 
 def test_a_endpoint_tells_nobody_its_token(endpoint):

@@ -13,7 +13,7 @@ from jurybox.training.recipes.launchers import LauncherMissing, launcher_named, 
 os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # read when Ray is imported, which other tests use too
 pytest.importorskip("ray", reason="Ray is not installed: pip install -c constraints.txt 'jurybox[ray]'")
 
-from jurybox.training.cluster.connection import NoAddress, ServerAddresses, credentials, far_address
+from jurybox.training.cluster.connection import NoAddress, ServerAddresses, credentials, network_address
 
 
 def test_the_server_s_machine_uses_ipc_and_others_the_network() -> None:
@@ -42,7 +42,7 @@ def test_a_server_that_others_cannot_reach_is_told_of(far, why) -> None:
     ],
 )
 def test_what_others_call_a_server(listens, far) -> None:
-    assert far_address(listens, "10.0.0.1") == far
+    assert network_address(listens, "10.0.0.1") == far
 
 
 def test_workers_get_the_credentials_and_nothing_else() -> None:

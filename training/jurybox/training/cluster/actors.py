@@ -31,11 +31,11 @@ class LogTail:
     def __init__(self, path: Path, most: int) -> None:
         self.path = path
         self._most = most
-        self._told = 0
+        self._position = 0
 
-    def begin_anew(self) -> None:
+    def rewind(self) -> None:
         """Start again at the beginning of the file."""
-        self._told = 0
+        self._position = 0
 
     def new(self) -> bytes:
         """Return what was written since the last call."""
@@ -43,9 +43,9 @@ class LogTail:
             return b""
         with self.path.open("rb") as log:
             size = os.fstat(log.fileno()).st_size
-            log.seek(max(self._told, size - self._most))
+            log.seek(max(self._position, size - self._most))
             text = log.read()
-        self._told = size
+        self._position = size
         return text
 
 
@@ -112,7 +112,7 @@ class RolePlace:
         return self._parent.submit(self._start, {**configured, "path": known}).result()
 
     def _start(self, configured: dict[str, Any]) -> int:
-        self._log.begin_anew()
+        self._log.rewind()
         with self._log.path.open("wb") as log:
             self._process, self._control_pipe = start_process(self._plan, self._number, configured, log.fileno())
         return self._process.pid
@@ -125,18 +125,18 @@ class RolePlace:
         messages: list[dict[str, Any]] = []
         try:
             while (message := control_pipe.receive(0 if messages else timeout)) is not None:
-                messages.append(self._with_state(message))
+                messages.append(self._attach_state(message))
         except EOFError:
             status = status_of(process, 2.0)
             return ProcessOutput(tuple(messages), self._log.new(), status)
         return ProcessOutput(tuple(messages), self._log.new(), None)
 
-    def say(self, kind: str, fields: dict[str, Any]) -> None:
+    def send(self, kind: str, fields: dict[str, Any]) -> None:
         """Send the process a message; files are first written on this machine."""
         if kind == "save":
-            here = str(Path(self._folder.name) / f"{time.monotonic_ns()}.state")
-            self._files[here] = fields["file"]
-            fields = {"file": here}
+            path = str(Path(self._folder.name) / f"{time.monotonic_ns()}.state")
+            self._files[path] = fields["file"]
+            fields = {"file": path}
         if self._control_pipe is not None:
             self._control_pipe.send(kind, **fields)
 
@@ -155,7 +155,7 @@ class RolePlace:
         self.kill()
         self._folder.cleanup()
 
-    def _with_state(self, message: dict[str, Any]) -> dict[str, Any]:
+    def _attach_state(self, message: dict[str, Any]) -> dict[str, Any]:
         if "kept" in message:
             folder = Path(message["kept"])
             files = {path.name: path.read_bytes() for path in folder.iterdir()}
@@ -165,7 +165,7 @@ class RolePlace:
             self._files.pop(message["file"], None)
         if message["kind"] != "saved":
             return message
-        here = Path(message["file"])
-        state = here.read_bytes()
-        here.unlink()
-        return {"kind": "saved", "file": self._files.pop(str(here)), "state": state}
+        file = Path(message["file"])
+        state = file.read_bytes()
+        file.unlink()
+        return {"kind": "saved", "file": self._files.pop(str(file)), "state": state}

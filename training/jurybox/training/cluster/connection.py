@@ -90,17 +90,17 @@ class ServerAddresses:
     """The addresses of a server.
 
     Attributes:
-        near: for processes on its machine. far: for all others; empty if the server accepts no others.
-        node: Ray's id of its machine; empty where `near` is valid on every machine.
+        local: for processes on its machine. network: for all others; empty if the server accepts no others.
+        node: Ray's id of its machine; empty where `local` is valid on every machine.
         host: that machine's address, as Ray knows it.
     """
 
-    near: str
-    far: str = ""
+    local: str
+    network: str = ""
     node: str = ""
     host: str = ""
 
-    def here(self) -> str:
+    def resolve(self) -> str:
         """The address for this process, on any machine."""
         return self.from_node(*_this_node())
 
@@ -111,37 +111,39 @@ class ServerAddresses:
             NoAddress: there is none.
         """
         if self.node in ("", node):
-            return self.near
+            return self.local
         advice = "let it listen there (docs/security.md), and say where with --network-address grpcs://HOST:PORT"
-        if not self.far:
+        if not self.network:
             raise NoAddress(
-                f"an env worker on {host} cannot reach the server at {self.near}, which has no gRPC: {advice}"
+                f"an env worker on {host} cannot reach the server at {self.local}, which has no gRPC: {advice}"
             )
-        if _is_loopback(self.far.partition("://")[2].rpartition(":")[0]) and host != self.host:
-            raise NoAddress(f"an env worker on {host} cannot reach {self.far}, the loopback of {self.host}: {advice}")
-        return self.far
+        if _is_loopback(self.network.partition("://")[2].rpartition(":")[0]) and host != self.host:
+            raise NoAddress(
+                f"an env worker on {host} cannot reach {self.network}, the loopback of {self.host}: {advice}"
+            )
+        return self.network
 
 
-def addresses_of(address: str | None, far: str | None = None, timeout: float = 10.0) -> ServerAddresses:
+def addresses_of(address: str | None, network: str | None = None, timeout: float = 10.0) -> ServerAddresses:
     """Find the addresses of the server at `address`.
 
     Args:
-        far: its address for other machines; None: ask the server.
+        network: its address for other machines; None: ask the server.
 
     Raises:
         jurybox.client.Error: it does not answer.
     """
-    near = address or default_address()
-    if not near.startswith("ipc://"):
-        return ServerAddresses(near)
+    local = address or default_address()
+    if not local.startswith("ipc://"):
+        return ServerAddresses(local)
     node, host = _this_node()
-    if far is None:
-        with connect_server(near, timeout=timeout) as server:
-            far = far_address(server.status()["server"]["grpc"], host)
-    return ServerAddresses(near, far, node, host)
+    if network is None:
+        with connect_server(local, timeout=timeout) as server:
+            network = network_address(server.status()["server"]["grpc"], host)
+    return ServerAddresses(local, network, node, host)
 
 
-def far_address(listens: str, host: str) -> str:
+def network_address(listens: str, host: str) -> str:
     """Return the address for other machines of a server on `host` that listens on `listens` ("host:port").
 
     A server uses TLS for other machines, but not on its own loopback.

@@ -78,7 +78,7 @@ class Serves(Protocol):
 REGISTRY = "engines"  # the run's folder with it, where a launcher keeps one
 _NAME = re.compile(r"[A-Za-z0-9][\w-]*", re.ASCII)
 _ATTEMPT = 3.0  # seconds for one connection of those tried until the engine is found
-_LOOK = 0.1
+_POLL_SECONDS = 0.1
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -119,26 +119,26 @@ class Endpoint:
     authority: str = field(default="", repr=False)
 
     @property
-    def here(self) -> bool:
+    def is_local(self) -> bool:
         """Whether the engine is on this machine."""
         return self.machine == this_machine()
 
     @property
     def address(self) -> str:
         """The address for this process."""
-        return self.ipc if self.here else self.grpc
+        return self.ipc if self.is_local else self.grpc
 
     def connect(self, timeout: float = 10.0) -> Server:
         """As `jurybox.client.connect`: over the shm transport on its machine, over gRPC from others."""
-        if self.here:
+        if self.is_local:
             return connect(self.ipc, timeout=timeout)
         return connect(self.grpc, timeout=timeout, token=self.token, tls_ca=self.authority.encode() or None)
 
 
 def reach(
-    name: str, look: Callable[[], Endpoint | None], timeout: float = 60.0, alive: Callable[[], None] = lambda: None
+    name: str, find: Callable[[], Endpoint | None], timeout: float = 60.0, alive: Callable[[], None] = lambda: None
 ) -> Server:
-    """Connect to an engine at the endpoint that `look` returns.
+    """Connect to an engine at the endpoint that `find` returns.
 
     Args:
         timeout: seconds to wait, also for an engine that is moving. alive: called while it waits.
@@ -148,7 +148,7 @@ def reach(
     """
     until, why = time.monotonic() + timeout, "nobody has told where it is"
     while True:
-        endpoint = look()
+        endpoint = find()
         if endpoint is not None:
             try:
                 return endpoint.connect(min(_ATTEMPT, timeout))
@@ -160,7 +160,7 @@ def reach(
                 f"engine {name!r} was not found within {timeout:g} s ({why}). Expected one of that name in the "
                 "cluster, and a network between it and this machine; its log is server.log in the run's folder"
             )
-        time.sleep(_LOOK)
+        time.sleep(_POLL_SECONDS)
 
 
 def show(folder: Path, number: int, endpoint: Endpoint) -> None:

@@ -31,12 +31,12 @@ from jurybox.training.cluster.actors import LogTail
 from jurybox.training.cluster.connection import NAMESPACE
 from jurybox.training.cluster.endpoints import Endpoint, EngineSpec, Feeds, Models, check_name, locks, this_machine
 from jurybox.training.cluster.feeder import Feeder
-from jurybox.training.cluster.host import Instead
+from jurybox.training.cluster.host import LocalNames
 from jurybox.training.cluster.traffic import Member, Traffic
 from jurybox.training.runtime.local_server import LocalServer
 
 START = 180.0  # seconds: for Ray to place it, and for the server to import torch there
-_AGAIN = 0.2
+_RETRY_SECONDS = 0.2
 _STOP = 30.0
 _CALLERS = 32  # calls that can wait for its start at the same time
 _LOG_TAIL = 64 << 10
@@ -90,7 +90,7 @@ class EngineActor:
                 self._feeder.close()
             self._feeder = Feeder(endpoint.ipc, scoreboard, self._spec.feeds, folders)
 
-    def look(self) -> tuple[str, bytes, str]:
+    def poll(self) -> tuple[str, bytes, str]:
         """Return the endpoint's incarnation ("" without a server), new log lines, and the feeder's final error."""
         lives = self._endpoint is not None and self._server is not None and self._server.alive
         failed = self._feeder.failed if self._feeder is not None else ""
@@ -112,7 +112,7 @@ class EngineActor:
         server = {"grpc": f"[{host}]:0" if ":" in host else f"{host}:0", **server}
         made = LocalServer(self._spec.models, self._log.path, http=False, threads=self._spec.threads, server=server)
         self._server = made
-        self._log.begin_anew()
+        self._log.rewind()
         made.start()
         made.wait()
         with made.connect() as client:
@@ -203,7 +203,7 @@ def endpoint(name: str, timeout: float = START) -> Endpoint:
             why = "it waits for a node with what it needs, or its server is still starting: see 'ray status'"
         except RayActorError as error:  # Ray is restarting it
             why = f"it is being moved: {error}"
-        time.sleep(_AGAIN)
+        time.sleep(_RETRY_SECONDS)
     raise ServerGone(f"engine {name!r} was not found within {timeout:.0f} s: {why or 'Ray did not answer'}")
 
 
@@ -217,20 +217,20 @@ def connect(name: str, timeout: float = START, alive: Callable[[], None] = lambd
 
     until = time.monotonic() + timeout
 
-    def look() -> Endpoint | None:
+    def find() -> Endpoint | None:
         try:
-            return endpoint(name, max(_AGAIN, until - time.monotonic()))
+            return endpoint(name, max(_RETRY_SECONDS, until - time.monotonic()))
         except ServerGone:
             return None
 
-    return endpoints.reach(name, look, timeout, alive)
+    return endpoints.reach(name, find, timeout, alive)
 
 
 def _actor_name(name: str) -> str:
     return f"jurybox-engine-{check_name(name)}"
 
 
-_LOOK = 0.5  # seconds between two checks of an engine
+_POLL_SECONDS = 0.5  # seconds between two checks of an engine
 
 _BACK_OFF = 2.0  # seconds to wait after a failed start
 _ENGINE_STOP = 15.0
@@ -242,19 +242,19 @@ class EnginePlacement:
     Args:
         registry: folder of endpoints on this machine; a folder of the run, so every machine has it.
         log: receives the log of its servers.
-        told: receives status lines for the user.
+        notify: receives status lines for the user.
     """
 
     def __init__(
-        self, spec: EngineSpec, traffic: Traffic, registry: Path, log: Path, told: Callable[[str], None]
+        self, spec: EngineSpec, traffic: Traffic, registry: Path, log: Path, notify: Callable[[str], None]
     ) -> None:
-        self._spec, self._traffic, self._registry, self._log, self._told = spec, traffic, registry, log, told
+        self._spec, self._traffic, self._registry, self._log, self._notify = spec, traffic, registry, log, notify
         self._actor: Any = None
         self._shown = 0
         log.parent.mkdir(parents=True, exist_ok=True)
         log.unlink(missing_ok=True)
         endpoints.clear(registry, spec.name)
-        self._task = asyncio.ensure_future(self._keep())
+        self._task = asyncio.ensure_future(self._run())
         self._task.add_done_callback(self._ended)
 
     async def close(self) -> None:
@@ -266,7 +266,7 @@ class EnginePlacement:
             ray.kill(self._actor)
         endpoints.clear(self._registry, self._spec.name)
 
-    async def _keep(self) -> None:
+    async def _run(self) -> None:
         life = ""
         while True:
             try:
@@ -274,32 +274,32 @@ class EnginePlacement:
                 node = await self._actor.where.remote()
                 member = await self._traffic.member(node)
                 endpoint: Endpoint = await self._actor.endpoint.remote()
-                instead: Instead = await member.ask("instead")
-                await self._actor.feed.remote(member.scoreboard, instead.folders)
+                names: LocalNames = await member.call("local_names")
+                await self._actor.feed.remote(member.scoreboard, names.folders)
                 if endpoint.life != life:
                     life = endpoint.life
                     self._shown += 1
                     endpoints.show(self._registry, self._shown, endpoint)
-                    self._told(f"engine {endpoint.name} serves on node {node[:8]}, for others at {endpoint.grpc}")
+                    self._notify(f"engine {endpoint.name} serves on node {node[:8]}, for others at {endpoint.grpc}")
                 await self._watch(endpoint, member)
             except RayTaskError as error:
-                self._told(f"engine {self._spec.name}: {error.cause}")
+                self._notify(f"engine {self._spec.name}: {error.cause}")
                 await asyncio.sleep(_BACK_OFF)
             except RayError:
-                await asyncio.sleep(_AGAIN)  # Ray restarts it, on another node if necessary
+                await asyncio.sleep(_RETRY_SECONDS)  # Ray restarts it, on another node if necessary
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
-            self._told(f"engine {self._spec.name} is kept no longer: {type(error).__name__}: {error}")
+            self._notify(f"engine {self._spec.name} is kept no longer: {type(error).__name__}: {error}")
 
     async def _watch(self, endpoint: Endpoint, member: Member) -> None:
         """Watch until the endpoint changes."""
-        while not member.gone:
-            life, log, failed = await self._actor.look.remote()
+        while not member.lost:
+            life, log, failed = await self._actor.poll.remote()
             with self._log.open("ab") as file:
                 file.write(log)
             if failed:
-                self._told(f"engine {endpoint.name} is fed no longer ({failed}); begun again")
+                self._notify(f"engine {endpoint.name} is fed no longer ({failed}); begun again")
             if failed or life != endpoint.life:
                 return
-            await asyncio.sleep(_LOOK)
+            await asyncio.sleep(_POLL_SECONDS)

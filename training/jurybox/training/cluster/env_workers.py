@@ -26,8 +26,8 @@ from jurybox.training.cluster.vector_env import LOST
 from jurybox.training.vector.worker import WorkerFailed, worker_error
 
 _DEATHS = 3  # deaths of a worker without a finished call in between, before the run fails
-_LOOK = 0.5  # seconds between two checks for an interrupt
-_AGAIN = 0.2
+_INTERRUPT_SECONDS = 0.5  # seconds between two checks for an interrupt
+_RETRY_SECONDS = 0.2
 _STOP = 2.0  # seconds that workers get to close their environments
 _VALUE, _RAISED, _NEW = range(3)
 
@@ -41,7 +41,7 @@ class Needs:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class PendingCall:
     """A call in flight: its worker, the worker's incarnation, and the deadline."""
 
     worker: int
@@ -119,7 +119,7 @@ class EnvWorkers:
     ) -> None:
         self._needs = needs or Needs()
         self._timeout, self._start_timeout = timeout, start_timeout
-        self._orders = [(list(sys.path), dict(environment or {}), cloudpickle.dumps(make)) for make in makers]
+        self._configs = [(list(sys.path), dict(environment or {}), cloudpickle.dumps(make)) for make in makers]
         self._lives = [0] * len(makers)
         self._deaths = [0] * len(makers)
         self._connections: dict[int, CallConnection] = {}  # to workers of this machine
@@ -129,7 +129,7 @@ class EnvWorkers:
         try:
             begun = [actor.begin.remote() for actor in self._actors]
             for worker, answer in enumerate(begun):
-                self._begun(worker, answer, time.monotonic() + start_timeout)
+                self._await_start(worker, answer, time.monotonic() + start_timeout)
         except BaseException:
             self.close()
             raise
@@ -147,24 +147,24 @@ class EnvWorkers:
         """Return how often the worker was replaced."""
         return self._lives[worker]
 
-    def ask(self, worker: int, method: str, *arguments: Any) -> Asked:
+    def ask(self, worker: int, method: str, *arguments: Any) -> PendingCall:
         """Begin a call; several may be in flight; they run in order."""
         connection = self._connections.get(worker)
         answer = connection.ask(method, arguments) if connection else self._actors[worker].do.remote(method, arguments)
-        return Asked(worker, self._lives[worker], time.monotonic() + self._timeout, answer)
+        return PendingCall(worker, self._lives[worker], time.monotonic() + self._timeout, answer)
 
-    def answer(self, asked: Asked) -> Any:
+    def answer(self, call: PendingCall) -> Any:
         """Wait for the result; `LOST` if the worker was replaced since.
 
         Raises:
             WorkerFailed: the method raised, or the worker died several times without finishing a call.
         """
-        worker = asked.worker
-        if asked.life != self._lives[worker]:
+        worker = call.worker
+        if call.life != self._lives[worker]:
             return LOST
         connection = self._connections.get(worker)
         try:
-            kind, value = _wait(asked.answer, asked.until, connection)
+            kind, value = _wait(call.answer, call.until, connection)
         except GetTimeoutError:
             ray.kill(self._actors[worker], no_restart=False)  # Ray restarts it
             kind = _NEW
@@ -204,7 +204,7 @@ class EnvWorkers:
         until = time.monotonic() + self._start_timeout
         while True:
             try:
-                return self._begun(worker, self._actors[worker].begin.remote(), until)
+                return self._await_start(worker, self._actors[worker].begin.remote(), until)
             except ActorDiedError:
                 self._actors[worker] = self._new(worker)
             except RayActorError:  # Ray is restarting it
@@ -216,17 +216,17 @@ class EnvWorkers:
                     "the log of its node says why"
                 )
             interrupts.check()
-            time.sleep(_AGAIN)
+            time.sleep(_RETRY_SECONDS)
 
-    def _begun(self, worker: int, answer: Any, until: float) -> None:
+    def _await_start(self, worker: int, answer: Any, until: float) -> None:
         try:
             kind, value = _wait(answer, until)
         except GetTimeoutError as error:
-            wanted = {"CPU": self._needs.cpus, **self._needs.resources}
-            there: Any = ray.cluster_resources  # Ray has no types for it
+            needed = {"CPU": self._needs.cpus, **self._needs.resources}
+            resources: Any = ray.cluster_resources  # Ray has no types for it
             raise Timeout(
-                f"env worker {worker} of {len(self._orders)} has not begun within {self._start_timeout:g} s: "
-                f"no machine has {wanted} free for it (in all there are {there()}), or its "
+                f"env worker {worker} of {len(self._configs)} has not begun within {self._start_timeout:g} s: "
+                f"no machine has {needed} free for it (in all there are {resources()}), or its "
                 "environments take long. Use fewer workers, or add machines"
             ) from error
         if kind == _RAISED:
@@ -243,15 +243,15 @@ class EnvWorkers:
             "max_restarts": -1,
             "scheduling_strategy": "SPREAD",
         }
-        return ray.remote(EnvActor).options(**options).remote(*self._orders[worker])
+        return ray.remote(EnvActor).options(**options).remote(*self._configs[worker])
 
 
 def _wait(answer: Any, until: float, connection: CallConnection | None = None) -> Answer:
     while True:
-        look = min(until, time.monotonic() + _LOOK)
+        slice_end = min(until, time.monotonic() + _INTERRUPT_SECONDS)
         try:
-            left = max(0.0, look - time.monotonic())
-            found: Answer | None = connection.answer(answer, look) if connection else ray.get(answer, timeout=left)
+            left = max(0.0, slice_end - time.monotonic())
+            found: Answer | None = connection.answer(answer, slice_end) if connection else ray.get(answer, timeout=left)
         except GetTimeoutError:
             found = None
         if found is not None:

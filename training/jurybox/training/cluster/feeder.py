@@ -19,9 +19,9 @@ from jurybox.training.cluster.endpoints import Feeds
 from jurybox.training.cluster.host import Folders
 from jurybox.training.runtime.shared_resources import SharedResources
 
-_LOOK = 0.02  # seconds
-_TAKEN_OVER = 5.0  # seconds for the engines to adopt a kept version
-_JOIN = 10.0
+_POLL_SECONDS = 0.02  # seconds
+_ADOPT_TIMEOUT = 5.0  # seconds for the engines to adopt a kept version
+_JOIN_TIMEOUT = 10.0
 
 
 class Feeder:
@@ -48,7 +48,7 @@ class Feeder:
     def close(self) -> None:
         """Stop it."""
         self._stop.set()
-        self._thread.join(_JOIN)
+        self._thread.join(_JOIN_TIMEOUT)
 
     def _run(self) -> None:
         try:
@@ -64,7 +64,7 @@ class Feeder:
                     for folder, model in self._feeds.folders.items()
                 ]
                 sources: list[_Channel | _Folder] = [*folders, *channels]  # the odds of a publication name what stays
-                while not self._stop.wait(_LOOK):
+                while not self._stop.wait(_POLL_SECONDS):
                     for source in sources:
                         source.feed()
         except (
@@ -98,9 +98,9 @@ class _Folder:
         self._engines = engines
 
     def feed(self) -> None:
-        came = self._folder.after(self._taken)
-        self._taken += len(came)
-        for model, name in came[-self._most :]:
+        new = self._folder.after(self._taken)
+        self._taken += len(new)
+        for model, name in new[-self._most :]:
             path = Path(self._folder.paths[model]) / name
             version = int(path.stem)
             if version > self._engines.newest:
@@ -112,7 +112,7 @@ class _Folder:
                     continue  # it was removed in the meantime
                 self._publisher.publish(state, version=version)
                 # Engines adopt the newest version: one that is overtaken before that would be missing.
-                self._engines.wait_until_fresh(_TAKEN_OVER, max_lag=0)
+                self._engines.wait_until_fresh(_ADOPT_TIMEOUT, max_lag=0)
 
 
 def _publisher(server: Server, model: str) -> Publisher:

@@ -29,8 +29,8 @@ from jurybox.training.runtime.shared_resources import SharedResources, create_re
 # it was made, and timestamps are shifted by the difference (they look younger by the transfer time of the copy).
 
 
-_MOMENTS = [Word.HEARTBEAT, Word.WAITS_SINCE, Word.READY_AT, Word.MOVED_AT]
-_ORDER_MOMENTS = [Control.STARTED_AT]
+_TIMESTAMPS = [Word.HEARTBEAT, Word.WAITS_SINCE, Word.READY_AT, Word.MOVED_AT]
+_CONTROL_TIMESTAMPS = [Control.STARTED_AT]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +53,8 @@ class Counters:
     def of(cls, scoreboard: Scoreboard, roles: Collection[int], *, orders: bool) -> Counters:
         """Return the counters of these roles on `scoreboard`."""
         numbers = np.array(sorted(roles), np.int64)
-        told = scoreboard.control[numbers] if orders else np.empty((0, scoreboard.control.shape[1]), np.int64)
-        return cls(time.monotonic_ns(), numbers, scoreboard.records[numbers], told)
+        control = scoreboard.control[numbers] if orders else np.empty((0, scoreboard.control.shape[1]), np.int64)
+        return cls(time.monotonic_ns(), numbers, scoreboard.records[numbers], control)
 
     def unfinished(self) -> Counters:
         """Return a copy in which no learner is done, because the last publication is still in transit."""
@@ -74,17 +74,17 @@ class Counters:
         if life:
             chosen &= self.records[:, Word.LIFE] == scoreboard.control[self.roles, Control.LIFE]
         records = self.records[chosen].copy()
-        moments = records[:, _MOMENTS]
-        records[:, _MOMENTS] = np.where(moments > 0, moments + shift, moments)
+        timestamps = records[:, _TIMESTAMPS]
+        records[:, _TIMESTAMPS] = np.where(timestamps > 0, timestamps + shift, timestamps)
         scoreboard.records[self.roles[chosen]] = records
         if orders:
-            told = self.orders.copy()
-            moments = told[:, _ORDER_MOMENTS]
-            told[:, _ORDER_MOMENTS] = np.where(moments > 0, moments + shift, moments)
-            scoreboard.control[self.roles] = told
+            control = self.orders.copy()
+            timestamps = control[:, _CONTROL_TIMESTAMPS]
+            control[:, _CONTROL_TIMESTAMPS] = np.where(timestamps > 0, timestamps + shift, timestamps)
+            scoreboard.control[self.roles] = control
 
 
-_TICK = 100_000_000  # ns
+_CLOCK_TICK = 100_000_000  # ns
 
 
 class Folders:
@@ -108,7 +108,7 @@ class Folders:
             changed = Path(path).stat().st_mtime_ns
             if self._changed.get(folder) != changed:
                 # A folder that has just changed may change again within a tick of the file system's clock.
-                if time.time_ns() - changed > _TICK:
+                if time.time_ns() - changed > _CLOCK_TICK:
                     self._changed[folder] = changed
                 for each in sorted(Path(path).iterdir()):
                     if not each.name.startswith("."):
@@ -146,7 +146,7 @@ class Publication:
 
 
 @dataclass(frozen=True, slots=True)
-class Instead:
+class LocalNames:
     """The names of shared memory and folders for roles on a machine.
 
     Attributes:
@@ -158,7 +158,7 @@ class Instead:
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class HostReport:
     """News of a host for the others.
 
     Attributes:
@@ -202,27 +202,27 @@ class Host:
         """Name of its scoreboard."""
         return self.shared.scoreboard.segment.name
 
-    def exchange(self, others: Counters, here: Collection[int], leaving: Sequence[str], files: int = 0) -> Seen:
+    def exchange(self, others: Counters, roles: Collection[int], replays: Sequence[str], files: int = 0) -> HostReport:
         """Write the orchestrator's counters here, and return this host's news.
 
         Args:
-            here: roles that run on this machine. leaving: replays that are sampled, so their rows may have to move.
+            roles: those that run on this machine. replays: those that are sampled, so their rows may have to move.
             files: number of this machine's files that the orchestrator's machine knows.
         """
-        away = set(others.roles.tolist()) - set(here)
+        away = set(others.roles.tolist()) - set(roles)
         others.write(self.shared.scoreboard, away, orders=True)
-        return self.seen(here, leaving, files)
+        return self.report(roles, replays, files)
 
     def context(self, counters: Counters) -> None:
         """Prepare the start of a role: its counters continue from the orchestrator's scoreboard."""
         counters.write(self.shared.scoreboard, counters.roles.tolist(), orders=True)
 
-    def seen(self, here: Collection[int], leaving: Sequence[str], files: int = 0) -> Seen:
+    def report(self, roles: Collection[int], replays: Sequence[str], files: int = 0) -> HostReport:
         """Return this host's news for the others."""
-        return Seen(
-            Counters.of(self.shared.scoreboard, here, orders=False),
+        return HostReport(
+            Counters.of(self.shared.scoreboard, roles, orders=False),
             tuple(self.newest(channel.name) for channel in self._plan.channels),
-            {name: self._exporter(name).new.waiting for name in leaving},
+            {name: self._exporter(name).new.waiting for name in replays},
             sum(source.new.missed for source in self._exporters.values()),
             self.folders.after(files),
         )
@@ -260,9 +260,9 @@ class Host:
                 name = f"{dict(self.shared.scoreboard.named.replays)[spec.name]}-home"
                 self._homes[spec.name] = create_replay(spec, name, self._plan.seed)
 
-    def instead(self) -> Instead:
+    def local_names(self) -> LocalNames:
         """Return the names that processes on this machine use instead of those of the plan."""
-        return Instead({name: str(replay.name) for name, replay in self._homes.items()}, self.folders.paths)
+        return LocalNames({name: str(replay.name) for name, replay in self._homes.items()}, self.folders.paths)
 
     def rows(self, name: str) -> RowBatch | None:
         """Return the next batch of this machine's new rows; None if there are none."""

@@ -26,9 +26,9 @@ from jurybox.training.runtime.plan import Plan
 from jurybox.training.runtime.shared_resources import SharedResources
 
 _LISTEN_SECONDS = 0.5
-_AGAIN_SECONDS = 0.2
+_RETRY_SECONDS = 0.2
 _CLOSE_SECONDS = 30.0
-_LEFT_SECONDS = 5.0  # for places to remove their files; a place on a lost node does not answer
+_CLEANUP_SECONDS = 5.0  # for places to remove their files; a place on a lost node does not answer
 _KILLED = -9
 _T = TypeVar("_T")
 
@@ -41,22 +41,22 @@ class RayProcess:
         self.pid = 0
         self.lost = False
         self.status: int | None = None
-        self.said: deque[dict[str, Any]] = deque()
+        self.inbox: deque[dict[str, Any]] = deque()
         self.work: asyncio.Task[None] | None = None
         self._launcher = launcher
 
     @property
-    def news(self) -> bool:
-        return bool(self.said) or self.status is not None
+    def has_messages(self) -> bool:
+        return bool(self.inbox) or self.status is not None
 
     def send(self, kind: str, **fields: Any) -> None:
         if self.status is not None:
             raise BrokenPipeError("the role's process has ended")
-        self._launcher.say(self.number, kind, fields)
+        self._launcher.send(self.number, kind, fields)
 
     def messages(self) -> Iterator[dict[str, Any]]:
-        while self.said:
-            message = self.said.popleft()
+        while self.inbox:
+            message = self.inbox.popleft()
             if message["kind"] == "saved":
                 state = message.pop("state")
                 try:
@@ -64,12 +64,12 @@ class RayProcess:
                 except OSError as error:  # a full disk
                     message = {**message, "kind": "unsaved", "error": str(error)}
             elif "kept" in message:
-                message = self._here(message)
+                message = self._store_evaluated(message)
             yield message
         if self.status is not None:
             raise EOFError("the role's process has ended")
 
-    def _here(self, message: dict[str, Any]) -> dict[str, Any]:
+    def _store_evaluated(self, message: dict[str, Any]) -> dict[str, Any]:
         """Store weights that were evaluated on another machine in a folder on this one."""
         assert self.evaluated is not None
         files: dict[str, bytes] = message.pop("kept")
@@ -107,7 +107,7 @@ class RayLauncher:
         self._places: dict[int, Any] = {}
         self._running: dict[int, RayProcess] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._told: deque[str] = deque()
+        self._notices: deque[str] = deque()
         self._engines: list[tuple[EngineSpec, Path]] = []
         self._placements: list[EnginePlacement] = []
 
@@ -134,14 +134,14 @@ class RayLauncher:
         node = ray.get_runtime_context().get_node_id()
 
         async def begin() -> Traffic:
-            traffic = Traffic(plan, Host(plan, shared), node, self._lost, self._told.append)
+            traffic = Traffic(plan, Host(plan, shared), node, self._lost, self._notices.append)
             self._placements = [
-                EnginePlacement(spec, traffic, Path(plan.folders[REGISTRY]), log, self._told.append)
+                EnginePlacement(spec, traffic, Path(plan.folders[REGISTRY]), log, self._notices.append)
                 for spec, log in self._engines
             ]
             return traffic
 
-        self._traffic = self._do(begin(), 10.0)
+        self._traffic = self._call(begin(), 10.0)
         self._places = {number: self._place(number) for number in range(len(plan.roles))}
 
     def start(
@@ -153,32 +153,32 @@ class RayLauncher:
         saved = state.read_bytes() if state else None
 
         async def begin() -> None:
-            process.work = asyncio.ensure_future(self._live(process, life, saved))
+            process.work = asyncio.ensure_future(self._run_process(process, life, saved))
 
-        self._do(begin(), 10.0)
+        self._call(begin(), 10.0)
         return process
 
     def wait(self, processes: Sequence[RoleProcess], timeout: float) -> Collection[RoleProcess]:
-        mine = [process for process in processes if isinstance(process, RayProcess)]
+        own = [process for process in processes if isinstance(process, RayProcess)]
         with self._changed:
-            self._changed.wait_for(lambda: any(process.news for process in mine), timeout)
-        while self._told and mine:
-            mine[0].said.append({"kind": "said", "text": self._told.popleft()})
-        return [process for process in mine if process.news]
+            self._changed.wait_for(lambda: any(process.has_messages for process in own), timeout)
+        while self._notices and own:
+            own[0].inbox.append({"kind": "said", "text": self._notices.popleft()})
+        return [process for process in own if process.has_messages]
 
     def settle(self, timeout: float) -> bool:
         try:
-            self._do(self._traffic.settle(), timeout)
+            self._call(self._traffic.settle(), timeout)
         except (TimeoutError, RayError):
             return False
         return True
 
     def save_replay(self, name: str, path: Path) -> None:
-        whole = self._do(self._traffic.replay_file(name), 600.0)
-        if whole is None:
+        content = self._call(self._traffic.replay_file(name), 600.0)
+        if content is None:
             self._shared.replay(name).save(path)
         else:
-            path.write_bytes(whole)
+            path.write_bytes(content)
 
     def end(self) -> None:
         if self._loop is None:
@@ -186,9 +186,9 @@ class RayLauncher:
         try:
             if self._places:  # else it did not begin
                 with suppress(TimeoutError, RayError):  # a place that does not answer ends with its actor
-                    self._do(self._close(), _CLOSE_SECONDS)
+                    self._call(self._close(), _CLOSE_SECONDS)
                 closed = [place.close.remote() for place in self._places.values()]
-                ray.wait(closed, num_returns=len(closed), timeout=_LEFT_SECONDS)
+                ray.wait(closed, num_returns=len(closed), timeout=_CLEANUP_SECONDS)
             for place in self._places.values():
                 ray.kill(place)
         finally:
@@ -197,9 +197,9 @@ class RayLauncher:
             self._thread.join(5.0)
             loop.close()
 
-    def say(self, number: int, kind: str, fields: dict[str, Any]) -> None:
+    def send(self, number: int, kind: str, fields: dict[str, Any]) -> None:
         """Send a role's process a message."""
-        self._places[number].say.remote(kind, fields)
+        self._places[number].send.remote(kind, fields)
 
     def kill(self, process: RayProcess) -> None:
         """Kill a process on its machine; if it has no place yet, give it up."""
@@ -224,16 +224,16 @@ class RayLauncher:
             del self._running[process.number]
         return _KILLED if process.status is None else process.status
 
-    async def _live(self, process: RayProcess, life: int, state: bytes | None) -> None:
+    async def _run_process(self, process: RayProcess, life: int, state: bytes | None) -> None:
         """Run one process, from its placement to its end."""
         number, status, member = process.number, _KILLED, None
         try:
-            node = await self._where(number)
+            node = await self._node_of(number)
             member = await self._traffic.member(node)
-            instead = await self._traffic.context(number, member)
+            names = await self._traffic.context(number, member)
             kept = None if process.evaluated is None else str(process.evaluated)
             configured = configuration(self._plan, number, life, member.scoreboard, None, kept)
-            configured |= {"replays": instead.replays, "folders": instead.folders}
+            configured |= {"replays": names.replays, "folders": names.folders}
             place = self._places[number]
             process.pid = await place.start.remote(configured, state)
             status = await self._listen(process, place)
@@ -241,24 +241,24 @@ class RayLauncher:
         except RayError:
             process.lost = True
             if member is not None:
-                member.here.discard(number)
-                await self._look_after(member)
+                member.roles.discard(number)
+                await self._check_member(member)
         except ValueError as error:
-            self._hear(process, ProcessOutput(({"kind": "failed", "error": str(error)},), b"", None))
+            self._deliver(process, ProcessOutput(({"kind": "failed", "error": str(error)},), b"", None))
             status = 1
         finally:
             if member is not None:
-                member.here.discard(number)
+                member.roles.discard(number)
             self._ended(process, status)
 
     async def _listen(self, process: RayProcess, place: Any) -> int:
         while True:
-            heard: ProcessOutput = await place.listen.remote(_LISTEN_SECONDS)
-            self._hear(process, heard)
-            if heard.status is not None:
-                return heard.status
+            output: ProcessOutput = await place.listen.remote(_LISTEN_SECONDS)
+            self._deliver(process, output)
+            if output.status is not None:
+                return output.status
 
-    async def _where(self, number: int) -> str:
+    async def _node_of(self, number: int) -> str:
         """Return the node on which Ray has placed a role; wait for its resources."""
         while True:
             try:
@@ -267,23 +267,23 @@ class RayLauncher:
             except ActorDiedError:
                 self._places[number] = self._place(number)
             except RayActorError:  # Ray is restarting it
-                await asyncio.sleep(_AGAIN_SECONDS)
+                await asyncio.sleep(_RETRY_SECONDS)
 
-    async def _look_after(self, member: Member) -> None:
+    async def _check_member(self, member: Member) -> None:
         """Handle the loss of a place, alone or with its machine."""
         if member is not self._traffic.own:
             try:
-                await asyncio.wait_for(member.ask("instead"), 1.0)
+                await asyncio.wait_for(member.call("local_names"), 1.0)
             except (RayError, TimeoutError):
-                self._traffic.gone(member)
+                self._traffic.handle_loss(member)
 
-    def _hear(self, process: RayProcess, heard: ProcessOutput) -> None:
-        if heard.log:
+    def _deliver(self, process: RayProcess, output: ProcessOutput) -> None:
+        if output.log:
             with process.log.open("ab") as log:
-                log.write(heard.log)
-        if heard.messages:
+                log.write(output.log)
+        if output.messages:
             with self._changed:
-                process.said.extend(heard.messages)
+                process.inbox.extend(output.messages)
                 self._changed.notify_all()
 
     def _ended(self, process: RayProcess, status: int) -> None:
@@ -321,6 +321,6 @@ class RayLauncher:
         self._placements, self._engines = [], []
         await self._traffic.close()
 
-    def _do(self, work: Coroutine[Any, Any, _T], timeout: float) -> _T:
+    def _call(self, work: Coroutine[Any, Any, _T], timeout: float) -> _T:
         assert self._loop is not None
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(timeout)

@@ -55,7 +55,7 @@ class CallServer:
     def _serve(self, connection: Connection) -> None:
         try:
             while True:
-                connection.send_bytes(_packed(self._do(*pickle.loads(connection.recv_bytes()))))
+                connection.send_bytes(_pickled(self._do(*pickle.loads(connection.recv_bytes()))))
         except (EOFError, OSError):
             return  # the caller is gone
 
@@ -81,15 +81,15 @@ class CallConnection:
             caller.close()
             raise
         self._connection = Connection(caller.detach())
-        self._asked = self._answered = 0
+        self._sent = self._received = 0
         self._early: dict[int, Answer] = {}
 
     def ask(self, method: str, arguments: tuple[Any, ...]) -> int:
         """Send a call; returns its number. If the worker is gone, `answer` raises EOFError."""
-        self._asked += 1
+        self._sent += 1
         with suppress(OSError):  # which `answer` raises
-            self._connection.send_bytes(_packed((method, arguments)))
-        return self._asked
+            self._connection.send_bytes(_pickled((method, arguments)))
+        return self._sent
 
     def answer(self, number: int, until: float) -> Answer | None:
         """Wait for an answer until `until` on the monotonic clock; return None if there is none.
@@ -100,15 +100,15 @@ class CallConnection:
         while number not in self._early:
             if not self._connection.poll(max(0.0, until - time.monotonic())):
                 return None
-            self._answered += 1
-            self._early[self._answered] = pickle.loads(self._connection.recv_bytes())
+            self._received += 1
+            self._early[self._received] = pickle.loads(self._connection.recv_bytes())
         return self._early.pop(number)
 
     def close(self) -> None:
         self._connection.close()
 
 
-def _packed(message: Any) -> bytes:
+def _pickled(message: Any) -> bytes:
     return pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
 
 

@@ -68,7 +68,7 @@ class SpreadVecEnv(SubprocVecEnv):
     def receive(self, place: tuple[int, int]) -> Any:
         """Return the answer of one environment."""
         for worker, requests in self._unsent.items():
-            self._under_way[worker] = (requests, self._ask(worker, requests))
+            self._under_way[worker] = (requests, self._start_call(worker, requests))
         self._unsent = {}
         if (arrived := self._under_way.pop(place[0], None)) is not None:
             self._settle(place[0], *arrived)
@@ -77,18 +77,18 @@ class SpreadVecEnv(SubprocVecEnv):
             raise WorkerFailed(f"environment {self._number[place]}: {answer}")
         return answer
 
-    def _ask(self, worker: int, requests: dict[int, Request]) -> Any:
+    def _start_call(self, worker: int, requests: dict[int, Request]) -> Any:
         """Send the requests; return None if the environments are new and must be reset before a step."""
         steps = any(command == "step" for command, _ in requests.values())
         if steps and self._workers.life(worker) != self._lives[worker]:
             return None
         return self._workers.ask(worker, "answer", requests)
 
-    def _settle(self, worker: int, requests: dict[int, Request], asked: Any) -> None:
-        answers = LOST if asked is None else self._workers.answer(asked)
+    def _settle(self, worker: int, requests: dict[int, Request], pending: Any) -> None:
+        answers = LOST if pending is None else self._workers.answer(pending)
         while answers is LOST:
             if any(command == "step" for command, _ in requests.values()):
-                answers = self._cut(worker, requests)
+                answers = self._replace_step(worker, requests)
             else:
                 # No episode was affected: repeat the request; the next step truncates its rows.
                 answers = self._workers.answer(self._workers.ask(worker, "answer", requests))
@@ -100,7 +100,7 @@ class SpreadVecEnv(SubprocVecEnv):
                 self._seen[worker, index] = answer[0]
             self._answers[worker, index] = answer
 
-    def _cut(self, worker: int, requests: dict[int, Request]) -> Any:
+    def _replace_step(self, worker: int, requests: dict[int, Request]) -> Any:
         """Reset the new environments; returns the answers that replace the step, or `LOST` again."""
         self._lives[worker] = self._workers.life(worker)
         resets = {index: ("reset", (self._fresh_seed(worker, index), None)) for index in requests}
@@ -108,14 +108,14 @@ class SpreadVecEnv(SubprocVecEnv):
         if begun is LOST:
             return LOST
         return {
-            index: answer if isinstance(answer, WorkerFailed) else self._cut_short((worker, index), *answer)
+            index: answer if isinstance(answer, WorkerFailed) else self._truncated_step((worker, index), *answer)
             for index, answer in begun.items()
         }
 
-    def _cut_short(self, place: tuple[int, int], observation: Any, info: dict[str, Any]) -> Any:
+    def _truncated_step(self, place: tuple[int, int], observation: Any, info: dict[str, Any]) -> Any:
         last = self._seen.get(place, observation)
-        told = {"TimeLimit.truncated": True, "terminal_observation": last, "restarted": True}
-        return observation, 0.0, True, told, info
+        cut_info = {"TimeLimit.truncated": True, "terminal_observation": last, "restarted": True}
+        return observation, 0.0, True, cut_info, info
 
     def _fresh_seed(self, worker: int, index: int) -> int:
         numbers = (self._seed, self._number[worker, index], self._workers.life(worker))

@@ -17,7 +17,7 @@ from ray.exceptions import RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from jurybox.training.cluster.actors import HostActor
-from jurybox.training.cluster.host import Counters, Host, Instead, Seen
+from jurybox.training.cluster.host import Counters, Host, HostReport, LocalNames
 from jurybox.training.runtime.plan import Plan
 
 PERIOD = 0.01  # least seconds between two polls of a host
@@ -32,24 +32,24 @@ class Member:
         node: Ray's id of the machine.
         host: set for this machine's own host. actor: set for a host on another machine.
         scoreboard: name of its scoreboard.
-        here: roles that run on it.
+        roles: that run on it.
         known: by channel, the newest version in its copy.
-        files: (folder, name) of those in the run's folders there; told: how many of them it has reported.
+        files: (folder, name) of those in the run's folders there; reported: how many of them it has reported.
         busy: names of channels and replays with a transfer to or from it.
-        gone: whether it was lost.
+        lost: whether it was lost.
     """
 
     node: str
     scoreboard: str
     host: Host | None = None
     actor: Any = None
-    here: set[int] = field(default_factory=set)
+    roles: set[int] = field(default_factory=set)
     known: dict[str, int] = field(default_factory=dict)
     busy: set[str] = field(default_factory=set)
     files: set[tuple[str, str]] = field(default_factory=set)
-    told: int = 0
+    reported: int = 0
     missed: int = 0
-    gone: bool = False
+    lost: bool = False
 
     def fetch(self, method: str, *arguments: Any) -> Any:
         """Begin a call; returns a reference to the result, or the result itself from this machine's host."""
@@ -57,7 +57,7 @@ class Member:
             return getattr(self.host, method)(*arguments)
         return getattr(self.actor, method).remote(*arguments)
 
-    async def ask(self, method: str, *arguments: Any) -> Any:
+    async def call(self, method: str, *arguments: Any) -> Any:
         """Call the host; arguments may be references."""
         if self.host is None:
             return await getattr(self.actor, method).remote(*arguments)
@@ -71,7 +71,7 @@ class Traffic:
     Args:
         host: of this machine.
         lost: called with the roles of a host that is gone.
-        told: receives status lines for the user.
+        notify: receives status lines for the user.
     """
 
     def __init__(
@@ -80,47 +80,47 @@ class Traffic:
         host: Host,
         node: str,
         lost: Callable[[set[int]], None],
-        told: Callable[[str], None],
+        notify: Callable[[str], None],
         period: float = PERIOD,
     ) -> None:
-        self._plan, self._lost, self._told, self._period = plan, lost, told, period
+        self._plan, self._lost, self._notify, self._period = plan, lost, notify, period
         self._scoreboard = host.shared.scoreboard
         self.own = Member(node, host.scoreboard, host=host)
         self.members: dict[str, Member] = {node: self.own}
-        self._coming: dict[str, asyncio.Task[Member]] = {}
+        self._starting: dict[str, asyncio.Task[Member]] = {}
         self._homes: dict[str, Member] = {}  # by replay, where it is sampled
         self._sources: dict[str, Member] = {}  # by channel, where it is published on
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._go(self._look_here())
+        self._spawn(self._poll_local())
 
     async def member(self, node: str) -> Member:
         """Get the host of a machine; create it if there is none."""
         found = self.members.get(node)
         if found is not None:
             return found
-        if node not in self._coming:
-            self._coming[node] = asyncio.ensure_future(self._make(node))
+        if node not in self._starting:
+            self._starting[node] = asyncio.ensure_future(self._make(node))
         try:
-            return await asyncio.shield(self._coming[node])
+            return await asyncio.shield(self._starting[node])
         finally:
-            self._coming.pop(node, None)
+            self._starting.pop(node, None)
 
     async def _make(self, node: str) -> Member:
-        here = NodeAffinitySchedulingStrategy(node, soft=False)
+        strategy = NodeAffinitySchedulingStrategy(node, soft=False)
         name = f"{self.own.scoreboard}-{node}"
-        options: dict[str, Any] = {"num_cpus": 0, "name": name, "scheduling_strategy": here, "get_if_exists": True}
+        options: dict[str, Any] = {"num_cpus": 0, "name": name, "scheduling_strategy": strategy, "get_if_exists": True}
         actor: Any = ray.remote(HostActor).options(**options).remote(self._plan)
-        made = Member(node, await actor.ready.remote(), actor=actor)
+        member = Member(node, await actor.ready.remote(), actor=actor)
         for channel in self._plan.channels:
             # Send what was published so far, so that roles that start there need not wait for the next publication.
-            if self._newest_here(channel.name):
+            if self._newest_local(channel.name):
                 newest = self.own.fetch("publication", channel.name)
-                made.known[channel.name] = await made.ask("adopt", channel.name, newest)
-        self.members[node] = made
-        self._go(self._look_at(made))
-        return made
+                member.known[channel.name] = await member.call("adopt", channel.name, newest)
+        self.members[node] = member
+        self._spawn(self._poll(member))
+        return member
 
-    async def context(self, number: int, member: Member) -> Instead:
+    async def context(self, number: int, member: Member) -> LocalNames:
         """Prepare the start of a role on a machine; returns the names that it uses there.
 
         Raises:
@@ -129,106 +129,110 @@ class Traffic:
         spec = self._plan.roles[number]
         for name in spec.samples:
             home = self._homes.get(name)
-            others = [other for other in (home.here if home else ()) if name in self._plan.roles[other].samples]
-            if home is not None and home is not member and not home.gone and set(others) - {number}:
+            others = [other for other in (home.roles if home else ()) if name in self._plan.roles[other].samples]
+            if home is not None and home is not member and not home.lost and set(others) - {number}:
                 other = self._plan.roles[others[0]].name
                 raise ValueError(
                     f"{spec.name} was placed on another machine than {other}, and both sample {name!r}: give them "
                     "resources (RoleSpec.resources) that one machine alone has"
                 )
-        await member.ask("make_home", spec.samples)
+        await member.call("make_home", spec.samples)
         for name in spec.samples:
             self._homes[name] = member
         if spec.publishes is not None:
             self._sources[spec.publishes] = member
         if member is not self.own:
-            await member.ask("context", Counters.of(self._scoreboard, [number], orders=True))
-        member.here.add(number)
-        instead: Instead = await member.ask("instead")
-        return instead
+            await member.call("context", Counters.of(self._scoreboard, [number], orders=True))
+        member.roles.add(number)
+        names: LocalNames = await member.call("local_names")
+        return names
 
     async def leave(self, number: int, member: Member) -> None:
         """Read the last counters of a role's process that has ended."""
-        if member is not self.own and not member.gone:
-            seen: Seen = await member.ask("seen", {number}, ())
-            seen.counters.write(self._scoreboard, {number}, orders=False, life=True)
-        member.here.discard(number)
+        if member is not self.own and not member.lost:
+            report: HostReport = await member.call("report", {number}, ())
+            report.counters.write(self._scoreboard, {number}, orders=False, life=True)
+        member.roles.discard(number)
 
-    def gone(self, member: Member) -> None:
+    def handle_loss(self, member: Member) -> None:
         """Handle the loss of a machine, or of its host."""
-        if member.gone or member is self.own:
+        if member.lost or member is self.own:
             return
-        member.gone = True
+        member.lost = True
         self.members.pop(member.node, None)
         self._homes = {name: home for name, home in self._homes.items() if home is not member}
         self._sources = {name: source for name, source in self._sources.items() if source is not member}
-        self._lost(set(member.here))
+        self._lost(set(member.roles))
 
-    async def _look_at(self, member: Member) -> None:
-        everybody = range(len(self._plan.roles))
+    async def _poll(self, member: Member) -> None:
+        all_roles = range(len(self._plan.roles))
         try:
-            while not member.gone:
+            while not member.lost:
                 began = time.monotonic()
-                others = Counters.of(self._scoreboard, everybody, orders=True)
+                others = Counters.of(self._scoreboard, all_roles, orders=True)
                 if self._behind(member):
                     others = others.unfinished()
-                seen: Seen = await member.ask("exchange", others, set(member.here), list(self._homes), member.told)
-                self._note(member, seen)
-                counters = seen.counters.unfinished() if self._behind(self.own) else seen.counters
-                counters.write(self._scoreboard, member.here, orders=False, life=True)
-                if seen.missed > member.missed:
-                    self._told(f"{seen.missed - member.missed} rows of a machine were overwritten before they left it")
-                    member.missed = seen.missed
-                self._move(member, seen)
+                report: HostReport = await member.call(
+                    "exchange", others, set(member.roles), list(self._homes), member.reported
+                )
+                self._record(member, report)
+                counters = report.counters.unfinished() if self._behind(self.own) else report.counters
+                counters.write(self._scoreboard, member.roles, orders=False, life=True)
+                if report.missed > member.missed:
+                    self._notify(
+                        f"{report.missed - member.missed} rows of a machine were overwritten before they left it"
+                    )
+                    member.missed = report.missed
+                self._transfer(member, report)
                 await asyncio.sleep(max(0.0, self._period - (time.monotonic() - began)))
         except RayError:
-            self.gone(member)
+            self.handle_loss(member)
 
-    async def _look_here(self) -> None:
+    async def _poll_local(self) -> None:
         assert self.own.host is not None
         while True:
             if len(self.members) > 1:
                 away = [name for name, home in self._homes.items() if home is not self.own]
-                seen: Seen = self.own.host.seen((), away, self.own.told)
-                self._note(self.own, seen)
-                self._move(self.own, seen)
+                report: HostReport = self.own.host.report((), away, self.own.reported)
+                self._record(self.own, report)
+                self._transfer(self.own, report)
             await asyncio.sleep(self._period)
 
-    def _move(self, member: Member, seen: Seen) -> None:
-        for name, count in seen.rows.items():
+    def _transfer(self, member: Member, report: HostReport) -> None:
+        for name, count in report.rows.items():
             if count:
-                self._once(member, name, self._carry(member, name))
+                self._run_once(member, name, self._move_rows(member, name))
         if self.own.files != member.files:
-            self._once(member, "files", self._carry_files(member))
+            self._run_once(member, "files", self._sync_files(member))
         for channel in self._plan.channels:
             if self._sources.get(channel.name) is member:
                 self._fan_out(channel.name, member, member.known[channel.name])
 
-    def _note(self, member: Member, seen: Seen) -> None:
-        for channel, newest in zip(self._plan.channels, seen.newest, strict=True):
+    def _record(self, member: Member, report: HostReport) -> None:
+        for channel, newest in zip(self._plan.channels, report.newest, strict=True):
             member.known[channel.name] = max(newest, member.known.get(channel.name, 0))
-        member.told += len(seen.files)
-        member.files.update(seen.files)
+        member.reported += len(report.files)
+        member.files.update(report.files)
 
     def _behind(self, member: Member) -> bool:
         """Whether a publication is in transit to this host. Read it after the counters."""
-        self.own.known |= {channel.name: self._newest_here(channel.name) for channel in self._plan.channels}
+        self.own.known |= {channel.name: self._newest_local(channel.name) for channel in self._plan.channels}
         return any(member.known.get(name, 0) < source.known.get(name, 0) for name, source in self._sources.items())
 
-    async def _carry(self, member: Member, name: str) -> bool:
+    async def _move_rows(self, member: Member, name: str) -> bool:
         """Move one batch to where it is sampled; return whether there was one."""
         home = self._homes.get(name)
         if home is None or home is member is self.own:
             return False
         batch = member.fetch("rows", name)
-        return bool(await home.ask("put", name, member.node, batch))
+        return bool(await home.call("put", name, member.node, batch))
 
-    async def _carry_files(self, member: Member) -> None:
+    async def _sync_files(self, member: Member) -> None:
         """Copy files between two machines."""
-        for giver, taker in ((member, self.own), (self.own, member)):
-            for folder, name in sorted(giver.files - taker.files):
-                await taker.ask("keep_file", folder, name, giver.fetch("file", folder, name))
-                taker.files.add((folder, name))
+        for source, target in ((member, self.own), (self.own, member)):
+            for folder, name in sorted(source.files - target.files):
+                await target.call("keep_file", folder, name, source.fetch("file", folder, name))
+                target.files.add((folder, name))
 
     def _fan_out(self, channel: str, source: Member, newest: int) -> None:
         behind = [
@@ -242,12 +246,12 @@ class Traffic:
         if not isinstance(publication, ray.ObjectRef):
             publication = ray.put(publication)
         for each in behind:
-            self._once(each, channel, self._adopt(each, channel, publication))
+            self._run_once(each, channel, self._adopt(each, channel, publication))
 
     async def _adopt(self, member: Member, channel: str, publication: Any) -> None:
-        member.known[channel] = await member.ask("adopt", channel, publication)
+        member.known[channel] = await member.call("adopt", channel, publication)
 
-    def _newest_here(self, channel: str) -> int:
+    def _newest_local(self, channel: str) -> int:
         return self.own.host.newest(channel) if self.own.host else 0
 
     async def settle(self) -> None:
@@ -256,11 +260,11 @@ class Traffic:
             for name in list(self._homes):
                 while name in member.busy:  # noqa: ASYNC110 (some milliseconds, once a checkpoint)
                     await asyncio.sleep(0.001)
-                while await self._carry(member, name):
+                while await self._move_rows(member, name):
                     pass
         for member in list(self.members.values()):
             if member is not self.own:
-                await self._carry_files(member)
+                await self._sync_files(member)
         for channel, source in self._sources.items():
             if source is not self.own:
                 await self._adopt(self.own, channel, source.fetch("publication", channel))
@@ -268,7 +272,7 @@ class Traffic:
     async def replay_file(self, name: str) -> bytes | None:
         """The file of a replay that is sampled on another machine; None if it is on this one."""
         home = self._homes.get(name, self.own)
-        return None if home is self.own else await home.ask("replay_file", name)
+        return None if home is self.own else await home.call("replay_file", name)
 
     async def close(self) -> None:
         """Stop, and let all hosts free their shared memory."""
@@ -279,36 +283,38 @@ class Traffic:
 
     async def _close(self, member: Member) -> None:
         try:
-            await asyncio.wait_for(member.ask("close"), _CLOSE_SECONDS)
+            await asyncio.wait_for(member.call("close"), _CLOSE_SECONDS)
             ray.kill(member.actor)
         except (RayError, TimeoutError):
-            self._told(f"the host of node {member.node[:8]} did not end in order; the next run there frees its memory")
+            self._notify(
+                f"the host of node {member.node[:8]} did not end in order; the next run there frees its memory"
+            )
 
-    def _once(self, member: Member, what: str, work: Awaitable[Any]) -> None:
+    def _run_once(self, member: Member, what: str, work: Awaitable[Any]) -> None:
         """Run `work` unless the same work is running for this member."""
         if what in member.busy:
             work.close()  # type: ignore[attr-defined]
             return
         member.busy.add(what)
 
-        async def doing() -> None:
+        async def run() -> None:
             try:
                 await work
             except RayTaskError as error:
-                self._told(f"between the machines, {what}: {error.cause!r}")
+                self._notify(f"between the machines, {what}: {error.cause!r}")
             except RayError:
                 pass  # a machine is gone; its next poll handles that
             finally:
                 member.busy.discard(what)
 
-        self._go(doing())
+        self._spawn(run())
 
-    def _go(self, work: Any) -> None:
+    def _spawn(self, work: Any) -> None:
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
-        task.add_done_callback(self._done)
+        task.add_done_callback(self._handle_done)
 
-    def _done(self, task: asyncio.Task[Any]) -> None:
+    def _handle_done(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            self._told(f"between the machines: {type(error).__name__}: {error}")
+            self._notify(f"between the machines: {type(error).__name__}: {error}")

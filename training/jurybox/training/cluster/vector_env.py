@@ -44,7 +44,7 @@ class Workers(Protocol):
     def ask(self, worker: int, method: str, *arguments: Any) -> Any:
         """Begin a call; several may be in flight; they run in order. Returns the argument for `answer`."""
 
-    def answer(self, asked: Any) -> Any:
+    def answer(self, pending: Any) -> Any:
         """Wait for the result; `LOST` if the worker was replaced."""
 
     def close(self) -> None:
@@ -132,9 +132,10 @@ class SpreadVectorEnv(VectorEnv[Any, Any, Any]):
         self.num_envs = bounds[-1]
         self._seed: int | None = None
         self._lives = [workers.life(worker) for worker in range(len(workers))]
-        self._asked: list[Any] = []
-        self._begun: dict[int, tuple[Any, dict[str, Any]]] = {}  # resets of new environments that were not returned yet
-        observation, action, self.metadata = self._insist(0, "spaces")
+        self._pending: list[Any] = []
+        # Resets of new environments that were not returned yet.
+        self._new_resets: dict[int, tuple[Any, dict[str, Any]]] = {}
+        observation, action, self.metadata = self._call_until_done(0, "spaces")
         self.single_observation_space, self.single_action_space = observation, action
         self.observation_space = batch_space(observation, self.num_envs)
         self.action_space = batch_space(action, self.num_envs)
@@ -150,14 +151,14 @@ class SpreadVectorEnv(VectorEnv[Any, Any, Any]):
         """
         if seed is not None and not isinstance(seed, int):
             raise ValueError(f"expected one seed for all rows, got {seed!r}")
-        for worker, asked in enumerate(self._asked):
-            if asked is not None and self._workers.answer(asked) is LOST:
+        for worker, pending in enumerate(self._pending):
+            if pending is not None and self._workers.answer(pending) is LOST:
                 self._lives[worker] = -1
         self._seed = self._seed if seed is None else seed
-        self._asked = []
-        self._begun.clear()
-        asked_all = [self._ask_reset(worker, seed, options) for worker in range(len(self._rows))]
-        self._last = [self._reset(worker, asked, seed, options) for worker, asked in enumerate(asked_all)]
+        self._pending = []
+        self._new_resets.clear()
+        calls = [self._start_reset(worker, seed, options) for worker in range(len(self._rows))]
+        self._last = [self._reset(worker, pending, seed, options) for worker, pending in enumerate(calls)]
         return self._joined([each[0] for each in self._last]), joined([each[1] for each in self._last], self._rows)
 
     def step(self, actions: Any) -> Step:
@@ -167,21 +168,21 @@ class SpreadVectorEnv(VectorEnv[Any, Any, Any]):
 
     def step_async(self, actions: Any) -> None:
         """Send every worker its rows' actions."""
-        if self._asked:
+        if self._pending:
             raise RuntimeError("a step is under way already: receive its results first")
-        self._asked = [
+        self._pending = [
             self._workers.ask(worker, "step", self._group, actions[rows])
-            if worker not in self._begun and self._workers.life(worker) == self._lives[worker]
+            if worker not in self._new_resets and self._workers.life(worker) == self._lives[worker]
             else None
             for worker, rows in enumerate(self._rows)
         ]
 
     def step_wait(self) -> Step:
         """Return the results of `step_async`."""
-        if not self._asked:
+        if not self._pending:
             raise RuntimeError("expected actions sent before: call step_async first")
-        asked_all, self._asked = self._asked, []
-        steps = [self._result(worker, asked) for worker, asked in enumerate(asked_all)]
+        calls, self._pending = self._pending, []
+        steps = [self._result(worker, pending) for worker, pending in enumerate(calls)]
         self._last = [(each[0], each[4]) for each in steps]
         rewards, terminated, truncated = (np.concatenate([each[i] for each in steps]) for i in (1, 2, 3))
         observations = self._joined([each[0] for each in steps])
@@ -189,28 +190,28 @@ class SpreadVectorEnv(VectorEnv[Any, Any, Any]):
 
     def call(self, name: str, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         """Call a method of every worker's group, or get an attribute; one value for each worker."""
-        return tuple(self._insist(worker, "call", name, args) for worker in range(len(self._rows)))
+        return tuple(self._call_until_done(worker, "call", name, args) for worker in range(len(self._rows)))
 
     def close_extras(self, **kwargs: Any) -> None:
         """Does nothing: the workers belong to their owner."""
 
-    def _result(self, worker: int, asked: Any) -> Step:
+    def _result(self, worker: int, pending: Any) -> Step:
         """One worker's step."""
         n = self._rows[worker].stop - self._rows[worker].start
         never = np.zeros(n, np.bool_)
-        if worker in self._begun:
-            observations, infos = self._begun.pop(worker)
+        if worker in self._new_resets:
+            observations, infos = self._new_resets.pop(worker)
             return observations, np.zeros(n), never, never.copy(), infos
-        answer = LOST if asked is None else self._workers.answer(asked)
+        answer = LOST if pending is None else self._workers.answer(pending)
         if answer is not LOST:
             step: Step = answer
             return step
-        self._begun[worker] = self._reset(worker, self._ask_reset(worker, None, None), None, None)
+        self._new_resets[worker] = self._reset(worker, self._start_reset(worker, None, None), None, None)
         observations, infos = self._last[worker]
-        told = {"restarted": ~never, "_restarted": ~never}
-        return observations, np.zeros(n), never, ~never, {**_emptied(infos), **told}
+        restarted = {"restarted": ~never, "_restarted": ~never}
+        return observations, np.zeros(n), never, ~never, {**_zeros_like(infos), **restarted}
 
-    def _ask_reset(self, worker: int, seed: int | None, options: dict[str, Any] | None) -> Any:
+    def _start_reset(self, worker: int, seed: int | None, options: dict[str, Any] | None) -> Any:
         if seed is None and self._workers.life(worker) != self._lives[worker]:
             seed = self._fresh_seed(worker)
         self._lives[worker] = self._workers.life(worker)
@@ -218,14 +219,14 @@ class SpreadVectorEnv(VectorEnv[Any, Any, Any]):
         return self._workers.ask(worker, "reset", self._group, own, options)
 
     def _reset(
-        self, worker: int, asked: Any, seed: int | None, options: dict[str, Any] | None
+        self, worker: int, pending: Any, seed: int | None, options: dict[str, Any] | None
     ) -> tuple[Any, dict[str, Any]]:
-        while (answer := self._workers.answer(asked)) is LOST:
-            asked = self._ask_reset(worker, seed, options)
+        while (answer := self._workers.answer(pending)) is LOST:
+            pending = self._start_reset(worker, seed, options)
         found: tuple[Any, dict[str, Any]] = answer
         return found
 
-    def _insist(self, worker: int, method: str, *arguments: Any) -> Any:
+    def _call_until_done(self, worker: int, method: str, *arguments: Any) -> Any:
         """Repeat a call until there is an answer; the next step truncates the rows of a new worker."""
         while (answer := self._workers.answer(self._workers.ask(worker, method, self._group, *arguments))) is LOST:
             pass
@@ -271,9 +272,11 @@ def joined(infos: Sequence[dict[str, Any]], rows: Sequence[slice]) -> dict[str, 
     return found
 
 
-def _emptied(infos: dict[str, Any]) -> dict[str, Any]:
+def _zeros_like(infos: dict[str, Any]) -> dict[str, Any]:
     """Return the same keys with zeros."""
-    return {name: _emptied(value) if isinstance(value, dict) else np.zeros_like(value) for name, value in infos.items()}
+    return {
+        name: _zeros_like(value) if isinstance(value, dict) else np.zeros_like(value) for name, value in infos.items()
+    }
 
 
 def _rows_of(batch: Any, rows: slice) -> list[Any]:

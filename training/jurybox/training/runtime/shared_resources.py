@@ -61,7 +61,7 @@ class SharedResources:
         self.owned = owned
         self._replays: dict[str, Replay] = {}
         self._channels: dict[str, WeightsChannel] = {}
-        self._instead: dict[str, str] = {}
+        self._overrides: dict[str, str] = {}
 
     @classmethod
     def create(cls, plan: Plan, most_rows: int | None = None) -> SharedResources:
@@ -92,20 +92,20 @@ class SharedResources:
         return shared
 
     @classmethod
-    def attach(cls, scoreboard: str, instead: Mapping[str, str] | None = None) -> SharedResources:
+    def attach(cls, scoreboard: str, overrides: Mapping[str, str] | None = None) -> SharedResources:
         """Attach to the run whose scoreboard has this name; replays and channels are attached on demand.
 
         Args:
-            instead: by the plan's name, the names of replays that are taken in the place of those the scoreboard names.
+            overrides: by the plan's name, the names of replays that are taken instead of those the scoreboard names.
         """
         shared = cls(Scoreboard.attach(scoreboard), owned=False)
-        shared._instead = dict(instead or {})
+        shared._overrides = dict(overrides or {})
         return shared
 
     def replay(self, name: str) -> Replay:
         """The replay that the plan calls `name`."""
         if name not in self._replays:
-            self._replays[name] = Replay.attach(self._instead.get(name) or dict(self.scoreboard.named.replays)[name])
+            self._replays[name] = Replay.attach(self._overrides.get(name) or dict(self.scoreboard.named.replays)[name])
         return self._replays[name]
 
     def channel(self, name: str) -> WeightsChannel:
