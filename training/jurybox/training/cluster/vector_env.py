@@ -13,7 +13,7 @@ import numpy.typing as npt
 from gymnasium.vector import VectorEnv
 from gymnasium.vector.utils import batch_space, concatenate, create_empty_array
 
-from jurybox.training.vector.worker import answered
+from jurybox.training.vector.worker import execute
 
 __all__ = ["SpreadVectorEnv"]
 
@@ -69,7 +69,7 @@ class EnvGroup:
     def answer(self, requests: dict[int, Request]) -> dict[int, Any]:
         """Return answers by environment; a `WorkerFailed` where one raised."""
         under_way = {
-            index: self._threads.submit(answered, self._environments[index], *request)
+            index: self._threads.submit(execute, self._environments[index], *request)
             for index, request in requests.items()
         }
         return {index: each.result() for index, each in under_way.items()}
