@@ -170,7 +170,7 @@ class Archive:
             raise
         self.data = memoryview(self._map)
         self._recover = recover
-        self._asked = 0
+        self._readahead_end = 0
         try:
             self._begin = self._read_head()
             if recover or not self._ends_with_commit():
@@ -293,9 +293,9 @@ class Archive:
 
     def _read_ahead(self, at: int) -> None:
         """Ask the kernel to read ahead from byte `at`."""
-        if self._asked - at < _READ_AHEAD // 2:
-            first, self._asked = max(self._asked, at), at + _READ_AHEAD
-            os.posix_fadvise(self._fd, first, self._asked - first, os.POSIX_FADV_WILLNEED)
+        if self._readahead_end - at < _READ_AHEAD // 2:
+            first, self._readahead_end = max(self._readahead_end, at), at + _READ_AHEAD
+            os.posix_fadvise(self._fd, first, self._readahead_end - first, os.POSIX_FADV_WILLNEED)
 
     def bring(
         self, records: list[Record], targets: list[int], memory: npt.NDArray[np.uint8], bare: Segment | None

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from jurybox import native
 from jurybox.protocol.errors import SpecMismatch
 from jurybox.training.replay.layout import Layout
-from jurybox.training.replay.options import ParentsOwn, Windows
+from jurybox.training.replay.options import ForkGuard, Windows
 
 if TYPE_CHECKING:
     import torch
@@ -140,7 +140,7 @@ def _new_array(shape: tuple[int, ...], dtype: np.dtype[Any]) -> npt.NDArray[Any]
 _SLICE = 0.1  # seconds between two checks for a stop
 
 
-class Prefetch(ParentsOwn):
+class Prefetch(ForkGuard):
     """An infinite iterator over samples of `n` rows, which a thread draws in advance.
 
     On the host it gives `Batch` objects, which are reused: a batch is valid until the next one is requested.
@@ -154,7 +154,7 @@ class Prefetch(ParentsOwn):
         make, draw: `Replay.batch` and `Replay.sample`.
     """
 
-    told = "these batches are drawn by a thread of the process before its fork: prefetch in this one"
+    refusal = "these batches are drawn by a thread of the process before its fork: prefetch in this one"
 
     def __init__(
         self,
@@ -190,7 +190,7 @@ class Prefetch(ParentsOwn):
         return self
 
     def __next__(self) -> Any:
-        self._require_own()
+        self._check_process()
         if self._held is not None:
             self._free.put(self._held)
             self._held = None

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from jurybox import native
-from jurybox.training.replay.options import ParentsOwn
+from jurybox.training.replay.options import ForkGuard
 from jurybox.training.replay.part import Part, Parts, packed_strides
 
 
@@ -50,10 +50,10 @@ class Cursor:
             taken, ticket = taken + n, ticket + n
         # An even word that names the row: it is whole. What its writer has not finished, or has overwritten, is not.
         words = np.ascontiguousarray(slots[:, :8]).view(np.uint64)[:, 0]
-        there = words == 2 * np.arange(first, first + len(slots), dtype=np.uint64) + 2
-        if there.any():
-            self.at = first + int(np.flatnonzero(there)[-1]) + 1
-        rows = slots[there]
+        written = words == 2 * np.arange(first, first + len(slots), dtype=np.uint64) + 2
+        if written.any():
+            self.at = first + int(np.flatnonzero(written)[-1]) + 1
+        rows = slots[written]
         return {name: self._column(rows, name) for name in self._fields}
 
     def _column(self, rows: npt.NDArray[np.uint8], name: str) -> npt.NDArray[np.generic]:
@@ -104,7 +104,7 @@ class Piece:
         return np.arange(self.first, self.first + len(self.slots))
 
 
-class NewRows(ParentsOwn):
+class NewRows(ForkGuard):
     """Reads the new rows of one ring, and may free their slots. Belongs to one thread.
 
     Attributes:
@@ -112,7 +112,7 @@ class NewRows(ParentsOwn):
         missed: rows that were overwritten before they were taken, or whose writer was killed.
     """
 
-    told = "these new rows were followed before a fork, and are the parent's: follow them anew here"
+    refusal = "these new rows were followed before a fork, and are the parent's: follow them anew here"
 
     def __init__(self, part: Part) -> None:
         self.taken = 0
@@ -139,7 +139,7 @@ class NewRows(ParentsOwn):
         Args:
             most: maximum number of rows; the rest follows in the next call.
         """
-        self._require_own()
+        self._check_process()
         ring = self._part.ring
         newest = int(ring.reserved)
         oldest = max(self._next, int(ring.tail), newest - self._capacity)
@@ -155,21 +155,21 @@ class NewRows(ParentsOwn):
 
     def ended(self) -> npt.NDArray[np.int64]:
         """Return positions of rows that turned out to be the last of their episodes after they were taken."""
-        self._require_own()
+        self._check_process()
         if self._part.links is None or not self._open:
             return np.empty(0, np.int64)
         tickets = np.fromiter(self._open, np.int64, len(self._open))
         after = self._part.links.view(np.uint64)[tickets % self._capacity, 1]
-        there = self._part.sequences[tickets % self._capacity] == (2 * tickets + 2).astype(np.uint64)
-        closed = there & (after == _ENDED_WORD)
+        written = self._part.sequences[tickets % self._capacity] == (2 * tickets + 2).astype(np.uint64)
+        closed = written & (after == _ENDED_WORD)
         positions = np.array([self._open[ticket] for ticket in tickets[closed].tolist()], np.int64)
-        for ticket in tickets[closed | ~there].tolist():
+        for ticket in tickets[closed | ~written].tolist():
             del self._open[ticket]
         return positions
 
     def discard(self) -> None:
         """Free the slots of the rows that were read, for waiting writers."""
-        self._require_own()
+        self._check_process()
         # Keep rows that are still being written, and all after them.
         upto = min(self._late, default=self._next)
         ring = self._part.ring

@@ -104,11 +104,11 @@ class Layout:
         object.__setattr__(self, "parts", parts)
 
     def as_json(self) -> dict[str, Any]:
-        said = {each.name: getattr(self, each.name) for each in fields(self) if each.init}
-        said |= {
+        document = {each.name: getattr(self, each.name) for each in fields(self) if each.init}
+        document |= {
             name: each and astuple(each) for name, each in (("episodes", self.episodes), ("limiter", self.limiter))
         }
-        return {**said, "fields": {name: asdict(spec) for name, spec in self.fields.items()}}
+        return {**document, "fields": {name: asdict(spec) for name, spec in self.fields.items()}}
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Layout:

@@ -183,10 +183,10 @@ def _settle(part: Part, counters: dict[str, int] | None, damaged: bool) -> None:
     rest = (standing.get(name, 0) for name in ("tail", "top_priority", "retried", "sampled"))
     part.ring.adopt(max(newest, standing.get("reserved", 0)), *rest)
     if part.leaves is not None:
-        there = sequences != 0
-        part.leaves[~there] = 0
+        written = sequences != 0
+        part.leaves[~written] = 0
         if damaged:
-            part.leaves[there & (part.leaves == 0)] = _HIGHEST_UNLESS_SAID
+            part.leaves[written & (part.leaves == 0)] = _HIGHEST_UNLESS_SAID
         part.ring.rebuild_sums()
     if part.links is not None:
         # The writers of these episodes are gone: a row without a next row never gets one.

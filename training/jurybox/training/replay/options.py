@@ -14,14 +14,14 @@ from jurybox.protocol import forks
 from jurybox.protocol.errors import Code, Refused
 
 
-class ParentsOwn:
+class ForkGuard:
     """An object that only the parent may use after a fork, since its thread or its rows belong to the parent.
 
     Attributes:
-        told: the reason for the refusal, and what to do instead.
+        refusal: the reason for the refusal, and what to do instead.
     """
 
-    told: ClassVar[str]
+    refusal: ClassVar[str]
 
     def __init__(self) -> None:
         self._forked = False
@@ -30,9 +30,9 @@ class ParentsOwn:
     def _after_fork_in_child(self) -> None:
         self._forked = True
 
-    def _require_own(self) -> None:
+    def _check_process(self) -> None:
         if self._forked:
-            raise Refused(self.told)
+            raise Refused(self.refusal)
 
 
 class NotEnoughRows(Refused):

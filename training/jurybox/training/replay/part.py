@@ -312,5 +312,5 @@ class Counters:
             sum(values) for values in zip(*(part.ring.counters() for part in parts), strict=True)
         )
         added = reserved - retried
-        there = sum(int(part.ring.size) for part in parts)
-        return cls(added, max(0, added - there), dropped, retried, sampled, redrawn, stale)
+        stored = sum(int(part.ring.size) for part in parts)
+        return cls(added, max(0, added - stored), dropped, retried, sampled, redrawn, stale)

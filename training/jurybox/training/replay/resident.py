@@ -82,8 +82,8 @@ class Rows:
         self._before[at] = torch.from_numpy(before).to(self._device)
         self._after[at] = torch.from_numpy(after).to(self._device)
         self._flags[at] = torch.from_numpy(flags).to(self._device)
-        there = before > max(-1, int(positions[-1]) - self._capacity)
-        self._after[self._at(before[there])] = torch.from_numpy(positions[there]).to(self._device)
+        present = before > max(-1, int(positions[-1]) - self._capacity)
+        self._after[self._at(before[present])] = torch.from_numpy(positions[present]).to(self._device)
 
     def end(self, positions: npt.NDArray[np.int64]) -> None:
         """Mark these rows as the last of their episodes."""
@@ -120,13 +120,13 @@ class Rows:
             for key, ahead in ((name, False), (f"next_{name}", True)):
                 if ahead and name not in w.next:
                     continue
-                values, there = self._window(name, around, first, count, ahead=ahead)
+                values, valid = self._window(name, around, first, count, ahead=ahead)
                 multiple = name in w.stacked or w.length > 0
                 out[key] = values if multiple else values.reshape(n, *fields[name].shape)
                 if name in w.stacked:
-                    out[f"valid_{key}"] = there.to(torch.uint8)
+                    out[f"valid_{key}"] = valid.to(torch.uint8)
                 elif w.length:
-                    out.setdefault("valid_sequence", there.to(torch.uint8))
+                    out.setdefault("valid_sequence", valid.to(torch.uint8))
         return out
 
     def _window(
@@ -136,11 +136,11 @@ class Rows:
         origin = around.next[:, None] if ahead else torch.zeros_like(around.next)[:, None]
         offsets = origin + first + torch.arange(count, device=self._device)
         end = around.next + 1 if ahead else around.transitions
-        there = (offsets >= -around.before[:, None]) & (offsets < end[:, None])
+        valid = (offsets >= -around.before[:, None]) & (offsets < end[:, None])
         columns = (offsets + around.back).clamp(0, around.positions.shape[1] - 1)
         values = self._values(name, around.positions.gather(1, columns))
-        shape = there.shape + (1,) * (values.dim() - 2)
-        return torch.where(there.reshape(shape), values, torch.zeros_like(values)), there
+        shape = valid.shape + (1,) * (values.dim() - 2)
+        return torch.where(valid.reshape(shape), values, torch.zeros_like(values)), valid
 
     def _values(self, name: str, positions: torch.Tensor) -> torch.Tensor:
         spec, at = self._layout.fields[name], self._layout.slot.offsets[name]

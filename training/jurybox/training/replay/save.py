@@ -26,7 +26,7 @@ import numpy.typing as npt
 from jurybox import native
 from jurybox.protocol.errors import Refused
 from jurybox.training.replay.archive import CODECS, RECORD_BYTES, Kind, Saved, compressor, head_of, record_head
-from jurybox.training.replay.options import ParentsOwn
+from jurybox.training.replay.options import ForkGuard
 from jurybox.training.replay.part import Part, Parts, standing_of
 
 # A chunk stays in a core's second-level cache between its copy, its compression and its checksum.
@@ -36,7 +36,7 @@ _CHUNKS_A_BATCH = 16
 # Bytes that may wait before write-back begins, so that fsync has little left to do.
 _WRITEBACK_BYTES = 32 << 20
 # After chunks that did not shrink, stop compressing; try again after this many.
-_TRY_AGAIN = 16
+_RETRY_EVERY = 16
 
 
 class _Output:
@@ -99,17 +99,17 @@ class _Compressor:
     def __init__(self, codec: str) -> None:
         self._number = CODECS.index(codec) if codec in CODECS else 0
         self._compress = compressor(codec)
-        self._useless = 0
+        self._incompressible = 0
         self._turn = count()
 
     def __call__(self, data: memoryview) -> tuple[int, Any]:
-        if self._number == 0 or (self._useless > 4 and next(self._turn) % _TRY_AGAIN):
+        if self._number == 0 or (self._incompressible > 4 and next(self._turn) % _RETRY_EVERY):
             return 0, data
         small = self._compress(data)
         if memoryview(small).nbytes > 0.9 * data.nbytes:
-            self._useless += 1
+            self._incompressible += 1
             return 0, data
-        self._useless = 0
+        self._incompressible = 0
         return self._number, small
 
 
@@ -205,8 +205,8 @@ def _write_part(to: _Job, part: Part, number: int, newest: int, *, before: Saved
     def buffer(nbytes: int) -> npt.NDArray[np.uint8]:
         if len(getattr(local, "buffer", ())) < nbytes:
             local.buffer = np.empty(nbytes, np.uint8)
-        mine: npt.NDArray[np.uint8] = local.buffer[:nbytes]
-        return mine
+        chunk: npt.NDArray[np.uint8] = local.buffer[:nbytes]
+        return chunk
 
     def packed(runs: list[tuple[int, int]]) -> int:
         room = buffer(sum(n for _, n in runs) * size + len(runs) * RECORD_BYTES)
@@ -283,10 +283,10 @@ def _sync_folder(folder: Path) -> None:
         os.close(fd)
 
 
-class BackgroundSave(ParentsOwn):
+class BackgroundSave(ForkGuard):
     """A save on a thread of its own; writers and samplers go on."""
 
-    told = "this save runs on a thread of the process before its fork: ask there, or save in this one"
+    refusal = "this save runs on a thread of the process before its fork: ask there, or save in this one"
 
     def __init__(self, save: Callable[[], Saved]) -> None:
         self._saved: Saved | None = None
@@ -303,7 +303,7 @@ class BackgroundSave(ParentsOwn):
 
     def done(self) -> bool:
         """Whether the save has ended. Raises Refused in a forked child."""
-        self._require_own()
+        self._check_process()
         return not self._thread.is_alive()
 
     def result(self, timeout: float | None = None) -> Saved:

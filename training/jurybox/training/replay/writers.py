@@ -10,18 +10,18 @@ import numpy.typing as npt
 from jurybox import native
 from jurybox.protocol import forks
 from jurybox.protocol.errors import Busy, Refused, SpecMismatch
-from jurybox.training.replay.options import Codec, ParentsOwn
+from jurybox.training.replay.options import Codec, ForkGuard
 from jurybox.training.replay.part import Part
 
 
-class Reservation(ParentsOwn):
+class Reservation(ForkGuard):
     """`rows[name]` is an array of shape (n, ...) that IS the ring's rows, in their stored dtype.
 
     Leaving the ``with`` block makes them visible, an exception in it releases them. Until then no reader sees
     them, and a killed writer loses these slots. A forked child cannot use its parent's reservation.
     """
 
-    told = "these rows were reserved before a fork, and are the parent's to write: reserve rows here"
+    refusal = "these rows were reserved before a fork, and are the parent's to write: reserve rows here"
 
     def __init__(self, part: Part, n: int) -> None:
         if not 0 < n <= part.capacity:
@@ -47,7 +47,7 @@ class Reservation(ParentsOwn):
         self._first = None
 
     def __getitem__(self, name: str) -> npt.NDArray[Any]:
-        self._require_own()
+        self._check_process()
         if name not in self._arrays:
             raise SpecMismatch(f"field {name!r} cannot be written in place; expected one of {', '.join(self._arrays)}")
         return self._arrays[name]
@@ -66,7 +66,7 @@ class Reservation(ParentsOwn):
 
     def commit(self) -> None:
         """Commit the rows: readers see them."""
-        self._require_own()
+        self._check_process()
         self._finish(commit=True)
 
     def abandon(self) -> None:
