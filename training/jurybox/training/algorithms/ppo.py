@@ -269,8 +269,8 @@ class PPO:
             order = torch.randperm(count, generator=self._random)
             for first in range(0, count, settings.batch_size):
                 chosen = order[first : first + settings.batch_size]
-                loss, told = self._loss({name: each[chosen].to(self.device) for name, each in batch.items()})
-                if settings.target_kl is not None and told["approx_kl"] > 1.5 * settings.target_kl:
+                loss, metrics = self._loss({name: each[chosen].to(self.device) for name, each in batch.items()})
+                if settings.target_kl is not None and metrics["approx_kl"] > 1.5 * settings.target_kl:
                     stopped = True
                     break
                 self._optimiser.zero_grad()
@@ -278,7 +278,7 @@ class PPO:
                 torch.nn.utils.clip_grad_norm_(self.network.parameters(), settings.max_grad_norm)
                 self._optimiser.step()
                 steps += 1
-                for name, value in told.items():
+                for name, value in metrics.items():
                     totals[name] = totals.get(name, 0.0) + value
             if stopped:
                 break
@@ -316,13 +316,13 @@ class PPO:
         policy_loss = -torch.min(ratio * advantages, bounded * advantages).mean()
         errors = (values - batch["returns"]).square()
         if settings.clip_value:
-            near = batch["values"] + (values - batch["values"]).clamp(-settings.clip_range, settings.clip_range)
-            errors = torch.max(errors, (near - batch["returns"]).square())
+            clipped = batch["values"] + (values - batch["values"]).clamp(-settings.clip_range, settings.clip_range)
+            errors = torch.max(errors, (clipped - batch["returns"]).square())
         value_loss = 0.5 * errors.mean()
         entropy = entropies.mean()
         loss = policy_loss + settings.vf_coef * value_loss - settings.ent_coef * entropy
         with torch.no_grad():
-            told = {
+            metrics = {
                 "policy_loss": float(policy_loss),
                 "value_loss": float(value_loss),
                 "entropy": float(entropy),
@@ -330,7 +330,7 @@ class PPO:
                 "approx_kl": float((ratio - 1 - change).mean()),
                 "clip_fraction": float(((ratio - 1).abs() > settings.clip_range).float().mean()),
             }
-        return loss, told
+        return loss, metrics
 
     def _observe(self, returns: Floats) -> None:
         """Move mean and deviation of returns towards this rollout's. Returns change with the policy, so old ones are

@@ -89,10 +89,10 @@ def _imported(module: str) -> ModuleType:
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
-        here = str(Path.cwd())
-        if error.name != module.partition(".")[0] or here in sys.path:
+        folder = str(Path.cwd())
+        if error.name != module.partition(".")[0] or folder in sys.path:
             raise
-        sys.path.append(here)  # also for processes that this one starts
+        sys.path.append(folder)  # also for processes that this one starts
         return importlib.import_module(module)
 
 

@@ -151,17 +151,17 @@ class World:
         """Move an agent; return its reward: the value of the gem it took, or 0."""
         row, column = self.places[agent]
         down, right = _STEPS[Move(move)]
-        there = (int(row + down), int(column + right))
-        if self.tiles[there] == WALL or self._inside[1][there]:
+        position = (int(row + down), int(column + right))
+        if self.tiles[position] == WALL or self._inside[1][position]:
             return 0.0
         self._inside[1, row, column] = 0
-        self._inside[1][there] = 1
-        self.places[agent] = there
-        tile = int(self.tiles[there])
+        self._inside[1][position] = 1
+        self.places[agent] = position
+        tile = int(self.tiles[position])
         if tile < FIRST_GEM:
             return 0.0
-        self.tiles[there] = FLOOR
-        self._inside[tile][there] = 0  # planes from 2 on are the kinds, as tiles are
+        self.tiles[position] = FLOOR
+        self._inside[tile][position] = 0  # planes from 2 on are the kinds, as tiles are
         self._missing[tile - FIRST_GEM] += 1
         return float(self._values[tile - FIRST_GEM])
 

@@ -175,12 +175,12 @@ def _search(trainer: WorkflowTrainer, folder: Path, log: RunLog, watcher: Watche
     tried = len(trainer.tried)
     first = trainer.episodes
 
-    def heard(episodes: float, evaluated: float | None) -> None:
+    def on_progress(episodes: float, evaluated: float | None) -> None:
         # With CybORG an update takes about 15 seconds, and an evaluation minutes.
         interrupts.check()
         watcher.advance(int(episodes), {} if evaluated is None else {"evaluated": evaluated})
 
-    trainer.heard = heard
+    trainer.on_progress = on_progress
     while not trainer.done:
         interrupts.check()
         numbers = trainer.advance()

@@ -63,7 +63,7 @@ _BESIDE: Any = {
     "xycoords": ("axes fraction", "data"), "textcoords": "offset points", "va": "center", "size": 13, "weight": 700
 }  # fmt: skip
 _LETTER = 7.4  # average width of a letter in units, rounded up
-_TOLD = "told:"  # prefix of an id that contains a tooltip
+_TOOLTIP_PREFIX = "told:"  # prefix of an id that contains a tooltip
 _BINS_OF_LANE = 400  # maximum number of bars in a timeline's row; gaps between more would be narrower than a pixel
 
 
@@ -149,16 +149,16 @@ def _inline(drawn: bytes, title: str, style: str, box: str) -> str:
         element.tag = element.tag.rpartition("}")[2]
         element.attrib = {name.rpartition("}")[2]: value for name, value in element.attrib.items()}
         name = element.get("id", "")
-        if name.startswith(_TOLD):
-            told = ElementTree.Element("title")
-            told.text = name.removeprefix(_TOLD)
-            element.insert(0, told)
+        if name.startswith(_TOOLTIP_PREFIX):
+            tooltip = ElementTree.Element("title")
+            tooltip.text = name.removeprefix(_TOOLTIP_PREFIX)
+            element.insert(0, tooltip)
         if name.encode() not in wanted:
             element.attrib.pop("id", None)
         if "style" in element.attrib:
             # Marks inside a ring have their own tooltips, so the ring's inside must not receive pointer events.
-            look = element.get("style", "").replace("fill-opacity: 0;", "fill: none;")
-            element.set("style", look.replace("'DejaVu Sans'", "system-ui"))
+            css = element.get("style", "").replace("fill-opacity: 0;", "fill: none;")
+            element.set("style", css.replace("'DejaVu Sans'", "system-ui"))
     root.attrib = {"class": style, "viewBox": box, "role": "img", "aria-label": title}
     text = ElementTree.tostring(root, encoding="unicode")
     for name, colour in COLOURS.items():
@@ -166,9 +166,9 @@ def _inline(drawn: bytes, title: str, style: str, box: str) -> str:
     return text
 
 
-def told(mark: Artist, text: str) -> None:
+def add_tooltip(mark: Artist, text: str) -> None:
     """Add a tooltip to a mark."""
-    mark.set_gid(_TOLD + text)
+    mark.set_gid(_TOOLTIP_PREFIX + text)
 
 
 def intervals(bars: Sequence[Bar], title: str, axis: str) -> Chart:
@@ -184,8 +184,8 @@ def intervals(bars: Sequence[Bar], title: str, axis: str) -> Chart:
             spread = (np.arange(len(bar.dots)) * 0.618034 % 1.0 - 0.5) * 0.62
             axes.scatter(bar.dots, y + spread, s=18, color=colour, alpha=0.45, linewidths=0, zorder=2)
             text = f"{bar.label}: {bar.value.mean:.3f}, 95 % interval {bar.value.low:.3f} to {bar.value.high:.3f}"
-            told(axes.plot([bar.value.low, bar.value.high], [y, y], color=colour, linewidth=3)[0], text)
-            told(dot(axes, bar.value.mean, y, 12, bar.style), text)
+            add_tooltip(axes.plot([bar.value.low, bar.value.high], [y, y], color=colour, linewidth=3)[0], text)
+            add_tooltip(dot(axes, bar.value.mean, y, 12, bar.style), text)
 
     return chart(draw, title, 52 + 54.0 * len(bars))
 
@@ -278,7 +278,7 @@ def dots_by_row(rows: Mapping[str, Sequence[tuple[str, float, str]]], title: str
                 else:
                     wide = 16 + 7 * (order - 2)
                     (mark,) = axes.plot(value, y, "o", ms=wide, mfc="none", mec=COLOURS[style], mew=2.5, clip_on=False)
-                told(mark, f"{name}: {value:.3f}")
+                add_tooltip(mark, f"{name}: {value:.3f}")
 
     return chart(draw, title, 52 + 44.0 * len(rows))
 
@@ -300,7 +300,7 @@ def histogram(counts: Sequence[tuple[str, int]], title: str, across: str, up: st
         every = math.ceil(max((_LETTER * len(label) for label, _ in counts), default=0.0) / step) or 1
         axes.set_xticks(range(0, len(counts), every), [label for label, _ in counts[::every]])
         for bar, (label, count) in zip(bars, counts, strict=True):
-            told(bar, f"{label}: {count}")
+            add_tooltip(bar, f"{label}: {count}")
 
     return chart(draw, title, 236)
 
@@ -325,7 +325,7 @@ def matrix(rows: Sequence[str], columns: Sequence[str], cells: Sequence[Sequence
                 tone = COLOURS["learned" if points >= 0 else "random"]
                 bar = axes.barh(y, 0.97, 0.94, x - 0.485, color=tone, alpha=0.05 + 0.53 * abs(points))
                 shares = f"{cell.wins:.0%} won, {cell.ties:.0%} tied, {cell.losses:.0%} lost"
-                told(bar[0], f"{name} against {columns[x]}: {shares}")
+                add_tooltip(bar[0], f"{name} against {columns[x]}: {shares}")
                 shown = f"{round(100 * points):+d}" if points else "0"
                 axes.text(x, y, shown, ha="center", va="center_baseline", size=13, weight=700)
 
@@ -354,7 +354,7 @@ def timeline(run: Timeline, title: str, seconds: float = 5.0) -> Chart:
                 for start, end, _ in _joined(shown, (high - low) / _BINS_OF_LANE)
             ]
             bars = axes.broken_barh(worked, (y - 0.26, 0.52), color=COLOURS["learned"], linewidth=0)
-            told(bars, f"{lane.role}: at work for {lane.busy:.0%} of the run")
+            add_tooltip(bars, f"{lane.role}: at work for {lane.busy:.0%} of the run")
 
     return chart(draw, title, 52 + 34.0 * len(run.lanes))
 

@@ -91,7 +91,7 @@ def interval(
         raise ValueError(f"expected one group for each of {len(array)} values, got {len(labels)}")
     samples = [array[[other == label for other in labels]] for label in dict.fromkeys(labels)]
     if len(samples) >= ENOUGH_GROUPS:
-        sums, counts = (np.array([told(sample) for sample in samples]) for told in (np.sum, len))
+        sums, counts = (np.array([reduce(sample) for sample in samples]) for reduce in (np.sum, len))
         chosen = np.random.default_rng(seed).integers(len(samples), size=(resamples, len(samples)))
         means = sums[chosen].sum(axis=1) / counts[chosen].sum(axis=1)
         beyond = (1 - confidence) / 2
@@ -134,10 +134,10 @@ def compare(
     Raises:
         ValueError: the scores have different lengths; or as in `interval`.
     """
-    ours, theirs = np.asarray(learned, dtype=np.float64), np.asarray(other, dtype=np.float64)
-    if ours.shape != theirs.shape:
-        raise ValueError(f"expected scores of the same cases, got {ours.shape} and {theirs.shape}")
-    difference: Values = ours - theirs
+    learned_scores, other_scores = np.asarray(learned, dtype=np.float64), np.asarray(other, dtype=np.float64)
+    if learned_scores.shape != other_scores.shape:
+        raise ValueError(f"expected scores of the same cases, got {learned_scores.shape} and {other_scores.shape}")
+    difference: Values = learned_scores - other_scores
     return Comparison(
         baseline, interval(difference, groups, seed=seed), float((difference > 0).mean()), len(difference)
     )

@@ -47,8 +47,8 @@ class Defended(gymnasium.Env[Row, int]):
         try:
             given = {"env": env, "red": red, "quirk": quirk, "episode_length": episode_length, "use_masks": use_masks}
             settings = WorkflowTraining.model_validate({**given, "envs": 1, "total_episodes": 1})
-            told = parse(order) if isinstance(order, str) else order
-            self._orders = Orders.of(told, 1)
+            parsed = parse(order) if isinstance(order, str) else order
+            self._orders = Orders.of(parsed, 1)
         except (ValueError, IndexError) as error:
             raise ConfigError(f"there is no such network to defend: {error}") from error
         self._networks = environments.maker(settings, range(1))()

@@ -33,7 +33,7 @@ def make(settings: WorkflowTraining, stream: int, *, serial: bool = False) -> Pa
     made: list[Part] = []
     try:
         for rows in halves(settings):
-            made.append(_here(settings, rows, serial))
+            made.append(_local_part(settings, rows, serial))
             reset(made[-1], settings, stream, rows)
     except BaseException:
         for part in made:
@@ -97,7 +97,7 @@ def _call(part: Part, name: str, *arguments: Any) -> Any:
     return everywhere(name, *arguments)[0]
 
 
-def _here(settings: WorkflowTraining, rows: range, serial: bool) -> Part:
+def _local_part(settings: WorkflowTraining, rows: range, serial: bool) -> Part:
     if serial or settings.env == "cage":
         return maker(settings, rows)()
     workers = settings.workers or len(os.sched_getaffinity(0))

@@ -35,7 +35,7 @@ def conclusion(trainer: WorkflowTrainer) -> list[str]:
         "not judged": f"Not judged: {final.judged} judged fixes in {final.episodes:,} episodes, {settings.min_judged} "
         "wanted.",
     }
-    said = [
+    sentences = [
         headline[verdict],
         f"The best of {len(trainer.tried)} tried is {describe(trainer.best)}: return {final.returns:.1f} "
         f"(± {1.96 * final.error:.1f}); {final.obedience:.1%} of {final.judged:,} judged fixes comply. Judged is a fix "
@@ -44,23 +44,23 @@ def conclusion(trainer: WorkflowTrainer) -> list[str]:
         f"{final.fixes:.1f} fixes an episode comply; free Removes of clean hosts can pad that.",
     ]
     if verdict == "failed":
-        said.append(
+        sentences.append(
             f"Obedience stayed {settings.gate - final.obedience:.1%} short: the defender acts on what it sees, it is "
             "judged by what is true, and the two differ. A larger --align-lambda or budget may help."
         )
     if verdict == "not judged":
-        said.append("A longer --head-start makes more situations in which an order says anything.")
+        sentences.append("A longer --head-start makes more situations in which an order says anything.")
     if reference is not None:
         cost = (reference.returns - final.returns) / abs(reference.returns)
         close = "within" if cost <= _WITHIN else "not within"
-        said.append(
+        sentences.append(
             f"Without a workflow the return was {reference.returns:.1f} (± {1.96 * reference.error:.1f}) after "
             f"{settings.reference_share:.0%} of the budget; the workflow's is {cost:.0%} worse, {close} {_WITHIN:.0%}."
             if cost > 0
             else f"Without a workflow the return was {reference.returns:.1f} (± {1.96 * reference.error:.1f}) after "
             f"{settings.reference_share:.0%} of the budget; the workflow's is no worse."
         )
-    return said
+    return sentences
 
 
 def render(
@@ -95,9 +95,9 @@ def _prices(trainer: WorkflowTrainer) -> Section | None:
     rows = []
     for each in trainer.prices:
         found = each.evaluated
-        told = [f"{found.returns:.1f} ± {1.96 * found.error:.1f}", f"{found.taken_over:.1f}"]
+        cells = [f"{found.returns:.1f} ± {1.96 * found.error:.1f}", f"{found.taken_over:.1f}"]
         if each.first is None:
-            rows.append(["no order", "", "", "", told[0], "", told[1], ""])
+            rows.append(["no order", "", "", "", cells[0], "", cells[1], ""])
             continue
         verdict = trainer.verdict(found.judged, found.obeyed)
         rows.append(
@@ -106,9 +106,9 @@ def _prices(trainer: WorkflowTrainer) -> Section | None:
                 "not judged" if verdict == "not judged" else f"{found.obedience:.1%}",
                 f"{found.judged:,}",
                 f"{each.anyway:.1%}",
-                told[0],
+                cells[0],
                 f"{none.returns - found.returns:+.1f}",
-                told[1],
+                cells[1],
                 f"{none.taken_over - found.taken_over:+.1f}",
             ]
         )
@@ -158,7 +158,7 @@ def belief(search: WorkflowSearch) -> charts.Chart:
         for number, trial in enumerate(search.trace):
             style, wide = ("learned", 10) if number == best else ("plain", 7)
             mark = charts.dot(axes, place[trial.order], trial.score, wide, style)
-            charts.told(mark, f"{number + 1}: {describe(trial.order)}: {trial.score:.1f}")
+            charts.add_tooltip(mark, f"{number + 1}: {describe(trial.order)}: {trial.score:.1f}")
 
     title = "Expected score of every order with its uncertainty, and the scores found"
     return charts.chart(draw, title, 294)
@@ -176,14 +176,14 @@ def _learning(metrics: Sequence[Mapping[str, float]]) -> Section | None:
         title, up = "Obedience in training, and compliance by the first rule", "share of fixes that comply"
         curves = [_curve(ruled, "obedience", "judged fixes"), _curve(ruled, "compliance", "all fixes", "plain")]
         drawn.append(charts.curves(curves, title, "episodes", up))
-    told = "Means of stretches of training, with the deviation between their updates; the policy explores. "
+    caption = "Means of stretches of training, with the deviation between their updates; the policy explores. "
     if len(returns) < len(metrics):
-        told += f"Updates with returns below {least:.0f}, at the beginning, are left out. "
+        caption += f"Updates with returns below {least:.0f}, at the beginning, are left out. "
     if ruled:
-        told += f"From {ruled[0]['episodes']:,.0f} episodes on it is told workflows"
+        caption += f"From {ruled[0]['episodes']:,.0f} episodes on it is told workflows"
         last = next((row["episodes"] for row in ruled if row["phase"] >= 3), None)
-        told += ". " if last is None else f", from {last:,.0f} on the best one. "
-    return Section("Learning", drawn, told + "Returns are of episodes from their start.")
+        caption += ". " if last is None else f", from {last:,.0f} on the best one. "
+    return Section("Learning", drawn, caption + "Returns are of episodes from their start.")
 
 
 def _curve(rows: Sequence[Mapping[str, float]], name: str, label: str, style: str = "learned") -> charts.Curve:

@@ -123,8 +123,8 @@ class Doubts:
 
     def see(self, actions: npt.NDArray[np.int64], observations: npt.NDArray[Any]) -> None:
         """Record the actions of a step and the observations after it, (n, 52)."""
-        looked = np.flatnonzero(_LOOKS[actions])
-        self.stirred[looked, t.TARGET[actions[looked]]] = False
+        cleared = np.flatnonzero(_RESETS_DOUBT[actions])
+        self.stirred[cleared, t.TARGET[actions[cleared]]] = False
         self.stirred |= _by_host(observations)[:, :, :2].any(2)
 
     def hosts(self, observations: npt.NDArray[Any]) -> Bools:
@@ -134,7 +134,7 @@ class Doubts:
         return in_doubt
 
 
-_LOOKS = np.isin(t.KIND, (t.Blue.ANALYSE, t.Blue.RESTORE))
+_RESETS_DOUBT = np.isin(t.KIND, (t.Blue.ANALYSE, t.Blue.RESTORE))
 
 
 def _by_host(observations: npt.NDArray[Any]) -> npt.NDArray[Any]:
@@ -192,7 +192,7 @@ class Alignment:
 
 
 # A policy's input: the observation, the order, and the hosts with activity.
-_SEEN, _TOLD, _STIRRED = slice(0, 52), slice(52, 52 + ENCODED), slice(52 + ENCODED, 52 + ENCODED + t.N_HOSTS)
+_SEEN, _ORDER_INPUTS, _STIRRED = slice(0, 52), slice(52, 52 + ENCODED), slice(52 + ENCODED, 52 + ENCODED + t.N_HOSTS)
 INPUTS = _STIRRED.stop
 
 
@@ -200,7 +200,7 @@ def network_input(
     seen: npt.NDArray[np.float32], observations: npt.NDArray[Any], orders: Orders, doubts: Doubts
 ) -> None:
     """Write the policy's input for n networks, (n, INPUTS)."""
-    seen[:, _SEEN], seen[:, _TOLD], seen[:, _STIRRED] = observations, orders.encoded, doubts.stirred
+    seen[:, _SEEN], seen[:, _ORDER_INPUTS], seen[:, _STIRRED] = observations, orders.encoded, doubts.stirred
 
 
 Floats = npt.NDArray[np.float32]
@@ -262,7 +262,7 @@ def play(
     head_starts: npt.NDArray[np.int64] | None = None,
     use_masks: bool = False,
     mask_orders: bool = False,
-    told: bool = True,
+    with_orders: bool = True,
     greedy: bool = False,
     stepped: Callable[[int], None] = lambda step: None,
     learn_every: int = 0,
@@ -280,7 +280,7 @@ def play(
             rewards count in the return.
         use_masks: leave out actions that are sure to fail.
         mask_orders: leave out fixes that may be out of order, see `order_masks`.
-        told: whether the policy sees the order that it is judged by, and is masked by it.
+        with_orders: whether the policy sees the order that it is judged by, and is masked by it.
         greedy: take the most probable action instead of sampling one.
         stepped: called with the number of every step that begins.
         learn_every: number of steps after which `learn` gets the steps since its last call; 0: never. It may change the
@@ -291,7 +291,7 @@ def play(
     orders = Orders.of(order, n)
     made_to_sleep = head_starts is not None and bool(head_starts.any())
     rollout = _empty(steps, n, use_masks or mask_orders or made_to_sleep)
-    rollout.observations[:, :, _TOLD] = orders.encoded if told else 0.0
+    rollout.observations[:, :, _ORDER_INPUTS] = orders.encoded if with_orders else 0.0
     returns = np.zeros(n)
     last = np.zeros((n, INPUTS), np.float32)
     counts, games, first = np.zeros((4, n), np.int64), [], 0
@@ -299,7 +299,7 @@ def play(
         rows = slice(first, first := first + part.num_envs)
         masking = _Masking(
             use_masks,
-            orders.rows(rows) if mask_orders and told else None,
+            orders.rows(rows) if mask_orders and with_orders else None,
             head_starts[rows] if head_starts is not None and made_to_sleep else None,
         )
         alignment = Alignment(orders.rows(rows), weight, *counts[:, rows])
@@ -428,7 +428,7 @@ def _empty(steps: int, n: int, masks: bool) -> Rollout:
 def possible_actions(env: Part, info: Mapping[str, Any]) -> npt.NDArray[np.bool_]:
     """Return masks without actions that are sure to fail, bool (n, 145)."""
     if "action_masks" in info:
-        told: npt.NDArray[np.bool_] = info["action_masks"]
-        return told
+        masks: npt.NDArray[np.bool_] = info["action_masks"]
+        return masks
     known = getattr(env, "action_masks", None)
     return known() if known is not None else np.broadcast_to(t.POSSIBLE, (env.num_envs, t.N_ACTIONS))

@@ -102,7 +102,7 @@ class WorkflowTrainer:
 
     def __init__(self, settings: WorkflowTraining, env: Parts, evaluation: Parts, policy: Any = None) -> None:
         self.settings = settings
-        self.heard: Callable[[float, float | None], None] = lambda episodes, evaluated: None
+        self.on_progress: Callable[[float, float | None], None] = lambda episodes, evaluated: None
         self._env, self._evaluation = env, evaluation
         self._make_policy = policy or (lambda learner: learner)
         self.search = WorkflowSearch(
@@ -168,7 +168,7 @@ class WorkflowTrainer:
             head_starts=head_starts,
             use_masks=settings.use_masks,
             mask_orders=settings.order_masks,
-            stepped=lambda step: self.heard(self.episodes + settings.envs * step / settings.episode_length, None),
+            stepped=lambda step: self.on_progress(self.episodes + settings.envs * step / settings.episode_length, None),
             learn_every=settings.update_every_steps,
             learn=self._learn,
         )
@@ -177,7 +177,7 @@ class WorkflowTrainer:
         judged = played.of(own)
         if self.phase == FINAL:
             self._keep(judged, shown)
-        told = self._learn(rollout.part(settings.last_update_from, settings.episode_length, rollout.last_values))
+        metrics = self._learn(rollout.part(settings.last_update_from, settings.episode_length, rollout.last_values))
         self.episodes += settings.envs
         self.env_steps += settings.envs * settings.episode_length
         self.recent = shown.returns.tolist()
@@ -192,7 +192,7 @@ class WorkflowTrainer:
             "judged": float(judged.judged.mean()),
             "compliance": judged.compliance,
             "fixes": float(judged.fixes.mean()),
-            **told,
+            **metrics,
         }
         self._move_on(judged)
         return numbers
@@ -202,14 +202,14 @@ class WorkflowTrainer:
         return self.learner.update(rollout)
 
     def evaluate(
-        self, order: Order | Sequence[Order] | None, episodes: int, *, told: bool = True, fresh: bool = True
+        self, order: Order | Sequence[Order] | None, episodes: int, *, with_orders: bool = True, fresh: bool = True
     ) -> Evaluated:
         """Evaluate the learner's policy, as it acts in training, on new episodes.
 
         Args:
             order: the order of all episodes; several orders are assigned in turn.
             episodes: number without a head start, and as many with a head start of the attacker.
-            told: whether the policy sees the order that it is judged by.
+            with_orders: whether the policy sees the order that it is judged by.
             fresh: whether to play episodes without a head start; else returns and compliance are of those with one.
         """
         settings, rounds = self.settings, -(-episodes // self.settings.envs)
@@ -233,8 +233,8 @@ class WorkflowTrainer:
                 head_starts=head_starts,
                 use_masks=settings.use_masks,
                 mask_orders=settings.order_masks,
-                told=told,
-                stepped=lambda step: self.heard(self.episodes, (before + step / settings.episode_length) / runs),
+                with_orders=with_orders,
+                stepped=lambda step: self.on_progress(self.episodes, (before + step / settings.episode_length) / runs),
             )[1]
 
         none = np.zeros(settings.envs, np.int64)
@@ -386,7 +386,7 @@ class WorkflowTrainer:
         found = [OrderEvaluation(None, self.evaluate(None, episodes), 0.0)]
         for kind in range(N_TYPES):
             orders = [order for order in ORDERS if order[0] == kind]
-            anyway = self.evaluate(orders, episodes, told=False, fresh=False)
+            anyway = self.evaluate(orders, episodes, with_orders=False, fresh=False)
             found.append(OrderEvaluation(kind, self.evaluate(orders, episodes), anyway.obedience))
         return found
 

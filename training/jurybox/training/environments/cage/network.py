@@ -229,7 +229,7 @@ class Networks:
         chance = self.random.random((4, self.n))
         verb, target = self.red.choose(self._success, self.known, self.scanned, self.subnets, chance[0])
         self._attack(verb, target, chance[1:])
-        self._look(self._rows[found > 0], t.TARGET[actions[found > 0]], 2, _PRIVILEGED)
+        self._set_belief(self._rows[found > 0], t.TARGET[actions[found > 0]], 2, _PRIVILEGED)
         restored = t.RESTORE_HOST[actions] > 0
         tenths = t.COST[self.root] + t.IMPACT_COST * self.down + t.RESTORE_COST * restored
         rewards: npt.NDArray[np.float64] = tenths / -10.0
@@ -308,11 +308,11 @@ class Networks:
         # Ten password attempts are recognised, successful or not; so is a reverse shell, if it is detected.
         exploits = noticed & (seen | ~shell | (beside & (real == 0)))
         rows = self._rows[exploits]
-        self._look(rows, host[exploits], 0, _EXPLOIT)
-        self._look(rows, host[exploits], 2, _USER)
+        self._set_belief(rows, host[exploits], 0, _EXPLOIT)
+        self._set_belief(rows, host[exploits], 2, _USER)
         scans = (noticed & ~exploits & ~beside) | (scanning & ~(beside & few))
-        self._look(self._rows[scans], host[scans], 0, _SCAN)
+        self._set_belief(self._rows[scans], host[scans], 0, _SCAN)
 
-    def _look(self, rows: t.Ints, hosts: t.Ints, first: int, bits: tuple[int, int]) -> None:
+    def _set_belief(self, rows: t.Ints, hosts: t.Ints, first: int, bits: tuple[int, int]) -> None:
         self.belief[rows, hosts, first] = bits[0]
         self.belief[rows, hosts, first + 1] = bits[1]

@@ -69,14 +69,14 @@ class _Canvas:
         r = round(radius * self.scale * self.zoom * (1 << _SHIFT))
         cv2.circle(self.pixels, self.at(x, y), r, colour, self.size(width), cv2.LINE_AA, _SHIFT)
 
-    def text(self, x: float, y: float, said: str, height: float, colour: _Colour) -> None:
+    def text(self, x: float, y: float, label: str, height: float, colour: _Colour) -> None:
         """Draw text centred at (x, y); `height` is that of a capital."""
         scale = height * self.scale * self.zoom / 21.0
         thick = max(1, round(scale * 1.6))
-        (w, h), _ = cv2.getTextSize(said, _FONT, scale, thick)
+        (w, h), _ = cv2.getTextSize(label, _FONT, scale, thick)
         unit = self.scale * self.zoom
         place = (round((x + 5.0) * unit - w / 2), round((4.45 - y) * unit + h / 2))
-        cv2.putText(self.pixels, said, place, _FONT, scale, colour, thick, cv2.LINE_AA)
+        cv2.putText(self.pixels, label, place, _FONT, scale, colour, thick, cv2.LINE_AA)
 
     def frame(self) -> Frame:
         small = cv2.resize(self.pixels, (self.width, self.height), interpolation=cv2.INTER_AREA)

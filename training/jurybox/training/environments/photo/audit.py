@@ -80,9 +80,9 @@ def measure(picture: Image, reference: Image, perceptual: Perceptual | None = No
     small = [cv2.resize(each, (_SIDE, _SIDE), interpolation=cv2.INTER_AREA) for each in (picture, reference)]
     luma = [cv2.cvtColor(each, cv2.COLOR_RGB2GRAY) for each in small]
     window = {"gaussian_weights": True, "sigma": 1.5, "use_sample_covariance": False}
-    told = structural_similarity(*luma, data_range=255, **window)
+    similarity = structural_similarity(*luma, data_range=255, **window)
     colours: npt.NDArray[Any] = colour.deltaE_ciede2000(*(colour.rgb2lab(each) for each in small))
-    found = {"psnr": psnr(picture, reference), "ssim": float(told), "ciede2000": float(colours.mean())}
+    found = {"psnr": psnr(picture, reference), "ssim": float(similarity), "ciede2000": float(colours.mean())}
     if perceptual is not None:
         found["perceptual"] = float(perceptual(picture, reference))
     return found

@@ -422,8 +422,8 @@ def _fitted(damaged: Image, start: Vector) -> tuple[Vector, float]:
         if left @ left >= errors @ errors:
             damping *= 4
             continue
-        near = np.abs(tried - settings).max() < 0.02
+        close = np.abs(tried - settings).max() < 0.02
         settings, errors, damping = tried, left, damping * 0.3
-        if near:
+        if close:
             break
     return settings, float(errors @ errors)

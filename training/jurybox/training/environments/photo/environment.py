@@ -217,11 +217,11 @@ class PhotoEdit(gymnasium.Env[observation.Observation, Action]):
     def nearer(self) -> float:
         """Return by how many units of CIELAB the edits moved the damaged picture towards the undamaged photo."""
         assert self._damaged is not None and self._undamaged is not None
-        tilt, told = self._degradation.tilt, []
+        tilt, distances = self._degradation.tilt, []
         for edits in (Edits(), self._edits):
             reference = registered(self._undamaged, tilt, edits.as_dict())
-            told.append(distance(_shrunk(apply(self._damaged, edits)), _shrunk(reference)))
-        return told[0] - told[1]
+            distances.append(distance(_shrunk(apply(self._damaged, edits)), _shrunk(reference)))
+        return distances[0] - distances[1]
 
     @property
     def photos(self) -> tuple[str, ...]:

@@ -161,10 +161,10 @@ def directions(picture: Image) -> Columns:
     weights = np.sqrt(across + along) * agreed**2
     degrees = np.degrees(0.5 * np.arctan2(2 * both, across - along))
     upright = np.where(np.abs(degrees) > 45, degrees - np.copysign(90, degrees), degrees)
-    near = np.abs(upright) < _SLANTS
-    level = np.abs(degrees[near]) > 45
-    bins = (upright[near] + _SLANTS).astype(np.intp) + 2 * _SLANTS * level
-    found = np.bincount(bins, weights[near], 4 * _SLANTS) / (weights.sum() + 1e-3)
+    axial = np.abs(upright) < _SLANTS
+    level = np.abs(degrees[axial]) > 45
+    bins = (upright[axial] + _SLANTS).astype(np.intp) + 2 * _SLANTS * level
+    found = np.bincount(bins, weights[axial], 4 * _SLANTS) / (weights.sum() + 1e-3)
     found = found.reshape(2, -1)
     padded = np.pad(found, ((0, 0), (1, 1)))
     smoothed: Columns = 0.5 * found + 0.25 * (padded[:, :-2] + padded[:, 2:])
