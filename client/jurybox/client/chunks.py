@@ -127,7 +127,7 @@ class _Request:
     answered: float = 0.0
     chunk: NDArray[Any] | None = None
     error: Exception | None = None
-    told: dict[str, int] | None = None  # the counts that are reported once this request is answered
+    reported: dict[str, int] | None = None  # the counts that are reported once this request is answered
 
 
 class AsyncChunkPolicy(forks.Closing):
@@ -189,7 +189,7 @@ class AsyncChunkPolicy(forks.Closing):
         self._real_time = real_time
         self._every, self._deadline, self._reset_key, self._clock = every, deadline, reset_key, clock
         self._report, self._send_deadline = report, send_deadline
-        self._told: dict[str, int] = {}  # counts that have been reported to the server
+        self._reported: dict[str, int] = {}  # counts that have been reported to the server
         self._delay: float | None = None  # the last answer's delay, until it has been reported
         self.stats = ChunkStats()
         self.error: Exception | None = None
@@ -289,13 +289,13 @@ class AsyncChunkPolicy(forks.Closing):
             request[self._reset_key] = True
         if self._send_deadline:
             request[ANSWER_WITHIN] = self._deadline
-        told = None
+        reported = None
         if self._report:
-            told = {name: getattr(self.stats, name) for name in ("starved", *DROPPED)}
-            request[REPORT] = {name: count - self._told.get(name, 0) for name, count in told.items()}
+            reported = {name: getattr(self.stats, name) for name in ("starved", *DROPPED)}
+            request[REPORT] = {name: count - self._reported.get(name, 0) for name, count in reported.items()}
             if self._delay is not None:
                 request[REPORT]["delay"] = self._delay
-        self._waiting = _Request(request, self._step, self._episode, self._clock(), told=told)
+        self._waiting = _Request(request, self._step, self._episode, self._clock(), reported=reported)
         self._next_ask = self._step + self._every
         self.stats.asked += 1
         self._changed.notify_all()
@@ -317,7 +317,7 @@ class AsyncChunkPolicy(forks.Closing):
             return
         steps = self._step - done.step
         if done.error is None:
-            self._told, self._delay = done.told or {}, done.answered - done.sent
+            self._reported, self._delay = done.reported or {}, done.answered - done.sent
         if done.episode != self._episode:
             self.stats.stale += 1
             return

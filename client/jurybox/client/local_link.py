@@ -148,12 +148,12 @@ class LocalLink(ControlLink):
 
     def bind(self, request: BindRequest, timeout: float) -> None:
         deadline = time.monotonic() + timeout
-        while not (told := self._call(max(0.1, deadline - time.monotonic()), bind=request).binding).settled:
+        while not (binding := self._call(max(0.1, deadline - time.monotonic()), bind=request).binding).settled:
             if time.monotonic() > deadline:
                 raise Timeout(f"engines have not opened or released device memory within {timeout:.1f} s")
             time.sleep(_BIND_POLL)
-        if told.reason:
-            raise Refused(told.reason)
+        if binding.reason:
+            raise Refused(binding.reason)
 
     def lease(self, name: str, rows: int, timeout: float) -> tuple[Lane, ModelSpec, int]:
         """See Link.lease. The lane is locked and its arena mapped. If the server was replaced, the new one is used."""

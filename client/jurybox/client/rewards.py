@@ -236,8 +236,8 @@ class Juror:
         if not panel:
             raise ValueError("a panel without members: expected a weight for each by name")
         members: dict[str, tuple[float, Juror]] = {}
-        for name, told in panel.items():
-            given: dict[str, Any] = dict(told) if isinstance(told, Mapping) else {"weight": told}
+        for name, described in panel.items():
+            given: dict[str, Any] = dict(described) if isinstance(described, Mapping) else {"weight": described}
             weight = float(given.pop("weight"))
             if not math.isfinite(weight):
                 raise ValueError(f"the weight of {name!r} is {weight}, expected a finite number")
@@ -344,8 +344,8 @@ class Juror:
         outputs = model.spec.outputs
         name = self._output or (next(iter(outputs)) if len(outputs) == 1 else "")
         if name not in outputs or outputs[name].dtype == BYTES or outputs[name].shape not in ((), (1,)):
-            told = ", ".join(f"{key} {spec}" for key, spec in outputs.items())
-            raise SpecMismatch(f"model {self.name!r} gives {told}: name the one number that is the score, output=...")
+            there = ", ".join(f"{key} {spec}" for key, spec in outputs.items())
+            raise SpecMismatch(f"model {self.name!r} gives {there}: name the one number that is the score, output=...")
         self._output = name
 
 

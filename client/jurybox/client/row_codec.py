@@ -116,8 +116,8 @@ class OpenRows(PlainRows):
                 self._check(name, spec, array, len(array) if array.ndim else 0)
             counts[name] = len(given[name])
         if len(set(counts.values())) != 1:
-            told = ", ".join(f"{name} {count}" for name, count in counts.items())
-            raise SpecMismatch(f"inputs of {self.spec.name!r} differ in their numbers of rows: {told}")
+            lengths = ", ".join(f"{name} {count}" for name, count in counts.items())
+            raise SpecMismatch(f"inputs of {self.spec.name!r} differ in their numbers of rows: {lengths}")
         return given, next(iter(counts.values()))
 
     def one(self, row: Any) -> tuple[Checked, int]:

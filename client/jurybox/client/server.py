@@ -220,8 +220,8 @@ class Server(Closing):
             Timeout: it was not loaded within `timeout` seconds.
             Refused: the configuration does not allow it; the message states which line to add.
         """
-        told = json.dumps(settings) if settings is not None else ""
-        self._open_link().load(name, told, self.timeout, keep=keep or 0.0, remote=remote)
+        settings_json = json.dumps(settings) if settings is not None else ""
+        self._open_link().load(name, settings_json, self.timeout, keep=keep or 0.0, remote=remote)
         message = self._settled(name, timeout)
         if message.reason:
             raise ModelFailed(f"model {name!r} could not be loaded: {message.reason}")

@@ -90,7 +90,7 @@ class _Core:
 CORE = _Core()
 
 
-class Asker:
+class CallThread:
     """Starts gRPC calls in its own thread.
 
     gRPC acquires locks in Python code. A KeyboardInterrupt, which occurs only in the main thread, could leave such a
@@ -98,18 +98,18 @@ class Asker:
     """
 
     def __init__(self) -> None:
-        self._asked: SimpleQueue[tuple[Any, Any, float, Any, Callable[[Any], None]] | None] = SimpleQueue()
-        threading.Thread(target=self._run, args=(self._asked,), name="jurybox-grpc", daemon=True).start()
-        weakref.finalize(self, self._asked.put, None)
+        self._queue: SimpleQueue[tuple[Any, Any, float, Any, Callable[[Any], None]] | None] = SimpleQueue()
+        threading.Thread(target=self._run, args=(self._queue,), name="jurybox-grpc", daemon=True).start()
+        weakref.finalize(self, self._queue.put, None)
 
-    def ask(self, method: Any, request: Any, timeout: float, metadata: Any, done: Callable[[Any], None]) -> None:
+    def start(self, method: Any, request: Any, timeout: float, metadata: Any, done: Callable[[Any], None]) -> None:
         """Start a call. `done` is called with it in a gRPC thread, or with None if it could not be started."""
-        self._asked.put((method, request, timeout, metadata, done))
+        self._queue.put((method, request, timeout, metadata, done))
 
     @staticmethod
-    def _run(asked: SimpleQueue[Any]) -> None:
-        while (what := asked.get()) is not None:
-            method, request, timeout, metadata, done = what
+    def _run(queue: SimpleQueue[Any]) -> None:
+        while (call := queue.get()) is not None:
+            method, request, timeout, metadata, done = call
             try:
                 method.future(request, timeout=timeout, metadata=metadata).add_done_callback(done)
             except Exception:  # noqa: BLE001  the channel was closed in the meantime
@@ -160,9 +160,13 @@ def token_metadata(address: str, token: str | None) -> list[tuple[str, str]]:
 
 def failure(error: Any) -> tuple[int, str]:
     """Return the code and message of a failed call."""
-    told = dict(error.trailing_metadata() or ()).get(CODE, "")
+    code_name = dict(error.trailing_metadata() or ()).get(CODE, "")
     status = error.code()
-    code = int(told) if told.isdigit() else _MEANING.get(status, _BY_STATUS.get(status.value[0], Code.SERVER_GONE))
+    code = (
+        int(code_name)
+        if code_name.isdigit()
+        else _MEANING.get(status, _BY_STATUS.get(status.value[0], Code.SERVER_GONE))
+    )
     return code, error.details() or status.name
 
 

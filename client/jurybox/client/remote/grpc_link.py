@@ -12,7 +12,7 @@ import grpc
 
 from jurybox.client.lane import Lane
 from jurybox.client.link import POLL, Link, OneEngine, RowsHere, Transfer, spec_of
-from jurybox.client.remote.grpc_channel import CORE, Asker, open_channel, raised, token_metadata
+from jurybox.client.remote.grpc_channel import CORE, CallThread, open_channel, raised, token_metadata
 from jurybox.client.remote.grpc_transport import GrpcTransport
 from jurybox.client.remote.weights import RemotePublisher, RemoteWeightsReader
 from jurybox.protocol import open_inference_pb2 as pb
@@ -56,7 +56,7 @@ class GrpcLink(Link):
         self._channel = open_channel(address, tls_ca)
         self._stub: Any = GRPCInferenceServiceStub(self._channel)  # type: ignore[no-untyped-call]
         self._status_stub: Any = ServerStatusStub(self._channel)  # type: ignore[no-untyped-call]
-        self._asker = Asker()
+        self._call_thread = CallThread()
         try:
             try:
                 self._stub.ServerLive(pb.ServerLiveRequest(), timeout=timeout, wait_for_ready=True)
@@ -164,7 +164,7 @@ class GrpcLink(Link):
             time.sleep(POLL)
         spec = spec_of(message)
         memory = RowsHere(spec, rows or message.max_batch)
-        transport = GrpcTransport(self._asker, self._stub.ModelInfer, self._metadata, spec, memory)
+        transport = GrpcTransport(self._call_thread, self._stub.ModelInfer, self._metadata, spec, memory)
         lane = Lane(name, OneEngine(), memory, transport, 0, 0, memory.rows, transport.end_sessions, far=True)
         return lane, spec, message.max_batch
 
@@ -177,7 +177,7 @@ class GrpcLink(Link):
     def _asked(self, method: Any, request: Any, timeout: float) -> Any:
         CORE.check()
         done: SimpleQueue[Any] = SimpleQueue()
-        self._asker.ask(method, request, timeout, self._metadata, done.put)
+        self._call_thread.start(method, request, timeout, self._metadata, done.put)
         try:
             if (call := done.get(timeout=timeout + _LATE)) is None:
                 raise Refused("this connection was closed: connect again")
@@ -194,8 +194,8 @@ class GrpcLink(Link):
 def _tell(message: ModelMessage, contract: str) -> None:
     """Fill in a model's inputs, outputs and state from the contract. Raises Refused if it cannot be parsed."""
     try:
-        told = json.loads(contract)
-        specs = (specs_from_plain(told[kind]) for kind in ("inputs", "outputs", "state"))
+        parsed = json.loads(contract)
+        specs = (specs_from_plain(parsed[kind]) for kind in ("inputs", "outputs", "state"))
         tell_spec(message, ModelSpec(message.name, *specs))
     except (ValueError, TypeError, KeyError) as error:
         raise Refused(f"the server's description of model {message.name!r} is malformed: {plain(error, 200)}") from None

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from jurybox.client.in_flight import Answer, InFlight
 from jurybox.client.link import RowsHere
-from jurybox.client.remote.grpc_channel import Asker, failure
+from jurybox.client.remote.grpc_channel import CallThread, failure
 from jurybox.client.transports.transport import Transport, Watching
 from jurybox.protocol import open_inference_pb2 as pb
 from jurybox.protocol.arena import LOAD, STORE
@@ -40,7 +40,7 @@ class GrpcTransport(Transport):
     """Sends every ticket as a call.
 
     Args:
-        asker: starts the calls.
+        call_thread: starts the calls.
         method: the stub's ModelInfer.
         metadata: sent with every call.
         spec: the model's spec.
@@ -48,9 +48,9 @@ class GrpcTransport(Transport):
     """
 
     def __init__(
-        self, asker: Asker, method: Any, metadata: list[tuple[str, str]], spec: ModelSpec, rows: RowsHere
+        self, call_thread: CallThread, method: Any, metadata: list[tuple[str, str]], spec: ModelSpec, rows: RowsHere
     ) -> None:
-        self._asker = asker
+        self._call_thread = call_thread
         self._method = method
         self._metadata = metadata
         self._spec = spec
@@ -96,7 +96,9 @@ class GrpcTransport(Transport):
                 self._arrived(asked, ticket, error)
                 return
         seconds = max(0.001, (ticket.deadline - ticket.submitted) / 1e9)
-        self._asker.ask(self._method, request, seconds, self._metadata, lambda call: self._arrived(asked, ticket, call))
+        self._call_thread.start(
+            self._method, request, seconds, self._metadata, lambda call: self._arrived(asked, ticket, call)
+        )
         self._calls[ticket.sequence] = asked
 
     @staticmethod
@@ -125,10 +127,10 @@ class GrpcTransport(Transport):
         request = pb.ModelInferRequest(model_name=self._spec.name)
         request.parameters["session_client"].string_param = self._client
         request.parameters["sessions"].string_param = ""
-        told = threading.Lock()
-        told.acquire()
-        self._asker.ask(self._method, request, _FAREWELL, self._metadata, lambda _: told.release())
-        told.acquire(timeout=_FAREWELL)
+        answered = threading.Lock()
+        answered.acquire()
+        self._call_thread.start(self._method, request, _FAREWELL, self._metadata, lambda _: answered.release())
+        answered.acquire(timeout=_FAREWELL)
 
     def receive(self, timeout: float) -> Sequence[Answer]:
         until = time.monotonic() + timeout

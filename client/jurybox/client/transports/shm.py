@@ -261,7 +261,7 @@ class _Attached:
         return [Answer(*answer, self.incarnation) for answer in self.client.receive(timeout)]
 
 
-class _Told:
+class _AnswerEvent:
     """An eventfd, closed with the last reference to it, so that no thread writes to another file with its number."""
 
     def __init__(self) -> None:
@@ -280,15 +280,15 @@ class _Watcher:
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, arrived: Callable[[], None]) -> None:
-        self._told = told = _Told()
+        self._event = event = _AnswerEvent()
 
         def readable() -> None:
             with contextlib.suppress(BlockingIOError):
-                os.eventfd_read(told.descriptor)  # before checking, so that later answers notify again
+                os.eventfd_read(event.descriptor)  # before checking, so that later answers notify again
             arrived()
 
         self._watching = Watching(loop, readable)
-        self._watching.read(told.descriptor)
+        self._watching.read(event.descriptor)
         self._stopped = False
 
     def add(self, rings: _Attached) -> None:
@@ -299,8 +299,8 @@ class _Watcher:
         """Stop notifying the loop. May be called from any thread."""
         self._stopped = True
         with contextlib.suppress(RuntimeError):  # the loop has just been closed
-            self._watching.unread(self._told.descriptor)
+            self._watching.unread(self._event.descriptor)
 
     def _run(self, rings: _Attached) -> None:
         while not self._stopped and not rings.replaced and self._watching.on:
-            rings.client.watch(self._told.descriptor, _WATCH)
+            rings.client.watch(self._event.descriptor, _WATCH)
