@@ -82,7 +82,7 @@ class _Clock:
                 for (name, _), words in zip(scoreboard.named.roles, moved, strict=True)
             },
         )
-        self.signals.ask()
+        self.signals.request_stop()
 
 
 def measure(settings: HockeyTraining, seconds: float, folder: Path, *, serial: bool) -> Stretch:

@@ -132,7 +132,7 @@ def training(asked: MarlTraining, seconds: float) -> Measured:
                 scoreboard.words[actor][Word.LAG],
             )
         )
-        signals.ask()
+        signals.request_stop()
 
     with tempfile.TemporaryDirectory(prefix="marl-bench-") as folder:
         outcome = run(planned, Path(folder), _Nothing(), signals=signals, watch=watch)

@@ -94,7 +94,7 @@ class Still:
     def __init__(self, odds=None):
         self.asked, self._odds = {}, odds or {"anchor:weak": 1.0}
 
-    def ask(self, half, seen, opponents, theirs):
+    def request(self, half, seen, opponents, theirs):
         assert len(seen) == len(opponents) == len(theirs)
         self.asked[half] = len(seen)
 

@@ -41,7 +41,7 @@ def ended(error, out, capsys):
         raise error
 
     with pytest.raises(typer.Exit) as caught:
-        training.until_interrupted(work, out, told="")
+        training.until_interrupted(work, out, message="")
     return caught.value.exit_code, capsys.readouterr().err
 
 

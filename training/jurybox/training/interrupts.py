@@ -19,23 +19,23 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 class _State:
     def __init__(self) -> None:
-        self.asked = 0  # number of the first signal received; 0: none
+        self.received = 0  # number of the first signal received; 0: none
         self.raised = False
         self.holding = 0
         self.ended = False
-        self.told: Callable[[], None] | None = None
+        self.on_signal: Callable[[], None] | None = None
 
 
 _state = _State()
 
 
-def take_over(told: Callable[[], None] | None = None) -> None:
+def take_over(on_signal: Callable[[], None] | None = None) -> None:
     """Install the handlers for SIGINT and SIGTERM. Main thread only.
 
     Args:
-        told: called once, on the first signal, to print a message.
+        on_signal: called once, on the first signal, to print a message.
     """
-    _state.told = told
+    _state.on_signal = on_signal
     for number in _SIGNALS:
         signal.signal(number, _on_signal)
 
@@ -50,12 +50,12 @@ def ignore_from_now_on() -> None:
 
 def exit_status() -> int | None:
     """Return 128 + the received signal, as in shells (130 after Ctrl-C); None if there was no signal."""
-    return 128 + _state.asked if _state.asked else None
+    return 128 + _state.received if _state.received else None
 
 
 def check() -> None:
     """Raise KeyboardInterrupt if a signal was received."""
-    if _state.asked and not _state.holding and not _state.ended:
+    if _state.received and not _state.holding and not _state.ended:
         _state.raised = True
         raise KeyboardInterrupt
 
@@ -87,10 +87,10 @@ def blocked_for_children() -> Iterator[None]:
 
 
 def _on_signal(number: int, frame: FrameType | None) -> None:
-    if not _state.asked:
-        _state.asked = number
-        if _state.told is not None:
-            _state.told()
+    if not _state.received:
+        _state.received = number
+        if _state.on_signal is not None:
+            _state.on_signal()
     if not _state.holding and not _state.raised:
         _state.raised = True
         raise KeyboardInterrupt
@@ -108,14 +108,14 @@ class Signals:
         self.count = 0
         self.first = 0
 
-    def ask(self, number: int = signal.SIGTERM, frame: FrameType | None = None) -> None:
+    def request_stop(self, number: int = signal.SIGTERM, frame: FrameType | None = None) -> None:
         """Count a request. This is the signal handler; programs may call it, too."""
         self.count += 1
         self.first = self.first or number
 
 
 @contextmanager
-def heard(signals: Signals) -> Iterator[None]:
+def handle_signals(signals: Signals) -> Iterator[None]:
     """Count signals inside the block; other handlers are restored after it. No effect outside of the main thread.
 
     The handler only counts: an exception between any two instructions could leave processes that are not recorded.
@@ -123,7 +123,7 @@ def heard(signals: Signals) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {number: signal.signal(number, signals.ask) for number in _SIGNALS}
+    before = {number: signal.signal(number, signals.request_stop) for number in _SIGNALS}
     try:
         yield
     finally:

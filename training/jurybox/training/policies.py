@@ -57,7 +57,7 @@ _ENVIRONMENTS = (
     "jurybox.training.recipes.marl_agent_env",
     "jurybox.training.search.defended",
 )
-_TOLD = ("jurybox.training.environments", "jurybox.server.jurors")
+_ARGUMENT_MODULES = ("jurybox.training.environments", "jurybox.server.jurors")
 _METADATA = "jurybox-policy"
 _RENAMED = {  # old names in descriptions that earlier builds wrote
     "seat": "own_arguments",
@@ -132,9 +132,9 @@ class Description:
         return {"format": FORMAT, **asdict(self)}
 
     @classmethod
-    def of(cls, said: Mapping[str, Any], where: Path) -> Description:
+    def of(cls, document: Mapping[str, Any], where: Path) -> Description:
         """Create a description from the result of `as_dict`. Raises PolicyError for another format."""
-        given = dict(said)
+        given = dict(document)
         if (number := given.pop("format", None)) != FORMAT:
             raise PolicyError(
                 f"{where} has the format {number!r}, this build reads {FORMAT}: use the one that wrote it"
@@ -147,8 +147,8 @@ class Description:
             raise PolicyError(f"{where} is no description of a policy: {error}") from error
 
 
-def _renamed(said: Mapping[str, Any]) -> dict[str, Any]:
-    return {_RENAMED.get(name, name): value for name, value in said.items()}
+def _renamed(document: Mapping[str, Any]) -> dict[str, Any]:
+    return {_RENAMED.get(name, name): value for name, value in document.items()}
 
 
 class Acting(nn.Module):
@@ -230,8 +230,10 @@ def policies(run: Path) -> list[Found]:
         places.insert(0, folder / _BEST)
     found = [each for place in places for each in _in(place)]
     if not found:
-        told = "no run was begun there" if not run.is_dir() else "it has no checkpoint with one yet"
-        raise PolicyError(f"no policy in {run}: {told}. Expected the folder that --out named, of a training that saved")
+        reason = "no run was begun there" if not run.is_dir() else "it has no checkpoint with one yet"
+        raise PolicyError(
+            f"no policy in {run}: {reason}. Expected the folder that --out named, of a training that saved"
+        )
     return found
 
 
@@ -250,43 +252,43 @@ def choose(run: Path, which: str = "best", name: str | None = None) -> Found:
     names = list(dict.fromkeys(each.name for each in found))
     if name is None and len(names) > 1:
         raise PolicyError(f"{run} has the policies {', '.join(names)}: say which with --name")
-    mine = [each for each in found if name in (None, each.name)]
+    matching = [each for each in found if name in (None, each.name)]
     if which == "best":
-        mine = mine[:1]
+        matching = matching[:1]
     elif which == "latest":
-        mine = [each for each in mine if not each.best][:1] or mine[:1]
+        matching = [each for each in matching if not each.best][:1] or matching[:1]
     else:
-        mine = [each for each in mine if str(each.env_steps) == which]
-    if not mine:
-        there = ", ".join(f"{each.env_steps} ({each.name})" for each in found)
-        raise PolicyError(f"no policy {name or ''} of {which!r} in {run}; there are, by env steps: {there}")
-    return mine[0]
+        matching = [each for each in matching if str(each.env_steps) == which]
+    if not matching:
+        available = ", ".join(f"{each.env_steps} ({each.name})" for each in found)
+        raise PolicyError(f"no policy {name or ''} of {which!r} in {run}; there are, by env steps: {available}")
+    return matching[0]
 
 
 def _in(place: Path) -> list[Found]:
-    said, steps, numbers = _described(place), None, {}
+    content, steps, numbers = _read_description(place), None, {}
     evaluation, document = place / EVALUATION, place / DOCUMENT
     for path in (evaluation, document):
         if place.is_dir() and path.is_file():
-            told = _json(path)
-            steps, numbers = told.get("env_steps"), told.get("numbers", {})
+            record = _json(path)
+            steps, numbers = record.get("env_steps"), record.get("numbers", {})
             break
-    description = Description.of(said, place)
+    description = Description.of(content, place)
     best = evaluation.is_file() if place.is_dir() else False
     return [Found(name, place, description, steps, best, numbers) for name in description.policies]
 
 
-def _described(place: Path) -> dict[str, Any]:
+def _read_description(place: Path) -> dict[str, Any]:
     if place.suffix != ".safetensors":
         return _json(place / POLICY_FILE)
     from safetensors import SafetensorError, safe_open
 
     try:
         with safe_open(place, "np") as file:
-            said: dict[str, Any] = json.loads(file.metadata()[_METADATA])
+            document: dict[str, Any] = json.loads(file.metadata()[_METADATA])
     except (SafetensorError, OSError, KeyError, TypeError, ValueError) as error:
         raise PolicyError(f"{place} is no policy that 'jurybox policy export' wrote: {error}") from error
-    return said
+    return document
 
 
 def _json(path: Path) -> dict[str, Any]:
@@ -326,7 +328,7 @@ class Policy:
         self.found = found
         self._doubted = found.where.is_file() and not trust
         if self._doubted:
-            _require_ours(found.where, found.acts.network, _NETWORKS, found.acts.arguments)
+            _check_trusted(found.where, found.acts.network, _NETWORKS, found.acts.arguments)
         self.served: ServedModel = load(found.acts.network)(**found.acts.arguments)
         state = _weights(found)
         try:
@@ -355,15 +357,19 @@ class Policy:
         Raises:
             PolicyError: it cannot be created.
         """
-        said, own = self.found.description, self.found.acts.own_arguments
-        arguments = {**said.environment_arguments, **own, **(changes or {})}
+        description, own = self.found.description, self.found.acts.own_arguments
+        arguments = {**description.environment_arguments, **own, **(changes or {})}
         if self._doubted:
-            _require_ours(self.found.where, said.environment, _ENVIRONMENTS, [said.environment_arguments, own])
+            _check_trusted(
+                self.found.where, description.environment, _ENVIRONMENTS, [description.environment_arguments, own]
+            )
         more: dict[str, Any] = {"partners": self._partners()} if own else {}
         try:
-            made: Environment = load(said.environment)(**arguments, **more, render_mode="rgb_array" if render else None)
+            made: Environment = load(description.environment)(
+                **arguments, **more, render_mode="rgb_array" if render else None
+            )
         except (TypeError, ValueError, ImportError) as error:
-            raise PolicyError(f"{said.environment} cannot be made with {arguments}: {error}") from error
+            raise PolicyError(f"{description.environment} cannot be made with {arguments}: {error}") from error
         self.fps = float(getattr(made, "metadata", {}).get("render_fps") or self.fps)
         try:
             yield made
@@ -378,13 +384,13 @@ class Policy:
         return {name: self if name == self.found.name else Policy(replace(self.found, name=name)) for name in names}
 
 
-def _require_ours(where: Path, factory: str, places: Sequence[str], arguments: Any) -> None:
+def _check_trusted(where: Path, factory: str, places: Sequence[str], arguments: Any) -> None:
     """Raise PolicyError if an untrusted file names code other than the factories of Jurybox's trainings.
 
     It is not enough that a name is in one of Jurybox's modules: it could be something that the module imports
     (``local_server:subprocess.run``), or a function that calls its argument (``rows_environment`` of ``os:system``).
     """
-    for name, among in [(factory, places), *((told, _TOLD) for told in _factories(arguments))]:
+    for name, among in [(factory, places), *((argument, _ARGUMENT_MODULES) for argument in _factories(arguments))]:
         module, _, attribute = name.partition(":")
         known = [place for place in among if f"{module}.".startswith(f"{place}.")] if attribute.isidentifier() else []
         made = getattr(import_module(module), attribute, None) if known else None
@@ -420,11 +426,11 @@ def _weights(found: Found) -> dict[str, Tensor]:
 
 
 def _digest(state: Mapping[str, Tensor]) -> str:
-    told = hashlib.sha256()
+    sha256 = hashlib.sha256()
     for name, tensor in sorted(state.items()):
-        told.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        told.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-    return told.hexdigest()
+        sha256.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        sha256.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return sha256.hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
@@ -513,13 +519,13 @@ def score(episodes: Sequence[Episode]) -> dict[str, float]:
     }
 
 
-def remember_score(policy: Policy, run: Path, told: Mapping[str, Any]) -> None:
+def remember_score(policy: Policy, run: Path, score: Mapping[str, Any]) -> None:
     """Save the result of an evaluation in the run's folder, for the card of an export."""
     if not run.is_dir():
         return
     path = run / SCORES
     known = _json(path) if path.is_file() else {}
-    known.setdefault(policy.digest, []).append(dict(told))
+    known.setdefault(policy.digest, []).append(dict(score))
     write_atomically(path, json.dumps(known, indent=1) + "\n")
 
 
@@ -552,13 +558,13 @@ def export(policy: Policy, to: Path, run: Path) -> list[Path]:
         raise PolicyError(f"torch.export cannot trace {policy.found.acts.network}: {first}") from error
     to.parent.mkdir(parents=True, exist_ok=True)
     weights, card = to.with_suffix(".safetensors"), to.with_suffix(".md")
-    said = policy.found.description.as_dict()
-    said["policies"] = {policy.found.name: {**said["policies"][policy.found.name], "weights": weights.name}}
+    document = policy.found.description.as_dict()
+    document["policies"] = {policy.found.name: {**document["policies"][policy.found.name], "weights": weights.name}}
     with _appearing(to) as scratch:
         torch.export.save(program, scratch)
     with _appearing(weights) as scratch:
         state = {name: tensor.contiguous().clone() for name, tensor in policy.served.module.state_dict().items()}
-        save_file(state, scratch, {_METADATA: json.dumps(said), "digest": policy.digest})
+        save_file(state, scratch, {_METADATA: json.dumps(document), "digest": policy.digest})
     write_atomically(card, _card(policy, run, to, weights))
     return [to, weights, card]
 
@@ -575,29 +581,29 @@ def _appearing(path: Path) -> Iterator[Path]:
 
 
 def _card(policy: Policy, run: Path, program: Path, weights: Path) -> str:
-    found, said, acts, spec = policy.found, policy.found.description, policy.found.acts, policy.observation
+    found, description, acts, spec = policy.found, policy.found.description, policy.found.acts, policy.observation
     action = "int64 (n,)" if acts.choose in _NUMBERED else f"float32 (n, {len(acts.low)}), {_span(acts)}"
     scores = (_json(run / SCORES) if (run / SCORES).is_file() else {}).get(policy.digest, [])
     lines = [
-        f"# A policy of `jurybox train {said.training}`",
+        f"# A policy of `jurybox train {description.training}`",
         "",
         f"- `{program.name}`: `torch.export` program, observations {spec.dtype} (n, {', '.join(map(str, spec.shape))}) "
         f"to actions {action}; normalisation and scaling are inside.",
         f"- `{weights.name}`: the weights of `{acts.network}`, with this description in its metadata.",
-        f"- Environment: `{said.environment}` with {json.dumps(dict(said.environment_arguments))}",
-        f"- Saved after {found.env_steps if found.env_steps is not None else 'unknown'} env steps, seed {said.seed}; "
-        f"weights {policy.digest[:16]}",
-        f"- Jurybox {said.version}, commit {said.commit or 'unknown'}",
+        f"- Environment: `{description.environment}` with {json.dumps(dict(description.environment_arguments))}",
+        f"- Saved after {found.env_steps if found.env_steps is not None else 'unknown'} env steps, "
+        f"seed {description.seed}; weights {policy.digest[:16]}",
+        f"- Jurybox {description.version}, commit {description.commit or 'unknown'}",
         "",
         "## Scores",
         "",
-        *(f"- {_score_line(told)}" for told in scores),
+        *(f"- {_score_line(score)}" for score in scores),
     ]
     if found.numbers:
         lines.append(f"- In training, of these weights: {json.dumps(dict(found.numbers))}")
     if not scores:
         lines.append("- None with an interval yet: `jurybox policy evaluate`, and export again.")
-    lines += ["", "## Settings", "", "```json", json.dumps(dict(said.settings), indent=1), "```", ""]
+    lines += ["", "## Settings", "", "```json", json.dumps(dict(description.settings), indent=1), "```", ""]
     return "\n".join(lines)
 
 
@@ -605,10 +611,10 @@ def _span(acts: Acts) -> str:
     return f"{min(acts.low):g} to {max(acts.high):g}" if len(acts.low) else "as the network gives them"
 
 
-def _score_line(told: Mapping[str, Any]) -> str:
+def _score_line(score: Mapping[str, Any]) -> str:
     return (
-        f"mean return {told['return_mean']:.4g} (95 %: {told['return_low']:.4g} to {told['return_high']:.4g}) over "
-        f"{told['episodes']} episodes from seed {told.get('seed', 0)}"
+        f"mean return {score['return_mean']:.4g} (95 %: {score['return_low']:.4g} to {score['return_high']:.4g}) over "
+        f"{score['episodes']} episodes from seed {score.get('seed', 0)}"
     )
 
 

@@ -62,11 +62,11 @@ def list_policies(run: Run) -> None:
         for each in policies(run):
             steps = "exported" if each.env_steps is None else f"{each.env_steps:>12,} env steps"
             mark = "best" if each.best else "    "
-            told = "  ".join(f"{name} {value:.4g}" for name, value in each.numbers.items())
-            lines.append(f"{mark}  {steps}  {each.name}  {each.where}{'  ' + told if told else ''}")
+            scores = "  ".join(f"{name} {value:.4g}" for name, value in each.numbers.items())
+            lines.append(f"{mark}  {steps}  {each.name}  {each.where}{'  ' + scores if scores else ''}")
         return "\n".join(lines)
 
-    until_interrupted(work, None, told="stopping")
+    until_interrupted(work, None, message="stopping")
 
 
 @policy.command("play")
@@ -112,10 +112,10 @@ def play_policy(
                 ),
             )
         mean = sum(each.total for each in played) / len(played)
-        said = f"mean return {mean:.4g} over {len(played)} episodes, {loaded.found.where}"
-        return said if video is None else f"{said}\nfilm: {video}"
+        summary = f"mean return {mean:.4g} over {len(played)} episodes, {loaded.found.where}"
+        return summary if video is None else f"{summary}\nfilm: {video}"
 
-    until_interrupted(work, None, told="stopping")
+    until_interrupted(work, None, message="stopping")
 
 
 @policy.command("evaluate")
@@ -139,15 +139,16 @@ def evaluate_policy(
         with Progress(console=console, transient=True) as progress:
             task = progress.add_task("evaluating", total=episodes)
             played = play(loaded, episodes, seed=seed, changes=changes, ended=lambda each: progress.advance(task))
-        told = score(played)
-        remember_score(loaded, run, {**told, "seed": seed, "changes": changes, "which": which})
+        scores = score(played)
+        remember_score(loaded, run, {**scores, "seed": seed, "changes": changes, "which": which})
         return (
-            f"mean return {told['return_mean']:.4g} (95 %: {told['return_low']:.4g} to {told['return_high']:.4g}), "
-            f"deviation {told['return_std']:.4g}, {episodes} episodes of {told['length_mean']:.4g} steps, "
+            f"mean return {scores['return_mean']:.4g} "
+            f"(95 %: {scores['return_low']:.4g} to {scores['return_high']:.4g}), "
+            f"deviation {scores['return_std']:.4g}, {episodes} episodes of {scores['length_mean']:.4g} steps, "
             f"{loaded.found.where}"
         )
 
-    until_interrupted(work, None, told="stopping")
+    until_interrupted(work, None, message="stopping")
 
 
 @policy.command("export")
@@ -165,7 +166,7 @@ def export_policy(
 
         return "\n".join(map(str, export(_loaded(run, which, name, trust=trust), to, run)))
 
-    until_interrupted(work, None, told="stopping")
+    until_interrupted(work, None, message="stopping")
 
 
 @policy.command("serve")
@@ -192,7 +193,7 @@ def serve_policy(
         return f"serving {loaded.found.where} as {model}; its configuration: {written[0]}"
 
     try:
-        until_interrupted(work, None, told="stopping")
+        until_interrupted(work, None, message="stopping")
     except typer.Exit as ended:
         if ended.exit_code or not written:
             raise
@@ -231,10 +232,10 @@ def edit(
         from jurybox.training.recipes.photo_editing import SHEET, edit_pictures, pictures
 
         loaded = _loaded(run, which, None, trust=trust)
-        told = {**loaded.found.description.environment_arguments, **_changes(sets)}
-        told |= {"scorer": "server", "address": server} if server is not None else {}
+        arguments = {**loaded.found.description.environment_arguments, **_changes(sets)}
+        arguments |= {"scorer": "server", "address": server} if server is not None else {}
         known = PhotoConfig.__dataclass_fields__
-        config = PhotoConfig(**{name: value for name, value in told.items() if name in known})
+        config = PhotoConfig(**{name: value for name, value in arguments.items() if name in known})
         done = edit_pictures(
             pictures(given),
             loaded,
@@ -248,4 +249,4 @@ def edit(
         gained = sum(each.after - each.before for each in done) / len(done)
         return f"{len(done)} pictures, scores {gained:+.3f} on average; side by side: {out / SHEET}"
 
-    until_interrupted(work, out if out.is_dir() else None, told="stopping")
+    until_interrupted(work, out if out.is_dir() else None, message="stopping")

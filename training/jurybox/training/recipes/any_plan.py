@@ -86,10 +86,10 @@ def report(
     """Return the report as one HTML document."""
     facts = {"Seed": planned.seed, "Episodes": f"{outcome.episodes:,}"}
     evaluated = [[name.removeprefix("eval_"), f"{value:.4g}"] for name, value in outcome.evaluation.items()]
-    told = f"After {outcome.env_steps:,} env steps {outcome.text}."
+    sentence = f"After {outcome.env_steps:,} env steps {outcome.text}."
     tables = [Table(["Last evaluation", ""], evaluated)] if evaluated else []
     sections = [
-        Section("How it ended", [told, *tables]),
+        Section("How it ended", [sentence, *tables]),
         page.return_curve(rows, "Learning", "env steps", "return, last 100 episodes") if outcome.episodes else None,
         None if outcome.serial else page.worked_when(folder / "timeline.json"),
         page.the_run(facts, settings.as_dict(), command, outcome),

@@ -241,8 +241,8 @@ class GymTraining(ServedSettings):
             KeyError: the algorithm does not use the setting.
         """
         default = DEFAULTS[self.algorithm][name]
-        said = getattr(self, name)
-        return default if said is None else said
+        value = getattr(self, name)
+        return default if value is None else value
 
     def hidden_for(self, seen: Seen) -> tuple[int, ...]:
         """Return the sizes of the hidden layers. The defaults differ if all observations are images."""
@@ -360,7 +360,7 @@ def plan(settings: GymTraining, served: ServedModels | None = None) -> Plan:
     on_policy, pace = settings.algorithm == ON_POLICY, settings.pace
     if on_policy and pace.collect < 2:
         raise ConfigError("n_steps=1 of one environment is no rollout: expected two steps or more")
-    told = {"settings": settings.model_dump(mode="json"), "network": network}
+    options = {"settings": settings.model_dump(mode="json"), "network": network}
     columns = fields(settings, seen, does)
     capacity = 2 * pace.collect + settings.envs
     if not on_policy:
@@ -371,14 +371,14 @@ def plan(settings: GymTraining, served: ServedModels | None = None) -> Plan:
     return Plan(
         roles=(
             *(
-                RoleSpec(f"actor-{number}", Kind.ACTOR, f"{_ACTOR}:GymActor", told, writes=(ROWS,), reads=(CHANNEL,))
+                RoleSpec(f"actor-{number}", Kind.ACTOR, f"{_ACTOR}:GymActor", options, writes=(ROWS,), reads=(CHANNEL,))
                 for number in range(settings.workers)
             ),
             RoleSpec(
                 "learner",
                 Kind.LEARNER,
                 f"{_LEARNER}:{'RolloutLearner' if on_policy else 'ReplayLearner'}",
-                told,
+                options,
                 samples=(ROWS,),
                 publishes=CHANNEL,
                 publish_every=1 if on_policy else settings.of("publish_interval"),
@@ -387,7 +387,7 @@ def plan(settings: GymTraining, served: ServedModels | None = None) -> Plan:
                 "evaluator",
                 Kind.EVALUATOR,
                 f"{_ACTOR}:GymEvaluator",
-                told,
+                options,
                 reads=(CHANNEL,),
                 evaluate_every=every,
                 nice=_EVALUATOR_NICE,
@@ -512,18 +512,18 @@ def report(
     from jurybox.training.report import charts, page
     from jurybox.training.report.page import Section
 
-    said = [
+    sentences = [
         f"{outcome.text[0].upper()}{outcome.text[1:]}: {outcome.episodes:,} episodes, {outcome.env_steps:,} env steps "
         f"and {outcome.learner_steps:,} learner steps in {outcome.seconds:.0f} s."
     ]
     best = Checkpoints(folder / "checkpoints").best()
     if best is not None:
-        said.append(
+        sentences.append(
             f"The best evaluation, after {best['env_steps']:,} env steps: a mean return of "
             f"{best['numbers']['return']:.2f} over {settings.evaluation_episodes} episodes without exploration. "
             "checkpoints/best holds its weights."
         )
-    sections: list[Section | None] = [Section("How it ended", said)]
+    sections: list[Section | None] = [Section("How it ended", sentences)]
     points = [row for row in rows if "eval_return" in row]
     if len(points) > 1:
         line = charts.stretches("return", [row["env_steps"] for row in points], [row["eval_return"] for row in points])
@@ -556,16 +556,16 @@ def _audits(settings: GymTraining, rows: Sequence[Mapping[str, float]]) -> Secti
             steps = [row["env_steps"] for row in points]
             line = charts.stretches(name, steps, [row[f"audit_{name}"] for row in points])
             drawn.append(charts.curves([line], f"{name} over env steps", "env steps", name))
-    told = "Told at the end of episodes and never rewarded: a return that rises while these fall is overoptimised."
-    return page.Section("The audit", drawn, told) if drawn else None
+    caption = "Told at the end of episodes and never rewarded: a return that rises while these fall is overoptimised."
+    return page.Section("The audit", drawn, caption) if drawn else None
 
 
 def _work(settings: GymTraining, run: Run) -> str:
     outcome = carry_out(partial(train, settings, run.folder, command=run.command), run)
-    said = [f"{outcome.text}: {outcome.episodes:,} episodes, {outcome.env_steps:,} steps in {outcome.seconds:.0f} s"]
+    lines = [f"{outcome.text}: {outcome.episodes:,} episodes, {outcome.env_steps:,} steps in {outcome.seconds:.0f} s"]
     if (found := outcome.evaluation.get("eval_return")) is not None:
-        said.append(f"the last evaluation: a mean return of {found:.2f} over {settings.evaluation_episodes} episodes")
-    return "\n".join(said)
+        lines.append(f"the last evaluation: a mean return of {found:.2f} over {settings.evaluation_episodes} episodes")
+    return "\n".join(lines)
 
 
 TRAINING = Training("gym", GymTraining, _work)

@@ -20,7 +20,7 @@ Array = npt.NDArray[Any]
 Outputs = Mapping[str, Array]
 
 _SEED = 1_000_003  # makes the episodes of evaluations different from those of the training
-_LIVES = 40  # low bits of a moment; the bits above count the worker's restarts
+_STEP_BITS = 40  # low bits of a moment; the bits above count the worker's restarts
 _ADOPTED = 30.0  # seconds to wait for newer weights: an engine that restarts imports torch before it adopts them
 _ENDLESS = 1_000_000  # steps after which an evaluation's episode counts as endless
 _SIDE_BY_SIDE = 10  # maximum number of parallel environments of the evaluator
@@ -64,7 +64,7 @@ class LocalNetwork:
         return {name: tensor.numpy() for name, tensor in zip(self._names, each, strict=True)}
 
 
-class _Told:
+class _VersionFollower:
     """A follower of the channel that records the number of updates of each publication, but not the weights."""
 
     def __init__(self, context: RoleContext) -> None:
@@ -93,12 +93,12 @@ class ServedNetwork:
 
     def __init__(self, context: RoleContext, *, rows: int, max_lag: int) -> None:
         self._model, self._max_lag = LeasedModel(context, CHANNEL, rows), max_lag
-        self._told = _Told(context)
+        self._versions = _VersionFollower(context)
         self._version = 0
 
     @property
     def updates(self) -> int:
-        return self._told.updates.at(self._version)
+        return self._versions.updates.at(self._version)
 
     def outputs(self, rows: Array) -> Outputs:
         """Return the network's outputs; see `ActingNetwork`.
@@ -110,16 +110,16 @@ class ServedNetwork:
         until = time.monotonic() + max(_ADOPTED, self._model.timeout)
 
         def fresh(version: int) -> bool:
-            if self._told.version - version <= self._max_lag:
+            if self._versions.version - version <= self._max_lag:
                 return True
             if time.monotonic() > until:
                 raise StaleAnswers(
                     f"the server answers with version {version} of the policy's weights, long after version "
-                    f"{self._told.version} was published: the server's log says why"
+                    f"{self._versions.version} was published: the server's log says why"
                 )
             return False
 
-        reply = self._model.ask(rows, fresh)
+        reply = self._model.infer(rows, fresh)
         self._version = reply.version
         found: Any = reply.outputs
         return found if isinstance(found, Mapping) else {self._model.outputs[0]: np.asarray(found)}
@@ -269,7 +269,7 @@ class GymActor(Actor):
         self._streams = context.replay(ROWS).streams(n)
         self._first = context.number * n  # environments are numbered over all workers
         self._totals, self._lengths = np.zeros(n), np.zeros(n, np.int64)
-        self._moments = np.full(n, (context.life - 1) << _LIVES, np.int64)
+        self._moments = np.full(n, (context.life - 1) << _STEP_BITS, np.int64)
         self._playing = False
 
     def _epsilon(self) -> float:
@@ -316,8 +316,8 @@ class GymActor(Actor):
         for number in np.flatnonzero(over).tolist():
             if not self._on_policy and not terminated[number]:
                 self._streams.end(number, observation=after[number])
-            told = audited(envs.infos[number])
-            self.context.episode(total=self._totals[number], length=int(self._lengths[number]), **told)
+            numbers = audited(envs.infos[number])
+            self.context.episode(total=self._totals[number], length=int(self._lengths[number]), **numbers)
             self._begin(number)
         return n
 

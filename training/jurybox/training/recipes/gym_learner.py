@@ -32,8 +32,9 @@ from jurybox.training.runtime.role_context import Learner, RoleContext
 
 Batch = Mapping[str, torch.Tensor]
 
-_TELL = 10  # learner steps between two reports of the losses, since reading a tensor's value takes time
-_LOOK, _GLANCE, _FIRST_GLANCE = 50, 256, 8192  # learner steps between two updates of the normaliser, and their rows
+_REPORT_EVERY = 10  # learner steps between two reports of the losses, since reading a tensor's value takes time
+_UPDATE_EVERY = 50  # learner steps between two updates of the normaliser
+_SAMPLE_ROWS, _FIRST_SAMPLE_ROWS = 256, 8192  # rows that it sees at an update
 
 
 def _of(settings: GymTraining, *names: str) -> dict[str, Any]:
@@ -48,8 +49,8 @@ class PacedDQN(DQN):
         s = settings
         made = acting_network(**network, seed=seed)
         assert isinstance(made, ValueNetwork)
-        told = _of(s, "learning_rate", "n_steps", "max_grad_norm")
-        super().__init__(made, ValueSettings(gamma=s.gamma, target_update_interval=0, **told), s.device, seed)
+        chosen = _of(s, "learning_rate", "n_steps", "max_grad_norm")
+        super().__init__(made, ValueSettings(gamma=s.gamma, target_update_interval=0, **chosen), s.device, seed)
         self._pace, self._tau = s.pace, s.of("tau")
         self._interval = s.of("target_update_interval") * s.envs
 
@@ -64,7 +65,7 @@ class PacedDQN(DQN):
 
 def _td3(settings: GymTraining, network: Mapping[str, Any], seed: int) -> TD3:
     s = settings
-    told = TD3Settings(
+    td3_settings = TD3Settings(
         actor_learning_rate=s.of("learning_rate"),
         critic_learning_rate=s.of("learning_rate"),
         pre_tanh_penalty=0.0,
@@ -72,15 +73,17 @@ def _td3(settings: GymTraining, network: Mapping[str, Any], seed: int) -> TD3:
         **_of(s, "tau", "policy_delay", "target_policy_noise", "target_noise_clip"),
     )
     networks = acting_network(**network, seed=seed), _critic(network, seed)
-    return TD3(1, int(network["actions"]), told, device=s.device, seed=seed, networks=networks)
+    return TD3(1, int(network["actions"]), td3_settings, device=s.device, seed=seed, networks=networks)
 
 
 def _sac(settings: GymTraining, network: Mapping[str, Any], seed: int) -> SAC:
-    told = SACSettings(**_of(settings, "learning_rate", "tau", "target_update_interval", "ent_coef", "target_entropy"))
+    sac_settings = SACSettings(
+        **_of(settings, "learning_rate", "tau", "target_update_interval", "ent_coef", "target_entropy")
+    )
     actor = acting_network(**network, seed=seed)
     assert isinstance(actor, SquashedGaussianActor)
     actions = int(network["actions"])
-    return SAC(actor, _critic(network, seed), actions, told, device=settings.device, seed=seed)
+    return SAC(actor, _critic(network, seed), actions, sac_settings, device=settings.device, seed=seed)
 
 
 def _critic(network: Mapping[str, Any], seed: int) -> SeeingCritic:
@@ -146,11 +149,11 @@ class _Publishing(Learner):
 class ReplayLearner(_Publishing):
     """DQN, TD3 or SAC on the replay. One step is one update."""
 
-    def __init__(self, context: RoleContext, **told: Any) -> None:
-        super().__init__(context, **told)
+    def __init__(self, context: RoleContext, **options: Any) -> None:
+        super().__init__(context, **options)
         s = self.settings
         self._replay = context.replay(ROWS)
-        self.learner = _ALGORITHMS[s.algorithm](s, told["network"], self.seed)
+        self.learner = _ALGORITHMS[s.algorithm](s, options["network"], self.seed)
         self.acting = self.learner.network if isinstance(self.learner, PacedDQN) else self.learner.actor
         self._features = features_of(*(part for part in vars(self.learner).values() if isinstance(part, nn.Module)))
         windows = Windows(n_step=s.of("n_steps"), gamma=s.gamma, next=("observation",))
@@ -166,18 +169,18 @@ class ReplayLearner(_Publishing):
         s, own = self.settings, self.context.own_steps
         # The sampler is seeded with the step, so that checkpoints need not contain its state.
         self._replay.seed(self.seed + 2 * own)
-        if self._normaliser is not None and own % _LOOK == 0:
-            rows = _FIRST_GLANCE if self._normaliser.count == 0 else _GLANCE
+        if self._normaliser is not None and own % _UPDATE_EVERY == 0:
+            rows = _FIRST_SAMPLE_ROWS if self._normaliser.count == 0 else _SAMPLE_ROWS
             self.see(self._replay.sample(rows, uniform=True)["observation"], self._features)
         self._replay.sample(s.of("batch_size"), self._batch)
         tensors = self._tensors
         if s.device != "cpu":
             tensors = {name: tensor.to(s.device, non_blocking=True) for name, tensor in tensors.items()}
         learner = self.learner
-        told = {"loss": learner.learn(tensors)} if isinstance(learner, PacedDQN) else learner.update(tensors).metrics
+        metrics = {"loss": learner.learn(tensors)} if isinstance(learner, PacedDQN) else learner.update(tensors).metrics
         self.updates += 1
-        if own % _TELL == _TELL - 1:
-            self.context.metrics(**{name: float(value) for name, value in told.items()})
+        if own % _REPORT_EVERY == _REPORT_EVERY - 1:
+            self.context.metrics(**{name: float(value) for name, value in metrics.items()})
 
     def adopt(self, published: WeightsReader) -> None:
         state, _, extra = published.read()
@@ -208,9 +211,9 @@ class RolloutLearner(_Publishing):
     half a rollout, because a worker failed, leaves the rows to the next step.
     """
 
-    def __init__(self, context: RoleContext, **told: Any) -> None:
-        super().__init__(context, **told)
-        s, network = self.settings, told["network"]
+    def __init__(self, context: RoleContext, **options: Any) -> None:
+        super().__init__(context, **options)
+        s, network = self.settings, options["network"]
         made = acting_network(**network, seed=self.seed)
         assert isinstance(made, SeeingActorCritic)
         self.acting = made
@@ -240,10 +243,10 @@ class RolloutLearner(_Publishing):
         if len(self._held["reward"]) < self._least:
             return
         rows, self._held = self._held, {}
-        told = self.learner.update(rollout(rows, self.learner, self.settings.of("n_steps")))
+        metrics = self.learner.update(rollout(rows, self.learner, self.settings.of("n_steps")))
         self.see(rows["observation"], self._features)
         self.updates += 1
-        self.context.metrics(**{name: value for name, value in told.items() if name != "learner_steps"})
+        self.context.metrics(**{name: value for name, value in metrics.items() if name != "learner_steps"})
 
     def adopt(self, published: WeightsReader) -> None:
         state, _, extra = published.read()
@@ -270,10 +273,10 @@ class RolloutLearner(_Publishing):
         self._cursor.take()  # skip the rows of the checkpoint's replay, which `held` contains
 
     def _take(self) -> None:
-        came = self._cursor.take()
+        columns = self._cursor.take()
         if self._held:
-            came = {name: np.concatenate((self._held[name], column)) for name, column in came.items()}
-        self._held = came
+            columns = {name: np.concatenate((self._held[name], column)) for name, column in columns.items()}
+        self._held = columns
 
 
 def rollout(rows: Mapping[str, npt.NDArray[Any]], learner: PPO, steps: int) -> Rollout:

@@ -70,7 +70,7 @@ def plan(settings: HockeyTraining, folder: Path, served: ServedModels | None = N
         ConfigError: the environment cannot be created.
     """
     sizes = sizes_of(settings)
-    told: dict[str, Any] = {"settings": settings.model_dump(mode="json")}
+    options: dict[str, Any] = {"settings": settings.model_dump(mode="json")}
     past = None if served is None else served.names[POOL_MODEL]
     folders = {POOL: str(folder.resolve() / "pool")} | ({REGISTRY: str(folder.resolve() / "engines")} if engine else {})
     layout = WeightsLayout.of(TD3(*sizes, settings.learner).acting().state_dict())
@@ -81,7 +81,7 @@ def plan(settings: HockeyTraining, folder: Path, served: ServedModels | None = N
                     f"actor-{number}",
                     Kind.ACTOR,
                     f"{_ACTOR}:HockeyActor",
-                    {**told, "past": past, "engine": engine},
+                    {**options, "past": past, "engine": engine},
                     writes=(ROWS, RESULTS),
                     reads=(CHANNEL,),
                 )
@@ -91,7 +91,7 @@ def plan(settings: HockeyTraining, folder: Path, served: ServedModels | None = N
                 "learner",
                 Kind.LEARNER,
                 f"{_LEARNER}:HockeyLearner",
-                {**told, "past": past, "sizes": sizes},
+                {**options, "past": past, "sizes": sizes},
                 samples=(ROWS, RESULTS),
                 publishes=CHANNEL,
                 publish_every=settings.publish_interval,
@@ -101,7 +101,7 @@ def plan(settings: HockeyTraining, folder: Path, served: ServedModels | None = N
                 "evaluator",
                 Kind.EVALUATOR,
                 f"{_ACTOR}:HockeyEvaluator",
-                told,
+                options,
                 reads=(CHANNEL,),
                 evaluate_every=settings.evaluate_every,
                 nice=_EVALUATOR_NICE,
@@ -174,7 +174,11 @@ def columns(settings: HockeyTraining) -> tuple[str, ...]:
         "pool",
         *("device_utilization",) * settings.device.startswith("cuda"),
         "eval_points",
-        *(f"eval_{what}_{who}" for who in settings.league.anchors for what in ("wins", "ties", "losses", "score")),
+        *(
+            f"eval_{what}_{opponent}"
+            for opponent in settings.league.anchors
+            for what in ("wins", "ties", "losses", "score")
+        ),
     )
 
 
@@ -230,12 +234,12 @@ def train(
 
 def _work(settings: HockeyTraining, run: Run) -> str:
     outcome = carry_out(partial(train, settings, run.folder, command=run.command), run)
-    said = [f"{outcome.text}: {outcome.episodes:,} games, {outcome.env_steps:,} steps in {outcome.seconds:.0f} s"]
-    for who in settings.league.anchors:
-        won, lost = (outcome.evaluation.get(f"eval_{what}_{who}") for what in ("wins", "losses"))
+    lines = [f"{outcome.text}: {outcome.episodes:,} games, {outcome.env_steps:,} steps in {outcome.seconds:.0f} s"]
+    for opponent in settings.league.anchors:
+        won, lost = (outcome.evaluation.get(f"eval_{what}_{opponent}") for what in ("wins", "losses"))
         if won is not None and lost is not None:
-            said.append(f"against {who}: {won:.0%} won, {lost:.0%} lost")
-    return "\n".join(said)
+            lines.append(f"against {opponent}: {won:.0%} won, {lost:.0%} lost")
+    return "\n".join(lines)
 
 
 TRAINING = Training("hockey", HockeyTraining, _work)

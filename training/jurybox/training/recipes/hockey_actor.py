@@ -76,11 +76,11 @@ Rows = npt.NDArray[np.float32]
 class Policies(Protocol):
     """The policies of a collector: the learner's newest policy, and the opponents by their names in the league."""
 
-    def ask(self, half: int, seen: Rows, opponents: Sequence[Opponent], theirs: Rows) -> None:
+    def request(self, half: int, seen: Rows, opponents: Sequence[Opponent], opponent_rows: Rows) -> None:
         """Begin to compute actions for one half: observations (n, o), opponents and their observations (n, o)."""
 
     def actions(self, half: int) -> Rows:
-        """Return the learner's actions (n, a) for the last `ask`. The opponents' actions are then ready, too."""
+        """Return the learner's actions (n, a) for the last `request`. The opponents' actions are then ready, too."""
 
     def player(self, name: str) -> Opponent:
         """Create a player for one match. Raises KeyError for an unknown name."""
@@ -155,7 +155,7 @@ class Collector:
         self._halves = (list(slots[::2]), list(slots[1::2]))
         self.noise = np.geomspace(*settings.noise, len(games) * workers)[number::workers]
         self._warm = np.zeros(len(games), bool)
-        self._asked = [False, False]
+        self._requested = [False, False]
         self._turn = 0
 
     def step(self, *, warm: bool) -> tuple[int, list[Result]]:
@@ -168,32 +168,32 @@ class Collector:
             The number of steps, and the results of the matches that ended.
         """
         half = self._turn
-        if not self._asked[half]:
-            self._ask(half, warm=warm)
+        if not self._requested[half]:
+            self._request(half, warm=warm)
         # The other half's actions are computed while this half steps.
-        if not self._asked[1 - half]:
-            self._ask(1 - half, warm=warm)
+        if not self._requested[1 - half]:
+            self._request(1 - half, warm=warm)
         slots = self._halves[half]
         chosen = self._policies.actions(half)
         chosen[self._warm[slots]] = 0.0
         over = self._table.step(slots, chosen, self._write)
-        self._ask(half, warm=warm)
+        self._request(half, warm=warm)
         self._turn = 1 - half
         return len(slots), [result for _, result in over]
 
     def abandon(self) -> None:
         """Abandon all matches without a result: the state of the physics engine cannot be saved."""
         for half in (0, 1):
-            if self._asked[half]:
+            if self._requested[half]:
                 self._policies.actions(half)
         for slot in list(self._table.matches):
             del self._table.matches[slot]
             for stream in self._writes[slot]:
                 stream.end()
-        self._asked = [False, False]
+        self._requested = [False, False]
         self._turn = 0
 
-    def _ask(self, half: int, *, warm: bool) -> None:
+    def _request(self, half: int, *, warm: bool) -> None:
         slots, table = self._halves[half], self._table
         for slot in slots:
             if slot not in table.matches:
@@ -201,8 +201,8 @@ class Collector:
                 self._warm[slot] = warm
                 self._writes[slot] = self._where(slot, warm=warm)
         players = [table.matches[slot].player for slot in slots]
-        self._policies.ask(half, table.seen[slots, 0], players, table.seen[slots, 1])
-        self._asked[half] = True
+        self._policies.request(half, table.seen[slots, 0], players, table.seen[slots, 1])
+        self._requested[half] = True
 
     def match(self, slot: int, *, warm: bool) -> Match:
         """Choose the next match of game `slot`."""

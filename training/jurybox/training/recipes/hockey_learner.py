@@ -20,9 +20,9 @@ from jurybox.training.replay import Windows
 from jurybox.training.replay.cursor import Cursor
 from jurybox.training.runtime.role_context import Learner, RoleContext
 
-_LOOK = 50  # learner steps between two updates of results, normaliser and pool
-_GLANCE, _FIRST_GLANCE = 256, 8192  # rows that the normaliser sees at an update
-_TELL = 10  # learner steps between two reports of the losses, since reading a tensor's value takes time
+_UPDATE_EVERY = 50  # learner steps between two updates of results, normaliser and pool
+_SAMPLE_ROWS, _FIRST_SAMPLE_ROWS = 256, 8192  # rows that the normaliser sees at an update
+_REPORT_EVERY = 10  # learner steps between two reports of the losses, since reading a tensor's value takes time
 
 
 def device_utilization(device: str) -> dict[str, float]:
@@ -82,8 +82,8 @@ class HockeyLearner(Learner):
         s, own = self._settings, self.context.own_steps
         # The sampler is seeded with the step, so that checkpoints need not contain its state.
         self._replay.seed(s.seed * 1_000_003 + 2 * own)
-        if own % _LOOK == 0:
-            self._look()
+        if own % _UPDATE_EVERY == 0:
+            self._update_league()
         self._replay.sample(s.batch_size, self._batch, beta=s.beta, anchor_ratio=self._anchor_ratio())
         if self._mirrors is not None:
             observation, action = self._mirrors  # every second row, since the rows from the replay's anchor come first
@@ -93,7 +93,7 @@ class HockeyLearner(Learner):
         update = self.learner.update(self._on_device(), self._weights_on_device())
         if s.prioritized:
             self._replay.update_priorities(self._batch.indices, update.errors.cpu().numpy())
-        if own % _TELL == _TELL - 1:
+        if own % _REPORT_EVERY == _REPORT_EVERY - 1:
             self.context.metrics(**{name: float(value) for name, value in update.metrics.items()})
             self.context.metrics(**device_utilization(s.device))
 
@@ -142,12 +142,12 @@ class HockeyLearner(Learner):
     def close(self) -> None:
         self._resources.close()
 
-    def _look(self) -> None:
+    def _update_league(self) -> None:
         self._take_results()
         first = self.learner.normaliser.count == 0
-        n = _FIRST_GLANCE if first else _GLANCE
-        glance = self._replay.sample(n, uniform=True, anchor_ratio=self._anchor_ratio())
-        self.learner.normaliser.see(glance["observation"])
+        n = _FIRST_SAMPLE_ROWS if first else _SAMPLE_ROWS
+        rows = self._replay.sample(n, uniform=True, anchor_ratio=self._anchor_ratio())
+        self.learner.normaliser.see(rows["observation"])
         self.learner.refresh_normaliser()
         s, episodes = self._settings, self.context.scoreboard.episodes
         if s.league.pool and self.context.own_steps and episodes - self._snapshot_at >= s.snapshot_every:
@@ -168,8 +168,8 @@ class HockeyLearner(Learner):
         return s.anchor_ratio if len(parts) > 1 and parts[1].ring.size >= s.least_kept else 0.0
 
     def _take_results(self) -> None:
-        came = self._results.take()
-        for opponent, winner in zip(came["opponent"].tolist(), came["winner"].tolist(), strict=True):
+        results = self._results.take()
+        for opponent, winner in zip(results["opponent"].tolist(), results["winner"].tolist(), strict=True):
             self.league.record(name_of(opponent, self.league.anchors), winner)
 
     def _on_device(self) -> Mapping[str, torch.Tensor]:

@@ -125,7 +125,7 @@ class LocalPolicies:
         self._published, self._pool, self._action_size = published, pool, action_size
         self._seen: dict[int, Rows] = {}
 
-    def ask(self, half: int, seen: Rows, opponents: Sequence[Opponent], theirs: Rows) -> None:
+    def request(self, half: int, seen: Rows, opponents: Sequence[Opponent], opponent_rows: Rows) -> None:
         """Store the observations; `actions` computes the actions."""
         self._seen[half] = seen
 

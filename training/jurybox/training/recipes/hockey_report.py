@@ -111,10 +111,10 @@ def _headline(outcome: Outcome) -> str:
 def _standings(settings: HockeyTraining, outcome: Outcome) -> list[Part]:
     """Return a table of the newest evaluation."""
     rows = []
-    for who in settings.league.anchors:
-        numbers = [outcome.evaluation.get(f"eval_{what}_{who}") for what in ("wins", "ties", "losses")]
+    for opponent in settings.league.anchors:
+        numbers = [outcome.evaluation.get(f"eval_{what}_{opponent}") for what in ("wins", "ties", "losses")]
         if None not in numbers:
-            rows.append([f"the {who} bot", *(f"{share:.1%}" for share in numbers)])
+            rows.append([f"the {opponent} bot", *(f"{share:.1%}" for share in numbers)])
     heading = f"Against ({settings.evaluation_games} games without noise)"
     return [Table([heading, "Won", "Tied", "Lost"], rows)] if rows else []
 
@@ -122,18 +122,18 @@ def _standings(settings: HockeyTraining, outcome: Outcome) -> list[Part]:
 def _games(settings: HockeyTraining, rows: Sequence[Mapping[str, float]]) -> list[Section | None]:
     """Return the charts of games won and lost in evaluations."""
     sections: list[Section | None] = []
-    for what, told in (("wins", "won"), ("losses", "lost")):
+    for what, outcome_word in (("wins", "won"), ("losses", "lost")):
         lines = []
-        for who in settings.league.anchors:
-            name = f"eval_{what}_{who}"
+        for opponent in settings.league.anchors:
+            name = f"eval_{what}_{opponent}"
             points = [row for row in rows if name in row]
             if len(points) > 1:
                 xs, ys = [row["env_steps"] for row in points], [100 * row[name] for row in points]
-                lines.append(Curve(who, xs, ys, _STYLES.get(who, "plain")))
+                lines.append(Curve(opponent, xs, ys, _STYLES.get(opponent, "plain")))
         if lines:
-            title = f"share of games {told} against each bot over env steps"
-            drawn = charts.curves(lines, title, "env steps", f"% of games {told}, without noise")
-            sections.append(Section(f"Games {told}", [drawn]))
+            title = f"share of games {outcome_word} against each bot over env steps"
+            drawn = charts.curves(lines, title, "env steps", f"% of games {outcome_word}, without noise")
+            sections.append(Section(f"Games {outcome_word}", [drawn]))
     return sections
 
 

@@ -28,7 +28,7 @@ MODEL, POOL_MODEL, ENGINE = "policy/hockey", "policy/hockey-pool", "hockey"
 _FACTORY = "jurybox.training.recipes.served_networks:hockey_policy"
 _ANSWER = 10.0  # time-out of a request, seconds
 _FOUND = 90.0  # seconds to wait for an engine that moves to another machine: its server has to import torch
-_LOOK = 0.005  # seconds between two requests for a newer version
+_POLL_SECONDS = 0.005  # seconds between two requests for a newer version
 _PAUSE = 0.1  # seconds between two attempts to reconnect
 _ADOPTED = 5.0  # seconds to wait until the engines serve a new version
 
@@ -87,7 +87,7 @@ class PastSelves:
         # Engines load only the newest version. Without this wait, a version could be replaced before it is loaded.
         until = time.monotonic() + _ADOPTED
         while time.monotonic() < until and self._model.infer_reply(self._row, timeout=_ANSWER).version < version:
-            time.sleep(_LOOK)
+            time.sleep(_POLL_SECONDS)
 
     def __enter__(self) -> PastSelves:
         return self
@@ -146,13 +146,13 @@ class Serving:
 
 
 @dataclass(slots=True)
-class _Asked:
+class _HalfRequest:
     """The requests of one half: for the learner's actions, and by version for those of past selves."""
 
     seen: Rows
     past: list[tuple[list[ServedPast], Rows]]
     ticket: Ticket | None = None
-    theirs: list[Ticket] = field(default_factory=list)
+    past_tickets: list[Ticket] = field(default_factory=list)
 
 
 class ServedPolicies:
@@ -176,12 +176,12 @@ class ServedPolicies:
     def __init__(self, where: Serving, rows: int, local: LocalPolicies, pool: Pool, max_lag: int | None) -> None:
         self._where, self._local, self._pool, self._max_lag = where, local, pool, max_lag
         self._half = -(-rows // 2)
-        self._asked: dict[int, _Asked] = {}
+        self._requests: dict[int, _HalfRequest] = {}
         self._resources = ExitStack()
         self.held_back = 0
         self._open()
 
-    def ask(self, half: int, seen: Rows, opponents: Sequence[Opponent], theirs: Rows) -> None:
+    def request(self, half: int, seen: Rows, opponents: Sequence[Opponent], opponent_rows: Rows) -> None:
         by_version: dict[int, list[int]] = {}
         for row, opponent in enumerate(opponents):
             if isinstance(opponent, ServedPast):
@@ -189,21 +189,21 @@ class ServedPolicies:
         past = []
         for rows in by_version.values():
             players = [opponent for opponent in (opponents[row] for row in rows) if isinstance(opponent, ServedPast)]
-            past.append((players, theirs[rows]))
-        self._asked[half] = _Asked(seen, past)
+            past.append((players, opponent_rows[rows]))
+        self._requests[half] = _HalfRequest(seen, past)
         try:
             self._send(half)
         except (ServerGone, Timeout, ModelNotFound) as error:
-            self._again(error)
+            self._reconnect(error)
 
     def actions(self, half: int) -> Rows:
         while True:
             try:
                 chosen = self._collect(half)
-                del self._asked[half]
+                del self._requests[half]
                 return chosen
             except (ServerGone, Timeout, ModelNotFound) as error:
-                self._again(error)
+                self._reconnect(error)
 
     def player(self, name: str) -> Opponent:
         kind, _, version = name.partition(":")
@@ -227,7 +227,7 @@ class ServedPolicies:
             self._past = [undo.enter_context(connection.model(past, rows=self._half)) for _ in (0, 1)]
             self._resources = undo.pop_all()
 
-    def _again(self, error: Error) -> None:
+    def _reconnect(self, error: Error) -> None:
         """Reconnect, and send all unanswered requests again. Raises the last error when the time-out has passed."""
         _log.warning("the policy server is looked for again: %s", error)
         until = time.monotonic() + self._where.timeout
@@ -236,7 +236,7 @@ class ServedPolicies:
                 self._resources.close()
             try:
                 self._open()
-                for half in self._asked:
+                for half in self._requests:
                     self._send(half)
                 return
             except (ServerGone, Timeout, ModelNotFound, Refused):
@@ -246,29 +246,30 @@ class ServedPolicies:
                 time.sleep(_PAUSE)
 
     def _send(self, half: int) -> None:
-        asked = self._asked[half]
-        asked.theirs = [
-            self._past[half].submit(shown, timeout=_ANSWER, version=players[0].version) for players, shown in asked.past
+        request = self._requests[half]
+        request.past_tickets = [
+            self._past[half].submit(shown, timeout=_ANSWER, version=players[0].version)
+            for players, shown in request.past
         ]
-        asked.ticket = self._model.submit(asked.seen, timeout=_ANSWER)
+        request.ticket = self._model.submit(request.seen, timeout=_ANSWER)
 
     def _collect(self, half: int) -> Rows:
-        asked = self._asked[half]
-        for (players, shown), ticket in zip(asked.past, asked.theirs, strict=True):
+        request = self._requests[half]
+        for (players, shown), ticket in zip(request.past, request.past_tickets, strict=True):
             try:
                 found: Rows = ticket.result(_ANSWER).outputs
             except Refused:  # a different server, which does not have this version
                 found = self._pool.actor(f"pool:{players[0].version}")(shown)
             for player, action in zip(players, found, strict=True):
                 player.action = action
-        assert asked.ticket is not None
-        reply = asked.ticket.result(_ANSWER)
+        assert request.ticket is not None
+        reply = request.ticket.result(_ANSWER)
         if self._late(reply):
             self.held_back += 1
             until = time.monotonic() + _ADOPTED
             while self._late(reply) and time.monotonic() < until:
-                time.sleep(_LOOK)
-                reply = self._model.infer_reply(asked.seen, timeout=_ANSWER)
+                time.sleep(_POLL_SECONDS)
+                reply = self._model.infer_reply(request.seen, timeout=_ANSWER)
         chosen: Rows = reply.outputs
         return chosen
 

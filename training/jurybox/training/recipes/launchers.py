@@ -81,9 +81,9 @@ def wants_ray(name: str, address: str | None) -> bool:
 
 def _on_loopback() -> None:
     """Make Ray on this machine listen on the loopback interface only, as on macOS. Ray reads the variable at import."""
-    asked = os.environ.setdefault(_LOOPBACK, "0")
+    flag = os.environ.setdefault(_LOOPBACK, "0")
     known = sys.modules.get("ray._private.ray_constants")
-    if asked == "0" and known is not None and getattr(known, "ENABLE_RAY_CLUSTER", False):
+    if flag == "0" and known is not None and getattr(known, "ENABLE_RAY_CLUSTER", False):
         raise LauncherMissing(
             f"Ray was imported before this launcher was asked for, without {_LOOPBACK}=0, and would listen on every "
             f"interface of this machine: set that variable before the first 'import ray' (to 1 if others may reach it)"
@@ -114,11 +114,11 @@ class Spread:
 
         return EnvWorkers(makers, self.needs, environment=environment, timeout=timeout)
 
-    def addresses_of(self, address: str | None, far: str | None) -> ServerAddresses:
+    def addresses_of(self, address: str | None, network: str | None) -> ServerAddresses:
         """Return the addresses at which workers reach a server; see `connection.addresses_of`."""
         from jurybox.training.cluster.connection import addresses_of
 
-        return addresses_of(address, far)
+        return addresses_of(address, network)
 
 
 @contextmanager
@@ -144,8 +144,8 @@ def spread_named(name: str, address: str | None = None, needs: Needs | None = No
     connect(address)
     try:
         own = len(os.sched_getaffinity(0))
-        there: Any = ray.cluster_resources  # Ray does not annotate it
-        cores = own if address is None else int(there().get("CPU", own))
+        resources: Any = ray.cluster_resources  # Ray does not annotate it
+        cores = own if address is None else int(resources().get("CPU", own))
         yield Spread(needs or Default(), max(1, cores))
     finally:
         disconnect()

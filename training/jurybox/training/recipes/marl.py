@@ -186,8 +186,8 @@ class MarlTraining(ServedSettings):
         if len(named) != len(set(named)):
             raise ValueError(f"share names an agent twice: {named}")
         for agent, changes in self.own.items():
-            if strange := changes.keys() - OWN:
-                raise ValueError(f"own.{agent}: {min(strange)} is not an agent's; expected some of {sorted(OWN)}")
+            if unknown := changes.keys() - OWN:
+                raise ValueError(f"own.{agent}: {min(unknown)} is not an agent's; expected some of {sorted(OWN)}")
             if (self.of([agent]).algorithm == ON_POLICY) != (self.algorithm == ON_POLICY):
                 raise ValueError(f"own.{agent}: {ON_POLICY} has a pace of its own: all learners have it or none")
         return self
@@ -198,8 +198,8 @@ class MarlTraining(ServedSettings):
         for agent in agents:
             changes |= self.own.get(agent, {})
         # Only fields that were set are passed on, because `refuse_unused` tells them from defaults.
-        said = {name: getattr(self, name) for name in self.model_fields_set - {"own"}}
-        return MarlTraining(**{**said, **changes}) if changes else self
+        values = {name: getattr(self, name) for name in self.model_fields_set - {"own"}}
+        return MarlTraining(**{**values, **changes}) if changes else self
 
     def refuse_unused(self) -> None:
         """Refuse settings that have no effect on this learner.
@@ -376,10 +376,15 @@ def description(
         for name, network in networks.items()
     }
     frames = {name: [list(network["shape"]), network["dtype"]] for name, network in networks.items()}
-    said = {"name": settings.environment, "world": settings.world_settings, "groups": dict(groups), "frames": frames}
+    arguments = {
+        "name": settings.environment,
+        "world": settings.world_settings,
+        "groups": dict(groups),
+        "frames": frames,
+    }
     kept = settings.model_dump(mode="json")
     return Description(
-        "marl", policies, "jurybox.training.recipes.marl_agent_env:AgentEnv", said, kept, settings.seed
+        "marl", policies, "jurybox.training.recipes.marl_agent_env:AgentEnv", arguments, kept, settings.seed
     ).as_dict()
 
 
@@ -388,8 +393,8 @@ def _groups(settings: MarlTraining, agents: Sequence[str]) -> dict[str, str]:
     groups = {agent: agent for agent in agents}
     for shared in settings.share:
         groups |= {agent: "+".join(shared) for agent in shared}
-    if strange := (groups.keys() | settings.own.keys()) - set(agents):
-        raise ConfigError(f"share or own names {min(strange)!r}; the agents are {', '.join(agents)}")
+    if unknown := (groups.keys() | settings.own.keys()) - set(agents):
+        raise ConfigError(f"share or own names {min(unknown)!r}; the agents are {', '.join(agents)}")
     return groups
 
 
@@ -410,8 +415,8 @@ def _learner(settings: MarlTraining, number: int, group: str, network: Mapping[s
     device = f"cuda:{number % devices}" if devices else "cpu"
     if settings.learner_gpus:
         device = "cuda:0"  # the first of the GPUs that are visible to it, on any machine
-    told: dict[str, Any] = {"learning_rate": settings.rate, "gamma": settings.gamma}
-    made: dict[str, Any] = {"group": group, "network": network, "settings": told}
+    options: dict[str, Any] = {"learning_rate": settings.rate, "gamma": settings.gamma}
+    made: dict[str, Any] = {"group": group, "network": network, "settings": options}
     if settings.algorithm == ON_POLICY:
         rollout = settings.ppo.n_steps * len(group.split("+"))
         if settings.buffer_size < 2 * rollout:
@@ -419,14 +424,14 @@ def _learner(settings: MarlTraining, number: int, group: str, network: Mapping[s
                 f"buffer_size {settings.buffer_size} is too small for {group}: two rollouts of all its agents "
                 f"have {2 * rollout} transitions"
             )
-        told |= {"batch_size": settings.batch_size, **settings.ppo.model_dump(exclude={"n_steps", "max_stale"})}
+        options |= {"batch_size": settings.batch_size, **settings.ppo.model_dump(exclude={"n_steps", "max_stale"})}
         # The divergence would be measured from the policies that acted, so that an update on a rollout that is one
         # update old would stop at once.
-        told["target_kl"] = None
+        options["target_kl"] = None
         made |= {"rollout": rollout, "max_stale": settings.ppo.max_stale}
         make, publish_every = f"{_LEARNERS}:OnPolicyLearner", min(1, settings.publish_interval)
     else:
-        told |= {"n_steps": settings.n_steps, "target_update_interval": settings.target_update_interval}
+        options |= {"n_steps": settings.n_steps, "target_update_interval": settings.target_update_interval}
         made |= {
             "batch_size": settings.batch_size,
             "first": settings.learning_starts,

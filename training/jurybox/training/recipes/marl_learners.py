@@ -126,8 +126,8 @@ class OnPolicyLearner(Learner):
         torch.set_num_threads(context.spec.threads)
         self._group, self._least, self._max_stale = group, max(2, rollout // 2), max_stale
         inputs = int(np.prod(network["shape"]))
-        asked = PPOSettings(**{**settings, "hidden": tuple(network["hidden"])})
-        self.learner = PPO(inputs, int(network["actions"]), asked, _seed(context))
+        ppo_settings = PPOSettings(**{**settings, "hidden": tuple(network["hidden"])})
+        self.learner = PPO(inputs, int(network["actions"]), ppo_settings, _seed(context))
         self._scale = float(network["scale"])
         self._windows = Windows(next=("observation",), stack=network["shape"][0], stacked=("observation",))
         # A copy of the replay's rows in this process's memory, in order.
@@ -143,14 +143,14 @@ class OnPolicyLearner(Learner):
         if rows is None:
             self.context.metrics(**counted, **{f"skipped_{self._group}": 1.0})
             return
-        told = self.learner.update(self._rollout(rows))
+        metrics = self.learner.update(self._rollout(rows))
         self.updates += 1
         self.context.metrics(
             **counted,
             **{
                 f"skipped_{self._group}": 0.0,
-                f"loss_{self._group}": told.get("policy_loss", 0.0),
-                f"entropy_{self._group}": told.get("entropy", 0.0),
+                f"loss_{self._group}": metrics.get("policy_loss", 0.0),
+                f"entropy_{self._group}": metrics.get("entropy", 0.0),
             },
         )
 

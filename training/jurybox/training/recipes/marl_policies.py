@@ -102,7 +102,7 @@ class ServedNetwork:
         def fresh(version: int) -> bool:
             return self._max_lag is None or self._reader.newest - version <= self._max_lag or time.monotonic() > until
 
-        reply = self._model.ask(stacked[None], fresh)
+        reply = self._model.infer(stacked[None], fresh)
         self.version = reply.version
         return np.asarray(reply.outputs)
 

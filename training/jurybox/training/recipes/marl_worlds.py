@@ -71,9 +71,9 @@ class _Announced(BaseParallelWrapper[Any, Any, Any]):  # type: ignore[misc]
     def step(self, actions: dict[Any, Any]) -> tuple[Any, Any, Any, Any, Any]:
         before = list(self.env.agents)
         observations, rewards, terminations, truncations, infos = map(dict, self.env.step(actions))
-        here = set(self.env.agents)
+        present = set(self.env.agents)
         for agent in before:
-            if agent not in here and not (terminations.get(agent) or truncations.get(agent)):
+            if agent not in present and not (terminations.get(agent) or truncations.get(agent)):
                 observations.setdefault(agent, self._last[agent])
                 rewards.setdefault(agent, 0.0)
                 terminations[agent], truncations[agent] = False, True

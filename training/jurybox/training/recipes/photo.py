@@ -142,7 +142,7 @@ def check_workers(settings: PhotoTraining) -> None:
 
 
 def make_environments(
-    settings: PhotoTraining, spread: Spread | None = None, far: str | None = None, *, serial: bool = False
+    settings: PhotoTraining, spread: Spread | None = None, network_address: str | None = None, *, serial: bool = False
 ) -> VecEnv:
     """Create a training's environments: in worker processes, in this process, or in a cluster's workers (see `train`).
 
@@ -150,7 +150,7 @@ def make_environments(
         ConfigError: on one machine, the number of workers differs from the number of environments.
     """
     if spread is not None:
-        return _on_cluster(settings, spread, far)
+        return _on_cluster(settings, spread, network_address)
     make = [environment_maker(settings.config, i, settings.server_timeout) for i in range(settings.n_envs)]
     if serial:
         return DummyVecEnv(list(make))
@@ -160,7 +160,7 @@ def make_environments(
     return WorkerVecEnv(make, timeout)
 
 
-def _on_cluster(settings: PhotoTraining, spread: Spread, far: str | None) -> VecEnv:
+def _on_cluster(settings: PhotoTraining, spread: Spread, network_address: str | None) -> VecEnv:
     from jurybox.training.cluster.connection import credentials
     from jurybox.training.cluster.sb3_env import SpreadVecEnv, dealt
     from jurybox.training.recipes.photo_worker import env_group
@@ -168,7 +168,7 @@ def _on_cluster(settings: PhotoTraining, spread: Spread, far: str | None) -> Vec
     config, n = settings.config, settings.n_envs
     # With two environments in a worker, one can render while the other waits for its score.
     numbers = dealt(n, 2 if settings.workers is None else -(-n // settings.workers))
-    addresses = None if config.scorer == "local" else spread.addresses_of(config.address, far)
+    addresses = None if config.scorer == "local" else spread.addresses_of(config.address, network_address)
     makers = [partial(env_group, config, each, settings.server_timeout, addresses) for each in numbers]
     # A step may wait first for a server that restarts, and then for its score.
     timeout = settings.server_timeout + 2 * config.timeout + 60.0
@@ -187,7 +187,7 @@ def train(
     resume: Checkpoint | None = None,
     watcher: Watcher | None = None,
     spread: Spread | None = None,
-    far: str | None = None,
+    network_address: str | None = None,
     serial: bool = False,
 ) -> PPO:
     """Train, and write metrics, checkpoints and summary.json to the log's folder.
@@ -196,7 +196,7 @@ def train(
         resume: checkpoint to resume from.
         watcher: receives the progress.
         spread: the cluster that the environments run on; None: this machine.
-        far: the server's address for the cluster's other machines; None: ask the server.
+        network_address: the server's address for the cluster's other machines; None: ask the server.
         serial: run all environments in this process, one after the other, for debugging.
 
     Returns:
@@ -208,7 +208,7 @@ def train(
     """
     watcher = watcher or Silence()
     torch.set_num_threads(1)  # a second thread slows down so small a network
-    environments = make_environments(settings, spread, far, serial=serial)
+    environments = make_environments(settings, spread, network_address, serial=serial)
     try:
         model = _new_model(settings, environments) if resume is None else _resumed(settings, environments, resume)
         model.set_logger(Logger(None, []))

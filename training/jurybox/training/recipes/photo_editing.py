@@ -69,7 +69,7 @@ def edit_pictures(
     policy: Policy,
     out: Path,
     config: PhotoConfig,
-    said: Callable[[Edited], None] = lambda edited: None,
+    on_edited: Callable[[Edited], None] = lambda edited: None,
     failed: Callable[[str], None] = lambda why: None,
 ) -> list[Edited]:
     """Write an edited copy of each picture to `out` under the same name, with edits.csv and a contact sheet.
@@ -79,7 +79,7 @@ def edit_pictures(
 
     Args:
         config: settings of the environment: the juror and the number of edit steps.
-        said: called with each edited picture.
+        on_edited: called with each edited picture.
         failed: called with the error of each file that cannot be read; such files are skipped.
 
     Raises:
@@ -109,7 +109,7 @@ def edit_pictures(
             done.append(Edited(file, target, edits, before, after))
             if len(thumbnails) < _SHEET_ROWS:
                 thumbnails.append((_thumbnail(whole), _thumbnail(edited)))
-            said(done[-1])
+            on_edited(done[-1])
     finally:
         scorer.close()
     if not done:

@@ -212,12 +212,12 @@ class PhotoEvaluation:
         writer.writerow(("photo", "seed", "kind", "criterion", "mark"))
         for case in self.cases:
             for kind, marks in case.marks.items():
-                told = {**marks, **{f"audit_{name}": mark for name, mark in case.audit.get(kind, {}).items()}}
-                writer.writerows((case.photo, case.seed, kind, name, f"{mark:.5f}") for name, mark in told.items())
+                marked = {**marks, **{f"audit_{name}": mark for name, mark in case.audit.get(kind, {}).items()}}
+                writer.writerows((case.photo, case.seed, kind, name, f"{mark:.5f}") for name, mark in marked.items())
         for each in self.intact:
-            told = {"score": each.after, **{f"audit_{name}": mark for name, mark in each.audit.items()}}
+            marked = {"score": each.after, **{f"audit_{name}": mark for name, mark in each.audit.items()}}
             writer.writerow((each.photo, each.seed, "intact", "score", f"{each.before:.5f}"))
-            writer.writerows((each.photo, each.seed, "intact, learned", name, f"{m:.5f}") for name, m in told.items())
+            writer.writerows((each.photo, each.seed, "intact, learned", name, f"{m:.5f}") for name, m in marked.items())
         for turned in self.tilted:
             side = "counter-clockwise" if turned.tilt > 0 else "clockwise"
             for name, degrees in (("tilt", turned.tilt), ("straighten", turned.straighten)):
@@ -298,9 +298,9 @@ def evaluate_policy(
             stopped.set()  # after an error, the other threads stop early
             watcher.end()
     results.sort(key=lambda result: (result[0].seed, result[0].photo))
-    with judge(config) as ask:
+    with judge(config) as rate:
         return PhotoEvaluation(
-            tuple(_case(learned, random, original, ask, perceptual) for learned, random, _, original in results),
+            tuple(_case(learned, random, original, rate, perceptual) for learned, random, _, original in results),
             tuple(_intact(whole, perceptual) for _, _, whole, _ in results if whole is not None),
             tuple(sorted(turned, key=lambda each: (each.seed, each.photo, -each.tilt))),
         )
@@ -328,12 +328,12 @@ def judge(config: PhotoConfig) -> Iterator[Judge]:
         model = server.model(config.model, rows=len(KINDS))
         auditors = {name: server.model(config.audit_models.get(name, name), rows=len(KINDS)) for name in config.audit}
 
-        def ask(pictures: Sequence[Picture]) -> Marks:
+        def rate(pictures: Sequence[Picture]) -> Marks:
             given = _marks(model.infer(np.stack(pictures)))
             audits = {name: _marks(auditor.infer(np.stack(pictures))) for name, auditor in auditors.items()}
             return {**given, **{f"audit_{name}": marks["score"] for name, marks in audits.items()}}
 
-        yield ask
+        yield rate
 
 
 def _marks(given: Any) -> Marks:
@@ -355,17 +355,17 @@ def _case(
     learned: Outcome,
     random: Outcome,
     original: Picture,
-    ask: Judge,
+    rate: Judge,
     perceptual: Perceptual | None,
 ) -> Case:
     pictures = dict(zip(KINDS, (learned.damaged, random.edited, learned.edited, original), strict=True))
     recipes: dict[str, Mapping[str, float]] = {"no edits": {}, "random edits": random.edits, "learned": learned.edits}
-    given = ask(list(pictures.values()))
+    given = rate(list(pictures.values()))
     marks = {kind: {name: float(values[i]) for name, values in given.items()} for i, kind in enumerate(pictures)}
     audit: dict[str, dict[str, float]] = {}
-    for kind, told in marks.items():
-        jurors = [name for name in told if name.startswith("audit_")]
-        audit[kind] = {name.removeprefix("audit_"): told.pop(name) for name in jurors}
+    for kind, scores in marks.items():
+        jurors = [name for name in scores if name.startswith("audit_")]
+        audit[kind] = {name.removeprefix("audit_"): scores.pop(name) for name in jurors}
         if kind in recipes:
             reference = registered(original, learned.degradation["tilt"], recipes[kind])
             audit[kind] |= measure(pictures[kind], reference, perceptual)

@@ -129,7 +129,7 @@ class Order:
     tilts: tuple[float, ...]
 
 
-def far(picture: Image, reference: Image) -> float:
+def difference(picture: Image, reference: Image) -> float:
     """Return the distance of two pictures.
 
     It is the mean of log(1 + CIEDE2000), at 64 pixels, and log(1 + root-mean-square error in percent).
@@ -157,8 +157,8 @@ def order(photo: Image, rng: np.random.Generator, exploit: Recipe | None = None)
     if kind == "other":
         name, sign = str(rng.choice(_OTHERS)), float(rng.choice((-1.0, 1.0)))
         pictures = [_otherwise(photo, name, float(s), sign) for s in strengths]
-        told = [(each, far(each, photo), 0.0) for each in pictures]
-        return _ordered(name, photo, told)
+        measured = [(each, difference(each, photo), 0.0) for each in pictures]
+        return _ordered(name, photo, measured)
     if kind == "faults":
         seed = int(rng.integers(2**31))
         made = [(draw(np.random.default_rng(seed), float(s)), Edits()) for s in strengths]
@@ -171,17 +171,17 @@ def order(photo: Image, rng: np.random.Generator, exploit: Recipe | None = None)
     else:
         damage = Degradation() if rng.random() < 0.25 else draw(rng, float(rng.choice((0.5, 1.0))))
         made = [(damage, Edits()), *((damage, _visited(damage, rng)) for _ in range(3))]
-    told = []
+    measured = []
     for damage, edits in made:
         picture = apply(degrade(photo, damage), edits)
         reference = registered(photo, damage.tilt, edits.as_dict())
-        told.append((picture, far(picture, reference), damage.tilt + edits.straighten))
-    return _ordered(kind, photo, told)
+        measured.append((picture, difference(picture, reference), damage.tilt + edits.straighten))
+    return _ordered(kind, photo, measured)
 
 
-def _ordered(kind: str, photo: Image, told: list[tuple[Image, float, float]]) -> Order:
-    told = [(photo, 0.0, 0.0), *sorted(told, key=lambda each: each[1])]
-    pictures, distances, tilts = zip(*told, strict=True)
+def _ordered(kind: str, photo: Image, measured: list[tuple[Image, float, float]]) -> Order:
+    measured = [(photo, 0.0, 0.0), *sorted(measured, key=lambda each: each[1])]
+    pictures, distances, tilts = zip(*measured, strict=True)
     return Order(kind, pictures, distances, tilts)
 
 
@@ -307,7 +307,7 @@ def described(
             distances.append(made.distances)
             tilts.append(made.tilts)
             if (number + 1) % 250 == 0:
-                _say(f"{number + 1} orders")
+                _print(f"{number + 1} orders")
     return Described(tuple(kinds), torch.stack(rows).clone(), torch.tensor(distances), torch.tensor(tilts))
 
 
@@ -345,8 +345,8 @@ def train(orders: Described, *, epochs: int, seed: int) -> Any:
             found = orders.found[rows].flatten(0, 1)
             tilted = F.smooth_l1_loss(module.tilt(found) / 5, orders.tilts[rows].flatten() / 5)
             optimiser.zero_grad()
-            told = loss_of(module.distance(found).reshape(-1, CHAIN), orders.distances[rows])
-            torch.autograd.backward(told + 0.5 * tilted)
+            loss = loss_of(module.distance(found).reshape(-1, CHAIN), orders.distances[rows])
+            torch.autograd.backward(loss + 0.5 * tilted)
             optimiser.step()
     return module.eval()
 
@@ -360,8 +360,8 @@ def accuracy(module: Any, orders: Described) -> dict[str, tuple[float, float, in
     """
     above, below = torch.triu_indices(CHAIN, CHAIN, 1)
     with torch.inference_mode():
-        far = module.distance(orders.found.flatten(0, 1)).reshape(-1, CHAIN)
-    right = (far[:, above] < far[:, below]).float()
+        distances = module.distance(orders.found.flatten(0, 1)).reshape(-1, CHAIN)
+    right = (distances[:, above] < distances[:, below]).float()
     clear = orders.distances[:, below] - orders.distances[:, above] > _CLEAR
     found = {}
     for kind in ("all", *sorted(set(orders.kinds))):
@@ -465,7 +465,7 @@ def _ranked(name: str) -> Any:
     return getattr(importlib.import_module(JUROR), name)
 
 
-def _say(text: str) -> None:
+def _print(text: str) -> None:
     sys.stdout.write(text + "\n")
     sys.stdout.flush()
 
@@ -487,52 +487,54 @@ def main(given: Sequence[str] | None = None) -> None:
     parser.add_argument("--juror", default="jurybox.server.jurors:ranked", help="paid: the juror's factory")
     parser.add_argument("--price", type=float, default=0.0, help="paid: price for each unit of CIELAB")
     parser.add_argument("--seed", type=int, default=0)
-    said = parser.parse_args(given)
+    options = parser.parse_args(given)
     torch.set_num_threads(1)  # a second thread slows down so small a network, and changes the order of sums
     cv2.setNumThreads(0)
-    if said.what == "gather":
-        _say("\n".join(gather(said.root, said.photos)) or "all photographs are there")
+    if options.what == "gather":
+        _print("\n".join(gather(options.root, options.photos)) or "all photographs are there")
         return
-    if said.what == "exploits":
-        worst = find_exploits(said.run, said.photos, episodes=said.episodes, seed=said.seed)
-        said.out.write_text(json.dumps([asdict(each) for each in worst], indent=1))
+    if options.what == "exploits":
+        worst = find_exploits(options.run, options.photos, episodes=options.episodes, seed=options.seed)
+        options.out.write_text(json.dumps([asdict(each) for each in worst], indent=1))
         for side, among in (("intact", True), ("damaged", False)):
             these = [each for each in worst if each.intact == among]
             away, gain = (np.mean([getattr(each, name) for each in these] or 0.0) for name in ("away", "gain"))
-            of = said.episodes // 2 if among else said.episodes - said.episodes // 2
-            _say(f"{side}: {len(these)} of {of} episodes, {away:.2f} away on average, for {gain:+.4f} of score")
+            of = options.episodes // 2 if among else options.episodes - options.episodes // 2
+            _print(f"{side}: {len(these)} of {of} episodes, {away:.2f} away on average, for {gain:+.4f} of score")
         return
     from safetensors.torch import load_file, save_file
 
-    library, exploits = photographs(said.photos), read_exploits(said.exploits)
-    _say(f"{len(library.training)} photographs to train on, {len(library.held_out)} held out")
-    if said.what == "paid":
-        scorer = LocalScorer(said.juror, {} if said.weights is None else {"weights": str(said.weights)}, threads=1)
+    library, exploits = photographs(options.photos), read_exploits(options.exploits)
+    _print(f"{len(library.training)} photographs to train on, {len(library.held_out)} held out")
+    if options.what == "paid":
+        scorer = LocalScorer(
+            options.juror, {} if options.weights is None else {"weights": str(options.weights)}, threads=1
+        )
         for side, photos in (("where they were found", library.training), ("held out", library.held_out)):
-            paid = paid_for(scorer, photos, exploits, price=said.price, there=photos is library.training)
-            _say(f"{side}: {paid.mean():+.4f} for each on average, {(paid > 0).sum()} of {len(paid)} pay")
+            paid = paid_for(scorer, photos, exploits, price=options.price, there=photos is library.training)
+            _print(f"{side}: {paid.mean():+.4f} for each on average, {(paid > 0).sum()} of {len(paid)} pay")
         return
-    if said.what == "train":
-        orders = described(library.training, range(said.orders), said.seed)
+    if options.what == "train":
+        orders = described(library.training, range(options.orders), options.seed)
         if exploits:
-            numbers, there = range(said.orders // 5), not said.drawn
-            orders = joined(orders, described(library.training, numbers, said.seed, exploits, there=there))
-        module = train(orders, epochs=said.epochs, seed=said.seed)
-        save_file({name: tensor.contiguous() for name, tensor in module.state_dict().items()}, said.out)
-        _told("training", accuracy(module, orders))
+            numbers, there = range(options.orders // 5), not options.drawn
+            orders = joined(orders, described(library.training, numbers, options.seed, exploits, there=there))
+        module = train(orders, epochs=options.epochs, seed=options.seed)
+        save_file({name: tensor.contiguous() for name, tensor in module.state_dict().items()}, options.out)
+        _print_accuracy("training", accuracy(module, orders))
     else:
-        module = _ranked("ranked")(trained=said.weights is None).module
-        if said.weights is not None:
-            module.load_state_dict(load_file(said.weights))
-    orders = described(library.held_out, range(_HELD_OUT_ORDERS), said.seed + 1)
+        module = _ranked("ranked")(trained=options.weights is None).module
+        if options.weights is not None:
+            module.load_state_dict(load_file(options.weights))
+    orders = described(library.held_out, range(_HELD_OUT_ORDERS), options.seed + 1)
     if exploits:
-        orders = joined(orders, described(library.held_out, range(_HELD_OUT_ORDERS // 3), said.seed + 1, exploits))
-    _told("held out", accuracy(module, orders))
+        orders = joined(orders, described(library.held_out, range(_HELD_OUT_ORDERS // 3), options.seed + 1, exploits))
+    _print_accuracy("held out", accuracy(module, orders))
 
 
-def _told(side: str, found: dict[str, tuple[float, float, int]]) -> None:
+def _print_accuracy(side: str, found: dict[str, tuple[float, float, int]]) -> None:
     for kind, (pairs, first, orders) in found.items():
-        _say(f"{side}, {kind}: {pairs:.3f} of the pairs, {first:.3f} of those with the photo, {orders} orders")
+        _print(f"{side}, {kind}: {pairs:.3f} of the pairs, {first:.3f} of those with the photo, {orders} orders")
 
 
 if __name__ == "__main__":

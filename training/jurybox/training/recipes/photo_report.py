@@ -200,7 +200,7 @@ def _audit(evaluation: PhotoEvaluation) -> Section | None:
     parts: list[Part] = [Table(header, rows)]
     if evaluation.intact:
         parts.append(_on_intact(evaluation))
-    parts += [told for told in _straightening(evaluation) if told]
+    parts += [part for part in _straightening(evaluation) if part]
     return Section(
         "The audit: what no juror scored",
         parts,

@@ -33,7 +33,7 @@ from jurybox.training.runtime.plan import ConfigError
 from jurybox.training.runtime.serving import served_models
 
 _log = logging.getLogger(__name__)
-_GLANCE = 0.5  # time-out in seconds for a server that may run at the default address
+_PROBE_TIMEOUT = 0.5  # time-out in seconds for a server that may run at the default address
 
 
 def run(
@@ -46,7 +46,7 @@ def run(
     trackers: Callable[[], Sequence[Tracker]] = lambda: (),
     before: Mapping[str, float] | None = None,
     spread: Spread | None = None,
-    far: str | None = None,
+    network_address: str | None = None,
     serial: bool = False,
     juror: PhotoConfig | None = None,
 ) -> Verdict:
@@ -75,12 +75,20 @@ def run(
         raise ConfigError(f"perceptual: {error}") from error
     checkpoint = resumed(folder, settings, watcher.say) if resume else None
     took = dict(before or {})
-    asked, settings = settings, settings if juror is None else settings.changed(environment=juror)
+    requested, settings = settings, settings if juror is None else settings.changed(environment=juror)
     with RunLog(folder, columns(settings.environment), resume_at=checkpoint.env_steps if checkpoint else None) as log:
-        write_settings(folder, asked)
+        write_settings(folder, requested)
         log.add_trackers(trackers())
         began = time.monotonic()
-        model = train(settings, log, resume=checkpoint, watcher=watcher, spread=spread, far=far, serial=serial)
+        model = train(
+            settings,
+            log,
+            resume=checkpoint,
+            watcher=watcher,
+            spread=spread,
+            network_address=network_address,
+            serial=serial,
+        )
         took["training"] = time.monotonic() - began
         status = _status(settings)  # before the evaluation, whose batches are not the training's
         began = time.monotonic()
@@ -141,7 +149,7 @@ def _facts(settings: PhotoTraining, took: Mapping[str, float], where: str) -> di
 
 
 def _work(settings: PhotoTraining, given: Run) -> str:
-    far = given.more.get("network_address")
+    network_address = given.more.get("network_address")
     if given.launcher == "local":
         given.refuse({"--network-address": "it goes with --launcher ray"})
         check_workers(settings)
@@ -162,7 +170,7 @@ def _work(settings: PhotoTraining, given: Run) -> str:
             resume=given.resume,
             trackers=given.trackers,
             spread=spread,
-            far=far,
+            network_address=network_address,
             serial=given.serial,
             juror=juror,
         )
@@ -203,7 +211,7 @@ def juror_of(
         held = {name for name in wanted if check_server(address, name)}
     else:
         try:
-            with connect(timeout=_GLANCE) as server:
+            with connect(timeout=_PROBE_TIMEOUT) as server:
                 address, held = server.address, wanted.keys() & set(server.models())
         except Error:
             held = set()
@@ -217,16 +225,16 @@ def juror_of(
             f"--juror-replicas is of a private server, and the juror is on the one at {address}: say `replicas` in its "
             "configuration"
         )
-    there = replace(config, address=address)
+    connected = replace(config, address=address)
     if wanted.keys() <= held:
-        yield there
+        yield connected
         return
-    missing = {name: said for name, said in models.items() if name not in held}
+    missing = {name: entry for name, entry in models.items() if name not in held}
     folder.mkdir(parents=True, exist_ok=True)
     with served_models(missing, address, folder / "server.log", http=http, replicas=replicas or 1) as served:
         names = {name: served.names[name] for name in config.audit if name in missing}
         model = served.names.get(config.model, config.model)
-        yield replace(there, address=served.address, model=model, audit_models=names)
+        yield replace(connected, address=served.address, model=model, audit_models=names)
 
 
 TRAINING = Training("photo", PhotoTraining, _work)

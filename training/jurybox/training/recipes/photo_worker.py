@@ -103,5 +103,5 @@ def env_group(
         addresses: addresses of the server that scores, of which this machine's is used. None: the juror runs in the
             environment.
     """
-    here = config if addresses is None else replace(config, address=addresses.resolve())
-    return EnvGroup([environment_maker(here, number, timeout) for number in numbers])
+    local_config = config if addresses is None else replace(config, address=addresses.resolve())
+    return EnvGroup([environment_maker(local_config, number, timeout) for number in numbers])

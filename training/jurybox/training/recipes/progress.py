@@ -105,7 +105,7 @@ class TrackerMissing(RuntimeError):
 def require(*, mlflow: bool, wandb: bool) -> None:
     """Raise TrackerMissing if a requested tracker is not installed. Called before a training starts."""
     wanted = {"mlflow": mlflow, "wandb": wandb}
-    for package in (package for package, asked in wanted.items() if asked):
+    for package in (package for package, requested in wanted.items() if requested):
         if importlib.util.find_spec(package) is None:
             raise TrackerMissing(f"--{package} needs the package {package}: pip install 'jurybox[{package}]'")
 
@@ -121,7 +121,7 @@ def trackers(
         settings: recorded as the run's parameters.
     """
     wanted: list[tuple[type[Mlflow] | type[Wandb], bool]] = [(Mlflow, mlflow), (Wandb, wandb)]
-    return [kind(name, folder, settings) for kind, asked in wanted if asked]
+    return [kind(name, folder, settings) for kind, requested in wanted if requested]
 
 
 class Mlflow:

@@ -52,18 +52,18 @@ def begin_anew(folder: Path, settings: Settings) -> str:
     if not left and not (folder / _NAME).exists():
         raise CheckpointError(f"no checkpoint in {folder}, and no run was begun there: start without --resume")
     check_same(folder, settings)
-    said = (
+    message = (
         f"the run in {folder} was ended before its first checkpoint, so there is nothing to go on from: it begins anew"
     )
     if not left:
-        return said
+        return message
     number = 1
     while (before := folder / f"before-{number}").exists():
         number += 1
     before.mkdir()
     for path in left:
         path.rename(before / path.name)
-    return f"{said}; what it had recorded is in {before}"
+    return f"{message}; what it had recorded is in {before}"
 
 
 def resumed(folder: Path, settings: Settings, say: Callable[[str], None]) -> Checkpoint | None:
@@ -105,10 +105,10 @@ def check_same(folder: Path, settings: Settings) -> None:
     for name, value in json.loads(path.read_text(encoding="utf-8")).items():
         parts = value if isinstance(value, dict) and name not in now else None
         earlier |= {name: value} if parts is None else {f"{name}.{inner}": each for inner, each in parts.items()}
-    gone = [name for name in earlier if name not in now]
-    if gone:
-        renamed = [f"{name} is now {settings.renamed[name]}" for name in gone if name in settings.renamed]
-        unknown = [f"{name} is no setting any more" for name in gone if name not in settings.renamed]
+    dropped = [name for name in earlier if name not in now]
+    if dropped:
+        renamed = [f"{name} is now {settings.renamed[name]}" for name in dropped if name in settings.renamed]
+        unknown = [f"{name} is no setting any more" for name in dropped if name not in settings.renamed]
         raise CheckpointError(
             f"{path} is of an earlier release: {'; '.join((*renamed, *unknown))}. Resume the run with the release that "
             "began it, or start anew in another folder"
@@ -210,12 +210,12 @@ def failed_report(
     folder: Path, headline: str, error: BaseException, settings: Mapping[str, Any], command: str = ""
 ) -> None:
     """Write a report with the error, for a training that failed after its last step."""
-    said = [
+    sentences = [
         headline,
         f"What should follow here could not be made: {type(error).__name__}: {error}",
         "metrics.csv, summary.json and the checkpoints are whole; --resume tries the end again.",
     ]
-    sections = [page.Section("How it ended", said), page.the_run({}, settings, command)]
+    sections = [page.Section("How it ended", sentences), page.the_run({}, settings, command)]
     write_atomically(
         folder / "report.html", page.render("Jurybox report", "Jurybox: a training whose end failed", sections)
     )

@@ -152,15 +152,15 @@ def train(
             return carried_out(found, settings, folder, console)
         numbers = _seeds_of(seeds, given, changes)
         check_folder(folder)
-        said = []
+        results = []
         for number in numbers:
-            there = folder / f"seed-{number}"
-            console.print(f"seed {number}, in {there}", highlight=False, markup=False)
+            seed_folder = folder / f"seed-{number}"
+            console.print(f"seed {number}, in {seed_folder}", highlight=False, markup=False)
             # With --resume, a seed that has no folder yet starts a new run.
-            resumes = {"resume": options.get("resume", False) and there.exists()}
-            said.append(carried_out(found, settings.changed(seed=number), there, console, **resumes))
+            resumes = {"resume": options.get("resume", False) and seed_folder.exists()}
+            results.append(carried_out(found, settings.changed(seed=number), seed_folder, console, **resumes))
             interrupts.check()
-        return "\n\n".join([*said, _compared(folder, numbers)])
+        return "\n\n".join([*results, _compared(folder, numbers)])
 
     def carried_out(found: Training, settings: Settings, folder: Path, console: Console, **changed: Any) -> str:
         from jurybox.training.recipes.progress import trackers
@@ -177,7 +177,7 @@ def train(
             run.refuse({"--launcher": "--serial runs in this process"})
         return f"{found.work(settings, run)}\n\nreport: {folder / 'report.html'}"
 
-    until_interrupted(work, out, told="stopping; --resume goes on from the newest checkpoint")
+    until_interrupted(work, out, message="stopping; --resume goes on from the newest checkpoint")
 
 
 def _seeds_of(text: str, given: Mapping[str, Any], changes: Sequence[str]) -> list[int]:
@@ -211,21 +211,21 @@ def _compared(folder: Path, seeds: Sequence[int]) -> str:
     if not returns:
         return f"{len(seeds)} seeds: {folder / 'seeds.csv'}"
     mean, low, high = sum(returns) / len(returns), min(returns), max(returns)
-    told = f"mean return {mean:.4g}, from {low:.4g} to {high:.4g}"
-    return f"{len(seeds)} seeds: {told} ({folder / 'seeds.csv'})"
+    summary = f"mean return {mean:.4g}, from {low:.4g} to {high:.4g}"
+    return f"{len(seeds)} seeds: {summary} ({folder / 'seeds.csv'})"
 
 
 def check_folder(folder: Path) -> None:
     """Raise RunLogError if `folder` cannot be created or written to. Creates nothing."""
     from jurybox.training.run_folder import RunLogError
 
-    there = folder.absolute()
-    while not there.exists() and there != there.parent:
-        there = there.parent
-    if not there.is_dir():
-        raise RunLogError(f"{there} is a file: expected a folder for --out, one that is there or can be made")
-    if not os.access(there, os.W_OK | os.X_OK):
-        raise RunLogError(f"{there} cannot be written to by this user: choose another folder with --out")
+    parent = folder.absolute()
+    while not parent.exists() and parent != parent.parent:
+        parent = parent.parent
+    if not parent.is_dir():
+        raise RunLogError(f"{parent} is a file: expected a folder for --out, one that is there or can be made")
+    if not os.access(parent, os.W_OK | os.X_OK):
+        raise RunLogError(f"{parent} cannot be written to by this user: choose another folder with --out")
 
 
 def carry_out(start: Callable[..., Outcome], run: Run) -> Outcome:
@@ -265,7 +265,7 @@ class RunFailed(RuntimeError):
     """The run could not continue; the message is the reason."""
 
 
-def until_interrupted(work: Callable[[Console, ExitStack], str], out: Path | None, *, told: str) -> None:
+def until_interrupted(work: Callable[[Console, ExitStack], str], out: Path | None, *, message: str) -> None:
     """Do the work, release its resources, and exit with its status.
 
     An error is printed as one sentence. The traceback of an unexpected error is written to a file, in `out` if that
@@ -274,15 +274,15 @@ def until_interrupted(work: Callable[[Console, ExitStack], str], out: Path | Non
     Args:
         work: does the work, and returns the text that is printed at the end.
         out: folder for the traceback file; None: the system's temporary folder.
-        told: message printed when the first signal arrives.
+        message: message printed when the first signal arrives.
     """
     console, errors = Console(soft_wrap=True), Console(stderr=True, soft_wrap=True)
     resources = ExitStack()
-    interrupts.take_over(lambda: errors.print(told, highlight=False))
-    status, said = 0, ""
+    interrupts.take_over(lambda: errors.print(message, highlight=False))
+    status, result = 0, ""
     try:
         require_extra()
-        said = work(console, resources)
+        result = work(console, resources)
     except KeyboardInterrupt:
         status = interrupts.exit_status() or 130
     except Exception as error:  # noqa: BLE001 (the outermost handler: resources are closed below)
@@ -291,7 +291,7 @@ def until_interrupted(work: Callable[[Console, ExitStack], str], out: Path | Non
     interrupts.ignore_from_now_on()
     resources.close()
     if status == 0:
-        console.print(f"\n{said}", highlight=False, markup=False)
+        console.print(f"\n{result}", highlight=False, markup=False)
     raise typer.Exit(status)
 
 
@@ -322,14 +322,14 @@ def _sentence(error: Exception, out: Path | None) -> str:
     if _status_of(error) != _FAILED or type(error).__name__ == "RunFailed":
         return str(error)
     if isinstance(error, OSError) and error.errno is not None:
-        told = f"{error.strerror or error}{f' ({error.filename})' if error.filename else ''}"
+        sentence = f"{error.strerror or error}{f' ({error.filename})' if error.filename else ''}"
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            told = f"the disk is full: {told}. Make room and go on with --resume"
+            sentence = f"the disk is full: {sentence}. Make room and go on with --resume"
     else:
         first = str(error).strip().partition("\n")[0]
-        told = f"the training ended with {type(error).__name__}: {first}" if first else f"it ended with {error!r}"
+        sentence = f"the training ended with {type(error).__name__}: {first}" if first else f"it ended with {error!r}"
     where = _written(error, out)
-    return f"{told}\n(the traceback is in {where})" if where else told
+    return f"{sentence}\n(the traceback is in {where})" if where else sentence
 
 
 def _written(error: Exception, out: Path | None) -> Path | None:

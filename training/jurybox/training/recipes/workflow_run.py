@@ -225,8 +225,8 @@ def _keep_best(trainer: WorkflowTrainer, folder: Path) -> None:
         scratch = checkpoints.begin()
         try:
             _write_policy(scratch, trainer, trainer.learner.network.state_dict())
-            said = {"env_steps": trainer.env_steps, "numbers": numbers, "versions": {}}
-            write_atomically(scratch / EVALUATION, json.dumps(said, indent=1))
+            document = {"env_steps": trainer.env_steps, "numbers": numbers, "versions": {}}
+            write_atomically(scratch / EVALUATION, json.dumps(document, indent=1))
             checkpoints.keep_best(scratch)
         finally:
             checkpoints.abandon(scratch)
@@ -243,14 +243,14 @@ def _write_policy(place: Path, trainer: WorkflowTrainer, weights: Mapping[str, t
     kept = ("env", "red", "quirk", "episode_length", "use_masks", "order_masks")
     arguments = {name: getattr(settings, name) for name in kept}
     arguments["order"] = None if trainer.order is None else describe(trainer.order)
-    said = Description(
+    description = Description(
         *("workflow", {"policy": acts}, "jurybox.training.search.defended:Defended"),
         arguments,
         settings.model_dump(mode="json"),
         settings.seed,
     )
     write_state(place / acts.weights, {"state": dict(weights), "version": trainer.learner_steps, "extra": {}})
-    write_atomically(place / POLICY_FILE, json.dumps(said.as_dict(), indent=1))
+    write_atomically(place / POLICY_FILE, json.dumps(description.as_dict(), indent=1))
 
 
 def _restore(trainer: WorkflowTrainer, checkpoint: Checkpoint) -> float:
@@ -270,8 +270,10 @@ def _write_workflows(trainer: WorkflowTrainer, folder: Path) -> None:
     for number, each in enumerate(trainer.tried, 1):
         found = each.evaluated
         believed = each.mean, each.std, each.bound, each.score
-        told = (found.returns, found.error, found.obedience), (found.rate, found.fixes)
-        first, second = ([f"{value:.4f}" for value in values] for values in ((*believed, *told[0]), told[1]))
+        values_found = (found.returns, found.error, found.obedience), (found.rate, found.fixes)
+        first, second = (
+            [f"{value:.4f}" for value in values] for values in ((*believed, *values_found[0]), values_found[1])
+        )
         row = (number, describe(each.order), *first, found.judged, *second, each.episodes, each.verdict)
         writer.writerow(row)
     write_atomically(folder / "workflows.csv", text.getvalue())

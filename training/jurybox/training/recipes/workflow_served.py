@@ -64,11 +64,11 @@ class ServedPolicy:
         if self._published is None or self._published[0] != steps:
             version = self._publisher.publish(self._learner.network.state_dict())
             self._published, self._adopted = (steps, version), False
-        outputs = self._ask(observations)
+        outputs = self._infer(observations)
         logits, values = (torch.from_numpy(np.array(outputs[name])) for name in ("logits", "value"))
         return self._learner.choose(logits, values, masks, greedy=greedy)
 
-    def _ask(self, observations: Floats) -> Any:
+    def _infer(self, observations: Floats) -> Any:
         assert self._published is not None
         until = time.monotonic() + self._timeout
         while True:

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from jurybox.protocol.segment import sweep
 from jurybox.training.checkpoints import Checkpoints, write_atomically
-from jurybox.training.interrupts import Signals, heard
+from jurybox.training.interrupts import Signals, handle_signals
 from jurybox.training.runtime.launching import Launcher, Local
 from jurybox.training.runtime.orchestrator import Orchestrator
 from jurybox.training.runtime.plan import End, Outcome, Plan
@@ -46,7 +46,7 @@ def run(
         serial: run everything in this process.
         resume: continue from the newest checkpoint in `folder`.
         console: shows the progress; None: no output.
-        signals: stop requests: SIGINT, SIGTERM, and `ask` from a program.
+        signals: stop requests: SIGINT, SIGTERM, and `request_stop` from a program.
         watch: called periodically with the run's shared memory.
         launcher: where the roles' processes run; None: on this machine.
 
@@ -63,7 +63,7 @@ def run(
     checkpoints = Checkpoints(folder / "checkpoints")
     checkpoints.sweep()
     resumed = checkpoints.existing() if resume else None
-    with heard(signals), SharedResources.create(plan) as shared:
+    with handle_signals(signals), SharedResources.create(plan) as shared:
         folder.mkdir(parents=True, exist_ok=True)
         metrics = RunMetrics(plan, shared.scoreboard, sink)
         if resumed is not None:

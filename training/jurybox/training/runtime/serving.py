@@ -261,7 +261,7 @@ class LeasedModel:
         """Names of the model's outputs; connects where it is not connected."""
         return list((self._model or self._open()).spec.outputs)
 
-    def ask(self, rows: Any, fresh: Callable[[int], bool]) -> Reply:
+    def infer(self, rows: Any, fresh: Callable[[int], bool]) -> Reply:
         """Infer, again while the answer is of weights that are too old.
 
         Args:
