@@ -82,7 +82,7 @@ class _Clock:
                 for (name, _), words in zip(scoreboard.named.roles, moved, strict=True)
             },
         )
-        self.signals.request_stop()
+        self.signals.ask()
 
 
 def measure(settings: HockeyTraining, seconds: float, folder: Path, *, serial: bool) -> Stretch:

@@ -132,7 +132,7 @@ def training(asked: MarlTraining, seconds: float) -> Measured:
                 scoreboard.words[actor][Word.LAG],
             )
         )
-        signals.request_stop()
+        signals.ask()
 
     with tempfile.TemporaryDirectory(prefix="marl-bench-") as folder:
         outcome = run(planned, Path(folder), _Nothing(), signals=signals, watch=watch)

@@ -102,7 +102,7 @@ def kill_at_random(folder: Path, times: int, seconds: float) -> tuple[int, objec
         if shared.scoreboard.control[:, Control.RESTARTS].sum() < len(kills):
             return  # who was killed is not dead yet
         if len(kills) == times:
-            signals.request_stop()
+            signals.ask()
             return
         victim = chance.randrange(len(shared.scoreboard.words))
         pid = shared.scoreboard.words[victim][Word.PID]

@@ -211,7 +211,7 @@ def test_environments_of_others(tmp_path, environment, world, share, base):
 def test_an_agent_that_comes_again_begins_anew(tmp_path, monkeypatch, base, says):
     """Nothing of an earlier visit is in what it sees, and no transition leads from one visit to the next."""
     seen = {"guest": [], "host": []}
-    make = TurnTaker._one
+    make = TurnTaker._take_turn
 
     def recorded(self, agent):
         before = self._pending.get(agent)
@@ -219,7 +219,7 @@ def test_an_agent_that_comes_again_begins_anew(tmp_path, monkeypatch, base, says
         if agent in self._pending and self._pending[agent] is not before:
             seen[agent].append(self._seen[agent].frames.copy())
 
-    monkeypatch.setattr(TurnTaker, "_one", recorded)
+    monkeypatch.setattr(TurnTaker, "_take_turn", recorded)
     settings = MarlTraining(
         **base, environment=f"{Kinds.__module__}:Guests", world={"says": says}, log_dir=tmp_path, frames=2
     )

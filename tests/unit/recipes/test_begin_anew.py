@@ -53,7 +53,7 @@ class Said(Silence):
     def __init__(self):
         self.lines = []
 
-    def say(self, text):
+    def log(self, text):
         self.lines.append(text)
 
 

@@ -22,7 +22,7 @@ class Lines(Silence):
     def __init__(self):
         self.lines = []
 
-    def say(self, text):
+    def log(self, text):
         self.lines.append(text)
 
 

@@ -65,5 +65,5 @@ def test_weights_and_biases_gets_them_too(tmp_path, monkeypatch):
 
 def test_a_path_with_brackets_is_printed_as_it_is():
     text = io.StringIO()
-    ConsoleProgress(Console(file=text, width=200)).say("the run is in /runs/a[b] and [/c]")
+    ConsoleProgress(Console(file=text, width=200)).log("the run is in /runs/a[b] and [/c]")
     assert text.getvalue() == "the run is in /runs/a[b] and [/c]\n"

@@ -180,7 +180,7 @@ def test_an_evaluation_reaches_an_orchestrator_that_is_busy(tmp_path):
     control_pipe = Busy()
     reports = Reports(control_pipe)
     with SharedResources.create(planned) as shared:
-        context = RoleContext(planned, 2, shared, reports, send_reliably=reports.send_reliably)
+        context = RoleContext(planned, 2, shared, reports, certainly=reports.send_reliably)
         context.say("a line that may be dropped")
         context.evaluated(10, {"w": 1.0})
     assert [message["kind"] for message in control_pipe.sent] == ["evaluation"]

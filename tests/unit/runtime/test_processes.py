@@ -59,7 +59,7 @@ def test_a_checkpoint_is_made_after_so_many_seconds_however_slow_the_steps_are(t
     def watch(shared):
         found[:] = tmp_path.glob("checkpoints/step-*")
         if len(found) > 1:
-            signals.request_stop()
+            signals.ask()
 
     run(
         plan(steps=10**9, save_every=10**9, save_seconds=0.1, actor={"pause": 0.01}),
@@ -106,7 +106,7 @@ def test_told_to_stop_it_ends_in_order_with_a_checkpoint(tmp_path):
 
     def watch(shared):
         if not signals.count and shared.scoreboard.learner_steps:
-            signals.request_stop()
+            signals.ask()
 
     outcome = run(plan(steps=10**9, timeouts=Timeouts(stop=60.0)), tmp_path, Rows(), signals=signals, watch=watch)
     assert outcome.end is End.SIGNAL

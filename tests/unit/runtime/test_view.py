@@ -38,7 +38,7 @@ def shown(scoreboard, terminal, folder, moments):
     metrics.numbers["return_mean"] = 2.5
     with View(PLAN, scoreboard, metrics, console, folder / "run.log", clock=lambda: next(clock)) as view:
         view.tick()
-        view.say("learner [bold]failed[/bold]")
+        view.log("learner [bold]failed[/bold]")
         view.tick()
     return out.getvalue()
 

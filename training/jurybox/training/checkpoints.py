@@ -103,7 +103,7 @@ class Checkpoints:
         Raises:
             StateDamaged: its run.json is damaged.
         """
-        found = self._found()
+        found = self._list_complete()
         return Checkpoint(found[-1], _read_json(found[-1] / DOCUMENT, "take the one before")) if found else None
 
     def existing(self) -> Checkpoint:
@@ -141,8 +141,8 @@ class Checkpoints:
         whole = {"env_steps": env_steps, **document}
         (scratch / DOCUMENT).write_text(json.dumps(whole, indent=1), encoding="utf-8")
         target = self.folder / f"{_PREFIX}{env_steps:012d}"
-        self._appear(scratch, target)
-        for old in self._found()[: -self._keep]:
+        self._replace_folder(scratch, target)
+        for old in self._list_complete()[: -self._keep]:
             (old / DOCUMENT).unlink()  # first, so that a partly removed folder is not mistaken for a checkpoint
             shutil.rmtree(old)
         return Checkpoint(target, whole)
@@ -154,7 +154,7 @@ class Checkpoints:
     def keep_best(self, evaluated: Path) -> Path:
         """Rename a folder created by `begin` to ``checkpoints/best``, replacing the previous one; return its path."""
         best = self.folder / _BEST
-        self._appear(evaluated, best)
+        self._replace_folder(evaluated, best)
         return best
 
     def best(self) -> dict[str, Any] | None:
@@ -176,7 +176,7 @@ class Checkpoints:
             if not (path / DOCUMENT).is_file():
                 shutil.rmtree(path, ignore_errors=True)
 
-    def _appear(self, scratch: Path, target: Path) -> None:
+    def _replace_folder(self, scratch: Path, target: Path) -> None:
         """Rename a folder to a target that may exist; at any time either the old or the new one is on disk."""
         for path in (*scratch.iterdir(), scratch):
             _sync(path)
@@ -189,7 +189,7 @@ class Checkpoints:
         _sync(self.folder)
         shutil.rmtree(old, ignore_errors=True)
 
-    def _found(self) -> list[Path]:
+    def _list_complete(self) -> list[Path]:
         return sorted(path for path in self.folder.glob(f"{_PREFIX}*") if (path / DOCUMENT).is_file())
 
 

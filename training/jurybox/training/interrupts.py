@@ -108,7 +108,7 @@ class Signals:
         self.count = 0
         self.first = 0
 
-    def request_stop(self, number: int = signal.SIGTERM, frame: FrameType | None = None) -> None:
+    def ask(self, number: int = signal.SIGTERM, frame: FrameType | None = None) -> None:
         """Count a request. This is the signal handler; programs may call it, too."""
         self.count += 1
         self.first = self.first or number
@@ -123,7 +123,7 @@ def handle_signals(signals: Signals) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {number: signal.signal(number, signals.request_stop) for number in _SIGNALS}
+    before = {number: signal.signal(number, signals.ask) for number in _SIGNALS}
     try:
         yield
     finally:

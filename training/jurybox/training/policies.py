@@ -223,12 +223,12 @@ def policies(run: Path) -> list[Found]:
         PolicyError: there are none.
     """
     if run.suffix == ".safetensors" or (run / POLICY_FILE).is_file():
-        return _in(run)
+        return _policies_in(run)
     folder = run / _CHECKPOINTS
     places = sorted((each for each in folder.glob(f"{_PREFIX}*") if (each / POLICY_FILE).is_file()), reverse=True)
     if (folder / _BEST / POLICY_FILE).is_file():
         places.insert(0, folder / _BEST)
-    found = [each for place in places for each in _in(place)]
+    found = [each for place in places for each in _policies_in(place)]
     if not found:
         reason = "no run was begun there" if not run.is_dir() else "it has no checkpoint with one yet"
         raise PolicyError(
@@ -265,7 +265,7 @@ def choose(run: Path, which: str = "best", name: str | None = None) -> Found:
     return matching[0]
 
 
-def _in(place: Path) -> list[Found]:
+def _policies_in(place: Path) -> list[Found]:
     content, steps, numbers = _read_description(place), None, {}
     evaluation, document = place / EVALUATION, place / DOCUMENT
     for path in (evaluation, document):
@@ -474,7 +474,7 @@ def play(
                 interrupts.check()
                 if frame is not None:
                     frame(_picture(environment))
-                action = _fitting(policy(np.asarray(seen)[None])[0], getattr(environment, "action_space", None))
+                action = _as_action(policy(np.asarray(seen)[None])[0], getattr(environment, "action_space", None))
                 seen, reward, terminated, truncated, _ = environment.step(action)
                 total, length, over = total + float(reward), length + 1, bool(terminated or truncated)
             if frame is not None:
@@ -484,7 +484,7 @@ def play(
     return played
 
 
-def _fitting(action: Array, space: Any) -> Any:
+def _as_action(action: Array, space: Any) -> Any:
     """Convert an action to the environment's shape and dtype."""
     if not action.ndim:
         return int(action)
@@ -560,9 +560,9 @@ def export(policy: Policy, to: Path, run: Path) -> list[Path]:
     weights, card = to.with_suffix(".safetensors"), to.with_suffix(".md")
     document = policy.found.description.as_dict()
     document["policies"] = {policy.found.name: {**document["policies"][policy.found.name], "weights": weights.name}}
-    with _appearing(to) as scratch:
+    with _written_atomically(to) as scratch:
         torch.export.save(program, scratch)
-    with _appearing(weights) as scratch:
+    with _written_atomically(weights) as scratch:
         state = {name: tensor.contiguous().clone() for name, tensor in policy.served.module.state_dict().items()}
         save_file(state, scratch, {_METADATA: json.dumps(document), "digest": policy.digest})
     write_atomically(card, _card(policy, run, to, weights))
@@ -570,7 +570,7 @@ def export(policy: Policy, to: Path, run: Path) -> list[Path]:
 
 
 @contextmanager
-def _appearing(path: Path) -> Iterator[Path]:
+def _written_atomically(path: Path) -> Iterator[Path]:
     """Yield a temporary path for the block to write to; rename it at the end of the block."""
     scratch = path.with_name(f".{path.name}.writing{path.suffix}")
     try:
@@ -582,7 +582,7 @@ def _appearing(path: Path) -> Iterator[Path]:
 
 def _card(policy: Policy, run: Path, program: Path, weights: Path) -> str:
     found, description, acts, spec = policy.found, policy.found.description, policy.found.acts, policy.observation
-    action = "int64 (n,)" if acts.choose in _NUMBERED else f"float32 (n, {len(acts.low)}), {_span(acts)}"
+    action = "int64 (n,)" if acts.choose in _NUMBERED else f"float32 (n, {len(acts.low)}), {_bounds_text(acts)}"
     scores = (_json(run / SCORES) if (run / SCORES).is_file() else {}).get(policy.digest, [])
     lines = [
         f"# A policy of `jurybox train {description.training}`",
@@ -607,7 +607,7 @@ def _card(policy: Policy, run: Path, program: Path, weights: Path) -> str:
     return "\n".join(lines)
 
 
-def _span(acts: Acts) -> str:
+def _bounds_text(acts: Acts) -> str:
     return f"{min(acts.low):g} to {max(acts.high):g}" if len(acts.low) else "as the network gives them"
 
 

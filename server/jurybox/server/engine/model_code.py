@@ -66,8 +66,8 @@ class ModelOrder:
         given = {field.name: settings[field.name] for field in fields(cls)}
         for tensors in ("inputs", "outputs"):
             given[tensors] = {
-                name: TensorSpec(told["dtype"], tuple(told["shape"]), told["capacity"], told["finite"])
-                for name, told in (given[tensors] or {}).items()
+                name: TensorSpec(tensor["dtype"], tuple(tensor["shape"]), tensor["capacity"], tensor["finite"])
+                for name, tensor in (given[tensors] or {}).items()
             }
         return cls(**given)
 

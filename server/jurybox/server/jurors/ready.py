@@ -106,16 +106,16 @@ def _preprocessing(folder: Path) -> Preprocessing:
     file = folder / "preprocessor_config.json"
     if not file.is_file():
         return Preprocessing()
-    told: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-    size, crop = told.get("size", 224), told.get("crop_size", 224)
+    config: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    size, crop = config.get("size", 224), config.get("crop_size", 224)
     shortest = size.get("shortest_edge", 0) if isinstance(size, dict) else size
     square = crop.get("height", 0) if isinstance(crop, dict) else crop
-    if shortest != square or told.get("resample", 3) != 3 or not told.get("do_center_crop", True):
+    if shortest != square or config.get("resample", 3) != 3 or not config.get("do_center_crop", True):
         raise ValueError(
             f"{file}: expected a bicubic filter (resample 3), and shortest_edge equal to crop_size with "
             f"do_center_crop, as CLIP's models have it; came {plain_json({'size': size, 'crop_size': crop})}"
         )
-    return Preprocessing(square, mean=tuple(told["image_mean"]), std=tuple(told["image_std"]))
+    return Preprocessing(square, mean=tuple(config["image_mean"]), std=tuple(config["image_std"]))
 
 
 def plain_json(value: Any) -> str:

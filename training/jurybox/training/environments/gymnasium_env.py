@@ -236,33 +236,33 @@ class _Leaf:
     def pixels(self, value: Any) -> Array:
         pixels = np.asarray(value)
         if pixels.shape != self._space.shape or pixels.dtype != np.uint8:
-            raise self._strange(f"has the shape {pixels.shape} and dtype {pixels.dtype}")
+            raise self._mismatch(f"has the shape {pixels.shape} and dtype {pixels.dtype}")
         return (pixels.transpose(2, 0, 1) if self._last else pixels).ravel()
 
     def write(self, value: Any, out: Array) -> None:
         if self._counts:
             numbers = np.ravel(value)
             if numbers.shape != (len(self._counts),):
-                raise self._strange(f"has the shape {np.shape(value)}")
+                raise self._mismatch(f"has the shape {np.shape(value)}")
             first = 0
             for number, start, count in zip(numbers.tolist(), self._starts, self._counts, strict=True):
                 if not 0 <= number - start < count or number != int(number):
-                    raise self._strange(f"holds {number}")
+                    raise self._mismatch(f"holds {number}")
                 out[first + int(number) - start] = 1
                 first += count
             return
         given = np.asarray(value)
         if given.shape != self._space.shape:
-            raise self._strange(f"has the shape {given.shape}")
+            raise self._mismatch(f"has the shape {given.shape}")
         with np.errstate(over="ignore", invalid="ignore"):
             out[:] = given.ravel()
             if out.dtype == np.uint8:
                 if not np.array_equal(out, given.ravel()) or (out > 1).any():
-                    raise self._strange("holds other numbers than 0 and 1")
+                    raise self._mismatch("holds other numbers than 0 and 1")
             elif self._scale != 1:
                 out *= self._scale
 
-    def _strange(self, what: str) -> StrangeObservation:
+    def _mismatch(self, what: str) -> StrangeObservation:
         where = "".join(f"[{key!r}]" for key in self.path)
         return StrangeObservation(f"an observation{where} {what}; its space is {self._space}")
 

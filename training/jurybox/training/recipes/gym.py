@@ -215,7 +215,7 @@ class GymTraining(ServedSettings):
     log_every: int = Field(1000, ge=1, description="Env steps between two rows of metrics.")
 
     @model_validator(mode="after")
-    def _whole(self) -> GymTraining:
+    def _check_consistency(self) -> GymTraining:
         if self.envs % self.workers:
             raise ValueError(f"envs={self.envs} with workers={self.workers}: expected the same number for each worker")
         if self.algorithm == ON_POLICY and isinstance(self.ent_coef, str):

@@ -37,7 +37,7 @@ _UPDATE_EVERY = 50  # learner steps between two updates of the normaliser
 _SAMPLE_ROWS, _FIRST_SAMPLE_ROWS = 256, 8192  # rows that it sees at an update
 
 
-def _of(settings: GymTraining, *names: str) -> dict[str, Any]:
+def _setting_values(settings: GymTraining, *names: str) -> dict[str, Any]:
     """Return the values of these settings, or the algorithm's defaults."""
     return {name: settings.of(name) for name in names}
 
@@ -49,7 +49,7 @@ class PacedDQN(DQN):
         s = settings
         made = acting_network(**network, seed=seed)
         assert isinstance(made, ValueNetwork)
-        chosen = _of(s, "learning_rate", "n_steps", "max_grad_norm")
+        chosen = _setting_values(s, "learning_rate", "n_steps", "max_grad_norm")
         super().__init__(made, ValueSettings(gamma=s.gamma, target_update_interval=0, **chosen), s.device, seed)
         self._pace, self._tau = s.pace, s.of("tau")
         self._interval = s.of("target_update_interval") * s.envs
@@ -70,7 +70,7 @@ def _td3(settings: GymTraining, network: Mapping[str, Any], seed: int) -> TD3:
         critic_learning_rate=s.of("learning_rate"),
         pre_tanh_penalty=0.0,
         reward_scale=1.0,
-        **_of(s, "tau", "policy_delay", "target_policy_noise", "target_noise_clip"),
+        **_setting_values(s, "tau", "policy_delay", "target_policy_noise", "target_noise_clip"),
     )
     networks = acting_network(**network, seed=seed), _critic(network, seed)
     return TD3(1, int(network["actions"]), td3_settings, device=s.device, seed=seed, networks=networks)
@@ -78,7 +78,7 @@ def _td3(settings: GymTraining, network: Mapping[str, Any], seed: int) -> TD3:
 
 def _sac(settings: GymTraining, network: Mapping[str, Any], seed: int) -> SAC:
     sac_settings = SACSettings(
-        **_of(settings, "learning_rate", "tau", "target_update_interval", "ent_coef", "target_entropy")
+        **_setting_values(settings, "learning_rate", "tau", "target_update_interval", "ent_coef", "target_entropy")
     )
     actor = acting_network(**network, seed=seed)
     assert isinstance(actor, SquashedGaussianActor)
@@ -225,7 +225,7 @@ class RolloutLearner(_Publishing):
             vf_coef=2.0 * s.of("vf_coef"),  # here it weights half the squared error, in Stable-Baselines3 all of it
             normalise_returns=False,
             clip_value=False,
-            **_of(s, *same, "normalize_advantage", "target_kl"),
+            **_setting_values(s, *same, "normalize_advantage", "target_kl"),
         )
         self.learner = PPO(0, 0, settings, self.seed, network=made, device=s.device)
         self._features = features_of(made)
@@ -235,7 +235,7 @@ class RolloutLearner(_Publishing):
         self._oldest_use = self.stale = 0
 
     def step(self) -> None:
-        self._take()
+        self._take_rows()
         usable = self._held["updates"] >= max(self.updates - 1, self._oldest_use)
         self.stale += int((~usable).sum())
         self._held = {name: column[usable] for name, column in self._held.items()}
@@ -256,7 +256,7 @@ class RolloutLearner(_Publishing):
         self._held = {}
 
     def save(self) -> dict[str, Any]:
-        self._take()
+        self._take_rows()
         return {
             "learner": self.learner.state(),
             "statistics": self.statistics(),
@@ -272,7 +272,7 @@ class RolloutLearner(_Publishing):
         self._held = {name: np.array(column) for name, column in state["held"].items()}
         self._cursor.take()  # skip the rows of the checkpoint's replay, which `held` contains
 
-    def _take(self) -> None:
+    def _take_rows(self) -> None:
         columns = self._cursor.take()
         if self._held:
             columns = {name: np.concatenate((self._held[name], column)) for name, column in columns.items()}

@@ -199,7 +199,7 @@ class Collector:
             if slot not in table.matches:
                 table.begin(slot, self.match(slot, warm=warm))
                 self._warm[slot] = warm
-                self._writes[slot] = self._where(slot, warm=warm)
+                self._writes[slot] = self._streams_for(slot, warm=warm)
         players = [table.matches[slot].player for slot in slots]
         self._policies.request(half, table.seen[slots, 0], players, table.seen[slots, 1])
         self._requested[half] = True
@@ -214,7 +214,7 @@ class Collector:
         drawn *= 1.0 if warm else np.float32(self.noise[slot])
         return Match(int(rng.integers(2**31)), int(rng.integers(2)), name, self._policies.player(name), drawn)
 
-    def _where(self, slot: int, *, warm: bool) -> list[Streams]:
+    def _streams_for(self, slot: int, *, warm: bool) -> list[Streams]:
         """Return the streams for the rows of the match that begins in game `slot`."""
         kept = self._kept
         # A game that fills this part is cut off there: its last rows have no successors, so no window goes past them.

@@ -124,7 +124,7 @@ class HockeyTraining(ServedSettings):
     on_failure: Literal["end", "serial"] = Field("end", description="What to do when a process has failed too often.")
 
     @model_validator(mode="after")
-    def _whole(self) -> HockeyTraining:
+    def _check_consistency(self) -> HockeyTraining:
         if self.envs is not None and (self.envs % self.workers or self.envs < 2 * self.workers):
             raise ValueError(
                 f"envs={self.envs} with workers={self.workers}: expected the same number of games for each, two or more"

@@ -176,7 +176,7 @@ class MarlTraining(ServedSettings):
         return self.envs or self.workers or 1
 
     @model_validator(mode="after")
-    def _agree(self) -> MarlTraining:
+    def _check_consistency(self) -> MarlTraining:
         if self.workers not in (None, self.n_envs):
             raise ValueError(
                 f"workers={self.workers} with envs={self.envs}: each world has an actor process of its own; leave one "

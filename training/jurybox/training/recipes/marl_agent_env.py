@@ -77,15 +77,15 @@ class AgentEnv(gymnasium.Env[Array, int]):
         for seen in self._seen.values():
             seen.clear()
         self._ended = (False, False)
-        row, *_ = self._onward()
+        row, *_ = self._advance_to_agent()
         return row, {}
 
     def step(self, action: int) -> tuple[Array, float, bool, bool, dict[str, Any]]:
         self._world.step(int(action))
-        row, reward, terminated, truncated = self._onward()
+        row, reward, terminated, truncated = self._advance_to_agent()
         return row, reward, terminated, truncated, {}
 
-    def _onward(self) -> tuple[Array, float, bool, bool]:
+    def _advance_to_agent(self) -> tuple[Array, float, bool, bool]:
         """Let the others act until it is this agent's turn or the world's episode is over."""
         world, total = self._world, 0.0
         while world.agents:

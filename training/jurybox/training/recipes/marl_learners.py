@@ -139,7 +139,7 @@ class OnPolicyLearner(Learner):
 
     def step(self) -> None:
         counted = {f"stale_{self._group}": self.stale, f"missed_{self._group}": self._resident.missed}
-        rows = self._fresh()
+        rows = self._new_transitions()
         if rows is None:
             self.context.metrics(**counted, **{f"skipped_{self._group}": 1.0})
             return
@@ -165,7 +165,7 @@ class OnPolicyLearner(Learner):
         self.updates = self._published = self._oldest_use = int(found.extra["updates"])
 
     def save(self) -> dict[str, Any]:
-        self._forget()
+        self._skip_rows()
         return {
             **self.learner.state(),
             "updates": [self.updates, self._published],
@@ -176,15 +176,15 @@ class OnPolicyLearner(Learner):
         self.learner.restore(state)
         self.updates, self._published = state["updates"]
         self.stale = int(state["stale"])
-        self._forget()
+        self._skip_rows()
 
-    def _forget(self) -> None:
+    def _skip_rows(self) -> None:
         """Skip the rows so far, because a checkpoint ends the current episodes."""
         self._resident.refresh()
         self._looked_at = self._resident.taken
         self._held = self._open = torch.empty(0, dtype=torch.int64)
 
-    def _fresh(self) -> dict[str, torch.Tensor] | None:
+    def _new_transitions(self) -> dict[str, torch.Tensor] | None:
         """Return the transitions to train on, ordered by agent and time; None if there are too few."""
         resident = self._resident
         resident.refresh()

@@ -156,9 +156,9 @@ class SampledPolicy(GroupPolicy):
 
     def act(self, stacked: Observation, random: np.random.Generator) -> tuple[int, Mapping[str, Any]]:
         action, log_probability = self._draw(stacked, random)
-        return action, {"log_probability": log_probability, "version": self._of_updates()}
+        return action, {"log_probability": log_probability, "version": self._policy_updates()}
 
-    def _of_updates(self) -> int:
+    def _policy_updates(self) -> int:
         """Return the number of updates before the policy that just acted was published; a lower bound if unknown."""
         newest = int(self._weights.extra["updates"])
         if self._served is None:

@@ -68,10 +68,10 @@ class TurnTaker(Actor):
             self._begin()
         self._moment += 1
         for _ in range(len(self.env.agents)):
-            self._one(self.env.agent_selection)
+            self._take_turn(self.env.agent_selection)
         self._turns += 1
         while self.env.agents and self._is_over(self.env.agent_selection):
-            self._one(self.env.agent_selection)
+            self._take_turn(self.env.agent_selection)
         if not self.env.agents:
             self._end()
         return 1
@@ -106,7 +106,7 @@ class TurnTaker(Actor):
     def _is_over(self, agent: str) -> bool:
         return bool(self.env.terminations[agent] or self.env.truncations[agent])
 
-    def _one(self, agent: str) -> None:
+    def _take_turn(self, agent: str) -> None:
         observed, reward, terminated, truncated, _ = self.env.last()
         observation = self._encoders[agent].row(observed)
         if agent in self._pending:

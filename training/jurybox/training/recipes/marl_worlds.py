@@ -23,7 +23,7 @@ from jurybox.training.runtime.plan import ConfigError, load
 Observation = npt.NDArray[Any]
 Environment = tuple[str, Mapping[str, Any]]
 
-_AS_THEY_ARE = ("uint8", "int8", "int16", "float16", "float32")
+_KEPT_DTYPES = ("uint8", "int8", "int16", "float16", "float32")
 
 
 class WorldError(ValueError):
@@ -51,7 +51,7 @@ def make_world(environment: Environment) -> AECEnv[Any, Any, Any]:
             "arguments"
         ) from error
     if isinstance(made, ParallelEnv):
-        return parallel_to_aec(_Announced(made))
+        return parallel_to_aec(_TruncateMissing(made))
     if not isinstance(made, AECEnv):
         raise ConfigError(
             f"{name} made a {type(made).__name__}: expected a PettingZoo environment, AECEnv or ParallelEnv (of a "
@@ -60,7 +60,7 @@ def make_world(environment: Environment) -> AECEnv[Any, Any, Any]:
     return made
 
 
-class _Announced(BaseParallelWrapper[Any, Any, Any]):  # type: ignore[misc]
+class _TruncateMissing(BaseParallelWrapper[Any, Any, Any]):  # type: ignore[misc]
     """A parallel environment in which an agent that disappears from `agents` without a flag is marked as truncated.
 
     Otherwise the end of its episode would not be reported, and it would be asked for actions while it is away.
@@ -127,7 +127,7 @@ class AgentSpaces:
             kind = np.dtype(seen.dtype)
             binary = kind == np.bool_ or (kind.kind in "iu" and bool((seen.low >= 0).all() and (seen.high <= 1).all()))
             if not binary:
-                dtype = kind.name if kind.name in _AS_THEY_ARE else "float32"
+                dtype = kind.name if kind.name in _KEPT_DTYPES else "float32"
                 scale = 1.0 / 255.0 if kind == np.uint8 else 1.0
         else:
             raise ConfigError(
@@ -167,18 +167,18 @@ class ObservationEncoder:
             return self._one_hot((np.ravel(observation) - start).tolist(), self._seen.nvec.ravel().tolist())
         given = np.asarray(observation)
         if given.shape != self._spaces.shape:
-            raise self._strange(f"has the shape {given.shape}")
+            raise self._mismatch(f"has the shape {given.shape}")
         if given.dtype == self._dtype:
             return given.copy()  # the environment may reuse its array
         if given.dtype != self._declared and self._declared.kind != "f":
             # A value that does not fit the declared dtype would be converted to a different number.
             exact = given.astype(self._declared)
             if not np.array_equal(exact, given):
-                raise self._strange(f"holds {given.ravel()[(exact != given).ravel()][0]}")
+                raise self._mismatch(f"holds {given.ravel()[(exact != given).ravel()][0]}")
         with np.errstate(over="ignore"):
             row = given.astype(self._dtype)
         if not np.isfinite(row).all() and np.isfinite(given).all():
-            raise self._strange(f"holds {given[~np.isfinite(row)][0]}, which is beyond {self._dtype}")
+            raise self._mismatch(f"holds {given[~np.isfinite(row)][0]}, which is beyond {self._dtype}")
         return row
 
     def _one_hot(self, numbers: Sequence[int], counts: Sequence[int]) -> Observation:
@@ -186,12 +186,12 @@ class ObservationEncoder:
         first = 0
         for number, count in zip(numbers, counts, strict=True):
             if not 0 <= number < count:
-                raise self._strange(f"holds {number} of {count}")
+                raise self._mismatch(f"holds {number} of {count}")
             out[first + number] = 1
             first += count
         return out
 
-    def _strange(self, what: str) -> WorldError:
+    def _mismatch(self, what: str) -> WorldError:
         return WorldError(f"an observation of {self._agent} {what}, its observation space is {self._seen}")
 
 

@@ -264,7 +264,7 @@ def evaluate_policy(
     def share(number: int) -> list[_Edited]:
         environment = environment_maker(replace(held_out, audit={}), number, timeout=0.0)()
         if number == 0 and environment.library.left_out:
-            watcher.say(environment.library.left_out)
+            watcher.log(environment.library.left_out)
         try:
             found: list[_Edited] = []
             for seed in seeds[number::threads]:

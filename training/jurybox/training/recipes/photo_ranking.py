@@ -156,7 +156,7 @@ def order(photo: Image, rng: np.random.Generator, exploit: Recipe | None = None)
     made: list[tuple[Degradation, Edits]] = []
     if kind == "other":
         name, sign = str(rng.choice(_OTHERS)), float(rng.choice((-1.0, 1.0)))
-        pictures = [_otherwise(photo, name, float(s), sign) for s in strengths]
+        pictures = [_apply_other(photo, name, float(s), sign) for s in strengths]
         measured = [(each, difference(each, photo), 0.0) for each in pictures]
         return _ordered(name, photo, measured)
     if kind == "faults":
@@ -170,7 +170,7 @@ def order(photo: Image, rng: np.random.Generator, exploit: Recipe | None = None)
         made = [(damage, Edits.from_vector(found * s)) for s in (0.0, 0.5, 1.0, rng.uniform(0.2, 1.5))]
     else:
         damage = Degradation() if rng.random() < 0.25 else draw(rng, float(rng.choice((0.5, 1.0))))
-        made = [(damage, Edits()), *((damage, _visited(damage, rng)) for _ in range(3))]
+        made = [(damage, Edits()), *((damage, _draw_edits(damage, rng)) for _ in range(3))]
     measured = []
     for damage, edits in made:
         picture = apply(degrade(photo, damage), edits)
@@ -196,7 +196,7 @@ def _few_tools(rng: np.random.Generator) -> npt.NDArray[np.float64]:
     return recipe
 
 
-def _visited(damage: Degradation, rng: np.random.Generator) -> Edits:
+def _draw_edits(damage: Degradation, rng: np.random.Generator) -> Edits:
     """Draw edits that a policy might make: part of the cure or too much of it, or random steps."""
     n = len(TOOLS)
     if rng.random() < 0.35:
@@ -217,7 +217,7 @@ def _visited(damage: Degradation, rng: np.random.Generator) -> Edits:
     return Edits.from_vector(cure * share + rng.normal(0, 1, n) * STEP_SIZES * rng.choice((0.0, 0.2, 0.5)))
 
 
-def _otherwise(photo: Image, name: str, strength: float, sign: float) -> Image:
+def _apply_other(photo: Image, name: str, strength: float, sign: float) -> Image:
     side = photo.shape[0]
     if name == "jpeg":
         quality = int(np.clip(40 - 35 * strength, 3, 60))

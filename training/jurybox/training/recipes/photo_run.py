@@ -73,7 +73,7 @@ def run(
         perceptual = None if settings.perceptual is None else load_perceptual(settings.perceptual)
     except ValueError as error:
         raise ConfigError(f"perceptual: {error}") from error
-    checkpoint = resumed(folder, settings, watcher.say) if resume else None
+    checkpoint = resumed(folder, settings, watcher.log) if resume else None
     took = dict(before or {})
     requested, settings = settings, settings if juror is None else settings.changed(environment=juror)
     with RunLog(folder, columns(settings.environment), resume_at=checkpoint.env_steps if checkpoint else None) as log:
@@ -310,11 +310,11 @@ def demo(
     }
     server = LocalServer(models, folder / "server.log", server={"replicas": replicas})
     resources.callback(server.stop)
-    watcher.say("starting a server on this machine's CPU")
+    watcher.log("starting a server on this machine's CPU")
     server.start()
     server.wait()
     started = time.monotonic() - began
-    watcher.say(f"the server is ready after {started:.0f} s; while it runs: http://{server.http}/")
+    watcher.log(f"the server is ready after {started:.0f} s; while it runs: http://{server.http}/")
     verdict = run(
         settings(seed, steps=steps, seconds=seconds, workers=workers, damages=damages, address=server.address),
         folder,

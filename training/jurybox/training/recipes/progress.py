@@ -20,7 +20,7 @@ _LINE_EVERY = 10.0  # seconds between two lines if the console is not a terminal
 class Watcher(Protocol):
     """An observer of a run's progress."""
 
-    def say(self, text: str) -> None:
+    def log(self, text: str) -> None:
         """Print a line."""
 
     def begin(self, what: str, total: int, done: int = 0) -> None:
@@ -36,7 +36,7 @@ class Watcher(Protocol):
 class Silence:
     """A watcher that does nothing."""
 
-    def say(self, text: str) -> None: ...
+    def log(self, text: str) -> None: ...
     def begin(self, what: str, total: int, done: int = 0) -> None: ...
     def advance(self, done: int, numbers: Mapping[str, float] | None = None) -> None: ...
     def end(self) -> None: ...
@@ -55,7 +55,7 @@ class ConsoleProgress:
         self._began = self._lined = 0.0
         self._numbers: dict[str, float] = {}
 
-    def say(self, text: str) -> None:
+    def log(self, text: str) -> None:
         self._console.print(text, highlight=False, markup=False)  # paths and errors may contain square brackets
 
     def begin(self, what: str, total: int, done: int = 0) -> None:
@@ -75,7 +75,7 @@ class ConsoleProgress:
             self._task = self._bar.add_task(what, total=total, completed=done, numbers="")
             self._bar.start()
         else:
-            self.say(f"{what}: {total - done} steps")
+            self.log(f"{what}: {total - done} steps")
 
     def advance(self, done: int, numbers: Mapping[str, float] | None = None) -> None:
         self._numbers.update(numbers or {})
@@ -85,7 +85,7 @@ class ConsoleProgress:
         elif now - self._lined >= _LINE_EVERY:
             self._lined = now
             share = done / self._total if self._total else 1.0
-            self.say(f"{self._what}: {done}/{self._total} ({share:.0%}) {self._described(done, now)}")
+            self.log(f"{self._what}: {done}/{self._total} ({share:.0%}) {self._described(done, now)}")
 
     def end(self) -> None:
         if self._bar is not None:

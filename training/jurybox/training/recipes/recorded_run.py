@@ -66,7 +66,7 @@ def begin_anew(folder: Path, settings: Settings) -> str:
     return f"{message}; what it had recorded is in {before}"
 
 
-def resumed(folder: Path, settings: Settings, say: Callable[[str], None]) -> Checkpoint | None:
+def resumed(folder: Path, settings: Settings, notify: Callable[[str], None]) -> Checkpoint | None:
     """Return the newest checkpoint of the run in a folder; None if it has none and starts from the beginning.
 
     Args:
@@ -79,7 +79,7 @@ def resumed(folder: Path, settings: Settings, say: Callable[[str], None]) -> Che
     checkpoints.sweep()
     found = checkpoints.latest()
     if found is None:
-        say(begin_anew(folder, settings))
+        notify(begin_anew(folder, settings))
     else:
         check_same(folder, settings)
     return found
@@ -176,11 +176,11 @@ def recorded_run(
 
     console, resume = options.get("console"), options.get("resume", False)
 
-    def say(text: str) -> None:
+    def notify(text: str) -> None:
         if console is not None:
             console.print(text, highlight=False, markup=False)
 
-    found = resumed(folder, settings, say) if resume else None
+    found = resumed(folder, settings, notify) if resume else None
     options["resume"] = found is not None
     with RunLog(folder, columns, resume_at=found.env_steps if found else None) as log:
         write_settings(folder, settings)

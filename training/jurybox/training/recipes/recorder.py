@@ -147,7 +147,7 @@ class Recorder(BaseCallback):
                 with interrupts.held():
                     save(self._checkpoints, self.model, self.counted(), self._policy)
             except OSError as error:  # a full disk must not end the training
-                self._watcher.say(f"no checkpoint at {self.num_timesteps} steps, the one before stands: {error}")
+                self._watcher.log(f"no checkpoint at {self.num_timesteps} steps, the one before stands: {error}")
             self._saved_at = self.num_timesteps
 
     def _row(self) -> dict[str, float]:

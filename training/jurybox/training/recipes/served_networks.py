@@ -173,14 +173,14 @@ class PhotoMoves(nn.Module):
 
     def forward(self, observation: Tensor, dropout: float = 0.0) -> Tensor:
         """Return moves (n, action) for observations (n, observation). `dropout` of hidden units is for training."""
-        leans = _through(self.turning, observation[:, self.seen], dropout)
-        other = _through(self.turning, observation[:, self.mirrored] * self.signs, dropout)
-        moves = _through(self.others, observation, dropout)
+        leans = _forward(self.turning, observation[:, self.seen], dropout)
+        other = _forward(self.turning, observation[:, self.mirrored] * self.signs, dropout)
+        moves = _forward(self.others, observation, dropout)
         at = self._straighten
         return torch.cat((moves[:, :at], leans - other, moves[:, at:]), dim=1)
 
 
-def _through(layers: nn.Sequential, given: Tensor, dropout: float) -> Tensor:
+def _forward(layers: nn.Sequential, given: Tensor, dropout: float) -> Tensor:
     for layer in layers:
         given = layer(given)
         if dropout and not isinstance(layer, nn.Linear):

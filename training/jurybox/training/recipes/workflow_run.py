@@ -140,7 +140,7 @@ def run(
     if spread is None and settings.env == "cage":
         why = "our simulator runs in this process (workers are of --env cyborg, or of --launcher ray)"
         refuse_unused(() if settings.workers is None else ("workers",), {"workers": why})
-    found = resumed(folder, settings, watcher.say) if resume else None
+    found = resumed(folder, settings, watcher.log) if resume else None
     with (
         RunLog(folder, METRICS, resume_at=None if found is None else found.env_steps) as log,
         threadpool_limits(1),  # a second thread slows down so small a network
@@ -191,7 +191,7 @@ def _search(trainer: WorkflowTrainer, folder: Path, log: RunLog, watcher: Watche
         if len(trainer.tried) > tried:
             tried = len(trainer.tried)
             last = trainer.tried[-1]
-            watcher.say(
+            watcher.log(
                 f"{tried}: {describe(last.order)}: return {last.evaluated.returns:.1f}, obedience "
                 f"{last.evaluated.obedience:.1%} of {last.evaluated.judged} ({last.verdict}), {last.episodes} episodes"
             )
@@ -200,7 +200,7 @@ def _search(trainer: WorkflowTrainer, folder: Path, log: RunLog, watcher: Watche
             try:
                 _save(trainer, folder, before + spent)
             except OSError as error:  # a full disk must not end the search
-                watcher.say(f"no checkpoint at update {trainer.updates}, the one before stands: {error}")
+                watcher.log(f"no checkpoint at update {trainer.updates}, the one before stands: {error}")
     watcher.end()
     return time.monotonic() - began
 

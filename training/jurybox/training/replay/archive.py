@@ -318,7 +318,7 @@ class Archive:
         ]
         damaged: list[Record] = []
         if records[0].is_native:
-            found = self._bring(np.array(pieces, np.uint64), memory, bare)
+            found = self._load_pieces(np.array(pieces, np.uint64), memory, bare)
             if _UNREADABLE in found:
                 raise OSError(f"{self.path}: {records[found.index(_UNREADABLE)].name} cannot be read from the disk")
             return [record for record, outcome in zip(records, found, strict=True) if outcome == _DAMAGED]
@@ -332,7 +332,9 @@ class Archive:
                 memory[target : target + record.raw_bytes] = np.frombuffer(payload, np.uint8)
         return damaged
 
-    def _bring(self, pieces: npt.NDArray[np.uint64], memory: npt.NDArray[np.uint8], bare: Segment | None) -> list[int]:
+    def _load_pieces(
+        self, pieces: npt.NDArray[np.uint64], memory: npt.NDArray[np.uint8], bare: Segment | None
+    ) -> list[int]:
         file = np.frombuffer(self.data, np.uint8)
         fresh = None if bare is None else bare.fd
         found = native.replay_bring(self._fd, file, pieces, memory, fresh, self._recover)

@@ -237,15 +237,15 @@ class Prefetch(ForkGuard):
                     return
                 self._draw(self._n, batch, **self._options)
                 if move is None:
-                    self._offer(batch)
+                    self._put(batch)
                 else:
                     tensors = move(batch)
                     self._free.put(batch)
-                    self._offer(tensors)
+                    self._put(tensors)
         except BaseException as error:  # noqa: BLE001  (handed to whoever asks for the next batch)
-            self._offer(error)
+            self._put(error)
 
-    def _offer(self, item: Any) -> None:
+    def _put(self, item: Any) -> None:
         while not self._stop.is_set():
             with suppress(queue.Full):
                 self._ready.put(item, timeout=_SLICE)

@@ -91,7 +91,7 @@ class SharedReplayBuffer(ReplayBuffer):
         )
         self._batch: Batch | None = None
         # The creator removes the name, because algorithms do not close their buffers.
-        weakref.finalize(self, _leave, self.replay, os.getpid(), unlink=not attach)
+        weakref.finalize(self, _close_replay, self.replay, os.getpid(), unlink=not attach)
 
     def size(self) -> int:
         """Transitions of each environment, as the base class counts."""
@@ -164,7 +164,7 @@ class SharedReplayBuffer(ReplayBuffer):
         raise TypeError("a SharedReplayBuffer is not pickled: use buffer.replay.save(path), and Replay.load")
 
 
-def _leave(replay: Replay, maker: int, *, unlink: bool) -> None:
+def _close_replay(replay: Replay, maker: int, *, unlink: bool) -> None:
     if unlink and os.getpid() == maker:  # a forked child has a copy of this, and ends earlier
         replay.unlink()
     replay.close()

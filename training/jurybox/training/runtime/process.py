@@ -94,7 +94,7 @@ def _serve(control_pipe: ControlPipe, reports: Reports, message: dict[str, Any])
             life=message["life"],
             folders=message["folders"],
             evaluated=Path(message["evaluated"]) if message["evaluated"] else None,
-            send_reliably=reports.send_reliably,
+            certainly=reports.send_reliably,
         )
         reports.words = context.words
         context.words[Word.PID] = os.getpid()

@@ -247,7 +247,7 @@ class View:
             log.parent.mkdir(parents=True, exist_ok=True)
             self._log = log.open("a", encoding="utf-8")
 
-    def say(self, text: str) -> None:
+    def log(self, text: str) -> None:
         """Print a line."""
         if self._log is not None:
             with suppress(OSError):  # a full disk, of which this line may tell

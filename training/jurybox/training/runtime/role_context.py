@@ -74,7 +74,7 @@ class RoleContext:
         number: index of the role in the plan.
         shared: of the run, as this process sees it. It stays the driver's to close.
         send: takes reports: episodes, metrics, warnings. Must not block for long.
-        send_reliably: takes what must not be dropped, however long that takes; `send` without it.
+        certainly: takes what must not be dropped, however long that takes; `send` without it.
         life: 1 for the first process of this role, one more for each restart.
         folders: the run's on this machine; None: the plan's own.
         evaluated: folder for weights that an evaluation likes best; None: they are not kept.
@@ -96,7 +96,7 @@ class RoleContext:
         life: int = 1,
         folders: Mapping[str, str] | None = None,
         evaluated: Path | None = None,
-        send_reliably: Callable[[Message], None] | None = None,
+        certainly: Callable[[Message], None] | None = None,
     ) -> None:
         self.plan = plan
         self.number = number
@@ -110,7 +110,7 @@ class RoleContext:
         self.words = self.scoreboard.words[number]
         self.followed: list[tuple[str, WeightsReader, Refreshable]] = []
         self._orders = self.scoreboard.orders[number]
-        self._send, self._send_reliably = send, send_reliably or send
+        self._send, self._send_reliably = send, certainly or send
         self._evaluated = evaluated if self.spec.kind is Kind.EVALUATOR and plan.best is not None else None
         self._cached: dict[str, CachedReader] = {}
         self._timeline = self.scoreboard.timeline[number]
@@ -121,11 +121,11 @@ class RoleContext:
 
     def replay(self, name: str | None = None) -> Replay:
         """Return the replay of that name; by default the only one in the role's spec."""
-        return self.shared.replay(name or _only((*self.spec.writes, *self.spec.samples), "replay", self.name))
+        return self.shared.replay(name or _single((*self.spec.writes, *self.spec.samples), "replay", self.name))
 
     def reader(self, name: str | None = None) -> WeightsReader:
         """Return a reader of the weights channel of that name; by default of the only one that the role reads."""
-        name = name or _only(self.spec.reads, "weights channel", self.name)
+        name = name or _single(self.spec.reads, "weights channel", self.name)
         if self._evaluated is None:
             return self.shared.reader(name)
         return self._cached.setdefault(name, CachedReader(self.shared.channel(name)))
@@ -256,10 +256,10 @@ class RoleContext:
             time.sleep(pause)
             words[Word.HEARTBEAT] = time.monotonic_ns()
             self.report()
-        self._waited(began, time.monotonic_ns(), subject, keeps_waiting=not held and self.order == order)
+        self._record_wait(began, time.monotonic_ns(), subject, keeps_waiting=not held and self.order == order)
         return held
 
-    def _waited(self, began: int, now: int, subject: Subject, *, keeps_waiting: bool) -> None:
+    def _record_wait(self, began: int, now: int, subject: Subject, *, keeps_waiting: bool) -> None:
         words = self.words
         words[Word.WAITED] += now - began
         words[Word.HEARTBEAT] = self._mark = now
@@ -268,11 +268,11 @@ class RoleContext:
         if now - began < _SHORT_WAIT_NS:
             return
         if began - self._busy_from > _SHORT_WAIT_NS:
-            self._draw(self._busy_from, began, Subject.NOTHING)
-        self._draw(began, now, subject)
+            self._add_interval(self._busy_from, began, Subject.NOTHING)
+        self._add_interval(began, now, subject)
         self._busy_from = now
 
-    def _draw(self, start: int, end: int, subject: Subject) -> None:
+    def _add_interval(self, start: int, end: int, subject: Subject) -> None:
         count = self.words[Word.INTERVALS]
         self._timeline[count % INTERVALS] = (start, end, subject)
         self.words[Word.INTERVALS] = count + 1
@@ -281,11 +281,11 @@ class RoleContext:
         """Complete the current interval of the timeline."""
         self.alive()
         if self._mark - self._busy_from > _SHORT_WAIT_NS:
-            self._draw(self._busy_from, self._mark, Subject.NOTHING)
+            self._add_interval(self._busy_from, self._mark, Subject.NOTHING)
         self._busy_from = self._mark
 
 
-def _only(names: tuple[str, ...], what: str, role: str) -> str:
+def _single(names: tuple[str, ...], what: str, role: str) -> str:
     if len(set(names)) != 1:
         raise ValueError(f"{role} has {len(set(names))} {what}s in its spec: say which ({', '.join(names) or 'none'})")
     return names[0]

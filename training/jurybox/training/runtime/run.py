@@ -46,7 +46,7 @@ def run(
         serial: run everything in this process.
         resume: continue from the newest checkpoint in `folder`.
         console: shows the progress; None: no output.
-        signals: stop requests: SIGINT, SIGTERM, and `request_stop` from a program.
+        signals: stop requests: SIGINT, SIGTERM, and `ask` from a program.
         watch: called periodically with the run's shared memory.
         launcher: where the roles' processes run; None: on this machine.
 
@@ -85,8 +85,8 @@ def run(
         write_atomically(mark, json.dumps({"scoreboard": shared.scoreboard.segment.name, "pid": os.getpid()}))
         try:
             with View(plan, shared.scoreboard, metrics, console, folder / "logs" / "run.log") as view:
-                metrics.keep = partial(_keep_best, checkpoints, view.say)
-                run_of = plan, shared, metrics, view.say
+                metrics.keep = partial(_keep_best, checkpoints, view.log)
+                run_of = plan, shared, metrics, view.log
 
                 def tick() -> None:
                     view.tick()
@@ -101,12 +101,12 @@ def run(
                     end = processes.run(ending, at_once=lambda: signals.count > 1, tick=tick)
                     text, resumed = processes.text, processes.latest
                     if end is End.FAILED and plan.on_failure == "serial":
-                        view.say("the run goes on in one process")
+                        view.log("the run goes on in one process")
                         serial = True
                 if serial:
                     with closing(Serial(*run_of, checkpoints=checkpoints, resumed=resumed)) as driver:
                         end = driver.run(ending, tick)
-                view.say(f"the run is over: {text or end.value}")
+                view.log(f"the run is over: {text or end.value}")
             Timeline.of(shared.scoreboard).save(folder / "timeline.json")
         finally:
             mark.unlink(missing_ok=True)

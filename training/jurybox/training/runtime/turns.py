@@ -134,7 +134,7 @@ class Turn:
     def close(self) -> None:
         self.role.close()
 
-    def _not_for(self, subject: Subject, which: int = 0) -> bool:
+    def _set_waiting(self, subject: Subject, which: int = 0) -> bool:
         self.waiting = (subject, which)
         return False
 
@@ -149,11 +149,11 @@ class ActorTurn(Turn):
 
     def may(self) -> bool:
         if self.rules.collected():
-            return self._not_for(Subject.ORDERS)
+            return self._set_waiting(Subject.ORDERS)
         if not self.rules.may_collect():
-            return self._not_for(Subject.LEARNERS)
+            return self._set_waiting(Subject.LEARNERS)
         if (missing := self._sync.missing()) is not None:
-            return self._not_for(Subject.WEIGHTS, missing)
+            return self._set_waiting(Subject.WEIGHTS, missing)
         return True
 
     def take(self) -> None:
@@ -198,7 +198,7 @@ class LearnerTurn(Turn):
             return True
         # When nobody adds rows any more, one that has not enough is as done as it gets.
         self.context.words[Word.DONE] = steps + 1
-        return self._not_for(Subject.ORDERS if over else Subject.READY if due else Subject.STEPS)
+        return self._set_waiting(Subject.ORDERS if over else Subject.READY if due else Subject.STEPS)
 
     def take(self) -> None:
         self._learner.step()
@@ -240,9 +240,9 @@ class EvaluatorTurn(Turn):
         # The last one waits for the learners, so that it sees what the run came to.
         due = self.rules.over() and at < steps if self.rules.collected() else every and steps // every > at // every
         if not due:
-            return self._not_for(Subject.WORK)
+            return self._set_waiting(Subject.WORK)
         if (missing := self._sync.missing()) is not None:
-            return self._not_for(Subject.WEIGHTS, missing)
+            return self._set_waiting(Subject.WEIGHTS, missing)
         return True
 
     def take(self) -> None:

@@ -147,7 +147,7 @@ class WorkflowTraining(ServedSettings):
     ppo: PPOSettings = PPOSettings()
 
     @model_validator(mode="after")
-    def _agree(self) -> WorkflowTraining:
+    def _check_consistency(self) -> WorkflowTraining:
         shares = self.reference_share, self.mixed_share, self.final_share
         if self.total_episodes < self.envs:
             raise ValueError(

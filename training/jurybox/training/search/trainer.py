@@ -187,14 +187,14 @@ class WorkflowTrainer:
             "episodes": float(self.episodes),
             "return_mean": float(shown.returns.mean()),
             "return_std": float(shown.returns.std()),
-            **_paid(rollout.rewards, played.returns),
+            **_reward_metrics(rollout.rewards, played.returns),
             "obedience": judged.obedience,
             "judged": float(judged.judged.mean()),
             "compliance": judged.compliance,
             "fixes": float(judged.fixes.mean()),
             **metrics,
         }
-        self._move_on(judged)
+        self._update_phase(judged)
         return numbers
 
     def _learn(self, rollout: Rollout) -> dict[str, float]:
@@ -309,7 +309,7 @@ class WorkflowTrainer:
         self.episodes, self.updates, self.env_steps, self._learner_steps, self._began = state["counted"]
         self.recent = list(state["recent"])
         self.search.restore(state["trace"])
-        self.tried = [_tried(each) for each in state["tried"]]
+        self.tried = [_restore_trial(each) for each in state["tried"]]
         proposal = state["proposal"]
         self._proposal = None if proposal is None else Proposal(**{**proposal, "order": tuple(proposal["order"])})
         self.reference, self.final = (None if each is None else Evaluated(**each) for each in state["evaluated"])
@@ -329,7 +329,7 @@ class WorkflowTrainer:
             self._learner_steps += self.learner.learner_steps
             self.learner, self._policy = self._new_learner()
 
-    def _move_on(self, played: Episodes) -> None:
+    def _update_phase(self, played: Episodes) -> None:
         settings, total = self.settings, self.settings.total_episodes
         reference = settings.reference_share * total
         if self.phase == REFERENCE and self.episodes >= reference:
@@ -402,7 +402,7 @@ def joined(runs: Sequence[Episodes]) -> Episodes:
     return Episodes(*(np.concatenate([getattr(run, each.name) for run in runs]) for each in fields(Episodes)))
 
 
-def _paid(rewards: npt.NDArray[np.float32], returns: npt.NDArray[np.float64]) -> dict[str, float]:
+def _reward_metrics(rewards: npt.NDArray[np.float32], returns: npt.NDArray[np.float64]) -> dict[str, float]:
     """Return the learner's mean reward of an episode, and how much of it came from the workflow."""
     total = float(rewards.sum(0, dtype=np.float64).mean())
     return {"total_reward": total, "alignment_reward": total - float(returns.mean())}
@@ -412,5 +412,5 @@ def _error(values: npt.NDArray[np.float64]) -> float:
     return float(values.std() / np.sqrt(len(values)))
 
 
-def _tried(parts: Mapping[str, Any]) -> TriedWorkflow:
+def _restore_trial(parts: Mapping[str, Any]) -> TriedWorkflow:
     return TriedWorkflow(**{**parts, "order": tuple(parts["order"]), "evaluated": Evaluated(**parts["evaluated"])})

@@ -76,14 +76,14 @@ class MemoryRecorder:
         self._model = model
         self._write = add
         self._nothing = {name: np.zeros(field.shape, field.dtype) for name, field in fields_of(model.memory).items()}
-        self._put_in()
+        self._install()
 
     def mark(self, kind: int, epoch: int) -> None:
         """Mark the beginning or the end of an epoch."""
-        self._put_in()
+        self._install()
         self._write(**{**self._nothing, "kind": kind, "epoch": epoch})
 
-    def _put_in(self) -> None:
+    def _install(self) -> None:
         memory = self._model.memory
         if isinstance(getattr(memory.add, "recorder", None), MemoryRecorder):
             return
@@ -157,19 +157,19 @@ class GlobalRandom:
     @contextmanager
     def __call__(self) -> Iterator[None]:
         before = _states()
-        _set(self._states)
+        _set_states(self._states)
         try:
             yield
         finally:
             self._states = _states()
-            _set(before)
+            _set_states(before)
 
 
 def _states() -> tuple[Any, Any, Any]:
     return random.getstate(), np.random.get_state(), torch.get_rng_state()
 
 
-def _set(states: tuple[Any, Any, Any]) -> None:
+def _set_states(states: tuple[Any, Any, Any]) -> None:
     random.setstate(states[0])
     np.random.set_state(states[1])
     torch.set_rng_state(states[2])

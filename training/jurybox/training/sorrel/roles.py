@@ -129,7 +129,7 @@ class SorrelLearner(Learner):
 
     def ready(self) -> bool:
         with self._random():
-            self._take_in()
+            self._read_rows()
         return self._complete or (not self._on_policy and self._taken > 0)
 
     def step(self) -> None:
@@ -164,7 +164,7 @@ class SorrelLearner(Learner):
         if state["optimiser"]:
             restore_optimiser(self.model.optimizer, state["optimiser"])
 
-    def _take_in(self) -> None:
+    def _read_rows(self) -> None:
         missed = self._rows.missed
         self._rows.refresh()
         new = torch.arange(max(self._taken, self._rows.taken - len(self._rows)), self._rows.taken)
@@ -177,9 +177,9 @@ class SorrelLearner(Learner):
             columns["position"] = new.numpy()
             self._queue.extend({name: column[number] for name, column in columns.items()} for number in range(len(new)))
         while self._queue and not self._complete:
-            self._one(self._queue.popleft())
+            self._apply_row(self._queue.popleft())
 
-    def _one(self, row: Mapping[str, Any]) -> None:
+    def _apply_row(self, row: Mapping[str, Any]) -> None:
         kind, epoch, is_old = int(row["kind"]), int(row["epoch"]), int(row["position"]) < self._old
         if kind == TRANSITION:
             if self._whole or not self._on_policy:

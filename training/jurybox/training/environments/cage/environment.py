@@ -171,7 +171,7 @@ class CageRows(CageVectorEnv):
             if not isinstance(seed, int):
                 raise ValueError(f"expected one seed, that of the first row, got {seed!r}")
             generator = np.random.default_rng([max(0, seed - self._first)])
-            self.networks.random = _RowsOfRandom(generator, self._first, self.num_envs, self._of)
+            self.networks.random = _GeneratorRows(generator, self._first, self.num_envs, self._of)
         return super().reset(options=options)
 
     def random_state(self) -> dict[str, Any]:
@@ -189,7 +189,7 @@ class CageRows(CageVectorEnv):
         return info
 
 
-class _RowsOfRandom(np.random.Generator):
+class _GeneratorRows(np.random.Generator):
     """Draws for all networks, and returns the values of some."""
 
     def __init__(self, generator: np.random.Generator, first: int, count: int, of: int) -> None:

@@ -70,7 +70,7 @@ class ServerScorer:
     def buffer(self) -> Image:
         """Where to write the next picture, uint8 (side, side, 3): a row of the server's memory."""
         if self._buffer is None:
-            self._buffer = self._take_row()
+            self._buffer = self._acquire_row()
         return self._buffer
 
     def score(self) -> float:
@@ -83,23 +83,23 @@ class ServerScorer:
             self._rows.infer(timeout=self.timeout)
         except (ServerGone, Refused):
             picture = self.buffer.copy()
-            self._give_row_back()
+            self._release_row()
             np.copyto(self.buffer, picture)
             self._rows.infer(timeout=self.timeout)
         return float(self._rows.outputs["score"][0])
 
     def close(self) -> None:
         """Release the row and close the connection."""
-        self._give_row_back()
+        self._release_row()
         self._lane = None
         self._held.close()
 
-    def _take_row(self) -> Image:
+    def _acquire_row(self) -> Image:
         if self._lane is None:
             self._lane = self._connect()
         rows = self._lane.rows(1)
         try:
-            buffer = _fitting(self.model, rows.inputs, rows.outputs)
+            buffer = _lease_image(self.model, rows.inputs, rows.outputs)
         except ScorerError:
             rows.close()
             self.close()
@@ -107,7 +107,7 @@ class ServerScorer:
         self._rows = rows
         return buffer
 
-    def _give_row_back(self) -> None:
+    def _release_row(self) -> None:
         # The view is dropped first: shared memory cannot be unmapped while an array still looks into it.
         rows, self._rows, self._buffer = self._rows, None, None
         if rows is not None:
@@ -129,7 +129,7 @@ class ServerScorer:
         self.__init__(**state)  # type: ignore[misc]
 
 
-def _fitting(model: str, inputs: Mapping[str, Any], outputs: Mapping[str, Any]) -> Image:
+def _lease_image(model: str, inputs: Mapping[str, Any], outputs: Mapping[str, Any]) -> Image:
     """Check that the model has an ``image`` input and a score, and lease one row."""
     image = inputs.get("image")
     if image is None or image.dtype != np.uint8 or image.shape[1:] != SHAPE or "score" not in outputs:
