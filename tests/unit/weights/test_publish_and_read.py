@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import threading
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -222,3 +223,9 @@ def test_a_module_on_a_gpu_is_published_whole(make, mode):
 def test_the_client_s_end_never_imports_torch():
     code = "import sys; from jurybox.client import Publisher, WeightsReader; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_an_overtaken_reader_says_how_often_it_tried():
+    reader = WeightsReader.__new__(WeightsReader)
+    reader.channel, reader.tries = SimpleNamespace(name="w", newest=1, mode="double_buffer"), 0
+    assert "overtook all 7 tries in 0.5 s" in str(reader._timeout(0.5, 7))

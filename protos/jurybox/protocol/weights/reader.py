@@ -255,7 +255,7 @@ class WeightsReader(Closing):
                 "or take 'double_buffer'"
             )
         return Timeout(
-            f"the publisher of weights channel {name} overtook all {self.tries} tries in {timeout:g} s: it publishes "
+            f"the publisher of weights channel {name} overtook all {copies} tries in {timeout:g} s: it publishes "
             "twice while this process copies once; publish less often, or give this process more of a processor"
         )
 
