@@ -1,4 +1,5 @@
 import re
+import shlex
 import subprocess
 import sys
 from xml.etree import ElementTree
@@ -6,12 +7,16 @@ from xml.etree import ElementTree
 import matplotlib
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
+from jurybox.training.cli import demo as demo_commands
 from jurybox.training.environments.photo.evaluate import Straightened
+from jurybox.training.recipes import photo_run
 from jurybox.training.recipes.photo import PhotoTraining
 from jurybox.training.recipes.photo_evaluation import KINDS, Case, Intact, PhotoEvaluation
 from jurybox.training.recipes.photo_report import PhotoRun, render
 from jurybox.training.report import charts
+from jurybox.training.report.verdict import compare, judge
 from jurybox.training.runtime.progress import Lane, Timeline
 
 RNG = np.random.default_rng(5)
@@ -256,3 +261,25 @@ def test_a_curve_of_many_rows_is_their_means_up_to_the_last_row():
     assert len(curve.xs) == 10 and curve.xs[-1] == 1000 and curve.ys[0] == 49.5
     assert curve.errors[0] == pytest.approx(np.arange(100).std())
     assert charts.stretches("return", [1, 2], [3.0, 4.0]).errors is None, "no deviation of one value"
+
+
+@pytest.mark.parametrize(
+    ("options", "replicas"),
+    [({}, 1), ({"seconds": 30.0, "damages": 2, "workers": 3, "juror": "my.models:juror"}, 2)],
+    ids=["defaults", "all"],
+)
+def test_the_command_in_the_report_repeats_the_demo_with_all_its_options(tmp_path, monkeypatch, options, replicas):
+    defaults = {"seconds": None, "damages": photo_run.DAMAGES, "workers": photo_run.WORKERS, "juror": photo_run.JUROR}
+    wanted = {"seed": 4, "steps": 320, **defaults, **options}
+    command = photo_run._demo_command(tmp_path / "a folder", wanted, replicas)
+    assert options or command.endswith("--seed 4 --steps 320")
+    received = {}
+
+    def demo(folder, watcher, resources, **given):
+        received.update(given, folder=folder)
+        return judge([compare("no edits", np.ones(9), np.zeros(9))])
+
+    monkeypatch.setattr(photo_run, "demo", demo)
+    done = CliRunner().invoke(demo_commands, shlex.split(command)[2:])
+    assert done.exit_code == 0, done.output
+    assert received == {**wanted, "replicas": replicas, "folder": tmp_path / "a folder"}

@@ -393,7 +393,7 @@ def plan(settings: GymTraining, served: ServedModels | None = None) -> Plan:
                 nice=_EVALUATOR_NICE,
             ),
         ),
-        replays=(ReplaySpec(ROWS, capacity, fields(settings, seen, does), episodes=None if on_policy else Episodes()),),
+        replays=(ReplaySpec(ROWS, capacity, columns, episodes=None if on_policy else Episodes()),),
         channels=(ChannelSpec(CHANNEL, WeightsLayout.of(acting_network(**network).state_dict())),),
         pace=pace,
         budget=Budget(settings.steps, settings.seconds),

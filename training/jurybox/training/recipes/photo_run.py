@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shlex
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -272,6 +273,16 @@ def settings(
     )
 
 
+def _demo_command(folder: Path, options: Mapping[str, object], replicas: int) -> str:
+    """Return the command that repeats a demo: every option that differs from its default, and always seed and steps."""
+    defaults = {"seconds": None, "damages": DAMAGES, "workers": WORKERS, "juror": JUROR, "juror-replicas": 1}
+    words = ["jurybox", "demo", "photo", "--out", str(folder)]
+    for name, value in {**options, "juror-replicas": replicas}.items():
+        if name not in defaults or value != defaults[name]:
+            words += [f"--{name}", str(value)]
+    return shlex.join(words)
+
+
 def demo(
     folder: Path,
     watcher: Watcher,
@@ -319,7 +330,11 @@ def demo(
         settings(seed, steps=steps, seconds=seconds, workers=workers, damages=damages, address=server.address),
         folder,
         watcher,
-        command=f"jurybox demo photo --out {folder} --seed {seed} --steps {steps}",
+        command=_demo_command(
+            folder,
+            {"seed": seed, "steps": steps, "seconds": seconds, "damages": damages, "workers": workers, "juror": juror},
+            replicas,
+        ),
         before={"server start": started},
     )
     server.stop()

@@ -161,7 +161,7 @@ def judge(comparisons: Sequence[Comparison]) -> Verdict:
         answer, headline = "no", f"No: the learned policy does worse than {stronger}."
     else:
         open_ = " and ".join(c.baseline for c in comparisons if c.answer == "undecided")
-        answer, headline = "undecided", f"Not shown: these photos do not settle whether it beats {open_}."
+        answer, headline = "undecided", f"Not shown: the cases it was scored on do not settle whether it beats {open_}."
     return Verdict(answer, headline, tuple(_sentence(comparison) for comparison in comparisons))
 
 
