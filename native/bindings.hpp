@@ -8,6 +8,8 @@
 #include <cstddef>
 #include <cstdint>
 #include <stdexcept>
+#include <utility>
+#include <vector>
 
 namespace jurybox {
 
@@ -27,6 +29,21 @@ ShmRingsClient& rings_client(nanobind::handle client);
 
 // Memory that is kept by a call, or by an object that it creates.
 using Bytes = nanobind::ndarray<std::uint8_t, nanobind::ndim<1>, nanobind::c_contig, nanobind::device::cpu>;
+
+// Each tensor's rows in an arena, and the bytes of one row.
+using Columns = std::vector<std::pair<Bytes, std::size_t>>;
+
+// Return a lane's columns, which begin at its row `first`.
+template <class Column>
+std::vector<Column> columns_of(const Columns& given, std::uint32_t first, std::uint32_t rows) {
+    std::vector<Column> columns;
+    for (const auto& [memory, row_bytes] : given) {
+        if (row_bytes == 0 || memory.shape(0) / row_bytes < std::size_t{first} + rows)
+            throw std::invalid_argument("a column is smaller than the lane's rows");
+        columns.push_back({reinterpret_cast<std::byte*>(memory.data()) + first * row_bytes, row_bytes});
+    }
+    return columns;
+}
 
 // Memory borrowed from a Python object for one call, of any dtype, including structured arrays, which nb::ndarray does not
 // accept. It is also cheaper, since the dtype is not described.

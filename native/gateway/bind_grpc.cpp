@@ -2,12 +2,16 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
+#include <memory>
 #include <string>
+#include <unordered_map>
 #include <utility>
 #include <vector>
 
 #include "bindings.hpp"
 #include "gateway/grpc_connection.hpp"
+#include "gateway/infer_lane.hpp"
 
 namespace nb = nanobind;
 
@@ -45,46 +49,147 @@ class BytesMessage {
 };
 
 using Connection = GrpcConnection<BytesMessage>;
+using Event = Connection::Event;
 
-nb::list feed(Connection& connection, nb::handle data, std::size_t size) {
+// A call to the forms' method whose message is not complete, or has been complete for less than a call of `feed`.
+struct HeldCall {
+    std::string path;
+    std::int64_t timeout;
+    BytesMessage message;
+    bool complete = false;
+};
+
+struct Peer {
+    explicit Peer(const GrpcLimits& limits) : connection(limits) {}
+    Connection connection;
+    std::unordered_map<std::int32_t, HeldCall> held;
+    std::string authorization;  // what a call must show, empty: nothing
+
+    // Return whether a call shows what the last admitted call of this connection has shown.
+    bool admits(std::int32_t call) const {
+        if (authorization.empty()) return true;
+        const auto* metadata = connection.metadata(call);
+        if (metadata == nullptr) return false;
+        std::size_t same = 0, shown = 0;
+        for (const auto& [name, value] : *metadata)
+            if (name == "authorization") ++shown, same += value == authorization;
+        return shown == 1 && same == 1;
+    }
+};
+
+// The connection of a request: its Python object, which keeps the native one.
+struct Caller {
+    nb::object owner;
+    Peer* peer;
+};
+using RequestLane = InferLane<BytesMessage, Caller>;
+
+// Does nothing after `close`. The objects that the lane points to are kept until then.
+struct HeldLane {
+    std::unique_ptr<RequestLane> lane;
+    Columns inputs, outputs;
+    nb::object client, engine, wake;
+
+    void close() {
+        lane.reset();
+        inputs.clear(), outputs.clear();
+        client.reset(), engine.reset(), wake.reset();
+    }
+};
+
+struct Forms {
+    struct Entry {
+        nb::object keeps;  // the Python object of `lane`
+        HeldLane* lane;
+        std::shared_ptr<RequestLane::Form> form;
+    };
+    std::string path;
+    std::unordered_map<std::string, Entry> entries;
+    InferParts parts;
+};
+
+enum { kDirect = 6 };  // an event of `feed` beside those of GrpcEvent
+
+void append(nb::list& made, GrpcEvent kind, std::int32_t call, nb::handle value) {
+    made.append(nb::make_tuple(static_cast<int>(kind), call, value));
+}
+
+// Give a held call to Python: its beginning, and its message if that is complete.
+void release(nb::list& made, std::int32_t call, HeldCall& held) {
+    append(made, GrpcEvent::kCall, call, nb::make_tuple(nb::bytes(held.path.data(), held.path.size()), held.timeout));
+    if (held.complete) append(made, GrpcEvent::kMessage, call, held.message.take());
+}
+
+// Pass a complete call to the lane of its form. Return false if Python must answer it.
+bool accept(Forms& forms, nb::handle owner, Peer& peer, std::int32_t call, HeldCall& held, nb::list& made) {
+    constexpr std::int64_t kHurry = 100'000'000, kLongest = 60'000'000'000;  // ns; the second is DEFAULT_TIMEOUT of lanes.py
+    if (!held.complete || (held.timeout >= 0 && held.timeout < kHurry) || !peer.admits(call)) return false;
+    if (!forms.parts.cut({std::as_const(held.message).data(), held.message.size()})) return false;
+    const auto found = forms.entries.find(forms.parts.head);
+    if (found == forms.entries.end() || found->second.lane->lane == nullptr) return false;
+    const auto& [keeps, owning, form] = found->second;
+    RequestLane& lane = *owning->lane;
+    const std::int64_t left = held.timeout < 0 ? kLongest : std::min(held.timeout, kLongest);
+    if (!lane.accept(form, forms.parts, Caller{nb::borrow(owner), &peer}, call, monotonic_ns() + left, held.message)) return false;
+    made.append(nb::make_tuple(static_cast<int>(kDirect), call, owning->wake));
+    return true;
+}
+
+// Return the events for Python. Calls to the method of `forms` are held back until they are complete; those that a lane accepts
+// cause a single event, with the lane's `wake`.
+nb::list feed(Peer& peer, nb::handle data, std::size_t size, Forms* forms, nb::handle owner) {
     const Read given(data);
     if (size > given.size()) throw std::invalid_argument("more bytes were named than came");
-    const bool goes_on = connection.feed(reinterpret_cast<const std::uint8_t*>(given.bytes()), size);
+    const bool goes_on = peer.connection.feed(reinterpret_cast<const std::uint8_t*>(given.bytes()), size);
     nb::list made;
     // Moved out of the connection: creating objects may run the garbage collector, and code that calls this connection.
-    std::vector<Connection::Event> events;
-    events.swap(connection.events());
+    std::vector<Event> events;
+    events.swap(peer.connection.events());
     for (auto& event : events) {
-        const int kind = static_cast<int>(event.kind);
+        const auto held = peer.held.find(event.stream);
+        if (held != peer.held.end()) {
+            HeldCall& call = held->second;
+            if (event.kind == GrpcEvent::kMessage && !call.complete) {
+                call.message = std::move(event.message);
+                call.complete = true;
+                continue;
+            }
+            const bool over = event.kind == GrpcEvent::kGone ||
+                              (event.kind == GrpcEvent::kEnd && forms != nullptr && accept(*forms, owner, peer, event.stream, call, made));
+            if (!over) release(made, event.stream, call);
+            peer.held.erase(held);
+            if (over) continue;
+        }
         switch (event.kind) {
             case GrpcEvent::kCall:
-                made.append(nb::make_tuple(kind, event.stream, nb::make_tuple(nb::bytes(event.path.data(), event.path.size()), event.timeout)));
+                if (forms != nullptr && event.path == forms->path)
+                    peer.held.emplace(event.stream, HeldCall{std::move(event.path), event.timeout, {}});
+                else
+                    append(made, event.kind, event.stream, nb::make_tuple(nb::bytes(event.path.data(), event.path.size()), event.timeout));
                 break;
             case GrpcEvent::kMessage:
-            case GrpcEvent::kCompressed:
-                made.append(nb::make_tuple(kind, event.stream, event.message.take()));
-                break;
-            default: made.append(nb::make_tuple(kind, event.stream, event.timeout));
+            case GrpcEvent::kCompressed: append(made, event.kind, event.stream, event.message.take()); break;
+            default: append(made, event.kind, event.stream, nb::int_(event.timeout));
         }
     }
     events.clear();
-    if (connection.events().empty()) connection.events().swap(events);  // to reuse its memory
+    if (peer.connection.events().empty()) peer.connection.events().swap(events);  // to reuse its memory
     if (!goes_on) made.append(nb::none());
     return made;
 }
 
-nb::bytes outgoing(Connection& connection) {
+nb::bytes outgoing(Peer& peer) {
     static thread_local std::string bytes;  // to reuse its memory
     bytes.clear();
-    connection.send(bytes);
+    peer.connection.send(bytes);
     nb::bytes made(bytes.data(), bytes.size());
     if (bytes.capacity() > (4u << 20)) std::string().swap(bytes);
     return made;
 }
 
-nb::object metadata(const Connection& connection, std::int32_t stream) {
+nb::object metadata(const Peer& peer, std::int32_t stream) {
     nb::list made;
-    if (const auto* all = connection.metadata(stream)) {
+    if (const auto* all = peer.connection.metadata(stream)) {
         for (const auto& [name, value] : *all) {
             made.append(nb::make_tuple(nb::bytes(name.data(), name.size()), nb::bytes(value.data(), value.size())));
         }
@@ -92,37 +197,184 @@ nb::object metadata(const Connection& connection, std::int32_t stream) {
     return made;
 }
 
+nb::object cut(nb::bytes message) {
+    InferParts parts;
+    const std::string_view whole(message.c_str(), message.size());
+    if (!parts.cut(whole)) return nb::none();
+    nb::list raw;
+    for (const auto& one : parts.raw) raw.append(nb::make_tuple(one.data() - whole.data(), one.size()));
+    return nb::make_tuple(nb::bytes(parts.head.data(), parts.head.size()), nb::bytes(parts.id.data(), parts.id.size()), raw);
+}
+
+void add_form(Forms& forms, nb::bytes key, nb::object lane, std::uint32_t rows, std::vector<std::uint32_t> inputs, std::vector<std::uint32_t> outputs) {
+    HeldLane& held = nb::cast<HeldLane&>(lane);
+    if (held.lane == nullptr) return;
+    const auto beyond = [](const std::vector<std::uint32_t>& some, std::size_t n) {
+        return std::any_of(some.begin(), some.end(), [n](std::uint32_t one) { return one >= n; });
+    };
+    if (rows == 0 || outputs.empty() || beyond(inputs, held.lane->columns(true)) || beyond(outputs, held.lane->columns(false)))
+        throw std::invalid_argument("expected rows and outputs, and columns that the lane has");
+    auto form = std::make_shared<RequestLane::Form>();
+    form->rows = rows, form->inputs = std::move(inputs), form->outputs = std::move(outputs);
+    forms.entries.insert_or_assign(std::string(key.c_str(), key.size()), Forms::Entry{std::move(lane), &held, std::move(form)});
+}
+
+// Answer the requests of the last ticket; return the Python objects of their connections, whose bytes must be sent. Those whose
+// form lacks the heads of this version are left to `take_back`.
+nb::list answer(HeldLane& held) {
+    nb::list touched;
+    if (held.lane == nullptr) return touched;
+    std::vector<RequestLane::Request> requests, left;
+    requests.swap(held.lane->sent());
+    for (auto& request : requests) {
+        if (request.form->heads.empty() || request.form->version != held.lane->version()) {
+            left.push_back(std::move(request));
+            continue;
+        }
+        BytesMessage message;
+        held.lane->answer(request, message);
+        Connection& connection = request.caller.peer->connection;
+        if (connection.answer(request.call, std::move(message))) connection.finish(request.call, 0, {}, {});
+        touched.append(std::move(request.caller.owner));
+    }
+    held.lane->sent().swap(left);
+    return touched;
+}
+
+// Return (connection, call, ns until its deadline, message) of each request that was due before a time.
+nb::list give_back(HeldLane& held, std::int64_t until) {
+    nb::list back;
+    if (held.lane == nullptr) return back;
+    const std::int64_t now = monotonic_ns();
+    for (auto& request : held.lane->take_back(until))
+        if (request.caller.peer->connection.metadata(request.call) != nullptr)  // else the peer has cancelled it
+            back.append(nb::make_tuple(std::move(request.caller.owner), request.call, std::max<std::int64_t>(0, request.deadline - now), request.message.take()));
+    return back;
+}
+
 }  // namespace
 
 void bind_grpc(nb::module_& m) {
-    nb::class_<Connection>(m, "GrpcConnection")
+    nb::class_<Peer>(m, "GrpcConnection")
         .def(
             "__init__",
-            [](Connection* self, std::uint32_t message, std::uint32_t metadata, std::uint32_t streams) {
-                new (self) Connection(GrpcLimits{message, metadata, streams});
+            [](Peer* self, std::uint32_t message, std::uint32_t metadata, std::uint32_t streams) {
+                new (self) Peer(GrpcLimits{message, metadata, streams});
             },
             nb::arg("most_message"), nb::arg("most_metadata"), nb::arg("most_calls"))
-        .def("feed", feed, nb::arg("data"), nb::arg("size"))
+        .def("feed", feed, nb::arg("data"), nb::arg("size"), nb::arg("forms").none() = nb::none(), nb::arg("owner") = nb::none(),
+             "Process received bytes and return events (kind, call, value); None as the last one ends the connection. Requests of "
+             "known `forms` go to their lanes; `owner` is the object that `InferLane.answer` and `take_back` return for them.")
         .def("outgoing", outgoing)
         .def("metadata", metadata, nb::arg("call"))
-        .def("taken", &Connection::taken, nb::arg("call"), nb::arg("size"))
-        .def("send", [](Connection& self, std::int32_t call, nb::bytes message) { return self.answer(call, BytesMessage(std::move(message))); },
+        .def("trust", [](Peer& self, nb::bytes authorization) { self.authorization.assign(authorization.c_str(), authorization.size()); },
+             nb::arg("authorization"), "Pass to lanes only calls that show this value, which was admitted.")
+        .def("taken", [](Peer& self, std::int32_t call, std::size_t size) { self.connection.taken(call, size); }, nb::arg("call"), nb::arg("size"))
+        .def("send", [](Peer& self, std::int32_t call, nb::bytes message) { return self.connection.answer(call, BytesMessage(std::move(message))); },
              nb::arg("call"), nb::arg("message"))
         .def("finish",
-             [](Connection& self, std::int32_t call, int status, const std::string& message, const std::vector<std::pair<std::string, std::string>>& trailing) {
-                 self.finish(call, status, message, trailing);
+             [](Peer& self, std::int32_t call, int status, const std::string& message, const std::vector<std::pair<std::string, std::string>>& trailing) {
+                 self.connection.finish(call, status, message, trailing);
              },
              nb::arg("call"), nb::arg("status"), nb::arg("message"), nb::arg("trailing"))
         .def("answer",
-             [](Connection& self, std::int32_t call, nb::bytes message) {
-                 if (self.answer(call, BytesMessage(std::move(message)))) self.finish(call, 0, {}, {});
+             [](Peer& self, std::int32_t call, nb::bytes message) {
+                 if (self.connection.answer(call, BytesMessage(std::move(message)))) self.connection.finish(call, 0, {}, {});
              },
              nb::arg("call"), nb::arg("message"))
-        .def("queued", &Connection::queued, nb::arg("call"))
-        .def("drain", &Connection::drain)
-        .def("ping", &Connection::ping)
-        .def_prop_ro("calls", &Connection::calls)
-        .def_prop_ro("over", &Connection::over);
+        .def("queued", [](const Peer& self, std::int32_t call) { return self.connection.queued(call); }, nb::arg("call"))
+        .def("drain", [](Peer& self) { self.connection.drain(); })
+        .def("ping", [](Peer& self) { self.connection.ping(); })
+        .def_prop_ro("calls", [](const Peer& self) { return self.connection.calls(); })
+        .def_prop_ro("over", [](const Peer& self) { return self.connection.over(); });
+
+    nb::class_<Forms>(m, "InferForms", "The forms of requests that `GrpcConnection.feed` passes to lanes.")
+        .def("__init__", [](Forms* self, nb::bytes path) { new (self) Forms{std::string(path.c_str(), path.size()), {}, {}}; }, nb::arg("path"),
+             "`path` is that of the method.")
+        .def_prop_ro("path", [](const Forms& self) { return nb::bytes(self.path.data(), self.path.size()); })
+        .def("add", add_form, nb::arg("key"), nb::arg("lane"), nb::arg("rows"), nb::arg("inputs"), nb::arg("outputs"),
+             "Pass requests of the form `key`, with so many rows, to a lane; `inputs` and `outputs` are the lane's columns in the order of "
+             "the messages.")
+        .def(
+            "set_heads",
+            [](Forms& self, nb::bytes key, std::uint64_t version, const std::vector<nb::bytes>& heads) {
+                const auto found = self.entries.find(std::string(key.c_str(), key.size()));
+                if (found == self.entries.end()) return;
+                auto& form = *found->second.form;
+                if (heads.size() != form.outputs.size()) throw std::invalid_argument("expected the bytes before each output");
+                form.version = version;
+                form.heads.clear();
+                for (const nb::bytes& head : heads) form.heads.emplace_back(head.c_str(), head.size());
+            },
+            nb::arg("key"), nb::arg("version"), nb::arg("heads"), "Set the bytes before each output in answers of a weights version.")
+        .def("remove", [](Forms& self, nb::bytes key) { self.entries.erase(std::string(key.c_str(), key.size())); }, nb::arg("key"));
+
+    nb::class_<HeldLane>(m, "InferLane", "Answers requests of known forms: from gRPC messages to rows, to an engine's ring, and back.")
+        .def(
+            "__init__",
+            [](HeldLane* self, std::uint32_t first, std::uint32_t rows, const Columns& inputs, const Columns& outputs, nb::object wake) {
+                auto lane = std::make_unique<RequestLane>(first, rows, columns_of<RequestLane::Column>(inputs, first, rows), columns_of<RequestLane::Column>(outputs, first, rows));
+                new (self) HeldLane{std::move(lane), inputs, outputs, {}, {}, std::move(wake)};
+            },
+            nb::arg("first"), nb::arg("rows"), nb::arg("inputs"), nb::arg("outputs"), nb::arg("wake"),
+            "`first` and `rows` are its rows in the arena, `inputs` and `outputs` each tensor's memory, uint8, and the bytes of a row; `wake` "
+            "is the value of the event of `feed` for a request.")
+        .def(
+            "attach",
+            [](HeldLane& self, nb::object client, nb::object engine, std::uint64_t incarnation, std::uint64_t number) {
+                if (self.lane == nullptr) return;
+                const Write record(engine);
+                self.lane->attach(rings_client(client), *record.records<const EngineRecord>(), incarnation, number);
+                self.client = std::move(client), self.engine = std::move(engine);
+            },
+            nb::arg("client"), nb::arg("engine"), nb::arg("incarnation"), nb::arg("number"),
+            "Post tickets to the rings of an engine's incarnation, with numbers above this one; `engine` is its record of scoreboard.ENGINE.")
+        .def("detach", [](HeldLane& self) { if (self.lane) self.lane->detach(); }, "Accept no requests until `attach`.")
+        .def_prop_ro("serves", [](const HeldLane& self) { return self.lane && self.lane->serves(); }, "Whether its engine serves.")
+        .def_prop_ro("waiting", [](const HeldLane& self) { return self.lane ? self.lane->waiting() : 0; }, "Requests for the next ticket.")
+        .def_prop_ro("pending", [](const HeldLane& self) { return self.lane ? self.lane->waiting() + self.lane->sent().size() : 0; },
+                     "Requests that are not answered.")
+        .def_prop_ro("in_flight", [](const HeldLane& self) { return self.lane && self.lane->in_flight(); }, "Whether a ticket is not answered.")
+        .def(
+            "send",
+            [](HeldLane& self, double seconds) -> nb::object {
+                if (self.lane == nullptr) return nb::none();
+                ShmRingsClient& rings = rings_client(self.client);
+                rings.set_watched(seconds <= 0);
+                bool answered = false;
+                if (!self.lane->send()) return nb::none();
+                if (seconds > 0) {
+                    {
+                        const Unlocked release;
+                        answered = self.lane->wait(static_cast<std::int64_t>(seconds * 1e9));
+                    }
+                    if (!answered) rings.set_watched(true);
+                }
+                return nb::bool_(answered);
+            },
+            nb::arg("seconds"),
+            "Post the waiting requests as one ticket, and wait at most so many seconds; return whether the answer has arrived, or None if the "
+            "ticket cannot be posted.")
+        .def(
+            "receive",
+            [](HeldLane& self) -> nb::object {
+                if (self.lane == nullptr) return nb::none();
+                switch (self.lane->receive()) {
+                    case RequestLane::Received::kAnswer: return nb::make_tuple(0, self.lane->version(), self.lane->rows());
+                    case RequestLane::Received::kFailure: return nb::make_tuple(self.lane->code(), self.lane->version(), self.lane->rows());
+                    default: return nb::none();
+                }
+            },
+            "Return the code, the weights version and the rows of the ticket's answer, or None if it has not arrived.")
+        .def("answer", answer, "Answer the requests of an answered ticket; return the `owner` of each, whose connection must be flushed.")
+        .def("take_back", give_back, nb::arg("until"),
+             "Return (owner, call, ns until its deadline, message) of the requests that are due before a time (ns of CLOCK_MONOTONIC), to "
+             "be answered otherwise.")
+        .def("close", [](HeldLane& self) { self.close(); }, "Release everything; later calls do nothing.");
+
+    m.def("cut_infer_request", cut, nb::arg("message"),
+          "Split a ModelInferRequest at its top level: all fields except id and raw contents, the id, and (offset, size) of each raw "
+          "content. None if only protobuf can parse it.");
     m.def("nghttp2", [] {
         const auto& library = nghttp2::library();
         return nb::make_tuple(library.missing.empty() ? library.version(0)->version : "", library.missing);

@@ -2,7 +2,6 @@
 #include <nanobind/stl/vector.h>
 
 #include <optional>
-#include <stdexcept>
 #include <utility>
 #include <vector>
 
@@ -13,18 +12,6 @@ namespace nb = nanobind;
 
 namespace jurybox {
 namespace {
-
-using Columns = std::vector<std::pair<Bytes, std::size_t>>;
-
-std::vector<RelayLane::Column> columns_of(const Columns& given, std::uint32_t first, std::uint32_t rows) {
-    std::vector<RelayLane::Column> columns;
-    for (const auto& [memory, row_bytes] : given) {
-        if (row_bytes == 0 || memory.shape(0) / row_bytes < std::size_t{first} + rows)
-            throw std::invalid_argument("a column is smaller than the lane's rows");
-        columns.push_back({reinterpret_cast<std::byte*>(memory.data()) + first * row_bytes, row_bytes});
-    }
-    return columns;
-}
 
 // Does nothing after `close`. The objects that it points to are kept until then.
 struct Held {
@@ -49,7 +36,7 @@ void bind_relay_lane(nb::module_& m) {
             [](Held* self, nb::object link, nb::object client, nb::object engine, std::uint64_t incarnation, std::uint64_t lease,
                std::uint32_t first, std::uint32_t rows, Columns inputs, Columns outputs) {
                 const Write record(engine);
-                std::vector<RelayLane::Column> in = columns_of(inputs, first, rows), out = columns_of(outputs, first, rows);
+                std::vector<RelayLane::Column> in = columns_of<RelayLane::Column>(inputs, first, rows), out = columns_of<RelayLane::Column>(outputs, first, rows);
                 Held* held = new (self) Held{link, client, engine, std::move(inputs), std::move(outputs), std::nullopt};
                 held->lane.emplace(nb::cast<Zmtp&>(link), rings_client(client), *record.records<const EngineRecord>(), incarnation,
                                    lease, first, rows, std::move(in), std::move(out));

@@ -284,26 +284,30 @@ class ShmRingsEngine {
         std::uint32_t at = taken_[number];
         const std::uint32_t end = lane.submitted.load(std::memory_order_acquire);
         if (!possible(at, end)) return true;  // invalid; the client's next ticket overwrites it
+        bool alone = number == last_lane_;
         for (; at != end && n < room; ++at) {
             out[n] = lane.tickets[at % kRing];
+            alone &= out[n].rows == last_rows_;
+            last_rows_ = out[n].rows;
             out[n].lane = number;  // a client may send tickets only for its own lane
             // Drop tickets for an earlier incarnation: their clients see the new one on the scoreboard and send them again.
             n += out[n].incarnation == incarnation_;
         }
         lane.taken.store(taken_[number] = at, std::memory_order_release);
-        same_lane_ = number == last_lane_ ? same_lane_ + 1 : 0;
+        same_lane_ = alone ? same_lane_ + 1 : 0;
         last_lane_ = number;
         return at == end;
     }
 
-    static constexpr std::uint64_t kAlone = 16;  // consecutive visits to one lane
+    // Consecutive visits to one lane whose tickets have the same number of rows: a gateway with several clients varies it.
+    static constexpr std::uint64_t kAlone = 16;
     static constexpr std::int64_t kLoneSpin = 10;    // times the spin for many clients
     ShmRingsMemory* memory_;
     std::uint64_t incarnation_;
     std::vector<std::uint32_t> taken_, answered_;
     Spin spin_;
     Spin lone_spin_;
-    std::uint32_t last_lane_ = kShmRingsLanes;
+    std::uint32_t last_lane_ = kShmRingsLanes, last_rows_ = 0;
     std::uint64_t same_lane_ = 0;
     std::uint32_t next_word_ = 0;
 };

@@ -66,7 +66,7 @@ def test_nobody_is_waited_for(why):
     made, clock = returning(cores=4 if why == "cores" else 2, fixed=why != "cost")
     some = [ClientConnection(ELSEWHERE if why == "host" else HERE) for _ in range(1 if why == "lone" else 4)]
     for _ in range(3):
-        ask_again(made, clock, some, after=0.02 if why == "slow" else 0.0005)
+        ask_again(made, clock, some, after=0.05 if why == "slow" else 0.0005)
     one_of_them_asks(made, some)
     assert made.wait(1) == 0
 

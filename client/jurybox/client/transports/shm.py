@@ -141,6 +141,11 @@ class ShmTransport(Transport):
         rings = self._rings.get(engine)
         return rings.client if rings is not None and rings.incarnation == incarnation else None
 
+    def attach(self, engine: int, incarnation: int) -> native.ShmRingsClient | None:
+        """Attach to the rings of an engine's incarnation; None if it is being replaced. Raises TooManyFiles."""
+        rings = self._attached(engine, incarnation)
+        return None if rings is None else rings.client
+
     def quiet(self) -> None:
         """Suspend notifications until `arm`, while the owner waits for answers itself."""
         if not self._quiet and self._words is not None:

@@ -22,7 +22,7 @@ import grpc
 
 from jurybox import native
 from jurybox.protocol.errors import Error, Refused
-from jurybox.server.security.access import Access, ByteBudget, ClientConnection
+from jurybox.server.security.access import Access, ByteBudget, ClientConnection, Token
 from jurybox.server.security.grpc import (
     MOST_METADATA,
     MOST_STREAMS,
@@ -38,7 +38,7 @@ _MOST_QUEUED = 1 << 20  # bytes of a stream's answers that are queued for the pe
 _READ = 1 << 18  # bytes read at once
 _QUIET = 20.0  # seconds without a byte after which the peer is pinged; it has as long to answer
 _LONE = 3  # events of a single unary call that arrives at once: call, message, end
-_CALL, _MESSAGE, _COMPRESSED, _END, _GONE, _TOO_LARGE = range(6)  # native.GrpcConnection's events
+_CALL, _MESSAGE, _COMPRESSED, _END, _GONE, _TOO_LARGE, _WAKE = range(7)  # native.GrpcConnection's events
 _WINDOW_BITS = {b"gzip": 31, b"deflate": 15}
 _STATUS = grpc.StatusCode
 
@@ -263,6 +263,7 @@ class _Connection(asyncio.BufferedProtocol):
         self._transport: Any = None
         self.client: ClientConnection | None = None
         self._paused = self._reading = self.lone = False
+        self._trusted = server.token is None  # whether native code may answer calls: all, or those that show the token
         self._waiters: list[asyncio.Future[None]] = []  # of calls, until the peer may have received something
         self._heard = 0.0
         self._asked = False  # whether a ping is unanswered
@@ -293,18 +294,9 @@ class _Connection(asyncio.BufferedProtocol):
         self._reading = True  # answers made meanwhile are sent with one write
         over = False
         try:
-            events = self.native.feed(self._server.buffer, size)
+            events = self.native.feed(self._server.buffer, size, self._server.forms if self._trusted else None, self)
             self.lone = len(events) <= _LONE and len(self.calls) <= 1
-            for event in events:
-                if event is None:
-                    over = True
-                    continue
-                try:
-                    self._take_in(*event)
-                except Exception as error:  # noqa: BLE001  a method's error must not end the connection's other calls
-                    failed = failure(error)
-                    if (call := self.calls.get(event[1])) is not None:
-                        call.fail(failed)
+            over = self._handle(events)
         finally:
             self._reading = False
             self.flush()
@@ -312,9 +304,24 @@ class _Connection(asyncio.BufferedProtocol):
         if over and self._transport is not None:
             self._transport.close()
 
+    def _handle(self, events: Sequence[Any]) -> bool:
+        """Handle events; return whether the connection is over."""
+        for event in events:
+            if event is None:
+                return True
+            try:
+                self._take_in(*event)
+            except Exception as error:  # noqa: BLE001  a method's error must not end the connection's other calls
+                failed = failure(error)
+                if (call := self.calls.get(event[1])) is not None:
+                    call.fail(failed)
+        return False
+
     def _take_in(self, kind: int, number: int, value: Any) -> None:
         if kind == _CALL:
             self._begin(number, *value)
+        elif kind == _WAKE:
+            value(self)
         elif (call := self.calls.get(number)) is None:
             return
         elif kind == _MESSAGE:
@@ -327,6 +334,24 @@ class _Connection(asyncio.BufferedProtocol):
             call.gone()
         elif kind == _TOO_LARGE:
             self._too_large(call, f"{value} vs. {self._server.most_message}")
+
+    @property
+    def alone(self) -> ClientConnection | None:
+        """The connection as that of a client in a closed loop; None if it has several calls in progress."""
+        return self.client if self.native.calls <= 1 else None
+
+    def take_back(self, number: int, timeout: int, message: bytes) -> None:
+        """Answer a unary call that native code did not answer; `timeout` is the time until its deadline in ns."""
+        assert self._server.forms is not None
+        if self._transport is None:
+            return
+        if timeout <= 0:
+            self.native.finish(number, _STATUS.DEADLINE_EXCEEDED.value[0], "Deadline Exceeded", [])
+        else:
+            self._handle(
+                [(_CALL, number, (self._server.forms.path, timeout)), (_MESSAGE, number, message), (_END, number, 0)]
+            )
+        self.flush()
 
     def eof_received(self) -> None:
         """Let the transport close; see `asyncio.BufferedProtocol`."""
@@ -391,11 +416,7 @@ class _Connection(asyncio.BufferedProtocol):
 
     def _begin(self, number: int, path: bytes, timeout: int) -> None:
         server = self._server
-        if server.token is not None and not admitted(
-            server.token,
-            path.decode("latin-1"),
-            [(name.decode("latin-1"), value.decode("latin-1")) for name, value in self.native.metadata(number)],
-        ):
+        if server.token is not None and not self._admitted(server.token, number, path):
             self.native.finish(number, _STATUS.UNAUTHENTICATED.value[0], UNAUTHENTICATED, [])
         elif (handler := server.found(path)) is None:
             self.native.finish(number, _STATUS.UNIMPLEMENTED.value[0], "Method not found!", [])
@@ -403,6 +424,20 @@ class _Connection(asyncio.BufferedProtocol):
             until = None if timeout < 0 else time.monotonic() + timeout * 1e-9
             call = self.calls[number] = Call(self, number, handler, server.direct.get(path), until)
             call.begin()
+
+    def _admitted(self, token: Token, number: int, path: bytes) -> bool:
+        metadata = self.native.metadata(number)
+        shown = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in metadata]
+        if not admitted(token, path.decode("latin-1"), shown):
+            return False
+        if (
+            not self._trusted
+            and (authorization := dict(metadata).get(b"authorization"))
+            and token.is_shown_by(authorization.decode("latin-1"))
+        ):
+            self.native.trust(authorization)
+            self._trusted = True
+        return True
 
     def _too_large(self, call: Call, sizes: str) -> None:
         call.refuse(_STATUS.RESOURCE_EXHAUSTED, f"Received message larger than max ({sizes})")
@@ -457,17 +492,21 @@ class Calls:
         access: token, TLS and limits.
         budget: limits the bytes of all requests together.
         direct: direct methods, by path.
+        forms: the forms of requests that native code answers.
 
     Raises:
         ValueError, OSError: the certificate or its key cannot be loaded.
     """
 
-    def __init__(self, access: Access, budget: ByteBudget, direct: Mapping[str, Direct]) -> None:
+    def __init__(
+        self, access: Access, budget: ByteBudget, direct: Mapping[str, Direct], forms: native.InferForms | None = None
+    ) -> None:
         self.loop = asyncio.get_running_loop()
         self.budget = budget
         self.most_message = access.max_message
         self.token = access.token
         self.direct = {path.encode(): method for path, method in direct.items()}
+        self.forms = forms
         self.connections: set[_Connection] = set()
         self.buffer = bytearray(_READ)
         self.stopping = False

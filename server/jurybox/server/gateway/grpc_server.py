@@ -115,6 +115,7 @@ class Service:
         servicer: implements its methods.
         add: the generated add_..._to_server, or another function that registers the servicer on a server.
         direct: direct methods, which are tried before the servicer's, by path.
+        forms: the forms of requests that native code answers, if any.
     """
 
     name: str
@@ -122,6 +123,7 @@ class Service:
     servicer: Any
     add: _Adder
     direct: Mapping[str, Direct] = field(default_factory=dict)
+    forms: native.InferForms | None = None
 
 
 class GrpcServer:
@@ -167,7 +169,8 @@ class GrpcServer:
         self._calls: Calls | None = None
         if found:
             direct = {path: function for service in services for path, function in service.direct.items()}
-            self._calls = Calls(access, self._budget, direct)
+            forms = next((service.forms for service in services if service.forms is not None), None)
+            self._calls = Calls(access, self._budget, direct, forms)
             self._offer(self._calls, {})
         else:
             # grpcio binds the address itself. `listen` came first because gRPC's error message gives neither the cause

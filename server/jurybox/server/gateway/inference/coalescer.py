@@ -26,15 +26,12 @@ from jurybox.client.lane import row_failed
 from jurybox.client.row_codec import shaped
 from jurybox.client.sessions import Sessions
 from jurybox.protocol.errors import Code, Error, ModelFailed, Refused, RowFailed, SessionLost, said
-from jurybox.server.gateway.inference.return_tracker import ReturnTracker
+from jurybox.server.gateway.inference.return_tracker import BRIEF, ReturnTracker
 from jurybox.server.security.access import ClientConnection
 
 Arrays = Mapping[str, Any]  # (n, *row shape) by name; a list of n arrays or bytes if the rows differ in size
 
 _IN_FLIGHT = 1  # tickets per engine
-_ALONE = 4  # consecutive requests of one client after which the event loop blocks for its answers
-_BRIEF = 0.0005  # seconds for which the loop may block for an answer; a wake-up through the loop takes 0.1 ms of it
-_IN_VAIN = 16  # tickets without blocking after the loop has blocked in vain
 _OVERDUE = 2.0  # seconds after its last request's deadline within which a ticket ends by itself
 _OVER = (Code.STALE_LEASE, Code.SERVER_GONE, Code.BUSY)  # the lane is no longer ours, or its rows are not returned
 _DOUBT = 1.0  # seconds that a ticket has left once its answer may have been lost
@@ -178,11 +175,7 @@ class RequestCoalescer:
         self._waiting: deque[_Request] = deque()
         self._in_flight: dict[asyncio.Task[None] | _Pending, list[_Request]] = {}
         self._plain = sessions is None and gathering is None and not model.spec.open
-        self._client: ClientConnection | None = None  # of the last request
-        self._alone = 0  # consecutive requests of it after its first
-        self._returning = ReturnTracker() if self._plain else None
-        self._block_after = 0  # tickets until the loop may block again
-        self._took = 0.0  # seconds that a ticket takes, smoothed
+        self._returning = ReturnTracker()
         self._called = False
 
     @property
@@ -226,15 +219,12 @@ class RequestCoalescer:
             client: the connection that sent the request and has no other request in flight; None: unknown. If it is
                 the only active one for a while, `answer` may be set before this returns.
         """
-        self._alone = self._alone + 1 if client is not None and client is self._client else 0
-        self._client = client
         loop, now = asyncio.get_running_loop(), time.monotonic()
         late = loop.call_later(seconds, self._expire, answer, seconds)
         self._waiting.append(_Request(inputs, n, version, now, now + seconds, answer, sessions, client))
-        returning, waiting = self._returning, len(self._waiting)
-        if returning is not None and returning.arrived(client, seconds, waiting) and self._gathered is not None:
+        if self._returning.arrived(client, seconds, len(self._waiting)) and self._gathered is not None:
             pass  # the ticket that waits for more requests includes it
-        elif self._alone > _ALONE and self._may_send() and not self._called:
+        elif self._returning.alone and self._may_send() and not self._called:
             self._send()
         elif not self._called and self._may_send():
             # Not immediately: requests that arrive in the same iteration of the loop share the ticket.
@@ -305,7 +295,7 @@ class RequestCoalescer:
                     self._gathered = asyncio.get_running_loop().call_later(wait, self._send)
                     return
             full = len(self._waiting) >= self._most
-            if self._returning is not None and not full and (wait := self._returning.wait(len(self._waiting))) > 0:
+            if self._plain and not full and (wait := self._returning.wait(len(self._waiting))) > 0:
                 self._gathered = asyncio.get_running_loop().call_later(wait, self._send)
                 return
             batch = self._take()
@@ -326,7 +316,7 @@ class RequestCoalescer:
     def _send_without_task(self, batch: list[_Request]) -> bool:
         """Send rows of fixed shapes without a task; return False if that is impossible and nothing was done."""
         until, began = max(request.until for request in batch), time.monotonic()
-        brief = _BRIEF if self._may_block(batch) else 0.0
+        brief = BRIEF if not self._waiting and self._returning.may_block(len(batch)) else 0.0
         try:
             parts = [(request.inputs, request.n) for request in batch]
             ticket = self._model.submit_parts(parts, int(until * 1e9), batch[0].version, brief)
@@ -339,29 +329,15 @@ class RequestCoalescer:
             self._give(batch, *ticket)
             return True
         if brief:
-            self._block_after = _IN_VAIN
+            self._returning.blocked_in_vain()
         sent = _Pending(self, ticket, until, began)
         self._in_flight[sent] = batch
         sent.look()
         return True
 
-    def _may_block(self, batch: list[_Request]) -> bool:
-        """Return whether the loop may block for the answer because it has no other work."""
-        if self._block_after > 0:
-            self._block_after -= 1
-            return False
-        if self._waiting or self._took >= _BRIEF or self._returning is None:
-            return False
-        alone = self._alone > _ALONE and len(batch) == 1
-        return alone or self._returning.together(batch[0].client)
-
     def _record(self, batch: list[_Request], began: float) -> None:
         """Record how long a ticket took that was sent without a task."""
-        took = time.monotonic() - began
-        if self._returning is not None:
-            self._returning.took(sum(request.n for request in batch), took)
-        took = min(took, 2 * _BRIEF)  # a slow ticket says little about the next one
-        self._took += 0.125 * (took - self._took) if self._took else took
+        self._returning.took(sum(request.n for request in batch), time.monotonic() - began)
 
     def _on_answer(self, sent: _Pending) -> None:
         """Distribute the outputs of a ticket that was sent without a task, or handle its error."""
@@ -386,8 +362,7 @@ class RequestCoalescer:
         at = 0
         for request in batch:
             end = at + request.n
-            if self._returning is not None:
-                self._returning.answered(request.client)
+            self._returning.answered(request.client)
             if not (answer := request.answer).done():
                 copied = isinstance(answer, asyncio.Future)
                 part = {name: rows[at:end].copy() if copied else rows[at:end] for name, rows in outputs.items()}

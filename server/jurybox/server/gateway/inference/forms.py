@@ -56,7 +56,11 @@ class Form:
 
     Attributes:
         held: the lane for which they were parsed.
+        n: the number of rows.
+        inputs, outputs: their names, in the order of the request.
         sizes: the size of each input in bytes.
+        pinned: whether the request names a weights version.
+        used: the number of requests that `ask` has computed.
     """
 
     def __init__(
@@ -71,8 +75,10 @@ class Form:
         spec = held.spec
         self.held = held
         self._record_outcome = oip.record_outcome
-        self._model, self._n = request.model, n
-        self._version, self._pinned = weights_version(request.version), bool(request.version)
+        self._model, self.n = request.model, n
+        self._version, self.pinned = weights_version(request.version), bool(request.version)
+        self.inputs, self.outputs = [one.name for one in request.inputs], list(outputs)
+        self.used = 0
         self._arrays = [
             (one.name, spec.inputs[one.name].numpy_dtype, (n, *spec.inputs[one.name].shape)) for one in request.inputs
         ]
@@ -81,7 +87,7 @@ class Form:
             Output(name, datatype_of(spec.outputs[name]), (n, *spec.outputs[name].shape), None) for name in outputs
         ]
         self._bytes = [n * spec.outputs[name].row_bytes for name in outputs]
-        self._heads = heads
+        self._write_heads = heads
         self._written: dict[int, list[bytes]] = {}
 
     def rows(self, data: Any, places: Sequence[tuple[int, int]]) -> Arrays | None:
@@ -97,7 +103,8 @@ class Form:
         """Compute these rows and answer `responder`; `seconds` is the responder's time-out, None: it has none."""
         left = DEFAULT_TIMEOUT if seconds is None else min(seconds, DEFAULT_TIMEOUT)
         answer = _Answer(self, responder)
-        late = self.held.coalescer.put(inputs, self._n, left, self._version, answer, None, responder.connection)
+        self.used += 1
+        late = self.held.coalescer.put(inputs, self.n, left, self._version, answer, None, responder.connection)
         if answer.given:
             late.cancel()
         else:
@@ -105,20 +112,24 @@ class Form:
 
     def answered(self, outputs: Arrays, version: int, responder: Responder) -> None:
         """Send the outputs to the responder."""
-        if self._pinned and version != self._version:
+        if self.pinned and version != self._version:
             why = f"version {self._version} of {self._model!r} is not held, {version} is the newest"
             responder.fail(ModelNotFound(f"{why}: name one that is, or none"))
             return
         self._record_outcome(self._model, True)
-        if (heads := self._written.get(version)) is None:
-            if len(self._written) >= _MOST_HEADS:
-                self._written.clear()
-            heads = self._written[version] = self._heads(self._model, str(version), self._outputs, self._bytes)
         pieces: list[bytes] = []
-        for head, output in zip(heads, self._outputs, strict=True):
+        for head, output in zip(self.heads(version), self._outputs, strict=True):
             array: NDArray[Any] = outputs[output.name]
             pieces += (head, array.tobytes())
         responder.reply(pieces)
+
+    def heads(self, version: int) -> list[bytes]:
+        """Return the bytes that precede each output in an answer with this weights version."""
+        if (heads := self._written.get(version)) is None:
+            if len(self._written) >= _MOST_HEADS:
+                self._written.clear()
+            heads = self._written[version] = self._write_heads(self._model, str(version), self._outputs, self._bytes)
+        return heads
 
     def failed(self, error: Error, responder: Responder) -> None:
         """Send the error to the responder."""

@@ -9,11 +9,13 @@ from typing import Any, NoReturn, TypeAlias
 
 from google.protobuf.json_format import ParseDict
 
+from jurybox import native
 from jurybox.protocol import open_inference_pb2 as pb
 from jurybox.protocol import open_inference_pb2_grpc
 from jurybox.protocol.errors import Code, Error, Refused, said
 from jurybox.server.gateway.grpc_server import Service
 from jurybox.server.gateway.inference import models
+from jurybox.server.gateway.inference.direct_lane import DirectLanes
 from jurybox.server.gateway.inference.forms import Forms
 from jurybox.server.gateway.inference.inference import (
     InferRequest,
@@ -145,32 +147,39 @@ Context: TypeAlias = Any  # grpc.aio.ServicerContext; grpcio has no types
 _PIPELINED = 64  # requests of one stream in flight
 _MOST_SAID = 1000  # characters of an error message
 _METHODS = pb.DESCRIPTOR.services_by_name["GRPCInferenceService"]
+_MODEL_INFER = f"/{_METHODS.full_name}/ModelInfer"
 
 
 def service(oip: OpenInference, budget: ByteBudget) -> Service:
     """Return the service for a GrpcServer; `budget` limits the requests of all streams together."""
+    known = KnownForms(oip)
     return Service(
         _METHODS.full_name,
         pb.DESCRIPTOR,
         InferenceServicer(oip, budget),
         open_inference_pb2_grpc.add_GRPCInferenceServiceServicer_to_server,
-        {f"/{_METHODS.full_name}/ModelInfer": KnownForms(oip)},
+        {_MODEL_INFER: known},
+        known.lanes.forms,
     )
 
 
-_ID, _RAW_IN, _RAW_OUT = 0x1A, 0x3A, 0x32  # tags: field number and wire type LEN
-_MOST_HEAD = 4096  # bytes of a form
+_ID, _RAW_OUT = 0x1A, 0x32  # tags: field number and wire type LEN
 
 
 class KnownForms:
-    """A direct method that answers ModelInfer if the form of the request is cached."""
+    """A direct method that answers ModelInfer if the form of the request is cached.
+
+    Attributes:
+        lanes: those of the forms that are requested often, which native code answers.
+    """
 
     def __init__(self, oip: OpenInference) -> None:
         self._forms = Forms(oip, _read_form, _written_heads)
+        self.lanes = DirectLanes(_MODEL_INFER, oip.lanes, oip.record_outcome)
 
     def __call__(self, message: bytes, call: DirectCall) -> bool:
         """Answer the call, or return False; a `Direct` method of security.grpc."""
-        parts = cut(message)
+        parts = native.cut_infer_request(message)
         if parts is None:
             return False
         head, ident, raw = parts
@@ -178,6 +187,7 @@ class KnownForms:
         if form is None or (inputs := form.rows(message, raw)) is None:
             return False
         form.ask(inputs, call.time_remaining(), _Caller(call, ident))
+        self.lanes.consider(head, form)
         return True
 
 
@@ -202,45 +212,6 @@ class _Caller:
             self._call.as_usual()
         else:
             self._call.fail(error)
-
-
-def cut(message: bytes) -> tuple[bytes, bytes, list[tuple[int, int]]] | None:
-    """Split a ModelInferRequest at its top level without parsing its submessages.
-
-    The encoding is described at protobuf.dev/programming-guides/encoding.
-
-    Returns:
-        All fields except id and raw contents; the id; the (offset, size) of each raw content. None if it is no such
-        message or only protobuf can parse it.
-    """
-    head, ident, raw = b"", b"", []
-    at, end = 0, len(message)
-    try:
-        while at < end:
-            begin, tag, size, shift = at, message[at], 0, 0
-            if tag & 0x87 != 2:
-                return None  # all fields of the message have wire type LEN and a number below 16
-            while True:
-                at += 1
-                byte = message[at]
-                size |= (byte & 127) << shift
-                if byte < 128:
-                    break
-                shift += 7
-            at += 1
-            stop = at + size
-            if tag == _RAW_IN:
-                raw.append((at, size))
-            elif tag == _ID:
-                ident = message[at:stop]
-            else:
-                head += message[begin:stop]
-            if stop > end or len(head) > _MOST_HEAD or len(raw) > MOST_TENSORS or shift > 28:
-                return None
-            at = stop
-    except IndexError:
-        return None
-    return (head, ident, raw) if ident.isascii() else None  # another id may be invalid UTF-8
 
 
 def _read_form(head: bytes) -> InferRequest | None:

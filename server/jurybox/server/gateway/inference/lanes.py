@@ -214,6 +214,30 @@ class Lanes:
         """Run a blocking function of the connection, such as loading a model, in a thread, and return its result."""
         return await asyncio.to_thread(lambda: action(self._connected()))
 
+    def lease_another(self, name: str, most: int, leased: Callable[[Model], None]) -> None:
+        """Lease another lane of a model in the background, and pass it to `leased` in the event loop.
+
+        It has at most `most` rows, and an eighth of the arena's. Nothing happens if fewer than two are free.
+        """
+
+        def lease() -> Model | None:
+            try:
+                server = self._connected()
+                rows = min(most, server.describe(name).arena_rows // 8)
+                return server.model(name, rows=rows, timeout=0.0) if rows >= 2 else None
+            except Error:
+                return None
+
+        def done(leasing: asyncio.Future[Model | None]) -> None:
+            if not leasing.cancelled() and leasing.exception() is None and (model := leasing.result()) is not None:
+                leased(model)
+
+        asyncio.get_running_loop().run_in_executor(self._thread, lease).add_done_callback(done)
+
+    def release(self, model: Model) -> None:
+        """Release a lane of `lease_another` in the background."""
+        self._thread.submit(model.close)
+
     def retire(self, held: ModelLane) -> None:
         """Give up a lane: its requests are sent again on the next one. It is released when it is no longer in use."""
         if held.retired:

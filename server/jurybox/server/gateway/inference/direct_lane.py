@@ -1,0 +1,249 @@
+"""Requests of known forms that native code answers, without Python code for each of them.
+
+A form (forms.py) that is requested often is described to `native.InferForms`. From then on `native.GrpcConnection`
+copies the rows of such a request to a lane, and this module sends a ticket for all that have arrived, and has their
+answers written, with a few calls. Requests that fail, are due, or whose engine has ended are returned to the method
+that answers all others, so errors are handled in one place.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+from jurybox import native
+from jurybox.client import Model
+from jurybox.client.in_flight import LOOK_AFTER
+from jurybox.client.transports.shm import ShmTransport
+from jurybox.protocol.errors import Code, Error
+from jurybox.protocol.row_frames import PlainRows
+from jurybox.server.gateway.inference.forms import Form
+from jurybox.server.gateway.inference.lanes import Lanes, ModelLane
+from jurybox.server.gateway.inference.return_tracker import BRIEF, ReturnTracker
+from jurybox.server.security.access import ClientConnection
+
+_ROWS = 64  # the maximum of a lane: half of them are computed, requests are written to the others
+_WORTH = 16  # requests of a form after which native code answers them
+_MOST_FORMS = 256  # of one model
+_UNHURRIED = 1.0  # seconds: native code accepts no request whose time-out is so short that it must not wait for others
+_PAUSE = 1.0  # seconds without native answers after a failed ticket
+_AGAIN = 10.0  # seconds between two attempts to lease a lane
+_ALL = (1 << 63) - 1  # a deadline after all others
+
+
+class Peer(Protocol):
+    """A connection whose requests native code answers."""
+
+    @property
+    def alone(self) -> ClientConnection | None:
+        """The connection, if it has no other request in progress; None: it has."""
+        ...
+
+    def flush(self) -> None:
+        """Send the bytes of answers."""
+        ...
+
+    def take_back(self, call: int, timeout: int, message: bytes) -> None:
+        """Answer a request as usual; `timeout` is the time until its deadline in ns."""
+        ...
+
+
+class DirectLane:
+    """The rows and tickets of the forms of one model. Use it in one event loop only.
+
+    Args:
+        held: the lane for which the forms were parsed.
+        model: its lane belongs to this object, until `close`.
+        forms: the forms of all models.
+        record_outcome: called with the model's name and True after an answer.
+
+    Attributes:
+        lost: whether the server has revoked the lane.
+    """
+
+    def __init__(
+        self, held: ModelLane, model: Model, forms: native.InferForms, record_outcome: Callable[[str, bool], None]
+    ) -> None:
+        self.held = held
+        self.model = model
+        self.lost = False
+        self._table = forms
+        self._record_outcome = record_outcome
+        self._loop = asyncio.get_running_loop()
+        self._lane = lane = model.requests.lane
+        self._forms: dict[bytes, Form] = {}
+        self._version = -1  # of the heads in the table
+        self._engine: tuple[int, int] | None = None
+        self._called = False
+        self._looking: asyncio.TimerHandle | None = None
+        self._paused = 0.0
+        self._began = 0.0
+        self._returning = ReturnTracker()
+        self._gathered: asyncio.TimerHandle | None = None  # sends the ticket that waits for more requests
+        self.rows = lane.rows
+        self.first = lane.find(self.rows) or 0
+        lane.hold(self)
+        inputs, outputs = PlainRows(lane.columns, "inputs"), PlainRows(lane.columns, "outputs")
+        self._native = native.InferLane(self.first, self.rows, inputs.memory(), outputs.memory(), self._arrived)
+        lane.watch(self._loop, self._on_answer)
+
+    def add(self, key: bytes, form: Form) -> None:
+        """Let native code answer requests of a form."""
+        if key in self._forms or len(self._forms) >= _MOST_FORMS:
+            return
+        spec = form.held.spec
+        inputs, outputs = list(spec.inputs), list(spec.outputs)
+        self._table.add(
+            key, self._native, form.n, [inputs.index(name) for name in form.inputs],
+            [outputs.index(name) for name in form.outputs],
+        )  # fmt: skip
+        if self._version >= 0:
+            self._table.set_heads(key, self._version, form.heads(self._version))
+        self._forms[key] = form
+
+    def mend(self) -> None:
+        """Connect to the engine that serves now, unless a ticket has failed just now."""
+        if time.monotonic() < self._paused or (engine := self._lane.only_engine()) is None or engine == self._engine:
+            return
+        assert isinstance(self._lane.transport, ShmTransport)
+        try:
+            client = self._lane.transport.attach(*engine)
+        except Error:  # no descriptors are left, for example
+            return
+        if client is not None:
+            self._native.attach(client, self._lane.engine, engine[1], self._lane.sequence)
+            self._engine = engine
+
+    def close(self) -> None:
+        """Return all requests, and answer none from now on. The caller closes the model."""
+        for key in self._forms:
+            self._table.remove(key)
+        self._forms.clear()
+        for timer in (self._looking, self._gathered):
+            if timer is not None:
+                timer.cancel()
+        self._give_back(_ALL)
+        self._native.close()
+
+    def _arrived(self, peer: Peer) -> None:
+        """Send a ticket soon: requests that arrive in the same iteration of the loop share it."""
+        keep = self._returning.arrived(peer.alone, _UNHURRIED, self._native.waiting)
+        if self._looking is None:
+            self._looking = self._loop.call_later(LOOK_AFTER, self._look)
+        if not (keep and self._gathered is not None):
+            self._send_soon()
+
+    def _send_soon(self) -> None:
+        if not self._called and not self._native.in_flight:
+            self._called = True
+            self._loop.call_soon(self._send)
+
+    def _send(self) -> None:
+        self._called = False
+        if self._gathered is not None:
+            self._gathered.cancel()
+            self._gathered = None
+        if self._native.in_flight or not (waiting := self._native.waiting):
+            return
+        if (wait := self._returning.wait(waiting)) > 0:
+            self._gathered = self._loop.call_later(wait, self._send)
+            return
+        brief = BRIEF if self._returning.may_block(waiting) else 0.0
+        self._began = time.monotonic()
+        answered = self._native.send(brief)
+        if answered is None:
+            self._give_back(_ALL)
+        elif answered:
+            self._on_answer()
+        elif brief:
+            self._returning.blocked_in_vain()
+
+    def _on_answer(self) -> None:
+        if (found := self._native.receive()) is None:
+            return
+        code, version, rows = found
+        self._returning.took(rows, time.monotonic() - self._began)
+        if code:
+            self.lost = code == Code.STALE_LEASE
+            self._paused, self._engine = time.monotonic() + _PAUSE, None
+            self._native.detach()
+            self._give_back(_ALL)
+            return
+        if version != self._version:
+            self._version = version
+            for key, form in self._forms.items():
+                self._table.set_heads(key, version, form.heads(version))
+        peers: list[Peer] = self._native.answer()
+        for peer in peers:
+            self._returning.answered(peer.alone)
+            peer.flush()
+        if peers:
+            self._record_outcome(self.model.name, True)
+        if self._native.pending > self._native.waiting:  # a form without heads of this version
+            self._give_back(_ALL)
+        if self._native.waiting:
+            self._send_soon()
+
+    def _look(self) -> None:
+        """Return requests that are due, or whose engine has ended."""
+        self._looking = None
+        self._on_answer()
+        self._give_back(time.monotonic_ns() if self._native.serves else _ALL)
+        if self._native.pending:
+            self._looking = self._loop.call_later(LOOK_AFTER, self._look)
+
+    def _give_back(self, until: int) -> None:
+        for peer, call, timeout, message in self._native.take_back(until):
+            # Later: the caller may be in the middle of another request.
+            self._loop.call_soon(peer.take_back, call, timeout, message)
+
+
+class DirectLanes:
+    """The direct lanes of all models.
+
+    Args:
+        path: of the method whose requests native code may answer.
+        lanes: leases them.
+        record_outcome: see `DirectLane`.
+
+    Attributes:
+        forms: for native.GrpcConnection.
+    """
+
+    def __init__(self, path: str, lanes: Lanes, record_outcome: Callable[[str, bool], None]) -> None:
+        self.forms = native.InferForms(path.encode())
+        self._lanes = lanes
+        self._record_outcome = record_outcome
+        self._open: dict[str, DirectLane] = {}
+        self._after: dict[str, float] = {}  # no attempt to lease a lane before then, s of the monotonic clock
+
+    def consider(self, key: bytes, form: Form) -> None:
+        """Consider a form, of which a request was answered by Python, for native code."""
+        if form.used < _WORTH or form.pinned or form.n == 0:
+            return
+        name, held = form.held.spec.name, form.held
+        lane = self._open.get(name)
+        if lane is not None and lane.held is held and not lane.lost:
+            lane.add(key, form)
+            lane.mend()
+            return
+        if lane is not None:  # its model was loaded again, perhaps with another spec
+            self._close(self._open.pop(name))
+        now = time.monotonic()
+        if now >= self._after.get(name, 0.0) and held.model.requests.lane.only_engine() is not None:
+            self._after[name] = now + _AGAIN
+            self._lanes.lease_another(name, _ROWS, lambda model: self._leased(held, model))
+
+    def _leased(self, held: ModelLane, model: Model) -> None:
+        name, lane = held.spec.name, model.requests.lane
+        plain = PlainRows(lane.columns, "inputs") and PlainRows(lane.columns, "outputs")
+        if held.retired or name in self._open or not plain or not isinstance(lane.transport, ShmTransport):
+            self._lanes.release(model)
+        else:
+            self._open[name] = DirectLane(held, model, self.forms, self._record_outcome)
+
+    def _close(self, lane: DirectLane) -> None:
+        lane.close()
+        self._lanes.release(lane.model)

@@ -1,0 +1,371 @@
+"""Requests of forms that native code answers. The gateway's gRPC server runs in this process: a test sees which.
+
+Python answers the first requests of a form; `by_python` counts those.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import signal
+import threading
+import time
+
+import grpc
+import numpy as np
+import pytest
+from tests.models import Affine
+from tests.serving import serving, wait_until
+
+from jurybox import native
+from jurybox.protocol import open_inference_pb2 as pb
+from jurybox.protocol.open_inference_pb2_grpc import GRPCInferenceServiceStub
+from jurybox.server.gateway.grpc_server import GrpcServer
+from jurybox.server.gateway.inference import direct_lane, grpc_inference
+from jurybox.server.gateway.inference.inference import OpenInference
+from jurybox.server.gateway.live import ClientSource
+from jurybox.server.security.access import Access
+
+pytestmark = pytest.mark.skipif(bool(native.nghttp2()[1]), reason="the system has no libnghttp2")
+SECRET = "s3cret-s3cret-s3cret"
+MODELS = {
+    "affine": {"factory": "tests.models:affine", "max_batch": 16, "rows": 256},
+    "two": {"factory": "tests.models:two", "max_batch": 8, "rows": 64},
+    "policy": {"factory": "tests.models:affine", "max_batch": 16, "rows": 256, "publish": "double_buffer"},
+    "moody": {"factory": "tests.models:moody", "max_batch": 16, "rows": 256},
+    "few": {"factory": "tests.models:affine", "max_batch": 4, "rows": 8},
+}
+
+
+class Gateway:
+    """The gateway's gRPC server in a thread, with a loop of its own."""
+
+    def __init__(self, address, access):
+        self.by_python = 0
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._thread.start()
+        self._run(self._start(address, access))
+
+    async def _start(self, address, access):
+        self._source = ClientSource(address)
+        self._oip = OpenInference(address, self._source, shared_memory="")
+        service = grpc_inference.service(self._oip, access.budget())
+        ((path, answer),) = service.direct.items()
+        self._lanes = answer.lanes
+
+        def counted(message, call):
+            self.by_python += 1
+            return answer(message, call)
+
+        service.direct[path] = counted
+        self._server = GrpcServer("127.0.0.1:0", [service], self._oip.reasons, access, "nghttp2")
+        await self._server.start()
+        self.bound = self._server.bound
+
+    def _run(self, work):
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(30)
+
+    async def _stop(self):
+        await self._server.stop()
+        self._oip.close()
+        await self._source.close()
+
+    def close(self):
+        self._run(self._stop())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(30)
+
+    def pending(self, name):
+        """Return the number of requests of a model that native code has not answered."""
+        return self._lanes._open[name]._native.pending
+
+    def channel(self):
+        return grpc.insecure_channel(self.bound, [("grpc.use_local_subchannel_pool", 1)])
+
+    def warm_up(self, make, **options):
+        """Send requests of a form until native code answers them; return the stub."""
+        stub = GRPCInferenceServiceStub(self.channel())
+
+        def answered_natively():
+            before = self.by_python
+            stub.ModelInfer(make(), timeout=20, **options)
+            return self.by_python == before
+
+        wait_until(answered_natively, 20, "native code answers")
+        return stub
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    with serving(tmp_path_factory.mktemp("server"), MODELS) as running:
+        yield running
+
+
+@pytest.fixture
+def start(server):
+    started = []
+
+    def begin(access=None):
+        started.append(Gateway(server.address, access or Access()))
+        return started[-1]
+
+    yield begin
+    for each in started:
+        each.close()
+
+
+@pytest.fixture
+def gateway(start):
+    return start()
+
+
+def message(rows, name="affine", **fields):
+    made = pb.ModelInferRequest(model_name=name, raw_input_contents=[rows.tobytes()], **fields)
+    made.inputs.add(name="observation", datatype="FP32", shape=rows.shape)
+    return made
+
+
+def filled(value, n=1):
+    return np.full((n, 4), value, np.float32)
+
+
+def action(answer):
+    return np.frombuffer(answer.raw_output_contents[0], np.float32)
+
+
+def test_answers_are_the_same_as_those_of_python(gateway):
+    stub = gateway.warm_up(lambda: message(filled(1, 3)))
+    before = gateway.by_python
+    for i in range(50):
+        ident = "x" * (i * 7)
+        answer = stub.ModelInfer(message(filled(i, 3), id=ident), timeout=20)
+        assert action(answer).tolist() == [2 * i + 1] * 12
+    assert gateway.by_python == before
+    natively = stub.ModelInfer(message(filled(5, 3), id="number"), timeout=20)
+    by_python = stub.ModelInfer(message(filled(5, 3), id="number"), timeout=0.09)  # too little time for native code
+    assert gateway.by_python == before + 1 and natively == by_python
+
+
+def test_several_inputs_and_outputs_in_any_order(gateway):
+    rng = np.random.default_rng(0)
+
+    def asked(outputs):
+        images, scale = rng.integers(0, 256, (2, 64, 64, 3), np.uint8), rng.random(2, np.float32)
+        made = pb.ModelInferRequest(model_name="two", raw_input_contents=[scale.tobytes(), images.tobytes()])
+        made.inputs.add(name="scale", datatype="FP32", shape=[2])
+        made.inputs.add(name="image", datatype="UINT8", shape=images.shape)
+        for name in outputs:
+            made.outputs.add(name=name)
+        return made, {"brightness": images.mean(axis=(1, 2, 3), dtype=np.float64) * scale, "corner": images[:, 0, 0, 0]}
+
+    for outputs in (["corner", "brightness"], ["brightness"], ["corner"], []):
+        stub = gateway.warm_up(lambda outputs=outputs: asked(outputs)[0])
+        before = gateway.by_python
+        for _ in range(20):
+            request, expected = asked(outputs)
+            answer = stub.ModelInfer(request, timeout=20)
+            names = [one.name for one in answer.outputs]
+            assert names == (outputs or ["brightness", "corner"])
+            for name, raw in zip(names, answer.raw_output_contents, strict=True):
+                found = np.frombuffer(raw, {"brightness": np.float32, "corner": np.uint8}[name])
+                np.testing.assert_allclose(found, expected[name], rtol=1e-4)
+        assert gateway.by_python == before
+
+
+def test_clients_that_ask_at_once_get_their_own_answers(gateway):
+    """Connections with one call and with several, of two forms; more rows than the lane has are left to Python."""
+    gateway.warm_up(lambda: message(filled(1)))
+    gateway.warm_up(lambda: message(filled(1, 5)))
+    before, wrong, done = gateway.by_python, [], []
+
+    def ask(number):
+        stub = GRPCInferenceServiceStub(gateway.channel())
+        for i in range(60):
+            values = [1000 * number + 10 * i + k for k in range(1 + number % 4)]
+            calls = [
+                stub.ModelInfer.future(message(filled(v, 5 if v % 3 else 1), id=str(v)), timeout=20) for v in values
+            ]
+            for value, call in zip(values, calls, strict=True):
+                answer = call.result()
+                if answer.id != str(value) or set(action(answer).tolist()) != {2 * value + 1}:
+                    wrong.append((value, answer))
+            done.append(len(values))
+
+    threads = [threading.Thread(target=ask, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not wrong and len(done) == 8 * 60
+    assert gateway.by_python - before < sum(done) / 2
+
+
+def test_answers_name_the_weights_they_were_computed_with(gateway, server):
+    gateway.warm_up(lambda: message(filled(0), "policy"))
+    stop, wrong, seen = threading.Event(), [], set()
+
+    def ask():
+        stub = GRPCInferenceServiceStub(gateway.channel())
+        while not stop.is_set():
+            answer = stub.ModelInfer(message(filled(0), "policy"), timeout=20)
+            version = int(answer.model_version)
+            seen.add(version)
+            if action(answer).tolist() != [version or 1] * 4:  # the offset
+                wrong.append(answer)
+
+    threads = [threading.Thread(target=ask) for _ in range(3)]
+    with server.connect() as client:
+        publisher = client.publisher("policy")
+        for thread in threads:
+            thread.start()
+        for _ in range(30):
+            publisher.publish(Affine(2.0, float(publisher.version + 1)))
+            time.sleep(0.02)
+        wait_until(lambda: publisher.version in seen, 20, "the last version is used")
+    stop.set()
+    for thread in threads:
+        thread.join(30)
+    assert not wrong and len(seen) > 5
+
+
+def test_rows_that_break_the_model_fail_alone(gateway):
+    gateway.warm_up(lambda: message(filled(1), "moody"))
+    stub, other = (GRPCInferenceServiceStub(gateway.channel()) for _ in range(2))
+    before = gateway.by_python
+    for i in range(20):
+        beside = [other.ModelInfer.future(message(filled(i), "moody"), timeout=20) for _ in range(3)]
+        with pytest.raises(grpc.RpcError) as caught:
+            stub.ModelInfer(message(filled(666), "moody"), timeout=20)
+        assert caught.value.code() == grpc.StatusCode.INTERNAL and "this row breaks the model" in caught.value.details()
+        assert [action(call.result()).tolist() for call in beside] == [[i + 1] * 4] * 3
+    assert gateway.by_python > before
+    gateway.warm_up(lambda: message(filled(1), "moody"))  # a second later, native code answers again
+
+
+def test_a_request_that_is_due_gets_its_status_and_the_next_its_answer(gateway):
+    stub = gateway.warm_up(lambda: message(filled(1), "moody"))
+    for _ in range(2):
+        began = time.monotonic()
+        late = stub.ModelInfer.future(message(filled(1_000_000), "moody"), timeout=0.3)  # it takes a second
+        time.sleep(0.05)
+        patient = stub.ModelInfer.future(message(filled(2), "moody"), timeout=20)
+        wait_until(lambda: gateway.pending("moody") == 2, 0.2, "both arrive")
+        assert late.code() == grpc.StatusCode.DEADLINE_EXCEEDED
+        wait_until(lambda: gateway.pending("moody") == 1, 10, "the request is returned")
+        assert time.monotonic() - began < 0.9
+        assert action(patient.result()).tolist() == [3] * 4
+
+
+def test_calls_that_are_cancelled_leave_the_others_their_answers(gateway):
+    stub = gateway.warm_up(lambda: message(filled(1), "moody"))
+    for i in range(5):
+        calls = [stub.ModelInfer.future(message(filled(10_000 + k), "moody"), timeout=20) for k in range(6)]
+        for call in calls[::2]:
+            call.cancel()
+        for k in (1, 3, 5):
+            assert action(calls[k].result()).tolist() == [10_001 + k] * 4
+        assert action(stub.ModelInfer(message(filled(i), "moody"), timeout=20)).tolist() == [i + 1] * 4
+
+
+def test_connections_that_end_meanwhile(gateway):
+    gateway.warm_up(lambda: message(filled(1), "moody"))
+    for i in range(5):
+        with gateway.channel() as ending:
+            stub = GRPCInferenceServiceStub(ending)
+            calls = [stub.ModelInfer.future(message(filled(50_000), "moody"), timeout=20) for _ in range(3)]
+            time.sleep(0.01)
+        del calls
+        stub = GRPCInferenceServiceStub(gateway.channel())
+        assert action(stub.ModelInfer(message(filled(i), "moody"), timeout=20)).tolist() == [i + 1] * 4
+
+
+def test_a_model_that_is_loaded_again(gateway, server):
+    stub = gateway.warm_up(lambda: message(filled(1)))
+    with server.connect() as connection:
+        for i in range(3):
+            connection.load("affine", timeout=60)
+            for k in range(40):
+                assert action(stub.ModelInfer(message(filled(i + k)), timeout=20)).tolist() == [2 * (i + k) + 1] * 4
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(direct_lane, "_AGAIN", 0.1)
+        gateway.warm_up(lambda: message(filled(1)))
+
+
+def test_an_engine_that_is_killed_meanwhile(gateway, server):
+    """No answer is wrong or lost, and native code answers again."""
+    gateway.warm_up(lambda: message(filled(1)))
+    stop, wrong, counts = threading.Event(), [], [0] * 4
+
+    def ask(number):
+        stub = GRPCInferenceServiceStub(gateway.channel())
+        for value in itertools.count(number * 1_000_000):
+            if stop.is_set():
+                return
+            rows = filled(value % 4096, 1 + value % 2)
+            answer = stub.ModelInfer(message(rows), timeout=60)
+            if action(answer).tolist() != [2 * (value % 4096) + 1] * rows.size:
+                wrong.append((value, answer))
+            counts[number] += 1
+
+    threads = [threading.Thread(target=ask, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for _ in range(3):
+        before = sum(counts)
+        wait_until(lambda before=before: sum(counts) > before + 200, 60, "answers")
+        os.kill(server.pids()["engine-0"], signal.SIGKILL)
+    before = sum(counts)
+    wait_until(lambda: sum(counts) > before + 200, 60, "answers")
+    stop.set()
+    for thread in threads:
+        thread.join(60)
+    assert not wrong and not any(thread.is_alive() for thread in threads)
+    gateway.warm_up(lambda: message(filled(1)))
+
+
+def test_only_calls_with_the_token_are_answered(start):
+    """Also on a connection whose earlier calls have shown it: a proxy may send several clients' calls over one."""
+    gateway = start(Access(secret=SECRET))
+    shown = [("authorization", f"Bearer {SECRET}")]
+    stub = gateway.warm_up(lambda: message(filled(1)), metadata=shown)
+    before = gateway.by_python
+    for i in range(20):
+        assert action(stub.ModelInfer(message(filled(i)), timeout=20, metadata=shown)).tolist() == [2 * i + 1] * 4
+        for wrong in (
+            [],
+            [("authorization", "Bearer other")],
+            [*shown, *shown],
+            [("authorization", f"Bearer {SECRET}x")],
+        ):
+            with pytest.raises(grpc.RpcError) as caught:
+                stub.ModelInfer(message(filled(i)), timeout=20, metadata=wrong)
+            assert caught.value.code() == grpc.StatusCode.UNAUTHENTICATED
+    assert gateway.by_python == before
+
+
+def test_requests_with_special_features_are_left_to_python(gateway):
+    stub = gateway.warm_up(lambda: message(filled(1)))
+    before = gateway.by_python
+    assert stub.ModelInfer(message(filled(1), id="ä"), timeout=20).id == "ä"
+    with pytest.raises(grpc.RpcError, match="expected 16 bytes"):
+        wrong = message(filled(1))
+        wrong.raw_input_contents[0] += b"\0"
+        stub.ModelInfer(wrong, timeout=20)
+    with pytest.raises(grpc.RpcError, match="takes no publications"):
+        stub.ModelInfer(message(filled(1), model_version="99"), timeout=20)
+    assert gateway.by_python == before + 3
+    assert (
+        action(stub.ModelInfer(message(filled(7)), timeout=20, compression=grpc.Compression.Gzip)).tolist() == [15] * 4
+    )
+
+
+def test_an_arena_with_few_rows_is_left_to_other_clients(gateway, server):
+    stub = GRPCInferenceServiceStub(gateway.channel())
+    before = gateway.by_python
+    for i in range(40):
+        assert action(stub.ModelInfer(message(filled(i), "few"), timeout=20)).tolist() == [2 * i + 1] * 4
+    assert gateway.by_python == before + 40
+    with server.connect() as connection:
+        assert connection.model("few", rows=2)(filled(1)[0]).tolist() == [3] * 4
