@@ -285,6 +285,29 @@ void an_engine_spins_longer_for_a_client_that_is_alone() {
     CHECK(!spins_on(2) || !spins_on(2) || !spins_on(2));  // where the thread had no core yet, it does not sleep yet
 }
 
+// Whether the last of 40 answers says that its client is alone: tickets of `lanes` clients in turns, of 1 to `most_rows` rows.
+bool is_alone(std::uint32_t lanes, std::uint32_t most_rows) {
+    auto rings = memory();
+    Pipe pipe;
+    ShmRingsEngine engine(rings.get(), kIncarnation, 0);
+    std::vector<std::unique_ptr<ShmRingsClient>> clients;
+    for (std::uint32_t lane = 0; lane < lanes; ++lane)
+        clients.push_back(std::make_unique<ShmRingsClient>(rings.get(), lane, 1, pipe.ends[1], 0));
+    Ticket taken;
+    Answer answer{};
+    for (std::uint64_t n = 1; n <= 40; ++n) {
+        Ticket next = ticket(n);
+        next.rows = 1 + static_cast<std::uint32_t>(n) % most_rows;
+        CHECK(clients[n % lanes]->submit(next) && engine.collect(&taken, 1) == 1);
+        CHECK(engine.reply(&taken, 1, kOk, 1, "", 0) == 0 && clients[n % lanes]->receive(&answer, 1) == 1);
+    }
+    return answer.alone;
+}
+
+void a_lane_with_tickets_of_several_sizes_is_not_that_of_one_client() {
+    CHECK(is_alone(1, 1) && !is_alone(2, 1) && !is_alone(1, 3));
+}
+
 // One thread owns a client; any other may wait for answers and ask how many tickets are in flight.
 void a_watcher_looks_on_while_the_owner_asks(std::int64_t spin_ns) {
     auto rings = memory();
@@ -474,6 +497,7 @@ int main() {
     a_client_that_never_reads_does_not_stop_the_engine();
     a_client_is_told_whether_it_is_alone();
     an_engine_spins_longer_for_a_client_that_is_alone();
+    a_lane_with_tickets_of_several_sizes_is_not_that_of_one_client();
     tickets_for_an_earlier_life_of_the_engine_are_dropped();
     a_watcher_that_gives_up_takes_nobodys_wake_up();
     a_watcher_looks_on_while_the_owner_asks(0);

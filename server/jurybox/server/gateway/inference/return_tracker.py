@@ -25,15 +25,17 @@ from jurybox.server.security.access import ClientConnection
 
 _FEW = 2  # cores that clients, gateway and engine share
 _MOST_AWAY = 1024  # a limit, because connections may have ended
-_QUICK = 0.02  # seconds within which a client in a closed loop sends its next request, if many share two cores
-_MOST_WAIT = 0.002  # seconds; the resolution of uvloop's timers is one millisecond
+_QUICK = 0.01  # seconds within which a client in a closed loop sends its next request, if many share two cores
+_MOST_WAIT = (
+    0.002,
+    0.005,
+)  # seconds: twice the time that quick clients take, but not less than the first, or more than the second
+_EARLY = 0.0005  # seconds that a timer may fire early: those of uvloop have milliseconds
 _HURRY = 0.1  # seconds: a request with a shorter time-out does not wait for others
 _SHARED = 0.3  # the smallest share of a ticket's duration that is independent of its rows for which waiting pays
 _MOST_IN_VAIN = 0.25  # the largest share of waits in vain; above it, tickets do not wait
 _OUTLIER = 8  # times the smoothed duration of a ticket: the longest that is recorded for one
-BRIEF = (
-    0.0005  # seconds for which the event loop may block for an answer; a wake-up through the loop takes 0.1 ms of it
-)
+BRIEF = 0.0005  # seconds for which the event loop may block for an answer; waking the loop takes a fifth of it
 _ALONE = 4  # consecutive requests of one client after which it counts as alone
 _BLOCKED_IN_VAIN = 16  # tickets without blocking after the loop has blocked in vain
 _SMOOTHING, _FORGIVEN = 0.1, 0.995  # the second: the decay of that share with each ticket that does not wait
@@ -53,6 +55,7 @@ class ReturnTracker:
         self._cost = BatchCost()
         self._took = 0.0  # seconds of a ticket, smoothed
         self._away: dict[ClientConnection, None] = {}  # quick ones that were answered and have sent no request since
+        self._delay = 0.0  # seconds that quick clients take, smoothed
         self._until = 0.0  # when the current wait ends; 0: there is none
         self._in_vain = 0.0  # the share of waits that timed out, smoothed
         self._client: ClientConnection | None = None  # of the last request
@@ -72,7 +75,10 @@ class ReturnTracker:
             self._forget()
         if client is None or not self._few:
             return False
-        client.quick = client.near and self._clock() - client.answered < _QUICK
+        delay = self._clock() - client.answered
+        client.quick = client.near and delay < _QUICK
+        if client.quick:
+            self._delay += _SMOOTHING * (delay - self._delay)
         self._away.pop(client, None)
         return self._until > 0.0 and waiting < len(self._away)
 
@@ -90,7 +96,7 @@ class ReturnTracker:
         brief = min(seconds, 2 * BRIEF)  # a slow ticket says little about the next one
         self._brief += 0.125 * (brief - self._brief) if self._brief else brief
         if self._few:
-            seconds = min(seconds, max(_OUTLIER * self._took, _MOST_WAIT))
+            seconds = min(seconds, max(_OUTLIER * self._took, _MOST_WAIT[0]))
             self._cost.observe(rows, int(seconds * 1e9))
             self._took += _SMOOTHING * (seconds - self._took)
 
@@ -123,7 +129,7 @@ class ReturnTracker:
                 self._until, self._in_vain = 0.0, (1 - _SMOOTHING) * self._in_vain
             return 0.0
         now = self._clock()
-        if self._until > now:
+        if self._until > now + _EARLY:
             return self._until - now
         if self._until:
             self._until, self._in_vain = 0.0, self._in_vain + _SMOOTHING * (1 - self._in_vain)
@@ -131,8 +137,9 @@ class ReturnTracker:
         elif self._in_vain > _MOST_IN_VAIN or self._cost.fixed < _SHARED * 1e9 * self._took:
             self._in_vain *= _FORGIVEN
         else:
-            self._until = now + _MOST_WAIT
-            return _MOST_WAIT
+            most = min(max(2 * self._delay, _MOST_WAIT[0]), _MOST_WAIT[1])
+            self._until = now + most
+            return most
         return 0.0
 
     def _forget(self) -> None:
