@@ -61,6 +61,25 @@ def test_a_ticket_waits_for_half_of_the_clients_that_come_back_at_once():
     assert not made.arrived(four[1], 60.0, 2) and made.wait(2) == 0
 
 
+@pytest.mark.parametrize(("after", "expected"), [(0.0005, 0.002), (0.002, 0.004), (0.008, 0.005)])
+def test_a_wait_takes_twice_as_long_as_clients_do_within_limits(after, expected):
+    made, clock = returning()
+    eight = [ClientConnection(HERE) for _ in range(8)]
+    for _ in range(20):
+        ask_again(made, clock, eight, after)
+    one_of_them_asks(made, eight)
+    assert made.wait(1) == pytest.approx(expected, rel=0.15)
+
+
+def test_a_timer_that_fires_a_moment_early_ends_the_wait():
+    made, clock = returning()
+    four = [ClientConnection(HERE) for _ in range(4)]
+    ask_again(made, clock, four)
+    one_of_them_asks(made, four)
+    clock.now += made.wait(1) - 0.0004
+    assert made.wait(1) == 0
+
+
 @pytest.mark.parametrize("why", ["cores", "host", "slow", "cost", "lone"])
 def test_nobody_is_waited_for(why):
     made, clock = returning(cores=4 if why == "cores" else 2, fixed=why != "cost")
