@@ -84,7 +84,8 @@ struct Caller {
 };
 using RequestLane = InferLane<BytesMessage, Caller>;
 
-// Does nothing after `close`. The objects that the lane points to are kept until then.
+// Does nothing after `close`. The objects that the lane points to are kept until then. Like connections and forms, it belongs to
+// one thread: that of the gateway's event loop.
 struct HeldLane {
     std::unique_ptr<RequestLane> lane;
     Columns inputs, outputs;
@@ -224,20 +225,22 @@ void add_form(Forms& forms, nb::bytes key, nb::object lane, std::uint32_t rows, 
 nb::list answer(HeldLane& held) {
     nb::list touched;
     if (held.lane == nullptr) return touched;
-    std::vector<RequestLane::Request> requests, left;
-    requests.swap(held.lane->sent());
-    for (auto& request : requests) {
-        if (request.form->heads.empty() || request.form->version != held.lane->version()) {
-            left.push_back(std::move(request));
-            continue;
-        }
+    std::vector<RequestLane::Request>& requests = held.lane->sent();
+    const auto has_heads = [&](const RequestLane::Request& one) {
+        return !one.form->heads.empty() && one.form->version == held.lane->version();
+    };
+    const auto end = std::stable_partition(requests.begin(), requests.end(), has_heads);
+    auto next = requests.begin();
+    // Also after an exception, so that none is lost if there is no memory for the next one.
+    const auto erase = [&](const void*) { requests.erase(requests.begin(), next); };
+    const std::unique_ptr<const void, decltype(erase)> answered(&requests, erase);
+    for (; next != end; ++next) {
         BytesMessage message;
-        held.lane->answer(request, message);
-        Connection& connection = request.caller.peer->connection;
-        if (connection.answer(request.call, std::move(message))) connection.finish(request.call, 0, {}, {});
-        touched.append(std::move(request.caller.owner));
+        held.lane->answer(*next, message);
+        touched.append(next->caller.owner);
+        Connection& connection = next->caller.peer->connection;
+        if (connection.answer(next->call, std::move(message))) connection.finish(next->call, 0, {}, {});
     }
-    held.lane->sent().swap(left);
     return touched;
 }
 

@@ -132,7 +132,9 @@ class DirectLane:
         keep = self._returning.arrived(peer.alone, _UNHURRIED, self._native.waiting)
         if self._looking is None:
             self._looking = self._loop.call_later(LOOK_AFTER, self._look)
-        if not (keep and self._gathered is not None):
+        if self._returning.alone and not self._called:
+            self._send()
+        elif not (keep and self._gathered is not None):
             self._send_soon()
 
     def _send_soon(self) -> None:
@@ -178,7 +180,10 @@ class DirectLane:
         peers: list[Peer] = self._native.answer()
         for peer in peers:
             self._returning.answered(peer.alone)
-            peer.flush()
+            try:
+                peer.flush()
+            except Exception as error:  # noqa: BLE001  one connection's error must not cost the others their answers
+                self._loop.call_exception_handler({"message": "an answer could not be sent", "exception": error})
         if peers:
             self._record_outcome(self.model.name, True)
         if self._native.pending > self._native.waiting:  # a form without heads of this version
