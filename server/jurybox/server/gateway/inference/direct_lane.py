@@ -113,6 +113,7 @@ class DirectLane:
         except Error:  # no descriptors are left, for example
             return
         if client is not None:
+            self._give_back(_ALL)  # requests of an engine that has ended, if `_look` has not returned them yet
             self._native.attach(client, self._lane.engine, engine[1], self._lane.sequence)
             self._engine = engine
 
