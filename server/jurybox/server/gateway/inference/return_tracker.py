@@ -4,7 +4,7 @@ A gRPC client in a closed loop uses 200 to 300 microseconds of CPU per request, 
 most of their share is a cost per ticket, regardless of its number of rows. If all of them share one or two cores, a
 ticket that waits for recently answered clients loses little time, because the clients run meanwhile. So the next ticket
 waits for half of the clients that recently sent their next request at once, as the engine does (engine/batches.py), and
-the other half runs while it is computed.
+the other half runs while it is computed. It does not wait if so few clients run that a core may have nothing to do.
 
 A ticket does not wait for clients on other hosts or with infrequent requests. A client that did not return in time is
 waited for again only after another quick request. There are no waits at all if they are often in vain, if a model's
@@ -24,6 +24,7 @@ from jurybox.server.batch_cost import BatchCost
 from jurybox.server.security.access import ClientConnection
 
 _FEW = 2  # cores that clients, gateway and engine share
+_BUSY = 4  # clients that keep these cores busy: with fewer, some of them wait for each other's threads at times
 _MOST_AWAY = 1024  # a limit, because connections may have ended
 _QUICK = 0.01  # seconds within which a client in a closed loop sends its next request, if many share two cores
 _MOST_WAIT = (
@@ -80,7 +81,7 @@ class ReturnTracker:
         if client.quick:
             self._delay += _SMOOTHING * (delay - self._delay)
         self._away.pop(client, None)
-        return self._until > 0.0 and waiting < len(self._away)
+        return self._until > 0.0 and not self._enough(waiting)
 
     def answered(self, client: ClientConnection | None) -> None:
         """Record that a request was answered."""
@@ -124,7 +125,7 @@ class ReturnTracker:
 
     def wait(self, waiting: int) -> float:
         """Return the seconds for which the next ticket, of `waiting` requests so far, should still wait."""
-        if waiting >= len(self._away):
+        if self._enough(waiting):
             if self._until:
                 self._until, self._in_vain = 0.0, (1 - _SMOOTHING) * self._in_vain
             return 0.0
@@ -141,6 +142,9 @@ class ReturnTracker:
             self._until = now + most
             return most
         return 0.0
+
+    def _enough(self, waiting: int) -> bool:
+        return waiting >= len(self._away) or len(self._away) <= _BUSY
 
     def _forget(self) -> None:
         """Stop waiting for the clients that are away now, until they are quick again."""
