@@ -31,7 +31,7 @@ settings.load_profile("suite")
 
 @pytest.fixture(scope="session", autouse=True)
 def shared_memory_of_our_own():
-    """A folder in shared memory for this run alone: what is left in it is ours, and nobody else's is swept."""
+    """A folder in shared memory for this run alone: all files left in it are ours, and only they are removed."""
     if "MATRIX_SERVER" in os.environ:  # of another run, as is the folder
         yield str(directory())
         return
@@ -64,7 +64,7 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(autouse=True)
 def handlers_stay():
-    """A command that a test runs in this process takes SIGINT for good; who is started later would ignore it."""
+    """Restore handlers: a command run in this process sets SIGINT for good, and later processes would inherit it."""
     before = [(number, signal.getsignal(number)) for number in (signal.SIGINT, signal.SIGTERM)]
     yield
     for number, handler in before:

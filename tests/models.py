@@ -48,7 +48,7 @@ def two() -> ServedModel:
 
 
 class Moody(torch.nn.Module):
-    """Behaves by what it is asked: the first value of a row says how."""
+    """A model whose behaviour is selected by the first value of a row."""
 
     def forward(self, observation: torch.Tensor) -> torch.Tensor:
         mood = observation[:, 0].max().item()
@@ -79,12 +79,12 @@ def liar() -> ServedModel:
 
 
 def from_file(path: str) -> ServedModel:
-    """Its offset is what a file says: for reloads."""
+    """A model whose offset is read from a file, for reloads."""
     return affine(1.0, float(Path(path).read_text()))
 
 
 class Paced(torch.nn.Module):
-    """Takes `seconds` a batch; in the engine whose number is `slow`, ten times as long."""
+    """Takes `seconds` per batch; in the engine with number `slow`, ten times as long."""
 
     def __init__(self, seconds: float) -> None:
         super().__init__()
@@ -171,7 +171,7 @@ def named(name: str) -> ServedModel:
 
 
 class Leaver(torch.nn.Module):
-    """Raises what ends processes where the first value of a row says so."""
+    """Raises exceptions that end processes if the first value of a row selects one."""
 
     def forward(self, observation: torch.Tensor) -> torch.Tensor:
         match observation[:, 0].max().item():
@@ -189,7 +189,7 @@ def leaver() -> ServedModel:
 
 
 class Reluctant(Affine):
-    """Cannot leave the device, or come back to it, while a file says so."""
+    """Cannot leave the device, or return to it, while a file says so."""
 
     def __init__(self, folder: str) -> None:
         super().__init__(2.0, 1.0)

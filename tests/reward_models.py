@@ -1,4 +1,4 @@
-"""Jurors for tests of rewards: each score can be checked against its row, and says how many rows came along."""
+"""Jurors for tests of rewards: each score can be checked against its row, and contains the batch size."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Policies of robots, for tests: what they answer tells what reached them."""
+"""Policies of robots for tests: their answers contain what they received."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Starting real servers in tests: a process of their own, an address of their own, gone at the end."""
+"""Starting real servers in tests: each in its own process with its own address, ended after the test."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 from jurybox.client import Server, connect
 from jurybox.protocol.segment import directory
 
-# Runs a server that is told to end when the process that runs the tests has ended, however that came about.
+# Runs a server that is stopped when the process of the tests has ended in any way.
 BOUND = """
 import ctypes, runpy, signal
 ctypes.CDLL(None).prctl(1, signal.SIGTERM, 0, 0, 0)
@@ -24,7 +24,7 @@ START = 100.0  # seconds; on a busy machine importing torch alone may take a min
 
 
 class ServerElsewhere:
-    """A server that somebody else started, and ends."""
+    """A server that another process starts and ends."""
 
     def __init__(self, address: str) -> None:
         self.address = address
@@ -47,7 +47,7 @@ class RunningServer(ServerElsewhere):
         self.log = log
 
     def pids(self) -> dict[str, int]:
-        """Process ids by role, of the oldest in the process table: whoever is on standby started after who serves."""
+        """Process ids by role, of the oldest of each: a standby process started after the one that serves."""
         found = {"supervisor": self.process.pid}
         for child in children_of(self.process.pid):
             try:

@@ -26,7 +26,7 @@ PHONE = {"width": 390, "height": 844}
 
 
 class Visit:
-    """A page of a context of its own, with all it asked for and complained of."""
+    """A page in its own browser context, with its requests and its console errors."""
 
     def __init__(self, browser, url: str, **options) -> None:
         self.context = browser.new_context(**{"viewport": DESKTOP, **options})
@@ -84,7 +84,7 @@ def test_numbers_move_under_load_and_rest_without(visit, watched):
         assert len(seen) > 2
         assert re.search(r"\d.*(µs|ms)", page.text("#p50"))
         assert page.number("#models tr:nth-child(1) td[data-label=lanes]") == 3
-        # What a line's height means stands beside it; the peak is at least what is shown now and then.
+        # Beside each line is its scale; the peak is at least every value that was shown.
         assert page.page.locator("#rows-spark text.scale").last.text_content() == "0"
         assert page.page.locator("#latency-spark text.scale").count() == 2
         assert page.page.locator("#bars rect").count() >= 1
@@ -95,7 +95,7 @@ def test_numbers_move_under_load_and_rest_without(visit, watched):
     assert page.errors == []
 
 
-def test_the_page_asks_nobody_but_its_server(visit, watched):
+def test_the_page_requests_only_its_server(visit, watched):
     page = visit()
     page.until(lambda: page.link() == "live", 10, "the first sample")
     page.page.wait_for_timeout(1500)
@@ -120,7 +120,7 @@ def test_the_policy_lets_no_foreign_script_run(visit):
     assert sum("Content Security Policy" in error for error in page.errors) >= 2
 
 
-def test_a_killed_gateway_is_said_to_be_gone_and_the_page_recovers_by_itself(visit, watched):
+def test_the_page_shows_a_killed_gateway_and_recovers(visit, watched):
     page = visit()
     page.until(lambda: page.link() == "live", 10, "the first sample")
     gateway = watched.running.pids()["gateway"]
@@ -137,7 +137,7 @@ def test_a_killed_gateway_is_said_to_be_gone_and_the_page_recovers_by_itself(vis
     page.until(lambda: "Gateway was killed by SIGKILL" in page.text("#events"), 10, "the event")
 
 
-def test_a_server_without_an_engine_shows_no_rates_and_says_so(visit, watched):
+def test_a_server_without_an_engine_shows_no_rates_and_the_reason(visit, watched):
     page = visit()
     with crowd(watched.running):
         page.until(lambda: page.number("#rows") > 50, 20, "throughput")
@@ -180,7 +180,7 @@ def test_a_phone_shows_all_of_it_without_scrolling_sideways(visit, watched, sche
         page.picture(f"phone-{scheme}")
 
 
-# WCAG 2.2, 1.4.3: text needs a contrast of 4.5 to what is behind it.
+# WCAG 2.2, 1.4.3: text needs a contrast of 4.5 to its background.
 CONTRAST = """() => {
     const parse = (text) => text.match(/[\\d.]+/g).map(Number);
     const light = ([r, g, b]) => [r, g, b].map((v) => (v /= 255) <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4)

@@ -1,4 +1,4 @@
-"""A training's report in a real browser: whole on a phone, in light and in dark, with nothing from elsewhere."""
+"""A training's report in a real browser: complete on a phone, light and dark, without requests to other hosts."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ LOOK = """() => {
 
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory):
-    """By name, a file and how many drawings it shows."""
+    """A file and its number of charts, by name."""
     folder = tmp_path_factory.mktemp("reports")
     lanes = tuple(Lane(f"learner-agent_{n}+agent_{n + 1}", 0.5, [(0.0, 1.0, ""), (2.0, 3.0, "")]) for n in range(4))
     same = [charts.Curve(name, [0, 9000], [0, 50], "learned") for name in ("weak", "strong", "random")]

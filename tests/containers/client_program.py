@@ -1,4 +1,4 @@
-"""What the tests run inside a client's container: asks the photo jury for a while, a line of JSON for each answer.
+"""The program in a client's container: sends requests to the photo juror and prints a line of JSON per answer.
 
 It is given to `python -c` as text, so it imports nothing of the tests.
 """

@@ -1,4 +1,4 @@
-"""A container engine as tests use it: its command line, and projects of compose that are gone at the end."""
+"""A container engine for tests: its command line, and compose projects that are removed at the end."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def _served(folder: Path) -> Iterator[str]:
 
 class _Quiet(http.server.SimpleHTTPRequestHandler):
     def log_message(self, *_: object) -> None:
-        """Nothing: pytest's output is for the tests."""
+        """Print nothing: pytest's output is for the tests."""
 
 
 def free_port() -> int:
@@ -155,7 +155,7 @@ class Project:
 
 
 class Container:
-    """The client program, running by itself: no network unless told, no rights, nothing it could write to."""
+    """Run the client program: by default without a network, privileges and writable files."""
 
     def __init__(
         self,
@@ -180,7 +180,7 @@ class Container:
         )  # fmt: skip
 
     def lines(self) -> list[dict]:
-        """What the program said so far."""
+        """Return what the program has printed so far."""
         return [json.loads(line) for line in docker("logs", self.name).splitlines() if line.startswith("{")]
 
     def wait_for(self, wanted, timeout: float, after: int = 0) -> dict:

@@ -33,7 +33,7 @@ def healthy(project):
     return project.inspect(".State.Health.Status") == "healthy"
 
 
-def test_the_server_is_healthy_and_says_so_over_http(project):
+def test_the_server_is_healthy_over_http(project):
     assert healthy(project)
     with urllib.request.urlopen(f"http://127.0.0.1:{project.http}/health", timeout=10) as answer:
         assert answer.status == 200, answer.read()
@@ -48,7 +48,7 @@ def test_it_has_no_rights_and_nothing_to_write_to(project):
     assert not docker("exec", project.server, "sh", "-c", "command -v cc gcc g++ c++ make", check=False).strip()
 
 
-def test_the_image_says_what_it_is(project, images):
+def test_the_image_has_labels(project, images):
     labels = json.loads(docker("image", "inspect", "--format", "{{json .Config.Labels}}", images["server"]))
     assert labels["org.opencontainers.image.licenses"] == "Apache-2.0"
     assert f"jurybox {labels['org.opencontainers.image.version']} " in project.in_server("jurybox", "--version")
@@ -93,7 +93,7 @@ def test_a_killed_engine_costs_no_client_an_answer(project, client, scores):
 
 
 @pytest.mark.parametrize("end", ["restart", "kill"])
-def test_clients_go_on_when_the_servers_container_was_started_again(project, client, scores, end):
+def test_clients_continue_after_a_restart_of_the_servers_container(project, client, scores, end):
     client.wait_for(answered, AGAIN)
     server_id = project.status()["server"]["id"]
     if end == "kill":
@@ -113,7 +113,7 @@ def test_clients_go_on_when_the_servers_container_was_started_again(project, cli
     assert left == [project.status()["server"]["id"]], "what the old server left was not swept"
 
 
-def test_a_client_that_sees_another_shared_memory_is_told_what_to_do(project, images):
+def test_a_client_with_another_shared_memory_gets_an_error_that_says_what_to_do(project, images):
     lost = project.client(images["client"], env={"JURYBOX_ADDRESS": "ipc:///run/jurybox/engine"})
     line = lost.wait_for(lambda line: True, AGAIN)
     assert line["error"] == "SharedMemoryError"
@@ -122,7 +122,7 @@ def test_a_client_that_sees_another_shared_memory_is_told_what_to_do(project, im
     lost.remove()
 
 
-def test_a_client_of_another_user_is_told_who_to_be(project, images):
+def test_a_client_of_another_user_gets_an_error_with_the_right_user(project, images):
     stranger = project.client(images["client"], user="12345:12345")
     line = stranger.wait_for(lambda line: True, AGAIN)
     assert line["error"] == "ServerGone"

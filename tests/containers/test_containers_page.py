@@ -1,4 +1,4 @@
-"""What docs/containers.md shows, as it stands there."""
+"""The commands of docs/containers.md, as printed."""
 
 import re
 import secrets
@@ -25,7 +25,7 @@ def test_the_single_container_serves_as_it_is_documented(images):
         pytest.skip("this engine publishes no ports")
     ((_, _, *words),) = commands(["docker", "run"])
     name, port = f"jurybox-test-{secrets.token_hex(3)}", free_port()
-    # What is ours of the command: the name of the image, the port, and a network where the engine comes without one.
+    # Changes to the command: the image's name, the port, and a network if the engine has none.
     words = [images["server"] if word == "jurybox" else word for word in words]
     words = [re.sub(r"127\.0\.0\.1:8000:8000", f"127.0.0.1:{port}:8000", word) for word in words]
     docker("network", "create", "--driver", "bridge", name)
@@ -41,7 +41,7 @@ def test_the_single_container_serves_as_it_is_documented(images):
 
 
 @pytest.mark.parametrize("command", commands(["docker", "compose"]), ids=" ".join)
-def test_every_compose_command_is_one_and_asks_no_registry_for_our_images(images, command):
+def test_every_compose_command_is_valid_and_pulls_none_of_our_images(images, command):
     project = f"jurybox-test-{secrets.token_hex(3)}"
     services = docker("compose", "--profile", "*", "config", "--services").split()
     if "cp" in command:  # wants a container; the service is what can be wrong

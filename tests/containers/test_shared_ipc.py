@@ -1,4 +1,4 @@
-"""Sharing /dev/shm by `ipc:` works until the server's container starts again; then clients are told."""
+"""Sharing /dev/shm by `ipc:` works until the server's container restarts; then clients get an error."""
 
 import secrets
 
@@ -8,7 +8,7 @@ from tests.containers.engine import ADDRESS, USER, Container, docker
 pytestmark = [pytest.mark.containers, pytest.mark.timeout(900)]
 
 
-def test_a_client_whose_servers_dev_shm_is_gone_is_told_to_start_again(images):
+def test_a_client_whose_servers_dev_shm_is_gone_gets_an_error_that_says_to_restart(images):
     name = f"jurybox-test-{secrets.token_hex(3)}"
     sockets, client = f"{name}:/run/jurybox", None
     try:

@@ -1,13 +1,13 @@
-"""A client process that asks without a break and checks every answer; its results are told when its input ends.
+"""A client process that sends requests without a break, checks every answer, and prints the results at its end.
 
 python -m tests.faults.asker ADDRESS TRANSPORT [JOURNAL]
 
-TRANSPORT is as `connect` has it, or "web": HTTP with binary tensors on one connection, as long as that stands.
+TRANSPORT is as `connect` has it, or "web": HTTP with binary tensors over one connection, as long as it is open.
 
-Of the models affine (rows of one shape), shout (texts) and sum (sessions) it asks those that the server has, in turn.
+It uses in turn those of the models affine (rows of one shape), shout (texts) and sum (sessions) that the server has.
 
 A journal gets three float64 a call: when it began and ended (s of CLOCK_MONOTONIC), and 1 for a right answer, 0 for an
-error, -1 for a wrong answer. What was wrong is told at the end, and written beside the journal (`JOURNAL.wrong`).
+error, -1 for a wrong answer. Wrong answers are printed at the end, and written to `JOURNAL.wrong`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _wrong: list[str] = []  # what was asked, what came, what was expected
 
 
 def same(got: Any, expected: Any, asked: object) -> bool:
-    """Whether an answer is the expected one; where it is not, it is kept with what was asked."""
+    """Return whether an answer is the expected one; if not, keep it and its request."""
     right = np.array_equal(got, expected)
     if not right:
         got, expected = (value.tolist() if isinstance(value, np.ndarray) else value for value in (got, expected))
@@ -56,7 +56,7 @@ def keep_wrong(journal: BinaryIO) -> None:
 
 @dataclass(frozen=True)
 class Told:
-    """What an asker says at its end: answers, wrong ones, errors as text, the longest wait in seconds."""
+    """The results of an asker: answers, wrong ones, errors as text, the longest wait in seconds."""
 
     answered: int
     wrong: int
@@ -100,7 +100,7 @@ def shout(server: Server, rng: np.random.Generator) -> Callable[[], bool]:
 
 
 def sums(server: Server, rng: np.random.Generator) -> Callable[[], bool]:
-    """Sessions are right when they answer from their own state: it is nobody else's, and no step is missing."""
+    """A session's answers are right if they come from its own state, and no step is missing."""
     sessions, total = server.model("sum", rows=1).sessions(4), np.zeros(4)
 
     def right() -> bool:
@@ -119,9 +119,9 @@ def sums(server: Server, rng: np.random.Generator) -> Callable[[], bool]:
 
 
 class Web:
-    """Requests over HTTP whose heads and forms are the same again and again, so that the short way answers them.
+    """Requests over HTTP with the same heads and forms, so that the path for known forms answers them.
 
-    HTTP has no client of ours: what is cut off or refused for a while is asked again, for TIMEOUT.
+    There is no Jurybox client for HTTP: requests that are cut off or refused are repeated for TIMEOUT.
     """
 
     def __init__(self, address: str, rng: np.random.Generator) -> None:
@@ -170,10 +170,10 @@ class Web:
 
 
 def asked(question: Callable[[], bool], *, again: bool) -> bool:
-    """The outcome of a question.
+    """The outcome of a request.
 
-    Over gRPC a server is given up after some seconds, and one that is still loading says so: then it is put `again`,
-    for TIMEOUT.
+    Over gRPC a server is given up after some seconds, and one that is loading returns an error: then the request is
+    repeated (`again`) for TIMEOUT.
     """
     until = time.monotonic() + TIMEOUT
     while True:
@@ -220,7 +220,7 @@ def ask(address: str, transport: str, journal: BinaryIO | None) -> Told:
                 journal.flush()
             if answered == 1:
                 print("asking", flush=True)
-            time.sleep(0.002 if journal is None else 0.02)  # with others around it, who shall get their share
+            time.sleep(0.002 if journal is None else 0.02)  # other clients must get their share
     return Told(answered, wrong, errors, longest)
 
 

@@ -14,7 +14,7 @@ MODELS = {
 
 @contextmanager
 def leaving_nothing() -> Iterator[None]:
-    """What is done inside must leave shared memory as it found it, at the latest when the last of it is dead."""
+    """The block must leave shared memory as it found it, at the latest when its last process has ended."""
     before = segments()
     yield
     wait_until(lambda: segments() <= before, 30, "shared memory as it was before")
@@ -48,7 +48,7 @@ class Memory:
         self.left(1 << 40)
 
     def left(self, size: int) -> None:
-        """Let so many bytes be available."""
+        """Leave so many bytes available."""
         self._file.write_text(f"MemTotal: {1 << 30} kB\nMemAvailable: {size >> 10} kB\n")
 
 

@@ -32,8 +32,8 @@ from jurybox.protocol.address import engine_address
 EVERY = 0.05  # seconds between two questions of the probe: is it well, and is a request answered
 TIMEOUT = 2.0  # seconds that its request brings, as much as health gives a model
 SILENT = 60.0  # seconds after which an HTTP answer is taken as lost
-MOST = 45  # pairs in flight: those of the time-out; where the machine is slower than that, it is asked less often
-RECORD = struct.Struct("5d")  # asked at, the requests' end and outcome, health's end and outcome
+MOST = 45  # pairs in flight: those of the time-out; on a slower machine there are fewer requests
+RECORD = struct.Struct("5d")  # sent at, the requests' end and outcome, health's end and outcome
 YES, NO, WRONG, GONE = 1.0, 0.0, -1.0, -2.0  # GONE: no connection, or one that broke
 ASKED = np.array([1, 2, 3, 4], np.float32)
 ROW = {"name": "observation", "shape": [1, 4], "datatype": "FP32", "data": [1, 2, 3, 4]}
@@ -173,7 +173,7 @@ def follow(address: str, journal: Path) -> None:
 
 
 class Vandal:
-    """Sends what nobody should, everywhere; what is not refused and should be, it says."""
+    """Send invalid input to every port; report what is accepted but should be refused."""
 
     def __init__(self, address: str, tcp: int, web: int, grpc: int, log: Path) -> None:
         self.address, self.ports, self.web = address, {"tcp": tcp, "http": web, "grpc": grpc}, web
@@ -268,7 +268,7 @@ class Vandal:
     def truncated_memory(self) -> None:
         self.connected()
         for entry in Path("/proc/self/fd").iterdir():
-            with contextlib.suppress(OSError):  # gone meanwhile, or it cannot be done, as it should be
+            with contextlib.suppress(OSError):  # it has ended meanwhile, or it is refused, as expected
                 name = str(entry.readlink())
                 if "memfd" in name and "jurybox" in name:
                     os.ftruncate(int(entry.name), 0)
@@ -308,8 +308,8 @@ class Vandal:
 
 
 def nursery() -> None:
-    """Fork whoever a line of input names, and say its pid: victims without a start-up. They end with it."""
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for them
+    """Fork the process that a line of input names and print its pid: victims without start-up time that end with it."""
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no parent waits for them
     born: list[int] = []
     for line in sys.stdin:
         ear, mouth = os.pipe()

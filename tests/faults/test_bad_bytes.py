@@ -1,4 +1,4 @@
-"""Whatever bytes come in through a transport: an answer or silence, and the server goes on."""
+"""Arbitrary bytes on a transport get an answer or none, and the server keeps serving."""
 
 import random
 
@@ -71,7 +71,7 @@ def test_a_ticket_of_another_length_is_answered(server, dealer):
     assert "6 bytes in 1 frames came that are not a ticket" in reply_of(socket)[1]
 
 
-def test_a_peer_of_another_protocol_version_is_told_both_versions(server, dealer, monkeypatch):
+def test_a_peer_of_another_protocol_version_gets_an_error_with_both_versions(server, dealer, monkeypatch):
     socket = dealer(server.address)
     socket.send_multipart([b"J\x63", b"12345678", b""])
     frames = socket.recv_multipart()

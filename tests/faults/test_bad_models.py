@@ -21,16 +21,14 @@ KILLER = np.full((1, 4), 668, np.float32)
 
 
 @pytest.mark.timeout(300)
-def test_a_model_that_kills_whether_asked_or_loaded_is_put_in_quarantine_and_the_others_are_served(
-    tmp_path, nothing_left
-):
+def test_a_model_that_ends_processes_is_put_in_quarantine_and_the_others_are_served(tmp_path, nothing_left):
     factories = ["tests.models:dies"]
     with serving(tmp_path, MODELS, max_restarts=1, factories=factories) as server, server.connect() as client:
         moody, affine = client.model("moody", rows=2), client.model("affine", rows=2)
         with pytest.raises(ModelFailed, match="'moody' is in quarantine: 2 engines died"):
             moody.infer(KILLER, timeout=200)
         np.testing.assert_array_equal(affine.infer(X, timeout=100), 2 * X + 1)
-        # Whoever asks, and however, is told so at once.
+        # Every request, on every transport, gets this error at once.
         with pytest.raises(ModelFailed, match="in quarantine"):
             moody.infer(X, timeout=20)
         with server.connect() as other, pytest.raises(ModelFailed, match=r"server.load\('moody'\)"):
@@ -53,7 +51,7 @@ def test_a_model_that_kills_whether_asked_or_loaded_is_put_in_quarantine_and_the
         np.testing.assert_array_equal(client.model("moody").infer(X, timeout=60), X + 1)
         assert not_ready(client.status()) == []
         assert server.text().count("model in quarantine") == 1
-        # So is one whose load kills, and it takes nobody with it.
+        # So is a model whose load ends the process; other models keep serving.
         with pytest.raises(ModelFailed, match="in quarantine"):
             client.load("dies", {"factory": "tests.models:dies"}, timeout=200)
         np.testing.assert_array_equal(affine.infer(X, timeout=100), 2 * X + 1)
@@ -75,7 +73,7 @@ def fails_alone(model, mood):
     busy.result(30)
 
 
-def test_rows_that_a_model_cannot_bear_fail_alone_whoever_shares_their_batch(server):
+def test_rows_that_a_model_cannot_compute_fail_alone_in_a_shared_batch(server):
     with server.connect() as client:
         model = client.model("moody", rows=16)
         for mood in (666, 667):
@@ -84,7 +82,7 @@ def test_rows_that_a_model_cannot_bear_fail_alone_whoever_shares_their_batch(ser
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_a_request_that_kills_engines_may_be_asked_again_and_again(tmp_path, nothing_left):
+def test_a_request_that_ends_engines_may_be_repeated(tmp_path, nothing_left):
     with serving(tmp_path, MODELS) as server, server.connect() as client:
         for _ in range(3):
             with pytest.raises(Error):
@@ -109,7 +107,7 @@ def test_a_ticket_that_kills_every_engine_it_is_sent_to_is_given_up_and_the_serv
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_a_model_that_ends_every_engine_after_good_service_is_put_in_quarantine(tmp_path, nothing_left):
-    """No death looks different from a kill -9 by somebody else, but it is the same model each time."""
+    """Each death looks like a kill -9, but it happens during the same model each time."""
     models = {"affine": MODELS["affine"], "tiring": {"factory": "tests.models:tiring", "max_batch": 2}}
     with serving(tmp_path, models, max_restarts=0, standby=True) as server, server.connect() as client:
         tiring, affine = client.model("tiring", rows=2), client.model("affine", rows=2)
@@ -125,8 +123,8 @@ def test_a_model_that_ends_every_engine_after_good_service_is_put_in_quarantine(
 
 
 @pytest.mark.timeout(300)
-def test_who_kills_engines_and_edges_from_outside_ends_neither_the_server_nor_its_models(tmp_path, nothing_left):
-    """An innocent model is computed all the time; nobody is to blame for a kill -9 but whoever sent it."""
+def test_kills_from_outside_end_neither_the_server_nor_its_models(tmp_path, nothing_left):
+    """A model without faults is computed all the time; it must not be blamed for kills from outside."""
     with (
         serving(tmp_path, MODELS, max_restarts=1, http="127.0.0.1:0") as server,
         server.connect() as client,

@@ -46,7 +46,7 @@ def mistreat(server, askers: list[Asker], rng: random.Random, deed, role: str, d
     role = role or rng.choice([*CHILDREN, "supervisor", "client"])
     deed = deed or rng.choice([kill, stop_for_a_while, slow_down])
     if role == "supervisor" and deed is kill:
-        deed = stop_for_a_while  # its death is another file's matter: nobody is there afterwards to answer
+        deed = stop_for_a_while  # its death is tested in another file: no process is left to answer
     # Both engines' deaths count for each: which is "engine-0" changes when one is away.
     kind = role.partition("-")[0]
     if deed is kill and sum(told.startswith(kind) and told.endswith(": kill") for told in done) >= KILLS:
@@ -93,7 +93,7 @@ def run(folder, deeds, *, pause: float, seed: int) -> None:
                     asker.process.communicate()
     assert [each.wrong for each in told] == [0] * len(told), done
     assert all(each.answered for each in told), done
-    # Each call had a minute: whoever was asking got its answer, from the next engine where one died.
+    # Each call had a minute: every request was answered, by the next engine if one died.
     assert not [error for each in told for error in each.errors], done
     wait_until(lambda: not [pid for pid in processes if running(pid)], 10, "the end of all processes")
     assert segments() <= before, done

@@ -1,4 +1,4 @@
-"""The wall clock of server and clients jumps by days, to and fro: nothing times out, nothing is taken back."""
+"""The wall clock of server and clients jumps by days: nothing times out, and no lease is revoked."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def wall_clock(tmp_path, monkeypatch):
     os.close(descriptor)
 
 
-def test_jumps_of_the_wall_clock_are_noticed_by_nobody(tmp_path, wall_clock, nothing_left):
+def test_jumps_of_the_wall_clock_have_no_effect(tmp_path, wall_clock, nothing_left):
     transports = {"tcp": "127.0.0.1:0", "http": "127.0.0.1:0"}
     with serving(tmp_path, MODELS, engine_timeout=20, **transports) as server, server.connect() as client:
         askers = [Asker(server.address, "shm"), Asker(server.address, "zmq")]
@@ -46,7 +46,7 @@ def test_jumps_of_the_wall_clock_are_noticed_by_nobody(tmp_path, wall_clock, not
         wall_clock(10 * DAY)
         wait_until(lambda: client.status()["server"]["uptime"] > 9 * DAY, 10, "the jump: if not, this shows nothing")
         for days in (-10, 3, -3, 0):
-            time.sleep(1.5)  # several looks of everybody at everything
+            time.sleep(1.5)  # several periodic checks of each process
             wall_clock(days * DAY)
         time.sleep(1.5)
         told = [asker.end() for asker in askers]

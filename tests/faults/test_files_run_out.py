@@ -1,4 +1,4 @@
-"""No file descriptors left in the server: it goes on, and what needs some is tried again."""
+"""No file descriptors left in the server: it keeps serving, and operations that need one are retried."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.serving import wait_until
 
 
 @pytest.mark.slow
-def test_a_server_without_descriptors_goes_on_and_its_engine_comes_back(server):
+def test_a_server_without_descriptors_keeps_running_and_its_engine_is_restarted(server):
     supervisor = server.process.pid
     with server.connect() as client:
         model = client.model("affine", rows=1)

@@ -1,4 +1,4 @@
-"""Ctrl-C in the midst of a call, wherever it falls: the client goes on, its rows come back, and answers are right."""
+"""Ctrl-C at any point of a call: the client still works, its rows are returned, and answers are right."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def client(request, server, monkeypatch):
 
 
 class Asker:
-    """Asks in every way there is, for other rows each time, and checks what comes back."""
+    """Send different rows with every method, and check the answers."""
 
     def __init__(self, model) -> None:
         self.model = model
@@ -102,7 +102,7 @@ def all_rows_come_back(model):
 
 
 def interrupted(work, seconds: float) -> bool:
-    """Whether a KeyboardInterrupt after so many seconds fell into the work."""
+    """Return whether a KeyboardInterrupt after so many seconds interrupted the work."""
     try:
         signal.setitimer(signal.ITIMER_REAL, seconds)
         try:
@@ -206,7 +206,7 @@ def test_ctrl_c_in_every_place_leaves_a_client_that_answers_rightly(client, way,
                 pass
             except Busy:
                 busy = True
-        if busy:  # out here, where nothing interrupts
+        if busy:  # outside the interrupted part
             rows_come_back(model)
             continue
         if not moments.fell:

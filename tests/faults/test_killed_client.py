@@ -1,4 +1,4 @@
-"""kill -9 of a client: its rows come back, and nobody else notices."""
+"""kill -9 of a client: its rows are returned, and other clients are not affected."""
 
 import subprocess
 import sys
@@ -42,7 +42,7 @@ def holder(server, transport):
             process.kill()
 
 
-def test_a_killed_client_gives_its_rows_back(server, transport):
+def test_the_rows_of_a_killed_client_are_returned(server, transport):
     before = server.text().count("rows taken back")
     with holder(server, transport) as process, server.connect(transport=transport) as client:
         with pytest.raises(Busy):
@@ -60,7 +60,7 @@ def test_a_lease_lasts_as_long_as_its_client_however_quiet(server):
         client.model("moody", rows=60, timeout=GRACE + 0.5)
 
 
-def test_a_client_that_closes_gives_its_rows_back_at_once(server, transport):
+def test_a_client_that_closes_returns_its_rows_at_once(server, transport):
     for _ in range(30):
         with server.connect(transport=transport) as client:
             # Kept until the end: one that is merely dropped is noticed by its lock, which takes longer.

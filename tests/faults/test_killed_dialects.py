@@ -1,8 +1,8 @@
-"""Trainers' dialects while engine and gateway are killed, and while somebody sends bombs: no invented score, none lost.
+"""Trainers' dialects under kills of engine and gateway and decompression bombs: no score is made up or lost.
 
 `make reward-kills` kills a thousand times (REWARD_KILLS, REWARD_SECONDS at most) under sixteen clients, and
 sends a hundred thousand requests (REWARD_REQUESTS) to see whether memory grows. On two quiet cores each takes about ten
-minutes. Pictures are decoded by threads of the gateway: who kills it kills them.
+minutes. Pictures are decoded by threads of the gateway, which end with it.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ DIALECTS = {
 }
 CLIENTS = 16
 CALL = 90.0  # seconds until a request counts as lost
-PROVEN = 1.2  # seconds of service after which a death is nobody's fault but the killer's
+PROVEN = 1.2  # seconds of service after which a death counts as caused by the kill alone
 ENGINES = 2  # while one starts, the other is killed
-REST = 0.5  # seconds between two requests of a client at most while nobody is killed
+REST = 0.5  # the most seconds between two requests of a client while no process is killed
 BLACK = 0  # the value of a picture, or the length of a text, that has no score
 
 
@@ -113,7 +113,7 @@ def cosmos(send: Send, values: list[int]) -> list[float | None] | str:
         if status == 200:
             scores = json.loads(answer)["scores"]["fine"]
             return [None if np.isnan(score) else score for score in scores]
-        if b"no request" in answer:  # the gateway that had it is gone
+        if b"no request" in answer:  # its gateway has ended
             break
     return f"{status} {answer[:200]!r}"
 
@@ -173,7 +173,7 @@ class Told:
     """What clients saw."""
 
     answered: Counter[str] = field(default_factory=Counter)  # by dialect
-    refused: Counter[str] = field(default_factory=Counter)  # error statuses that said why
+    refused: Counter[str] = field(default_factory=Counter)  # error statuses with a reason
     cut: int = 0  # connections that ended
     wrong: list[str] = field(default_factory=list)
     lost: list[str] = field(default_factory=list)
@@ -182,10 +182,10 @@ class Told:
 
 
 def client(where: str, number: int, told: Told, going: Callable[[], bool], rest: float = 0.0) -> None:
-    """Ask in all dialects in turn, and check what comes; each request is repeated until it is answered.
+    """Send requests in all dialects in turn, and check the answers; each is repeated until it is answered.
 
     Args:
-        rest: seconds between two requests at most, while nobody is about to be killed.
+        rest: the most seconds between two requests, while no kill is imminent.
     """
     dice = random.Random(number)
     connection = HTTPConnection(where, timeout=CALL)
@@ -209,7 +209,7 @@ def client(where: str, number: int, told: Told, going: Callable[[], bool], rest:
         while True:
             try:
                 found = ASK[name](send, values)
-            except (OSError, HTTPException):  # a gateway that was killed says nothing; its client knows all the same
+            except (OSError, HTTPException):  # a killed gateway sends no status; its client notices all the same
                 connection.close()
                 found = ""
             except Exception as error:  # noqa: BLE001  an answer that its client could not read
@@ -259,9 +259,9 @@ def clients(where: str, n: int, told: Told, rest: float = 0.0) -> Iterator[None]
 class Killer:
     """Kills engines and the gateway while requests of all clients are under way.
 
-    Restarts are what takes time, and what they take is processors: so between kills clients rest, and send all at once
-    when the next one is about to come. Who has just been started is left alone for a moment, for what dies at once,
-    again and again, is given up.
+    Restarts take the most CPU time. So clients pause between kills, and send all at once just before the next one. A
+    process that has just started is not killed for a moment, because the supervisor gives up processes that die at
+    once again and again.
     """
 
     def __init__(self, server: RunningServer, told: Told) -> None:
@@ -296,7 +296,7 @@ class Killer:
         return True
 
     def kill(self, kills: int, seconds: float) -> Counter[str]:
-        """Kill so many, in so many seconds at most."""
+        """Kill so many processes within so many seconds."""
         until = time.monotonic() + seconds
         with self._server.connect() as near:
             self._where = near.status()["server"]["http"]
@@ -409,7 +409,7 @@ def bombs() -> list[tuple[str, bytes]]:
 
 
 def delays(where: str, seconds: float, beside: list[tuple[str, bytes]]) -> tuple[float, int]:
-    """The median delay of four honest clients in ms while a fifth one sends these; and how many those were."""
+    """Return the median delay of four honest clients in ms while a fifth sends these, and the number of those."""
     honest: list[float] = []
     sent = 0
     until = time.perf_counter() + seconds

@@ -37,7 +37,7 @@ def clients(server):
         yield native, zmq
 
 
-def test_a_stopped_engine_that_goes_on_later_answers_late_and_nothing_breaks(server, clients):
+def test_a_stopped_engine_that_continues_answers_late_without_harm(server, clients):
     engine = server.pids()["engine-0"]
     models = [client.model("affine", rows=2) for client in clients]
     x = np.ones((2, 4), np.float32)
@@ -64,11 +64,11 @@ def test_a_ticket_in_flight_is_answered_by_the_restarted_engine(server, clients)
         np.testing.assert_array_equal(ticket.result(timeout=60).outputs, slow + 1)
 
 
-def test_while_no_engine_serves_a_client_waits_no_longer_than_it_said(server, clients):
+def test_without_an_engine_a_client_waits_no_longer_than_its_time_out(server, clients):
     models = [client.model("affine") for client in clients]
     os.kill(server.pids()["engine-0"], signal.SIGKILL)
     for model in models:
-        # Who waited longer would be answered by the next engine, which takes more than a second to start.
+        # Requests that wait longer would be answered by the next engine, which takes over a second to start.
         with pytest.raises(Timeout, match="no engine serves|is at engine"):
             model.infer(np.zeros((1, 4), np.float32), timeout=0.2)
 

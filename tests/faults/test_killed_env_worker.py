@@ -63,7 +63,7 @@ def test_without_autoreset_the_learner_resets_them() -> None:
         assert env.step(NOTHING)[1].tolist() == [1, 1, 2, 2]
 
 
-def test_environments_that_were_idle_when_their_worker_died_say_so_to_their_next_action() -> None:
+def test_idle_environments_of_a_worker_that_died_report_it_at_their_next_action() -> None:
     with vector() as env:
         env.reset(seed=3)
         env.send(np.array([9]), [0])
@@ -162,7 +162,7 @@ def test_a_run_is_the_same_again_though_its_workers_died_and_no_two_environments
     assert not replaced & {seed for moment in other for seed in moment}
 
 
-def test_environments_replaced_while_they_were_asked_something_say_so_to_their_next_action() -> None:
+def test_environments_replaced_during_a_call_report_it_at_their_next_action() -> None:
     with vector() as env:
         env.reset(seed=3)
         os.kill(env.pids[0], signal.SIGKILL)

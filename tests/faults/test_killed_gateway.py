@@ -1,4 +1,4 @@
-"""kill -9 of the gateway: local clients notice nothing, and it is back."""
+"""kill -9 of the gateway: local clients are not affected, and it is restarted."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from jurybox.client import Error
 BACK = 40.0  # seconds, on a machine that does other things too; docs/watching.md has what it takes on an idle one
 
 
-def test_a_killed_gateway_comes_back_at_its_port_and_no_client_notices(tmp_path, nothing_left):
+def test_a_killed_gateway_is_restarted_on_its_port_and_clients_are_not_affected(tmp_path, nothing_left):
     with serving(tmp_path, {"affine": {"factory": "tests.models:affine"}}, http="127.0.0.1:0") as server:
         stop, errors, answered = threading.Event(), [], [0]
 

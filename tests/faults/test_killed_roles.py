@@ -1,4 +1,4 @@
-"""Any process of a run may be killed at any moment: the run goes on, no step counts twice, nothing stays in memory."""
+"""Any process of a run may be killed at any moment: the run continues, no step counts twice, no memory leaks."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ def wait_for(condition, seconds=30.0):
 
 
 def killed_at_random(folder: Path, times: int, seconds: float) -> tuple[int, object, dict[str, list[int]]]:
-    """Run the toys, and kill one of their processes at random so many times, each so many seconds after the last.
+    """Run the toy training, and kill one of its processes at random so many times, so many seconds apart.
 
-    Before each death the run must have gone on after the one before.
+    Before each kill the run must have recovered from the one before.
     """
     chance, kills, seen, signals = random.Random(7), [], [time.monotonic(), 0], Signals()
     trails = {name: str(folder / name) for name in ("actors", "learner")}
@@ -59,7 +59,7 @@ def killed_at_random(folder: Path, times: int, seconds: float) -> tuple[int, obj
         if now - seen[0] < seconds or steps < seen[1] + 100:
             return
         if shared.scoreboard.control[:, Control.RESTARTS].sum() < len(kills):
-            return  # who was killed is not dead yet
+            return  # the killed process has not ended yet
         if len(kills) == times:
             signals.ask()
             return
@@ -97,7 +97,7 @@ def check_counts(kills, outcome, begun):
     assert outcome.learner_steps <= begun["learner"] <= outcome.learner_steps + kills
 
 
-def test_a_run_goes_on_whoever_of_it_is_killed(tmp_path):
+def test_a_run_survives_the_death_of_any_process(tmp_path):
     before = segments()
     kills, outcome, begun = killed_at_random(tmp_path, times=8, seconds=0.3)
     assert kills == 8
@@ -106,7 +106,7 @@ def test_a_run_goes_on_whoever_of_it_is_killed(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_for_five_minutes_of_killing(tmp_path):
+def test_a_run_survives_five_minutes_of_kills(tmp_path):
     before = segments()
     kills, outcome, begun = killed_at_random(tmp_path, times=30, seconds=10.0)
     assert kills == 30

@@ -1,4 +1,4 @@
-"""A whole run killed with kill -9, at any moment: --resume goes on, or says that there was nothing to go on from."""
+"""A whole run killed with kill -9, at any moment: --resume continues it, or reports that there is no checkpoint."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def exists(pattern: str) -> Callable[[Path], bool]:
     return lambda out: any(out.glob(pattern))
 
 
-# What is there when the run is killed; each is waited for at most a while, since a run may be quicker than who looks.
+# What exists when the run is killed; each wait is bounded, because a run may be faster than the test.
 MOMENTS: dict[str, Callable[[Path], bool]] = {
     "before anything": lambda out: True,
     "the folder": lambda out: out.is_dir(),
@@ -85,7 +85,7 @@ def kill_when(process: subprocess.Popen[str], moment: Callable[[], bool], timeou
 def killed_again_and_again(
     tmp_path: Path, options: list[str], steps: int, moments: list[Callable[[Path], bool]]
 ) -> str:
-    """Each kill is followed by --resume; what the last one, which nobody kills, said."""
+    """Resume after each kill; return the output of the last run, which is not killed."""
     (tmp_path / "bandit.py").write_text(EXAMPLE)
     out, killed = tmp_path / "run", 0
     before = segments()
@@ -102,7 +102,7 @@ def killed_again_and_again(
             if died:
                 killed += 1
                 break
-            # So early that nothing was begun, which is said, and what to do.
+            # So early that nothing was begun: the error says so, and what to do.
             assert process.returncode == 2 and "start without --resume" in said, f"kill {number}: {said}"
             more = ()
         more = ("--resume",) if out.exists() and any(out.iterdir()) else ()
@@ -121,7 +121,7 @@ def killed_again_and_again(
 
 
 @pytest.mark.runs
-def test_a_run_that_is_killed_at_any_moment_goes_on_or_begins_anew(tmp_path):
+def test_a_run_that_is_killed_at_any_moment_continues_or_begins_anew(tmp_path):
     said = killed_again_and_again(
         tmp_path, PLAN, 3000, [moment for name, moment in MOMENTS.items() if "best" not in name]
     )
@@ -131,14 +131,14 @@ def test_a_run_that_is_killed_at_any_moment_goes_on_or_begins_anew(tmp_path):
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("options", [GYM, PHOTO, WORKFLOW], ids=lambda options: options[0])
-def test_every_training_that_is_killed_goes_on(tmp_path, options):
+def test_every_killed_training_can_be_resumed(tmp_path, options):
     moments = [moment for name, moment in MOMENTS.items() if "best" not in name or options is GYM]
     killed_again_and_again(tmp_path, options, 2000 if options is GYM else 64, moments)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_a_run_that_is_killed_at_twenty_random_moments_goes_on(tmp_path):
+def test_a_run_that_is_killed_at_twenty_random_moments_continues(tmp_path):
     chance = random.Random(1)
 
     def later() -> Callable[[Path], bool]:
@@ -153,7 +153,7 @@ def test_a_run_that_is_killed_at_twenty_random_moments_goes_on(tmp_path):
     killed_again_and_again(tmp_path, PLAN, 3000, [later() for _ in range(20)])
 
 
-def test_resuming_where_nothing_was_begun_says_what_to_do(tmp_path):
+def test_resuming_without_a_run_is_an_error_that_says_what_to_do(tmp_path):
     (tmp_path / "bandit.py").write_text(EXAMPLE)
     process = begin(tmp_path, PLAN, 100, "--resume")
     said = process.communicate(timeout=60)[0]

@@ -1,4 +1,4 @@
-"""kill -9 of the supervisor: nobody is orphaned, clients learn it, the next start heals."""
+"""kill -9 of the supervisor: no process is orphaned, clients get an error, the next start cleans up."""
 
 import os
 import signal
@@ -32,7 +32,7 @@ def test_children_die_with_their_parent_and_the_next_start_removes_what_it_left(
         assert not (segments() & left)
 
 
-def test_clients_are_told_at_once_and_can_go_on_with_the_next_server(server, tmp_path):
+def test_clients_get_an_error_at_once_and_can_use_the_next_server(server, tmp_path):
     with server.connect(transport="shm") as native, server.connect(transport="zmq") as zmq:
         models = [client.model("moody") for client in (native, zmq)]
         # The forward outlasts the wait by far: no answer, but the news ends it.
@@ -50,7 +50,7 @@ def test_clients_are_told_at_once_and_can_go_on_with_the_next_server(server, tmp
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_drains_what_is_in_flight_and_ends_with_status_0(server, number):
+def test_a_signal_drains_requests_in_flight_and_ends_with_status_0(server, number):
     with server.connect() as client:
         model = client.model("moody")
         slow = np.full((1, 4), 700_000, np.float32)

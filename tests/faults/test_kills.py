@@ -1,11 +1,11 @@
-"""Anyone killed at random under load, with wrong input mixed in: no wrong answer, nothing left, health true throughout.
+"""Processes killed at random under load and invalid input: no wrong answer, no leak, and health is always true.
 
-`make chaos` kills a thousand, in rounds with a server each; what it has done is kept in CHAOS_FOLDER (build/chaos), so
-that it can be broken off and goes on. CHAOS_KILLS and CHAOS_SECONDS bound it, and it ends with a table.
+`make chaos` kills a thousand, in rounds with a server each; its progress is kept in CHAOS_FOLDER (build/chaos), so that
+it can be interrupted and continued. CHAOS_KILLS and CHAOS_SECONDS bound it, and it ends with a table.
 
-Rounds of two kinds take turns. In a storm somebody is killed every tenth of a second, whoever is just starting again:
-that shows what many deaths at once break. In a calm round everybody is answered again before the next one is killed:
-that shows how long one death is felt.
+Rounds of two kinds alternate. In a storm, a process is killed every tenth of a second, also one that is starting: this
+shows what many deaths at once break. In a calm round, all clients are answered again before the next kill: this shows
+for how long one death is noticed.
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ WEIGHTS = {  # how often each is the one
     "supervisor": 4,
 }
 READY = 3.0  # seconds from a kill to the next answer of all
-NEW_SERVER = 60.0  # the same from a supervisor's, as long as a client waits: nobody is left who could be on standby
+NEW_SERVER = 60.0  # the same for a supervisor's, as long as a client waits: no standby process is left
 NEAR = 0.11  # seconds: two of the probe's intervals; a change of health is seen by both within them
-OTHERS = 0.75  # of the cores; where programs beside this test take more, a time says nothing about the server
+OTHERS = 0.75  # of the cores; if other programs use more, a time says nothing about the server
 STORM, CALM = (160, 0.05), (40, 1.0)  # kills of a round, and the share after which all is waited for
-PROVEN = 1.2  # seconds of service after which a death is nobody's fault but the killer's
+PROVEN = 1.2  # seconds of service after which a death counts as caused by the kill alone
 FOLDER = Path(os.environ.get("CHAOS_FOLDER", "build/chaos"))
 
 
@@ -69,7 +69,7 @@ def free_port() -> int:
 
 
 class Scene:
-    """A server that is started again whenever its supervisor is killed, and everybody around it."""
+    """A server that is restarted whenever its supervisor is killed, and its clients."""
 
     def __init__(self, folder: Path, stack: ExitStack, transports: Sequence[str], **settings: object) -> None:
         self.folder, self.stack = folder, stack
@@ -158,7 +158,7 @@ class Scene:
         return {role: pid for role, pid in pids.items() if now - self.seen.get(pid, now) > PROVEN}
 
     def kill(self, role: str) -> bool:
-        """Kill one, and start anew what nobody else would; False where it does not serve yet."""
+        """Kill a process, and restart it if no other process does; return False if it does not serve yet."""
         assert self.server.process.poll() is None, self.server.text()[-2000:]
         self.ever |= {self.server.process.pid, *children_of(self.server.process.pid)}
         if role == "supervisor":
@@ -171,7 +171,7 @@ class Scene:
         self.kills.append((time.monotonic(), role))
         try:
             os.kill(pid, signal.SIGKILL)
-        except ProcessLookupError:  # a client may end by itself where nobody has served for its whole time-out
+        except ProcessLookupError:  # a client may end by itself after a whole time-out without a server
             self.kills.pop()
         if role in self.victims:
             self.replace(role)
@@ -187,7 +187,7 @@ class Scene:
         return {name: journal(path, CALL.size // 8) for name, path in self.journals.items()}
 
     def rest(self) -> None:
-        """Wait until whoever shall be on standby is there again and has imported what it needs."""
+        """Wait until the standby processes exist again and have imported their modules."""
         spent: dict[int, float] = {}
 
         def waiting() -> bool:
@@ -201,7 +201,7 @@ class Scene:
         wait_until(waiting, 100, "processes on standby")
 
     def settle(self) -> None:
-        """Wait until everybody is answered again and no engine is missing, whatever was killed last."""
+        """Wait until all clients are answered again and no engine is missing."""
         began = time.monotonic()
 
         def answered() -> bool:
@@ -213,7 +213,7 @@ class Scene:
         wait_until(answered, 200, "answers to all")
 
     def end(self) -> dict[str, Any]:
-        """Everybody goes; gives what is left."""
+        """End all processes; return what is left."""
         left: dict[str, object] = {}
         self.ever |= {self.server.process.pid, *children_of(self.server.process.pid)}
         told = [asker.end() for asker in self.askers]
@@ -295,14 +295,14 @@ def journal(path: Path, columns: int) -> np.ndarray:
 
 
 def disagreements(probes: np.ndarray) -> list[list[float]]:
-    """Moments at which one of both said what the other did not say within NEAR of then.
+    """Return the moments at which requests and health disagreed by more than NEAR seconds.
 
-    On a busy machine both are not heard at quite the same moment, and a change comes between them: what is near grows
-    by as much as the later of two answers came after the time-out that it had. A connection that broke, with whoever
-    was to answer, says that nobody is there when it broke, not when it was made; the other was perhaps answered just
-    before. With many in flight the probe asks less often, so the first pair after the break is near in any case. What
-    one says is near, too, to what the other said within NEAR of it, whenever both were asked. Where the gateway was
-    lost with both, nobody knows what either would have said.
+    On a busy machine their answers arrive at different moments, and a change may lie between them: so NEAR grows by as
+    much as the later of two answers exceeded its time-out. A broken connection shows that no process serves at the
+    moment when it broke, not when it was made; the other request was perhaps answered just before. With many in flight
+    the probe sends fewer requests, so the first pair after the break always counts as near. An answer is also near to
+    one of the other kind that arrived within NEAR of it, whenever both were sent. If the gateway ended with both, their
+    answers are unknown.
     """
     asked, works, well = probes[:, 0], probes[:, 2] > 0, probes[:, 4] > 0
     told_works, told_well = probes[:, 1], probes[:, 3]
@@ -330,16 +330,16 @@ def test_a_moment_at_which_health_and_requests_disagree_is_found():
 
     up, down = [YES] * 10, [NO] * 10
     assert not disagreements(pairs(up + down + up, up + down + up))
-    assert not disagreements(pairs(up + down + up, [*up, YES, *down[1:], *up]))  # one is heard a little later
+    assert not disagreements(pairs(up + down + up, [*up, YES, *down[1:], *up]))  # one arrives a little later
     assert len(disagreements(pairs(up + down + up, up + up + up))) == 10
     assert len(disagreements(pairs(up + up + up, up + down + up))) == 10
-    assert len(disagreements(pairs([*up, NO, *up], up + up + [YES]))) == 1  # a request failed, and nobody said so
+    assert len(disagreements(pairs([*up, NO, *up], up + up + [YES]))) == 1  # a request failed, and health was true
     late = pairs(up[:4] + down[:5] + [NO], up[:4] + down[:5] + [YES])
-    late[3, 1] = late[9, 3]  # health was asked long after the request was, and both were answered at one moment
+    late[3, 1] = late[9, 3]  # health was requested long after the request, and both were answered at once
     assert not disagreements(late)
     broken = pairs([*down, YES, NO, NO, *down], [*down, NO, NO, NO, *down])
     assert len(disagreements(broken)) == 1
-    broken[11:13, [2, 4]] = GONE  # health would have been the next to say so, and its connection broke
+    broken[11:13, [2, 4]] = GONE  # the next health check would have reported it, and its connection broke
     assert not disagreements(broken)
     dropped = pairs(up + up, up + up)
     dropped[10, 2] = GONE  # one request's alone
@@ -347,15 +347,15 @@ def test_a_moment_at_which_health_and_requests_disagree_is_found():
 
 
 def reasons_near(file: Path, moments: Sequence[float]) -> list[str]:
-    """Why requests failed and what health said within three seconds of these moments; each line begins with its own."""
+    """Why requests failed and what health reported within three seconds of these moments; one line each."""
     lines = file.read_text(errors="replace").splitlines() if file.exists() else []
     return [line for line in lines if any(abs(float(line.partition(" ")[0]) - at) < 3 for at in moments)]
 
 
 def recoveries(kills: list[tuple[float, str]], answers: dict[str, np.ndarray]) -> list[tuple[str, float, bool, str]]:
-    """For each kill the seconds until whoever waited longest had an answer to what it asked after the kill.
+    """For each kill, return the longest time until a request sent after it was answered, in seconds.
 
-    With it, whether nobody else was being started meanwhile, so that the time is this kill's own; and who waited.
+    Also whether no other process was starting meanwhile, so that the time is due to this kill, and which client waited.
     """
     ends = []
     for at, _ in kills:
@@ -379,13 +379,13 @@ def one_round(
     transports: Sequence[str] = ("shm", "zmq", "tcp", "grpc", "web"),
     **settings: object,
 ) -> dict:
-    """Kill these one after another; gives what was seen.
+    """Kill these one after another; return the observations.
 
     Args:
         pause: seconds between two kills, on average.
-        calm: the share of kills after which is waited until everybody is answered again; else somebody dies meanwhile.
-        until: when to end early, s of CLOCK_MONOTONIC.
-        transports: of the clients that are there all the time.
+        calm: the share of kills after which all clients must be answered before the next kill.
+        until: when to end early, in seconds of CLOCK_MONOTONIC.
+        transports: of the permanent clients.
     """
     rng = random.Random(seed)
     with leaving_nothing(), ExitStack() as stack:
@@ -455,7 +455,7 @@ def one_round(
 
 
 def table(rounds: list[dict]) -> str:
-    """What was seen in all rounds, for people."""
+    """A readable summary of all rounds."""
     taken: dict[str, list[float]] = {}
     for done in rounds:
         for role, seconds, _, _, others in done["recoveries"]:
@@ -496,7 +496,7 @@ def table(rounds: list[dict]) -> str:
 
 
 def told(done: dict) -> str:
-    """Where health and a request disagreed, beside who was killed and what health said; s since the first kill."""
+    """Where health and a request disagreed, with the kills and the health; in seconds since the first kill."""
     zero = done["at"][0][0]
     lines = [f"{at - zero:.2f} killed {role}" for at, role in done["at"]]
     for at, ended, works, told_at, well in done["disagreements"]:
@@ -525,7 +525,7 @@ def judge(done: dict) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_anyone_may_be_killed_under_load_and_nobody_else_is_harmed(tmp_path):
+def test_any_process_may_be_killed_under_load_and_no_other_is_affected(tmp_path):
     """On a machine so busy that it takes long, fewer are killed."""
     roles = ["client", "engine-0", "publisher", "vandal", "gateway", "relay"]
     until = time.monotonic() + 12
@@ -536,7 +536,7 @@ def test_anyone_may_be_killed_under_load_and_nobody_else_is_harmed(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(0)
-def test_a_thousand_may_be_killed_under_load_and_nobody_else_is_harmed(tmp_path):
+def test_a_thousand_may_be_killed_under_load_and_no_other_is_affected(tmp_path):
     kills, until = int(os.environ.get("CHAOS_KILLS", "1000")), float(os.environ.get("CHAOS_SECONDS", "3600"))
     until += time.monotonic()
     FOLDER.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Shared memory that fills up while a server runs: what serves goes on, what needs more says so and is tried again."""
+"""Full shared memory: models keep serving; operations that need more report it and are retried."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MIB = 1 << 20
 
 
 @pytest.mark.slow
-def test_memory_that_runs_out_ends_nobody_and_an_engine_comes_back_when_there_is_some(memory, tmp_path):
+def test_full_memory_ends_no_process_and_an_engine_is_restarted_later(memory, tmp_path):
     before = segments()
     with serving(tmp_path / "run", MODELS, under=memory.under, factories=["tests.models:*"]) as server:
         with server.connect() as client:

@@ -1,4 +1,4 @@
-"""No order, and nothing that a model brings along, ends an engine or the supervisor: what fails is answered."""
+"""No order and no model ends an engine or the supervisor: failures are reported."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def lasting(tmp_path_factory):
 
 @pytest.fixture
 def server(lasting):
-    """One server for all of them; whatever is asked of it, its engine and its supervisor live on and serve."""
+    """One server for all tests; its engine and its supervisor must survive and serve."""
     with lasting.connect() as client:
         before = client.status()["engines"]
     yield lasting
@@ -67,7 +67,7 @@ def test_a_model_that_failed_to_load_can_be_unloaded_and_loaded_again(server, cl
     assert "broken" in client.models()  # the configuration names it
 
 
-def test_a_model_that_is_still_loading_can_be_unloaded_and_nothing_of_it_comes_later(server, client):
+def test_a_model_that_is_still_loading_can_be_unloaded_completely(server, client):
     load_behind(server, "slow", SLOW)
     assert "slow" in client.models()
     client.unload("slow")
@@ -92,7 +92,7 @@ def test_loads_and_unloads_of_one_name_in_any_order_end_with_the_last(server):
 
 
 @pytest.mark.parametrize("factory", ["says", "named"])
-def test_text_that_no_codec_takes_reaches_who_asked_as_text_that_one_takes(server, client, factory):
+def test_text_that_cannot_be_encoded_reaches_the_client_in_a_valid_form(server, client, factory):
     args = {"text": SURROGATE} if factory == "says" else {"name": SURROGATE}
     with server.connect() as local, pytest.raises(ModelFailed, match=r"half \? a pair"):
         local.load("odd", {"factory": f"tests.models:{factory}", "args": args})
@@ -127,12 +127,12 @@ def test_a_failed_load_of_a_new_model_leaves_the_server_as_it_was(server, client
         assert (local.models(), not_ready(local.status())) == (before, health)
     with pytest.raises(ModelFailed, match="never works"):
         client.model("try")
-    client.unload("try")  # what is remembered of it
+    client.unload("try")  # what is recorded of it
     with pytest.raises(ModelNotFound):
         client.describe("try")
 
 
-def test_a_model_that_is_being_added_makes_nobody_unready(server):
+def test_a_model_that_is_being_added_does_not_affect_readiness(server):
     with server.connect() as client:
         health = not_ready(client.status())
         load_behind(server, "slow", SLOW)
@@ -148,7 +148,7 @@ def test_the_log_has_the_models_traceback(server):
     wait_until(lambda: "in forward" in server.text(), 20, "the traceback in the log")
 
 
-def test_a_reload_to_another_spec_that_fails_late_computes_for_nobody_in_the_wrong_memory(server):
+def test_a_reload_to_another_spec_that_fails_late_never_computes_in_the_wrong_memory(server):
     with server.connect() as client:
         client.load("spec", {"factory": "tests.models:affine"})
         with pytest.raises(ModelFailed):
@@ -160,7 +160,7 @@ def test_a_reload_to_another_spec_that_fails_late_computes_for_nobody_in_the_wro
         client.unload("spec")
 
 
-def test_new_settings_end_publications_only_where_they_say_so(server):
+def test_new_settings_end_publications_only_if_they_say_so(server):
     with server.connect() as client:
         client.load("policy", {"factory": "tests.models:affine", "publish": "double_buffer"})
         with client.publisher("policy") as publisher:

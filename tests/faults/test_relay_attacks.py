@@ -74,7 +74,7 @@ def still_answers(server):
 
 
 def test_a_client_that_does_not_read_costs_the_relay_no_more_than_one_lane(server, dealer):
-    """On the present rows it asks without end, and never takes an answer; others are answered meanwhile."""
+    """A client sends requests without end and never reads an answer; other clients are answered meanwhile."""
     control = dealer()
     lease = call(control, lease=LeaseRequest(model="big", rows=8)).lease
     relay = psutil.Process(server.relay)
@@ -109,7 +109,7 @@ def test_a_client_that_reads_slowly_gets_every_answer(server):
                 np.testing.assert_allclose(ticket.result(timeout=60).outputs, expected, atol=1e-5)
 
 
-def test_control_answers_that_nobody_reads_are_not_kept_without_end(server, dealer):
+def test_unread_control_answers_are_bounded(server, dealer):
     relay = psutil.Process(server.relay)
     still_answers(server)
     before = relay.memory_info().rss
@@ -123,7 +123,7 @@ def test_control_answers_that_nobody_reads_are_not_kept_without_end(server, deal
     still_answers(server)
 
 
-def test_a_control_message_too_large_for_the_supervisor_costs_nobody_else_a_call(server, dealer):
+def test_a_control_message_too_large_for_the_supervisor_fails_no_other_call(server, dealer):
     rude, polite = dealer(b"Rrude"), dealer(b"Rpolite")
     assert call(polite, hello=Hello(client="x")).HasField("server")
     stop, failed, asked = threading.Event(), [], [0]
@@ -156,8 +156,8 @@ def test_a_control_message_too_large_for_the_supervisor_costs_nobody_else_a_call
     assert call(rude, hello=Hello(client="x")).HasField("server")
 
 
-def test_more_calls_than_the_supervisor_takes_are_told_so(server, dealer):
-    """While it hangs. Once it is back, everybody is answered."""
+def test_more_calls_than_the_supervisor_accepts_get_an_error(server, dealer):
+    """The supervisor hangs. When it continues, all clients are answered."""
     one = dealer(b"Rmany", SNDHWM=0, RCVHWM=0)
     assert call(one, hello=Hello(client="x")).HasField("server")
     body = ControlRequest(hello=Hello(client="x")).SerializeToString()
@@ -202,7 +202,7 @@ COMMANDS = [
 
 @pytest.mark.parametrize("identity", [b"Rsame", b""], ids=["one name", "no name"])
 def test_a_flood_of_connections_with_pings_ends_no_relay(server, identity):
-    """Connections that all bear one name, speak ZeroMQ's commands in any order, and end in the middle."""
+    """Connections that all use one name, send ZeroMQ's commands in any order, and end in the middle."""
     host, port = server.where.removeprefix("tcp://").rsplit(":", 1)
     rng = random.Random(7)
     until, kept = time.monotonic() + 5, []
@@ -228,7 +228,7 @@ def test_a_flood_of_connections_with_pings_ends_no_relay(server, identity):
     assert server.pids()["relay"] == server.relay
 
 
-def test_nobody_takes_the_place_of_a_client_by_its_name(server, dealer):
+def test_no_client_replaces_another_by_its_name(server, dealer):
     first = dealer(b"Rvictim")
     lease = call(first, lease=LeaseRequest(model="affine", rows=2)).lease
     thief = dealer(b"Rvictim")

@@ -47,7 +47,7 @@ def leased(server):
         return client.status()["lanes"]["rows"]
 
 
-def test_a_killed_remote_client_gives_its_rows_back(server, where):
+def test_the_rows_of_a_killed_remote_client_are_returned(server, where):
     code = (
         "import sys, time\nfrom jurybox.client import connect\n"
         f"client = connect({where!r})\nmodel = client.model('affine', rows=40)\nprint('here', flush=True)\n"
@@ -72,7 +72,7 @@ def test_an_idle_remote_client_keeps_its_rows(server, where):
     wait_until(lambda: leased(server) == 0, 20, "the rows came back")
 
 
-def test_a_killed_relay_comes_back_and_remote_clients_with_it_while_local_ones_notice_nothing(server, where):
+def test_a_killed_relay_is_restarted_remote_clients_reconnect_and_local_ones_are_not_affected(server, where):
     local = server.connect()
     remote = connect(where)
     here, there = local.model("affine"), remote.model("affine", rows=4)
@@ -100,15 +100,15 @@ def test_a_killed_relay_comes_back_and_remote_clients_with_it_while_local_ones_n
     wait_until(lambda: leased(server) == 0, 20, "the rows of the dead relay came back")
 
 
-def test_a_lease_that_went_down_with_its_relay_is_asked_again(server, where):
-    """Nobody but the broken connection tells that the request is lost: it must not wait for its whole time-out."""
+def test_a_lease_that_was_lost_with_its_relay_is_requested_again(server, where):
+    """Only the broken connection shows that the request is lost: it must not wait for its whole time-out."""
     pids = server.pids()
     with connect(where, timeout=50) as client, ThreadPoolExecutor(1) as pool:
         os.kill(pids["supervisor"], signal.SIGSTOP)
         try:
             began = time.monotonic()
             asked = pool.submit(client.model, "affine", rows=4)
-            time.sleep(0.5)  # the relay has passed it on, and nobody reads it
+            time.sleep(0.5)  # the relay has passed it on, and no engine reads it
             os.kill(pids["relay"], signal.SIGKILL)
         finally:
             os.kill(pids["supervisor"], signal.SIGCONT)
@@ -119,7 +119,7 @@ def test_a_lease_that_went_down_with_its_relay_is_asked_again(server, where):
     wait_until(lambda: leased(server) == 0, 20, "the rows came back")
 
 
-def test_a_relay_that_was_replaced_long_ago_makes_nobody_lease_twice(server, where):
+def test_a_relay_that_was_replaced_long_ago_causes_no_second_lease(server, where):
     pids = server.pids()
     with connect(where, timeout=50) as client, ThreadPoolExecutor(1) as pool:
         client.status()
@@ -141,8 +141,8 @@ def test_a_relay_that_was_replaced_long_ago_makes_nobody_lease_twice(server, whe
 
 
 @pytest.mark.parametrize("answered", [True, False])
-def test_a_lease_that_is_asked_again_over_another_connection_is_the_same(server, where, answered):
-    """The answer went down with the first connection; its lane would be nobody's for as long as the client lives."""
+def test_a_lease_requested_again_over_another_connection_is_the_same(server, where, answered):
+    """The answer was lost with the first connection; its lane would be unused for as long as the client lives."""
     context, pids = zmq.Context(), server.pids()
 
     def ask():
@@ -178,7 +178,7 @@ def test_a_lease_that_is_asked_again_over_another_connection_is_the_same(server,
     wait_until(lambda: leased(server) == 0, 20, "the rows came back")
 
 
-def test_a_lease_that_comes_too_late_is_given_back(server, where):
+def test_a_lease_that_arrives_too_late_is_returned(server, where):
     """Its caller has given up; the relay would hold it for as long as that client lives."""
     with connect(where, timeout=50) as client:
         client.status()
@@ -264,7 +264,7 @@ def test_no_answer_is_lost_to_the_relays_looks_at_its_tickets(server, openly):
         thread.join(20)
 
 
-def test_a_killed_server_is_told_to_remote_clients(server, where, monkeypatch):
+def test_remote_clients_get_an_error_for_a_killed_server(server, where, monkeypatch):
     """The last, since it ends the server of all."""
     monkeypatch.setattr("jurybox.client.remote.connection._TIMEOUT", 1.0)
     client = connect(where)
@@ -274,5 +274,5 @@ def test_a_killed_server_is_told_to_remote_clients(server, where, monkeypatch):
     with pytest.raises(ServerGone, match="1 tickets of 'moody' in flight"):
         ticket.result(timeout=60)
     client.close()
-    # What was the server's is swept only when the last of its killed threads has let go of it.
+    # The server's files are removed only when the last of its killed threads has released them.
     wait_until(lambda: (sweep(), segments() <= server.before)[1], 30, "shared memory as it was before")

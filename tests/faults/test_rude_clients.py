@@ -1,4 +1,4 @@
-"""Clients that break the rules, ask for nonsense, have no files left, never read, or come and go by the thousand."""
+"""Clients that violate the protocol, run out of descriptors, never read, or reconnect by the thousand."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def server(tmp_path_factory):
 
 
 class Honest(threading.Thread):
-    """Asks through a transport for as long as the ``with`` lasts; every answer must be right."""
+    """Send requests over a transport during the ``with`` block; every answer must be right."""
 
     def __init__(self, server, transport: str) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class Honest(threading.Thread):
             while self._on:
                 self.wrong += not np.array_equal(self.model.infer(X, timeout=20), 2 * X + 1)
                 self.answered += 1
-        except Exception as error:  # noqa: BLE001  whatever it is, the test tells it
+        except Exception as error:  # noqa: BLE001  the test reports it
             self.error = error
 
     def __enter__(self):
@@ -73,7 +73,7 @@ def lane_and_rings(server, client, model):
     return lane, scoreboard.lanes[lane].copy(), scoreboard, ShmRings.attach(name)
 
 
-def test_tickets_of_garbage_and_for_foreign_rows_harm_nobody_else(server):
+def test_invalid_tickets_and_those_for_foreign_rows_affect_no_other(server):
     """As a broken client would: posted by the rules of the rings, with nonsense in them."""
     rng = np.random.default_rng(5)
     with Honest(server, "shm") as here, Honest(server, "zmq"), server.connect() as client:
@@ -98,14 +98,14 @@ def test_tickets_of_garbage_and_for_foreign_rows_harm_nobody_else(server):
             return len(answers) == len(allowed)
 
         wait_until(all_answered, 30, "an answer to every ticket")
-        # More than its rows at once is more than an honest client can ask: some of what is allowed may be turned away.
+        # An honest client never sends more than its rows at once, so some of these requests may be refused.
         right = {True: (Code.OK, Code.BUSY), False: (Code.REFUSED,)}
         assert {number: answers[number] for number, may in allowed.items() if answers[number] not in right[may]} == {}
         assert any(code == Code.OK for code in answers.values())
         rings.close()
 
 
-def test_a_rings_scribbled_over_ends_nobody_and_the_other_transport_goes_on(server):
+def test_an_overwritten_ring_segment_ends_no_process_and_the_other_transport_serves(server):
     """Memory of the same user, written to at random: its own transport may suffer, the server must not."""
     rng = np.random.default_rng(6)
     with Honest(server, "zmq"), server.connect() as client:
@@ -115,7 +115,7 @@ def test_a_rings_scribbled_over_ends_nobody_and_the_other_transport_goes_on(serv
         for _ in range(200):
             at = int(rng.integers(0, len(memory) - 4096))
             memory[at : at + 4096] = rng.integers(0, 256, 4096, dtype=np.uint8)
-            memory[: 64 * 40] = rng.integers(0, 256, 64 * 40, dtype=np.uint8)  # who sleeps, whose lanes have tickets
+            memory[: 64 * 40] = rng.integers(0, 256, 64 * 40, dtype=np.uint8)  # sleeping clients, lanes with tickets
             time.sleep(0.001)
         memory[:] = 0  # a new life's rings would be so
         rings.close()
@@ -132,7 +132,7 @@ def test_a_client_that_never_reads_its_answers_costs_only_itself(server, transpo
 
 
 def test_a_peer_that_sends_and_never_reads_costs_only_itself(server):
-    """Tickets without end by hand, and nobody who takes the answers."""
+    """Post tickets without end by hand, and read no answers."""
     with Honest(server, "zmq") as honest, server.connect(transport="zmq") as client:
         model = client.model("affine", rows=4)
         lane, record, scoreboard, rings = lane_and_rings(server, client, model)
@@ -186,7 +186,7 @@ for free in range(0, 36, 2):
 """
 
 
-def test_a_client_without_descriptors_is_told_so_and_lives(server, transport):
+def test_a_client_without_descriptors_gets_an_error_and_still_works(server, transport):
     done = subprocess.run(
         [sys.executable, "-c", POOR, server.address, transport], capture_output=True, text=True, timeout=100
     )
@@ -219,7 +219,7 @@ sys.stdin.read()
 
 
 def come_and_go(server, processes: int, each: int) -> None:
-    """So many clients, the last of every process killed with a request in flight."""
+    """Run so many clients; the last of each process is killed with a request in flight."""
     with server.connect() as client:
         wait_until(lambda: client.status()["lanes"]["in_use"] == 0, 30, "an empty house")
         descriptors = files_of(server)

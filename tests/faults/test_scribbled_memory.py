@@ -78,7 +78,7 @@ def scribbler(name, seed, first=0, last=0):
     return process
 
 
-def test_nobody_changes_the_size_of_any_segment(server):
+def test_the_size_of_a_segment_cannot_change(server):
     held = names(server)
     assert {name.rsplit("-", 2)[1] for name in held} == {"scoreboard", "arena", "rings", "timings", "weights"}
     for name in held:
@@ -104,7 +104,7 @@ def test_a_server_answers_right_a_moment_after_its_memory_was_scribbled(server, 
         while process.poll() is None:
             try:
                 model.infer(X, timeout=0.5)
-            except Error as error:  # named; what is no error of ours fails the test
+            except Error as error:  # named; any exception that is not a Jurybox error fails the test
                 seen.append(type(error).__name__)
             try:
                 client.status()
@@ -163,7 +163,7 @@ def test_engines_do_not_spin_over_a_channel_that_was_scribbled(server):
     assert (spent() - before) / os.sysconf("SC_CLK_TCK") < 0.5 * (time.monotonic() - began)
 
 
-def test_who_is_there_when_the_server_dies_is_told_though_its_scoreboard_is_nonsense(tmp_path):
+def test_clients_notice_the_servers_death_despite_an_overwritten_scoreboard(tmp_path):
     with serving(tmp_path, MODELS) as server, server.connect() as client:
         model = client.model("affine", rows=4)
         model.infer(X)

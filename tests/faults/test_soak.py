@@ -1,4 +1,4 @@
-"""The soak itself, in short: that it serves its load, finds nothing wrong and writes what it saw."""
+"""A short soak: it serves its load, finds no fault and writes its observations."""
 
 from __future__ import annotations
 

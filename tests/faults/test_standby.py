@@ -1,4 +1,4 @@
-"""A process on standby takes the place of one that was killed, and its own death is nobody's loss."""
+"""A standby process replaces one that was killed, and its own death has no effect."""
 
 import os
 import signal
@@ -42,7 +42,7 @@ def serving_and_waiting(server, client) -> tuple[int, int]:
     return engine, waiting
 
 
-def test_who_waits_takes_a_killed_engines_place_and_another_one_waits(server):
+def test_a_standby_replaces_a_killed_engine_and_another_one_is_started(server):
     with server.connect() as client:
         model = client.model("affine", rows=2)
         engine, waiting = serving_and_waiting(server, client)
@@ -52,7 +52,7 @@ def test_who_waits_takes_a_killed_engines_place_and_another_one_waits(server):
         assert serving_and_waiting(server, client)[0] == waiting
 
 
-def test_who_waits_takes_a_killed_gateways_place(server):
+def test_a_standby_replaces_a_killed_gateway(server):
     wait_until(lambda: len(processes(server, "gateway")) == 2, 60, "a process on standby")
     gateway = server.pids()["gateway"]
     (waiting,) = processes(server, "gateway") - {gateway}
@@ -65,7 +65,7 @@ def test_who_waits_takes_a_killed_gateways_place(server):
     wait_until(lambda: len(processes(server, "gateway")) == 2, 60, "another process on standby")
 
 
-def test_who_waits_takes_a_killed_relays_place(server):
+def test_a_standby_replaces_a_killed_relay(server):
     wait_until(lambda: len(processes(server, "relay")) == 2, 60, "a process on standby")
     relay = server.pids()["relay"]
     (waiting,) = processes(server, "relay") - {relay}
@@ -83,7 +83,7 @@ def healthy(server) -> bool:
         return False
 
 
-def test_the_death_of_who_waits_costs_nothing_and_the_next_engine_starts_without_it(server):
+def test_the_death_of_a_standby_has_no_effect_and_the_next_engine_starts_without_it(server):
     with server.connect() as client:
         model = client.model("affine", rows=2)
         engine, waiting = serving_and_waiting(server, client)
@@ -93,7 +93,7 @@ def test_the_death_of_who_waits_costs_nothing_and_the_next_engine_starts_without
         assert client.status()["engines"][0]["pid"] not in (engine, waiting)
 
 
-def test_a_server_that_stops_or_dies_leaves_nobody_waiting(server):
+def test_no_client_keeps_waiting_for_a_server_that_stops_or_dies(server):
     with server.connect() as client:
         serving_and_waiting(server, client)
     children = set(children_of(server.process.pid))

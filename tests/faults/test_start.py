@@ -14,7 +14,7 @@ from jurybox.server.inproc import InprocServer
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
-    """One that goes on whatever is started beside it, without a model that fails."""
+    """A model that keeps serving, without the one that fails, whatever is started beside it."""
     models = {**MODELS, "broken": {"factory": "tests.models:broken"}}
     with leaving_nothing(), serving(tmp_path_factory.mktemp("server"), models) as running:
         yield running
@@ -25,7 +25,7 @@ def ended(running, timeout=60):
     return code, running.text()
 
 
-def test_a_second_server_at_the_same_address_is_refused_and_the_first_goes_on(server):
+def test_a_second_server_at_the_same_address_is_refused_and_the_first_keeps_serving(server):
     second = launch(server.log.parent, MODELS)
     code, text = ended(second)
     assert code == 3
@@ -52,7 +52,7 @@ def test_too_little_memory_is_a_clear_error_at_start(memory, tmp_path, nothing_l
     assert "docker run --memory" in text
 
 
-def test_a_server_whose_models_all_fail_does_not_start_and_says_why_of_each(tmp_path, nothing_left):
+def test_a_server_whose_models_all_fail_does_not_start_and_reports_each_reason(tmp_path, nothing_left):
     why = {
         "tests.models:broken": "this factory never works",
         "tests.nothing:x": "cannot import",
@@ -65,7 +65,7 @@ def test_a_server_whose_models_all_fail_does_not_start_and_says_why_of_each(tmp_
         assert any(f"model=m{at} " in line and says in line for line in text.splitlines()), (at, text)
 
 
-def test_start_and_stop_leave_nothing_but_what_models_say_at_their_end(tmp_path, nothing_left):
+def test_start_and_stop_leave_only_the_models_output(tmp_path, nothing_left):
     for _ in range(2):
         with serving(tmp_path, {**MODELS, "last": {"factory": "tests.models:last_words"}}) as server:
             with server.connect() as client:
@@ -93,7 +93,7 @@ def test_start_and_stop_one_hundred_times_leaves_nothing(tmp_path, nothing_left)
             assert server.stop() == 0
 
 
-def test_a_dry_run_says_what_it_tried_and_not_that_it_serves(tmp_path, nothing_left):
+def test_a_dry_run_reports_what_it_tried_and_not_that_it_serves(tmp_path, nothing_left):
     def tried(models):
         running = launch(tmp_path, models, flags=["--dry-run"])
         return ended(running, 90)
@@ -105,7 +105,7 @@ def test_a_dry_run_says_what_it_tried_and_not_that_it_serves(tmp_path, nothing_l
     assert "tried, with models that failed" in text and "failed=broken" in text and "broken (" not in text
 
 
-def test_a_server_that_serves_without_some_models_says_so(server):
+def test_a_server_that_serves_without_some_models_reports_it(server):
     line = next(line for line in server.text().splitlines() if "supervisor serving" in line)
     assert " warning supervisor serving, without models that failed " in line
     assert "affine (ready)" in line and "failed=broken" in line and "broken (" not in line

@@ -1,4 +1,4 @@
-"""SIGSTOP of engine, relay and gateway: replaced when they hang, spared when everybody was stopped."""
+"""SIGSTOP of engine, relay and gateway: replaced when they hang, but not if all processes were stopped."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def server(tmp_path, nothing_left):
 
 
 @pytest.mark.slow
-def test_stopped_processes_are_replaced_and_what_they_had_is_answered(server, transport):
+def test_stopped_processes_are_replaced_and_their_requests_answered(server, transport):
     http = f"http://{server.listening('http')}"
     pids = server.pids()
     with (
@@ -43,7 +43,7 @@ def test_stopped_processes_are_replaced_and_what_they_had_is_answered(server, tr
         np.testing.assert_array_equal(there.infer(X, timeout=60), 2 * X + 1)
         wait_until(lambda: ready(http), 60, "the gateway")
     assert not set(server.pids().values()) & {pids[role] for role in ("engine-0", "relay", "gateway")}
-    assert server.text().count("hangs, killing it") >= 3  # more where the machine gives somebody no core for so long
+    assert server.text().count("hangs, killing it") >= 3  # more if the machine gives a process no core for so long
 
 
 @pytest.mark.slow

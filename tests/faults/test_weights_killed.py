@@ -46,7 +46,7 @@ class Nursery:
 
 
 def kill_writers(times: int, nbytes: int) -> int:
-    """Kill so many publishers in a row; gives how many died in the middle of a slot."""
+    """Kill so many publishers in a row; return how many died while they wrote a slot."""
     chance = random.Random(20)
     name = segment_name(f"kill{uuid.uuid4().hex[:8]}", "weights")
     half_written = 0
@@ -57,7 +57,7 @@ def kill_writers(times: int, nbytes: int) -> int:
             for _ in range(times):
                 pid = nursery.start("write")
                 assert reader.wait_newer_than(last, timeout=30), "the next publisher did not take over"
-                time.sleep(chance.random() * 0.005)  # the random point, which is what is tested
+                time.sleep(chance.random() * 0.005)  # the random point that is tested
                 nursery.kill(pid)
                 announced = channel.newest
                 state, version, extra = reader.read(timeout=5)
@@ -98,7 +98,7 @@ def test_a_killed_publisher_leaves_the_last_whole_version_and_its_place():
     assert kill_writers(40, 1_000_000) > 0, "no publisher died in the middle of a slot: this run has shown nothing"
 
 
-def test_a_killed_reader_disturbs_nobody():
+def test_a_killed_reader_affects_no_other():
     kill_readers(15, 1_000_000)
 
 

@@ -33,7 +33,7 @@ def race(nbytes: int, seconds: float, *, mode: Mode = "double_buffer", pause: fl
             for role, name, *values in roles
         ]
         try:
-            if not verify:  # one tear is what was to be shown; who saw it ends
+            if not verify:  # one torn read is enough; the reader that found it ends
                 ended = lambda: [run for run in runs[1:] if run.poll() is not None]  # noqa: E731
                 wait_until(ended, seconds + 60, "a tear")
                 return json.loads(ended()[0].communicate()[0])

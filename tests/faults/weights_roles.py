@@ -1,7 +1,7 @@
 """The processes of the weights channel's fault tests: a publisher at full speed, readers that check every element.
 
 Run as a script: ``weights_roles.py ROLE CHANNEL ...``. Every element of version v is `pattern(v)`, in every tensor, and
-the extra says v as well; so any mixture of two versions shows.
+the extra contains v as well, so any mixture of two versions is detected.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _BLOCK = 1 << 16
 
 
 def pattern(version: int) -> int:
-    """A word whose every byte differs between neighbouring versions (an odd factor, modulo 2**64)."""
+    """Return a word of which every byte differs between neighbouring versions (an odd factor, modulo 2**64)."""
     return version * 0x9E3779B97F4A7C15 % 2**64
 
 
@@ -35,7 +35,7 @@ def layout(nbytes: int) -> WeightsLayout:
 
 
 def torn_words(state: dict, version: int) -> int:
-    """How many elements are not of `version`; in blocks that stay in the cache."""
+    """Return the number of elements that are not of `version`; computed in blocks that fit into the cache."""
     expected = np.uint64(pattern(version))
     return sum(
         int(np.count_nonzero(array[at : at + _BLOCK] != expected))
@@ -66,7 +66,7 @@ def read(name: str, seconds: float, verify: bool = True, stop_at_tear: bool = Fa
     parts = np.array([[flat.ctypes.data, 0, flat.size, 0, 0]], np.uint64)
     counts = {"reads": 0, "tries": 0, "torn": 0, "backwards": 0, "extra": 0}
     seen, end = 0, time.monotonic() + seconds
-    # Whom the publisher overtook for all its time still reads what it left.
+    # A reader that the publisher always overtook still reads the last version.
     while (time.monotonic() < end or counts["reads"] < 2) and not (stop_at_tear and counts["torn"]):
         try:
             if verify:
@@ -86,7 +86,7 @@ def read(name: str, seconds: float, verify: bool = True, stop_at_tear: bool = Fa
 
 
 def nursery(name: str) -> None:
-    """Fork a writer or a reader of the channel for each line of input, and say its pid: victims without start-up."""
+    """Fork a writer or a reader for each line of input, and print its pid: victims without start-up time."""
     for line in sys.stdin:
         pid = os.fork()
         if pid == 0:

@@ -62,9 +62,9 @@ def warm_up(server):
 
 @pytest.fixture
 def nothing_leaks(server, capsys):
-    """The processes after the test hold what they held before; with FUZZ_FIGURES=1 it says by how much they grew.
+    """After the test, the processes hold no more memory than before; with FUZZ_FIGURES=1 it prints the difference.
 
-    Gives a `Watched` to tell how many inputs came.
+    Yield a `Watched` that counts the inputs.
     """
     warm_up(server)
     before = holdings(server)

@@ -41,10 +41,10 @@ def own_memory(process: psutil.Process) -> int:
 
 
 class Watched:
-    """Looks at a server's memory after every 10,000 inputs, and says whether it stays flat.
+    """Reads a server's memory after every 10,000 inputs, and reports whether it grows.
 
-    What grows once (pools, caches, pieces of a heap) has grown after the first inputs; what grows with every input
-    goes on. So a slope counts, from the looks after the warm-up, and not a sum.
+    Pools, caches and fragments of a heap grow with the first inputs only; a leak grows with every input. So the slope
+    of the readings after the warm-up is tested, and not a sum.
     """
 
     EVERY = 10_000  # inputs between two looks
@@ -56,7 +56,7 @@ class Watched:
         self._looks: list[tuple[int, dict[str, int]]] = []
 
     def came(self, count: int) -> None:
-        """So many inputs were sent, and answered."""
+        """Record that so many inputs were sent and answered."""
         self.sent += count
         if self.sent // self.EVERY > len(self._looks):
             self._looks.append((self.sent, {role: own_memory(it) for role, it in self._processes.items()}))
@@ -73,9 +73,9 @@ class Watched:
         }
 
     def require_flat(self, most: int = 1 << 20) -> None:
-        """None grows by `most` bytes in 10,000 inputs: 100 bytes each, less than any object of Python's that is kept.
+        """Assert that none grows by `most` bytes in 10,000 inputs: 100 bytes each, less than any Python object.
 
-        Where there were too few inputs to tell, nothing is asked.
+        With too few inputs nothing is checked.
         """
         for role, slope in self.slopes().items():
             assert slope < most, f"{role} grows with every input: {self.told()}"
@@ -92,7 +92,7 @@ class Watched:
 
 
 def grown(before: Holdings, after: Holdings) -> str:
-    """In words, for whoever wants figures."""
+    """A readable summary."""
     return "; ".join(
         f"{role}: {(after.own[role] - before.own[role]) / 2**20:+.1f} MiB, {after.fds[role] - before.fds[role]:+d} "
         f"descriptors, {after.threads[role] - before.threads[role]:+d} threads"

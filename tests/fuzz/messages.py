@@ -21,7 +21,7 @@ def sending(examples: int, *, same: bool) -> settings:
         max_examples=examples,
         deadline=None,
         database=None,
-        phases=[Phase.generate],  # a batch that does harm is shown as it is: making it smaller takes minutes
+        phases=[Phase.generate],  # a failing batch is reported as it is: shrinking it takes minutes
         suppress_health_check=list(HealthCheck),
         derandomize=same,
     )
@@ -103,7 +103,7 @@ def mutated(draw, messages):
     return bytes(content)
 
 
-_MOST_BENT = 4096  # bytes: what is large comes large as it was thought of, and not again and again
+_MOST_BENT = 4096  # bytes: large values are sent as generated, and not repeatedly
 
 
 def bent(content: bytes, random: Random) -> bytes:

@@ -1,4 +1,4 @@
-"""Any bytes as an answer: a client raises an error of the table, and nothing else."""
+"""Arbitrary bytes as an answer: a client raises only documented errors."""
 
 import contextlib
 

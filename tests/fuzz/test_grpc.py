@@ -1,4 +1,4 @@
-"""Any bytes in any call of the gRPC transport: a status, and the gateway goes on. No crash, no hang, no leak."""
+"""Arbitrary bytes in any gRPC call get a status, and the gateway keeps serving. No crash, no hang, no leak."""
 
 from random import Random
 
@@ -121,7 +121,7 @@ INFER = st.builds(
     PARAMETERS,
     st.sampled_from([0, 1, 2, 1000, 3000]),
 ).map(lambda request: request.SerializeToString())
-# Few bytes of which there come many: what they become in memory, and unpacked, is no longer small.
+# Few bytes that are sent often and become large when parsed or unpacked.
 BOMBS = st.builds(
     lambda field, content, count: b"\x0a\x06affine" + (bytes([field << 3 | 2, len(content)]) + content) * count,
     st.integers(1, 9),

@@ -24,7 +24,7 @@ LONG = pytest.param(600, id="long", marks=[pytest.mark.slow, pytest.mark.timeout
 
 
 def told_why(content: bytes) -> bool:
-    """Whether a failure says in JSON what it is: an exception that got through would not."""
+    """Return whether a failure has a JSON body: an unhandled exception has none."""
     try:
         told = json.loads(content)
     except ValueError:

@@ -95,7 +95,7 @@ class Rpc:
             return None
 
     def usual(self, content):
-        """Over a stream, whose requests are always read in full."""
+        """The answer over a stream, whose requests are always parsed by protobuf."""
         try:
             answer = pb.ModelStreamInferResponse.FromString(next(self.stream(iter([content]), timeout=20)))
         except grpc.RpcError:

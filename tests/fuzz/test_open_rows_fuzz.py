@@ -1,4 +1,4 @@
-"""Extents, session records and bytes as a hostile client of the same user may write them: nobody else is harmed."""
+"""Extents, session records and bytes of a hostile client of the same user: other clients are not affected."""
 
 from __future__ import annotations
 

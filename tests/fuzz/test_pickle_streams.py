@@ -1,4 +1,4 @@
-"""A million broken pickles: each is read or refused, quickly, and nothing else happens."""
+"""A million broken pickles: each is read or refused quickly, without side effects."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Any bytes in shared memory that this user's processes can write to: what was published, or an error of the table."""
+"""Arbitrary bytes in shared memory: readers get the published data or a documented error."""
 
 import contextlib
 import os
@@ -31,7 +31,7 @@ def name():
 
 @pytest.fixture
 def watched(capsys):
-    """This process's own memory and descriptors: no server is asked here."""
+    """This process's own memory and descriptors: there is no server here."""
     process = psutil.Process()
     files, watched = process.num_fds(), Watched({"reader": process})
     yield watched
@@ -64,7 +64,7 @@ def scribble(memory, begin, end, random):
 @pytest.mark.parametrize("mode", ["double_buffer", "snapshot"])
 @pytest.mark.parametrize("count", [SHORT, LONG])
 def test_any_bytes_in_a_weights_channel(name, watched, mode, count):
-    """Whoever attaches or reads is given what was published, of which every word is checked, or told that it is not."""
+    """A process that attaches or reads gets what was published, of which every word is checked, or an error."""
     random = Random(count)
     with (
         WeightsChannel.create(name, WeightsLayout.of(STATE), mode, extra_bytes=512) as channel,
@@ -88,7 +88,7 @@ def test_any_bytes_in_a_weights_channel(name, watched, mode, count):
             scribble(memory, *place, random)
             watched.came(1)
             began = time.monotonic()
-            if place in head:  # who has attached does not look there again
+            if place in head:  # an attached process does not read it again
                 with contextlib.suppress(Error), WeightsChannel.attach(name) as attached:
                     assert attached.layout.nbytes == channel.layout.nbytes
             try:
@@ -107,7 +107,7 @@ def test_any_bytes_in_a_weights_channel(name, watched, mode, count):
 
 @pytest.mark.parametrize("count", [SHORT, LONG])
 def test_any_bytes_in_a_scoreboards_head(name, watched, count):
-    """Who attaches to a scoreboard finds the scoreboard, or is told that it is none; never memory beyond its end."""
+    """A process that attaches to a scoreboard gets it or an error, and never memory beyond its end."""
     random = Random(count)
     scoreboard = Scoreboard.create(name, 2, 1.0)
     try:

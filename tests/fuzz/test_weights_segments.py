@@ -1,7 +1,7 @@
-"""A weights channel whose words another process of this user has written over: an error, or the weights as published.
+"""A weights channel that another process of this user has overwritten: an error, or the weights as published.
 
-What is scribbled on is what says what the weights are: the head, the layout, the words that processes agree by, the
-extra. Bytes of the weights themselves carry no checksum; a process that may map them can change them.
+The tests overwrite all but the weights: the head, the layout, the words for synchronisation, the extra. The weights
+have no checksum; a process that may map them can change them.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def checked(what: str, published: set[int], read) -> int:
 
 
 def fuzz(mode: str, times: int, seed: int) -> tuple[int, int]:
-    """How many reads gave an error, and how many gave what was published; an AssertionError for anything else."""
+    """Return the number of reads with an error and with the published weights; AssertionError for others."""
     layout = WeightsLayout.of(weights(1))
     name = segment_name(f"fuzz{uuid.uuid4().hex[:8]}", "weights")
     errors = right = 0
@@ -98,7 +98,7 @@ def fuzz(mode: str, times: int, seed: int) -> tuple[int, int]:
                 failed = checked(what, published, read)
                 errors, right = errors + failed, right + 1 - failed
             with suppress(Error), Publisher(channel) as publisher:
-                # A scribbled number is as good as any, so long as what is read under it is what was published.
+                # An overwritten version number is allowed, as long as the weights read under it were published.
                 version = channel.newest + 1
                 given = publisher.publish(weights(version), {"version": version, "mean": [1.5] * 3})
                 assert given == version, what
@@ -115,8 +115,8 @@ def attached(name: str):
 
 
 @pytest.mark.parametrize("mode", ["double_buffer", "snapshot"])
-def test_a_scribbled_channel_gives_an_error_or_what_was_published(mode):
-    errors, right = in_a_child(lambda: fuzz(mode, 1000, 17))  # in a child, whose crash would be told
+def test_an_overwritten_channel_gives_an_error_or_published_weights(mode):
+    errors, right = in_a_child(lambda: fuzz(mode, 1000, 17))  # in a child process, whose crash is reported
     assert errors > 50 and right > 50, "this run has shown nothing"
 
 
@@ -129,7 +129,7 @@ def test_fifty_thousand_scribbles_a_mode(mode, seed):
     assert errors > 500 and right > 500
 
 
-def test_a_scribbled_extra_is_told_and_the_next_publication_is_read():
+def test_an_overwritten_extra_is_an_error_and_the_next_publication_is_read():
     name = segment_name(f"fuzz{uuid.uuid4().hex[:8]}", "weights")
     with WeightsChannel.create(name, WeightsLayout.of(weights(1))) as channel, Publisher(channel) as publisher:
         reader = WeightsReader(channel)

@@ -53,7 +53,7 @@ def test_a_pinned_batch_is_page_locked(replay: Replay) -> None:
     assert all(tensor.is_pinned() for tensor in batch.torch().values())
 
 
-def test_a_resident_replay_hands_out_what_the_host_does(replay: Replay) -> None:
+def test_a_resident_replay_samples_the_same_rows_as_the_host(replay: Replay) -> None:
     resident = replay.resident("cuda", seed=2)
     assert resident.refresh() == 4096
     for _ in range(20):

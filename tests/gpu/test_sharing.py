@@ -29,7 +29,7 @@ def client(server):
         yield connection
 
 
-def test_a_model_that_sleeps_gives_its_device_memory_back_and_answers_afterwards(client):
+def test_a_sleeping_model_frees_its_device_memory_and_answers_afterwards(client):
     model = client.model("heavy", rows=4)
     with client.publisher("heavy") as publisher:
         state = {f"parts.{i}": torch.full((256 * 2**18 // 16,), 7.0) for i in range(16)}

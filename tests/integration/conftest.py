@@ -16,9 +16,9 @@ MODELS = {
 
 @pytest.fixture(scope="session")
 def server(tmp_path_factory):
-    """One server for all files that start none of their own: they must leave it as they found it.
+    """One server for all files that start none of their own: each must leave it unchanged.
 
-    MATRIX_SERVER: the address of one that serves MODELS already, of another Python perhaps (tests/wheel).
+    MATRIX_SERVER: the address of a server that serves MODELS already, perhaps with another Python (tests/wheel).
     """
     if elsewhere := os.environ.get("MATRIX_SERVER"):
         yield ServerElsewhere(elsewhere)
@@ -29,7 +29,7 @@ def server(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def gateway_server(tmp_path_factory):
-    """Another, for clients over gRPC: its gateway keeps rows of every model."""
+    """Another server for clients over gRPC: its gateway leases rows of every model."""
     if elsewhere := os.environ.get("MATRIX_GATEWAY"):
         yield ServerElsewhere(elsewhere)
         return
@@ -44,22 +44,22 @@ def transport(request):
 
 @pytest.fixture
 def leased(transport):
-    """For promises about rows leased from the server's arena: over gRPC the gateway has those, for all its callers."""
+    """For tests of rows leased from the server's arena: over gRPC the gateway leases them for all its clients."""
     if transport == "grpc":
         pytest.skip("over gRPC a client leases no rows: those of its model are its own, and free when a call ends")
 
 
 @pytest.fixture
 def connecting(request, transport):
-    """Connects over a transport: those of the host by their name, others by the address that the server shows."""
+    """Return a function that connects: local transports by name, others by the server's address."""
     if transport in ("shm", "zmq"):
         server = request.getfixturevalue("server")
         return lambda: server.connect(transport=transport)
     if transport == "grpc":
         pytest.importorskip("grpc", reason="gRPC is not installed here: there are no wheels for a free-threaded Python")
     server = request.getfixturevalue("gateway_server" if transport == "grpc" else "server")
-    where = f"{transport}://{server.listening(transport)}"
-    return lambda: connect(where, timeout=60.0)
+    url = f"{transport}://{server.listening(transport)}"
+    return lambda: connect(url, timeout=60.0)
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""A process with nothing but the weights service, over a server's address: prints the port it listens on."""
+"""A process with only the weights service for a server's address: prints the port it listens on."""
 
 import asyncio
 import sys

@@ -1,4 +1,4 @@
-"""`jurybox bench`: processes that ask a real server, and what is told of them."""
+"""`jurybox bench`: client processes that load a real server, and its report."""
 
 from __future__ import annotations
 
@@ -29,26 +29,26 @@ def server(tmp_path_factory):
         yield running
 
 
-def line(server, *arguments):
+def command_line(server, *arguments):
     return [sys.executable, "-m", "jurybox.server.cli", "bench", *arguments, "--address", server.address]
 
 
 def bench(server, *arguments):
-    return subprocess.run(line(server, *arguments), capture_output=True, text=True, timeout=200, check=False)
+    return subprocess.run(command_line(server, *arguments), capture_output=True, text=True, timeout=200, check=False)
 
 
-def counted(server, model):
+def answered_requests(server, model):
     with server.connect() as connection:
         return next(each["requests"] for each in connection.status()["models"] if each["name"] == model)
 
 
-def test_what_it_counts_is_what_the_server_answered(server):
-    before = counted(server, "affine")
+def test_it_counts_the_requests_that_the_server_answered(server):
+    before = answered_requests(server, "affine")
     done = bench(server, "affine", "--clients", "1,2", "--seconds", "0.5", "--rows", "2", "--json")
     assert done.returncode == 0, done.stderr
     one, two = json.loads(done.stdout)
-    first_requests = 1 + 2  # one of each client, before it is measured
-    assert counted(server, "affine") - before == one["requests"] + two["requests"] + first_requests
+    first_requests = 1 + 2  # each client sends one before the measurement
+    assert answered_requests(server, "affine") - before == one["requests"] + two["requests"] + first_requests
     assert (one["clients"], two["clients"]) == (1, 2)
     for found in (one, two):
         assert found["rows_per_second"] == pytest.approx(2 * found["requests_per_second"])
@@ -82,7 +82,7 @@ def test_rows_of_a_file_are_sent(server, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "status", "said"),
+    ("arguments", "status", "message"),
     [
         ((), 2, "which model? The server has affine, moody, sum, text"),
         (("nowhere",), 1, "nowhere"),
@@ -90,27 +90,29 @@ def test_rows_of_a_file_are_sent(server, tmp_path):
         (("affine", "--inputs", __file__), 2, "no .npz file"),
     ],
 )
-def test_what_cannot_be_measured_is_told(server, arguments, status, said):
+def test_the_error_says_why_it_cannot_measure(server, arguments, status, message):
     done = bench(server, *arguments)
     assert done.returncode == status
-    assert said in " ".join(done.stderr.replace("│", " ").split())
+    assert message in " ".join(done.stderr.replace("│", " ").split())
 
 
-@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
-def test_its_clients_end_with_it(server, how):
-    started = subprocess.Popen(line(server, "affine", "--clients", "3", "--seconds", "300"), stdout=subprocess.DEVNULL)
+@pytest.mark.parametrize("sent_signal", [signal.SIGINT, signal.SIGKILL])
+def test_its_clients_end_with_it(server, sent_signal):
+    started = subprocess.Popen(
+        command_line(server, "affine", "--clients", "3", "--seconds", "300"), stdout=subprocess.DEVNULL
+    )
     try:
-        before = counted(server, "affine")
+        before = answered_requests(server, "affine")
         clients = []
 
-        def asking():
+        def all_clients_send():
             clients[:] = psutil.Process(started.pid).children()
-            return len(clients) == 3 and counted(server, "affine") > before + 30
+            return len(clients) == 3 and answered_requests(server, "affine") > before + 30
 
-        wait_until(asking, 120, "three clients ask")
-        os.kill(started.pid, how)
-        assert started.wait(60) == (130 if how == signal.SIGINT else -signal.SIGKILL)
-        wait_until(lambda: not any(client.is_running() for client in clients), 60, "its clients end")
+        wait_until(all_clients_send, 120, "three clients send requests")
+        os.kill(started.pid, sent_signal)
+        assert started.wait(60) == (130 if sent_signal == signal.SIGINT else -signal.SIGKILL)
+        wait_until(lambda: not any(client.is_running() for client in clients), 60, "the end of its clients")
     finally:
         started.kill()
         started.wait()

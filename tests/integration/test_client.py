@@ -1,4 +1,4 @@
-"""The client against a real server, over every transport: one suite, the same promises."""
+"""The client against a real server: the same tests over every transport."""
 
 import asyncio
 import threading
@@ -36,13 +36,13 @@ def test_many_rows_in_many_rows_out(client):
     np.testing.assert_array_equal(client.model("affine").infer(x), 2 * x + 1)
 
 
-def test_more_rows_than_lane_and_batch_go_in_pieces_and_come_back_in_order(client):
+def test_more_rows_than_lane_and_batch_are_split_and_return_in_order(client):
     model = client.model("affine", rows=24)
     x = rows(1000)
     np.testing.assert_array_equal(model.infer(x), 2 * x + 1)
 
 
-def test_a_client_that_brings_more_rows_than_it_was_given_gets_more(leased, client):
+def test_a_client_that_sends_more_rows_than_its_lane_has_gets_a_larger_one(leased, client):
     model = client.model("affine")
     small = model.requests.lane.rows
     x = rows(16)
@@ -50,17 +50,17 @@ def test_a_client_that_brings_more_rows_than_it_was_given_gets_more(leased, clie
     assert small < model.requests.lane.rows == 16
     with client.model("affine", rows=4) as fixed:
         np.testing.assert_array_equal(fixed.infer(x), 2 * x + 1)
-        assert fixed.requests.lane.rows == 4  # it had said what it needs
+        assert fixed.requests.lane.rows == 4  # its size was given
 
 
-def test_a_client_that_cannot_get_more_rows_makes_do_with_pieces(leased, client):
+def test_a_client_that_cannot_get_more_rows_splits_requests(leased, client):
     with client.model("moody", rows=60), client.model("moody") as model:
         x = rows(8)
         np.testing.assert_array_equal(model.infer(x), x + 1)
         assert model.requests.lane.rows == 1
 
 
-def test_a_server_too_busy_to_give_more_rows_at_once_is_asked_for_pieces(leased, client, monkeypatch):
+def test_requests_are_split_if_the_server_is_too_busy_to_lease_more_rows(leased, client, monkeypatch):
     def silent(rows, patient):
         raise ServerGone("no answer within 0.1 s")
 
@@ -87,18 +87,18 @@ def test_several_inputs_and_outputs_go_by_name(client):
 
 def test_several_tickets_are_in_flight_and_each_gets_its_own_answer(client):
     model = client.model("affine", rows=40)
-    questions = [rows(n) for n in (1, 5, 2, 16, 3)]
-    tickets = [model.submit(x) for x in questions]
-    for x, ticket in reversed(list(zip(questions, tickets, strict=True))):
+    inputs = [rows(n) for n in (1, 5, 2, 16, 3)]
+    tickets = [model.submit(x) for x in inputs]
+    for x, ticket in reversed(list(zip(inputs, tickets, strict=True))):
         np.testing.assert_array_equal(ticket.result().outputs, 2 * x + 1)
-    assert model.submit(rows(16)).rows == 16  # every row came back
+    assert model.submit(rows(16)).rows == 16  # every row was returned
 
 
 def test_more_tickets_than_a_ring_holds_are_all_answered(client):
     model = client.model("affine", rows=100)
-    questions = [rows(1) for _ in range(100)]
-    tickets = [model.submit(x) for x in questions]
-    for x, ticket in zip(questions, tickets, strict=True):
+    inputs = [rows(1) for _ in range(100)]
+    tickets = [model.submit(x) for x in inputs]
+    for x, ticket in zip(inputs, tickets, strict=True):
         np.testing.assert_array_equal(ticket.result().outputs, 2 * x + 1)
 
 
@@ -162,13 +162,13 @@ def test_threads_share_a_model(client):
     assert not wrong
 
 
-def test_an_unknown_model_is_named_with_those_there_are(client):
+def test_the_error_of_an_unknown_model_lists_the_others(client):
     with pytest.raises(ModelNotFound, match="'phot'.*affine.*moody.*two"):
         client.model("phot")
 
 
 @pytest.mark.parametrize(
-    ("given", "says"),
+    ("given", "message"),
     [
         (np.zeros((2, 4)), r"expected float32 of shape \(n, 4\), came float64 of shape \(2, 4\).*astype"),
         (np.zeros((2, 5), np.float32), r"came float32 of shape \(2, 5\)"),
@@ -176,8 +176,8 @@ def test_an_unknown_model_is_named_with_those_there_are(client):
         ({"x": np.zeros((2, 4), np.float32)}, r"takes inputs \['observation'\], \['x'\] came"),
     ],
 )
-def test_inputs_that_do_not_fit_are_told_what_was_expected(client, given, says):
-    with pytest.raises(SpecMismatch, match=says):
+def test_the_error_of_inputs_that_do_not_fit_says_what_was_expected(client, given, message):
+    with pytest.raises(SpecMismatch, match=message):
         client.model("affine").infer(given)
 
 
@@ -200,7 +200,7 @@ def test_a_full_lane_is_busy_until_results_are_collected(client):
     model.submit(rows(4)).result()
 
 
-def test_a_full_arena_is_busy_and_says_so(leased, client):
+def test_a_full_arena_is_busy(leased, client):
     with client.model("moody", rows=60), pytest.raises(Busy, match=r"60 of the arena's 64 rows|leased"):
         client.model("moody", rows=10, timeout=1.0)
 
@@ -210,7 +210,7 @@ def test_more_rows_than_the_arena_has_are_refused(leased, client):
         client.model("moody", rows=65)
 
 
-def test_a_late_answer_is_dropped_and_its_rows_come_back(leased, client):
+def test_a_late_answer_is_dropped_and_its_rows_are_returned(leased, client):
     model = client.model("moody", rows=2)
     slow = np.full((2, 4), 800_000, np.float32)
     with pytest.raises(Timeout, match="did not answer in time"):
@@ -229,7 +229,7 @@ def test_a_late_answer_is_dropped_and_its_rows_come_back(leased, client):
     wait_until(answered, 30, "the return of the rows")
 
 
-def test_rows_of_a_request_that_timed_out_behind_another_go_to_nobody_before_its_answer(leased, client):
+def test_rows_of_a_timed_out_request_are_not_reused_before_its_answer(leased, client):
     model = client.model("moody", rows=4)
     earlier = model.submit(np.full((2, 4), 800_000, np.float32), timeout=30)
     with pytest.raises(Timeout):
@@ -252,7 +252,7 @@ def test_rows_of_a_timed_out_request_stay_with_their_holder(leased, client):
     model.submit(rows(1)).result()
 
 
-def test_a_model_that_raises_tells_its_caller_and_goes_on(client):
+def test_a_model_that_raises_reports_it_and_goes_on(client):
     model = client.model("moody")
     with pytest.raises(ModelFailed, match="RuntimeError: this row breaks the model"):
         model.infer(np.full((1, 4), 666, np.float32))
@@ -260,20 +260,20 @@ def test_a_model_that_raises_tells_its_caller_and_goes_on(client):
     np.testing.assert_array_equal(model.infer(x), x + 1)
 
 
-def test_a_model_that_gives_too_few_rows_is_caught(client):
+def test_a_model_that_returns_too_few_rows_is_an_error(client):
     model = client.model("moody", rows=4)
     with pytest.raises(ModelFailed, match=r"shape \[2, 4\], the spec promises \[3, 4\]"):
         model.infer(np.full((3, 4), 667, np.float32))
 
 
-def test_a_model_that_could_not_be_loaded_says_why(client):
+def test_the_error_of_a_model_that_could_not_be_loaded_has_the_reason(client):
     with pytest.raises(ModelFailed, match=r"broken.*this factory never works"):
         client.model("broken")
     with pytest.raises(ModelFailed, match=r"shape \[1, 4\], the spec promises \[1, 5\]"):
         client.model("liar")
 
 
-def test_a_closed_model_and_a_closed_connection_say_so(connecting):
+def test_a_closed_model_and_a_closed_connection_raise_errors(connecting):
     connection = connecting()
     model = connection.model("affine")
     model.close()

@@ -1,4 +1,4 @@
-"""The client as on macOS and Windows: without the native part, without what only Linux has, over networks."""
+"""The client as on macOS and Windows: over networks, without the native part and what only Linux has."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import sys
 import pytest
 from tests.serving import serving
 
-# Run first in the client's process: what those systems lack is gone from it, and who touches it is named.
+# Run first in the client's process: it removes what those systems lack, so that any use of it fails by name.
 NOT_LINUX = """
 import importlib.abc, os, socket, sys
-import ctypes, grpc, numpy as np, zmq, zmq.utils.monitor  # others' own use of the system is their affair
+import ctypes, grpc, numpy as np, zmq, zmq.utils.monitor  # other packages may use the system on import
 import concurrent.futures.thread, importlib.metadata, multiprocessing.util, subprocess, tempfile
 
 ABSENT = {"jurybox.native", "fcntl", "resource", "pwd", "grp", "termios", "posix"}
@@ -64,13 +64,13 @@ for address in sys.argv[2:]:
                 version = publisher.publish(learned)
             read = server.weights("learned").read()
             assert read.version == version and all(np.array_equal(read.state[name], learned[name]) for name in learned)
-for where, says in (("ipc:///nowhere/engine", "tcp://"), (None, "JURYBOX_ADDRESS")):
+for address, message in (("ipc:///nowhere/engine", "tcp://"), (None, "JURYBOX_ADDRESS")):
     try:
-        connect(where, timeout=1.0)
+        connect(address, timeout=1.0)
     except Refused as error:
-        assert says in str(error) and "Linux" in str(error), error
+        assert message in str(error) and "Linux" in str(error), error
     else:
-        raise AssertionError("connected where no server can be")
+        raise AssertionError("connected without a server")
 assert "jurybox.native" not in sys.modules
 print("answered")
 """

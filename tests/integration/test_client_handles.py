@@ -1,4 +1,4 @@
-"""Connections, models, tickets and rows that are lost, refused or overtaken: nothing hangs or answers wrongly."""
+"""Connections, models, tickets and rows that are lost, refused or late: nothing hangs or answers wrongly."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ def test_a_ticket_is_a_future(client):
     wait_until(ticket.done)
     reply = ticket.result()
     np.testing.assert_array_equal(reply.outputs, 2 * X + 1)
-    assert ticket.result() is reply, "asked again it gives the same"
+    assert ticket.result() is reply, "a second call returns the same"
     assert not ticket.cancel() and not ticket.cancelled()
 
 
-def test_a_ticket_that_timed_out_still_owns_its_rows_and_gives_its_own_answer_later(client):
+def test_a_timed_out_ticket_keeps_its_rows_and_returns_its_own_answer_later(client):
     model = client.model("moody", rows=4)
     slow = np.full((2, 4), 1_500_000, np.float32)
     ticket = model.submit(slow, timeout=30)
@@ -49,13 +49,13 @@ def test_a_ticket_that_timed_out_still_owns_its_rows_and_gives_its_own_answer_la
         ticket.result(timeout=0.05)
     other = model.submit(np.full((2, 4), 7, np.float32))
     np.testing.assert_array_equal(other.result(timeout=30).outputs, np.full((2, 4), 8, np.float32))
-    with contextlib.suppress(Busy), model.rows(2) as rows:  # whatever else takes rows meanwhile
+    with contextlib.suppress(Busy), model.rows(2) as rows:  # other use of rows meanwhile
         rows.inputs["observation"][:] = 99
         rows.infer(timeout=30)
     np.testing.assert_array_equal(ticket.result(timeout=30).outputs, slow + 1)
 
 
-def test_a_cancelled_ticket_gives_its_rows_back_when_the_engine_is_done_with_them(client):
+def test_a_cancelled_ticket_returns_its_rows_after_the_engine_is_done_with_them(client):
     model = client.model("moody", rows=2)
     ticket = model.submit(np.full((2, 4), 600_000, np.float32), timeout=30)
     assert ticket.cancel() and ticket.cancelled() and ticket.done()
@@ -66,12 +66,12 @@ def test_a_cancelled_ticket_gives_its_rows_back_when_the_engine_is_done_with_the
     np.testing.assert_array_equal(model.infer(X, timeout=30), X + 1)  # this waits for them
 
 
-def test_a_ticket_that_nobody_refers_to_gives_its_rows_back_but_not_before_the_engine(client):
+def test_an_unreferenced_ticket_returns_its_rows_but_not_before_the_engine_is_done(client):
     model = client.model("moody", rows=2)
     model.submit(np.full((2, 4), 600_000, np.float32), timeout=30)
     with pytest.raises(Busy):
         model.submit(X)
-    wait_until(lambda: fits(model), 30, "its rows")
+    wait_until(lambda: fits(model), 30, "the return of its rows")
     ticket = model.submit(X)
     wait_until(ticket.done)
     del ticket  # answered, and not collected
@@ -93,7 +93,7 @@ async def test_a_ticket_can_be_awaited(client):
         np.testing.assert_array_equal(reply.outputs, 2 * (X + i) + 1)
 
 
-async def test_infer_async_gives_what_infer_gives(leased, client):
+async def test_infer_async_returns_the_same_as_infer(leased, client):
     model = client.model("affine")
     x = np.random.default_rng(1).standard_normal((100, 4)).astype(np.float32)
     np.testing.assert_array_equal(await model.infer_async(x[:3]), 2 * x[:3] + 1)  # more than a fresh lane has
@@ -101,18 +101,18 @@ async def test_infer_async_gives_what_infer_gives(leased, client):
     assert (await model.infer_async(x[:0])).shape == (0, 4)
 
 
-async def test_an_event_loop_goes_on_while_another_thread_uses_the_model(client):
+async def test_an_event_loop_runs_while_another_thread_uses_the_model(client):
     model = client.model("moody", rows=4)
     slow = threading.Thread(target=model.infer, args=(np.full((2, 4), 1_000_000, np.float32),))
     slow.start()
     await asyncio.sleep(0.1)
     steps = 0
-    asking = asyncio.ensure_future(model.infer_async(X, timeout=30))
-    while not asking.done():
+    answer = asyncio.ensure_future(model.infer_async(X, timeout=30))
+    while not answer.done():
         await asyncio.sleep(0.005)
         steps += 1
-    np.testing.assert_array_equal(asking.result(), X + 1)
-    assert steps > 5, "the loop stood still"  # of some 180, where the machine is another's for most of that second
+    np.testing.assert_array_equal(answer.result(), X + 1)
+    assert steps > 5, "the loop was blocked"  # about 180 if the machine is idle; far fewer if it is busy
     slow.join()
 
 
@@ -132,24 +132,24 @@ def test_threads_with_and_without_event_loops_share_a_model(client):
                 wrong.append(x)
 
     works = [lambda i=i: asyncio.run(ask_async(i)) for i in range(2)] + [lambda i=i: ask(i) for i in range(2, 4)]
-    failed = []
+    failures = []
 
     def run(work):
         try:
             work()
-        except BaseException as error:  # noqa: BLE001  the test tells it
-            failed.append(error)
+        except BaseException as error:  # noqa: BLE001  the test reports it
+            failures.append(error)
 
     threads = [threading.Thread(target=run, args=(work,)) for work in works]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert not failed and not wrong
+    assert not failures and not wrong
 
 
 @pytest.mark.parametrize("timeout", [float("inf"), 1e300, 10**30])
-def test_a_time_out_without_end_is_one_of_years(client, timeout):
+def test_an_infinite_time_out_is_accepted(client, timeout):
     model = client.model("affine", rows=4)
     np.testing.assert_array_equal(model.infer(X, timeout=timeout), 2 * X + 1)
     np.testing.assert_array_equal(model(X[0], timeout=timeout), 2 * X[0] + 1)
@@ -157,7 +157,7 @@ def test_a_time_out_without_end_is_one_of_years(client, timeout):
     np.testing.assert_array_equal(asyncio.run(model.infer_async(X, timeout=timeout)), 2 * X + 1)
 
 
-def test_a_time_out_that_is_no_number_is_refused_and_a_negative_one_is_over(client):
+def test_a_nan_time_out_is_refused_and_a_negative_one_has_expired(client):
     model = client.model("affine", rows=4)
     with pytest.raises(ValueError, match="timeout=nan: expected seconds"):
         model.infer(X, timeout=float("nan"))
@@ -168,7 +168,7 @@ def test_a_time_out_that_is_no_number_is_refused_and_a_negative_one_is_over(clie
         connect(client.address, timeout=float("nan"))
 
 
-def test_a_batch_where_one_row_is_expected_is_told_so(client):
+def test_the_error_of_a_batch_instead_of_a_row_says_what_to_do(client):
     model = client.model("affine")
     with pytest.raises(SpecMismatch, match=r"one row, float32 of shape \(4,\), came float32 of shape \(2, 4\).*infer"):
         model(X)
@@ -223,14 +223,14 @@ print("done", flush=True)
 
 
 @pytest.mark.parametrize("how", ["dropped", "cycle", "thread", "exit", "exception", "fork"])
-def test_a_connection_lost_without_close_hangs_nobody(server, gateway_server, transport, how):
-    where = server.address
+def test_a_connection_lost_without_close_hangs_no_process(server, gateway_server, transport, how):
+    address = server.address
     if transport in ("tcp", "grpc"):
-        where = f"{transport}://{(gateway_server if transport == 'grpc' else server).listening(transport)}"
+        address = f"{transport}://{(gateway_server if transport == 'grpc' else server).listening(transport)}"
     if transport == "grpc" and how == "fork":
         pytest.skip("gRPC does not survive a fork")
     done = subprocess.run(
-        [sys.executable, "-c", LOST, where, transport if transport in ("shm", "zmq") else "auto", how],
+        [sys.executable, "-c", LOST, address, transport if transport in ("shm", "zmq") else "auto", how],
         capture_output=True,
         text=True,
         timeout=60,
@@ -240,7 +240,7 @@ def test_a_connection_lost_without_close_hangs_nobody(server, gateway_server, tr
 
 
 def test_dropped_connections_and_models_leave_no_files_and_no_lanes(leased, connecting, server):
-    wait_until(lambda: lanes(server) == 0, 30, "an empty house")
+    wait_until(lambda: lanes(server) == 0, 30, "no lanes in use")
     connecting().model("affine").infer(X)
     gc.collect()
     before = files()
@@ -252,7 +252,7 @@ def test_dropped_connections_and_models_leave_no_files_and_no_lanes(leased, conn
         del connection
     gc.collect()
     wait_until(lambda: files() <= before, 20, "no more files than before")
-    wait_until(lambda: lanes(server) == 0, 30, "every lane given back")
+    wait_until(lambda: lanes(server) == 0, 30, "the return of every lane")
 
 
 def test_refused_models_keep_no_lane(server, monkeypatch):
@@ -260,13 +260,13 @@ def test_refused_models_keep_no_lane(server, monkeypatch):
         raise Refused("no")
 
     with server.connect() as client:
-        before, had = lanes(server), files()
+        lanes_before, files_before = lanes(server), files()
         with monkeypatch.context() as broken:
             broken.setattr(LocalLink, "_open_transport", refuses)
             for _ in range(5):
                 with pytest.raises(Refused):
                     client.model("affine", rows=32)
-        assert lanes(server) == before and files() == had
+        assert lanes(server) == lanes_before and files() == files_before
         np.testing.assert_array_equal(client.model("affine", rows=32).infer(X), 2 * X + 1)
 
 
@@ -276,14 +276,14 @@ def test_a_connection_that_cannot_be_made_leaves_nothing(tmp_path):
     gc.collect()
     before = files()
     for _ in range(3):
-        for where in (f"ipc://{tmp_path}/nobody", "tcp://127.0.0.1:9"):
+        for address in (f"ipc://{tmp_path}/nobody", "tcp://127.0.0.1:9"):
             with pytest.raises(ServerGone):
-                connect(where, timeout=0.1)
+                connect(address, timeout=0.1)
     assert files() == before
 
 
 @pytest.mark.parametrize("transport", ["tcp"])
-def test_a_remote_client_out_of_files_is_told_what_to_do(connecting):
+def test_the_error_of_a_remote_client_out_of_files_says_what_to_do(connecting):
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with connecting() as connection:
         connection.model("affine", rows=1).close()
@@ -302,7 +302,7 @@ def test_a_remote_client_out_of_files_is_told_what_to_do(connecting):
         assert connection.model("affine", rows=1)
 
 
-def test_a_connection_that_another_thread_still_asks_over_is_closed_the_next_time(server):
+def test_closing_a_connection_in_use_by_another_thread_times_out_first(server):
     with connect(server.address, timeout=0.3) as client:
         busy, idle = client.model("moody", rows=2), client.model("affine", rows=2)
         answers = []
@@ -340,7 +340,7 @@ def test_two_models_of_one_connection_both_find_the_next_server(tmp_path):
         connection.close()
 
 
-def test_an_error_cut_inside_a_character_is_told_and_costs_no_rows(client):
+def test_an_error_cut_inside_a_character_is_raised_and_loses_no_rows(client):
     model = client.model("moody", rows=2)
     for shift in range(4):
         with pytest.raises(ModelFailed, match="RuntimeError"):

@@ -1,4 +1,4 @@
-"""The same row, the same answer: `deterministic` models in random company, to the byte."""
+"""`deterministic` models give the same row the same answer to the byte, in any batch."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def server(tmp_path_factory):
 
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("count", ROWS)
-def test_a_rows_bytes_do_not_depend_on_its_company(server, count):
-    """Threads ask for rows of one pool in batches of any size, so that every batch is another mixture."""
+def test_the_bytes_of_an_answer_do_not_depend_on_the_batch(server, count):
+    """Threads send rows of one pool in requests of any size, so that every batch is a different mixture."""
     pool = np.random.default_rng(0).standard_normal((256, 52)).astype(np.float32)
     with server.connect() as client:
         model = client.model("mlp")
@@ -56,7 +56,7 @@ def test_a_rows_bytes_do_not_depend_on_its_company(server, count):
     assert not wrong
 
 
-def test_a_session_steps_the_same_whoever_shares_its_batch(server):
+def test_a_session_steps_the_same_in_any_batch(server):
     x = np.random.default_rng(1).standard_normal((30, 1, 4)).astype(np.float32)
 
     def play(sessions, company):
@@ -81,7 +81,7 @@ def test_an_lstm_in_sessions_answers_to_the_bit_as_a_local_one_through_random_re
     rng = np.random.default_rng(4)
     state = {name: torch.zeros(8, 16) for name in ("hidden", "cell")}
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # as the engine: the number of threads decides how sums are split
+    torch.set_num_threads(1)  # like the engine: the number of threads determines how sums are split
     try:
         with server.connect() as client, client.model("lstm").sessions(8) as sessions, torch.inference_mode():
             for _ in range(steps):
@@ -98,10 +98,10 @@ def test_an_lstm_in_sessions_answers_to_the_bit_as_a_local_one_through_random_re
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_no_state_goes_to_another_and_none_is_left_through_hundreds_of_kills(tmp_path):
-    """Engines and clients with sessions are killed at random; who goes on is told so, or has the state it expects.
+def test_no_state_is_mixed_up_or_left_over_after_hundreds_of_kills(tmp_path):
+    """Engines and clients are killed at random: a surviving session is lost with an error, or has the expected state.
 
-    CHAOS_KILLS says how many clients are killed (200); of every five of them an engine goes, too.
+    CHAOS_KILLS sets how many clients are killed (200); for every five of them an engine is killed, too.
     """
     models = {"running_sum": {"factory": "tests.open_models:running_sum", "max_batch": 8, "rows": 64}}
     code = (
@@ -112,9 +112,9 @@ def test_no_state_goes_to_another_and_none_is_left_through_hundreds_of_kills(tmp
         "    while True:\n        sessions.infer(np.full((8, 1), 1000.0, np.float32), timeout=60, reset=None)\n"
     )
     rng = np.random.default_rng(5)
-    # Engines are killed before they have served for a second, which would count for the limit.
+    # Engines are killed within their first second, which would count towards the restart limit.
     with serving(tmp_path, models, max_restarts=1_000_000) as server, server.connect() as client:
-        ones, expected, lost = np.ones((8, 1), np.float32), np.zeros(8), 0
+        ones, expected, losses = np.ones((8, 1), np.float32), np.zeros(8), 0
         sessions = client.model("running_sum", rows=1).sessions(8)
         for _ in range(KILLS):
             other = subprocess.Popen([sys.executable, "-c", code, server.address], stdout=subprocess.PIPE, text=True)
@@ -124,7 +124,7 @@ def test_no_state_goes_to_another_and_none_is_left_through_hundreds_of_kills(tmp
                     expected += 1
                     np.testing.assert_array_equal(sessions.infer(ones, timeout=60), expected)
                 except SessionLost:
-                    lost += 1
+                    losses += 1
                     expected[:] = 1
                     np.testing.assert_array_equal(sessions.infer(ones, reset=[True] * 8, timeout=60), expected)
             if rng.random() < 0.2:
@@ -133,6 +133,6 @@ def test_no_state_goes_to_another_and_none_is_left_through_hundreds_of_kills(tmp
             other.kill()
             other.communicate()
         sessions.close()
-        wait_until(lambda: client.status()["lanes"]["rows"] == 0, 60, "all rows given back")
-        wait_until(lambda: client.status()["models"][0]["sessions"] == 0, 60, "all sessions ended")
-    assert lost
+        wait_until(lambda: client.status()["lanes"]["rows"] == 0, 60, "the return of all rows")
+        wait_until(lambda: client.status()["models"][0]["sessions"] == 0, 60, "the end of all sessions")
+    assert losses

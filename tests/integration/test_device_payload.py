@@ -1,4 +1,4 @@
-"""Rows in device memory, between real processes, on a device that is files: protocol, order, lifetime, refusals."""
+"""Rows in device memory between real processes, on a fake device of files: protocol, order, lifetime, refusals."""
 
 import base64
 import os
@@ -23,11 +23,11 @@ ROWS = np.arange(16, dtype=np.float32).reshape(4, 4)
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Where the fake device's memory lies; for this process and those that it starts."""
-    place = tmp_path_factory.mktemp("device")
+    """The folder of the fake device's memory, for this process and those that it starts."""
+    path = tmp_path_factory.mktemp("device")
     before = os.environ.get(FAKE)
-    os.environ[FAKE] = str(place)
-    yield place
+    os.environ[FAKE] = str(path)
+    yield path
     del os.environ[FAKE]
     if before is not None:
         os.environ[FAKE] = before
@@ -42,8 +42,8 @@ def server(folder, tmp_path_factory):
         "learnt": {"factory": "tests.models:affine", "rows": 64, "publish": "double_buffer"},
         "same": {"factory": "tests.models:affine", "rows": 64, "deterministic": True},
     }
-    open_to = {"http": "127.0.0.1:0", "grpc": "127.0.0.1:0", "cuda_shared_memory": True}
-    with serving(tmp_path_factory.mktemp("server"), models, factories=["tests.models:*"], **open_to) as running:
+    options = {"http": "127.0.0.1:0", "grpc": "127.0.0.1:0", "cuda_shared_memory": True}
+    with serving(tmp_path_factory.mktemp("server"), models, factories=["tests.models:*"], **options) as running:
         yield running
 
 
@@ -58,12 +58,12 @@ def engine(server):
 
 
 def mapped(server, folder):
-    """How many pieces of the fake device's memory the engine has open."""
+    """Return how many pieces of the fake device's memory the engine has mapped."""
     text = Path(f"/proc/{engine(server)}/maps").read_text()
     return sum(str(folder) in line for line in text.splitlines())
 
 
-def test_rows_in_device_memory_are_read_and_answered_where_they_lie(server, client, folder):
+def test_rows_in_device_memory_are_read_and_answered_in_place(server, client, folder):
     with client.device_rows("affine", 4) as rows:
         assert mapped(server, folder) == 2  # rows and event
         rows.inputs["observation"][:] = ROWS
@@ -88,26 +88,26 @@ def test_several_tensors_and_other_dtypes_have_their_places(client):
         np.testing.assert_array_equal(rows.outputs["corner"], images[:, 0, 0, 0])
 
 
-def test_rows_of_host_and_device_share_batches_and_nobody_gets_anothers_answer(server, client):
+def test_rows_of_host_and_device_share_batches_and_answers_are_not_mixed_up(server, client):
     wrong, stop, rounds = [], threading.Event(), [0, 0, 0]
 
     def ask(number):
-        with server.connect() as mine:
-            model = mine.model("affine", rows=4) if number else None
-            rows = mine.device_rows("affine", 4) if model is None else None
-            at = 0.0
+        with server.connect() as own:
+            model = own.model("affine", rows=4) if number else None
+            rows = own.device_rows("affine", 4) if model is None else None
+            value = 0.0
             while not stop.is_set():
-                at += 1
-                given = np.full((4, 4), number * 1000 + at, np.float32)
+                value += 1
+                sent = np.full((4, 4), number * 1000 + value, np.float32)
                 if rows is not None:
-                    rows.inputs["observation"][:] = given
+                    rows.inputs["observation"][:] = sent
                     rows.outputs["action"][:] = -1
                     rows.infer(timeout=30)
                     answer = rows.outputs["action"].copy()
                 else:
-                    answer = model.infer(given, timeout=30)
-                if not (answer == 2 * given + 1).all():
-                    wrong.append((number, at, answer))
+                    answer = model.infer(sent, timeout=30)
+                if not (answer == 2 * sent + 1).all():
+                    wrong.append((number, value, answer))
                 rounds[number] += 1
             if rows is not None:
                 rows.close()
@@ -115,26 +115,26 @@ def test_rows_of_host_and_device_share_batches_and_nobody_gets_anothers_answer(s
     threads = [threading.Thread(target=ask, args=(number,)) for number in range(3)]
     for thread in threads:
         thread.start()
-    wait_until(lambda: min(rounds) > 100, 60, "rounds of everybody")
+    wait_until(lambda: min(rounds) > 100, 60, "rounds of every thread")
     stop.set()
     for thread in threads:
         thread.join(30)
     assert not wrong
 
 
-def test_the_engine_waits_for_what_the_clients_stream_still_has_to_do(client):
+def test_the_engine_waits_for_the_clients_stream(client):
     with client.device_rows("affine", 4) as rows:
         device = rows._driver
         rows.inputs["observation"][:] = -1
 
         def render():
             time.sleep(0.5)
-            rows.inputs["observation"][:] = ROWS  # the stream's work comes to its end
+            rows.inputs["observation"][:] = ROWS  # the stream's work ends
             device.complete(rows._event)
 
         late = threading.Thread(target=render)
         late.start()
-        rows.infer(stream=1, timeout=20)  # a stream whose work is not done when the ticket goes out
+        rows.infer(stream=1, timeout=20)  # a stream whose work is not done when the ticket is sent
         np.testing.assert_array_equal(rows.outputs["action"], 2 * ROWS + 1)
         late.join()
 
@@ -150,7 +150,7 @@ rows.infer(timeout=60)
 """
 
 
-def test_a_client_that_is_killed_in_flight_takes_nothing_along_and_its_memory_is_let_go_of(server, client, folder):
+def test_a_client_killed_in_flight_breaks_nothing_and_its_memory_is_unmapped(server, client, folder):
     process = subprocess.Popen([sys.executable, "-c", CLIENT, server.address, "1.5"], stdout=subprocess.PIPE, text=True)
     with process:
         assert process.stdout.readline() == "bound\n"
@@ -159,9 +159,9 @@ def test_a_client_that_is_killed_in_flight_takes_nothing_along_and_its_memory_is
         before = engine(server)
         process.kill()
     assert client.model("affine", rows=4).infer(ROWS, timeout=30)[0, 0] == 1
-    wait_until(lambda: mapped(server, folder) == 0, 20, "that the engine lets go")
-    assert engine(server) == before  # it lives
-    for file in folder.iterdir():  # a driver frees what a dead process had; files do not go by themselves
+    wait_until(lambda: mapped(server, folder) == 0, 20, "the engine to unmap it")
+    assert engine(server) == before  # it was not restarted
+    for file in folder.iterdir():  # a driver frees a dead process's memory; files remain
         file.unlink()
 
 
@@ -169,31 +169,29 @@ def test_after_an_engine_died_the_next_one_reads_the_same_device_memory(server, 
     with client.device_rows("affine", 4) as rows:
         rows.inputs["observation"][:] = ROWS
         rows.infer()
-        life = engine(server)
-        os.kill(life, signal.SIGKILL)
+        pid = engine(server)
+        os.kill(pid, signal.SIGKILL)
         rows.inputs["observation"][:] = 3 * ROWS
         rows.outputs["action"][:] = -1
         rows.infer(timeout=60)
         np.testing.assert_array_equal(rows.outputs["action"], 6 * ROWS + 1)
-        assert engine(server) != life and mapped(server, folder) == 2
+        assert engine(server) != pid and mapped(server, folder) == 2
 
 
-def test_memory_that_is_gone_when_the_next_engine_comes_is_refused_and_not_replaced_by_the_arena(
-    server, client, folder
-):
+def test_memory_that_is_gone_before_the_next_engine_is_refused_and_not_replaced_by_the_arena(server, client, folder):
     with client.device_rows("affine", 4) as rows:
         rows.inputs["observation"][:] = ROWS
         rows.infer()
         names = [file.rename(file.with_suffix(".gone")) for file in folder.iterdir()]
-        life = engine(server)
-        os.kill(life, signal.SIGKILL)
+        pid = engine(server)
+        os.kill(pid, signal.SIGKILL)
         with pytest.raises(Exception, match="device memory of rows .* the memory of that handle is gone"):
             rows.infer(timeout=60)
         for name in names:
             name.rename(name.with_suffix(""))
 
 
-def test_memory_in_flight_is_let_go_of_only_when_its_batch_is_done(server, client, folder):
+def test_memory_in_flight_is_unmapped_only_after_its_batch(server, client, folder):
     rows = client.device_rows("slow", 1)
     rows.inputs["observation"][:] = 2_000_000.0  # a batch of two seconds
     done = threading.Thread(target=lambda: rows.infer(timeout=30))
@@ -202,13 +200,13 @@ def test_memory_in_flight_is_let_go_of_only_when_its_batch_is_done(server, clien
     assert rows.outputs["action"][0, 0] != 2_000_001.0
     lane, lease = rows._rows._rows.leased
     client._open_link().bind(BindRequest(lane=lane, lease=lease, first=rows._rows._rows.first, end=True), 20.0)
-    assert rows.outputs["action"][0, 0] == 2_000_001.0, "the batch was waited for"
+    assert rows.outputs["action"][0, 0] == 2_000_001.0, "the call waited for the batch"
     assert mapped(server, folder) == 0
     done.join()
     rows.close()
 
 
-def test_a_model_loaded_anew_goes_on_reading_and_one_that_cannot_refuses(client):
+def test_a_reloaded_model_reads_device_memory_and_one_that_cannot_refuses(client):
     with client.device_rows("affine", 4) as rows:
         rows.inputs["observation"][:] = ROWS
         client.load("affine")
@@ -221,7 +219,7 @@ def test_a_model_loaded_anew_goes_on_reading_and_one_that_cannot_refuses(client)
         rows.infer()
 
 
-def test_what_is_no_ones_to_give_is_refused(server, client, folder):
+def test_memory_of_another_process_is_refused(server, client, folder):
     device = driver()
     memory, event = device.allocate(4096), device.event()
     link = client._open_link()
@@ -259,8 +257,8 @@ def test_what_is_no_ones_to_give_is_refused(server, client, folder):
             ({"rows": 0}, "expected some of"),
             ({"outputs": []}, "outputs none were bound, expected each of 'action' once"),
         )
-        for changed, says in refused:
-            with pytest.raises(Refused, match=says):
+        for changed, message in refused:
+            with pytest.raises(Refused, match=message):
                 bind(**changed)
         own = device.export(memory)[:24] + engine(server).to_bytes(4, "little") + bytes(HANDLE - 28)
         with pytest.raises(Refused, match="cannot open what it exported itself"):
@@ -276,7 +274,7 @@ def test_models_without_fixed_rows_take_no_device_memory(client):
         client.device_rows("same", 2)
 
 
-def test_without_a_driver_the_client_says_so(client, monkeypatch):
+def test_without_a_driver_the_client_raises(client, monkeypatch):
     monkeypatch.delenv(FAKE)
     if Path("/proc/driver/nvidia/version").exists():
         pytest.skip("there is a driver")
@@ -289,7 +287,7 @@ def test_without_a_driver_the_client_says_so(client, monkeypatch):
 
 @pytest.fixture
 def on_device(monkeypatch):
-    """Tensors of this process are taken for the fake device's."""
+    """Treat tensors of this process as the fake device's."""
     from jurybox.protocol.weights import publisher
 
     monkeypatch.setattr(publisher, "_on_device", lambda tensor: True)
@@ -305,7 +303,7 @@ PAIR = np.array([[1, 1, 1, 1], [0, 0, 0, 0]], np.float32)
 def adopted(model, version):
     reply = model.submit(PAIR).result(timeout=30)
     answer = np.asarray(reply.outputs)
-    if reply.version == 0:  # the weights that it was made with
+    if reply.version == 0:  # the weights that it was loaded with
         return False
     assert (answer[0] == 2 * reply.version).all() and (answer[1] == reply.version).all()
     return reply.version == version
@@ -317,10 +315,11 @@ def test_weights_go_from_device_to_device(server, client, folder, on_device, mon
     with client.publisher("learnt", device=0) as publisher:
         first = publisher.publish(weights(publisher.version + 1))
         wait_until(lambda: adopted(model, first), 20, "the first version")
-        assert mapped(server, folder) == before + 2  # a place for each slot
+        assert mapped(server, folder) == before + 2  # one for each slot
         stage = publisher._place.stage
         monkeypatch.setattr(stage, "_targets", [torch.zeros_like(target) for target in stage._targets])
-        second = publisher.publish(weights(first + 1))  # the host gets nothing, so only the device can have told
+        # The host copy gets nothing, so the answer must come from the device.
+        second = publisher.publish(weights(first + 1))
         wait_until(lambda: adopted(model, second), 20, "the second version")
         monkeypatch.undo()
 
@@ -329,7 +328,7 @@ def test_device_weights_are_never_torn_by_a_learner_that_publishes_without_a_pau
     stop, published, seen = threading.Event(), [0], set()
 
     def learn():
-        with server.connect() as mine, mine.publisher("learnt", device=0) as publisher:
+        with server.connect() as own, own.publisher("learnt", device=0) as publisher:
             while not stop.is_set():
                 published[0] = publisher.publish(weights(publisher.version + 1))
 
@@ -338,8 +337,8 @@ def test_device_weights_are_never_torn_by_a_learner_that_publishes_without_a_pau
     try:
         model = client.model("learnt", rows=4)
         wait_until(lambda: published[0], 20, "a publication")
-        until = time.monotonic() + 3.0
-        while time.monotonic() < until or (len(seen) <= 10 and time.monotonic() < until + 60):
+        deadline = time.monotonic() + 3.0
+        while time.monotonic() < deadline or (len(seen) <= 10 and time.monotonic() < deadline + 60):
             reply = model.submit(PAIR).result(timeout=30)
             answer = np.asarray(reply.outputs)
             if reply.version > 2:
@@ -365,7 +364,7 @@ with connect(sys.argv[1], timeout=60) as server:
 """
 
 
-def test_when_the_learner_is_dead_the_next_engine_takes_its_weights_from_the_host(server, client, folder):
+def test_after_the_learners_death_the_next_engine_reads_its_weights_from_the_host(server, client, folder):
     process = subprocess.Popen([sys.executable, "-c", LEARNER, server.address], stdout=subprocess.PIPE, text=True)
     with process:
         version = int(process.stdout.readline())
@@ -379,8 +378,8 @@ def test_when_the_learner_is_dead_the_next_engine_takes_its_weights_from_the_hos
     assert mapped(server, folder) == 0
 
 
-def test_what_a_learner_left_on_the_device_half_done_is_not_the_next_ones(server, client, folder, on_device):
-    """Killed between the two: the places on the device are of a version that the channel never had."""
+def test_a_learners_unfinished_publication_on_the_device_is_not_used(server, client, folder, on_device):
+    """It was killed in between: the device's slots have a version that the channel never had."""
     model = client.model("learnt", rows=4)
     with client.publisher("learnt", device=0) as publisher:
         version = publisher.publish(weights(publisher.version + 1))
@@ -413,7 +412,7 @@ def triton(request, server):
 
 
 def shared(triton, name, size):
-    """Memory of this process, registered: its address, and the memory as an array."""
+    """Register memory of this process; return its address and the memory as an array."""
     _, client = triton
     device = driver()
     memory = device.allocate(size)
@@ -441,28 +440,28 @@ def test_tritons_cuda_calls_are_served(triton, server, folder):
         np.testing.assert_array_equal(array[128:144], (2 * (ROWS + round) + 1).ravel())
         assert "shared_memory_region" in str(result.get_response())
     array[32:40] = 5
-    inputs, outputs = place(module, "mine", rows=2, at=128, into=768)  # elsewhere in it, with other rows
+    inputs, outputs = place(module, "mine", rows=2, at=128, into=768)  # at other offsets, with other rows
     client.infer("affine", inputs, outputs=outputs)
     np.testing.assert_array_equal(array[192:200], np.full(8, 11))
     assert mapped(server, folder) == before + 2
     client.unregister_cuda_shared_memory("mine")
-    assert mapped(server, folder) == before  # let go of before the call returned: the client may free it
+    assert mapped(server, folder) == before  # unmapped before the call returned: the client may free it
     with pytest.raises(Exception, match="mine"):
         inputs, outputs = place(module, "mine")
         client.infer("affine", inputs, outputs=outputs)
 
 
-def test_what_triton_clients_ask_of_device_memory_and_cannot_have_is_told(triton):
+def test_errors_of_tritons_cuda_calls_say_what_was_expected(triton):
     module, client = triton
     shared(triton, "mine", 1024)
-    for asked, says in (
+    for options, message in (
         ({"at": 1000}, "bytes 1000 to 1064 of region 'mine' were asked for, it has 1024"),
         ({"into": 1008}, "bytes 1008 to 1072"),
         ({"shape": [4, 5]}, r"expected FP32 and \['rows', 4\]"),
         ({"rows": 2, "shape": [4, 4]}, "has 64 bytes, 32 of region 'mine' were given"),
     ):
-        inputs, outputs = place(module, "mine", **asked)
-        with pytest.raises(Exception, match=says):
+        inputs, outputs = place(module, "mine", **options)
+        with pytest.raises(Exception, match=message):
             client.infer("affine", inputs, outputs=outputs)
     inputs, outputs = place(module, "mine")
     with pytest.raises(Exception, match="no output was asked for"):
@@ -481,4 +480,4 @@ def test_what_triton_clients_ask_of_device_memory_and_cannot_have_is_told(triton
     with pytest.raises(Exception, match="expected a handle of 64 bytes"):
         client.register_cuda_shared_memory("short", base64.b64encode(b"short").decode(), 0, 64)
     inputs, outputs = place(module, "mine")
-    client.infer("affine", inputs, outputs=outputs)  # all of that hurt nobody
+    client.infer("affine", inputs, outputs=outputs)  # the errors affected no later request

@@ -1,6 +1,6 @@
-"""The scripts of examples/, run as a stranger runs them: copied to a folder, and nothing else of the repository there.
+"""The scripts of examples/, run as a new user runs them: copied to a folder without the rest of the repository.
 
-Small budgets by default, on one server for all; with `-m slow` each has its own, and must learn.
+By default with small budgets on one shared server; with `-m slow` each script has its own server and must learn.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ EXAMPLES = ROOT / "examples"
 SCRIPTS = sorted(EXAMPLES.glob("*.py"))
 ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1"}
 
-# By script: arguments of a short run; the line with its two numbers; what the second is at the least after a whole run.
+# By script: arguments of a short run; the line with its two numbers; the least second number after a full run.
 RETURN = r"mean return: first .*? (-?[\d.]+), last .*?(-?[\d.]+)$"
 RUNS = {
     "served_policy": (["--episodes", "8"], RETURN, 200),
@@ -44,22 +44,22 @@ RUNS = {
     "learner_and_actors": (["--generations", "2"], RETURN, 300),
     "rllib_opponent": (["--iterations", "1"], RETURN, 30),
 }
-OWN_PROCESSES = {"learner_and_actors", "rllib_opponent"}  # children import the script by its name
+OWN_PROCESSES = {"learner_and_actors", "rllib_opponent"}  # child processes import the script by its name
 SERVERLESS = {"td3_shared_replay", "sb3_sac_replay", "learner_and_actors"}
 
 
-def needed(script: str) -> None:
-    """Skips, with the command that installs it, where a script's library is not there."""
+def skip_unless_installed(script: str) -> None:
+    """Skip the test if a script's library is not installed; name the command that installs it."""
     text = (EXAMPLES / f"{script}.py").read_text()
-    if (asked := re.search(r"pip install ([^\n]+?)(?:\"\"\")?$", text, re.MULTILINE)) is None:
+    if (package := re.search(r"pip install ([^\n]+?)(?:\"\"\")?$", text, re.MULTILINE)) is None:
         return
     module = {"torchrl_collector": "torchrl", "envpool_served": "envpool", "rllib_opponent": "ray.rllib"}[script]
     try:
-        there = find_spec(module) is not None
+        installed = find_spec(module) is not None
     except ModuleNotFoundError:
-        there = False
-    if not there:
-        pytest.skip(f"examples/{script}.py needs {module}: pip install {asked[1]}")
+        installed = False
+    if not installed:
+        pytest.skip(f"examples/{script}.py needs {module}: pip install {package[1]}")
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +71,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(place: Path) -> Iterator[RunningServer]:
-    """One that stands there, with the juror of own_juror/ as its compose.yaml serves it."""
+    """A server in that folder, with the juror of own_juror/ as its compose.yaml serves it."""
     models = load_settings(place / "own_juror" / "server.toml").models
     fields = {name: model.model_dump(include={"factory", "args", "max_batch"}) for name, model in models.items()}
     path = {"PYTHONPATH": f"{place}:{place / 'own_juror'}", "OMP_NUM_THREADS": "1"}
@@ -80,7 +80,7 @@ def server(place: Path) -> Iterator[RunningServer]:
         yield running
 
 
-def test_each_is_short_and_has_a_run_and_a_place_in_the_docs() -> None:
+def test_each_script_is_short_and_has_a_run_and_a_place_in_the_docs() -> None:
     page = (ROOT / "docs" / "examples.md").read_text()
     assert {script.stem for script in SCRIPTS} == {*RUNS, "plan_two_roles"}
     for script in [*SCRIPTS, *(EXAMPLES / "own_juror").glob("*.*")]:
@@ -92,8 +92,8 @@ def test_each_is_short_and_has_a_run_and_a_place_in_the_docs() -> None:
 
 
 @pytest.mark.parametrize("script", RUNS)
-def test_it_runs_and_tells_what_came_of_it(script, place, request, monkeypatch, capsys) -> None:
-    needed(script)
+def test_each_script_runs_and_prints_its_result(script, place, request, monkeypatch, capsys) -> None:
+    skip_unless_installed(script)
     arguments = list(RUNS[script][0])
     if script not in SERVERLESS:
         arguments += ["--server", request.getfixturevalue("server").address]
@@ -103,7 +103,7 @@ def test_it_runs_and_tells_what_came_of_it(script, place, request, monkeypatch, 
         line = [sys.executable, f"{script}.py", *arguments]
         done = subprocess.run(line, capture_output=True, text=True, timeout=110, env=ONE_THREAD)
         assert done.returncode == 0, done.stderr
-        told = done.stdout
+        output = done.stdout
     else:
         monkeypatch.syspath_prepend(place)
         monkeypatch.setattr(sys, "argv", [f"{script}.py", *arguments])
@@ -113,12 +113,12 @@ def test_it_runs_and_tells_what_came_of_it(script, place, request, monkeypatch, 
             runpy.run_path(f"{script}.py", run_name="__main__")
         finally:
             torch.set_num_threads(threads)
-        told = capsys.readouterr().out
-    assert all(math.isfinite(number) for number in numbers(script, told))
+        output = capsys.readouterr().out
+    assert all(math.isfinite(number) for number in numbers(script, output))
     if script not in SERVERLESS:
-        left = request.getfixturevalue("server")
-        with left.connect() as client:
-            wait_until(lambda: client.models() == ["fields"], what="that its model was unloaded")
+        server = request.getfixturevalue("server")
+        with server.connect() as client:
+            wait_until(lambda: client.models() == ["fields"], what="the unloading of its model")
     elif script in OWN_PROCESSES:
         assert segments() <= before
 
@@ -126,8 +126,8 @@ def test_it_runs_and_tells_what_came_of_it(script, place, request, monkeypatch, 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("script", RUNS)
-def test_it_learns_on_a_server_of_its_own(script, place, tmp_path) -> None:
-    needed(script)
+def test_each_script_learns_on_a_server_of_its_own(script, place, tmp_path) -> None:
+    skip_unless_installed(script)
     shutil.copy(place / f"{script}.py", tmp_path)
     line = [sys.executable, f"{script}.py"]
     done = subprocess.run(line, capture_output=True, text=True, timeout=850, env=ONE_THREAD, cwd=tmp_path)
@@ -135,13 +135,13 @@ def test_it_learns_on_a_server_of_its_own(script, place, tmp_path) -> None:
     assert numbers(script, done.stdout)[1] >= RUNS[script][2], done.stdout
 
 
-def numbers(script: str, told: str) -> tuple[float, float]:
-    found = re.findall(RUNS[script][1], told, re.MULTILINE)
-    assert len(found) == 1, told
+def numbers(script: str, output: str) -> tuple[float, float]:
+    found = re.findall(RUNS[script][1], output, re.MULTILINE)
+    assert len(found) == 1, output
     return float(found[0][0]), float(found[0][1])
 
 
-def test_the_plan_is_carried_out_and_its_policy_evaluated_from_the_folder_where_it_lies(place, monkeypatch) -> None:
+def test_the_plan_is_run_and_its_policy_evaluated_from_its_folder(place, monkeypatch) -> None:
     from jurybox.training.policy_commands import policy
     from jurybox.training.runtime import RunLog, run_plan
     from jurybox.training.runtime.progress import COLUMNS
@@ -151,14 +151,14 @@ def test_the_plan_is_carried_out_and_its_policy_evaluated_from_the_folder_where_
         patch.syspath_prepend(place)
         plan = import_module("plan_two_roles").plan(1020)
         assert run_plan(replace(plan, save_every=1000), Path("dqn"), log, serial=True).learner_steps == 10
-    # `jurybox policy` has no more than the folder it is in.
+    # `jurybox policy` can only import from its current folder.
     monkeypatch.setattr(sys, "path", [each for each in sys.path if each != str(place)])
     monkeypatch.delitem(sys.modules, "plan_two_roles")
     done = CliRunner().invoke(policy, ["evaluate", "dqn", "--episodes", "2"])
     assert done.exit_code == 0 and "mean return" in done.output, done.output
 
 
-def test_the_juror_of_ones_own_answers_the_script_beside_it(place, server) -> None:
+def test_the_own_juror_answers_the_script_beside_it(place, server) -> None:
     address = f"grpc://{server.listening('grpc')}"
     done = subprocess.run(
         [sys.executable, "ask.py"], capture_output=True, text=True, timeout=100, cwd=place / "own_juror",
@@ -169,7 +169,7 @@ def test_the_juror_of_ones_own_answers_the_script_beside_it(place, server) -> No
     assert scores[:3] == ["1.0", "0.5", "0.0"] and "an empty text" in scores[3]
 
 
-def test_its_compose_file_is_as_closed_as_the_projects_and_serves_what_lies_there() -> None:
+def test_its_compose_file_is_as_restricted_as_the_projects_and_serves_its_folder() -> None:
     folder = EXAMPLES / "own_juror"
     ours = yaml.safe_load((ROOT / "compose.yaml").read_text())["services"]["server"]
     (service,) = yaml.safe_load((folder / "compose.yaml").read_text())["services"].values()

@@ -25,24 +25,24 @@ def forkable(transport):
 
 
 def in_child(work, timeout: float = 60.0) -> str:
-    """What `work` says, or how it fails, in a forked child."""
+    """Return the result of `work`, or its traceback, from a forked child."""
     reader, writer = os.pipe()
     pid = os.fork()
     if pid == 0:
         try:
-            said = str(work())
-        except BaseException:  # noqa: BLE001  it is told
-            said = traceback.format_exc()
-        os.write(writer, said.encode()[:60_000])
+            text = str(work())
+        except BaseException:  # noqa: BLE001  the parent gets it
+            text = traceback.format_exc()
+        os.write(writer, text.encode()[:60_000])
         os._exit(0)
     os.close(writer)
-    said, until = b"", time.monotonic() + timeout
+    text, deadline = b"", time.monotonic() + timeout
     os.set_blocking(reader, False)
     while True:
         try:
             part = os.read(reader, 65_536)
         except BlockingIOError:
-            if time.monotonic() > until:
+            if time.monotonic() > deadline:
                 os.kill(pid, signal.SIGKILL)
                 os.waitpid(pid, 0)
                 raise AssertionError("the child hangs") from None
@@ -50,24 +50,24 @@ def in_child(work, timeout: float = 60.0) -> str:
             continue
         if not part:
             break
-        said += part
+        text += part
     os.close(reader)
     os.waitpid(pid, 0)
-    return said.decode()
+    return text.decode()
 
 
-def right(model, seed: int, times: int = 60) -> str:
-    """Ask for different rows in every way; says what is wrong."""
+def check_answers(model, seed: int, times: int = 60) -> str:
+    """Send different rows by every kind of call; return what is wrong, or "right"."""
     rng = np.random.default_rng(seed)
     for turn in range(times):
         x = rng.standard_normal((1 + turn % 4, 4)).astype(np.float32)
-        for way, answer in (
+        for call_name, answer in (
             ("call", model(x[0])[None]),
             ("infer", model.infer(x)),
             ("submit", model.submit(x).result().outputs),
         ):
             if not np.array_equal(answer, 2 * x[: len(answer)] + 1):
-                return f"wrong by {way}"
+                return f"wrong by {call_name}"
         with model.rows(2) as rows:
             rows.inputs["observation"][:] = x[0]
             rows.infer()
@@ -76,28 +76,28 @@ def right(model, seed: int, times: int = 60) -> str:
     return "right"
 
 
-def test_parent_and_children_ask_at_once_and_each_gets_its_own_answers(forkable, client):
+def test_parent_and_children_send_concurrently_and_get_their_own_answers(forkable, client):
     model = client.model("affine", rows=8)
-    assert right(model, 0, 3) == "right"
-    told, stop = [], threading.Event()
+    assert check_answers(model, 0, 3) == "right"
+    results, stop = [], threading.Event()
 
     def parent():
         while not stop.is_set():
-            told.append(right(model, 1, 5))
+            results.append(check_answers(model, 1, 5))
 
-    asking = threading.Thread(target=parent)
-    asking.start()  # so that the fork finds it in the midst of a call, with the model's lock held
+    thread = threading.Thread(target=parent)
+    thread.start()  # so that forks happen during its calls, with the model's lock held
     try:
-        children = [in_child(lambda seed=seed: right(model, seed)) for seed in range(2, 5)]
+        children = [in_child(lambda seed=seed: check_answers(model, seed)) for seed in range(2, 5)]
     finally:
         stop.set()
-        asking.join()
+        thread.join()
     assert children == ["right"] * 3
-    assert set(told) == {"right"}
+    assert set(results) == {"right"}
 
 
-class Asking(gymnasium.Env):
-    """An environment whose reward is what the model, made before the fork, says of its observation."""
+class AskingEnv(gymnasium.Env):
+    """An environment whose reward is the answer of a model made before the fork."""
 
     observation_space = gymnasium.spaces.Box(-1.0, 1.0, (4,), np.float32)
     action_space = gymnasium.spaces.Box(-1.0, 1.0, (4,), np.float32)
@@ -113,11 +113,11 @@ class Asking(gymnasium.Env):
         return x, float(self.model(x).sum()), False, False, {}
 
 
-_of_the_module = []
+_module_models = []
 
 
-def asking_the_modules():
-    return Asking(_of_the_module[0])
+def env_of_module_model():
+    return AskingEnv(_module_models[0])
 
 
 def rewards_of(actions):
@@ -128,13 +128,13 @@ def test_gymnasiums_async_vector_env_forks_and_every_reward_is_right(forkable, c
     model = client.model("affine", rows=4)
     model(ROW)
     rng = np.random.default_rng(3)
-    envs = gymnasium.vector.AsyncVectorEnv([lambda: Asking(model)] * 3, context="fork")
+    envs = gymnasium.vector.AsyncVectorEnv([lambda: AskingEnv(model)] * 3, context="fork")
     try:
         envs.reset()
         for _ in range(20):
             actions = rng.uniform(-1, 1, (3, 4)).astype(np.float32)
             envs.step_async(actions)
-            np.testing.assert_array_equal(model(ROW), 2 * ROW + 1)  # the parent asks meanwhile
+            np.testing.assert_array_equal(model(ROW), 2 * ROW + 1)  # the parent uses the model meanwhile
             np.testing.assert_allclose(envs.step_wait(timeout=60)[1], rewards_of(actions), rtol=1e-5)
     finally:
         envs.close()
@@ -143,22 +143,22 @@ def test_gymnasiums_async_vector_env_forks_and_every_reward_is_right(forkable, c
 def test_stable_baselines_subprocesses_fork_and_every_reward_is_right(forkable, client):
     from stable_baselines3.common.vec_env import SubprocVecEnv
 
-    _of_the_module.append(client.model("affine", rows=4))  # as in a script: what is forked finds it there
+    _module_models.append(client.model("affine", rows=4))  # as in a script: forked processes find it there
     rng = np.random.default_rng(4)
-    envs = SubprocVecEnv([asking_the_modules] * 3, start_method="fork")
+    envs = SubprocVecEnv([env_of_module_model] * 3, start_method="fork")
     try:
         envs.reset()
         for _ in range(20):
             actions = rng.uniform(-1, 1, (3, 4)).astype(np.float32)
             envs.step_async(actions)
-            np.testing.assert_array_equal(_of_the_module[0](ROW), 2 * ROW + 1)
+            np.testing.assert_array_equal(_module_models[0](ROW), 2 * ROW + 1)
             np.testing.assert_allclose(envs.step_wait()[1], rewards_of(actions), rtol=1e-5)
     finally:
         envs.close()
-        _of_the_module.clear()
+        _module_models.clear()
 
 
-def test_what_was_in_flight_at_the_fork_is_the_parents(forkable, client):
+def test_requests_in_flight_at_the_fork_belong_to_the_parent(forkable, client):
     model = client.model("affine", rows=8)
     x = np.ones((2, 4), np.float32)
     ticket, answered = model.submit(x), model.submit(2 * x)
@@ -166,14 +166,14 @@ def test_what_was_in_flight_at_the_fork_is_the_parents(forkable, client):
     with model.rows(2) as rows:
 
         def child():
-            for what in (ticket.result, answered.result, rows.infer):
+            for call in (ticket.result, answered.result, rows.infer):
                 try:
-                    what()
+                    call()
                 except Refused as error:
                     assert "fork" in str(error)
                 else:
-                    return f"{what} gave something"
-            return right(model, 5, 5)
+                    return f"{call} gave something"
+            return check_answers(model, 5, 5)
 
         assert in_child(child) == "right"
         rows.inputs["observation"][:] = x
@@ -183,10 +183,10 @@ def test_what_was_in_flight_at_the_fork_is_the_parents(forkable, client):
     np.testing.assert_array_equal(answered.result().outputs, 4 * x + 1)
 
 
-def test_a_child_that_lives_on_does_not_keep_its_parents_lanes(forkable, leased, server, connecting):
-    """The lock of a lane ends with the last descriptor of it: a child must have none."""
+def test_a_surviving_child_does_not_keep_its_dead_parents_lanes(forkable, leased, server, connecting):
+    """A lane's lock ends when its last descriptor is closed: a child must have none."""
     reader, writer = os.pipe()
-    wait_until(lambda: lanes(server) == 0, 30, "an empty house")
+    wait_until(lambda: lanes(server) == 0, 30, "no lanes in use")
     middle = os.fork()
     if middle == 0:
         model = connecting().model("affine", rows=8)
@@ -209,7 +209,7 @@ def lanes(server) -> int:
         return client.status()["lanes"]["in_use"]
 
 
-def test_what_a_child_closes_stays_open_for_its_parent(forkable, connecting):
+def test_connections_closed_by_a_child_stay_open_for_its_parent(forkable, connecting):
     with connecting() as connection:
         model = connection.model("affine", rows=4)
         model(ROW)
@@ -220,32 +220,32 @@ def test_what_a_child_closes_stays_open_for_its_parent(forkable, connecting):
             return "closed"
 
         assert in_child(child) == "closed"
-        assert right(model, 6, 5) == "right"
+        assert check_answers(model, 6, 5) == "right"
 
 
 def test_a_child_of_a_child_gets_its_own_answers_too(forkable, client):
     model = client.model("affine", rows=8)
     model(ROW)
-    assert in_child(lambda: [right(model, 7, 5), in_child(lambda: right(model, 8, 5)), right(model, 9, 5)]) == str(
-        ["right"] * 3
-    )
+    assert in_child(
+        lambda: [check_answers(model, 7, 5), in_child(lambda: check_answers(model, 8, 5)), check_answers(model, 9, 5)]
+    ) == str(["right"] * 3)
 
 
 def test_a_connection_without_a_model_works_in_a_child(forkable, client):
-    assert in_child(lambda: right(client.model("affine", rows=8), 10, 5)) == "right"
+    assert in_child(lambda: check_answers(client.model("affine", rows=8), 10, 5)) == "right"
     assert client.models()
 
 
 @pytest.mark.parametrize("transport", ["grpc"])
-def test_over_grpc_a_child_is_refused_and_told_what_to_do(client):
+def test_over_grpc_a_child_is_refused(client):
     model = client.model("affine", rows=4)
     model(ROW)
 
     def child():
         from jurybox.client import connect
 
-        said = []
-        for what in (
+        refusals = []
+        for call in (
             lambda: model(ROW),
             lambda: model.infer(ROW[None]),
             client.models,
@@ -253,11 +253,11 @@ def test_over_grpc_a_child_is_refused_and_told_what_to_do(client):
             lambda: connect(client.address),
         ):
             try:
-                what()
+                call()
             except Refused as error:
-                said.append("gRPC cannot be used" in str(error))
+                refusals.append("gRPC cannot be used" in str(error))
         client.close()
-        return said
+        return refusals
 
     assert in_child(child) == str([True] * 5)
-    assert right(model, 11, 5) == "right"
+    assert check_answers(model, 11, 5) == "right"

@@ -1,4 +1,4 @@
-"""`make gpu` rehearsed on the CPU: what it writes, what it says, and that it finds what it looks for."""
+"""`make gpu` rehearsed on the CPU: its files, its output, and that it detects faults."""
 
 import json
 import platform
@@ -18,7 +18,7 @@ FILES = {"report.html", "results.json", "environment.json", "log.txt"}
 
 
 def run(folder, *arguments, steps="", timeout=120):
-    """The command, with other steps where they are given: (name, part, bound) each."""
+    """Run the command, with other steps if given: a (name, part, bound) each."""
     change = f"m.STEPS = tuple(m.Step(*each) for each in {steps})" if steps else ""
     code = f"import sys; from benchmarks.gpu import __main__ as m; {change}\nsys.exit(m.main(sys.argv[1:]))"
     places = ["--out", folder / "out", "--work", folder / "work", "--wheels", folder / "wheels"]
@@ -28,7 +28,7 @@ def run(folder, *arguments, steps="", timeout=120):
     )  # fmt: skip
 
 
-def test_a_step_that_fails_or_hangs_stops_no_other_and_is_told(tmp_path):
+def test_a_step_that_fails_or_hangs_stops_no_other_and_is_reported(tmp_path):
     steps = (("nonsense", 1, 60.0), ("loop", 1, 0.3), ("floor", 1, 90.0))
     done = run(tmp_path, "--window", 0.02, steps=steps)
     assert done.returncode == 1, done.stderr
@@ -86,7 +86,7 @@ def test_the_native_part_compiles_with_a_compiler_and_nanobind_alone(tmp_path):
     assert done.stdout.startswith(str(tmp_path)), done.stderr
 
 
-# ---- what is judged
+# ---- verdicts
 
 
 def results(device="cuda:0", quick=False, **figures):
@@ -115,13 +115,14 @@ def test_targets_are_held_missed_or_not_measured():
 
 
 @pytest.mark.parametrize("how", [{"device": "cpu"}, {"quick": True}])
-def test_a_rehearsal_holds_no_target(how):
+def test_a_rehearsal_meets_no_target(how):
     found = verdicts(results(torn={"torn_reads": 0.0}, **how))
     assert found["torn reads of weights on the device"].startswith("not judged")
 
 
 def test_a_torn_answer_fails_its_client():
-    answers = [(np.float32(0), np.float32(0)), (np.float32(0), np.float32(1))]  # the second saw weights of two versions
+    # The second was computed with weights of two versions.
+    answers = [(np.float32(0), np.float32(0)), (np.float32(0), np.float32(1))]
     sample = Sample(np.zeros(4, np.float32), (np.float32(0), np.float32(0)), 0.0)
     with pytest.raises(ClientFailed, match="version 7"):
         crowd._window(lambda row: (answers.pop(0), 7), [sample], 0, 0, 1 << 62)
@@ -133,13 +134,15 @@ def test_an_answer_that_is_not_a_number_fails_its_client():
         crowd._window(lambda row: ((np.float32("nan"),), 0), [sample], 0, 0, 1 << 62)
 
 
-def test_a_pause_is_found_where_the_version_changes():
+def test_a_pause_is_measured_at_the_change_of_versions():
     from benchmarks.gpu.served import pauses
 
     ms = 1_000_000
-    at = np.array([*range(0, 100, 1), *range(105, 200, 1)]) * ms  # nobody was answered for 6 ms instead of 1
-    versions = np.where(at < 100 * ms, 3, 4)
-    seen = Window(0.2, at.astype(np.uint64), at.astype(np.uint64), versions.astype(np.uint64), np.zeros(len(at), int))
+    times = np.array([*range(0, 100, 1), *range(105, 200, 1)]) * ms  # no answers for 6 ms instead of 1
+    versions = np.where(times < 100 * ms, 3, 4)
+    seen = Window(
+        0.2, times.astype(np.uint64), times.astype(np.uint64), versions.astype(np.uint64), np.zeros(len(times), int)
+    )
     quiet = Window(0.1, *(column[:100] for column in seen[1:]))
     found = pauses(quiet, seen, [(4, 90 * ms, 2.0)])
     assert found["switch_ms"] == found["pause_ms"] == 5.0
@@ -148,7 +151,7 @@ def test_a_pause_is_found_where_the_version_changes():
         pauses(quiet, seen, [(9, 90 * ms, 2.0)])
 
 
-# ---- what is carried along
+# ---- carried wheels
 
 
 def test_wheels_of_another_python_or_processor_are_left_out(tmp_path):
@@ -165,7 +168,7 @@ def test_wheels_of_another_python_or_processor_are_left_out(tmp_path):
         prepare.unpack(tmp_path, tmp_path / "site")
 
 
-def test_what_is_carried_is_pinned():
+def test_carried_packages_are_pinned():
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.gpu.prepare", "NAMES"], cwd=ROOT, capture_output=True, text=True, check=True
     )

@@ -1,4 +1,4 @@
-"""Grouped policies in a real server: learners at full speed, and every answer is of one whole version of its own."""
+"""Grouped policies in a real server: with learners at full speed, every answer is of one whole version of its model."""
 
 import threading
 import time
@@ -14,7 +14,7 @@ X = np.ones((3, 4), np.float32)
 
 
 def affine(version, agent):
-    """Weights by which version v of agent a answers v * x + 1000 * v + a."""
+    """Return weights with which version v of agent a answers v * x + 1000 * v + a."""
     return {"scale": np.array(version, np.float32), "offset": np.array(1000 * version + agent, np.float32)}
 
 
@@ -58,8 +58,8 @@ def test_every_answer_is_of_one_whole_version_of_its_own_model(server):
     threads = [threading.Thread(target=role, args=(agent,)) for agent in range(AGENTS) for role in (learn, act)]
     for thread in threads:
         thread.start()
-    until = time.monotonic() + 60
-    while time.monotonic() < until and not failures and min(map(len, seen)) < 20:
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and not failures and min(map(len, seen)) < 20:
         time.sleep(0.1)
     stop.set()
     for thread in threads:
@@ -68,7 +68,7 @@ def test_every_answer_is_of_one_whole_version_of_its_own_model(server):
     assert min(map(len, seen)) >= 20
 
 
-def test_models_come_and_go_while_the_group_serves(server):
+def test_models_are_loaded_and_unloaded_while_the_group_serves(server):
     with server.connect() as client:
         client.load("policy/new", {"factory": "tests.models:affine", "args": {"scale": 3.0}, "group": "agents"})
         np.testing.assert_array_equal(client.model("policy/new").infer(X), 3 * X + 1)
@@ -80,7 +80,7 @@ def test_models_come_and_go_while_the_group_serves(server):
             client.load("policy/other", {"factory": "tests.models:moody", "group": "moods"})
         client.load(
             "policy/agent2", {"factory": "tests.models:affine", "args": {"scale": 5.0}, "publish": None}
-        )  # by itself from now on
+        )  # outside the group from now on
         np.testing.assert_array_equal(client.model("policy/agent2").infer(X), 5 * X + 1)
         assert client.model("policy/agent3").infer(X).shape == X.shape
-    assert "\nTraceback" not in server.text() and "terminate" not in server.text()  # of what nobody caught
+    assert "\nTraceback" not in server.text() and "terminate" not in server.text()  # of uncaught errors

@@ -1,4 +1,4 @@
-"""Models whose engine another interpreter runs: in an environment of its own, beside the server's."""
+"""Models whose engine runs on another interpreter, in an environment of its own beside the server's."""
 
 import ast
 import json
@@ -22,7 +22,7 @@ from jurybox.server.supervisor.interpreters import environment, misfits
 
 ROOT = Path(__file__).parents[2]
 X = np.ones((2, 4), np.float32)
-# A factory of a package that only one of the environments has. Its answers tell who computed them.
+# A factory of a package that only one of the environments has. Its answers show which one computed them.
 JUROR = """
 import os, sys
 import numpy, torch
@@ -48,11 +48,13 @@ def where():
 """
 
 
-def with_juror(python: Path) -> None:
+def install_juror(python: Path) -> None:
     """Install the package into an environment."""
-    ask = "import sysconfig; print(sysconfig.get_paths()['purelib'])"
-    told = subprocess.run([python, "-c", ask], capture_output=True, text=True, check=True, env={"PATH": os.defpath})
-    (Path(told.stdout.strip()) / "only_there.py").write_text(JUROR)
+    script = "import sysconfig; print(sysconfig.get_paths()['purelib'])"
+    output = subprocess.run(
+        [python, "-c", script], capture_output=True, text=True, check=True, env={"PATH": os.defpath}
+    )
+    (Path(output.stdout.strip()) / "only_there.py").write_text(JUROR)
 
 
 @pytest.fixture(scope="module")
@@ -61,11 +63,11 @@ def other(tmp_path_factory):
     folder = tmp_path_factory.mktemp("environment") / "old"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
     python = folder / "bin" / "python"
-    (place,) = folder.glob("lib/python*/site-packages")
+    (site_packages,) = folder.glob("lib/python*/site-packages")
     here = {sysconfig.get_paths()["purelib"], *site.getsitepackages()}
     lines = [f"import site; site.addsitedir({path!r})" for path in sorted(here)]
-    (place / "borrowed.pth").write_text("\n".join(lines) + "\n")
-    with_juror(python)
+    (site_packages / "borrowed.pth").write_text("\n".join(lines) + "\n")
+    install_juror(python)
     return python
 
 
@@ -91,8 +93,8 @@ def client(server):
 
 
 def test_an_interpreter_of_its_own_has_its_own_packages_and_environment(server, client, other):
-    told = client.model("old", rows=4).infer(X)[0]
-    assert told[0] == 1 + sys.version_info[1] and told[3] == 2.0  # one more: the observation's
+    answer = client.model("old", rows=4).infer(X)[0]
+    assert answer[0] == 1 + sys.version_info[1] and answer[3] == 2.0  # each plus one from the observation
     assert client.model("new", rows=4).infer(X)[0, 0] == 3
     first, second = client.status()["engines"]
     assert "python" not in first and second["python"] == str(other)
@@ -107,7 +109,7 @@ def test_an_interpreter_of_its_own_has_its_own_packages_and_environment(server, 
     assert states == {"old": {"1": "ready"}, "new": {"0": "ready"}}
 
 
-def test_each_way_of_asking_goes_to_the_engine_that_has_the_model(server, client):
+def test_every_kind_of_call_reaches_the_engine_that_has_the_model(server, client):
     for name, expected in (("old", 1 + sys.version_info[1]), ("new", 3)):
         model = client.model(name, rows=4)
         assert model(X[0])[0] == expected  # the call of one row
@@ -123,7 +125,7 @@ def test_each_way_of_asking_goes_to_the_engine_that_has_the_model(server, client
         assert over_zmq.model("new", rows=4)(X[0])[0] == 3
 
 
-def test_publications_reach_it_and_its_version_alone_counts(client):
+def test_publications_reach_it_and_only_its_version_counts(client):
     import torch
 
     model = client.model("old", rows=4)
@@ -131,17 +133,17 @@ def test_publications_reach_it_and_its_version_alone_counts(client):
         version = publisher.publish({"scale": torch.tensor(5.0)})
         wait_until(lambda: model.infer(X)[0, 0] == 5 + sys.version_info[1], 20, "the publication")
         reader = client.weights("old")
-        assert version == 1 and reader.lag() == 0  # of engines that do not have it, none counts
+        assert version == 1 and reader.lag() == 0  # engines without the model do not count
         publisher.publish({"scale": torch.tensor(1.0)})
         wait_until(lambda: model.infer(X)[0, 0] == 1 + sys.version_info[1], 20, "the next one")
 
 
-def test_its_death_is_its_own(server, client):
+def test_its_death_does_not_affect_the_other_engine(server, client):
     old, new = client.model("old", rows=4), client.model("new", rows=4)
     first, second = (engine["pid"] for engine in client.status()["engines"])
     os.kill(second, signal.SIGKILL)
     assert new.infer(X)[0, 0] == 3
-    assert old.infer(X, timeout=60)[0, 0] == 1 + sys.version_info[1]  # sent again to the next engine
+    assert old.infer(X, timeout=60)[0, 0] == 1 + sys.version_info[1]  # sent again to the restarted engine
     assert client.status()["engines"][0]["pid"] == first
 
 
@@ -154,7 +156,7 @@ def test_it_sleeps_and_wakes(client):
     assert client.model("old", rows=4).infer(X)[0, 0] == 1 + sys.version_info[1]
 
 
-def test_a_client_brings_no_interpreter_along_and_moves_no_model(client, other):
+def test_a_client_cannot_name_a_new_interpreter_or_move_a_model(client, other):
     loaded = {"factory": "tests.models:affine"}
     with pytest.raises(Refused, match="none that the configuration names"):
         client.load("third", {**loaded, "python": sys.executable})
@@ -166,31 +168,31 @@ def test_a_client_brings_no_interpreter_along_and_moves_no_model(client, other):
     client.unload("third")
 
 
-# ---- what does not fit
+# ---- misfits
 
 
 def fake(folder, name, body):
-    """A program that stands where an interpreter should."""
+    """Write a program to use as an interpreter; return its path."""
     path = folder / name
     path.write_text(f"#!/bin/sh\n{body}\n")
     path.chmod(0o700)
     return str(path)
 
 
-def telling(folder, **told):
+def fake_python(folder, **changes):
     good = {
         "python": [3, 10, 1], "torch": "2.1.0+cu121", "numpy": "1.26.4", "pyzmq": "25.0",
         "safetensors": "0.4.0", "jurybox": None, "protocol": 2,
     }  # fmt: skip
     from jurybox.protocol.wire import build_version
 
-    text = json.dumps({**good, "jurybox": build_version(), **told})
+    text = json.dumps({**good, "jurybox": build_version(), **changes})
     return fake(folder, f"python-{abs(hash(text))}", f"cat <<'END'\nwarnings\n{text}\nEND")
 
 
-def test_what_is_wrong_with_an_interpreter_is_one_sentence_each(tmp_path):
-    assert misfits([telling(tmp_path)]) == []
-    for told, says in (
+def test_each_misfit_of_an_interpreter_is_one_sentence(tmp_path):
+    assert misfits([fake_python(tmp_path)]) == []
+    for changes, message in (
         ({"python": [3, 9, 18]}, "it is Python 3.9.18, expected 3.10 or newer"),
         ({"torch": "2.0.1"}, "torch 2.0.1 is installed there, expected 2.1 or newer"),
         ({"torch": None}, "torch is not installed there, expected 2.1 or newer"),
@@ -201,12 +203,12 @@ def test_what_is_wrong_with_an_interpreter_is_one_sentence_each(tmp_path):
         ({"protocol": 1}, "speaks protocol 1, expected 2"),
         ({"safetensors": None}, "safetensors is not installed there"),
     ):
-        (found,) = misfits([python := telling(tmp_path, **told)])
-        assert found.startswith(f"python = {python!r}: ") and says in found
-    assert len(misfits([telling(tmp_path, torch=None, numpy="1.20")])) == 2
+        (found,) = misfits([python := fake_python(tmp_path, **changes)])
+        assert found.startswith(f"python = {python!r}: ") and message in found
+    assert len(misfits([fake_python(tmp_path, torch=None, numpy="1.20")])) == 2
 
 
-def test_what_is_no_interpreter_is_said_to_be_none(tmp_path):
+def test_programs_that_are_no_interpreter_are_reported(tmp_path):
     (found,) = misfits([str(tmp_path / "nothing")])
     assert "there is no such program, expected the bin/python of an environment" in found
     (found,) = misfits([fake(tmp_path, "false", "echo cannot >&2; exit 3")])
@@ -226,25 +228,25 @@ def test_a_server_does_not_start_with_an_interpreter_that_does_not_fit(tmp_path)
     assert "there is no such program" in running.text()
 
 
-def test_settings_of_engines_of_their_own_fit_together(tmp_path):
+def test_settings_of_separate_engines_are_consistent(tmp_path):
     def settings(text):
         (tmp_path / "s.toml").write_text(text)
         return load_settings(tmp_path / "s.toml", environ={})
 
     one = '[models.{0}]\nfactory = "a:b"\npython = "envs/{1}"\n{2}\n'
-    given = settings(
+    loaded = settings(
         '[server]\ndevices = ["cuda:0", "cuda:1"]\nreplicas = 2\ngpu_memory_fraction = 0.5\n'
         + one.format("x", "old", "gpu_memory_fraction = 0.2")
         + one.format("y", "old", "")
         + one.format("z", "older", "")
     )
     old, older = f"{tmp_path}/envs/old", f"{tmp_path}/envs/older"
-    assert given.engines() == [
+    assert loaded.engines() == [
         *[(device, "", 0.5) for device in ("cuda:0", "cuda:0", "cuda:1", "cuda:1")],
         *[(device, old, 0.2) for device in ("cuda:0", "cuda:1")],
         *[(device, older, 0.5) for device in ("cuda:0", "cuda:1")],
     ]
-    for text, says in (
+    for text, message in (
         (
             one.format("x", "a", "gpu_memory_fraction = 0.2") + one.format("y", "a", "gpu_memory_fraction = 0.3"),
             "share",
@@ -253,7 +255,7 @@ def test_settings_of_engines_of_their_own_fit_together(tmp_path):
         ('[models.x]\nfactory = "a:b"\ngpu_memory_fraction = 0.2', "expected python with it"),
         (one.format("x", "a", "gpu_memory_fraction = 1.5"), "gpu_memory_fraction"),
     ):
-        with pytest.raises(ConfigError, match=says):
+        with pytest.raises(ConfigError, match=message):
             settings(text)
 
 
@@ -264,10 +266,10 @@ def test_variables_of_the_servers_environment_do_not_reach_another(monkeypatch):
     }  # fmt: skip
 
 
-# ---- what an engine imports
+# ---- an engine's imports
 
 
-_NEWER = {  # than Python 3.10: names by module
+_NEWER = {  # names newer than Python 3.10, by module
     "enum": {"StrEnum", "ReprEnum", "verify"},
     "typing": {"Self", "assert_never", "reveal_type", "LiteralString", "Never", "Required", "NotRequired", "Unpack",
                "TypeVarTuple", "override", "TypeAliasType", "dataclass_transform", "assert_type"},
@@ -280,13 +282,13 @@ _NEWER = {  # than Python 3.10: names by module
 }  # fmt: skip
 
 
-def test_what_an_engine_imports_is_python_3_10():
-    ask = "import sys, jurybox.server.engine.process\nfor m in list(sys.modules.values()):\n" + textwrap.indent(
+def test_all_that_an_engine_imports_runs_on_python_3_10():
+    script = "import sys, jurybox.server.engine.process\nfor m in list(sys.modules.values()):\n" + textwrap.indent(
         "file = getattr(m, '__file__', None) or ''\n"
         "if m.__name__.startswith('jurybox') and file.endswith('.py'): print(file)",
         "    ",
     )
-    files = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, check=True).stdout.split()
+    files = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout.split()
     assert len(files) > 30
     for file in files:
         tree = ast.parse(Path(file).read_text(), file, feature_version=(3, 10))
@@ -312,13 +314,13 @@ def test_an_engine_of_python_3_10_torch_2_1_and_numpy_1_26_beside_this_one(tmp_p
     python = os.environ.get("MATRIX_OLD_PYTHON", "")
     if not python:
         pytest.skip("MATRIX_OLD_PYTHON names no environment: docs/gpu.md says how to make one")
-    with_juror(Path(python))
+    install_juror(Path(python))
     import torch
 
     with serving(tmp_path, models(python)) as running, running.connect() as client:
         old, new = client.model("old", rows=16), client.model("new", rows=4)
-        told = old.infer(X)[0] - 1
-        assert told[0] == 10 and told[1] < 2.2 and np.isclose(told[2], 1.26) and told[3]
+        versions = old.infer(X)[0] - 1
+        assert versions[0] == 10 and versions[1] < 2.2 and np.isclose(versions[2], 1.26) and versions[3]
         began = time.monotonic()
         while time.monotonic() < began + 3:
             assert old(X[0])[0] == 11 and new(X[0])[0] == 3

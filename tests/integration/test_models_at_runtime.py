@@ -1,4 +1,4 @@
-"""Loading, reloading and unloading while clients ask."""
+"""Loading, reloading and unloading while clients send requests."""
 
 import asyncio
 import threading
@@ -31,12 +31,12 @@ def client(server):
         yield connection
 
 
-def test_a_reload_drops_no_request_and_every_answer_is_of_one_of_both(server, client):
+def test_a_reload_drops_no_request_and_every_answer_is_of_one_version(server, client):
     seen, stop = set(), threading.Event()
 
     def ask():
-        with server.connect() as mine:
-            model = mine.model("file", rows=4)
+        with server.connect() as connection:
+            model = connection.model("file", rows=4)
             while not stop.is_set():
                 answer = model.infer(X)
                 assert (answer == answer[0, 0]).all()
@@ -60,10 +60,10 @@ def test_a_reload_drops_no_request_and_every_answer_is_of_one_of_both(server, cl
 
 @pytest.mark.parametrize("transport", ["shm", "zmq", "tcp"])
 @pytest.mark.parametrize("call", ["__call__", "infer", "infer_async", "row_reply"])
-def test_whoever_asks_across_a_reload_is_answered_however_it_asks(server, client, transport, call):
+def test_every_kind_of_call_works_across_a_reload(server, client, transport, call):
     address = f"tcp://{server.listening('tcp')}" if transport == "tcp" else server.address
-    with connect(address, transport="auto" if transport == "tcp" else transport, timeout=30) as mine:
-        model = mine.model("file", rows=4)
+    with connect(address, transport="auto" if transport == "tcp" else transport, timeout=30) as connection:
+        model = connection.model("file", rows=4)
 
         def ask():
             if call == "infer_async":
@@ -75,13 +75,13 @@ def test_whoever_asks_across_a_reload_is_answered_however_it_asks(server, client
         assert ask().shape == ask().shape == (4,)
         for offset in (3, 5):
             (server.folder / "offset").write_text(str(offset))
-            client.unload("file")  # and with it its arena
+            client.unload("file")  # and its arena
             client.load("file", {"factory": "tests.models:from_file", "args": {"path": str(server.folder / "offset")}})
             for _ in range(2):
                 assert ask().tolist() == [1.0 + offset] * 4
 
 
-def test_a_failed_reload_leaves_the_earlier_one_serving(server, client):
+def test_after_a_failed_reload_the_earlier_model_serves(server, client):
     model = client.model("file", rows=4)
     before = model.infer(X)
     (server.folder / "offset").write_text("no number")
@@ -92,7 +92,7 @@ def test_a_failed_reload_leaves_the_earlier_one_serving(server, client):
     client.load("file")
 
 
-def test_a_model_can_be_added_and_taken_away(client):
+def test_a_model_can_be_added_and_removed(client):
     client.load("extra", {"factory": "tests.models:affine", "args": {"scale": 3.0}})
     model = client.model("extra")
     assert model.infer(X)[0, 0] == 4
@@ -103,7 +103,7 @@ def test_a_model_can_be_added_and_taken_away(client):
         client.model("extra")
 
 
-def test_a_reload_with_another_spec_is_noticed_by_who_holds_the_old_one(client):
+def test_a_reload_with_another_spec_is_an_error_for_holders_of_the_old_one(client):
     client.load("changing", {"factory": "tests.models:affine"})
     model = client.model("changing")
     assert model.infer(X)[0, 0] == 3
@@ -115,7 +115,7 @@ def test_a_reload_with_another_spec_is_noticed_by_who_holds_the_old_one(client):
     client.unload("changing")
 
 
-def test_settings_that_are_wrong_are_refused_with_their_place(client):
+def test_wrong_settings_are_refused_by_name(client):
     with pytest.raises(Refused, match="max_batches"):
         client.load("wrong", {"factory": "tests.models:affine", "max_batches": 3})
 

@@ -1,4 +1,4 @@
-"""Models that a client brings and keeps: over every transport, within the configuration, gone with their client."""
+"""Models that a client loads and keeps: over every transport, as far as configured, unloaded without their client."""
 
 import os
 import signal
@@ -12,7 +12,7 @@ from tests.serving import serving, wait_until
 
 from jurybox.client import ModelNotFound, Refused, connect
 
-MINE = {"factory": "tests.models:affine", "args": {"scale": 3.0}, "publish": "double_buffer"}
+LOADED = {"factory": "tests.models:affine", "args": {"scale": 3.0}, "publish": "double_buffer"}
 X = np.ones((2, 4), np.float32)
 TRANSPORTS = ["ipc", "grpc", "tcp"]
 
@@ -20,9 +20,11 @@ TRANSPORTS = ["ipc", "grpc", "tcp"]
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
     models = {"own": {"factory": "tests.models:affine"}}
-    lets_in = {"remote_factories": ["tests.models:*"]}
-    with serving(tmp_path_factory.mktemp("server"), models, grpc="127.0.0.1:0", tcp="127.0.0.1:0", **lets_in) as it:
-        yield it
+    allowed = {"remote_factories": ["tests.models:*"]}
+    with serving(
+        tmp_path_factory.mktemp("server"), models, grpc="127.0.0.1:0", tcp="127.0.0.1:0", **allowed
+    ) as running:
+        yield running
 
 
 @pytest.fixture(params=TRANSPORTS)
@@ -33,8 +35,8 @@ def client(server, request):
         yield connection
 
 
-def test_a_client_anywhere_loads_asks_keeps_and_unloads_what_the_configuration_lets_in(client):
-    client.load("mine", MINE, keep=30.0)
+def test_a_client_anywhere_loads_uses_keeps_and_unloads_what_the_configuration_allows(client):
+    client.load("mine", LOADED, keep=30.0)
     assert (client.model("mine", rows=2).infer(X) == 4.0).all()
     client.keep("mine", 60.0)
     client.unload("mine")
@@ -42,12 +44,12 @@ def test_a_client_anywhere_loads_asks_keeps_and_unloads_what_the_configuration_l
         client.describe("mine")
 
 
-def test_a_model_whose_client_says_nothing_any_more_is_let_go_and_one_that_is_kept_is_not(client):
-    client.load("kept", MINE, keep=3.0)
+def test_a_model_that_is_no_longer_kept_is_unloaded_and_one_that_is_kept_is_not(client):
+    client.load("kept", LOADED, keep=3.0)
     client.keep("kept", 30.0)
-    client.load("silent", MINE, keep=2.0)
+    client.load("silent", LOADED, keep=2.0)
     began = time.monotonic()
-    wait_until(lambda: "silent" not in client.models(), 30, "the model that nobody keeps, unloaded")
+    wait_until(lambda: "silent" not in client.models(), 30, "the unloading of the model that is not kept")
     assert time.monotonic() - began > 0.5
     wait_until(lambda: time.monotonic() - began > 3.5)
     assert "kept" in client.models() and "own" in client.models()
@@ -60,14 +62,14 @@ def test_a_client_elsewhere_brings_no_more_than_that_and_touches_nothing_of_the_
         here.load("local", {"factory": "tests.models:affine"})
         for name in ("own", "local"):
             with pytest.raises(Refused, match="is this server's own"):
-                client.load(name, MINE, keep=5.0)
+                client.load(name, LOADED, keep=5.0)
         with pytest.raises(Refused, match=r'add this line .* remote_factories = \["os:\*"\]'):
             client.load("mine", {"factory": "os:getcwd"}, keep=5.0)
         with pytest.raises(Refused, match="is held for 1 to 3600 s"):
-            client.load("mine", MINE)
+            client.load("mine", LOADED)
         for more in ({"save_dir": str(tmp_path)}, {"weights": "/etc/passwd"}, {"compile": True}):
             with pytest.raises(Refused, match=f"{next(iter(more))} of model 'mine' is not taken from a network"):
-                client.load("mine", {**MINE, **more}, keep=5.0)
+                client.load("mine", {**LOADED, **more}, keep=5.0)
         with pytest.raises(Refused, match="of the server's configuration"):
             client.keep("own", 5.0)
         with pytest.raises(Refused, match="stays until it is unloaded"):
@@ -76,11 +78,11 @@ def test_a_client_elsewhere_brings_no_more_than_that_and_touches_nothing_of_the_
         assert client.models() == ["own"]
 
 
-def test_without_a_line_in_the_configuration_nothing_comes_in_from_a_network(tmp_path):
+def test_without_a_line_in_the_configuration_no_remote_client_is_accepted(tmp_path):
     with serving(tmp_path, {"own": {"factory": "tests.models:affine"}}, grpc="127.0.0.1:0") as server:
         with connect(f"grpc://{server.listening('grpc')}", timeout=30.0) as client:
             with pytest.raises(Refused, match=r'remote_factories = \["tests.models:\*"\]'):
-                client.load("mine", MINE, keep=5.0)
+                client.load("mine", LOADED, keep=5.0)
 
 
 _RUN = """
@@ -94,7 +96,7 @@ with serving.served_models(models, sys.argv[1], Path("server.log")) as served:
     if sys.argv[2] == "raise":
         raise SystemExit(7)
     while True:
-        time.sleep(0.1)  # in pieces: a signal that another thread is given interrupts no sleep
+        time.sleep(0.1)  # in short sleeps: a signal delivered to another thread does not interrupt a sleep
 """
 
 
@@ -104,22 +106,22 @@ def begin(address, how):
 
 
 @pytest.mark.parametrize("kind", ["ipc", "grpc"])
-def test_two_runs_have_models_of_their_own_and_leave_none_whether_they_end_fail_or_are_killed(server, kind):
+def test_two_runs_have_their_own_models_which_are_unloaded_however_they_end(server, kind):
     address = server.address if kind == "ipc" else f"{kind}://{server.listening(kind)}"
     runs = [begin(address, how) for how in ("stay", "stay", "raise")]
     try:
-        (killed, first), (told, second), (failed, third) = runs
+        (killed, first), (interrupted, second), (failed, third) = runs
         assert len({first, second, third}) == 3 and all(name.startswith("policy-") for name in (first, second))
         assert failed.wait(30) == 7
         with server.connect() as client:
             assert third not in client.models()
-            time.sleep(7.0)  # longer than a model is held without a word of its run
+            time.sleep(7.0)  # longer than a model stays without being kept
             assert {first, second} <= set(client.models())
             os.kill(killed.pid, signal.SIGKILL)
             killed.wait(30)
-            wait_until(lambda: first not in client.models(), 20, "the killed run's model, let go")
-            told.send_signal(signal.SIGINT)
-            told.wait(30)
+            wait_until(lambda: first not in client.models(), 20, "the unloading of the killed run's model")
+            interrupted.send_signal(signal.SIGINT)
+            interrupted.wait(30)
             assert client.models() == ["own"]
     finally:
         for process, _ in runs:

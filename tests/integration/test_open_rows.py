@@ -1,4 +1,4 @@
-"""Open rows through every way in: rows of any size, rows that fail alone, sessions."""
+"""Open rows over every transport: rows of any size, rows that fail alone, sessions."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def server(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def gateway(tmp_path_factory):
-    """A server of its own, since a gateway keeps rows of every model for those who ask it next."""
+    """A separate server, since a gateway keeps its leased rows of every model for later requests."""
     with serving(tmp_path_factory.mktemp("gateway"), MODELS, grpc="127.0.0.1:0") as running:
         yield running
 
@@ -38,9 +38,9 @@ def gateway(tmp_path_factory):
 @pytest.fixture(params=["shm", "zmq", "tcp", "grpc"])
 def client(request):
     local = request.param in ("shm", "zmq")
-    there = request.getfixturevalue("gateway" if request.param == "grpc" else "server")
-    where = there.address if local else f"{request.param}://{there.listening(request.param)}"
-    with connect(where, transport=request.param if local else "auto", timeout=60) as connection:
+    target = request.getfixturevalue("gateway" if request.param == "grpc" else "server")
+    address = target.address if local else f"{request.param}://{target.listening(request.param)}"
+    with connect(address, transport=request.param if local else "auto", timeout=60) as connection:
         yield connection
 
 
@@ -49,9 +49,9 @@ def images(*sides):
     return [rng.integers(0, 256, (h, w, 3), np.uint8) for h, w in sides]
 
 
-def test_rows_of_any_size_go_there_and_back(client):
+def test_rows_of_any_size_are_sent_and_returned(client):
     pictures = images((4, 5), (9, 2), (1, 1), (30, 30), (2, 2), (3, 4), (5, 5), (6, 6), (7, 7), (8, 8), (9, 9))
-    model = client.model("brightness", rows=6)  # fewer than rows: pieces
+    model = client.model("brightness", rows=6)  # fewer than there are pictures: requests are split
     np.testing.assert_allclose(model.infer(pictures), [p.mean() / 255 for p in pictures], rtol=1e-5)
     masks = client.model("threshold").infer(pictures)
     for mask, picture in zip(masks, pictures, strict=True):
@@ -64,7 +64,7 @@ def test_text_and_pictures_together(client):
     np.testing.assert_array_equal(answers["words"], [1, 4])
 
 
-def test_single_calls_take_any_row_that_fits_and_refuse_others_in_the_same_words(client):
+def test_single_calls_take_any_row_that_fits_and_refuse_others_with_the_same_error(client):
     model, shout = client.model("threshold", rows=2), client.model("shout", rows=2)
     for picture in (*images((30, 30), (1, 7)), images((9, 12))[0][:, ::3], images((4, 4))[0].transpose(1, 0, 2)):
         np.testing.assert_array_equal(model(picture), picture.mean(axis=2) > 127)
@@ -108,7 +108,7 @@ def test_rows_fail_alone_on_every_path(client):
     assert model(x[4]) == 8
 
 
-def test_zero_copy_rows_take_pictures_where_they_lie(client):
+def test_zero_copy_rows_take_pictures_in_place(client):
     picture = images((6, 7))[0]
     with client.model("threshold").rows(2) as rows:
         for i in range(2):
@@ -140,30 +140,30 @@ def test_as_many_sessions_as_rows_and_then_busy(server):
                 other.model("few", rows=1).sessions(16)
 
 
-def test_the_status_tells_how_many_sessions_are_in_use(server):
-    def shown(client):
+def test_the_status_shows_how_many_sessions_are_in_use(server):
+    def sessions_in_use(client):
         (model,) = (model for model in client.status()["models"] if model["name"] == "few")
         return model["sessions"]
 
     with server.connect() as client:
-        wait_until(lambda: shown(client) == 0, 30, "the sessions of others to end")
+        wait_until(lambda: sessions_in_use(client) == 0, 30, "the sessions of others to end")
         with client.model("few", rows=1).sessions(5) as sessions:
             sessions.infer(np.ones((3, 1), np.float32), session=[4, 0, 2])
-            wait_until(lambda: shown(client) == 3, 30, "the sessions that began")
-        wait_until(lambda: shown(client) == 0, 30, "the sessions to be given back")
+            wait_until(lambda: sessions_in_use(client) == 3, 30, "the sessions that began")
+        wait_until(lambda: sessions_in_use(client) == 0, 30, "the release of the sessions")
 
 
 @pytest.mark.parametrize(
-    ("client", "gone"),
+    ("client", "role"),
     [("shm", "engine-0"), ("zmq", "engine-0"), ("tcp", "engine-0"), ("tcp", "relay")],
     indirect=["client"],
 )
-def test_who_dies_with_sessions_takes_them_along_and_their_client_is_told_which(server, client, gone):
+def test_a_process_that_dies_loses_its_sessions_and_the_error_names_them(server, client, role):
     x = np.ones((3, 1), np.float32)
     with client.model("running_sum").sessions(3) as sessions:
         sessions.infer(x)
         sessions.infer(x, reset=[False, True, False])
-        killed(server, gone)
+        kill(server, role)
         with pytest.raises(SessionLost) as lost:
             sessions.infer(x, timeout=60)
         assert lost.value.sessions == [0, 1, 2]
@@ -172,26 +172,26 @@ def test_who_dies_with_sessions_takes_them_along_and_their_client_is_told_which(
 
 
 @pytest.mark.parametrize("client", ["tcp"], indirect=True)
-def test_sessions_that_begin_lose_nothing_with_a_relay(server, client):
+def test_new_sessions_survive_a_killed_relay(server, client):
     x = np.ones((3, 1), np.float32)
     with client.model("running_sum").sessions(3) as sessions:
         sessions.infer(x)
-        killed(server, "relay")
+        kill(server, "relay")
         np.testing.assert_array_equal(sessions.infer(x, reset=[True] * 3, timeout=60), [1, 1, 1])
-        killed(server, "relay")
+        kill(server, "relay")
         begun = sessions.infer_async(x, reset=[True] * 3, timeout=60)
         np.testing.assert_array_equal(asyncio.run(begun), [1, 1, 1])
-        killed(server, "relay")
+        kill(server, "relay")
         sessions.set_state({"total": np.full(3, 5, np.float32)}, timeout=60)
         np.testing.assert_array_equal(sessions.infer(x), [6, 6, 6])
 
 
-def killed(server, role):
+def kill(server, role):
     os.kill(pid := server.pids()[role], signal.SIGKILL)
-    wait_until(lambda: server.pids().get(role, pid) != pid, 60, "its successor")
+    wait_until(lambda: server.pids().get(role, pid) != pid, 60, "its restart")
 
 
-def test_a_killed_clients_sessions_are_nobodys(server):
+def test_a_killed_clients_sessions_are_freed(server):
     code = (
         "import sys, time\nimport numpy as np\nfrom jurybox.client import connect\n"
         f"sessions = connect({server.address!r}).model('few', rows=1).sessions(12)\n"

@@ -1,9 +1,9 @@
-"""Everything that README.md, CONTRIBUTING.md and docs/ show is tried, as it stands there.
+"""Everything that README.md, CONTRIBUTING.md and docs/ show is tried, verbatim.
 
 Every block names its language. Python runs, all blocks of a page in one process and in their order, against one real
-server. TOML is read as what it is, the server's configuration or a training's. Bash is parsed, every `jurybox` command
-in it by the command line's own parser; modules, tests and make's targets that it names exist; what asks a local server
-anything is run. A block that cannot be tried says why in the line above it: <!-- not run: REASON -->.
+server. TOML is read as the server's configuration or a training's. Bash is parsed, every `jurybox` command in it by the
+command line's own parser; modules, tests and make's targets that it names exist; requests to a local server are run.
+A block that cannot be tried says why in the line above it: <!-- not run: REASON -->.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from jurybox.training.replay import Replay
 
 ROOT = Path(__file__).parents[2]
 LANGUAGES = {"bash", "console", "mermaid", "promql", "python", "text", "toml", "yaml"}
-MOST_NOT_RUN = 8  # a page that cannot be tried is worth little; raise this only with a reason in the page
+MOST_NOT_RUN = 8  # raise this only with a reason in the page
 
 MODELS = {
     "photo": {"factory": "jurybox.server.jurors:panel", "max_batch": 8, "rows": 64},
@@ -55,7 +55,7 @@ class Block:
     line: int
     language: str
     text: str
-    skipped: str  # why it is not tried; empty: it is
+    skipped: str  # why it is not tried; empty if it is
 
     def __str__(self) -> str:
         return f"{self.page}:{self.line}"
@@ -71,10 +71,10 @@ def blocks() -> Iterator[Block]:
             if began is None:
                 began, before = number, lines[number - 1]
                 continue
-            why = re.fullmatch(r"<!-- not run: (.+) -->", before)
+            reason = re.fullmatch(r"<!-- not run: (.+) -->", before)
             text = "\n".join(lines[began + 1 : number]) + "\n"
             page = str(path.relative_to(ROOT))
-            yield Block(page, began + 1, lines[began][3:], text, why[1] if why else "")
+            yield Block(page, began + 1, lines[began][3:], text, reason[1] if reason else "")
             began = None
 
 
@@ -86,7 +86,7 @@ def of(*languages: str) -> list[Block]:
     return [block for block in TRIED if block.language in languages]
 
 
-def test_every_block_says_what_it_is_and_few_are_not_tried() -> None:
+def test_every_block_names_its_language_and_few_are_not_tried() -> None:
     assert [str(block) for block in ALL if block.language not in LANGUAGES] == []
     assert len(of("python")) >= 14 and len(of("bash")) >= 25 and len(of("toml")) >= 8
     assert len(ALL) - len(TRIED) <= MOST_NOT_RUN
@@ -116,7 +116,7 @@ class Affine(torch.nn.Module):
 
 
 def presupposed() -> dict[str, Any]:
-    """What a page's reader has: pictures, a module, what an environment gave."""
+    """Return the names that a page assumes: pictures, a module, data of an environment."""
     rng = np.random.default_rng(0)
     images = rng.integers(0, 255, (4, 384, 384, 3), dtype=np.uint8)
     policies = np.zeros((300, 4672), np.float32)
@@ -131,7 +131,7 @@ def presupposed() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("page", sorted({block.page for block in of("python")}))
-def test_what_a_page_shows_in_python_runs_and_leaves_nothing_behind(page, server, tmp_path, monkeypatch) -> None:
+def test_the_python_of_a_page_runs_and_leaves_nothing_behind(page, server, tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("JURYBOX_ADDRESS", server.address)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
@@ -143,22 +143,22 @@ def test_what_a_page_shows_in_python_runs_and_leaves_nothing_behind(page, server
         code = block.text
         if file := re.match(r"# (\w+\.py)\n", code):
             (tmp_path / file[1]).write_text(code)
-        for theirs, ours in {
+        for shown, used in {
             "localhost:8001": server.listening("grpc"),
             '"grpcs://server-host:8001", token="..."': f'"grpc://{server.listening("grpc")}"',
             'resident("cuda"': 'resident("cuda"' if torch.cuda.is_available() else 'resident("cpu"',
         }.items():
-            code = code.replace(theirs, ours)
+            code = code.replace(shown, used)
         exec(compile("\n" * block.line + code, str(ROOT / page), "exec"), names)
-    for made in {id(value): value for value in names.values() if isinstance(value, Replay)}.values():
-        made.unlink()  # a replay stays while a process has it open, and that is this one
-        made.close()
+    for replay in {id(value): value for value in names.values() if isinstance(value, Replay)}.values():
+        replay.unlink()  # a replay stays while a process has it open, and this process does
+        replay.close()
     names.clear()
     assert segments() - before == set()
     assert set(directory().iterdir()) - files == set()
 
 
-def test_the_readmes_client_gets_the_same_scores_every_way(server, monkeypatch, capsys) -> None:
+def test_the_readmes_client_gets_the_same_scores_by_every_call(server, monkeypatch, capsys) -> None:
     monkeypatch.setenv("JURYBOX_ADDRESS", server.address)
     names = presupposed()
     exec(next(block for block in of("python") if block.page == "README.md").text, names)
@@ -177,24 +177,24 @@ def test_the_readmes_model_is_one_that_a_server_loads(tmp_path, monkeypatch) -> 
 
 
 @pytest.mark.parametrize("block", of("toml"), ids=str)
-def test_toml_is_a_configuration_as_it_stands(block, tmp_path, monkeypatch) -> None:
+def test_toml_is_a_valid_configuration(block, tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     file = tmp_path / "shown.toml"
-    text, told = block.text, tomllib.loads(block.text)
-    if "dialects" in told and "models" not in told:  # of the models that its page has shown
+    text, tables = block.text, tomllib.loads(block.text)
+    if "dialects" in tables and "models" not in tables:  # for the models that its page shows before
         first = next(one for one in of("toml") if one.page == block.page)
         text = first.text.partition("[dialects.")[0] + text
     file.write_text(text)
-    if {"server", "models", "dialects"} & set(told):
+    if {"server", "models", "dialects"} & set(tables):
         (tmp_path / "siglip").mkdir()
         assert load_settings(file, environ={}).models
         return
-    if "env" in told:
+    if "env" in tables:
         from jurybox.training.recipes import gym
 
         assert gym.plan(gym.GymTraining.read(file, {})).roles
         return
-    if "imitation" in told:
+    if "imitation" in tables:
         from jurybox.training.recipes.photo import PhotoTraining
 
         assert PhotoTraining.read(file, {}).imitation
@@ -205,7 +205,7 @@ def test_toml_is_a_configuration_as_it_stands(block, tmp_path, monkeypatch) -> N
 
 
 @pytest.mark.parametrize("block", of("yaml"), ids=str)
-def test_yaml_is_a_service_with_the_volume_and_variables_of_composes(block) -> None:
+def test_yaml_is_a_service_with_the_volume_and_variables_of_compose_yaml(block) -> None:
     compose = yaml.safe_load((ROOT / "compose.yaml").read_text())
     for service in yaml.safe_load(block.text)["services"].values():
         assert service["environment"].items() <= compose["x-client"]["environment"].items()
@@ -214,7 +214,7 @@ def test_yaml_is_a_service_with_the_volume_and_variables_of_composes(block) -> N
 
 
 def commands(text: str) -> Iterator[list[str]]:
-    """The simple commands of a script, without variables set before them, as words."""
+    """Yield the simple commands of a script as words, without variables set before them."""
     for line in text.replace("\\\n", " ").split("\n" if "'{" not in text else "\0"):
         words = shlex.shlex(line, posix=True, punctuation_chars=True)
         words.whitespace_split, words.commenters = True, "#"
@@ -228,10 +228,10 @@ def commands(text: str) -> Iterator[list[str]]:
 
 
 def parse(words: list[str]) -> None:
-    """What the command line makes of the words after `jurybox`; an error where it makes nothing of them."""
+    """Parse the words after `jurybox` as the command line does; raise an error if they are invalid."""
     command: Any = get_command(app)
     context = None
-    while isinstance(command, TyperGroup):  # not click's Group: typer has brought a click of its own since 0.26
+    while isinstance(command, TyperGroup):  # not click's Group: typer bundles its own click since 0.26
         context = command.make_context(command.name or "jurybox", words, parent=context, resilient_parsing=False)
         name, found, words = command.resolve_command(context, [*context._protected_args, *context.args])
         assert found is not None, name
@@ -240,7 +240,7 @@ def parse(words: list[str]) -> None:
 
 
 @pytest.mark.parametrize("words", ["train gym --no-such-option 1", "train chess", "status surplus"])
-def test_a_command_that_is_none_would_be_seen(words: str) -> None:
+def test_an_invalid_command_is_detected(words: str) -> None:
     with pytest.raises(Exception, match="(?i)no such|unexpected extra"):
         parse(words.split())
 
@@ -250,7 +250,7 @@ def target(name: str) -> bool:
 
 
 @pytest.mark.parametrize("block", of("bash", "console"), ids=str)
-def test_every_command_is_one(block, tmp_path, monkeypatch) -> None:
+def test_every_command_is_valid(block, tmp_path, monkeypatch) -> None:
     text = block.text
     if block.language == "console":
         text = "\n".join(line[2:] for line in text.splitlines() if line.startswith("$ "))
@@ -258,7 +258,7 @@ def test_every_command_is_one(block, tmp_path, monkeypatch) -> None:
     assert checked.returncode == 0, checked.stderr
     monkeypatch.chdir(tmp_path)
     (tmp_path / "holiday").mkdir()  # a reader's pictures
-    for one in of("toml"):  # files that the page has shown by their names
+    for one in of("toml"):  # files that the page shows, by name
         if one.page == block.page and (named := re.match(r"# (\w+\.toml)\n", one.text)):
             (tmp_path / named[1]).write_text(one.text)
     for command in commands(text):
@@ -275,42 +275,42 @@ def test_every_command_is_one(block, tmp_path, monkeypatch) -> None:
                 assert find_spec(module), module
             case "make", _:
                 assert all(target(word) for word in words if "=" not in word), words
-            case "cp" | "rsync" | "docker", _:  # files of the repository that are named exist
+            case "cp" | "rsync" | "docker", _:  # files of the repository that it names exist
                 named = [word for word in words if word.startswith(("deploy/", "docker/"))]
                 assert all((ROOT / name).exists() for name in named), words
 
 
-ASKING = re.compile(r"^(?:curl .*(?:127\.0\.0\.1|localhost):8000|(?:\.venv/bin/)?jurybox (?:status|models|health)\b)")
+REQUEST = re.compile(r"^(?:curl .*(?:127\.0\.0\.1|localhost):8000|(?:\.venv/bin/)?jurybox (?:status|models|health)\b)")
 
 
 def statements(text: str) -> Iterator[str]:
-    """What a script asks a server on this host."""
+    """Yield the statements of a script that send requests to a server on this host."""
     statement = ""
     for line in text.splitlines():
         statement += line + "\n"
         if statement.count("'") % 2 == 0 and not line.endswith("\\"):
-            if ASKING.match(statement):
+            if REQUEST.match(statement):
                 yield statement
             statement = ""
 
 
-ASKED = [(block, statement) for block in of("bash") for statement in statements(block.text)]
+REQUESTS = [(block, statement) for block in of("bash") for statement in statements(block.text)]
 
 
-def test_what_asks_a_server_gets_an_answer(server) -> None:
-    assert len(ASKED) >= 6
+def test_requests_to_a_server_are_answered(server) -> None:
+    assert len(REQUESTS) >= 6
     bin_of_this = Path(sys.executable).parent
-    for block, statement in ASKED:
-        shown = re.sub(r"(127\.0\.0\.1|localhost):8000", server.listening("http"), statement)
-        shown = shown.replace(".venv/bin/", "").replace("curl ", "curl --fail --silent --show-error --max-time 20 ")
+    for block, statement in REQUESTS:
+        script = re.sub(r"(127\.0\.0\.1|localhost):8000", server.listening("http"), statement)
+        script = script.replace(".venv/bin/", "").replace("curl ", "curl --fail --silent --show-error --max-time 20 ")
         done = subprocess.run(
-            ["bash", "-c", shown],
+            ["bash", "-c", script],
             capture_output=True,
             text=True,
             timeout=60,
             env={**os.environ, "JURYBOX_ADDRESS": server.address, "PATH": f"{bin_of_this}:{os.environ['PATH']}"},
         )
-        assert done.returncode == 0, f"{block}: {shown}{done.stderr}"
+        assert done.returncode == 0, f"{block}: {script}{done.stderr}"
         assert done.stdout
 
 

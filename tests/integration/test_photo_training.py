@@ -1,4 +1,4 @@
-"""The photo training and its demo against real servers, with a juror that costs nothing."""
+"""The photo training and its demo against real servers, with a cheap juror."""
 
 import json
 import os
@@ -44,7 +44,7 @@ CLI = [sys.executable, "-m", "jurybox.training.cli"]
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
-    """One server with every transport, for trainings that leave it alone."""
+    """One server with every transport, for trainings that do not stop it."""
     with serving(
         tmp_path_factory.mktemp("server"), MODEL, http="127.0.0.1:0", grpc="127.0.0.1:0", tcp="127.0.0.1:0"
     ) as running:
@@ -59,7 +59,7 @@ def command(*arguments, **environment):
 
 @pytest.mark.runs
 @pytest.mark.timeout(400)
-def test_a_training_against_a_server_leaves_everything_and_can_be_resumed(tmp_path, server):
+def test_a_training_against_a_server_writes_all_its_files_and_can_be_resumed(tmp_path, server):
     out = tmp_path / "run"
     options = ["train", "photo", "--workers", 2, "--rollout", 16, "--damages", 2, "--seed", 5, "--out", out]
     options += ["--server", server.address, "--set", f'environment.audit.other="{JUROR}"']
@@ -78,9 +78,9 @@ def test_a_training_against_a_server_leaves_everything_and_can_be_resumed(tmp_pa
     assert "audit juror other" in (out / "report.html").read_text()
     assert list((out / "tensorboard").iterdir()) and list((out / "checkpoints").iterdir())
     report = (out / "report.html").read_text()
-    assert "rows in a batch" in report and "level" in report  # the server's part, the juror's second output
+    assert "rows in a batch" in report and "level" in report  # the server's section, the juror's second output
     cases, kinds, jurors, measures, intact = 2 * 2, 4, 3, 3, 2
-    tilted = 2 * 2  # each photo to both sides, of every second seed
+    tilted = 2 * 2  # each photo tilted to both sides, for every second seed
     lines = cases * (kinds * jurors + 3 * measures) + intact * (2 + measures) + tilted * 2
     assert len((out / "evaluation.csv").read_text().splitlines()) == 1 + lines
     assert summary["held_out"].keys() == {"no edits", "random edits", "learned"}
@@ -98,10 +98,10 @@ def test_a_training_against_a_server_of_another_host_ends_with_its_report(tmp_pa
     summary = json.loads((out / "summary.json").read_text())
     assert summary["env_steps"] == 32 and summary["verdict"] in ("yes", "no", "undecided")
     assert "held-out photos" in (out / "report.html").read_text()
-    assert "rows in a batch" in (out / "report.html").read_text(), "the server's part"
+    assert "rows in a batch" in (out / "report.html").read_text(), "the server's section"
 
 
-def test_without_a_server_it_is_told_how_to_start_one(tmp_path, monkeypatch):
+def test_without_a_server_the_error_says_how_to_start_one(tmp_path, monkeypatch):
     for take in ("take_over", "ignore_from_now_on"):  # the signals of this process are pytest's
         monkeypatch.setattr(interrupts, take, lambda *_: None)
     options = ["photo", "--out", str(tmp_path / "run"), "--server", f"ipc://{tmp_path}/nobody"]
@@ -125,7 +125,7 @@ class Restarts(Silence):
 
 
 @pytest.mark.runs
-def test_workers_go_on_when_the_server_is_restarted(tmp_path):
+def test_workers_continue_when_the_server_is_restarted(tmp_path):
     settings = PhotoTraining(environment=PhotoConfig(), seed=1, steps=32, envs=2, rollout=32, n_epochs=1)
     first = launch(tmp_path / "server", MODEL)
     watcher = Restarts(tmp_path / "server", first)
@@ -154,27 +154,27 @@ def test_the_server_marks_an_audit_juror(tmp_path, server):
         assert f"{name} (audit)" in shown.stdout, shown
 
 
-def test_the_juror_has_as_many_engines_as_are_asked_for_on_a_server_of_its_own_only(tmp_path, monkeypatch):
-    asked = {}
+def test_the_juror_has_as_many_engines_as_requested_on_a_private_server_only(tmp_path, monkeypatch):
+    seen = {}
 
-    class Started(LocalServer):
+    class RecordedServer(LocalServer):
         def start(self):
-            asked["config"] = tomllib.loads(self._config())["server"]
+            seen["config"] = tomllib.loads(self._config())["server"]
             raise ServerNotStarted("enough is known")
 
-    monkeypatch.setattr("jurybox.training.runtime.serving.LocalServer", Started)
-    monkeypatch.setattr("jurybox.training.recipes.photo_run.LocalServer", Started)
+    monkeypatch.setattr("jurybox.training.runtime.serving.LocalServer", RecordedServer)
+    monkeypatch.setattr("jurybox.training.recipes.photo_run.LocalServer", RecordedServer)
     monkeypatch.delenv("JURYBOX_ADDRESS", raising=False)
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))  # where no server is
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))  # without a server
     with pytest.raises(ServerNotStarted), juror_of(PhotoTraining(), tmp_path, replicas=3):
         pass
-    assert asked.pop("config")["replicas"] == 3
+    assert seen.pop("config")["replicas"] == 3
     with pytest.raises(ServerNotStarted), ExitStack() as resources:
         photo_run.demo(tmp_path / "demo", Silence(), resources, seed=0, replicas=2)
-    assert asked.pop("config")["replicas"] == 2
+    assert seen.pop("config")["replicas"] == 2
 
 
-def test_a_juror_of_other_weights_is_loaded_with_them_and_never_taken_for_one_that_is_there(tmp_path, server):
+def test_a_juror_with_other_weights_is_loaded_with_them_and_not_confused_with_a_loaded_one(tmp_path, server):
     weights = tmp_path / "other.safetensors"
     torch.manual_seed(3)
     save_file(ranked(trained=False).module.state_dict(), weights)
@@ -194,7 +194,7 @@ def test_a_juror_of_other_weights_is_loaded_with_them_and_never_taken_for_one_th
             pass
 
 
-def test_engines_of_somebody_elses_server_are_not_ours_to_choose(tmp_path, server):
+def test_the_number_of_engines_of_a_shared_server_cannot_be_chosen(tmp_path, server):
     settings = PhotoTraining(environment=PhotoConfig(address=server.address))
     with pytest.raises(ConfigError, match="--juror-replicas is of a private server"):
         with juror_of(settings, tmp_path, replicas=2):
@@ -203,7 +203,7 @@ def test_engines_of_somebody_elses_server_are_not_ours_to_choose(tmp_path, serve
 
 @pytest.fixture
 def shared_memory():
-    """A folder in shared memory for one demo alone, so that what is left in it is the demo's."""
+    """A folder in shared memory for one demo only, so that all that is left in it is the demo's."""
     folder = Path(tempfile.mkdtemp(prefix="jurybox-demo-test-", dir=directory()))
     yield folder
     shutil.rmtree(folder)
@@ -240,7 +240,7 @@ class RunningDemo:
             pass
 
     def ctrl_c(self):
-        """What a terminal does: the signal goes to the whole foreground group."""
+        """Send SIGINT to the whole foreground group, like a terminal."""
         self.look()
         os.killpg(self.process.pid, signal.SIGINT)
 
@@ -257,7 +257,7 @@ class RunningDemo:
 
 @pytest.fixture
 def demo(tmp_path, shared_memory, request):
-    """A demo of 512 steps, long enough to be interrupted anywhere, or of as many as a test asks for."""
+    """A demo of 512 steps, long enough to be interrupted anywhere, or of as many as a test sets."""
     running = RunningDemo(tmp_path / "demo", shared_memory, tmp_path / "tmp", getattr(request, "param", 512))
     yield running
     running.look()
@@ -270,7 +270,7 @@ def demo(tmp_path, shared_memory, request):
 
 @pytest.mark.parametrize("demo", [128], indirect=True, ids=["128 steps"])
 @pytest.mark.timeout(400)
-def test_a_demo_leaves_its_report_and_nothing_that_runs(demo):
+def test_a_demo_leaves_its_report_and_no_process(demo):
     wait_until(lambda: demo.says("evaluating"), 200, "the evaluation")
     assert demo.family
     assert demo.process.wait(100) == 0, demo.log.read_text()
@@ -324,7 +324,7 @@ def test_ctrl_c_leaves_no_process_and_no_shared_memory(demo, moment, presses):
 
 
 @pytest.mark.slow
-def test_a_demo_that_is_killed_takes_its_server_and_workers_along(demo):
+def test_the_server_and_workers_of_a_killed_demo_end(demo):
     wait_until(lambda: has_trained(demo), 60, "training")
     demo.look()
     demo.process.kill()

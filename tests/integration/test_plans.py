@@ -1,4 +1,4 @@
-"""`jurybox train plan`: the example of docs/plans.md, carried out by the command line as a user's plan is."""
+"""`jurybox train plan`: the example of docs/plans.md, run by the command line like a user's plan."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ def train(tmp_path):
     return run
 
 
-def test_the_pages_example_has_two_roles_and_less_than_sixty_lines():
+def test_the_pages_example_has_two_roles_and_fewer_than_sixty_lines():
     assert EXAMPLE.count("RoleSpec(") == 2
     assert len([line for line in EXAMPLE.splitlines() if line.strip() and not line.startswith("# ")]) < 60
 
 
 @pytest.mark.runs
-def test_a_plan_of_ones_own_is_carried_out_in_processes_recorded_and_resumed(train, tmp_path):
+def test_a_users_plan_is_run_in_processes_recorded_and_resumed(train, tmp_path):
     done = train("--plan", "bandit:plan", "--out", "run", "--steps", 600)
     assert done.returncode == 0, done.stderr
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
@@ -53,18 +53,18 @@ def test_a_plan_of_ones_own_is_carried_out_in_processes_recorded_and_resumed(tra
     assert other.returncode == 2 and "other settings" in other.stderr
 
 
-def test_what_is_no_plan_is_told_in_a_sentence(train, tmp_path):
-    for options, told in (
+def test_the_error_of_an_invalid_plan_is_one_sentence(train, tmp_path):
+    for options, message in (
         ((), "say which with --plan"),
         (("--plan", "nowhere:plan"), "cannot be had"),
         (("--plan", "bandit:Player"), "cannot be called with"),
         (("--plan", "bandit:np.zeros", "--set", "arguments.shape = 1"), "expected a jurybox.training.runtime.Plan"),
     ):
         done = train(*options, "--out", "run")
-        assert done.returncode == 2 and told in done.stderr and "Traceback" not in done.stderr, done.stderr
+        assert done.returncode == 2 and message in done.stderr and "Traceback" not in done.stderr, done.stderr
 
 
-def test_what_is_public_is_there_and_documented_on_the_page():
+def test_all_public_names_exist_and_are_documented_on_the_page():
     exported = PAGE.partition("## What is exported")[2]
     for name in runtime.__all__:
         assert getattr(runtime, name) is not None

@@ -1,4 +1,4 @@
-"""What was learned is of use: a tiny run of hockey and of photo, and every command that takes a policy."""
+"""Policies can be used after training: a tiny run of hockey and of photo, and every command that takes a policy."""
 
 import json
 import os
@@ -54,7 +54,7 @@ def photo_run(tmp_path_factory):
 
 @pytest.fixture
 def command(monkeypatch):
-    """Runs a command here; the signals of this process are pytest's."""
+    """Return a function that runs a command in this process, which leaves its signals to pytest."""
     for take in ("take_over", "ignore_from_now_on"):
         monkeypatch.setattr(interrupts, take, lambda *_: None)
 
@@ -68,36 +68,36 @@ def command(monkeypatch):
 
 
 def test_a_run_lists_its_best_and_its_newest_policies(command, hockey_run, photo_run):
-    said = command("list", hockey_run)
-    lines = said.strip().splitlines()
-    assert lines[0].startswith("best") and "points" in lines[0] and "1,200 env steps" in said
+    output = command("list", hockey_run)
+    lines = output.strip().splitlines()
+    assert lines[0].startswith("best") and "points" in lines[0] and "1,200 env steps" in output
     assert [each.best for each in policies(hockey_run)] == [True, False, False]
     assert "16 env steps" in command("list", photo_run)
 
 
-def test_the_best_policy_is_the_very_one_that_was_scored(hockey_run):
+def test_the_best_policy_is_the_one_that_was_scored(hockey_run):
     best = choose(hockey_run)
-    said = json.loads((hockey_run / "checkpoints" / "best" / "evaluation.json").read_text())
-    assert best.numbers == said["numbers"] and best.env_steps == said["env_steps"]
+    evaluation = json.loads((hockey_run / "checkpoints" / "best" / "evaluation.json").read_text())
+    assert best.numbers == evaluation["numbers"] and best.env_steps == evaluation["env_steps"]
     from jurybox.training.environments.hockey import HockeyGame
     from jurybox.training.recipes.hockey_actor import evaluate
 
     games = [HockeyGame() for _ in range(8)]
     loaded = Policy(best)
-    for who in ("weak", "strong"):
-        again = evaluate(games, loaded, who, 1, seed=hockey_settings().seed)
-        assert again.score == pytest.approx(said["numbers"][f"score_{who}"], abs=1e-4)
+    for opponent in ("weak", "strong"):
+        again = evaluate(games, loaded, opponent, 1, seed=hockey_settings().seed)
+        assert again.score == pytest.approx(evaluation["numbers"][f"score_{opponent}"], abs=1e-4)
 
 
 @pytest.mark.parametrize("kind", [".mp4", pytest.param(".gif", marks=pytest.mark.runs), ".png"])
 def test_episodes_are_played_and_filmed(command, tmp_path, hockey_run, kind):
     film = tmp_path / f"out{kind}"
-    said = command("play", hockey_run, "--episodes", 1, "--video", film, "--seed", 3, "--set", "opponent='random'")
-    assert "mean return" in said and film.stat().st_size > 1000
-    assert [path.name for path in tmp_path.iterdir()] == [film.name], "nothing half written is left"
+    output = command("play", hockey_run, "--episodes", 1, "--video", film, "--seed", 3, "--set", "opponent='random'")
+    assert "mean return" in output and film.stat().st_size > 1000
+    assert [path.name for path in tmp_path.iterdir()] == [film.name], "no partial file is left"
 
 
-def test_a_film_of_any_length_takes_bounded_memory_and_keeps_its_order(tmp_path):
+def test_a_film_of_any_length_needs_bounded_memory_and_keeps_its_order(tmp_path):
     frames = [np.full((8, 10, 3), number % 256, np.uint8) for number in range(100)]
     save_film(frames, tmp_path / "strip.png", 25)
     strip = cv2.imread(str(tmp_path / "strip.png"))
@@ -109,11 +109,11 @@ def test_a_film_of_any_length_takes_bounded_memory_and_keeps_its_order(tmp_path)
 
 
 def test_an_evaluation_gives_a_mean_with_an_interval_that_the_card_repeats(command, tmp_path, photo_run):
-    said = command("evaluate", photo_run, "--episodes", 4)
-    assert "95 %" in said and "4 episodes of 4 steps" in said
+    output = command("evaluate", photo_run, "--episodes", 4)
+    assert "95 %" in output and "4 episodes of 4 steps" in output
     again = play(Policy(choose(photo_run)), 4, seed=10_000)
     mean = f"{np.mean([each.total for each in again]):.4g}"
-    assert f"mean return {mean} " in said
+    assert f"mean return {mean} " in output
     written = command("export", photo_run, "--to", tmp_path / "policy.pt2").split()
     assert [Path(each).name for each in written] == ["policy.pt2", "policy.safetensors", "policy.md"]
     card = (tmp_path / "policy.md").read_text()
@@ -121,17 +121,17 @@ def test_an_evaluation_gives_a_mean_with_an_interval_that_the_card_repeats(comma
 
 
 @pytest.mark.parametrize("which", ["hockey", "photo"])
-def test_what_is_exported_acts_as_the_run_does_for_any_number_of_rows(command, tmp_path, hockey_run, photo_run, which):
+def test_an_exported_policy_acts_like_the_run_for_any_number_of_rows(command, tmp_path, hockey_run, photo_run, which):
     run = hockey_run if which == "hockey" else photo_run
     command("export", run, "--to", tmp_path / "policy.pt2")
-    mine, theirs = Policy(choose(run)), Policy(choose(tmp_path / "policy.safetensors"))
-    assert mine.digest == theirs.digest
+    trained, exported = Policy(choose(run)), Policy(choose(tmp_path / "policy.safetensors"))
+    assert trained.digest == exported.digest
     program = torch.export.load(tmp_path / "policy.pt2").module()
     for n in (1, 2, 7):
-        rows = np.random.default_rng(n).normal(0, 3, (n, *mine.observation.shape)).astype(np.float32)
-        np.testing.assert_array_equal(mine(rows), theirs(rows))
-        np.testing.assert_allclose(program(torch.from_numpy(rows)).numpy(), mine(rows), rtol=1e-5, atol=1e-6)
-    assert np.abs(mine(rows * 100)).max() <= 1.0
+        rows = np.random.default_rng(n).normal(0, 3, (n, *trained.observation.shape)).astype(np.float32)
+        np.testing.assert_array_equal(trained(rows), exported(rows))
+        np.testing.assert_allclose(program(torch.from_numpy(rows)).numpy(), trained(rows), rtol=1e-5, atol=1e-6)
+    assert np.abs(trained(rows * 100)).max() <= 1.0
 
 
 @pytest.mark.parametrize(
@@ -176,7 +176,7 @@ def served(run, folder):
 
 @pytest.mark.runs
 @pytest.mark.timeout(200)
-def test_a_server_answers_with_it_to_our_clients_and_to_those_of_the_open_inference_protocol(tmp_path, hockey_run):
+def test_a_server_answers_with_it_over_our_protocol_and_the_open_inference_protocol(tmp_path, hockey_run):
     tmp_path.chmod(0o700)
     loaded = Policy(choose(hockey_run))
     rows = np.random.default_rng(0).normal(0, 1, (3, 18)).astype(np.float32)
@@ -185,9 +185,9 @@ def test_a_server_answers_with_it_to_our_clients_and_to_those_of_the_open_infere
         import urllib.request
 
         tensor = {"name": "observation", "shape": [3, 18], "datatype": "FP32", "data": rows.ravel().tolist()}
-        where = f"http://{server.status()['server']['http']}/v2/models/policy/infer"
+        url = f"http://{server.status()['server']['http']}/v2/models/policy/infer"
         body = json.dumps({"inputs": [tensor]}).encode()
-        request = urllib.request.Request(where, body, {"content-type": "application/json"})
+        request = urllib.request.Request(url, body, {"content-type": "application/json"})
         with urllib.request.urlopen(request, timeout=30) as answer:
             (output,) = json.load(answer)["outputs"]
         assert output["name"] == "action"
@@ -212,15 +212,15 @@ def test_pictures_are_edited_at_full_resolution_beside_a_contact_sheet(command, 
     cv2.imwrite(str(given / "wide.png"), picture)
     cv2.imwrite(str(given / "tall.jpg"), picture.transpose(1, 0, 2))
     (given / "broken.jpg").write_bytes(b"nothing")
-    said = edited(given, "--policy", photo_run, "--out", out, command=command)
-    assert "passed over" in said and "broken.jpg" in said and "2 pictures" in said
+    output = edited(given, "--policy", photo_run, "--out", out, command=command)
+    assert "passed over" in output and "broken.jpg" in output and "2 pictures" in output
     assert cv2.imread(str(out / "wide.png")).shape == (500, 900, 3)
     assert cv2.imread(str(out / "tall.jpg")).shape == (900, 500, 3)
     assert cv2.imread(str(out / "contact-sheet.jpg")) is not None
     assert len((out / "edits.csv").read_text().splitlines()) == 3
     before = (out / "wide.png").read_bytes()
     edited(given / "wide.png", "--policy", photo_run, "--out", out, command=command)
-    assert (out / "wide.png").read_bytes() == before and (out / "wide-2.png").exists(), "nothing is written over"
+    assert (out / "wide.png").read_bytes() == before and (out / "wide-2.png").exists(), "no file is overwritten"
 
 
 def test_a_recipe_at_full_resolution_is_the_recipe_of_the_small_square():
@@ -237,18 +237,18 @@ def test_a_recipe_at_full_resolution_is_the_recipe_of_the_small_square():
     np.testing.assert_array_equal(apply_full(wide, Edits(), 384), wide)
 
 
-# ---- what cannot be
+# ---- errors
 
 
-def test_what_is_no_policy_is_told_in_a_sentence(command, tmp_path, hockey_run, photo_run):
+def test_the_error_of_an_invalid_policy_is_one_sentence(command, tmp_path, hockey_run, photo_run):
     assert "no run was begun there" in command("list", tmp_path / "nowhere", status=2)
     tmp_path.joinpath("checkpoints").mkdir()
     assert "no checkpoint with one yet" in command("play", tmp_path, status=2)
     assert "there are, by env steps" in command("play", hockey_run, "--which", 7, status=2)
     assert ".mp4, .gif, .png" in command("play", hockey_run, "--video", tmp_path / "a.avi", status=2)
     cv2.imwrite(str(tmp_path / "a.png"), np.zeros((100, 100, 3), np.uint8))
-    told = edited(tmp_path / "a.png", "--policy", hockey_run, "--out", tmp_path / "o", command=command, status=2)
-    assert "expected one of photo" in told
+    output = edited(tmp_path / "a.png", "--policy", hockey_run, "--out", tmp_path / "o", command=command, status=2)
+    assert "expected one of photo" in output
     (tmp_path / "bad.safetensors").write_bytes(b"x" * 100)
     assert "no policy that 'jurybox policy export' wrote" in command("play", tmp_path / "bad.safetensors", status=2)
 
@@ -261,18 +261,20 @@ def test_damaged_weights_are_a_policy_error(command, tmp_path, hockey_run):
     assert "cannot be read" in command("play", run, status=2)
 
 
-def test_a_file_from_elsewhere_names_no_code_but_ours_without_being_told_to(command, tmp_path, hockey_run):
+def test_a_foreign_file_may_only_name_code_of_jurybox_without_trust(command, tmp_path, hockey_run):
     command("export", hockey_run, "--to", tmp_path / "policy.pt2")
     from safetensors.torch import load_file, save_file
 
-    said = Description.of(choose(hockey_run).description.as_dict(), tmp_path).as_dict()
-    said["environment"] = "os:abort"
+    description = Description.of(choose(hockey_run).description.as_dict(), tmp_path).as_dict()
+    description["environment"] = "os:abort"
     save_file(
-        load_file(tmp_path / "policy.safetensors"), tmp_path / "bad.safetensors", {"jurybox-policy": json.dumps(said)}
+        load_file(tmp_path / "policy.safetensors"),
+        tmp_path / "bad.safetensors",
+        {"jurybox-policy": json.dumps(description)},
     )
     assert "--trust allows it" in command("play", tmp_path / "bad.safetensors", status=2)
     with pytest.raises(PolicyError, match="has the format 99"):
-        Description.of({**said, "format": 99}, tmp_path)
+        Description.of({**description, "format": 99}, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -284,23 +286,23 @@ def test_a_file_from_elsewhere_names_no_code_but_ours_without_being_told_to(comm
         ("environment", "jurybox.training.runtime.local_server:LocalServer"),
     ],
 )
-def test_a_file_of_somebody_elses_runs_nothing_by_way_of_jurybox_itself(key, value, tmp_path):
+def test_a_foreign_file_runs_nothing_through_jurybox_itself(key, value, tmp_path):
     arguments = {"algorithm": "ppo", "numbers": 4, "pictures": [], "normalise": False, "discrete": True, "actions": 2}
     arguments |= {"hidden": [8], "dtype": "float32", "size": 4}
     made = served_networks.gym_policy(**arguments)
     acts = Acts("jurybox.training.recipes.served_networks:gym_policy", arguments, "p", "logits", "best")
     rows = "jurybox.training.environments.gymnasium_env:rows_environment"
-    said = Description("gym", {"p": acts}, rows, {"name": "CartPole-v1", "arguments": {}}).as_dict()
+    description = Description("gym", {"p": acts}, rows, {"name": "CartPole-v1", "arguments": {}}).as_dict()
     weights = {name: tensor.clone() for name, tensor in made.module.state_dict().items()}
     path, touched = tmp_path / "theirs.safetensors", tmp_path / "touched"
-    save_file(weights, path, {"jurybox-policy": json.dumps(said)})
-    assert play(Policy(choose(path)), 1)  # an honest one plays
+    save_file(weights, path, {"jurybox-policy": json.dumps(description)})
+    assert play(Policy(choose(path)), 1)  # the unchanged one plays
     bad = json.loads(json.dumps(value).replace("%s", str(touched)))
     if key == "network":
-        said["policies"]["p"] |= {"network": bad[0], "arguments": bad[1]}
+        description["policies"]["p"] |= {"network": bad[0], "arguments": bad[1]}
     else:
-        said[key] = bad
-    save_file(weights, path, {"jurybox-policy": json.dumps(said)})
+        description[key] = bad
+    save_file(weights, path, {"jurybox-policy": json.dumps(description)})
     with pytest.raises(PolicyError, match="--trust"), Policy(choose(path)).environment():
         pass
     assert not touched.exists()

@@ -1,4 +1,4 @@
-"""A remote client's tickets go through the relay in one of two ways, natively or not: answers do not tell."""
+"""The relay forwards a remote client's tickets natively or not: the answers are the same."""
 
 import asyncio
 import contextlib
@@ -39,17 +39,17 @@ def server(tmp_path_factory):
 
 @pytest.fixture
 def relay(server):
-    """A relay in a thread of this process: its lanes can be looked at."""
-    told, stop, made = queue.Queue(), threading.Event(), SimpleNamespace()
+    """A relay in a thread of this process, so that tests can inspect its lanes."""
+    addresses, stop, made = queue.Queue(), threading.Event(), SimpleNamespace()
 
-    async def relaying():
+    async def run_relay():
         context = zmq.Context()
         front = OpenFront("127.0.0.1:0", 1 << 20)
         back = context.socket(zmq.DEALER)
         back.connect(server.address)
         link = await asyncio.to_thread(LocalLink, server.address, "shm", 20.0)
         made.relay = relay = Relay(front, back, link, lambda *_, **__: None)
-        told.put(f"tcp://{front.bound}")
+        addresses.put(f"tcp://{front.bound}")
         while not stop.is_set():
             await asyncio.sleep(0.02)
             relay.look_after()
@@ -58,10 +58,10 @@ def relay(server):
         front.close()
         context.destroy(linger=0)
 
-    thread = threading.Thread(target=lambda: asyncio.run(relaying()))
+    thread = threading.Thread(target=lambda: asyncio.run(run_relay()))
     thread.start()
     try:
-        made.where = told.get(timeout=30)
+        made.address = addresses.get(timeout=30)
         yield made
     finally:
         stop.set()
@@ -70,19 +70,19 @@ def relay(server):
 
 
 def natively(relay):
-    """Whether the only lane's tickets go the native way now, and how many are in flight there."""
+    """Return whether the only lane's tickets go natively now, and how many are in flight there."""
     (held,) = relay.relay._lanes.values()
     return held._native is not None and held._native.mine, 0 if held._native is None else held._native.in_flight
 
 
-class Bare:
-    """A client of bare messages, with a lane of four rows."""
+class RawClient:
+    """A client that sends raw messages, with a lane of four rows."""
 
-    def __init__(self, context, where, model):
+    def __init__(self, context, address, model):
         self.socket = context.socket(zmq.DEALER)
         for name, value in {"LINGER": 0, "RCVTIMEO": 20_000}.items():
             self.socket.setsockopt(getattr(zmq, name), value)
-        self.socket.connect(where)
+        self.socket.connect(address)
         request = ControlRequest(lease=LeaseRequest(model=model, rows=4))
         self.socket.send_multipart((PREFIX, b"12345678", request.SerializeToString()))
         self.lease = ControlReply.FromString(self._message()[2]).lease.lease
@@ -102,7 +102,7 @@ class Bare:
         return number
 
     def answer(self):
-        """Sequence, code, text or outputs."""
+        """Return the sequence, the code, the text and the outputs."""
         frames = self._message()
         sequence, _, incarnation, code = PACK_REPLY.unpack_from(frames[0], len(PREFIX))
         assert incarnation == (5 if sequence else 0)
@@ -136,27 +136,27 @@ MORE = {
 
 
 @pytest.mark.parametrize("kind", [*KINDS, *MORE])
-def test_a_request_of_each_kind_has_the_same_answer_both_ways(server, relay, kind):
-    """A lane's first request never goes natively, one behind an answered one does if any does."""
+def test_each_kind_of_request_has_the_same_answer_both_ways(server, relay, kind):
+    """A lane's first request never goes natively; one after an answered one does if any does."""
     what, more = KINDS.get(kind, KINDS["a row"]), MORE.get(kind, {})
     context = zmq.Context()
     try:
-        client = Bare(context, relay.where, "moody")
+        client = RawClient(context, relay.address, "moody")
         first = client.ask(*what, **more)
         assert client.ask(0, 1, ROW.tobytes()) == [Code.OK, b"", [(ROW + 1).tobytes()]]
         wait_until(lambda: natively(relay) == (True, 0), 20, "the next goes natively")
         assert [client.ask(*what, **more) for _ in range(3)] == [first] * 3
-        for _ in range(3):  # and it costs those behind it nothing
+        for _ in range(3):  # and it does not affect later ones
             assert client.ask(0, 4, bytes(64)) == [Code.OK, b"", [np.ones(16, np.float32).tobytes()]]
         wait_until(lambda: natively(relay) == (True, 0), 20, "it goes natively again")
     finally:
         context.destroy(linger=0)
 
 
-def test_what_is_no_ticket_is_told_so_between_those_that_go_natively(server, relay):
+def test_invalid_tickets_between_native_ones_are_answered_with_errors(server, relay):
     context = zmq.Context()
     try:
-        client = Bare(context, relay.where, "affine")
+        client = RawClient(context, relay.address, "affine")
         for _ in range(3):
             assert client.ask(0, 1, ROW.tobytes())[2] == [(2 * ROW + 1).tobytes()]
             client.socket.send_multipart((b"J\x09what", b"ever"))
@@ -169,11 +169,11 @@ def test_what_is_no_ticket_is_told_so_between_those_that_go_natively(server, rel
         context.destroy(linger=0)
 
 
-def test_rows_that_are_in_flight_are_refused_to_another_ticket_and_answered_to_their_own(server, relay):
+def test_a_ticket_for_rows_in_flight_is_refused_and_the_first_one_answered(server, relay):
     context = zmq.Context()
     slow = np.full(4, 0.5 * SECOND, np.float32)
     try:
-        client = Bare(context, relay.where, "moody")
+        client = RawClient(context, relay.address, "moody")
         client.ask(0, 1, ROW.tobytes())
         wait_until(lambda: natively(relay) == (True, 0), 20, "the next goes natively")
         number = client.send(0, 1, slow.tobytes())
@@ -181,7 +181,7 @@ def test_rows_that_are_in_flight_are_refused_to_another_ticket_and_answered_to_t
         again = client.send(0, 1, ROW.tobytes())
         sequence, code, _, _ = client.answer()
         assert (sequence, code) == (again, Code.BUSY)
-        client.send(0, 1, slow.tobytes(), sequence=number)  # the same once more: its answer was perhaps lost
+        client.send(0, 1, slow.tobytes(), sequence=number)  # the same once more, as if its answer was lost
         client.send(0, 2, bytes(32), sequence=number)
         sequence, code, text, _ = client.answer()
         assert (sequence, code) == (number, Code.MALFORMED)
@@ -192,8 +192,8 @@ def test_rows_that_are_in_flight_are_refused_to_another_ticket_and_answered_to_t
         context.destroy(linger=0)
 
 
-def test_a_late_answer_goes_to_nobody_else(server, relay):
-    with connect(relay.where, timeout=20) as client:
+def test_a_late_answer_reaches_no_other_request(server, relay):
+    with connect(relay.address, timeout=20) as client:
         model = client.model("moody", rows=3)
         for turn in range(4):
             row = np.full(4, 3.0 + turn, np.float32)
@@ -204,14 +204,14 @@ def test_a_late_answer_goes_to_nobody_else(server, relay):
                 np.testing.assert_array_equal(model(row, timeout=20), row + 1)
 
 
-def test_many_clients_at_once_get_their_own_answers(server, relay):
-    """One row, several, several tickets, two tensors, with time-outs and failures among them."""
+def test_many_concurrent_clients_get_their_own_answers(server, relay):
+    """They send one row, several rows, several tickets or two tensors, with time-outs and failures."""
     failed = []
 
     def ask(number):
         rng = np.random.default_rng(number)
         try:
-            with connect(relay.where, timeout=30) as client:
+            with connect(relay.address, timeout=30) as client:
                 model = client.model(("affine", "affine", "two", "moody")[number % 4], rows=4)
                 for turn in range(60):
                     value = float(rng.integers(1, 200))
@@ -222,7 +222,7 @@ def test_many_clients_at_once_get_their_own_answers(server, relay):
                         assert (out["corner"] == value).all()
                     elif number % 4 == 3:
                         if turn % 20 == 7:
-                            # Beside the other client's slow row the model does not see this one, and answers it.
+                            # In a batch with the other client's slow row, the model ignores and answers this one.
                             with contextlib.suppress(ModelFailed):
                                 assert (model(np.full(4, 666, np.float32)) == 667).all()
                         if turn % 20 == 11:
@@ -248,8 +248,8 @@ def test_many_clients_at_once_get_their_own_answers(server, relay):
     assert not any(thread.is_alive() for thread in threads)
 
 
-def test_a_ticket_that_is_on_its_native_way_when_its_engine_dies_is_computed_by_the_next(server, relay):
-    with connect(relay.where, timeout=60) as client:
+def test_a_native_ticket_whose_engine_dies_is_computed_by_the_next(server, relay):
+    with connect(relay.address, timeout=60) as client:
         model = client.model("moody", rows=2)
         model(ROW)
         model(ROW)
@@ -264,8 +264,8 @@ def test_a_ticket_that_is_on_its_native_way_when_its_engine_dies_is_computed_by_
         wait_until(lambda: natively(relay) == (True, 0), 20, "with the next engine it goes natively again")
 
 
-def test_a_connection_that_breaks_costs_no_answer(server, relay):
-    with connect(relay.where, timeout=60) as client:
+def test_a_broken_connection_loses_no_answer(server, relay):
+    with connect(relay.address, timeout=60) as client:
         model = client.model("moody", rows=2)
         slow = np.full((1, 4), 0.3 * SECOND, np.float32)
         for _ in range(3):
@@ -278,10 +278,10 @@ def test_a_connection_that_breaks_costs_no_answer(server, relay):
             np.testing.assert_array_equal(ticket.result(timeout=60).outputs, slow + 1)
 
 
-def test_a_lane_given_back_in_flight_is_written_to_by_nobody(server, relay):
-    """Its rows go to another client, at once where they are the only ones."""
+def test_a_lane_released_in_flight_is_not_written_to(server, relay):
+    """Another client gets its rows, at once if they are the only ones."""
     for _ in range(3):
-        with connect(relay.where, timeout=30) as client:
+        with connect(relay.address, timeout=30) as client:
             model = client.model("moody", rows=64)
             model(ROW)
             model(ROW)
@@ -289,31 +289,31 @@ def test_a_lane_given_back_in_flight_is_written_to_by_nobody(server, relay):
             wait_until(lambda: natively(relay)[1] == 1, 20, "it is in flight")
             (held,) = relay.relay._lanes.values()
             link = held._native_for[0]
-        wait_until(lambda: not relay.relay._lanes, 20, "the lane is given back")
+        wait_until(lambda: not relay.relay._lanes, 20, "the release of the lane")
         assert not held.take_in() and not held._native.mine
         del link
-        with connect(relay.where, timeout=30) as client:
+        with connect(relay.address, timeout=30) as client:
             model = client.model("moody", rows=64)
             for _ in range(5):
                 np.testing.assert_array_equal(model(ROW, timeout=20), ROW + 1)
 
 
-def test_a_lone_client_is_served_natively_and_others_hear_soon(server, relay):
-    """Whoever comes while the relay stays with one client waits no longer for it than a few milliseconds."""
-    stop, asked = threading.Event(), []
+def test_a_lone_client_is_served_natively_and_others_are_answered_soon(server, relay):
+    """A client that joins while the relay spins for one client waits a few milliseconds at most."""
+    stop, answer_times = threading.Event(), []
 
     def go_on():
-        with connect(relay.where, timeout=30) as client:
+        with connect(relay.address, timeout=30) as client:
             model = client.model("affine", rows=1)
             while not stop.is_set():
                 np.testing.assert_array_equal(model(ROW), 2 * ROW + 1)
-                asked.append(time.monotonic())
+                answer_times.append(time.monotonic())
 
     thread = threading.Thread(target=go_on)
     thread.start()
     try:
-        wait_until(lambda: len(asked) > 500, 60, "it asks alone")
-        with connect(relay.where, timeout=30) as other:
+        wait_until(lambda: len(answer_times) > 500, 60, "requests of the lone client")
+        with connect(relay.address, timeout=30) as other:
             model = other.model("affine", rows=1)
             for _ in range(50):
                 np.testing.assert_array_equal(model(-ROW, timeout=20), -2 * ROW + 1)

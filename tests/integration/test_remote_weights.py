@@ -1,4 +1,4 @@
-"""Learners and actors elsewhere: weights over gRPC end where a local learner's would, whole or not at all."""
+"""Remote learners and actors: weights over gRPC are published like a local learner's, whole or not at all."""
 
 import gc
 import os
@@ -75,7 +75,7 @@ def client(server):
         yield connection
 
 
-def test_what_is_published_from_elsewhere_answers_the_next_requests(remote, client):
+def test_a_remote_publication_answers_the_next_requests(remote, client):
     model = client.model("policy")
     with RemotePublisher(remote, "policy") as publisher:
         for _ in range(3):
@@ -85,19 +85,19 @@ def test_what_is_published_from_elsewhere_answers_the_next_requests(remote, clie
     state, version, extra = client.weights("policy").read()
     assert version == publisher.version and extra["epsilon"] == 0.5 and (extra["mean"] == np.arange(3.0)).all()
     with RemoteWeightsReader(remote, "policy") as reader:
-        far, seen, extra = reader.read()
+        remote_state, seen, extra = reader.read()
         assert (reader.newest, reader.max_lag, seen) == (version, 3, version)
         assert reader.newer_than(version - 1) and not reader.newer_than(version)
-        assert all((far[name] == state[name]).all() for name in state) and extra["epsilon"] == 0.5
+        assert all((remote_state[name] == state[name]).all() for name in state) and extra["epsilon"] == 0.5
 
 
-def test_there_is_one_publisher_wherever_it_is(remote, client):
+def test_there_is_one_publisher_local_or_remote(remote, client):
     with RemotePublisher(remote, "policy"):
         with pytest.raises(Refused, match="one at a time"):
             client.publisher("policy")
         with pytest.raises(Refused, match="one at a time"):
             RemotePublisher(remote, "policy")
-    wait_until(lambda: freed(client, "policy"), what="the place")
+    wait_until(lambda: freed(client, "policy"), what="the publisher slot")
     with client.publisher("policy"), pytest.raises(Refused, match="one at a time"):
         RemotePublisher(remote, "policy")
 
@@ -110,7 +110,7 @@ def freed(client, name):
     return True
 
 
-def test_large_weights_travel_exactly_or_halved_or_as_what_changed(remote, client):
+def test_large_weights_are_sent_exactly_or_halved_or_only_changes(remote, client):
     torch = pytest.importorskip("torch")
     layout = client.weights("big").layout
     rng = np.random.default_rng(0)
@@ -129,7 +129,7 @@ def test_large_weights_travel_exactly_or_halved_or_as_what_changed(remote, clien
             publisher.publish({**module, "bias": module["bias"] * torch.nan}, check_finite=True)
         publisher.publish(module)
         np.testing.assert_array_equal(reader.read().state["bias"], module["bias"].numpy())
-    wait_until(lambda: freed(client, "big"), what="the place")
+    wait_until(lambda: freed(client, "big"), what="the publisher slot")
     with RemotePublisher(remote, "big", bfloat16=True) as publisher:
         publisher.publish(state)
         assert publisher.sent_bytes < 0.51 * layout.nbytes
@@ -137,7 +137,7 @@ def test_large_weights_travel_exactly_or_halved_or_as_what_changed(remote, clien
     np.testing.assert_array_equal(read, torch.from_numpy(state["weight"]).bfloat16().float().numpy())
 
 
-def test_weights_that_do_not_fit_are_refused_as_a_local_learners_are(remote, client):
+def test_weights_that_do_not_fit_are_refused_like_a_local_learners(remote, client):
     with pytest.raises(ModelNotFound, match="there are"):
         RemotePublisher(remote, "nothing")
     with pytest.raises(Refused, match="takes no publications"):
@@ -174,7 +174,7 @@ def test_a_damaged_publication_is_not_published_and_the_next_one_is(remote, clie
         assert caught.value.code == code
         assert client.weights("policy").newest == before
         monkeypatch.undo()
-        wait_until(lambda: freed(client, "policy"), what="the place")
+        wait_until(lambda: freed(client, "policy"), what="the publisher slot")
         assert publisher.publish(affine(2)) == before + 1
 
 
@@ -185,7 +185,7 @@ def test_another_layouts_publication_is_refused_by_the_server_too(remote, client
             publisher._stream.receive()
 
 
-def test_a_stream_that_breaks_off_in_the_middle_publishes_nothing_and_frees_the_place(remote, client):
+def test_an_interrupted_stream_publishes_nothing_and_frees_the_publisher_slot(remote, client):
     reader = client.weights("big")
     before = reader.newest
     for close in (True, False):
@@ -196,13 +196,13 @@ def test_a_stream_that_breaks_off_in_the_middle_publishes_nothing_and_frees_the_
         for _ in range(3):
             publisher._stream.send(PublishRequest(chunk=next(parts)))
         if close:
-            publisher.close()  # else it stalls, and the gateway gives it up
-        wait_until(lambda: freed(client, "big"), 30, "the place")
+            publisher.close()  # otherwise it stalls, and the gateway ends it
+        wait_until(lambda: freed(client, "big"), 30, "the publisher slot")
         assert reader.newest == before
         publisher.close()
 
 
-def test_a_killed_gateway_is_told_and_the_publisher_goes_on_with_the_next(server, client):
+def test_a_killed_gateway_is_an_error_and_the_next_gateway_takes_publications(server, client):
     with gateway(server.address) as (process, channel):
         publisher = RemotePublisher(channel, "unseen", timeout=10.0)
         assert publisher.publish(affine(1)) == 1
@@ -220,7 +220,7 @@ def test_a_killed_gateway_is_told_and_the_publisher_goes_on_with_the_next(server
             assert successor.publish(affine(2)) == 2
 
 
-def test_more_than_a_gateway_takes_is_refused_at_once(server):
+def test_weights_too_large_for_a_gateway_are_refused_at_once(server):
     with gateway(server.address, most_bytes=1 << 20) as (_, channel), pytest.raises(Refused, match="at most 1048576"):
         RemotePublisher(channel, "big")
 
@@ -229,15 +229,15 @@ def newest_of(client, name="policy"):
     return client.weights(name).newest
 
 
-def published(client, name="policy"):
-    """Something is published; its version."""
+def publish_next(client, name="policy"):
+    """Publish something; return its version."""
     with client.publisher(name) as publisher:
         return publisher.publish(affine(publisher.version + 1))
 
 
-def test_a_reader_that_gave_up_waiting_is_never_an_answer_behind(server, client):
+def test_a_reader_that_timed_out_never_gets_an_earlier_answer(server, client):
     with gateway(server.address) as (process, channel), RemoteWeightsReader(channel, "policy", timeout=0.5) as reader:
-        version = published(client)
+        version = publish_next(client)
         assert reader.read(timeout=30).version == version
         for ask in (reader.read, lambda: reader.newest, lambda: reader.read(timeout=0.2)):
             os.kill(process.pid, signal.SIGSTOP)
@@ -246,13 +246,13 @@ def test_a_reader_that_gave_up_waiting_is_never_an_answer_behind(server, client)
                     ask()
             finally:
                 os.kill(process.pid, signal.SIGCONT)
-            version = published(client)
+            version = publish_next(client)
             wait_until(lambda: reader.newest == version, what="the gateway")  # noqa: B023
             state, seen, _ = reader.read(timeout=30)
             assert (seen, float(state["scale"])) == (version, float(client.weights("policy").read().state["scale"]))
 
 
-def test_readers_and_publishers_go_on_with_a_gateway_that_was_restarted(server, client):
+def test_readers_and_publishers_continue_with_a_restarted_gateway(server, client):
     process, port = start_gateway(server.address)
     channel = grpc.insecure_channel(f"127.0.0.1:{port}", BACK_SOON)
     try:
@@ -280,16 +280,16 @@ def test_readers_and_publishers_go_on_with_a_gateway_that_was_restarted(server, 
         process.wait()
 
 
-def test_a_closed_reader_frees_a_thread_that_waits(server, client):
-    published(client)
+def test_closing_a_reader_ends_a_waiting_read(server, client):
+    publish_next(client)
     with gateway(server.address) as (process, channel):
-        reader, told = RemoteWeightsReader(channel, "policy"), []
+        reader, errors = RemoteWeightsReader(channel, "policy"), []
 
         def read():
             try:
                 reader.read(timeout=60)
             except Error as error:
-                told.append(error)
+                errors.append(error)
 
         os.kill(process.pid, signal.SIGSTOP)
         thread = threading.Thread(target=read)
@@ -297,7 +297,7 @@ def test_a_closed_reader_frees_a_thread_that_waits(server, client):
         wait_until(reader._turn.locked)
         reader.close()
         thread.join(30)
-        assert not thread.is_alive() and isinstance(told[0], Refused)
+        assert not thread.is_alive() and isinstance(errors[0], Refused)
 
 
 def anonymous_mib(pid):
@@ -305,8 +305,8 @@ def anonymous_mib(pid):
     return int(next(line.split()[1] for line in text.splitlines() if line.startswith("Anonymous:"))) / 1024
 
 
-def unread(port_channel, model, stop, count):
-    """So many streams that ask for weights and take none of them."""
+def open_unread(port_channel, model, stop, count):
+    """Open streams that request weights and read none of them."""
 
     def requests():
         yield ReadRequest(model=model)
@@ -318,7 +318,7 @@ def unread(port_channel, model, stop, count):
     return [call(requests()) for _ in range(count)]
 
 
-def test_streams_that_nobody_reads_cost_the_gateway_the_memory_of_a_few(server, client):
+def test_unread_streams_take_the_memory_of_a_few(server, client):
     layout, stop, calls = client.weights("big").layout, threading.Event(), []
     size = layout.nbytes / 2**20
     with client.publisher("big") as publisher, gateway(server.address, stall=60.0) as (process, channel):
@@ -327,9 +327,9 @@ def test_streams_that_nobody_reads_cost_the_gateway_the_memory_of_a_few(server, 
             reader.read()
         before = anonymous_mib(process.pid)
         for _ in range(8):
-            calls += unread(channel, "big", stop, 6)
+            calls += open_unread(channel, "big", stop, 6)
             for call in calls[-6:]:
-                next(call)  # the head: its publication is on its way
+                next(call)  # the head: its publication is being sent
             publisher.publish(layout.views(np.full(layout.nbytes, len(calls), np.uint8)))
         grown = anonymous_mib(process.pid) - before
         with RemoteWeightsReader(channel, "big") as reader:
@@ -341,30 +341,30 @@ def test_streams_that_nobody_reads_cost_the_gateway_the_memory_of_a_few(server, 
         stop.set()
         with RemoteWeightsReader(channel, "big") as reader:
             wait_until(lambda: reader.read().version == publisher.version, what="room for the newest")
-        # 48 copies and 48 connections without sharing; with it five copies, and what is on the wire.
+        # 48 copies and 48 connections without sharing; with it five copies, and the data in transit.
         assert grown < 6 * size + 48 * 1.5, f"{grown:.0f} MiB for 48 streams of {size:.0f} MiB"
 
 
-def test_more_streams_than_there_may_be_are_told_and_a_reader_that_takes_nothing_makes_room(server, client):
-    published(client, "policy")
+def test_streams_beyond_the_limit_are_refused_and_a_stalled_reader_is_dropped(server, client):
+    publish_next(client, "policy")
     with client.publisher("big") as publisher:
         publisher.publish(publisher.channel.layout.views(np.ones(publisher.channel.layout.nbytes, np.uint8)))
     stop = threading.Event()
-    # A gateway that gives nobody up, so that the three are there however long this takes; then one that does.
+    # The first gateway never drops a reader, so the three stay however long this takes; the second one does.
     with gateway(server.address, stall=600.0, most_streams=3) as (_, channel):
         kept = [RemoteWeightsReader(channel, "policy") for _ in range(2)]
-        (call,) = unread(channel, "big", stop, 1)
+        (call,) = open_unread(channel, "big", stop, 1)
         next(call)
         with pytest.raises(Busy, match="3 readers of weights are connected"):
             RemoteWeightsReader(channel, "policy")
-        assert published(client) == kept[0].read().version, "those that are there go on"
+        assert publish_next(client) == kept[0].read().version, "the connected readers go on"
         with RemotePublisher(channel, "policy") as learner:
             learner.publish(affine(1))
         for reader in kept:
             reader.close()
     with gateway(server.address, stall=2.0, most_streams=2) as (_, channel):
         kept = [RemoteWeightsReader(channel, "policy")]
-        (call,) = unread(channel, "big", stop, 1)
+        (call,) = open_unread(channel, "big", stop, 1)
         next(call)
 
         def room():
@@ -374,12 +374,12 @@ def test_more_streams_than_there_may_be_are_told_and_a_reader_that_takes_nothing
                 return False
             return True
 
-        wait_until(room, 90, "the reader that takes nothing to be given up")
+        wait_until(room, 90, "the end of the stalled reader")
         stop.set()
         kept[0].close()
 
 
-def test_a_forked_child_has_no_part_in_its_parents_streams(remote, client):
+def test_a_forked_child_cannot_use_its_parents_streams(remote, client):
     with RemotePublisher(remote, "policy") as publisher, RemoteWeightsReader(remote, "policy") as reader:
         version = publisher.publish(affine(1))
         for work in (lambda: publisher.publish(affine(2)), reader.read, lambda: reader.newer_than(0)):
@@ -420,7 +420,7 @@ print(os.waitstatus_to_exitcode(status))
 """
 
 
-def test_a_forked_child_ends_as_any_process_does(server, client):
+def test_a_forked_child_exits_normally(server, client):
     process, port = start_gateway(server.address)
     try:
         done = subprocess.run(
@@ -432,15 +432,15 @@ def test_a_forked_child_ends_as_any_process_does(server, client):
     assert (done.returncode, done.stdout.strip()) == (0, "7"), done.stderr
 
 
-def test_a_publisher_that_is_dropped_without_a_word_gives_its_place_back(remote, client):
+def test_an_unreferenced_publisher_frees_its_slot(remote, client):
     RemotePublisher(remote, "policy").publish(affine(1))
     RemoteWeightsReader(remote, "policy")
     gc.collect()
-    wait_until(lambda: freed(client, "policy"), what="the place")
+    wait_until(lambda: freed(client, "policy"), what="the publisher slot")
     wait_until(lambda: not [one for one in threading.enumerate() if one.name == "weights stream"], what="the threads")
 
 
-def test_a_publication_that_is_interrupted_leaves_a_publisher_that_can_be_used(remote, client, monkeypatch):
+def test_an_interrupted_publication_leaves_a_usable_publisher(remote, client, monkeypatch):
     def interrupted(flat, base=None):
         yield next(chunks(flat, base))
         raise KeyboardInterrupt
@@ -455,7 +455,7 @@ def test_a_publication_that_is_interrupted_leaves_a_publisher_that_can_be_used(r
         assert publisher.publish(state) == before + 1
 
 
-def test_a_version_or_an_extra_that_nobody_could_use_is_refused(remote, client):
+def test_an_unusable_version_or_extra_is_refused(remote, client):
     hostile = [b"\xff" * 9, struct.pack("<I", 60_000) + b"[" * 60_000]
     hostile += [struct.pack("<I", 44) + b'{"x": {"__array__": ["(((", [1], 0]}}'.ljust(44)]
     with RemotePublisher(remote, "policy") as publisher:
@@ -472,15 +472,15 @@ def test_a_version_or_an_extra_that_nobody_could_use_is_refused(remote, client):
         assert publisher.publish(affine(2)) == before + 1
 
 
-def test_a_read_waits_for_a_first_publication_as_long_as_it_is_told_and_hears_of_the_servers_death(server, client):
-    """The last, since it ends the server of all."""
+def test_a_read_waits_for_a_first_publication_until_its_time_out_or_the_servers_death(server, client):
+    """This test is last because it ends the shared server."""
     with gateway(server.address) as (_, channel):
         reader = RemoteWeightsReader(channel, "silent")
         for options in ({}, {"timeout": 0.3}):
-            # The second where the gateway itself got no turn for so long.
+            # The second message, if the gateway itself was not scheduled for that long.
             with pytest.raises(Timeout, match="nothing has been published|did not answer"):
                 reader.read(**options)
-        later = threading.Timer(0.5, published, (client, "silent"))
+        later = threading.Timer(0.5, publish_next, (client, "silent"))
         later.start()
         assert reader.read(timeout=60).version == 1
         later.join()

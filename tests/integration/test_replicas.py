@@ -14,12 +14,12 @@ X = np.ones((1, 4), np.float32)
 
 @pytest.fixture(params=["shm", "zmq"])
 def transport(request):
-    """Those that choose an engine; remote clients leave that to the gateway and the relay."""
+    """Transports whose clients choose an engine; for remote clients the gateway and the relay choose."""
     return request.param
 
 
 def crowd(server, clients, seconds, transport):
-    """Closed-loop clients for a while; gives how many requests each engine answered, the slowest engine first."""
+    """Run closed-loop clients; return how many requests each engine answered, the slowest engine first."""
     stop = time.monotonic() + seconds
 
     def ask():
@@ -42,20 +42,20 @@ def crowd(server, clients, seconds, transport):
 
 @pytest.fixture(scope="module")
 def uneven(tmp_path_factory):
-    """Three engines, of which one takes ten times as long as the others."""
+    """Three engines, one of which is ten times slower than the others."""
     folder = tmp_path_factory.mktemp("uneven")
     models = {
         "paced": {"factory": "tests.models:paced", "args": {"seconds": 0.02, "slow": str(folder / "slow")}},
         "affine": {"factory": "tests.models:affine"},
     }
     with serving(folder, models, replicas=3) as server:
-        crowd(server, 4, 1.0, "auto")  # until the engines have shown how long they take
+        crowd(server, 4, 1.0, "auto")  # until the engines' speeds are measured
         yield server
 
 
 def test_a_slow_replica_does_not_hold_up_the_rest(uneven, transport):
     slow, *others = crowd(uneven, 4, 2.0, transport)
-    # Spread evenly, each would answer a third.
+    # With an even distribution each would answer a third.
     assert slow < 0.15 * (slow + sum(others))
     assert min(others) > 0
 

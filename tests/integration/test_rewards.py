@@ -1,4 +1,4 @@
-"""Hooks of trainers with a real server: scores come together, and one that cannot be made is never a number."""
+"""Trainers' reward hooks with a real server: scores are batched, and a missing one is never a number."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ MODELS = {
     name: {"factory": f"tests.reward_models:{name}", "max_batch": 64, "rows": 1024, "lane_rows": 64}
     for name in ("text_length", "brightness", "brightness_and_prompt")
 }
-MODELS["corner"] = {"factory": "tests.models:affine"}  # four outputs in one: no score
+MODELS["corner"] = {"factory": "tests.models:affine"}  # an output of four values: no score
 
 PANEL = """
 [panels.lengths.members]
@@ -49,12 +49,12 @@ def server(tmp_path_factory):
 
 
 @pytest.fixture
-def where(server):
+def connection(server):
     return {"address": server.address, "output": "score", "timeout": 60.0}
 
 
-def test_trl_gets_floats_and_none(where, caplog):
-    reward = trl_reward("text_length", **where)
+def test_trl_gets_floats_and_none(connection, caplog):
+    reward = trl_reward("text_length", **connection)
     assert reward.__name__ == "text_length" and not inspect.iscoroutinefunction(reward)
     given = {"prompts": ["p"] * 4, "completion_ids": [[1]] * 4, "trainer_state": None}
     assert reward(completions=["abc", "a bad one", "nan", "größer"], **given) == [3.0, None, None, 8.0]
@@ -67,8 +67,8 @@ def test_trl_gets_floats_and_none(where, caplog):
     assert reward(completions=[], prompts=[]) == []
 
 
-def test_trl_functions_can_be_asynchronous(where):
-    rewards = [trl_reward("text_length", name=name, asynchronous=True, **where) for name in ("a", "b")]
+def test_trl_functions_can_be_asynchronous(connection):
+    rewards = [trl_reward("text_length", name=name, asynchronous=True, **connection) for name in ("a", "b")]
     assert [f.__name__ for f in rewards] == ["a", "b"] and all(map(inspect.iscoroutinefunction, rewards))
 
     async def both():
@@ -77,11 +77,11 @@ def test_trl_functions_can_be_asynchronous(where):
     assert asyncio.run(both()) == [[3.0, None]] * 2
 
 
-def test_pictures_come_with_their_prompts_as_tensors_and_as_pillow_has_them(where):
+def test_pictures_may_be_arrays_tensors_or_pillow_images_with_prompts(connection):
     import torch
     from PIL import Image
 
-    reward = trl_reward("brightness_and_prompt", inputs={"image": "completions"}, **where)
+    reward = trl_reward("brightness_and_prompt", inputs={"image": "completions"}, **connection)
     array = np.full((5, 7, 3), 51, np.uint8)
     pictures = [array, torch.from_numpy(array).permute(2, 0, 1), Image.fromarray(array), Image.fromarray(array[..., 0])]
     answers = reward(completions=pictures, prompts=["", "a", "bb", "ccc"])
@@ -90,20 +90,23 @@ def test_pictures_come_with_their_prompts_as_tensors_and_as_pillow_has_them(wher
     assert reward(completions=mixed, prompts=[""] * 4)[1:] == [None, None, None]  # too large, black, of floats
 
 
-def test_a_column_of_lists_with_one_picture_each_is_a_column_of_pictures(where):
-    """As TRL's datasets have `images`; a prompt with two of them has no score, and is not scored by its first."""
+def test_a_column_of_lists_with_one_picture_each_is_a_column_of_pictures(connection):
+    """TRL's datasets have such `images`; a prompt with two of them has no score instead of its first one's."""
     image = pytest.importorskip("PIL.Image").new("RGB", (8, 8), (51, 51, 51))
-    reward = trl_reward("brightness_and_prompt", **where)
+    reward = trl_reward("brightness_and_prompt", **connection)
     prompts = [[{"role": "user", "content": [{"type": "image", "image": image}, {"type": "text", "text": "ab"}]}]] * 3
     given = reward(completions=["x"] * 3, prompts=prompts, images=[[image], [image, image], (image,)])
     assert given[1] is None and np.allclose([given[0], given[2]], [2.2, 2.2], atol=1e-3)
 
 
-def test_trls_own_trainer_calls_the_hooks_and_leaves_out_what_has_no_score(where, monkeypatch):
+def test_trls_own_trainer_calls_the_hooks_and_skips_missing_scores(connection, monkeypatch):
     trainer = pytest.importorskip("trl.trainer.grpo_trainer", reason="TRL is not installed")
     torch = pytest.importorskip("torch")
-    monkeypatch.setattr(trainer, "gather", lambda rewards: rewards)  # of one process
-    hooks = [trl_reward("text_length", **where), trl_reward("text_length", asynchronous=True, name="again", **where)]
+    monkeypatch.setattr(trainer, "gather", lambda rewards: rewards)  # there is one process
+    hooks = [
+        trl_reward("text_length", **connection),
+        trl_reward("text_length", asynchronous=True, name="again", **connection),
+    ]
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, daemon=True).start()
     one = SimpleNamespace(
@@ -118,7 +121,7 @@ def test_trls_own_trainer_calls_the_hooks_and_leaves_out_what_has_no_score(where
     assert torch.equal(found.nan_to_num(-1), torch.tensor([[3.0, 3.0], [-1.0, -1.0], [8.0, 8.0]]))
 
 
-def test_verls_own_reward_manager_awaits_the_hook(where, tmp_path):
+def test_verls_own_reward_manager_awaits_the_hook(connection, tmp_path):
     managers = pytest.importorskip("verl.experimental.reward_loop.reward_manager.naive", reason="verl is not installed")
     torch = pytest.importorskip("torch")
     manager = managers.NaiveRewardManager.__new__(managers.NaiveRewardManager)
@@ -140,12 +143,12 @@ def test_verls_own_reward_manager_awaits_the_hook(where, tmp_path):
         return await manager.run_single(Data())
 
     for asynchronous in (True, False):
-        hook = verl_score("text_length", asynchronous=asynchronous, **where)
+        hook = verl_score("text_length", asynchronous=asynchronous, **connection)
         assert asyncio.run(one(hook))["reward_score"] == 4.0
 
 
-def test_verl_scores_of_one_step_go_out_together(where):
-    compute_score = verl_score("text_length", **{**where, "output": "batch"})
+def test_verl_scores_of_one_step_are_batched(connection):
+    compute_score = verl_score("text_length", **{**connection, "output": "batch"})
     assert inspect.iscoroutinefunction(compute_score)
 
     async def step():
@@ -160,44 +163,46 @@ def test_verl_scores_of_one_step_go_out_together(where):
     assert asyncio.run(step()) == [32.0] * 32  # in another event loop
 
 
-def test_a_call_that_was_cancelled_before_it_went_out_costs_the_next_ones_nothing(where):
-    juror = Juror("text_length", **where)
+def test_a_call_cancelled_before_it_was_sent_does_not_affect_later_ones(connection):
+    juror = Juror("text_length", **connection)
     assert juror.scores({"text": ["abc"]}, 1) == [3.0]
 
     async def step():
-        with juror._answering:  # the juror's thread cannot take it yet
-            gone = asyncio.ensure_future(juror.scores_async({"text": ["abcd"]}, 1))
+        with juror._answering:  # the juror's thread cannot send it yet
+            cancelled = asyncio.ensure_future(juror.scores_async({"text": ["abcd"]}, 1))
             await asyncio.sleep(0.1)
-            gone.cancel()
-            await asyncio.sleep(0.1)  # a few turns of the loop later the call itself is cancelled
+            cancelled.cancel()
+            await asyncio.sleep(0.1)  # the call itself is cancelled a few loop iterations later
         return await juror.scores_async({"text": ["abcde"]}, 1)
 
     assert asyncio.run(asyncio.wait_for(step(), 30)) == [5.0]
     assert juror.scores({"text": ["ab"]}, 1) == [2.0]
 
 
-def test_verl_is_stopped_by_a_missing_score_or_gets_nan(where):
+def test_verl_is_stopped_by_a_missing_score_or_gets_nan(connection):
     with pytest.raises(RowFailed, match="a bad text"):
-        asyncio.run(verl_score("text_length", **where)(solution_str="bad", data_source="d"))
-    now = verl_score("text_length", asynchronous=False, missing="nan", **where)
-    assert math.isnan(now(solution_str="bad")) and now(solution_str="abcd") == 4.0
+        asyncio.run(verl_score("text_length", **connection)(solution_str="bad", data_source="d"))
+    synchronous = verl_score("text_length", asynchronous=False, missing="nan", **connection)
+    assert math.isnan(synchronous(solution_str="bad")) and synchronous(solution_str="abcd") == 4.0
     image = np.full((3, 8, 9), 102, np.uint8)
-    assert math.isclose(verl_score("brightness", asynchronous=False, **where)(solution_image=image), 0.4, rel_tol=1e-5)
+    assert math.isclose(
+        verl_score("brightness", asynchronous=False, **connection)(solution_image=image), 0.4, rel_tol=1e-5
+    )
 
 
-def test_a_text_that_breaks_the_model_costs_its_neighbours_nothing(where):
-    reward = trl_reward("text_length", **where)
+def test_a_text_that_breaks_the_model_does_not_affect_the_others(connection):
+    reward = trl_reward("text_length", **connection)
     texts = ["a", "bb", "it breaks", "cccc", "ddddd", "bad", "g"]
     assert reward(completions=texts) == [1.0, 2.0, None, 4.0, 5.0, None, 1.0]
 
 
-def test_openrlhf_threads_share_batches_and_a_missing_reward_raises(where):
-    reward_func = openrlhf_reward("text_length", **where)
+def test_openrlhf_threads_share_batches_and_a_missing_reward_raises(connection):
+    reward_func = openrlhf_reward("text_length", **connection)
     assert reward_func(["abc", "de"], ["p", "q"], [None, None]) == {
         "rewards": [3.0, 2.0], "scores": [3.0, 2.0], "extra_logs": {}}  # fmt: skip
     with pytest.raises(RowFailed):
         reward_func(["bad"], ["p"], ["l"])
-    batches = openrlhf_reward("text_length", **{**where, "output": "batch"})
+    batches = openrlhf_reward("text_length", **{**connection, "output": "batch"})
     seen, start = [], threading.Barrier(32)
 
     def one():
@@ -213,8 +218,8 @@ def test_openrlhf_threads_share_batches_and_a_missing_reward_raises(where):
     assert len(seen) == 32 and max(seen) > 2
 
 
-def test_slime_samples_alone_and_in_lists(where):
-    custom_rm = slime_reward("text_length", **where)
+def test_slime_samples_are_scored_alone_and_in_lists(connection):
+    custom_rm = slime_reward("text_length", **connection)
 
     def sample(response):
         return SimpleNamespace(prompt="p", response=response, label=None, metadata={"rm_type": "x"})
@@ -225,7 +230,7 @@ def test_slime_samples_alone_and_in_lists(where):
         asyncio.run(custom_rm(None, [sample("abc"), sample("bad")]))
 
 
-def test_gymnasium_environments_are_rewarded_by_a_juror(where):
+def test_gymnasium_environments_are_rewarded_by_a_juror(connection):
     import gymnasium
 
     class Painting(gymnasium.Env):
@@ -239,17 +244,17 @@ def test_gymnasium_environments_are_rewarded_by_a_juror(where):
         def step(self, action):
             return np.full((4, 4, 3), action, np.uint8), -1.0, False, False, {"steps": 1}
 
-    env = gymnasium_reward(Painting(), "brightness", **where)
+    env = gymnasium_reward(Painting(), "brightness", **connection)
     env.reset()
     _, reward, _, _, info = env.step(51)
     assert math.isclose(reward, 0.2, rel_tol=1e-5) and info == {"steps": 1, "environment_reward": -1.0}
     with pytest.raises(RowFailed, match="black"):
         env.step(0)
-    _, reward, _, _, info = gymnasium_reward(Painting(), "brightness", missing="nan", **where).step(0)
+    _, reward, _, _, info = gymnasium_reward(Painting(), "brightness", missing="nan", **connection).step(0)
     assert math.isnan(reward) and "black" in info["reward_missing"]
 
 
-def test_sb3_scores_the_last_picture_of_an_episode_and_not_the_first_of_the_next(where):
+def test_sb3_scores_the_last_picture_of_an_episode_and_not_the_first_of_the_next(connection):
     import gymnasium
     from stable_baselines3.common.vec_env import DummyVecEnv
 
@@ -263,61 +268,61 @@ def test_sb3_scores_the_last_picture_of_an_episode_and_not_the_first_of_the_next
         def step(self, action):
             return np.full((4, 4, 3), action, np.uint8), 0.0, action == 102, False, {}
 
-    venv = sb3_reward(DummyVecEnv([OneStep] * 3), "brightness", **where)
+    venv = sb3_reward(DummyVecEnv([OneStep] * 3), "brightness", **connection)
     venv.reset()
     _, rewards, dones, infos = venv.step(np.array([51, 102, 51]))
     np.testing.assert_allclose(rewards, [0.2, 0.4, 0.2], rtol=1e-5)
     assert dones.tolist() == [False, True, False] and infos[1]["environment_reward"] == 0.0
 
 
-def test_mistakes_in_the_wiring_raise_and_say_what_to_do(where, tmp_path):
+def test_wrong_configurations_raise_errors_that_say_what_to_do(connection, tmp_path):
     with pytest.raises(SpecMismatch, match=r"expected a column 'image' or 'images'.*inputs="):
-        trl_reward("brightness", **where)(completions=["a"])
+        trl_reward("brightness", **connection)(completions=["a"])
     with pytest.raises(SpecMismatch, match="no input sound"):
-        trl_reward("brightness", inputs={"sound": "completions"}, **where)(completions=["a"])
+        trl_reward("brightness", inputs={"sound": "completions"}, **connection)(completions=["a"])
     with pytest.raises(SpecMismatch, match="not one of 2 rows fits"):
-        trl_reward("brightness", inputs={"image": "completions"}, **where)(completions=["a", "b"])
+        trl_reward("brightness", inputs={"image": "completions"}, **connection)(completions=["a", "b"])
     with pytest.raises(SpecMismatch, match="name the one number that is the score"):
-        trl_reward("text_length", **{**where, "output": None})(completions=["a"])
+        trl_reward("text_length", **{**connection, "output": None})(completions=["a"])
     with pytest.raises(ModelNotFound):
-        trl_reward("nobody", **where)(completions=["a"])
+        trl_reward("nobody", **connection)(completions=["a"])
     with pytest.raises(ServerGone):
         trl_reward("text_length", address=f"ipc://{tmp_path}/none", timeout=0.2)(completions=["a"])
 
 
-def test_a_juror_that_nobody_refers_to_gives_its_rows_and_its_thread_back(where, server):
+def test_an_unreferenced_juror_releases_its_rows_and_its_thread(connection, server):
     threads = threading.active_count()
-    for _ in range(20):  # more than there are rows for
-        assert Juror("text_length", **where).scores({"text": ["abc"] * 40}, 40) == [3.0] * 40
+    for _ in range(20):  # more than the rows suffice for
+        assert Juror("text_length", **connection).scores({"text": ["abc"] * 40}, 40) == [3.0] * 40
     gc.collect()
     wait_until(lambda: threading.active_count() <= threads + 1, 30, "the end of the threads")
 
 
-def test_who_waits_behind_others_is_told_in_time(where, monkeypatch):
+def test_a_request_queued_behind_others_times_out_in_time(connection, monkeypatch):
     monkeypatch.setattr("jurybox.client.rewards._GRACE", 0.3)
-    juror = Juror("text_length", **{**where, "timeout": 0.5})
-    juror._hand_over = lambda turn: None  # the thread is busy with others
+    juror = Juror("text_length", **{**connection, "timeout": 0.5})
+    juror._hand_over = lambda turn: None  # as if the thread is busy with others
     began = time.monotonic()
-    assert [type(why).__name__ for why in juror.scores({"text": ["a", "b"]}, 2)] == ["Passing"] * 2
-    assert [type(why).__name__ for why in asyncio.run(juror.scores_async({"text": ["a"]}, 1))] == ["Passing"]
+    assert [type(score).__name__ for score in juror.scores({"text": ["a", "b"]}, 2)] == ["Passing"] * 2
+    assert [type(score).__name__ for score in asyncio.run(juror.scores_async({"text": ["a"]}, 1))] == ["Passing"]
     assert time.monotonic() - began < 20
 
 
-def test_a_juror_goes_to_other_processes_by_pickle(where):
-    juror = Juror("text_length", **where)
+def test_a_juror_can_be_pickled(connection):
+    juror = Juror("text_length", **connection)
     assert juror.scores({"text": ["abc"]}, 1) == [3.0]
     again = pickle.loads(pickle.dumps(juror))
     assert again.scores({"text": ["abc", "bad"]}, 2) == [3.0, "a bad text"]
 
 
-def test_a_panel_of_the_configuration_is_asked_by_its_name(server):
+def test_a_configured_panel_is_used_by_its_name(server):
     juror = Juror("lengths", address=server.address)
-    for asks in (juror, pickle.loads(pickle.dumps(juror))):
-        scores = asks.scores({"text": ["abc", "bad", "x"]}, 3)
+    for copy in (juror, pickle.loads(pickle.dumps(juror))):
+        scores = copy.scores({"text": ["abc", "bad", "x"]}, 3)
         assert scores[0] == 33.0 and scores[2] == 11.0
         assert scores[1] == "short: a bad text; long: a bad text"
         assert scores.parts["short"] == [3.0, "a bad text", 1.0] and scores.parts["long"][0] == 3.0
-        asks.close()
+        copy.close()
     assert trl_reward("lengths", address=server.address)(completions=["abc", "bad"]) == [33.0, None]
     with pytest.raises(ModelNotFound):
         Juror("length", address=server.address).scores({"text": ["a"]}, 1)
@@ -333,8 +338,8 @@ def test_many_callers_of_a_panel_get_their_own_totals(server):
     assert [scores[0] for scores in asyncio.run(both())] == [11.0 * n for n in range(1, 40)]
 
 
-def test_a_killed_member_makes_the_total_missing_never_smaller(server, tmp_path):
-    """Its own server, so its own engine; the other member goes on answering."""
+def test_without_a_killed_member_the_total_is_missing_and_never_smaller(server, tmp_path):
+    """The member has its own server and engine; the other member goes on answering."""
     one = {"text_length": MODELS["text_length"]}
     with serving(tmp_path / "other", one) as other:
         panel = {
@@ -352,41 +357,41 @@ def test_a_killed_member_makes_the_total_missing_never_smaller(server, tmp_path)
         assert scores.parts.get("here", [3.0, 1.0]) == [3.0, 1.0]
         os.kill(engine, signal.SIGKILL)
         assert all(isinstance(score, str) or score == 33.0 for score in impatient.scores({"text": ["abc"]}, 1))
-        assert juror.scores({"text": ["abc"]}, 1) == [33.0]  # the next engine answers inside the time-out
+        assert juror.scores({"text": ["abc"]}, 1) == [33.0]  # the next engine answers within the time-out
         juror.close()
         impatient.close()
 
 
 @pytest.mark.parametrize("panel", [{}, {"a": math.nan}, {"a": {"weight": 1, "modell": "b"}}])
-def test_a_panel_that_is_none_is_refused_at_once(panel):
+def test_an_invalid_panel_is_refused_at_once(panel):
     with pytest.raises(ValueError, match="expected"):
         Juror(panel)
 
 
-def test_a_lone_request_is_asked_by_the_thread_that_has_it(where, server):
-    """It saves two changes of threads, and is answered as every other is: a score, or why there is none."""
-    juror = Juror("text_length", **where)
-    assert juror.scores_here({"text": ["abc"]}, 1) is None  # it connects in its own thread
+def test_a_lone_request_is_sent_by_its_own_thread(connection, server):
+    """This saves two thread switches; the answer is the same: a score, or the reason why there is none."""
+    juror = Juror("text_length", **connection)
+    assert juror.scores_here({"text": ["abc"]}, 1) is None  # the juror's thread has to connect first
     assert juror.scores({"text": ["abc"]}, 1) == [3.0]
     for texts, scores in ((["abc"], [3.0]), (["bad"], ["a bad text"]), (["nan"], ["the score is nan"]), ([], [])):
         assert juror.scores_here({"text": texts}, len(texts)) == juror.scores({"text": texts}, len(texts)) == scores
     assert juror.scores_here({"text": ["abc", "bad", "x"]}, 3) == [3.0, "a bad text", 1.0]
-    (why,) = juror.scores_here({"text": ["x" * 10_000]}, 1)
-    assert "the model takes at most" in why
+    (reason,) = juror.scores_here({"text": ["x" * 10_000]}, 1)
+    assert "the model takes at most" in reason
     with pytest.raises(SpecMismatch, match="expected a column"):
         juror.scores_here({"image": ["abc"]}, 1)
-    pictures = Juror("brightness_and_prompt", **where)
+    pictures = Juror("brightness_and_prompt", **connection)
     given = {"image": [np.full((5, 7, 3), 51, np.uint8)], "prompt": ["ab"]}
     pictures.scores(given, 1)
     np.testing.assert_allclose(pictures.scores_here(given, 1), [2.2], rtol=1e-5)
     assert Juror("lengths", address=server.address).scores_here({"text": ["abc"]}, 1) is None  # a panel
 
 
-def test_requests_that_come_while_a_lone_one_waits_go_together_behind_it(where):
-    juror = Juror("text_length", **{**where, "output": "batch"})
+def test_requests_that_arrive_while_a_lone_one_waits_are_batched(connection):
+    juror = Juror("text_length", **{**connection, "output": "batch"})
     juror.scores({"text": ["abc"]}, 1)
     found: list[float] = []
-    with juror._answering:  # a lone one waits for its answer
+    with juror._answering:  # as if a lone one waits for its answer
         assert juror.scores_here({"text": ["abc"]}, 1) is None
         threads = [threading.Thread(target=lambda: found.extend(juror.scores({"text": ["abc"]}, 1))) for _ in range(16)]
         for thread in threads:
@@ -397,8 +402,8 @@ def test_requests_that_come_while_a_lone_one_waits_go_together_behind_it(where):
     assert found == [16.0] * 16
 
 
-def test_a_lone_request_outlives_an_engine_and_never_gets_a_number_for_nothing(where, server):
-    juror, impatient = Juror("text_length", **where), Juror("text_length", **{**where, "timeout": 1.0})
+def test_a_lone_request_survives_an_engine_and_never_gets_an_invented_number(connection, server):
+    juror, impatient = Juror("text_length", **connection), Juror("text_length", **{**connection, "timeout": 1.0})
     for one in (juror, impatient):
         one.scores({"text": ["abc"]}, 1)
         assert one.scores_here({"text": ["abc"]}, 1) == [3.0]

@@ -1,4 +1,4 @@
-"""Models that are put to sleep in a running server, and woken: over the client, HTTP, gRPC and the command line."""
+"""Models are put to sleep and woken in a running server: by the client, HTTP, gRPC and the command line."""
 
 import json
 import os
@@ -31,7 +31,7 @@ def server(tmp_path_factory):
     models["reluctant"] = {"factory": "tests.models:reluctant", "args": {"folder": str(folder)}, "rows": 64}
     ports = {"http": "127.0.0.1:0", "grpc": "127.0.0.1:0", "tcp": "127.0.0.1:0"}
     with serving(tmp_path_factory.mktemp("server"), models, **ports) as running:
-        running.says = folder
+        running.orders = folder
         yield running
 
 
@@ -43,7 +43,7 @@ def client(server):
 
 
 def http(server, path, post=None):
-    """Status and body of a request to the gateway."""
+    """Return the status and the body of a request to the gateway."""
     request = urllib.request.Request(f"http://{server.listening('http')}{path}", data=post)
     try:
         with urllib.request.urlopen(request, timeout=60) as answer:
@@ -52,7 +52,7 @@ def http(server, path, post=None):
         return error.code, json.loads(error.read() or b"null")
 
 
-def test_a_sleeping_model_says_so_and_others_are_served(server, client):
+def test_a_sleeping_model_refuses_requests_and_others_are_served(server, client):
     sleeper, awake = client.model("sleeper", rows=4), client.model("awake", rows=4)
     assert sleeper.infer(X)[0, 0] == 3
     client.sleep("sleeper")
@@ -65,10 +65,10 @@ def test_a_sleeping_model_says_so_and_others_are_served(server, client):
     assert client.describe("sleeper").state == "sleeping"
     client.wake("sleeper")
     client.wake("sleeper")
-    assert sleeper.infer(X)[0, 0] == 3  # over the rows that it had
+    assert sleeper.infer(X)[0, 0] == 3  # with the same rows
 
 
-def test_what_is_published_to_a_sleeping_model_is_used_when_it_wakes(client):
+def test_a_publication_to_a_sleeping_model_is_used_when_it_wakes(client):
     sleeper = client.model("sleeper", rows=4)
     with client.publisher("sleeper") as publisher:
         first = publisher.publish({"scale": torch.tensor(3.0), "offset": torch.tensor(0.0)})
@@ -84,14 +84,14 @@ def test_what_is_published_to_a_sleeping_model_is_used_when_it_wakes(client):
         wait_until(lambda: sleeper.infer(X)[0, 0] == 3, 20, "a publication after waking")
 
 
-def test_an_engine_that_dies_meanwhile_leaves_the_model_asleep_and_wakes_it_with_the_newest_weights(server, client):
+def test_after_a_killed_engine_the_model_sleeps_and_wakes_with_the_newest_weights(server, client):
     sleeper = client.model("sleeper", rows=4)
     before = sleeper.infer(X)
     client.sleep("sleeper")
-    life = client.status()["engines"][0]["pid"]
-    os.kill(life, signal.SIGKILL)
+    pid = client.status()["engines"][0]["pid"]
+    os.kill(pid, signal.SIGKILL)
     wait_until(lambda: client.model("awake", rows=4).infer(X)[0, 0] == 7, 60, "the next engine")
-    assert client.status()["engines"][0]["pid"] != life
+    assert client.status()["engines"][0]["pid"] != pid
     assert client.describe("sleeper").state == "sleeping"
     with pytest.raises(Refused, match="sleeps"):
         sleeper.infer(X)
@@ -104,10 +104,10 @@ def test_the_gateway_is_healthy_while_a_model_sleeps_which_is_not_ready(server, 
     body = json.dumps(
         {"inputs": [{"name": "observation", "shape": [1, 4], "datatype": "FP32", "data": [1, 1, 1, 1]}]}
     ).encode()
-    status, said = http(server, "/v2/models/sleeper/infer", body)
-    assert status == 503 and "sleeps" in said["error"]
-    status, said = http(server, "/v2/models/sleeper/ready")
-    assert status == 503 and "sleeping" in json.dumps(said)
+    status, reply = http(server, "/v2/models/sleeper/infer", body)
+    assert status == 503 and "sleeps" in reply["error"]
+    status, reply = http(server, "/v2/models/sleeper/ready")
+    assert status == 503 and "sleeping" in json.dumps(reply)
     assert http(server, "/health")[0] == 200
     assert http(server, "/v2/health/ready")[0] == 200
     assert http(server, "/v2/models/sleeper")[0] == 200  # its metadata
@@ -153,7 +153,7 @@ def test_the_command_line_puts_to_sleep_and_wakes(server, client):
     assert done.returncode == 1 and "no model 'nobody'" in done.stderr
 
 
-def test_one_of_a_group_does_not_sleep_and_a_sleeping_model_is_not_loaded_anew(client):
+def test_a_member_of_a_group_cannot_sleep_and_a_sleeping_model_cannot_be_reloaded(client):
     with pytest.raises(Refused, match="group 'g'"):
         client.sleep("a")
     client.sleep("sleeper")
@@ -161,36 +161,36 @@ def test_one_of_a_group_does_not_sleep_and_a_sleeping_model_is_not_loaded_anew(c
         client.load("sleeper")
 
 
-def test_a_model_that_cannot_be_moved_is_where_it_was_and_says_why(server, client):
+def test_a_model_that_cannot_be_moved_stays_and_the_error_says_why(server, client):
     model = client.model("reluctant", rows=4)
-    (server.says / "no sleep").touch()
+    (server.orders / "no sleep").touch()
     with pytest.raises(ModelFailed, match="no room on the host"):
         client.sleep("reluctant")
-    assert model.infer(X)[0, 0] == 3  # it serves on
-    (server.says / "no sleep").unlink()
+    assert model.infer(X)[0, 0] == 3  # it still serves
+    (server.orders / "no sleep").unlink()
     client.sleep("reluctant")
-    (server.says / "no wake").touch()
+    (server.orders / "no wake").touch()
     with pytest.raises(ModelFailed, match="no room on the device"):
         client.wake("reluctant")
     with pytest.raises(Refused, match="sleeps"):
         model.infer(X)
     assert client.describe("reluctant").state == "sleeping"
-    (server.says / "no wake").unlink()
+    (server.orders / "no wake").unlink()
     client.wake("reluctant")
     assert model.infer(X)[0, 0] == 3
     client.unload("reluctant")
     client.load("reluctant")
     client.sleep("reluctant")
-    client.unload("reluctant")  # asleep, it can be let go of as well
+    client.unload("reluctant")  # it can also be unloaded while it sleeps
     client.load("reluctant")
     assert client.model("reluctant", rows=4).infer(X)[0, 0] == 3
 
 
-# ---- the device for a trainer alone
+# ---- paused engines, for a trainer that needs the device
 
 
-def held(server):
-    """What a process sees that has the engines paused, and is killed."""
+def start_pausing_process(server):
+    """Start a process that pauses the engines until it is killed; return it."""
     code = (
         "import sys, time\nfrom jurybox.client import connect\n"
         f"with connect({server.address!r}, timeout=60) as server, server.pause():\n"
@@ -222,9 +222,9 @@ def test_models_are_loaded_and_put_to_sleep_while_engines_are_paused(client):
     assert client.model("sleeper", rows=4).infer(X).shape == X.shape
 
 
-def test_who_is_killed_with_the_engines_paused_lets_them_go_on(server, client):
+def test_engines_resume_when_the_process_that_paused_them_is_killed(server, client):
     model = client.model("awake", rows=8)
-    process = held(server)
+    process = start_pausing_process(server)
     try:
         with pytest.raises(TimeoutError):
             model.infer(X, timeout=0.3)
@@ -238,13 +238,13 @@ def test_who_is_killed_with_the_engines_paused_lets_them_go_on(server, client):
         process.stdout.close()
 
 
-def test_an_engine_that_starts_while_the_others_pause_waits_with_them(server, client):
+def test_an_engine_that_starts_during_a_pause_waits(server, client):
     model = client.model("awake", rows=8)
     with client.pause():
-        life = client.status()["engines"][0]["pid"]
-        os.kill(life, signal.SIGKILL)
-        wait_until(lambda: client.status()["engines"][0]["pid"] not in (0, life), 60, "the next engine")
-        wait_until(lambda: client.status()["engines"][0]["state"] == "serving", 60, "that it serves")
+        pid = client.status()["engines"][0]["pid"]
+        os.kill(pid, signal.SIGKILL)
+        wait_until(lambda: client.status()["engines"][0]["pid"] not in (0, pid), 60, "the next engine")
+        wait_until(lambda: client.status()["engines"][0]["state"] == "serving", 60, "the engine to serve")
         with pytest.raises(TimeoutError):
             model.infer(X, timeout=0.5)
     assert model.infer(X, timeout=30)[0, 0] == 7
@@ -257,9 +257,9 @@ def test_only_processes_of_the_host_pause_its_engines(server):
                 pass
 
 
-def test_a_paused_server_stops_when_it_is_told_to(server):
-    """The last, since it ends the server of all."""
-    process = held(server)
+def test_a_paused_server_can_be_stopped(server):
+    """This test is last because it ends the shared server."""
+    process = start_pausing_process(server)
     try:
         assert server.stop(timeout=30) == 0
     finally:

@@ -82,20 +82,20 @@ TICKETS = {"call": 1, "infer": 1, "submit": 3, "async": 1, "rows": 1}
 
 
 @pytest.fixture(scope="module", params=["shm", "zmq"])
-def asked(traced, request):
-    """The spans of a client that asked in every way there is, one after the other."""
+def client_spans(traced, request):
+    """The spans of a client that used every kind of call, one after the other."""
     return spans(traced.address, request.param, "affine", *TICKETS)
 
 
 @pytest.mark.parametrize(("kind", "tickets"), TICKETS.items())
-def test_a_ticket_is_one_span_with_queue_batch_and_reply_inside(asked, kind, tickets):
-    (step,) = [span for span in asked if span["name"] == kind]
+def test_a_ticket_is_one_span_with_queue_batch_and_reply_inside(client_spans, kind, tickets):
+    (step,) = [span for span in client_spans if span["name"] == kind]
     assert step["parent"] is None
-    found = [span for span in asked if span["trace"] == step["trace"]]
+    found = [span for span in client_spans if span["trace"] == step["trace"]]
     outer = [span for span in found if span["name"] == "infer affine"]
     assert len(outer) == tickets
     assert len(found) == 1 + 4 * tickets
-    assert len({span["trace"] for span in asked}) == len(TICKETS)
+    assert len({span["trace"] for span in client_spans}) == len(TICKETS)
     for span in outer:
         assert span["parent"] == step["id"]
         inside = {part["name"]: part for part in found if part["parent"] == span["id"]}
@@ -104,7 +104,7 @@ def test_a_ticket_is_one_span_with_queue_batch_and_reply_inside(asked, kind, tic
                    reply["end"], span["end"]]  # fmt: skip
         assert moments == sorted(moments)
         assert batch["start"] < batch["end"]
-        assert step["start"] <= span["start"] + 1_000_000  # two clocks: the tracer's own, and the ticket's
+        assert step["start"] <= span["start"] + 1_000_000  # two clocks: the tracer's and the ticket's
         assert span["end"] <= step["end"] + 1_000_000
         assert batch["attributes"]["jurybox.engine"] == 0
         assert batch["attributes"]["jurybox.batch.rows"] >= span["attributes"]["jurybox.rows"]
@@ -121,11 +121,11 @@ def test_a_failed_ticket_is_a_span_in_error(traced):
     }  # no batch was computed
 
 
-def test_what_the_sampler_leaves_out_is_not_traced(traced):
+def test_requests_that_the_sampler_drops_are_not_traced(traced):
     assert spans(traced.address, "shm", "affine", "infer", "call", "off") == []
 
 
-def test_who_does_not_ask_for_traces_gets_none_and_never_imports_opentelemetry(traced):
+def test_without_the_setting_a_client_traces_nothing_and_never_imports_opentelemetry(traced):
     assert [span["name"] for span in spans(traced.address, "shm", "affine", "infer", traces="false")] == ["infer"]
     code = (
         "import sys, numpy as np; from jurybox.client import connect\n"
@@ -136,7 +136,7 @@ def test_who_does_not_ask_for_traces_gets_none_and_never_imports_opentelemetry(t
     assert subprocess.run([sys.executable, "-c", code, traced.address], env=environment, timeout=60).returncode == 0
 
 
-def test_a_server_that_does_not_help_leaves_the_outer_span_alone(tmp_path):
+def test_without_traces_of_the_server_there_is_only_the_outer_span(tmp_path):
     with serving(tmp_path, {"affine": MODELS["affine"]}) as running:
         found = spans(running.address, "shm", "affine", "infer", "call")
     assert sorted(span["name"] for span in found) == ["call", "infer", "infer affine", "infer affine"]

@@ -1,4 +1,4 @@
-"""Trainings as clients of a server that runs: over its socket and over gRPC, two at once, nothing left behind."""
+"""Trainings as clients of a running server: over its socket and over gRPC, two at once, leaving nothing behind."""
 
 import json
 import os
@@ -39,8 +39,8 @@ JUROR = ["--set", "environment.juror = 'tests.unit.recipes.cheap_juror:middle_gr
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
-    lets_in = ["jurybox.training.recipes.served_networks:*", "tests.unit.recipes.cheap_juror:*"]
-    with serving(tmp_path_factory.mktemp("server"), {}, grpc="127.0.0.1:0", remote_factories=lets_in) as running:
+    allowed = ["jurybox.training.recipes.served_networks:*", "tests.unit.recipes.cheap_juror:*"]
+    with serving(tmp_path_factory.mktemp("server"), {}, grpc="127.0.0.1:0", remote_factories=allowed) as running:
         yield running
 
 
@@ -61,37 +61,39 @@ def train(out, *options):
     [GYM, *(pytest.param(each, marks=pytest.mark.slow) for each in (WORKFLOW, HOCKEY, MARL, [*PHOTO, *JUROR]))],
     ids=lambda options: options[0],
 )
-def test_two_runs_at_once_over_both_transports_end_with_their_reports_and_leave_no_model(tmp_path, server, training):
+def test_two_concurrent_runs_over_both_transports_end_with_reports_and_leave_no_model(tmp_path, server, training):
     addresses = {"ipc": server.address, "grpc": f"grpc://{server.listening('grpc')}"}
     with ThreadPoolExecutor(2) as pool:
-        ended = pool.map(lambda at: train(tmp_path / at, *training, "--server", addresses[at]), addresses)
-        for at, done in zip(addresses, ended, strict=True):
-            assert done.returncode == 0, f"{at}: {done.stderr[-3000:]}"
-            assert (tmp_path / at / "report.html").exists()
-            summary = json.loads((tmp_path / at / "summary.json").read_text())
+        ended = pool.map(
+            lambda transport: train(tmp_path / transport, *training, "--server", addresses[transport]), addresses
+        )
+        for transport, done in zip(addresses, ended, strict=True):
+            assert done.returncode == 0, f"{transport}: {done.stderr[-3000:]}"
+            assert (tmp_path / transport / "report.html").exists()
+            summary = json.loads((tmp_path / transport / "summary.json").read_text())
             assert summary["env_steps"] >= 16 and not summary.get("restarts")
-            assert not (tmp_path / at / "server.log").exists(), "no private server was started"
+            assert not (tmp_path / transport / "server.log").exists(), "no private server was started"
     with server.connect() as client:
         assert client.models() == []
 
 
 @pytest.mark.runs
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "message"),
     [
         ([*WORKFLOW, "--server", "tcp://127.0.0.1:1"], "carries rows and no weights"),
         ([*WORKFLOW, "--server", "ipc:///nowhere/engine"], "is a server running there"),
         (["marl", "--server", "ipc:///nowhere/engine"], 'policy is "local"'),
     ],
 )
-def test_an_address_that_cannot_be_is_told_in_a_sentence(tmp_path, options, told):
+def test_the_error_of_an_unusable_address_is_one_sentence(tmp_path, options, message):
     done = train(tmp_path / "run", *options)
     assert done.returncode in (2, 3)
-    assert told in done.stderr and "Traceback" not in done.stderr
+    assert message in done.stderr and "Traceback" not in done.stderr
 
 
 @pytest.mark.runs
-def test_a_server_that_lets_the_policy_not_in_says_which_line_to_add(tmp_path):
+def test_the_error_of_a_server_that_does_not_allow_the_policy_says_which_line_to_add(tmp_path):
     with serving(tmp_path / "server", {}, grpc="127.0.0.1:0", factories=["tests.models:*"]) as server:
         done = train(tmp_path / "run", *WORKFLOW, "--server", f"grpc://{server.listening('grpc')}")
     assert done.returncode == 3, done.stderr
@@ -101,9 +103,9 @@ def test_a_server_that_lets_the_policy_not_in_says_which_line_to_add(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_a_server_that_is_started_again_is_given_the_models_anew_and_the_run_goes_on(tmp_path):
-    lets_in = {"factories": ["tests.models:*"]}
-    server = launch(tmp_path / "server", {}, **lets_in)
+def test_a_restarted_server_gets_the_models_again_and_the_run_goes_on(tmp_path):
+    allowed = {"factories": ["tests.models:*"]}
+    server = launch(tmp_path / "server", {}, **allowed)
     servers, metrics = [server], tmp_path / "run" / "metrics.csv"
     longer = [*HOCKEY, "--steps", "6000", "--set", "log_every = 300"]
     try:
@@ -112,7 +114,7 @@ def test_a_server_that_is_started_again_is_given_the_models_anew_and_the_run_goe
             running = pool.submit(train, tmp_path / "run", *longer, "--server", server.address)
             wait_until(lambda: running.done() or (metrics.exists() and len(metrics.read_text().splitlines()) > 1), 200)
             assert server.stop() == 0
-            servers.append(launch(tmp_path / "server", {}, **lets_in))
+            servers.append(launch(tmp_path / "server", {}, **allowed))
             done = running.result(280)
         assert done.returncode == 0, done.stderr[-3000:]
         summary = json.loads((tmp_path / "run" / "summary.json").read_text())

@@ -37,14 +37,14 @@ def server(tmp_path_factory):
 
 @contextmanager
 def load(server, seconds: float = 60.0) -> Iterator[None]:
-    """One client that asks again and again, from the first answer on."""
+    """Run a client that sends requests continuously; enter after its first answer."""
     stop, answered = threading.Event(), threading.Event()
 
     def ask() -> None:
-        until = time.monotonic() + seconds
+        deadline = time.monotonic() + seconds
         with server.connect() as connection:
             model = connection.model("affine", rows=4)
-            while not stop.is_set() and time.monotonic() < until:
+            while not stop.is_set() and time.monotonic() < deadline:
                 model.infer(np.zeros((3, 4), np.float32), timeout=20)
                 answered.set()
 
@@ -59,7 +59,7 @@ def load(server, seconds: float = 60.0) -> Iterator[None]:
 
 
 def scrape(server) -> dict[tuple[str, str], float]:
-    """Samples of the model "affine", or of no model, by name and the rest of their labels."""
+    """Return the samples of the model "affine" or of no model, by name and their other labels."""
     answer = httpx.get(f"{server.http}/metrics", timeout=10)
     assert answer.status_code == 200
     return {
@@ -70,57 +70,61 @@ def scrape(server) -> dict[tuple[str, str], float]:
     }
 
 
-def plain(samples: dict[tuple[str, str], float], name: str) -> float:
+def unlabelled(samples: dict[tuple[str, str], float], name: str) -> float:
     return samples[f"jurybox_{name}", "{}"]
 
 
-def test_metrics_count_what_a_client_did(server):
+def test_metrics_count_a_clients_requests(server):
     before = scrape(server)
     with server.connect() as connection:
         model = connection.model("affine", rows=8)
         for _ in range(20):
             model.infer(np.zeros((5, 4), np.float32))
-        wait_until(lambda: plain(scrape(server), "lanes_in_use") == 1, 30, "the lane")
+        wait_until(lambda: unlabelled(scrape(server), "lanes_in_use") == 1, 30, "the lane")
     after = scrape(server)
-    assert plain(after, "requests_total") - plain(before, "requests_total") == 20
-    assert plain(after, "rows_total") - plain(before, "rows_total") == 100
-    assert plain(after, "request_duration_seconds_count") - plain(before, "request_duration_seconds_count") == 20
-    spent = plain(after, "request_duration_seconds_sum") - plain(before, "request_duration_seconds_sum")
-    waited = plain(after, "queue_wait_seconds_sum") - plain(before, "queue_wait_seconds_sum")
-    assert 0 < waited < spent < 20
-    assert plain(after, "arena_bytes") > 0
+    assert unlabelled(after, "requests_total") - unlabelled(before, "requests_total") == 20
+    assert unlabelled(after, "rows_total") - unlabelled(before, "rows_total") == 100
+    assert (
+        unlabelled(after, "request_duration_seconds_count") - unlabelled(before, "request_duration_seconds_count") == 20
+    )
+    request_seconds = unlabelled(after, "request_duration_seconds_sum") - unlabelled(
+        before, "request_duration_seconds_sum"
+    )
+    queue_seconds = unlabelled(after, "queue_wait_seconds_sum") - unlabelled(before, "queue_wait_seconds_sum")
+    assert 0 < queue_seconds < request_seconds < 20
+    assert unlabelled(after, "arena_bytes") > 0
 
 
 def test_publications_show_as_versions_and_adoptions(server):
     before = scrape(server)
     with server.connect() as connection:
         version = connection.publisher("affine").publish({"scale": np.float32(3.0), "offset": np.float32(0.0)})
-        wait_until(lambda: plain(scrape(server), "weights_version") == version, 30, "the adoption")
+        wait_until(lambda: unlabelled(scrape(server), "weights_version") == version, 30, "the adoption")
     after = scrape(server)
-    assert plain(after, "weights_updates_total") == plain(before, "weights_updates_total") + 1
-    assert plain(after, "weights_update_duration_seconds_count") == 1 + plain(
+    assert unlabelled(after, "weights_updates_total") == unlabelled(before, "weights_updates_total") + 1
+    assert unlabelled(after, "weights_update_duration_seconds_count") == 1 + unlabelled(
         before, "weights_update_duration_seconds_count"
     )
-    assert plain(after, "weights_lag_versions") == 0
+    assert unlabelled(after, "weights_lag_versions") == 0
 
 
 def test_no_counter_goes_backwards_or_jumps_when_an_engine_is_killed(server):
     engine = json.dumps({"engine": "0"})
     with load(server):
-        wait_until(lambda: plain(scrape(server), "requests_total") > 100, 20, "requests")
+        wait_until(lambda: unlabelled(scrape(server), "requests_total") > 100, 20, "requests")
     counts: list[float] = []
 
-    def all_is_counted() -> bool:  # what was in flight, too
+    def all_is_counted() -> bool:  # including requests in flight
         time.sleep(0.2)
-        counts.append(plain(scrape(server), "requests_total"))
+        counts.append(unlabelled(scrape(server), "requests_total"))
         return len(set(counts[-3:])) == 1 and len(counts) > 2
 
-    wait_until(all_is_counted, 30, "the last of what was in flight")
+    wait_until(all_is_counted, 30, "the last requests in flight")
     before = scrape(server)
     os.kill(server.pids()["engine-0"], signal.SIGKILL)
     lowest = dict(before)
     wait_until(lambda: scrape(server)["jurybox_engine_up", engine] == 0, 30, "the death")
-    until = time.monotonic() + 30
+    deadline = time.monotonic() + 30
     while True:
         now = scrape(server)
         for (name, labels), value in now.items():
@@ -129,19 +133,19 @@ def test_no_counter_goes_backwards_or_jumps_when_an_engine_is_killed(server):
         lowest = now
         if now["jurybox_engine_up", engine] == 1:
             break
-        assert time.monotonic() < until, "the engine did not come back"
+        assert time.monotonic() < deadline, "the engine did not come back"
     after = scrape(server)
-    # A predecessor's counts told again would double them.
-    assert plain(after, "requests_total") == plain(before, "requests_total")
-    assert plain(after, "rows_total") == plain(before, "rows_total")
+    # If the killed engine's counts were reported twice, they would double.
+    assert unlabelled(after, "requests_total") == unlabelled(before, "requests_total")
+    assert unlabelled(after, "rows_total") == unlabelled(before, "rows_total")
     assert after["jurybox_engine_restarts_total", engine] == before["jurybox_engine_restarts_total", engine] + 1
     with server.connect() as connection:
         connection.model("affine").infer(np.zeros((1, 4), np.float32), timeout=20)
-    assert plain(scrape(server), "requests_total") == plain(before, "requests_total") + 1
+    assert unlabelled(scrape(server), "requests_total") == unlabelled(before, "requests_total") + 1
 
 
 def samples(server, wanted: int) -> list[dict]:
-    """Documents from the stream."""
+    """Return documents from the stream."""
     found: list[dict] = []
     with httpx.stream("GET", f"{server.http}/events", timeout=10) as answer:
         assert answer.headers["content-type"].startswith("text/event-stream")
@@ -162,28 +166,28 @@ def test_the_stream_shows_the_load_as_it_happens(server):
     affine = next(model for model in last["models"] if model["name"] == "affine")
     assert affine["rates"]["rows"] > 0
     assert affine["batch"]["mean"] == 3.0
-    assert affine["lanes"]["in_use"] in (1, 2)  # the gateway holds one, too, once its health was asked
+    assert affine["lanes"]["in_use"] in (1, 2)  # the gateway also has one after a health check
     assert 0 < affine["latency"]["request"]["p50"] <= affine["latency"]["request"]["p99"] < 30
     assert last["engines"][0]["state"] == "serving"
     assert 0 < last["engines"][0]["busy"] <= 1
     assert any(event["event"] == "serving" for event in last["events"])
 
 
-def test_a_death_is_among_the_events(server):
+def test_an_engines_death_is_an_event(server):
     assert any(event["event"] == "child died" for event in samples(server, 1)[0]["events"])
 
 
 def test_a_failed_model_call_is_an_event(server):
     with httpx.stream("GET", f"{server.http}/events", timeout=30) as answer:
         lines = answer.iter_lines()
-        next(line for line in lines if line.startswith("data: "))  # somebody watches from before it on
+        next(line for line in lines if line.startswith("data: "))  # a client subscribed before it
         with server.connect() as connection, pytest.raises(Exception, match="this row breaks the model"):
             connection.model("moody").infer(np.full((1, 4), 666, np.float32))
         samples_until_it = zip(range(50), (line for line in lines if line.startswith("data: ")), strict=False)
         assert any('"the model failed"' in line for _, line in samples_until_it)
 
 
-def test_many_watchers_are_one_to_the_server_and_none_when_they_left(server):
+def test_many_watchers_may_come_and_go(server):
     with httpx.Client(timeout=10) as client:
         streams = [client.build_request("GET", f"{server.http}/events") for _ in range(5)]
         answers = [client.send(request, stream=True) for request in streams]
@@ -199,7 +203,7 @@ def top(address: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=60)
 
 
-def test_top_prints_what_the_page_shows(server):
+def test_top_once_prints_the_load(server):
     with load(server):
         run = top(server.address)
     assert run.returncode == 0, run.stderr
@@ -209,23 +213,23 @@ def test_top_prints_what_the_page_shows(server):
 
 
 def press(keys: bytes, address: str) -> tuple[int, str]:
-    """Run `jurybox top` in a terminal and press keys there: its exit status, and what the terminal showed."""
+    """Run `jurybox top` in a terminal and press keys there; return its exit status and what the terminal showed."""
     parent, child = pty.openpty()
     echo = termios.tcgetattr(child)[3]
     command = [sys.executable, "-m", "jurybox.server.cli", "top", "--interval", "60", "--address", address]
     top = subprocess.Popen(command, stdin=child, stdout=child, stderr=child, env={**os.environ, "TERM": "xterm"})
     try:
-        screen, until = b"", time.monotonic() + 60
-        while b"affine" not in screen and time.monotonic() < until:
+        screen, deadline = b"", time.monotonic() + 60
+        while b"affine" not in screen and time.monotonic() < deadline:
             if select.select([parent], [], [], 1.0)[0]:
                 screen += os.read(parent, 65536)
         os.write(parent, keys)
-        until = time.monotonic() + 30
-        while top.poll() is None and time.monotonic() < until:
+        deadline = time.monotonic() + 30
+        while top.poll() is None and time.monotonic() < deadline:
             if select.select([parent], [], [], 0.1)[0]:
-                screen += os.read(parent, 65536)  # what nobody reads would block it
+                screen += os.read(parent, 65536)  # unread output would block it
         status = top.wait(1)
-        assert termios.tcgetattr(child)[3] == echo, "the terminal was left as top wanted it"
+        assert termios.tcgetattr(child)[3] == echo, "top did not restore the terminal"
         return status, screen.decode(errors="replace")
     finally:
         os.close(child)
@@ -235,19 +239,19 @@ def press(keys: bytes, address: str) -> tuple[int, str]:
             top.wait()
 
 
-def test_q_ends_top_at_once_and_leaves_the_terminal_as_it_was(server):
+def test_q_ends_top_at_once_and_restores_the_terminal(server):
     status, screen = press(b"xq", server.address)
     assert (status, "affine" in screen) == (0, True)
 
 
-def test_top_says_that_nobody_is_there(tmp_path):
+def test_tops_error_says_that_no_server_runs_there(tmp_path):
     run = top(f"ipc://{tmp_path}/none")
     assert run.returncode == 1
     assert "is a server running there?" in run.stderr
 
 
-def test_a_page_that_is_open_does_not_hold_the_server_back_when_it_stops(server):
-    """The last, since it ends the server of all."""
+def test_an_open_page_does_not_delay_the_servers_stop(server):
+    """This test is last because it ends the shared server."""
     with httpx.stream("GET", f"{server.http}/events", timeout=10) as answer:
         next(answer.iter_lines())
         assert server.stop(timeout=50) == 0

@@ -1,4 +1,4 @@
-"""Publishing while the engine serves: every answer is of one whole version, and says which."""
+"""Publishing while the engine serves: every answer is of one whole version, and names it."""
 
 import asyncio
 import gc
@@ -21,7 +21,7 @@ X = np.ones((3, 4), np.float32)
 
 
 def affine(version):
-    """Weights by which version v answers v * x + 1000 * v: scale and offset of different versions would show."""
+    """Return weights with which version v answers v * x + 1000 * v, so that mixed versions would be detected."""
     return {"scale": np.array(version, np.float32), "offset": np.array(1000 * version, np.float32)}
 
 
@@ -43,11 +43,11 @@ def client(server):
         yield connection
 
 
-def in_use(client, name="policy"):
+def weights_status(client, name="policy"):
     return next(model for model in client.status()["models"] if model["name"] == name)["weights"]
 
 
-def test_what_is_published_answers_the_next_requests_under_its_version(client):
+def test_a_publication_answers_the_next_requests_under_its_version(client):
     model, publisher = client.model("policy"), client.publisher("policy")
     for _ in range(5):
         version = publisher.publish(affine(publisher.version + 1))
@@ -56,12 +56,12 @@ def test_what_is_published_answers_the_next_requests_under_its_version(client):
         assert (reply.outputs == version * X + 1000 * version).all()
 
 
-def test_every_answer_is_of_one_whole_version_however_fast_the_learner(server, client):
+def test_every_answer_is_of_one_whole_version_with_a_fast_learner(server, client):
     publisher, stop, wrong, seen = client.publisher("policy"), threading.Event(), [], set()
 
     def ask():
-        with server.connect() as mine:
-            model = mine.model("policy", rows=4)
+        with server.connect() as connection:
+            model = connection.model("policy", rows=4)
             while not stop.is_set():
                 reply = model.infer_reply(X)
                 seen.add(reply.version)
@@ -73,8 +73,8 @@ def test_every_answer_is_of_one_whole_version_however_fast_the_learner(server, c
     threads = [threading.Thread(target=ask) for _ in range(3)]
     for thread in threads:
         thread.start()
-    until = time.monotonic() + 20
-    while len(seen) < 30 and time.monotonic() < until:
+    deadline = time.monotonic() + 20
+    while len(seen) < 30 and time.monotonic() < deadline:
         publisher.publish(affine(publisher.version + 1))
     wait_until(lambda: publisher.version in seen, 20, "the last version in use")
     stop.set()
@@ -84,8 +84,8 @@ def test_every_answer_is_of_one_whole_version_however_fast_the_learner(server, c
     assert len(seen) >= 30
 
 
-def rows_of_one_version(replies, publisher):
-    """Ask while somebody publishes, until many versions were seen; every reply is (outputs, version) for X."""
+def check_rows_of_one_version(request, publisher):
+    """Send requests during publications until many versions were seen; each reply is (outputs, version) for X."""
     stop = threading.Event()
 
     def learn():
@@ -95,10 +95,10 @@ def rows_of_one_version(replies, publisher):
     publisher.publish(affine(publisher.version + 1))
     learner = threading.Thread(target=learn)
     learner.start()
-    seen, until = set(), time.monotonic() + 30
+    seen, deadline = set(), time.monotonic() + 30
     try:
-        while len(seen) < 30 and time.monotonic() < until:
-            outputs, version = replies()
+        while len(seen) < 30 and time.monotonic() < deadline:
+            outputs, version = request()
             assert (outputs == np.float32(version) * X + np.float32(1000 * version)).all(), (outputs, version)
             seen.add(version)
     finally:
@@ -107,34 +107,34 @@ def rows_of_one_version(replies, publisher):
     assert len(seen) >= 30
 
 
-def test_rows_that_a_batch_holds_are_of_one_version_though_the_lane_holds_fewer(client):
+def test_rows_that_fit_in_a_batch_are_of_one_version_even_in_a_smaller_lane(client):
     model, publisher = client.model("short", rows=1), client.publisher("short")
 
-    def asked():
+    def request():
         reply = model.infer_reply(X)
         return reply.outputs, reply.version
 
-    def asked_in_a_loop():
+    def request_in_a_loop():
         reply = asyncio.run(model.infer_reply_async(X))
         return reply.outputs, reply.version
 
-    rows_of_one_version(asked, publisher)
-    rows_of_one_version(asked_in_a_loop, publisher)
+    check_rows_of_one_version(request, publisher)
+    check_rows_of_one_version(request_in_a_loop, publisher)
 
 
 def test_a_gateway_short_of_rows_answers_a_request_by_one_version(client):
-    publisher, ready = client.publisher("short"), client.status()["server"]["http"]
+    publisher, http_address = client.publisher("short"), client.status()["server"]["http"]
     with (
         client.model("short", rows=12),
-        httpx.Client(base_url=f"http://{ready}", timeout=30) as web,
-    ):  # of 16: it gets two
+        httpx.Client(base_url=f"http://{http_address}", timeout=30) as web,
+    ):  # of 16: the gateway gets two
 
-        def asked():
+        def request():
             row = {"name": "observation", "shape": [3, 4], "datatype": "FP32", "data": X.ravel().tolist()}
             answer = web.post("/v2/models/short/infer", json={"inputs": [row]}).raise_for_status().json()
             return np.array(answer["outputs"][0]["data"], np.float32).reshape(3, 4), int(answer["model_version"])
 
-        rows_of_one_version(asked, publisher)
+        check_rows_of_one_version(request, publisher)
 
 
 def test_a_client_is_answered_by_the_version_it_names_while_that_is_held(client):
@@ -151,21 +151,21 @@ def test_a_client_is_answered_by_the_version_it_names_while_that_is_held(client)
         model.infer(X, version=versions[0])
 
 
-def test_a_version_that_was_used_last_is_not_answered_by_what_took_its_place(client):
-    """Nobody asked meanwhile, so the module still points to the copy that was filled with a later version."""
+def test_a_request_for_a_replaced_version_is_not_answered_by_its_successor(client):
+    """Without requests in between, the module still points to the copy that was filled with a later version."""
     model, publisher = client.model("short"), client.publisher("short")  # keeps no earlier version
     used = publisher.publish(affine(publisher.version + 1))
     wait_until(lambda: model.infer_reply(X).version == used, 30, "adoption")
     for _ in range(2):
         later = publisher.publish(affine(publisher.version + 1))
-        wait_until(lambda: in_use(client, "short")["version"] == later, 30, "adoption")  # noqa: B023
+        wait_until(lambda: weights_status(client, "short")["version"] == later, 30, "adoption")  # noqa: B023
     with pytest.raises(Refused, match=f"version {used} is not held"):
         model.infer(X, version=used)
     reply = model.infer_reply(X, version=later)
     assert (reply.outputs == later * X + 1000 * later).all()
 
 
-def test_a_model_that_computes_in_another_dtype_takes_the_learners(client):
+def test_a_model_that_computes_in_another_dtype_accepts_the_learners_weights(client):
     model, publisher = client.model("half"), client.publisher("half")
     version = publisher.publish({"scale": np.array(2.0, np.float32), "offset": np.array(0.5, np.float32)})
     wait_until(lambda: model.infer_reply(X).version == version, 30, "adoption")
@@ -175,17 +175,17 @@ def test_a_model_that_computes_in_another_dtype_takes_the_learners(client):
 def test_status_shows_how_far_the_engine_is_behind(server, client):
     publisher = client.publisher("policy")
     publisher.publish(affine(publisher.version + 1))
-    wait_until(lambda: in_use(client)["lag"] == 0, 30, "adoption")
+    wait_until(lambda: weights_status(client)["lag"] == 0, 30, "adoption")
     engine = server.pids()["engine-0"]
     os.kill(engine, signal.SIGSTOP)
     try:
         for _ in range(3):
             publisher.publish(affine(publisher.version + 1))
-        assert in_use(client)["lag"] == 3
-        wait_until(lambda: in_use(client)["published_per_second"] > 0, 30, "a rate")
+        assert weights_status(client)["lag"] == 3
+        wait_until(lambda: weights_status(client)["published_per_second"] > 0, 30, "a rate")
     finally:
         os.kill(engine, signal.SIGCONT)
-    wait_until(lambda: in_use(client)["lag"] == 0, 30, "catching up")
+    wait_until(lambda: weights_status(client)["lag"] == 0, 30, "catching up")
     status = next(model for model in client.status()["models"] if model["name"] == "policy")
     assert status["updates"] and status["latency"]["adopt"]["p50"] > 0
 
@@ -193,7 +193,7 @@ def test_status_shows_how_far_the_engine_is_behind(server, client):
 def test_collectors_are_held_back_while_answers_are_further_behind_than_the_model_allows(server, client):
     publisher, weights = client.publisher("policy"), client.weights("policy")
     publisher.publish(affine(publisher.version + 1))
-    assert weights.max_lag == in_use(client)["max_lag"] == 2
+    assert weights.max_lag == weights_status(client)["max_lag"] == 2
     assert weights.wait_until_fresh(max_lag=0)
     held_back = weights.held_back
     engine = server.pids()["engine-0"]
@@ -212,7 +212,7 @@ def test_collectors_are_held_back_while_answers_are_further_behind_than_the_mode
         WeightsReader(weights.channel).wait_until_fresh(max_lag=0)
 
 
-def test_actors_read_what_was_published_without_asking_the_server(client):
+def test_actors_read_publications_without_a_request_to_the_server(client):
     publisher, weights = client.publisher("policy"), client.weights("policy")
     seen = publisher.publish(affine(publisher.version + 1), extra={"epsilon": 0.25})
     state, version, extra = weights.read()
@@ -222,12 +222,12 @@ def test_actors_read_what_was_published_without_asking_the_server(client):
     assert not weights.newer_than(seen)
 
 
-def test_a_layout_that_differs_is_refused_and_the_difference_named(client):
+def test_another_layout_is_refused_and_the_difference_named(client):
     with pytest.raises(SpecMismatch, match="'scale'.*expected float32"):
         client.publisher("policy").publish({"scale": np.zeros(2, np.float32), "offset": np.zeros((), np.float32)})
 
 
-def test_a_model_that_takes_no_publications_says_so(client):
+def test_a_model_without_publish_refuses_publications(client):
     with pytest.raises(Refused, match="set publish"):
         client.publisher("fixed")
     with pytest.raises(ModelNotFound):
@@ -255,7 +255,7 @@ def test_a_restarted_engine_answers_with_the_newest_version(server, client):
     assert (reply.outputs == version * X + 1000 * version).all()
 
 
-def test_a_learner_whose_server_is_gone_is_told(tmp_path):
+def test_a_learner_whose_server_ended_gets_an_error(tmp_path):
     models = {"policy": {"factory": "tests.models:affine", "publish": "double_buffer"}}
     with serving(tmp_path, models) as server, server.connect() as client:
         publisher = client.publisher("policy")
@@ -265,7 +265,7 @@ def test_a_learner_whose_server_is_gone_is_told(tmp_path):
             publisher.publish(affine(2))
 
 
-def test_an_actor_whose_server_is_gone_is_told(tmp_path):
+def test_an_actor_whose_server_ended_gets_an_error(tmp_path):
     models = {"policy": {"factory": "tests.models:affine", "publish": "double_buffer", "max_lag": 1}}
     with serving(tmp_path, models) as server, server.connect() as client:
         weights = client.weights("policy")
@@ -277,16 +277,16 @@ def test_an_actor_whose_server_is_gone_is_told(tmp_path):
             with pytest.raises(ServerGone, match="take a new reader"):
                 ask()
 
-        def told():
+        def noticed():
             try:
                 return weights.newer_than(1)
             except ServerGone:
                 return True
 
-        wait_until(told, what="a look at the owner")
+        wait_until(noticed, what="the check of the owner")
 
 
-def test_ends_that_are_dropped_or_closed_leave_no_descriptor(client):
+def test_unreferenced_or_closed_publishers_and_readers_leave_no_descriptor(client):
     def descriptors():
         gc.collect()
         return len(list(Path("/proc/self/fd").iterdir()))
@@ -295,14 +295,14 @@ def test_ends_that_are_dropped_or_closed_leave_no_descriptor(client):
     before, closed = descriptors(), []
     for _ in range(30):
         client.weights("policy")
-        client.publisher("policy")  # its place goes with it
+        client.publisher("policy")  # it frees its slot when it is dropped
         for end in (client.publisher, client.weights):
             with end("policy") as made:
                 closed.append(made)
     assert descriptors() == before and len(closed) == 60
 
 
-def test_an_end_that_was_closed_with_its_connection_refuses(server):
+def test_publishers_and_readers_closed_with_their_connection_refuse(server):
     with server.connect() as connection:
         weights, publisher = connection.weights("policy"), connection.publisher("policy")
         publisher.publish(affine(publisher.version + 1))

@@ -1,4 +1,4 @@
-"""Publications on disk: what a server saved, the next one serves, whatever ended the first."""
+"""Publications on disk: the next server serves what the first one saved, however that one ended."""
 
 import json
 import signal
@@ -18,7 +18,7 @@ def models(**settings):
     return {"policy": {"factory": "tests.models:affine", "publish": "double_buffer", "save_dir": "kept", **settings}}
 
 
-def weights(client):
+def weights_status(client):
     return client.status()["models"][0]["weights"]
 
 
@@ -32,14 +32,14 @@ def newest_file(folder: Path) -> Path:
     return sorted((folder / "kept" / "policy").glob("weights-*.safetensors"))[-1]
 
 
-def test_each_start_goes_on_where_it_should_whatever_ended_the_one_before(tmp_path):
-    """kill -9, a damaged newest file, an orderly stop, and files that all are damaged, one after the other."""
+def test_each_start_continues_from_the_right_version_however_the_last_server_ended(tmp_path):
+    """One after the other: kill -9, a damaged newest file, an orderly stop, and only damaged files."""
     other = {"other": {"factory": "tests.models:affine"}}
     with serving(tmp_path, models(save_every=3, save_keep=2)) as server, server.connect() as client:
         publisher = client.publisher("policy")
         for version in range(1, 8):
             publisher.publish(affine(version), extra={"epsilon": 1 / version})
-            wait_until(lambda: version not in (1, 4, 7) or weights(client)["saved"] == version, 30)  # noqa: B023
+            wait_until(lambda: version not in (1, 4, 7) or weights_status(client)["saved"] == version, 30)  # noqa: B023
         with serving(tmp_path, models() | other, address=f"ipc://{tmp_path}/second") as second:
             assert "is where another server keeps weights" in second.text()
         server.process.send_signal(signal.SIGKILL)
@@ -56,13 +56,13 @@ def test_each_start_goes_on_where_it_should_whatever_ended_the_one_before(tmp_pa
         state, version, extra = client.weights("policy").read()
         assert (version, extra, float(state["scale"])) == (4, {"epsilon": 0.25}, 4.0)
         assert client.publisher("policy").publish(affine(5)) == 5
-        wait_until(lambda: weights(client)["version"] == 5, 30)
+        wait_until(lambda: weights_status(client)["version"] == 5, 30)
         assert server.stop() == 0
     assert newest_file(tmp_path).name == "weights-000000000005.safetensors", "an orderly stop saves the newest"
 
     with serving(tmp_path, models(save_every=3)) as server, server.connect() as client:
         assert answered_by(client, 5)
-        assert weights(client)["saved"] == 5
+        assert weights_status(client)["saved"] == 5
 
     manifest = tmp_path / "kept" / "policy" / "manifest.json"
     rows = json.loads(manifest.read_text())

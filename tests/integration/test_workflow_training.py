@@ -36,7 +36,7 @@ def returns(folder: Path) -> list[str]:
 
 
 @pytest.mark.runs
-def test_a_served_policy_learns_as_one_in_the_process_does(tmp_path) -> None:
+def test_a_served_policy_learns_the_same_as_a_local_one(tmp_path) -> None:
     local, served = tmp_path / "local", tmp_path / "served"
     run(SMALL, local)
     run(SMALL.changed(policy="served"), served)
@@ -46,16 +46,20 @@ def test_a_served_policy_learns_as_one_in_the_process_does(tmp_path) -> None:
     assert summary["episodes"] == 24 and summary["env_steps"] == 240
 
 
-def test_metrics_tell_what_was_paid_and_how_much_of_it_for_the_order(searched) -> None:
+def test_metrics_show_the_reward_and_its_part_for_the_order(searched) -> None:
     with (searched / "metrics.csv").open() as file:
         rows = [{name: float(value) for name, value in row.items() if value} for row in csv.DictReader(file)]
-    assert rows[0]["phase"] == 0 and rows[0]["alignment_reward"] == pytest.approx(0, abs=1e-5), "no order, no pay"
-    assert all(row["alignment_reward"] <= 1e-5 for row in rows), "a fix out of order costs, one in order pays nothing"
-    for row in rows:  # SMALL gives no head start, so that all episodes are in the return
+    assert rows[0]["phase"] == 0 and rows[0]["alignment_reward"] == pytest.approx(0, abs=1e-5), (
+        "without an order there is no such reward"
+    )
+    assert all(row["alignment_reward"] <= 1e-5 for row in rows), (
+        "a fix out of order has a negative reward, one in order has none"
+    )
+    for row in rows:  # these settings give no head start, so all episodes count towards the return
         assert row["total_reward"] == pytest.approx(row["return_mean"] + row["alignment_reward"], abs=1e-4)
 
 
-def test_the_attacker_goes_by_cyborgs_names_too() -> None:
+def test_the_attacker_may_be_set_by_cyborgs_names() -> None:
     assert WorkflowTraining(red="B_lineAgent") == WorkflowTraining(red="B_line")
     assert WorkflowTraining(red="RedMeanderAgent").red == "Meander"
     done = CliRunner().invoke(train, ["workflow", "--red-agent", "NobodyAgent"])
@@ -65,7 +69,7 @@ def test_the_attacker_goes_by_cyborgs_names_too() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("policy", ["local", "served"])
-def test_the_command_says_where_its_report_is(tmp_path, policy) -> None:
+def test_the_command_prints_the_path_of_its_report(tmp_path, policy) -> None:
     command = [sys.executable, "-m", "jurybox.training.cli", "train", "workflow", "--out", str(tmp_path / "run")]
     command += ["--envs", "8", "--total-episodes", "80", "--episode-length", "10"]
     command += ["--max-train-episodes-per-env", "2"]
@@ -78,7 +82,7 @@ def test_the_command_says_where_its_report_is(tmp_path, policy) -> None:
 
 
 @pytest.mark.parametrize("bad", [["--red", "Nobody"], ["--env", "mars"], ["--gate", "7"]])
-def test_what_cannot_be_is_a_usage_error(tmp_path, bad) -> None:
+def test_invalid_options_are_a_usage_error(tmp_path, bad) -> None:
     done = CliRunner().invoke(train, ["workflow", "--out", str(tmp_path), *bad])
     assert done.exit_code == 2 and bad[0].removeprefix("--") in done.output and "Traceback" not in done.output
 
@@ -90,7 +94,7 @@ def searched(tmp_path_factory) -> Path:
     return folder
 
 
-def test_the_last_policy_and_the_evaluated_one_are_kept_with_the_workflow_that_they_are_told(searched) -> None:
+def test_the_last_policy_and_the_evaluated_one_are_kept_with_their_workflow(searched) -> None:
     best, *others = policies(searched)
     assert best.best and best.numbers["return"] == json.loads((searched / "summary.json").read_text())["return_mean"]
     assert [each.best for each in others] == [False] * len(others) and others
@@ -100,7 +104,7 @@ def test_the_last_policy_and_the_evaluated_one_are_kept_with_the_workflow_that_t
 
 
 @pytest.mark.parametrize(("order", "use_masks"), [(None, False), ((3, 1, 2, 0, 4), True)])
-def test_a_policy_acts_alone_as_it_does_in_the_search(searched, order, use_masks, monkeypatch) -> None:
+def test_a_policy_acts_the_same_outside_the_search(searched, order, use_masks, monkeypatch) -> None:
     """Five episodes from one seed each: the same returns from `jurybox policy` as from the search's own rollouts."""
     found = choose(searched)
     greedy = {name: replace(acts, choose="best") for name, acts in found.description.policies.items()}
@@ -110,15 +114,15 @@ def test_a_policy_acts_alone_as_it_does_in_the_search(searched, order, use_masks
     played = play(policy, 5, changes={"order": order, "use_masks": use_masks, "episode_length": 30})
     for seed, episode in enumerate(played):
         env = CageRows(1, first=0, of=1, masks=use_masks, episode_length=30, autoreset_mode="Disabled")
-        begun = env.reset(seed=seed)
-        monkeypatch.setattr(env, "reset", lambda begun=begun: begun)  # which `roll` would draw anew
-        how = {"weight": 0.0, "use_masks": use_masks, "mask_orders": True, "greedy": True}
-        _, expected = roll(env, learner, order, steps=30, **how)
+        first = env.reset(seed=seed)
+        monkeypatch.setattr(env, "reset", lambda first=first: first)  # `roll` would reset to a new draw
+        options = {"weight": 0.0, "use_masks": use_masks, "mask_orders": True, "greedy": True}
+        _, expected = roll(env, learner, order, steps=30, **options)
         assert episode.total == pytest.approx(float(expected.returns[0])) and episode.length == 30
 
 
 @pytest.mark.slow
-def test_what_is_exported_never_chooses_what_is_masked(searched, tmp_path) -> None:
+def test_an_exported_policy_never_chooses_a_masked_action(searched, tmp_path) -> None:
     policy = Policy(choose(searched))
     export(policy, tmp_path / "policy.pt2", searched)
     exported = torch.export.load(tmp_path / "policy.pt2").module()

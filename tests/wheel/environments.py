@@ -22,7 +22,7 @@ print("%d.%d" % sys.version_info[:2] + "t" * bool(sysconfig.get_config_var("Py_G
 
 
 def run(*command: object, timeout: float = 600.0, **more: object) -> str:
-    """What a command prints; an AssertionError with all it said where it fails."""
+    """Return a command's output; raise AssertionError with its output if it fails."""
     words = [str(part) for part in command]
     done = subprocess.run(words, capture_output=True, text=True, timeout=timeout, **more)  # type: ignore[call-overload]
     assert done.returncode == 0, f"{' '.join(words[:6])} ...\n{done.stdout}\n{done.stderr}"
@@ -70,10 +70,10 @@ def needed_interpreter(version: str) -> str:
 
 
 class Wheels:
-    """The wheels of this tree, each built when it is first asked for.
+    """The wheels of this tree, each built at its first use.
 
     Args:
-        folder: where they go. MATRIX_WHEELS names one where they are already.
+        folder: their folder. MATRIX_WHEELS names one with wheels that were built before.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -120,7 +120,7 @@ class Environment:
         if done.returncode and ("error sending request" in done.stderr or "dns error" in done.stderr):
             pytest.skip(f"the package index cannot be reached: {done.stderr.strip().splitlines()[-1]}")
         assert done.returncode == 0, done.stderr
-        if extra in ("", "grpc"):  # which asks for no torch
+        if extra in ("", "grpc"):  # which does not require torch
             run(uv(), "pip", "check", "--quiet", "--python", made.python)
         return made
 

@@ -16,7 +16,7 @@ import numpy as np
 
 
 def check_contents() -> None:
-    """Nothing of a server's needs came along; the client, the protocol and the native core did."""
+    """No dependency of the server is installed; the client, the protocol and the native core are."""
     from jurybox import native
 
     for name in (
@@ -35,13 +35,13 @@ def check_contents() -> None:
 
 
 def check_commands() -> None:
-    """The command line says what it lacks instead of a traceback."""
+    """The command line names what is missing instead of a traceback."""
     done = subprocess.run([sys.executable, "-m", "jurybox.server.cli"], capture_output=True, text=True, check=False)
     assert done.returncode == 2 and "pip install 'jurybox[server]'" in done.stderr, done.stderr
 
 
 def check_no_server() -> None:
-    """Where no server is, the client says so in time."""
+    """Without a server, the client raises an error in time."""
     from jurybox.client import ServerGone, connect
 
     with tempfile.TemporaryDirectory() as folder:

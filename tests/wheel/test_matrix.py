@@ -1,6 +1,6 @@
-"""The wheel in other people's environments: beside their packages, in their Pythons. `make matrix`; minutes, and PyPI.
+"""The wheel in other environments: beside other packages, in other Pythons. `make matrix`; minutes, and PyPI.
 
-What is not here (an interpreter, the package index) is skipped, and pytest's summary says so.
+Tests without their interpreter or the package index are skipped, with the reason in pytest's summary.
 """
 
 from __future__ import annotations
@@ -92,8 +92,8 @@ def test_the_client_works_beside(case, wheels, server, tmp_path) -> None:
         assert there.version_of("protobuf").startswith(case.split()[1])
 
 
-def test_sorrel_comes_as_an_extra(wheels, server, tmp_path) -> None:
-    """All that the extra asks for fits together; torch, the largest of it, is resolved and not downloaded."""
+def test_sorrel_is_an_extra(wheels, server, tmp_path) -> None:
+    """All requirements of the extra are compatible; torch, the largest, is resolved and not downloaded."""
     wheel = wheels.of("3.12")
     wanted = tmp_path / "wanted.in"
     wanted.write_text(f"jurybox[sorrel] @ {wheel.as_uri()}\n")
@@ -109,7 +109,7 @@ def test_sorrel_comes_as_an_extra(wheels, server, tmp_path) -> None:
 def test_the_clients_suite_passes_in_another_python(case, wheels, server, gateway, tmp_path) -> None:
     version, options, seen = PYTHONS[case]
     pins = ["numpy==1.26.*"] if seen["numpy"].startswith("1.26") else []
-    if options:  # lowest-direct goes by what is asked for by name
+    if options:  # lowest-direct applies to directly named requirements
         packages = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
         pins = [*packages["dependencies"], *packages["optional-dependencies"]["grpc"]]
     extra = "" if version in FREE_THREADED else "grpc"

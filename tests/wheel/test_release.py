@@ -35,7 +35,7 @@ def test_a_version_must_be_newer_than_every_tag() -> None:
         ("2026-04-30", "", "says nothing of 0.2.0"),
     ],
 )
-def test_the_changelog_tells_of_the_version_with_its_date(date, said, wrong) -> None:
+def test_the_changelog_has_the_version_with_its_date(date, said, wrong) -> None:
     found = release.check_changelog(CHANGELOG.format(date=date, said=said), "0.2.0", TODAY)
     assert (wrong is None and found == []) or (wrong is not None and wrong in found[0])
     assert "no section '## [0.3.0]" in release.check_changelog(CHANGELOG, "0.3.0", TODAY)[0]
@@ -48,7 +48,7 @@ def test_a_tag_elsewhere_is_named() -> None:
     ]
 
 
-def test_what_git_and_the_source_distribution_do_not_share_is_named() -> None:
+def test_files_in_only_one_of_git_and_the_source_distribution_are_named() -> None:
     assert release.check_sdist({"a.py", "PKG-INFO"}, {"a.py"}) == []
     assert release.check_sdist({"a.py", "b.so"}, {"a.py", "c.py"}) == [
         "not in the source distribution: c.py",

@@ -1,4 +1,4 @@
-"""What is published: a source distribution, the wheel made of it, and a client in an environment with nothing else."""
+"""The published files: a source distribution, the wheel built from it, and a client in an empty environment."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def wheel(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def clean(tmp_path_factory, wheel) -> Path:
-    """The Python of an environment in which the wheel was installed and nothing else was asked for."""
+    """The Python of an environment in which only the wheel was installed."""
     folder = tmp_path_factory.mktemp("clean")
     venv.create(folder, with_pip=True)
     run(folder / "bin" / "pip", "install", "--quiet", wheel, env=PIP)

@@ -1,7 +1,7 @@
-"""What a free-threaded Python must be able to do; run by one that has the wheel, with addresses of a server or none.
+"""Checks for a free-threaded Python; run by one that has the wheel, optionally with addresses of a server.
 
-Importing switches no lock on, and many threads at once use one ring, one weights channel, one model and one lane. Under
-a Python built with the thread sanitizer it finds what they do to each other in the native part.
+Imports do not enable the GIL, and many threads at once use one ring, one weights channel, one model and one lane. Under
+a Python built with the thread sanitizer it finds data races in the native part.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def require_no_lock() -> None:
 
 
 def one_ring() -> None:
-    """The very first call, of all threads at once; then rows that are whole, whoever writes and whoever draws."""
+    """The very first call, from all threads at once; then rows are never torn, with several writers and samplers."""
     from jurybox.protocol.errors import Busy
     from jurybox.training.replay import Field, Replay
 

@@ -1,4 +1,4 @@
-"""Engines in a Ray cluster: found by name from any node, fed with the run's weights, found again when it moved."""
+"""Engines in a Ray cluster: found by name from any node, supplied with the run's weights, found again after a move."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ PATIENT = Timeouts(start=180, actor=120, learner=120, stall=180, back_off=(0.2,)
 
 def test_an_engine_is_found_by_its_name_from_every_node_and_found_again_when_its_node_dies():
     def doubled(name: str) -> tuple[str, float]:
-        """The kind of endpoint that somebody here takes, and what comes back through it."""
+        """Return the kind of endpoint that a caller here uses, and the answer through it."""
         with engines.connect(name, timeout=120) as server, server.model("double") as model:
             return server.address.partition(":")[0], float(model(np.full(4, 3.0, np.float32))[0])
 
@@ -40,19 +40,19 @@ def test_an_engine_is_found_by_its_name_from_every_node_and_found_again_when_its
         try:
             models = {"double": {"factory": "tests.models:affine", "args": {"offset": 0.0}}}
             engines.start("judge", models, resources={"away": 1}, timeout=150)
-            there = ray.remote(doubled).options(resources={"away": 1}, num_cpus=0)
+            remote_call = ray.remote(doubled).options(resources={"away": 1}, num_cpus=0)
             assert doubled("judge") == ("grpc", 6.0), "another machine, over the network"
-            assert ray.get(there.remote("judge"), timeout=100) == ("ipc", 6.0), "its own, through shared memory"
+            assert ray.get(remote_call.remote("judge"), timeout=100) == ("ipc", 6.0), "its own, through shared memory"
 
             client = engines.connect("judge")
             model = client.model("double")
             cluster.kill(doomed)
             cluster.add("away")
-            with pytest.raises(Error) as told:
-                for _ in range(100):  # its server is told to end, and needs a moment
+            with pytest.raises(Error) as caught:
+                for _ in range(100):  # its server has to be stopped, which takes a moment
                     model(np.full(4, 3.0, np.float32), timeout=2.0)
                     time.sleep(0.1)
-            assert str(told.value)
+            assert str(caught.value)
             client.close()
             assert doubled("judge") == ("grpc", 6.0), "another server by the same name"
         finally:
@@ -70,36 +70,38 @@ def rows_of(folder) -> int:
         replay.close()
 
 
-def test_hockey_on_three_nodes_counts_right_and_past_selves_come_along(tmp_path):
+def test_hockey_on_three_nodes_counts_right_and_distributes_past_selves(tmp_path):
     s = settings(steps=4000, workers=2, snapshot_every=3, max_ahead=600, league={"pool": 3, "anchor_share": 0.1})
     with nodes("left", "right") as cluster, RayLauncher(cluster.address) as launcher:
-        asked = replace(plan(s, tmp_path), timeouts=PATIENT)
-        asked = placed(asked, **{"actor-0": "left", "actor-1": "right", "learner": "head", "evaluator": "right"})
-        outcome = run(asked, tmp_path, Nothing(), launcher=launcher)
+        placed_plan = replace(plan(s, tmp_path), timeouts=PATIENT)
+        placed_plan = placed(
+            placed_plan, **{"actor-0": "left", "actor-1": "right", "learner": "head", "evaluator": "right"}
+        )
+        outcome = run(placed_plan, tmp_path, Nothing(), launcher=launcher)
         assert all(cluster.segments(name) == set() for name in ("head", "left", "right"))
-    told = (tmp_path / "logs" / "run.log").read_text()
-    assert outcome.end is End.STEPS and outcome.restarts == 0, told
+    log = (tmp_path / "logs" / "run.log").read_text()
+    assert outcome.end is End.STEPS and outcome.restarts == 0, log
     assert 4000 <= outcome.env_steps <= 4700, "counters of other nodes are a moment old"
     assert outcome.learner_steps == (4000 - 300) // 10
-    # Two rows for each step, and one for each side at a match's end; what was under way is not finished.
+    # Each step has two rows, and each side one at a match's end; unfinished matches have none.
     assert 2 * outcome.env_steps <= rows_of(tmp_path) <= 2 * (outcome.env_steps + outcome.episodes) + 64
-    assert len(list((tmp_path / "pool").glob("*.weights"))) >= 2, "past selves played where they were not made"
+    assert len(list((tmp_path / "pool").glob("*.weights"))) >= 2, "past selves played on nodes that did not make them"
 
 
 @pytest.fixture
-def came(monkeypatch):
-    """How often each publication came to each node."""
-    came, adopt = collections.Counter(), Traffic._adopt
+def adoptions(monkeypatch):
+    """Count how often each node adopts each publication."""
+    adoptions, adopt = collections.Counter(), Traffic._adopt
 
     async def counting(self, member, channel, publication):
         await adopt(self, member, channel, publication)
-        came[member.node, member.known[channel]] += 1
+        adoptions[member.node, member.known[channel]] += 1
 
     monkeypatch.setattr(Traffic, "_adopt", counting)
-    return came
+    return adoptions
 
 
-def test_a_served_hockey_run_goes_on_when_the_engine_s_node_dies(tmp_path, came):
+def test_a_served_hockey_run_continues_when_the_engines_node_dies(tmp_path, adoptions):
     s = settings(
         steps=6000, workers=2, policy="served", snapshot_every=3, max_ahead=600,
         league={"pool": 3, "anchor_share": 0.1},
@@ -107,8 +109,10 @@ def test_a_served_hockey_run_goes_on_when_the_engine_s_node_dies(tmp_path, came)
     killed = []
     with nodes("left") as cluster, RayLauncher(cluster.address) as launcher:
         doomed = cluster.add("right")
-        asked = replace(plan(s, tmp_path, engine=ENGINE), timeouts=PATIENT)
-        asked = placed(asked, **{"actor-0": "left", "actor-1": "head", "learner": "head", "evaluator": "head"})
+        placed_plan = replace(plan(s, tmp_path, engine=ENGINE), timeouts=PATIENT)
+        placed_plan = placed(
+            placed_plan, **{"actor-0": "left", "actor-1": "head", "learner": "head", "evaluator": "head"}
+        )
         spec = replace(engine_of(s, sizes_of(s)), resources={"right": 1})
         launcher.serve(spec, tmp_path / "server.log")
 
@@ -118,12 +122,12 @@ def test_a_served_hockey_run_goes_on_when_the_engine_s_node_dies(tmp_path, came)
                 cluster.kill(doomed)
                 cluster.add("right")
 
-        outcome = run(asked, tmp_path, Nothing(), launcher=launcher, watch=watch)
+        outcome = run(placed_plan, tmp_path, Nothing(), launcher=launcher, watch=watch)
         assert answers(lambda: cluster.segments("left") == set())
-    told = (tmp_path / "logs" / "run.log").read_text()
-    assert killed and outcome.end is End.STEPS and outcome.env_steps >= 6000, told
-    assert outcome.restarts == 0, "nobody but the engine was on that node, and collectors found it again: " + told
-    assert told.count("engine hockey serves on node") == 2, told
+    log = (tmp_path / "logs" / "run.log").read_text()
+    assert killed and outcome.end is End.STEPS and outcome.env_steps >= 6000, log
+    assert outcome.restarts == 0, "only the engine was on that node, and collectors found it again: " + log
+    assert log.count("engine hockey serves on node") == 2, log
     assert "looked for again" in (tmp_path / "logs" / "actor-0.log").read_text()
     assert 2 * outcome.env_steps <= rows_of(tmp_path)
-    assert came and max(came.values()) == 1, "each publication came to each node once"
+    assert adoptions and max(adoptions.values()) == 1, "each publication reached each node once"

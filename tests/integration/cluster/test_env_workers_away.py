@@ -1,4 +1,4 @@
-"""Env workers of trainings that are no plans, on other nodes than the learner: the episodes of one machine."""
+"""Env workers of trainings without plans, on other nodes than the learner: same episodes as on one machine."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def learned(folder):
 
 
 class Stops(Silence):
-    """As if the process were killed, after some episodes."""
+    """Interrupts a training after some episodes, as if its process were killed."""
 
     def __init__(self, after):
         self.after = after
@@ -48,12 +48,12 @@ class Stops(Silence):
             raise InterruptedError
 
 
-def test_a_search_with_its_networks_on_another_node_is_that_of_one_machine(tmp_path):
+def test_a_search_with_its_networks_on_another_node_learns_the_same(tmp_path):
     with nodes("away") as cluster, spread_named("ray", cluster.address, AWAY) as spread:
         for name, settings in (("whole", SEARCH), ("halves", SEARCH.changed(halves=True))):
             workflow_run.run(settings, tmp_path / name / "local")
             workflow_run.run(settings, tmp_path / name / "ray", spread=spread)
-            local, ray = (learned(tmp_path / name / where) for where in ("local", "ray"))
+            local, ray = (learned(tmp_path / name / launcher) for launcher in ("local", "ray"))
             assert len(local) == 10 and local == ray
         longer = SEARCH.changed(total_episodes=90)
         with pytest.raises(InterruptedError):  # there is a checkpoint after ten updates
@@ -63,13 +63,15 @@ def test_a_search_with_its_networks_on_another_node_is_that_of_one_machine(tmp_p
     workflow_run.run(longer, tmp_path / "at once")
     assert len(learned(tmp_path / "at once")) == 15
     assert learned(tmp_path / "at once") == learned(tmp_path / "first here"), "begun on a cluster, ended without"
-    local, ray = (json.loads((tmp_path / "whole" / where / "summary.json").read_text()) for where in ("local", "ray"))
+    local, ray = (
+        json.loads((tmp_path / "whole" / launcher / "summary.json").read_text()) for launcher in ("local", "ray")
+    )
     assert local["return_mean"] == ray["return_mean"] and local["workflow"] == ray["workflow"]
     assert ray["env_worker_restarts"] == 0
 
 
 class KillsOnce(Silence):
-    """Takes a node away in the middle of a training, and brings another."""
+    """Kills a node in the middle of a training, and adds another."""
 
     def __init__(self, cluster, doomed, at):
         self.cluster, self.doomed, self.at = cluster, doomed, at
@@ -81,7 +83,7 @@ class KillsOnce(Silence):
             self.cluster.add("away")
 
 
-def test_a_search_goes_on_when_the_node_of_its_networks_dies(tmp_path):
+def test_a_search_continues_when_the_node_of_its_networks_dies(tmp_path):
     with nodes() as cluster:
         doomed = cluster.add("away")
         with spread_named("ray", cluster.address, AWAY) as spread:

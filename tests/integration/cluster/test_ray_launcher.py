@@ -1,4 +1,4 @@
-"""Plans carried out by Ray on two nodes: the same runs, wherever their roles are."""
+"""Plans run by Ray on two nodes: the runs do not depend on where their roles are."""
 
 from __future__ import annotations
 
@@ -23,17 +23,21 @@ PATIENT = Timeouts(start=120, actor=60, learner=60, stall=60, back_off=(0.2,))
 def test_two_nodes_make_the_steps_of_one_and_share_no_memory(tmp_path):
     rows, seen = Rows(), set()
     with nodes("away") as cluster, RayLauncher(cluster.address) as launcher:
-        asked = placed(
+        placed_plan = placed(
             plan(steps=3000, actors=2, slack=400, evaluate=1500, save_every=2000, timeouts=PATIENT),
             actor="away", learner="head", judge="away",
         )  # fmt: skip
-        outcome = run(asked, tmp_path, rows, launcher=launcher, watch=lambda _: seen.update(cluster.segments("away")))
+        outcome = run(
+            placed_plan, tmp_path, rows, launcher=launcher, watch=lambda _: seen.update(cluster.segments("away"))
+        )
         assert cluster.segments("away") == cluster.segments("head") == set()
     assert outcome.end is End.STEPS and outcome.restarts == 0
     assert 3000 <= outcome.env_steps <= 3400, "counters of other nodes are a moment old"
     assert outcome.learner_steps == (3000 - 20) // 2
     assert outcome.evaluation["eval_version"] == 1 + outcome.learner_steps // 5, "the last weights reached that node"
-    assert any("run-0" in name for name in seen) and any("weights" in name for name in seen), "a scoreboard of its own"
+    assert any("run-0" in name for name in seen) and any("weights" in name for name in seen), (
+        "it has its own scoreboard"
+    )
     assert any("loss" in values for _, values in rows)
     for name in ("actor-0", "actor-1", "learner", "judge"):
         assert "begins its life 1" in (tmp_path / "logs" / f"{name}.log").read_text()
@@ -43,14 +47,14 @@ def test_two_nodes_make_the_steps_of_one_and_share_no_memory(tmp_path):
 
 def test_every_row_of_another_node_reaches_the_learner_s_replay(tmp_path):
     with nodes("away") as cluster, RayLauncher(cluster.address) as launcher:
-        asked = placed(plan(steps=2000, actors=2, slack=300, timeouts=PATIENT), actor="away", learner="head")
-        outcome = run(asked, tmp_path, Rows(), launcher=launcher)
+        placed_plan = placed(plan(steps=2000, actors=2, slack=300, timeouts=PATIENT), actor="away", learner="head")
+        outcome = run(placed_plan, tmp_path, Rows(), launcher=launcher)
     saved = Checkpoints(tmp_path / "checkpoints").latest().folder / "replay-rows.jbr"
     replay = Replay.load(saved, f"look-{secrets.token_hex(4)}")
     try:
         assert len(replay) == outcome.env_steps
         values = replay.sample(len(replay), replace=False)["value"]
-        assert len(np.unique(values)) == outcome.env_steps, "each came once"
+        assert len(np.unique(values)) == outcome.env_steps, "each row arrived once"
     finally:
         replay.unlink()
         replay.close()
@@ -58,35 +62,35 @@ def test_every_row_of_another_node_reaches_the_learner_s_replay(tmp_path):
 
 def test_a_learner_away_from_the_orchestrator_is_saved_and_resumed(tmp_path):
     with nodes("away") as cluster, RayLauncher(cluster.address) as launcher:
-        asked = placed(plan(steps=600, timeouts=PATIENT), actor="head", learner="away")
-        first = run(asked, tmp_path, Rows(), launcher=launcher)
+        placed_plan = placed(plan(steps=600, timeouts=PATIENT), actor="head", learner="away")
+        first = run(placed_plan, tmp_path, Rows(), launcher=launcher)
         more = placed(plan(steps=1000, timeouts=PATIENT), actor="head", learner="away")
         second = run(more, tmp_path, Rows(), resume=True, launcher=launcher)
     assert first.learner_steps == (600 - 20) // 2 and second.learner_steps == (1000 - 20) // 2
-    assert "with 290 steps behind it" in (tmp_path / "logs" / "learner.log").read_text(), "it went on from there"
+    assert "with 290 steps behind it" in (tmp_path / "logs" / "learner.log").read_text(), "it continued from there"
 
 
 @pytest.mark.parametrize("role", ["actor", "learner"])
-def test_a_node_that_dies_takes_its_workers_and_the_run_goes_on_elsewhere(tmp_path, role):
+def test_a_node_dies_with_its_workers_and_the_run_continues_elsewhere(tmp_path, role):
     other = {"actor": "learner", "learner": "actor"}[role]
     with nodes() as cluster, RayLauncher(cluster.address) as launcher:
         doomed = cluster.add("away")
-        asked = plan(steps=2500, slack=200, actor={"pause": 0.002}, timeouts=PATIENT)
-        asked = placed(asked, **{other: "head", role: "away"})
+        placed_plan = plan(steps=2500, slack=200, actor={"pause": 0.002}, timeouts=PATIENT)
+        placed_plan = placed(placed_plan, **{other: "head", role: "away"})
         killed = []
 
         def watch(shared):
             if not killed and shared.scoreboard.env_steps > 300:
                 killed.append(shared.scoreboard.env_steps)
-                # Not in a thread, where Ray starts no nodes: the orchestrator stands still for these seconds.
+                # Not in a thread, where Ray starts no nodes: this blocks the orchestrator for some seconds.
                 cluster.kill(doomed)
                 cluster.add("away")
 
-        outcome = run(asked, tmp_path, Rows(), launcher=launcher, watch=watch)
+        outcome = run(placed_plan, tmp_path, Rows(), launcher=launcher, watch=watch)
     assert killed and outcome.end is End.STEPS and outcome.env_steps >= 2500
-    assert outcome.restarts == 1, "the node's role alone"
-    told, names = (tmp_path / "logs" / "run.log").read_text(), {"actor": "actor-0", "learner": "learner"}
-    assert f"{names[role]} " in told and "is gone with its machine" in told and "failed" not in told
+    assert outcome.restarts == 1, "only the node's role"
+    log, names = (tmp_path / "logs" / "run.log").read_text(), {"actor": "actor-0", "learner": "learner"}
+    assert f"{names[role]} " in log and "is gone with its machine" in log and "failed" not in log
     lives = {
         each: (tmp_path / "logs" / f"{name}.log").read_text().count("begins its life") for each, name in names.items()
     }

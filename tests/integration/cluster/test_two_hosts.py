@@ -24,19 +24,19 @@ def hosts():
     made.__exit__()
 
 
-def test_a_client_beyond_a_slow_network_is_told_of_a_cut_and_goes_on_after_it(hosts, tmp_path):
-    with served(hosts, tmp_path, settings()), client(hosts, tmp_path) as asking:
-        first = asking.asks(60.0)
+def test_a_client_beyond_a_slow_network_reports_a_cut_and_continues_after_it(hosts, tmp_path):
+    with served(hosts, tmp_path, settings()), client(hosts, tmp_path) as remote:
+        first = remote.asks(60.0)
         assert first["to"].startswith(f"grpcs://{A}:"), "with its token and certificate"
         assert first["shapes"] == [[4, 4], [4, 4]], first
-        assert first["seconds"] > 2 * 0.01, "two questions, two round trips"
+        assert first["seconds"] > 2 * 0.01, "two requests, two round trips"
         hosts.cut.set()
-        told = asking.asks(2.0)
-        assert "Timeout" in told["error"] and "network to it is broken" in told["error"], told
-        assert told["seconds"] < 30.0, "its own bound, and what a busy machine makes of it"
+        cut_off = remote.asks(2.0)
+        assert "Timeout" in cut_off["error"] and "network to it is broken" in cut_off["error"], cut_off
+        assert cut_off["seconds"] < 30.0, "its own limit, and what a busy machine adds"
         hosts.cut.clear()
-        until = time.monotonic() + 60.0
-        # A channel that is just being opened again says at once that it is not open.
-        while "error" in (again := asking.asks(5.0)) and time.monotonic() < until:
+        deadline = time.monotonic() + 60.0
+        # A channel that is reconnecting fails at once.
+        while "error" in (again := remote.asks(5.0)) and time.monotonic() < deadline:
             time.sleep(0.2)
         assert again.get("shapes") == first["shapes"], again

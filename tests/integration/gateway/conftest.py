@@ -1,4 +1,4 @@
-"""One server with both ways into the gateway open, for all tests here: they must leave it as they found it."""
+"""One server with the gateway's HTTP and gRPC open, shared by all tests here: each must leave it unchanged."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def gateway(tmp_path_factory):
     }
     with serving(tmp_path_factory.mktemp("gateway"), models, http=LOCAL, grpc=LOCAL, **OPT_IN) as running:
         with running.connect() as connection:
-            told = connection.status()["server"]
-        yield SimpleNamespace(server=running, http=told["http"], grpc=told["grpc"])
+            addresses = connection.status()["server"]
+        yield SimpleNamespace(server=running, http=addresses["http"], grpc=addresses["grpc"])
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Trainers' own clients find their own protocol: scores for what they send, and never a number for what has none."""
+"""Dialects answer trainers' own clients in their protocols: with scores or an error, never with an invented score."""
 
 from __future__ import annotations
 
@@ -72,8 +72,8 @@ def server(tmp_path_factory):
 @pytest.fixture(scope="module")
 def http(server):
     limits = httpx.Limits(max_connections=64)
-    where = f"http://{server.listening('http')}/dialects"
-    with httpx.Client(base_url=where, timeout=60, limits=limits) as client:
+    url = f"http://{server.listening('http')}/dialects"
+    with httpx.Client(base_url=url, timeout=60, limits=limits) as client:
         yield client
 
 
@@ -99,7 +99,7 @@ def test_flow_grpo_gets_lists_of_floats(http, path, protocol):
     assert pickled(http, path, {"images": []}) == (200, {"outputs": []})
 
 
-def test_flow_grpo_prompts_come_as_arrays_of_text(http):
+def test_flow_grpo_prompts_are_arrays_of_text(http):
     body = {"images": [picture(51), picture(102)], "prompts": np.array(["a", "größer"])}
     for protocol in (4, 5):
         status, answer = pickled(http, "/unified", body, protocol)
@@ -111,38 +111,42 @@ def judged(count, tag):
 
 
 @pytest.mark.parametrize("only_strict", [True, False])
-def test_genevals_five_judgements_come_of_a_panel(http, only_strict):
-    """A sample's value stands under its own tag, -10 under the others, which both clients leave out."""
-    images, told = [picture(102), picture(153)], [judged(1, "counting"), judged(2, "colors")]
-    flow_grpo = {"images": images, "meta_datas": told, "only_strict": only_strict}
-    deepgen = {"images": images, "prompts": ["a", "b"], "metadata": {"meta_datas": told, "only_strict": only_strict}}
+def test_a_panel_gives_genevals_five_judgements(http, only_strict):
+    """A sample's value is under its own tag; the other tags have -10, which both clients leave out."""
+    images, metas = [picture(102), picture(153)], [judged(1, "counting"), judged(2, "colors")]
+    flow_grpo = {"images": images, "meta_datas": metas, "only_strict": only_strict}
+    deepgen = {
+        "images": images,
+        "prompts": ["a", "b"],
+        "metadata": {"meta_datas": metas, "only_strict": only_strict},
+    }
     for path, body in (("/geneval", flow_grpo), ("/gen_eval", deepgen)):
         status, answer = pickled(http, path, body)
         assert status == 200, answer
         assert {type(value) for value in answer.values()} == {list, dict}
         np.testing.assert_allclose(answer["scores"], [1.4, 2.6], atol=1e-3)
-        right = [0.0, 0.0] if only_strict else [1.0, 1.0]
-        assert (answer["rewards"], answer["strict_rewards"]) == (right, [0.0, 1.0])
+        expected = [0.0, 0.0] if only_strict else [1.0, 1.0]
+        assert (answer["rewards"], answer["strict_rewards"]) == (expected, [0.0, 1.0])
         assert len(answer["group_rewards"]) == len(answer["group_strict_rewards"]) == 6
         assert answer["group_strict_rewards"]["colors"] == [-10.0, 1.0]
-        assert answer["group_rewards"]["counting"] == [right[0], -10.0]
+        assert answer["group_rewards"]["counting"] == [expected[0], -10.0]
         assert answer["group_rewards"]["position"] == [-10.0, -10.0]
 
 
 def test_geneval_is_never_answered_by_a_score_that_did_not_see_the_metadata(http):
-    told = [judged(1, "counting")]
-    for path, body, why in (
-        ("/flow_grpo", {"meta_datas": told}, "a panel with the members rewards and strict_rewards"),
-        ("/verl_omni", {"metadata": {"meta_datas": told}, "prompts": ["a"]}, "a panel with the members"),
+    metadata = [judged(1, "counting")]
+    for path, body, reason in (
+        ("/flow_grpo", {"meta_datas": metadata}, "a panel with the members rewards and strict_rewards"),
+        ("/verl_omni", {"metadata": {"meta_datas": metadata}, "prompts": ["a"]}, "a panel with the members"),
         ("/geneval", {"meta_datas": [judged(1, "shapes")]}, "expected a 'tag'"),
-        ("/geneval", {"meta_datas": told * 2}, "expected 1 values"),
-        ("/geneval", {"meta_datas": [{**told[0], "include": b"x"}]}, "expected plain values"),
+        ("/geneval", {"meta_datas": metadata * 2}, "expected 1 values"),
+        ("/geneval", {"meta_datas": [{**metadata[0], "include": b"x"}]}, "expected plain values"),
     ):
         status, answer = pickled(http, path, {"images": [picture(51)], **body})
-        assert 400 <= status < 500 and list(answer) == ["error"] and why in answer["error"]
+        assert 400 <= status < 500 and list(answer) == ["error"] and reason in answer["error"]
 
 
-def test_a_weights_version_comes_with_the_scores(http):
+def test_scores_carry_a_weights_version(http):
     answer = http.post("/flow_grpo", content=pickle.dumps({"images": [picture(51)]}))
     assert answer.headers["x-jurybox-weights-version"].isdigit()
 
@@ -168,7 +172,7 @@ def bad_pictures():
 
 @pytest.mark.parametrize("name", bad_pictures())
 def test_one_bad_picture_fails_the_request_and_is_named(http, name):
-    """Flow-GRPO repeats a 500 for a day and a half, and takes any body with "outputs" in it for good."""
+    """Flow-GRPO's client retries a 500 for a day and a half, and accepts any body that contains "outputs"."""
     status, answer = pickled(http, "/flow_grpo", {"images": [picture(51), bad_pictures()[name], picture(51)]})
     assert 400 <= status < 500 and list(answer) == ["error"] and "1" in answer["error"]
     status, answer = pickled(http, "/verl_omni", {"images": [bad_pictures()[name]], "prompts": ["a"], "metadata": {}})
@@ -181,7 +185,7 @@ def test_one_bad_picture_fails_the_request_and_is_named(http, name):
      pickle.dumps({"images": [1]}), pickle.dumps({"images": [b"x"], "meta_datas": [{}], "only_strict": True}),
      b"\x80\x02Nr\xff\xff\xff\x7f.", pickle.dumps({"images": [picture(51)], "prompts": []})],
 )  # fmt: skip
-def test_what_is_no_request_gets_a_pickled_reason(http, body):
+def test_an_invalid_request_gets_a_pickled_error(http, body):
     for path in ("/flow_grpo", "/verl_omni", "/unified"):
         answer = http.post(path, content=body)
         assert 400 <= answer.status_code < 500
@@ -192,12 +196,12 @@ def test_verl_omni_gets_scores(http):
     body = {"images": [picture(51)], "prompts": ["ab"], "metadata": {}}
     status, answer = pickled(http, "/verl_omni", body)
     assert status == 200 and np.allclose(answer["scores"], [2.2], atol=1e-3)
-    body["prompts"] = [np.str_("abc")]  # from a column of NumPy's
+    body["prompts"] = [np.str_("abc")]  # an element of a NumPy column
     assert np.allclose(pickled(http, "/verl_omni", body)[1]["scores"], [3.2], atol=1e-3)
 
 
-def test_decoded_pictures_do_not_cost_their_memory_anew_each_time(http, server):
-    """Mapped anew for each picture, it costs as much as decoding: of this one 800 pages."""
+def test_decoding_pictures_reuses_memory(http, server):
+    """Mapping new memory for each picture costs as much as decoding it: 800 pages for this one."""
 
     def page_faults() -> int:
         return int(Path(f"/proc/{server.pids()['gateway']}/stat").read_text().rsplit(")", 1)[1].split()[7])
@@ -215,12 +219,12 @@ def test_decoded_pictures_do_not_cost_their_memory_anew_each_time(http, server):
     assert page_faults() - before < 50 * 50
 
 
-def test_exif_turns_a_picture_before_it_is_scored():
+def test_exif_rotates_a_picture_before_it_is_scored():
     from jurybox.server.gateway.dialects.intake import decoded
 
     tall = Image.fromarray(np.arange(6 * 4 * 3, dtype=np.uint8).reshape(6, 4, 3))
     exif = Image.Exif()
-    exif[0x0112] = 6  # to be turned by 90 degrees
+    exif[0x0112] = 6  # rotate by 90 degrees
     sink = io.BytesIO()
     tall.save(sink, "PNG", exif=exif)
     np.testing.assert_array_equal(decoded(sink.getvalue()), np.rot90(np.asarray(tall), -1))
@@ -231,7 +235,7 @@ def test_exif_turns_a_picture_before_it_is_scored():
     assert decoded(sink.getvalue(), (8, 5)).shape == (8, 5, 3)
 
 
-def test_base64_is_taken_with_and_without_its_prefix():
+def test_base64_is_accepted_with_and_without_its_prefix():
     from jurybox.protocol.errors import SpecMismatch
     from jurybox.server.gateway.dialects.intake import encoded_bytes
 
@@ -245,16 +249,16 @@ def test_base64_is_taken_with_and_without_its_prefix():
 def test_openrlhf_samples_one_by_one_and_whole_rollouts(http):
     answer = http.post("/openrlhf", json={"query": ["abc"], "prompts": ["p"], "labels": [None]})
     assert answer.headers["content-type"] == "application/json"
-    given = answer.json()
-    assert given["rewards"] == given["scores"] == [3.0] and len(given["extra_logs"]["weights_version"]) == 1
-    given = http.post("/openrlhf", json={"query": ["a", "größer"], "prompts": ["p", "q"], "labels": ["x", "y"]}).json()
-    assert given["rewards"] == [1.0, 8.0]
-    empty = http.post("/openrlhf", json={"query": [], "prompts": [], "labels": []})  # to the second URL of several
+    reply = answer.json()
+    assert reply["rewards"] == reply["scores"] == [3.0] and len(reply["extra_logs"]["weights_version"]) == 1
+    reply = http.post("/openrlhf", json={"query": ["a", "größer"], "prompts": ["p", "q"], "labels": ["x", "y"]}).json()
+    assert reply["rewards"] == [1.0, 8.0]
+    empty = http.post("/openrlhf", json={"query": [], "prompts": [], "labels": []})  # for the second of several URLs
     assert (empty.status_code, empty.json()["rewards"]) == (200, [])
 
 
 @pytest.mark.parametrize("text", ["bad", "nan", "x" * 3000, "breaks"])
-def test_json_dialects_answer_an_error_status_for_what_has_no_score(http, text):
+def test_json_dialects_answer_an_error_status_if_there_is_no_score(http, text):
     for path, body in (
         ("/openrlhf", {"query": ["ok", text], "prompts": ["p", "p"], "labels": [None, None]}),
         ("/slime", {"prompt": "p", "response": text, "label": None}),
@@ -273,32 +277,32 @@ def test_slime_gets_a_bare_number(http):
 
 
 def test_single_requests_of_many_callers_become_batches(http):
-    seen, start = [], threading.Barrier(32)
+    batch_sizes, start = [], threading.Barrier(32)
 
     def ask(text):
         return http.post("/together", json={"prompt": "p", "response": text, "label": None}).json()
 
-    def one():
+    def caller():
         if start.wait(30) == 0:
             ask("slow")
         for _ in range(4):
-            seen.append(ask("x"))
+            batch_sizes.append(ask("x"))
 
-    threads = [threading.Thread(target=one) for _ in range(32)]
+    threads = [threading.Thread(target=caller) for _ in range(32)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(90)
-    assert len(seen) == 128 and max(seen) >= 4
+    assert len(batch_sizes) == 128 and max(batch_sizes) >= 4
 
 
-def test_a_dialect_bound_to_a_model_that_does_not_fit_says_so(http):
+def test_a_dialect_with_an_unsuitable_model_answers_with_the_reason(http):
     answer = http.post("/nobody", json={"query": ["a"], "prompts": ["p"], "labels": [None]})
     assert answer.status_code == 422 and "name the one number that is the score" in answer.json()["error"]
 
 
-def test_an_engine_that_dies_is_no_score_of_zero(http, server):
-    """Flow-GRPO's client repeats 503 with Retry-After; a request in flight may be answered by the next engine."""
+def test_a_killed_engine_causes_no_score_of_zero(http, server):
+    """Flow-GRPO's client retries a 503 with Retry-After; a request in flight may be answered by the next engine."""
     body = {"images": [picture(51)] * 8}
     answers = []
 
@@ -366,13 +370,13 @@ def test_flow_factory_gets_rewards_or_an_error_that_it_raises(http):
 
 
 def test_an_edit_is_scored_with_its_source_and_never_without(http):
-    """Source first: UniRL's two turns, deepgen_rl's dict of lists, Flow-Factory's conditions."""
+    """The source comes from UniRL's first turn, deepgen_rl's dict of lists or Flow-Factory's conditions."""
     source, edited = picture(51, form="PNG"), picture(153, form="PNG")
     turns = [{"text": "a", "image_b64": b64(one)} for one in (source, edited)]
 
     def unirl(*histories):
-        asked = [{"history": history, "required_rewards": ["changed"]} for history in histories]
-        return http.post("/edits/score", json={"requests": asked})
+        samples = [{"history": history, "required_rewards": ["changed"]} for history in histories]
+        return http.post("/edits/score", json={"requests": samples})
 
     for n in (1, 3):
         results = unirl(*[turns] * n).json()["results"]
@@ -388,7 +392,7 @@ def test_an_edit_is_scored_with_its_source_and_never_without(http):
     assert broken["results"][1] == {} and "JPEG" in broken["errors"][1]["changed"]
     assert "two turns" in unirl(turns[1:]).json()["detail"]
     images = {"source": [source], "edited": [edited]}
-    for path, given, why in (
+    for path, given, reason in (
         ("/verl_omni", images, "name 'source'"),
         ("/edited", {"edited": [edited], "mask": [source]}, "name 'mask'"),
         ("/edited", {**images, "source": []}, "expected 0 values"),
@@ -397,16 +401,16 @@ def test_an_edit_is_scored_with_its_source_and_never_without(http):
         ("/edited", {}, "empty"),
     ):
         status, answer = pickled(http, path, {"images": given, "prompts": ["a"], "metadata": {}})
-        assert 400 <= status < 500 and why in answer["error"], (given, answer)
+        assert 400 <= status < 500 and reason in answer["error"], (given, answer)
     body = {"prompt": ["a"], "image": [b64(edited)]}
-    for path, more, why in (
+    for path, more, reason in (
         ("/flow_factory", {"condition_images": [[b64(source)]]}, "inputs = {INPUT = 'source'}"),
         ("/flow_factory", {"condition_videos": [[[b64(source)]]]}, "condition_videos"),
         ("/factory", {"condition_images": [[b64(source)] * 2]}, "one picture"),
         ("/factory", {}, "source"),
     ):
         answer = http.post(f"{path}/compute", json={**body, **more})
-        assert answer.status_code == 200 and why in answer.json()["error"], answer.json()
+        assert answer.status_code == 200 and reason in answer.json()["error"], answer.json()
 
 
 def test_flow_factory_sends_videos_as_frames(http):
@@ -415,10 +419,10 @@ def test_flow_factory_sends_videos_as_frames(http):
         answer = http.post(
             "/films/compute", json={"prompt": ["a"] * len(videos), "video": videos, "image": None}
         ).json()
-        right = [len(one) + (0.2 if len(one) == 1 else 0.4) for one in videos]
-        np.testing.assert_allclose(answer["rewards"], right, atol=1e-3)
+        expected = [len(one) + (0.2 if len(one) == 1 else 0.4) for one in videos]
+        np.testing.assert_allclose(answer["rewards"], expected, atol=1e-3)
     tall = b64(picture(51, 32, form="PNG"))
-    for wrong, why in (
+    for wrong, reason in (
         ([film, [*film, b64(b"x")]], "frame 2"),
         ([[]], "without frames"),
         ([[film[0], tall]], "of one size"),
@@ -427,30 +431,30 @@ def test_flow_factory_sends_videos_as_frames(http):
     ):
         body = {"prompt": ["a"] * len(wrong), "video": wrong, "image": None}
         answer = http.post("/films/compute", json=body).json()
-        assert list(answer) == ["error"] and why in answer["error"], answer
+        assert list(answer) == ["error"] and reason in answer["error"], answer
     answer = http.post("/flow_factory/compute", json={"prompt": ["a"], "video": [film], "image": None}).json()
     assert "inputs = {INPUT = 'video'}" in answer["error"]
 
 
 def chat(prompt: str, data: bytes, **more) -> dict:
-    """A body as Flow-GRPO's client of UnifiedReward has the OpenAI library write it."""
+    """A body as Flow-GRPO's client of UnifiedReward sends it through the OpenAI library."""
     url = f"data:image;base64,{b64(data)}"
     question = f"<image>\nJudge.\nText Caption: [{prompt}]"
     content = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": question}]
     return {"model": "U-7b", "messages": [{"role": "user", "content": content}], "temperature": 0, **more}
 
 
-def test_unifiedreward_answers_a_sentence_that_its_client_reads(http):
-    where = "/unifiedreward/v1/chat/completions"
+def test_unifiedreward_answers_a_sentence_that_its_client_parses(http):
+    path = "/unifiedreward/v1/chat/completions"
     for prompt, score in (("ab", 2.2), ("[a]", 3.2)):
-        answer = http.post(where, json=chat(prompt, picture(51, form="PNG"))).json()
+        answer = http.post(path, json=chat(prompt, picture(51, form="PNG"))).json()
         (found,) = re.findall(r"Final Score:\s*([1-5](?:\.\d+)?)", answer["choices"][0]["message"]["content"])
         assert abs(float(found) - score) < 5e-3
     good = chat("ab", picture(51))
     content = good["messages"][0]["content"]
     for wrong in (
-        chat("", picture(51)),  # 0.2: its client would make 0.0 of it
-        chat("abcdef", picture(51)),  # 6.2: of 6 and more, too
+        chat("", picture(51)),  # the score is 0.2, which its client would read as 0.0
+        chat("abcdef", picture(51)),  # the score is 6.2; its client would read 6 and more as 0.0, too
         chat("ab", picture(0)),
         chat("ab", b"x"),
         {**good, "messages": []},
@@ -464,21 +468,21 @@ def test_unifiedreward_answers_a_sentence_that_its_client_reads(http):
         },
         {},
     ):
-        answer = http.post(where, json=wrong)
+        answer = http.post(path, json=wrong)
         assert 400 <= answer.status_code < 500 and answer.json()["error"]["message"], answer.text
     assert http.get("/unifiedreward/v1/models").json()["data"][0]["id"] == "brightness_and_prompt"
 
 
-def sent_by_cosmos(pictures: np.ndarray, **more) -> bytes:
+def cosmos_body(pictures: np.ndarray, **more) -> bytes:
     """A body as cosmos-rl's client writes it."""
     sink = io.BytesIO()
     np.save(sink, pictures)
-    told = {"prompts": ["ab"] * len(pictures), "reward_fn": {"fine": 1.0, "off": 0.0}, "media_type": "image", **more}
-    return json.dumps(told).encode("utf-8") + b"\n" + sink.getvalue()
+    fields = {"prompts": ["ab"] * len(pictures), "reward_fn": {"fine": 1.0, "off": 0.0}, "media_type": "image", **more}
+    return json.dumps(fields).encode("utf-8") + b"\n" + sink.getvalue()
 
 
-def pulled(http, key, reward="fine", base="/cosmos"):
-    """The client's question, repeated as it does, until the scores are there."""
+def pull_scores(http, key, reward="fine", base="/cosmos"):
+    """Poll for the scores, as the client does, until they are there."""
     for _ in range(20):
         answer = http.post(f"{base}/pull", data={"uuid": key, "type": reward})
         if answer.status_code == 200:
@@ -490,7 +494,8 @@ def flat(*values: int) -> np.ndarray:
     return np.stack([np.full((16, 20, 3), value, np.uint8) for value in values])
 
 
-COSMOS = {"Content-Type": "application/octet-stream", "Authorization": "Bearer "}  # its client's, without a token
+# Its client's headers without a token.
+COSMOS = {"Content-Type": "application/octet-stream", "Authorization": "Bearer "}
 # What the client sent for one picture of 1 x 2 pixels, byte for byte.
 RECORDED = (
     b'{"prompts": ["ab"], "reward_fn": {"fine": 1.0}, "media_type": "image", "video_infos": [{"video_fps": 16.0}]}\n'
@@ -499,28 +504,28 @@ RECORDED = (
 )  # fmt: skip
 
 
-def test_cosmos_sends_pictures_and_asks_for_their_scores(http):
+def test_cosmos_sends_pictures_and_polls_for_their_scores(http):
     answer = requests.post(f"{http.base_url}cosmos/enqueue", data=RECORDED, headers=COSMOS, timeout=30)
     key = answer.json()["uuid"]
-    answer = pulled(http, key)
+    answer = pull_scores(http, key)
     assert np.allclose(answer["scores"]["fine"], [2.2], atol=1e-3) and answer["type"] == "fine"
     assert {type(answer[name]) for name in ("duration", "decoded_duration")} == {str}
-    assert pulled(http, key)["scores"] == answer["scores"]  # for a client that lost the answer
-    key = http.post("/cosmos/enqueue", content=sent_by_cosmos(flat(51, 0, 102))).json()["uuid"]
-    scores = pulled(http, key)["scores"]["fine"]
+    assert pull_scores(http, key)["scores"] == answer["scores"]  # again, as a client does that lost the answer
+    key = http.post("/cosmos/enqueue", content=cosmos_body(flat(51, 0, 102))).json()["uuid"]
+    scores = pull_scores(http, key)["scores"]["fine"]
     assert np.isnan(scores[1]) and np.allclose([scores[0], scores[2]], [2.2, 2.4], atol=1e-3)
     assert http.post("/cosmos/ping", data={"info_data": "x"}).status_code == 200
 
 
-def test_cosmos_without_one_score_is_all_nan_and_unknown_questions_are_400(http):
-    key = http.post("/cosmos/enqueue", content=sent_by_cosmos(np.zeros((2, 300, 300, 3), np.uint8))).json()["uuid"]
-    assert np.isnan(pulled(http, key)["scores"]["fine"]).tolist() == [True, True]
+def test_cosmos_gets_nan_if_all_samples_fail_and_400_for_unknown_requests(http):
+    key = http.post("/cosmos/enqueue", content=cosmos_body(np.zeros((2, 300, 300, 3), np.uint8))).json()["uuid"]
+    assert np.isnan(pull_scores(http, key)["scores"]["fine"]).tolist() == [True, True]
     for form in ({"uuid": "none", "type": "fine"}, {"uuid": key, "type": "other"}, {}):
         answer = http.post("/cosmos/pull", data=form)
         assert (answer.status_code, list(answer.json())) == (400, ["message"])
 
 
-def test_what_cosmos_cannot_be_scored_for_gets_no_uuid(http):
+def test_cosmos_requests_that_cannot_be_scored_get_no_uuid(http):
     objects, sink = np.array([None], object), io.BytesIO()
     np.save(sink, objects, allow_pickle=True)
     huge = b"\x93NUMPY\x01\x00v\x00{'descr': '|u1', 'fortran_order': False, 'shape': (99999, 99999, 99999, 3), }"
@@ -528,66 +533,66 @@ def test_what_cosmos_cannot_be_scored_for_gets_no_uuid(http):
     for body in (
         b"", b"{}\n", b"\n", RECORDED[:-1], RECORDED + b"\0", line + sink.getvalue(), line + huge.ljust(128) + b"\n",
         line + b"\x93NUMPY\x01\x00\x08\x00" + b"(" * 8, line + b"no file", line + b"\x80\x04N.",
-        sent_by_cosmos(flat(51), media_type="latent"), sent_by_cosmos(flat(51), reward_fn={"other": 1.0}),
-        sent_by_cosmos(flat(51), reward_fn=3), sent_by_cosmos(flat(51), prompts=[]),
-        sent_by_cosmos(flat(51).astype(np.float32)), sent_by_cosmos(flat(51)[0]),
+        cosmos_body(flat(51), media_type="latent"), cosmos_body(flat(51), reward_fn={"other": 1.0}),
+        cosmos_body(flat(51), reward_fn=3), cosmos_body(flat(51), prompts=[]),
+        cosmos_body(flat(51).astype(np.float32)), cosmos_body(flat(51)[0]),
     ):  # fmt: skip
         answer = http.post("/cosmos/enqueue", content=body)
         assert 400 <= answer.status_code < 500 and list(answer.json()) == ["message"], (body[:80], answer.text)
 
 
-def test_a_dialect_has_a_port_of_its_own_with_the_gateways_walls(server):
+def test_a_dialect_has_its_own_port_with_the_gateways_access_checks(server):
     with server.connect() as client:
-        where = client.status()["server"]["dialects"]
-    assert set(where) == {"flow_grpo", "cosmos"} and all(one.startswith("127.0.0.1:") for one in where.values())
-    with httpx.Client(base_url=f"http://{where['flow_grpo']}", timeout=60) as own:
+        addresses = client.status()["server"]["dialects"]
+    assert set(addresses) == {"flow_grpo", "cosmos"} and all(one.startswith("127.0.0.1:") for one in addresses.values())
+    with httpx.Client(base_url=f"http://{addresses['flow_grpo']}", timeout=60) as own:
         answer = own.post("/", content=pickle.dumps({"images": [picture(51)]}))
         assert np.allclose(pickle.loads(answer.content)["outputs"], [0.2], atol=1e-3)
         assert own.get("/health").status_code == 200
         assert own.get("/status").status_code == 404
         assert own.post("/", content=b"", headers={"Host": "example.com"}).status_code == 421
         assert own.post("/", content=b"", headers={"Origin": "http://example.com"}).status_code == 403
-    with httpx.Client(base_url=f"http://{where['cosmos']}", timeout=60) as own:
+    with httpx.Client(base_url=f"http://{addresses['cosmos']}", timeout=60) as own:
         key = own.post("/enqueue", content=RECORDED).json()["uuid"]
-        assert np.allclose(pulled(own, key, base="")["scores"]["fine"], [2.2], atol=1e-3)
+        assert np.allclose(pull_scores(own, key, base="")["scores"]["fine"], [2.2], atol=1e-3)
 
 
-# What its client sent for one picture of 1 x 2 pixels and two rewards, byte for byte but for the picture.
+# What its client sent for one picture of 1 x 2 pixels and two rewards, byte for byte except for the picture.
 UNIRL = (
     b'{"requests": [{"history": [{"text": "ab", "image_b64": "%s"}], "required_rewards": ["bright", "prompted"], '
     b'"metadata": {"index": 1}}]}'
 )
 
 
-def test_unirl_asks_for_several_rewards_at_once_and_makes_one_number_of_each(http):
-    """The mean of what stands under a reward's name is the reward, where it is set so: only the score may."""
+def test_unirl_gets_several_rewards_at_once_with_one_number_each(http):
+    """UniRL can average all values under a reward's name, so the score must be the only one."""
     assert set(http.get("/panelled/health").json()["rewards"]) == {"both", "bright", "prompted"}
     answer = http.post("/panelled/score", content=UNIRL % b64(picture(51)).encode(), headers={"Content-Type": "x/y"})
-    (told,) = answer.json()["results"]
+    (rewards,) = answer.json()["results"]
     assert answer.json()["errors"] == [{}] and "x-jurybox-weights-version" in answer.headers
-    assert np.allclose([told["bright"]["score"], told["prompted"]["score"]], [0.2, 2.2], atol=1e-3)
-    assert [list(one) for one in told.values()] == [["score"]] * 3
-    (told,) = http.post("/panelled/score", content=UNIRL % b64(picture(0)).encode()).json()["errors"]
-    assert set(told) == {"bright", "prompted"}
+    assert np.allclose([rewards["bright"]["score"], rewards["prompted"]["score"]], [0.2, 2.2], atol=1e-3)
+    assert [list(one) for one in rewards.values()] == [["score"]] * 3
+    (errors,) = http.post("/panelled/score", content=UNIRL % b64(picture(0)).encode()).json()["errors"]
+    assert set(errors) == {"bright", "prompted"}
 
 
-def test_a_panel_gives_scores_by_name_and_no_total_where_a_member_has_none(http):
-    image = [b64(picture(51)), b64(picture(0))]  # of the second one the brightness fails
+def test_a_panel_gives_scores_by_name_and_no_total_if_a_member_has_none(http):
+    image = [b64(picture(51)), b64(picture(0))]  # the brightness of the second one fails
 
     def sample(one, *names):
         return {"history": [{"text": "ab", "image_b64": one}], "required_rewards": list(names) or ["both"]}
 
     requests_ = [sample(image[0]), sample(image[1]), sample(image[0], "bright")]
     answer = http.post("/panelled/score", json={"requests": requests_}).json()
-    told = {name: one["score"] for name, one in answer["results"][0].items()}
-    assert set(told) == {"both", "bright", "prompted"}
-    assert np.allclose([told["bright"], told["prompted"]], [0.2, 2.2], atol=1e-3)
-    assert np.isclose(told["both"], 0.5 * told["bright"] + 2 * told["prompted"])
+    scores = {name: one["score"] for name, one in answer["results"][0].items()}
+    assert set(scores) == {"both", "bright", "prompted"}
+    assert np.allclose([scores["bright"], scores["prompted"]], [0.2, 2.2], atol=1e-3)
+    assert np.isclose(scores["both"], 0.5 * scores["bright"] + 2 * scores["prompted"])
     assert answer["results"][1] == {} and "bright: a black picture" in answer["errors"][1]["both"]
-    assert answer["errors"][2] == {} and answer["results"][2]["bright"]["score"] == told["bright"]
+    assert answer["errors"][2] == {} and answer["results"][2]["bright"]["score"] == scores["bright"]
 
 
-def test_a_panel_is_asked_by_the_open_inference_protocol_too(server):
+def test_a_panel_answers_the_open_inference_protocol_too(server):
     def ask(*texts, parameters=None):
         body = {
             "inputs": [{"name": "text", "datatype": "BYTES", "shape": [len(texts)], "data": list(texts)}],
@@ -596,11 +601,11 @@ def test_a_panel_is_asked_by_the_open_inference_protocol_too(server):
         return client.post("/v2/models/lengths/infer", json=body)
 
     with httpx.Client(base_url=f"http://{server.listening('http')}", timeout=60) as client:
-        told = client.get("/v2/models/lengths").json()
-        assert [one["name"] for one in told["inputs"]] == ["text"]
-        assert [one["name"] for one in told["outputs"]] == ["score", "short", "long"]
-        given = {one["name"]: one["data"] for one in ask("abc", "x").json()["outputs"]}
-        assert given["short"] == [3.0, 1.0] and np.allclose(given["score"], [33.0, 11.0])
+        metadata = client.get("/v2/models/lengths").json()
+        assert [one["name"] for one in metadata["inputs"]] == ["text"]
+        assert [one["name"] for one in metadata["outputs"]] == ["score", "short", "long"]
+        values = {one["name"]: one["data"] for one in ask("abc", "x").json()["outputs"]}
+        assert values["short"] == [3.0, 1.0] and np.allclose(values["score"], [33.0, 11.0])
         assert client.get("/v2/models/lengths/ready").status_code == 200
         assert ask("abc", "bad").status_code >= 400
         answer = ask("abc", "bad", "nan", parameters={"row_errors": True}).json()

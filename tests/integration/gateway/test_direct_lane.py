@@ -1,4 +1,4 @@
-"""Requests of forms that native code answers. The gateway's gRPC server runs in this process: a test sees which.
+"""Requests of forms that native code answers. The gateway's gRPC server runs in this process, so a test sees which.
 
 Python answers the first requests of a form; `by_python` counts those.
 """
@@ -151,7 +151,7 @@ def test_answers_are_the_same_as_those_of_python(gateway):
 def test_several_inputs_and_outputs_in_any_order(gateway):
     rng = np.random.default_rng(0)
 
-    def asked(outputs):
+    def request_and_expected(outputs):
         images, scale = rng.integers(0, 256, (2, 64, 64, 3), np.uint8), rng.random(2, np.float32)
         made = pb.ModelInferRequest(model_name="two", raw_input_contents=[scale.tobytes(), images.tobytes()])
         made.inputs.add(name="scale", datatype="FP32", shape=[2])
@@ -161,10 +161,10 @@ def test_several_inputs_and_outputs_in_any_order(gateway):
         return made, {"brightness": images.mean(axis=(1, 2, 3), dtype=np.float64) * scale, "corner": images[:, 0, 0, 0]}
 
     for outputs in (["corner", "brightness"], ["brightness"], ["corner"], []):
-        stub = gateway.warm_up(lambda outputs=outputs: asked(outputs)[0])
+        stub = gateway.warm_up(lambda outputs=outputs: request_and_expected(outputs)[0])
         before = gateway.by_python
         for _ in range(20):
-            request, expected = asked(outputs)
+            request, expected = request_and_expected(outputs)
             answer = stub.ModelInfer(request, timeout=20)
             names = [one.name for one in answer.outputs]
             assert names == (outputs or ["brightness", "corner"])
@@ -174,8 +174,8 @@ def test_several_inputs_and_outputs_in_any_order(gateway):
         assert gateway.by_python == before
 
 
-def test_clients_that_ask_at_once_get_their_own_answers(gateway):
-    """Connections with one call and with several, of two forms; more rows than the lane has are left to Python."""
+def test_concurrent_clients_get_their_own_answers(gateway):
+    """Connections have one call or several, of two forms; Python answers requests that do not fit in the lane."""
     gateway.warm_up(lambda: message(filled(1)))
     gateway.warm_up(lambda: message(filled(1, 5)))
     before, wrong, done = gateway.by_python, [], []
@@ -244,7 +244,7 @@ def test_rows_that_break_the_model_fail_alone(gateway):
     gateway.warm_up(lambda: message(filled(1), "moody"))  # a second later, native code answers again
 
 
-def test_a_request_that_is_due_gets_its_status_and_the_next_its_answer(gateway):
+def test_a_request_past_its_deadline_gets_its_status_and_the_next_one_its_answer(gateway):
     stub = gateway.warm_up(lambda: message(filled(1), "moody"))
     for _ in range(2):
         began = time.monotonic()
@@ -258,7 +258,7 @@ def test_a_request_that_is_due_gets_its_status_and_the_next_its_answer(gateway):
         assert action(patient.result()).tolist() == [3] * 4
 
 
-def test_calls_that_are_cancelled_leave_the_others_their_answers(gateway):
+def test_cancelled_calls_do_not_affect_the_others(gateway):
     stub = gateway.warm_up(lambda: message(filled(1), "moody"))
     for i in range(5):
         calls = [stub.ModelInfer.future(message(filled(10_000 + k), "moody"), timeout=20) for k in range(6)]
@@ -269,7 +269,7 @@ def test_calls_that_are_cancelled_leave_the_others_their_answers(gateway):
         assert action(stub.ModelInfer(message(filled(i), "moody"), timeout=20)).tolist() == [i + 1] * 4
 
 
-def test_connections_that_end_meanwhile(gateway):
+def test_connections_that_end_during_calls_do_not_affect_the_others(gateway):
     gateway.warm_up(lambda: message(filled(1), "moody"))
     for i in range(5):
         with gateway.channel() as ending:
@@ -281,7 +281,7 @@ def test_connections_that_end_meanwhile(gateway):
         assert action(stub.ModelInfer(message(filled(i), "moody"), timeout=20)).tolist() == [i + 1] * 4
 
 
-def test_a_model_that_is_loaded_again(gateway, server):
+def test_native_code_answers_again_after_a_reload(gateway, server):
     stub = gateway.warm_up(lambda: message(filled(1)))
     with server.connect() as connection:
         for i in range(3):
@@ -293,7 +293,7 @@ def test_a_model_that_is_loaded_again(gateway, server):
         gateway.warm_up(lambda: message(filled(1)))
 
 
-def test_an_engine_that_is_killed_meanwhile(gateway, server):
+def test_a_killed_engine_loses_no_answer(gateway, server):
     """No answer is wrong or lost, and native code answers again."""
     gateway.warm_up(lambda: message(filled(1)))
     stop, wrong, counts = threading.Event(), [], [0] * 4
@@ -326,17 +326,17 @@ def test_an_engine_that_is_killed_meanwhile(gateway, server):
 
 
 def test_only_calls_with_the_token_are_answered(start):
-    """Also on a connection whose earlier calls have shown it: a proxy may send several clients' calls over one."""
+    """Earlier calls on the connection do not count: a proxy may send several clients' calls over one."""
     gateway = start(Access(secret=SECRET))
-    shown = [("authorization", f"Bearer {SECRET}")]
-    stub = gateway.warm_up(lambda: message(filled(1)), metadata=shown)
+    valid = [("authorization", f"Bearer {SECRET}")]
+    stub = gateway.warm_up(lambda: message(filled(1)), metadata=valid)
     before = gateway.by_python
     for i in range(20):
-        assert action(stub.ModelInfer(message(filled(i)), timeout=20, metadata=shown)).tolist() == [2 * i + 1] * 4
+        assert action(stub.ModelInfer(message(filled(i)), timeout=20, metadata=valid)).tolist() == [2 * i + 1] * 4
         for wrong in (
             [],
             [("authorization", "Bearer other")],
-            [*shown, *shown],
+            [*valid, *valid],
             [("authorization", f"Bearer {SECRET}x")],
         ):
             with pytest.raises(grpc.RpcError) as caught:

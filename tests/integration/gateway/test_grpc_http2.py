@@ -1,4 +1,4 @@
-"""Calls over HTTP/2, by libnghttp2 on our loop and by grpcio: whoever speaks it, clients are answered alike."""
+"""Calls over HTTP/2, served by libnghttp2 on our loop and by grpcio: both answer clients alike."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ MIB = 1 << 20
 
 
 class Methods:
-    """What is served: bytes in, bytes out."""
+    """The served methods: bytes in, bytes out."""
 
     def __init__(self):
-        self.given_up = threading.Event()
+        self.cancelled = threading.Event()
         self.began = threading.Event()
         self.slept = 0
 
@@ -47,7 +47,7 @@ class Methods:
         try:
             await asyncio.sleep(float(request))
         except asyncio.CancelledError:
-            self.given_up.set()
+            self.cancelled.set()
             raise
         self.slept += 1
         return b"slept"
@@ -57,7 +57,7 @@ class Methods:
             for i in range(int(request)):
                 yield b"%d" % i * 1000
         finally:
-            self.given_up.set()
+            self.cancelled.set()
 
     async def double(self, requests, context):
         async for request in requests:
@@ -139,17 +139,17 @@ def status(call, *arguments, **named):
     return caught.value.code()
 
 
-def test_which_one_serves_is_said(served):
+def test_the_server_names_its_library(served):
     assert served.server.http2.startswith(("libnghttp2 1.", "grpcio 1."))
 
 
-def test_messages_of_any_size_come_back_as_they_were(channel):
+def test_messages_of_any_size_are_returned_unchanged(channel):
     for size in (0, 1, 16_384, 70_000, MIB):
         message = random.Random(size).randbytes(size)
         assert channel.unary_unary("/t.T/echo")(message, timeout=20) == message
 
 
-def test_many_calls_at_once_get_their_own_answers(channel):
+def test_concurrent_calls_get_their_own_answers(channel):
     calls = [channel.unary_unary("/t.T/echo").future(b"%d" % i, timeout=20) for i in range(200)]
     assert [call.result() for call in calls] == [b"%d" % i for i in range(200)]
 
@@ -159,14 +159,14 @@ def test_a_stream_is_answered_in_its_order(channel):
     assert list(channel.stream_stream("/t.T/double")(iter(many), timeout=20)) == [2 * one for one in many]
 
 
-def test_a_message_beyond_the_limit_is_refused_packed_or_not(channel):
+def test_a_message_beyond_the_limit_is_refused_compressed_or_not(channel):
     echo = channel.unary_unary("/t.T/echo")
-    for packed in (grpc.Compression.NoCompression, grpc.Compression.Gzip, grpc.Compression.Deflate):
-        assert echo(bytes(MIB), timeout=20, compression=packed) == bytes(MIB)
-        assert status(echo, bytes(MIB + 1), compression=packed) == grpc.StatusCode.RESOURCE_EXHAUSTED
+    for algorithm in (grpc.Compression.NoCompression, grpc.Compression.Gzip, grpc.Compression.Deflate):
+        assert echo(bytes(MIB), timeout=20, compression=algorithm) == bytes(MIB)
+        assert status(echo, bytes(MIB + 1), compression=algorithm) == grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
-def test_errors_keep_their_words(channel):
+def test_errors_keep_their_messages(channel):
     with pytest.raises(grpc.RpcError) as caught:
         channel.unary_unary("/t.T/fail")(b"", timeout=20)
     assert caught.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
@@ -174,38 +174,38 @@ def test_errors_keep_their_words(channel):
     assert dict(caught.value.trailing_metadata())["jurybox-code"] == str(int(Code.BUSY))
 
 
-def test_a_method_that_is_not_there_is_unimplemented(channel):
+def test_an_unknown_method_is_unimplemented(channel):
     for path in ("/t.T/nothing", "/nobody/echo", "/", "/t.T/échø"):
         assert status(channel.unary_unary(path), b"") in (grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.INTERNAL)
     assert channel.unary_unary("/t.T/echo")(b"x", timeout=20) == b"x"
 
 
 def test_a_deadline_ends_the_method(served, channel):
-    served.methods.given_up.clear()
+    served.methods.cancelled.clear()
     began = time.monotonic()
     assert status(channel.unary_unary("/t.T/sleep"), b"60", timeout=0.2) == grpc.StatusCode.DEADLINE_EXCEEDED
-    assert served.methods.given_up.wait(20) and time.monotonic() - began < 20
+    assert served.methods.cancelled.wait(20) and time.monotonic() - began < 20
 
 
-def test_a_call_that_is_given_up_ends_its_method(served, channel):
+def test_cancelling_a_call_ends_its_method(served, channel):
     for call, message in (
         (channel.unary_unary("/t.T/sleep").future, b"60"),
         (channel.unary_stream("/t.T/count"), b"9999999"),
     ):
-        served.methods.given_up.clear(), served.methods.began.clear()
+        served.methods.cancelled.clear(), served.methods.began.clear()
         running = call(message, timeout=60)
         if message == b"60":
             assert served.methods.began.wait(20)
         else:
             assert next(running) == b"0" * 1000
         running.cancel()
-        assert served.methods.given_up.wait(20)
+        assert served.methods.cancelled.wait(20)
 
 
-def test_a_stream_that_nobody_reads_waits(served, channel):
+def test_a_stream_without_a_reader_waits(served, channel):
     answers = channel.unary_stream("/t.T/count")(b"20000", timeout=60)
     assert next(answers) == b"0" * 1000
-    time.sleep(0.3)  # it runs ahead as far as it may, and no further
+    time.sleep(0.3)  # the method runs ahead only as far as flow control allows
     assert sum(1 for _ in answers) == 19_999
 
 
@@ -221,7 +221,7 @@ def test_stopping_lets_calls_in_progress_end():
         served.loop.call_soon_threadsafe(served.loop.stop)
 
 
-def test_the_token_is_asked_for_before_a_message_is_read():
+def test_the_token_is_checked_before_a_message_is_read():
     for http2 in HTTP2:
         served = start(http2, access=Access(secret="s3cret-s3cret-s3cret", max_message=MIB))
         with grpc.insecure_channel(served.bound) as channel:
@@ -236,7 +236,7 @@ def test_the_token_is_asked_for_before_a_message_is_read():
         served.close()
 
 
-# ---- bytes by hand
+# ---- handwritten frames
 
 
 def frame(kind, flags, stream, payload=b""):
@@ -247,7 +247,7 @@ def literal(name, value):
     return b"\x00" + bytes((len(name),)) + name + bytes((len(value),)) + value
 
 
-def asked(stream, message, path=b"/t.T/echo", more=()):
+def framed_call(stream, message, path=b"/t.T/echo", more=()):
     fields = [(b":method", b"POST"), (b":scheme", b"http"), (b":path", path), (b":authority", b"here"),
               (b"content-type", b"application/grpc"), (b"te", b"trailers"), *more]  # fmt: skip
     head = frame(1, 4, stream, b"".join(literal(*field) for field in fields))
@@ -259,32 +259,32 @@ def connected(served):
     return socket.create_connection((host, int(port)), timeout=20)
 
 
-def kinds_until(connection, wanted):
-    """The kinds of frames that come, up to one that is wanted or the end."""
-    came, kinds = b"", []
+def received_kinds(connection, wanted):
+    """Return the kinds of the frames received, up to a wanted one or the end."""
+    received, kinds = b"", []
     while True:
-        while len(came) >= 9 and len(came) >= (size := 9 + int.from_bytes(came[:3], "big")):
-            kinds.append(came[3])
+        while len(received) >= 9 and len(received) >= (size := 9 + int.from_bytes(received[:3], "big")):
+            kinds.append(received[3])
             if kinds[-1] == wanted:
                 return kinds
-            came = came[size:]
+            received = received[size:]
         try:
-            more = connection.recv(65536)
+            chunk = connection.recv(65536)
         except ConnectionResetError:
-            more = b""
-        if not more:
+            chunk = b""
+        if not chunk:
             return [*kinds, None]
-        came += more
+        received += chunk
 
 
-def test_what_the_bytes_by_hand_say_is_understood(served):
+def test_frames_of_these_helpers_are_understood(served):
     with connected(served) as connection:
-        connection.sendall(PREFACE + frame(4, 0, 0) + asked(1, b"x"))
-        assert 0 in kinds_until(connection, 0)
+        connection.sendall(PREFACE + frame(4, 0, 0) + framed_call(1, b"x"))
+        assert 0 in received_kinds(connection, 0)
 
 
-def test_a_client_that_dies_in_the_midst_of_anything_harms_nobody(served, channel):
-    whole = PREFACE + frame(4, 0, 0) + asked(1, b"0.2", b"/t.T/sleep") + asked(3, bytes(5000))
+def test_a_client_that_dies_after_any_byte_affects_no_other(served, channel):
+    whole = PREFACE + frame(4, 0, 0) + framed_call(1, b"0.2", b"/t.T/sleep") + framed_call(3, bytes(5000))
     for cut in range(1, len(whole), max(1, len(whole) // 60)):
         with connected(served) as connection:
             connection.sendall(whole[:cut])
@@ -292,50 +292,50 @@ def test_a_client_that_dies_in_the_midst_of_anything_harms_nobody(served, channe
     assert channel.unary_unary("/t.T/echo")(b"x", timeout=20) == b"x"
 
 
-def test_calls_begun_and_given_up_without_end_end_their_connection_alone(served, channel):
+def test_endless_cancelled_calls_end_only_their_connection(served, channel):
     with connected(served) as connection:
         connection.sendall(PREFACE + frame(4, 0, 0))
         try:
             for stream in range(1, 20_001, 2):
-                connection.sendall(asked(stream, b"60", b"/t.T/sleep") + frame(3, 0, stream, struct.pack(">I", 8)))
+                connection.sendall(
+                    framed_call(stream, b"60", b"/t.T/sleep") + frame(3, 0, stream, struct.pack(">I", 8))
+                )
         except (ConnectionError, TimeoutError):
             pass
         else:
             if "nghttp2" in served.server.http2:
-                assert 7 in kinds_until(connection, 7)
+                assert 7 in received_kinds(connection, 7)
     assert channel.unary_unary("/t.T/echo")(b"x", timeout=20) == b"x"
 
 
-def test_bent_bytes_end_their_connection_or_are_read(served, channel):
+def test_mutated_bytes_end_their_connection_or_are_read(served, channel):
     if "nghttp2" not in served.server.http2:
-        pytest.skip("grpcio's own affair: a path that is no UTF-8 ends it")
-    chance = random.Random(24)
-    right = PREFACE + frame(4, 0, 0) + b"".join(asked(2 * i + 1, b"m" * i * 30) for i in range(6))
+        pytest.skip("a path that is not UTF-8 ends grpcio's server")
+    rng = random.Random(24)
+    valid = PREFACE + frame(4, 0, 0) + b"".join(framed_call(2 * i + 1, b"m" * i * 30) for i in range(6))
     for _ in range(300):
-        bent = bytearray(right)
-        for _ in range(chance.randrange(1, 6)):
-            at = chance.randrange(len(bent))
-            match chance.randrange(3):
+        mutated = bytearray(valid)
+        for _ in range(rng.randrange(1, 6)):
+            at = rng.randrange(len(mutated))
+            match rng.randrange(3):
                 case 0:
-                    bent[at] = chance.randrange(256)
+                    mutated[at] = rng.randrange(256)
                 case 1:
-                    del bent[at : at + chance.randrange(30)]
+                    del mutated[at : at + rng.randrange(30)]
                 case _:
-                    bent[at:at] = frame(
-                        chance.randrange(11), chance.randrange(256), chance.randrange(14), chance.randbytes(8)
-                    )
+                    mutated[at:at] = frame(rng.randrange(11), rng.randrange(256), rng.randrange(14), rng.randbytes(8))
         with connected(served) as connection:
-            connection.sendall(bent)
+            connection.sendall(mutated)
     assert channel.unary_unary("/t.T/echo")(b"x", timeout=20) == b"x"
 
 
-def test_a_path_that_is_no_text_stops_nothing_that_is_not_begun_anew():
+def test_a_path_that_is_not_text_stops_no_server_for_good():
     for http2 in HTTP2:
         served = start(http2)
         with connected(served) as connection:
-            connection.sendall(PREFACE + frame(4, 0, 0) + asked(1, b"x", b"/t.T/\x8e"))
-            kinds_until(connection, 1)
-        if http2 == "grpcio":  # it stops for good: the gateway's process ends, and the supervisor starts another
+            connection.sendall(PREFACE + frame(4, 0, 0) + framed_call(1, b"x", b"/t.T/\x8e"))
+            received_kinds(connection, 1)
+        if http2 == "grpcio":  # its server ends, so the gateway's process ends and the supervisor starts another
             served.run(asyncio.wait_for(served.server.ended.wait(), 20))
         else:
             with grpc.insecure_channel(served.bound) as channel:
@@ -357,21 +357,21 @@ def head_of_a_call(stream):
     return frame(1, 4, stream, literal)
 
 
-def test_what_the_collector_runs_may_use_the_connection_whose_events_are_told():
-    """Making the events' objects may start the collector, in whose finalizers anything may happen."""
+def test_finalizers_may_use_a_connection_while_it_returns_events():
+    """Creating the events may start the garbage collector, whose finalizers may run any code."""
     connection = native.GrpcConnection(MIB, 8192, 1000)
     connection.feed(PREFACE + frame(4, 0, 0), len(PREFACE) + 9)
-    told = []
+    events = []
     calls = itertools.count(1, 2)
-    again = []
+    from_finalizers = []
 
     class Dropped:
         def __init__(self):
-            self.own = self  # freed by the collector alone
+            self.own = self  # a cycle: only the collector frees it
 
         def __del__(self):
-            came = head_of_a_call(next(calls))
-            again.extend(connection.feed(came, len(came)))
+            data = head_of_a_call(next(calls))
+            from_finalizers.extend(connection.feed(data, len(data)))
 
     thresholds = gc.get_threshold()
     gc.set_threshold(20, 2, 2)
@@ -380,18 +380,18 @@ def test_what_the_collector_runs_may_use_the_connection_whose_events_are_told():
             gc.disable()
             for _ in range(5):
                 Dropped()
-            came = b"".join(head_of_a_call(next(calls)) for _ in range(50))
+            data = b"".join(head_of_a_call(next(calls)) for _ in range(50))
             gc.enable()
-            told.extend(connection.feed(came, len(came)))
+            events.extend(connection.feed(data, len(data)))
     finally:
         gc.set_threshold(*thresholds)
         gc.collect()
-    assert len(again) == 50
-    assert sorted(event[1] for event in told + again) == list(range(1, next(calls), 2))
+    assert len(from_finalizers) == 50
+    assert sorted(event[1] for event in events + from_finalizers) == list(range(1, next(calls), 2))
 
 
 @pytest.mark.parametrize("http2", HTTP2)
-def test_a_method_that_fails_unexpectedly_is_logged_and_costs_its_connection_no_other_call(http2, caplog):
+def test_a_method_that_fails_unexpectedly_is_logged_and_ends_no_other_call(http2, caplog):
     def broken(message, call):
         raise ZeroDivisionError
 

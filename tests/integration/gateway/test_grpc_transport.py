@@ -1,4 +1,4 @@
-"""The gateway's gRPC below tritonclient: health, reflection, deadlines, bytes that are no request, calls given up."""
+"""The gateway's gRPC below tritonclient: health, reflection, deadlines, invalid requests, cancelled calls."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def values(answer):
     return np.frombuffer(answer.raw_output_contents[0], np.float32).reshape(tuple(answer.outputs[0].shape))
 
 
-def test_reflection_tells_the_services_and_their_messages(channel):
+def test_reflection_lists_the_services_and_their_messages(channel):
     database = ProtoReflectionDescriptorDatabase(channel)
     services = set(database.get_services())
     assert {"inference.GRPCInferenceService", "jurybox.RemoteWeights", "grpc.health.v1.Health"} <= services
@@ -58,33 +58,33 @@ def test_reflection_tells_the_services_and_their_messages(channel):
 
 
 @pytest.mark.parametrize("service", ["", "inference.GRPCInferenceService"])
-def test_health_is_told_and_can_be_watched(channel, service):
+def test_health_can_be_checked_and_watched(channel, service):
     health = health_pb2_grpc.HealthStub(channel)
-    asked = health_pb2.HealthCheckRequest(service=service)
-    assert health.Check(asked, timeout=10).status == SERVING
-    watching = health.Watch(asked, timeout=10)
+    query = health_pb2.HealthCheckRequest(service=service)
+    assert health.Check(query, timeout=10).status == SERVING
+    watching = health.Watch(query, timeout=10)
     assert next(watching).status == SERVING
     watching.cancel()
 
 
-def test_typed_contents_do_as_well_as_raw_ones(stub):
+def test_typed_contents_work_like_raw_ones(stub):
     message = request()
     del message.raw_input_contents[:]
     message.inputs[0].contents.fp32_contents.extend([1, 2, 3, 4])
     assert values(stub.ModelInfer(message, timeout=10)).tolist() == [[3, 5, 7, 9]]
 
 
-def test_a_deadline_is_kept_and_its_rows_come_back(stub):
+def test_a_deadline_is_kept_and_its_rows_are_returned(stub):
     slow = np.full((1, 4), 500_000, np.float32)  # half a second
     for _ in range(8):
         with pytest.raises(grpc.RpcError) as late:
             stub.ModelInfer(request(slow, "team/moody"), timeout=0.05)
         assert late.value.code() == grpc.StatusCode.DEADLINE_EXCEEDED
-    # A lane has 16 rows at the most here: with one lost to each of the calls above this would not be answered.
+    # A lane has at most 16 rows here: if each of the calls above lost one, this would not be answered.
     assert len(values(stub.ModelInfer(request(np.zeros((64, 4), np.float32), "team/moody"), timeout=20))) == 64
 
 
-def test_calls_that_are_given_up_give_their_rows_back(stub, gateway):
+def test_cancelled_calls_return_their_rows(stub, gateway):
     slow = np.full((1, 4), 200_000, np.float32)
     for _ in range(3):
         calls = [stub.ModelInfer.future(request(slow, "team/moody"), timeout=20) for _ in range(20)]
@@ -100,7 +100,7 @@ def test_calls_that_are_given_up_give_their_rows_back(stub, gateway):
     wait_until(idle, what="every row answered")
 
 
-def test_requests_at_the_same_time_go_in_one_batch(stub, gateway):
+def test_concurrent_requests_are_batched(stub, gateway):
     def batches():
         with gateway.server.connect() as connection:
             model = next(one for one in connection.status()["models"] if one["name"] == "team/moody")
@@ -108,17 +108,17 @@ def test_requests_at_the_same_time_go_in_one_batch(stub, gateway):
 
     before = batches()
     block = stub.ModelInfer.future(request(np.full((1, 4), 2_500_000, np.float32), "team/moody"), timeout=20)
-    time.sleep(0.1)  # the engine computes it while the others come
+    time.sleep(0.1)  # the engine computes it while the others arrive
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(lambda _: stub.ModelInfer(request(model="team/moody"), timeout=20), range(8)))
     block.result()
     after = batches()
     assert after[1] - before[1] >= 9
-    assert after[0] - before[0] <= 6  # each alone would be nine
+    assert after[0] - before[0] <= 6  # nine if each were alone
 
 
 @pytest.mark.parametrize(
-    ("broken", "code", "said"),
+    ("broken", "code", "reason"),
     [
         (lambda m: m.raw_input_contents.append(b"more"), "INVALID_ARGUMENT", "2 raw_input_contents came for 1 inputs"),
         (lambda m: m.inputs[0].contents.fp32_contents.append(1), "INVALID_ARGUMENT", "contents beside raw"),
@@ -131,17 +131,17 @@ def test_requests_at_the_same_time_go_in_one_batch(stub, gateway):
         (lambda m: setattr(m, "model_version", "-1"), "NOT_FOUND", "expected a whole number"),
     ],
 )
-def test_a_wrong_request_is_told_what_was_expected(stub, broken, code, said):
+def test_the_error_of_a_wrong_request_says_what_was_expected(stub, broken, code, reason):
     message = request()
     broken(message)
     with pytest.raises(grpc.RpcError) as wrong:
         stub.ModelInfer(message, timeout=10)
-    assert (wrong.value.code().name, said in wrong.value.details()) == (code, True), wrong.value.details()
+    assert (wrong.value.code().name, reason in wrong.value.details()) == (code, True), wrong.value.details()
     assert values(stub.ModelInfer(request(), timeout=10)).tolist() == [[3, 5, 7, 9]]
 
 
 @pytest.mark.parametrize("body", [b"\xff" * 100, b"", b"\x0a\x05affi"])
-def test_bytes_that_are_no_request_are_an_error_and_end_nothing(channel, stub, body):
+def test_invalid_bytes_are_an_error_and_end_nothing(channel, stub, body):
     raw = channel.unary_unary("/inference.GRPCInferenceService/ModelInfer")
     with pytest.raises(grpc.RpcError):
         raw(body, timeout=10)
@@ -158,7 +158,7 @@ def test_a_message_beyond_the_bound_is_refused(stub):
     assert large.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
-def test_a_killed_engine_is_not_noticed_by_who_can_wait(stub, gateway):
+def test_a_killed_engine_only_delays_requests_with_a_late_deadline(stub, gateway):
     import os
     import signal
 
@@ -170,18 +170,18 @@ def test_a_killed_engine_is_not_noticed_by_who_can_wait(stub, gateway):
             answers.append(values(stub.ModelInfer(request(), timeout=30))[0, 0])
 
     with ThreadPoolExecutor(4) as pool:
-        asking = [pool.submit(ask) for _ in range(4)]
+        futures = [pool.submit(ask) for _ in range(4)]
         time.sleep(0.2)
         os.kill(gateway.server.pids()["engine-0"], signal.SIGKILL)
         killed = len(answers)
         wait_until(lambda: len(answers) > killed + 100, 30, "answers by the next engine")
         stop.set()
-        for one in asking:
+        for one in futures:
             one.result()
     assert set(answers) == {3.0}
 
 
-def test_tritonclient_lives_beside_our_own_messages(rpc, stub):
+def test_tritonclient_works_beside_our_own_messages(rpc, stub):
     assert rpc.is_server_live() and stub.ServerLive(pb.ServerLiveRequest(), timeout=10).live
     assert (
         tritonclient.grpc.service_pb2.ModelInferRequest.DESCRIPTOR.full_name
@@ -203,18 +203,18 @@ def test_a_learner_elsewhere_publishes_on_the_same_port(gateway, transfer):
 
 def test_a_client_of_a_grpc_address_has_the_status_document(gateway):
     with connect(f"grpc://{gateway.grpc}", timeout=30) as far, gateway.server.connect() as near:
-        asked, told = far.status(), near.status()
-    assert asked.keys() == told.keys() and asked["server"]["grpc"] == gateway.grpc
-    assert [model["name"] for model in asked["models"]] == [model["name"] for model in told["models"]]
+        far_status, near_status = far.status(), near.status()
+    assert far_status.keys() == near_status.keys() and far_status["server"]["grpc"] == gateway.grpc
+    assert [model["name"] for model in far_status["models"]] == [model["name"] for model in near_status["models"]]
 
 
-def test_a_status_that_the_supervisor_does_not_give_is_told_in_time(gateway):
+def test_status_fails_in_time_if_the_supervisor_does_not_answer(gateway):
     with connect(f"grpc://{gateway.grpc}", timeout=30) as far:
         far.status()
         os.kill(gateway.server.process.pid, signal.SIGSTOP)
         try:
             with pytest.raises((Timeout, ServerGone)):
-                while True:  # what was asked a moment ago is remembered for as long
+                while True:  # a recent status is cached for a moment
                     far.status()
         finally:
             os.kill(gateway.server.process.pid, signal.SIGCONT)

@@ -1,4 +1,4 @@
-"""HTTP as curl speaks it: JSON that a person writes, and bodies that are wrong."""
+"""HTTP as curl sends it: handwritten JSON, and bodies that are wrong."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_binary_tensors_follow_the_json(curl):
 
 
 @pytest.mark.parametrize(
-    ("tensor", "status", "said"),
+    ("tensor", "status", "reason"),
     [
         ({"datatype": "FP64"}, 422, "expected datatype FP32, came 'FP64'"),
         ({"datatype": "BYTES", "data": ["a"]}, 422, "this input takes numbers, not strings"),
@@ -83,13 +83,13 @@ def test_binary_tensors_follow_the_json(curl):
         ({"colour": "red"}, 400, "field 'colour' is not known here"),
     ],
 )
-def test_a_wrong_tensor_is_told_what_was_expected(curl, tensor, status, said):
+def test_the_error_of_a_wrong_tensor_says_what_was_expected(curl, tensor, status, reason):
     answer = ask(curl, tensor)
-    assert (answer.status_code, said in answer.json()["error"]) == (status, True), answer.json()
+    assert (answer.status_code, reason in answer.json()["error"]) == (status, True), answer.json()
 
 
 @pytest.mark.parametrize(
-    ("fields", "status", "said"),
+    ("fields", "status", "reason"),
     [
         ({"inputs": []}, 422, "takes observation; came none"),
         ({"inputs": [ROW, ROW]}, 422, "came twice"),
@@ -104,9 +104,9 @@ def test_a_wrong_tensor_is_told_what_was_expected(curl, tensor, status, said):
         ({"model": "x"}, 400, "field 'model' is not known here"),
     ],
 )
-def test_a_wrong_request_is_told_what_was_expected(curl, fields, status, said):
+def test_the_error_of_a_wrong_request_says_what_was_expected(curl, fields, status, reason):
     answer = ask(curl, **fields)
-    assert (answer.status_code, said in answer.json()["error"]) == (status, True), answer.json()
+    assert (answer.status_code, reason in answer.json()["error"]) == (status, True), answer.json()
 
 
 @pytest.mark.parametrize(
@@ -125,7 +125,7 @@ def test_a_wrong_request_is_told_what_was_expected(curl, fields, status, said):
         (b"nonsense", {"Content-Encoding": "br"}, 400),
     ],
 )
-def test_a_body_that_is_none_is_an_error_and_ends_nothing(curl, body, headers, status):
+def test_an_invalid_body_is_an_error_and_ends_nothing(curl, body, headers, status):
     assert curl.post(INFER, content=body, headers=headers).status_code == status
     assert ask(curl).status_code == 200
 
@@ -138,7 +138,7 @@ def test_a_body_beyond_the_bound_is_refused(curl):
     assert (answer.status_code, "has more than" in answer.json()["error"]) == (413, True)
 
 
-def test_a_model_that_fails_is_named_and_nan_is_not_said_in_json(curl):
+def test_a_failing_model_is_named_and_infinity_is_refused_in_json(curl):
     broken = ask(curl, {"data": [666, 0, 0, 0]}, path="/v2/models/team/moody/infer")
     assert (broken.status_code, "this row breaks the model" in broken.json()["error"]) == (500, True)
     huge = ask(curl, {"data": [3e38, 3e38, 3e38, 3e38]})
@@ -146,9 +146,9 @@ def test_a_model_that_fails_is_named_and_nan_is_not_said_in_json(curl):
 
 
 def test_version_names_build_torch_devices_and_weights(curl):
-    told = curl.get("/version").json()
-    assert told["torch"] and told["devices"] == ["cpu"] and told["protocol"] and "revision" in told
-    assert set(told["models"]["affine"]) >= {"version", "digest", "age"}
+    reply = curl.get("/version").json()
+    assert reply["torch"] and reply["devices"] == ["cpu"] and reply["protocol"] and "revision" in reply
+    assert set(reply["models"]["affine"]) >= {"version", "digest", "age"}
 
 
 def test_health_means_that_every_model_answers(curl):
@@ -158,7 +158,7 @@ def test_health_means_that_every_model_answers(curl):
 
 
 @pytest.mark.slow
-def test_a_connection_that_rested_for_longer_than_clients_keep_theirs_is_still_open(gateway):
+def test_an_idle_connection_stays_open_for_longer_than_clients_keep_theirs(gateway):
     connection = http.client.HTTPConnection(gateway.http, timeout=20)
     connection.connect()
     used = connection.sock

@@ -1,4 +1,4 @@
-"""Requests of a form that was read before: answered as the first was, refused as the first would be."""
+"""Requests of a form that was parsed before are answered and refused like the first of that form."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_every_request_of_a_form_gets_its_own_answer(stub):
         np.testing.assert_array_equal(action(answer), np.full(12, 2 * i + 1))
 
 
-def test_clients_of_one_form_that_ask_at_once_get_their_own_answers(gateway):
+def test_concurrent_clients_of_one_form_get_their_own_answers(gateway):
     wrong = []
 
     def ask(number):
@@ -62,7 +62,7 @@ def test_clients_of_one_form_that_ask_at_once_get_their_own_answers(gateway):
 
 
 def test_a_lone_connection_and_one_that_joins_it_get_their_own_answers(gateway, stub):
-    """The loop waits for a lone connection's answers in place; whoever comes then is answered, too."""
+    """The loop waits in place for a lone connection's answers; one that joins meanwhile is answered, too."""
     with grpc.insecure_channel(gateway.grpc, [("grpc.use_local_subchannel_pool", 1)]) as other:
         joining = GRPCInferenceServiceStub(other)
         for i in range(60):
@@ -76,7 +76,7 @@ def test_a_lone_connection_and_one_that_joins_it_get_their_own_answers(gateway, 
             assert beside is None or action(beside.result()).tolist() == [1 - 2 * i] * 8
 
 
-def test_contents_of_another_size_are_refused_as_ever(stub):
+def test_contents_of_another_size_are_refused(stub):
     rows = np.ones((2, 4), np.float32)
     stub.ModelInfer(message(rows), timeout=20)
     for change in (lambda raw: raw[:-1], lambda raw: raw + b"\0", lambda raw: b""):
@@ -92,7 +92,7 @@ def test_contents_of_another_size_are_refused_as_ever(stub):
     assert action(stub.ModelInfer(message(rows), timeout=20)).tolist() == [3.0] * 8
 
 
-def test_a_form_that_is_wrong_is_refused_each_time_it_comes(stub):
+def test_a_wrong_form_is_refused_each_time(stub):
     for _ in range(3):
         with pytest.raises(grpc.RpcError, match="is not the model's"):
             wrong = message(np.ones((1, 4), np.float32))
@@ -102,7 +102,7 @@ def test_a_form_that_is_wrong_is_refused_each_time_it_comes(stub):
             stub.ModelInfer(message(np.ones((1, 4), np.float32), "nobody"), timeout=20)
 
 
-def test_a_form_outlives_the_lane_it_was_read_for(gateway, stub):
+def test_a_form_outlives_the_lane_it_was_parsed_for(gateway, stub):
     rows = np.ones((5, 4), np.float32)
     with gateway.server.connect() as connection:
         for _ in range(3):
@@ -111,7 +111,7 @@ def test_a_form_outlives_the_lane_it_was_read_for(gateway, stub):
             connection.load("affine", timeout=60)
 
 
-def test_rows_that_fail_are_told_of_requests_of_a_known_form(stub):
+def test_failed_rows_are_reported_for_a_known_form(stub):
     for _ in range(3):
         assert action(stub.ModelInfer(message(np.ones((1, 4), np.float32), "team/moody"), timeout=20)).size == 4
         with pytest.raises(grpc.RpcError) as caught:
@@ -136,7 +136,7 @@ def test_compressed_messages_are_read(gateway):
 # ---- HTTP
 
 
-def asked(rows, path="/v2/models/affine/infer", **parameters):
+def http_request(rows, path="/v2/models/affine/infer", **parameters):
     tensor = {"name": "observation", "shape": list(rows.shape), "datatype": "FP32",
               "parameters": {"binary_data_size": rows.nbytes}}  # fmt: skip
     text = json.dumps({"inputs": [tensor], "parameters": {"binary_data_output": True, **parameters}}).encode()
@@ -153,17 +153,17 @@ class Web:
     def __init__(self, address):
         host, port = address.rsplit(":", 1)
         self.socket = socket.create_connection((host, int(port)), timeout=20)
-        self.came = b""
+        self.received = b""
 
     def answer(self):
-        while (end := self.came.find(b"\r\n\r\n") + 4) < 4:
-            self.came += self.socket.recv(65536)
-        lines = self.came[:end].decode().split("\r\n")
+        while (end := self.received.find(b"\r\n\r\n") + 4) < 4:
+            self.received += self.socket.recv(65536)
+        lines = self.received[:end].decode().split("\r\n")
         headers = dict(line.lower().split(": ", 1) for line in lines[1:] if line)
         size = int(headers.get("content-length", 0))
-        while len(self.came) < end + size:
-            self.came += self.socket.recv(65536)
-        body, self.came = self.came[end : end + size], self.came[end + size :]
+        while len(self.received) < end + size:
+            self.received += self.socket.recv(65536)
+        body, self.received = self.received[end : end + size], self.received[end + size :]
         return int(lines[0].split()[1]), headers, body
 
 
@@ -174,11 +174,11 @@ def line(gateway):
     web.socket.close()
 
 
-def test_a_known_head_is_answered_as_the_first_was(line):
+def test_a_known_head_is_answered_like_the_first(line):
     rows = np.arange(8, dtype=np.float32).reshape(2, 4)
     found = []
     for i in range(4):
-        line.socket.sendall(asked(rows + i))
+        line.socket.sendall(http_request(rows + i))
         status, headers, body = line.answer()
         headers.pop("date")
         length = int(headers["inference-header-content-length"])
@@ -187,12 +187,12 @@ def test_a_known_head_is_answered_as_the_first_was(line):
     assert all(one == found[0] for one in found)
 
 
-def test_requests_that_follow_one_another_at_once_are_answered_in_order(line):
-    line.socket.sendall(asked(np.zeros((1, 4), np.float32)))
+def test_pipelined_requests_are_answered_in_order(line):
+    line.socket.sendall(http_request(np.zeros((1, 4), np.float32)))
     line.answer()
     many = [np.full((1, 4), i, np.float32) for i in range(50)]
     line.socket.sendall(
-        b"".join(asked(rows) for rows in many) + b"GET /v2/health/live HTTP/1.1\r\nHost: localhost\r\n\r\n"
+        b"".join(http_request(rows) for rows in many) + b"GET /v2/health/live HTTP/1.1\r\nHost: localhost\r\n\r\n"
     )
     for rows in many:
         status, _, body = line.answer()
@@ -200,8 +200,8 @@ def test_requests_that_follow_one_another_at_once_are_answered_in_order(line):
     assert line.answer()[2] == b'{"live":true}'
 
 
-def test_a_known_request_may_come_in_pieces(line):
-    whole = asked(np.ones((1, 4), np.float32))
+def test_a_known_request_may_arrive_in_pieces(line):
+    whole = http_request(np.ones((1, 4), np.float32))
     line.socket.sendall(whole)
     line.answer()
     head = whole.index(b"\r\n\r\n") + 4
@@ -215,7 +215,7 @@ def test_a_known_request_may_come_in_pieces(line):
 
 
 def test_a_known_head_lets_no_wrong_body_through(line):
-    right = asked(np.ones((1, 4), np.float32))
+    right = http_request(np.ones((1, 4), np.float32))
     line.socket.sendall(right)
     line.answer()
     for what, with_, status in ((b"FP32", b"FP64", 422), (b"[1, 4]", b"[4, 1]", 422), (b'"shape"', b'"shame"', 400)):
@@ -228,8 +228,8 @@ def test_a_known_head_lets_no_wrong_body_through(line):
     assert line.answer()[0] == 421
 
 
-def test_heads_that_say_something_special_are_not_taken_as_known(line):
-    right = asked(np.ones((1, 4), np.float32))
+def test_heads_with_special_fields_do_not_count_as_known(line):
+    right = http_request(np.ones((1, 4), np.float32))
     for special in (b"Connection: close\r\n", b"Expect: 100-continue\r\n", b"Content-Encoding: identity\r\n"):
         for _ in range(2):
             host, port = line.socket.getpeername()
@@ -242,22 +242,22 @@ def test_heads_that_say_something_special_are_not_taken_as_known(line):
             web.socket.close()
 
 
-def test_the_body_begins_where_the_head_ends_for_everybody(gateway):
-    head, body = asked(np.ones((1, 4), np.float32)).split(b"\r\n\r\n", 1)
-    bare = head + b"\n\n" + body  # httptools refuses that end of a line, and h11 takes it
-    told = []
+def test_the_body_begins_where_the_head_ends_for_all_parsers(gateway):
+    head, body = http_request(np.ones((1, 4), np.float32)).split(b"\r\n\r\n", 1)
+    bare = head + b"\n\n" + body  # httptools refuses such a line end, and h11 accepts it
+    statuses = []
     for whole in (bare, bare, head + b"\r\n\r\n" + body, bare):
         line = Web(gateway.http)
         line.socket.sendall(whole)
         status, _, answer = line.answer()
         line.socket.close()
         assert status == 400 or np.frombuffer(answer[-16:], np.float32).tolist() == [3.0] * 4
-        told.append(status)
-    assert told[2] == 200 and told[0] == told[1] == told[3]
+        statuses.append(status)
+    assert statuses[2] == 200 and statuses[0] == statuses[1] == statuses[3]
 
 
-def test_a_client_that_leaves_gives_the_room_of_its_body_back(gateway):
-    whole = asked(np.ones((1, 4), np.float32))
+def test_a_client_that_disconnects_frees_the_memory_of_its_body(gateway):
+    whole = http_request(np.ones((1, 4), np.float32))
     for cut in (len(whole) - 3, len(whole)):
         for _ in range(20):
             web = Web(gateway.http)
@@ -271,10 +271,10 @@ def test_a_client_that_leaves_gives_the_room_of_its_body_back(gateway):
     web.socket.close()
 
 
-def test_a_head_is_known_for_its_own_request_where_others_came_with_it(gateway):
-    """Two heads that differ in their model alone, at once: neither must be answered by the other's model later."""
+def test_a_head_is_known_for_its_own_request_if_others_arrived_with_it(gateway):
+    """Two heads that differ only in the model arrive together: later, neither may be answered by the other's."""
     rows = np.ones((1, 4), np.float32)
-    affine, moody = asked(rows), asked(rows, "/v2/models/team%2Fmoody/infer")
+    affine, moody = http_request(rows), http_request(rows, "/v2/models/team%2Fmoody/infer")
     for turn, both in enumerate(((affine, moody), (moody, affine))):
         first, second = (one.replace(b"\r\n", b"\r\nTurn: %d\r\n" % turn, 1) for one in both)  # new heads
         web = Web(gateway.http)

@@ -1,4 +1,4 @@
-"""Rows that differ in size, rows that fail alone and sequences: the same promises over every way into the gateway."""
+"""Rows of different sizes, rows that fail alone and sequences behave the same over every protocol of the gateway."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ NUMPY = {"FP32": np.float32, "UINT8": np.uint8, "BOOL": np.bool_}
 
 
 class Failed(Exception):
-    """A request that was refused, whatever way it went."""
+    """A request that was refused, over any protocol."""
 
 
 class Way:
-    """How a client asks: `infer` gives the outputs as lists of rows, and the answer's parameters."""
+    """A kind of client: `infer` returns the outputs as lists of rows, and the answer's parameters."""
 
     def infer(self, model, inputs, **parameters):
         raise NotImplementedError
 
     def one(self, model, inputs, **parameters):
-        """The only output."""
+        """Return the only output."""
         (rows,) = self.infer(model, inputs, **parameters)[0].values()
         return rows
 
@@ -86,8 +86,8 @@ class Http(Way):
         if answer.status_code != 200:
             raise Failed(f"{answer.status_code} {answer.json()['error']}")
         length = int(answer.headers.get("inference-header-content-length", len(answer.content)))
-        told, binary, outputs = json.loads(answer.content[:length]), answer.content[length:], {}
-        for output in told["outputs"]:
+        reply, binary, outputs = json.loads(answer.content[:length]), answer.content[length:], {}
+        for output in reply["outputs"]:
             if self.binary:
                 size = output["parameters"]["binary_data_size"]
                 outputs[output["name"]] = rows_of(output["datatype"], output["shape"], binary[:size])
@@ -97,7 +97,7 @@ class Http(Way):
             else:
                 data = np.array(output["data"], NUMPY[output["datatype"]]).reshape(output["shape"])
                 outputs[output["name"]] = list(data)
-        return outputs, told.get("parameters", {})
+        return outputs, reply.get("parameters", {})
 
     def close(self):
         self.client.close()
@@ -141,7 +141,7 @@ class Grpc(Way):
 
 
 class Triton(Way):
-    """tritonclient as it comes."""
+    """An unmodified tritonclient."""
 
     def __init__(self, module, address):
         self.module = module
@@ -159,15 +159,17 @@ class Triton(Way):
             answer = self.client.infer(model, tensors, parameters=parameters or None, **own)
         except InferenceServerException as error:
             raise Failed(f"{error.status()} {error.message()}") from None
-        told = answer.get_response()
-        names = [output["name"] for output in told["outputs"]] if isinstance(told, dict) else [
-            output.name for output in told.outputs
+        response = answer.get_response()
+        names = [output["name"] for output in response["outputs"]] if isinstance(response, dict) else [
+            output.name for output in response.outputs
         ]  # fmt: skip
-        if isinstance(told, dict):
-            said = told.get("parameters", {})
+        if isinstance(response, dict):
+            reply_parameters = response.get("parameters", {})
         else:
-            said = {name: getattr(v, v.WhichOneof("parameter_choice")) for name, v in told.parameters.items()}
-        return {name: list(answer.as_numpy(name)) for name in names}, said
+            reply_parameters = {
+                name: getattr(v, v.WhichOneof("parameter_choice")) for name, v in response.parameters.items()
+            }
+        return {name: list(answer.as_numpy(name)) for name in names}, reply_parameters
 
     def close(self):
         self.client.close()
@@ -212,17 +214,17 @@ def numbers(*values):
     return [np.array([value], np.float32) for value in values]
 
 
-def test_metadata_tell_what_differs_in_size(kind):
+def test_metadata_show_which_sizes_vary(kind):
     module, client = kind
-    told = client.get_model_metadata("prompted")
-    tensors = told["inputs"] if isinstance(told, dict) else told.inputs
-    told = [
+    metadata = client.get_model_metadata("prompted")
+    tensors = metadata["inputs"] if isinstance(metadata, dict) else metadata.inputs
+    described = [
         (t["name"], t["datatype"], [int(size) for size in t["shape"]])
         if isinstance(t, dict)
         else (t.name, t.datatype, list(t.shape))
         for t in tensors
     ]
-    assert told == [("image", "UINT8", [-1, -1, -1, 3]), ("prompt", "BYTES", [-1])]
+    assert described == [("image", "UINT8", [-1, -1, -1, 3]), ("prompt", "BYTES", [-1])]
     config = client.get_model_config("sum")
     config = config if isinstance(config, dict) else config.config
     idle = config["sequence_batching"] if isinstance(config, dict) else config.sequence_batching
@@ -230,12 +232,12 @@ def test_metadata_tell_what_differs_in_size(kind):
     assert int(idle) == 60_000_000
 
 
-def test_text_goes_in_and_comes_out(way):
+def test_texts_are_inputs_and_outputs(way):
     rows = ["größer".encode(), b"abc", b"", b"x" * 400]
     assert way.one("text", {"text": rows}) == ["GRÖSSER".encode(), b"ABC", b"", b"X" * 400]
 
 
-def test_more_texts_than_a_batch_go_in_pieces(way):
+def test_more_texts_than_a_batch_are_split(way):
     rows = [f"row {i}".encode() for i in range(50)]
     assert way.one("text", {"text": rows}) == [row.upper() for row in rows]
 
@@ -244,7 +246,7 @@ def test_more_texts_than_a_batch_go_in_pieces(way):
 def test_images_of_any_size_are_scored(way, sides):
     pictures = images(sides, sides)
     if not pictures[0].size:
-        with pytest.raises(Failed):  # their mean is no number, or they have no data: told, whatever it is
+        with pytest.raises(Failed):  # their mean is NaN or they have no data: either is an error
             way.infer("image", {"image": pictures})
             raise Failed
         return
@@ -252,7 +254,7 @@ def test_images_of_any_size_are_scored(way, sides):
     np.testing.assert_allclose(way.one("image", {"image": pictures}), expected, rtol=1e-5)
 
 
-def test_a_prompt_stands_beside_a_picture(way):
+def test_a_prompt_accompanies_a_picture(way):
     outputs, _ = way.infer("prompted", {"prompt": [b"a", b"four"], "image": images((5, 4), (5, 4))})
     assert (list(outputs["size"]), list(outputs["words"])) == ([20, 20], [1, 4])
 
@@ -263,7 +265,7 @@ def test_a_mask_has_its_pictures_size(way):
 
 
 @pytest.mark.parametrize(
-    ("model", "inputs", "said"),
+    ("model", "inputs", "reason"),
     [
         ("image", {"image": images((40, 40))}, "expected shape [n, -1, -1, 3] with at most 3072 elements in a row"),
         ("image", {"image": [np.zeros((4, 4), np.uint8)]}, "expected shape [n, -1, -1, 3]"),
@@ -275,13 +277,13 @@ def test_a_mask_has_its_pictures_size(way):
         ("prompted", {"image": images((2, 2))}, "takes image, prompt"),
     ],
 )
-def test_what_does_not_fit_is_refused_with_the_reason(way, model, inputs, said):
+def test_inputs_that_do_not_fit_are_refused_with_the_reason(way, model, inputs, reason):
     with pytest.raises(Failed) as failed:
         way.infer(model, inputs)
-    assert said in str(failed.value)
+    assert reason in str(failed.value)
 
 
-def test_requests_of_unlike_sizes_at_once_are_answered_each_its_own(raw):
+def test_concurrent_requests_of_different_sizes_get_their_own_answers(raw):
     sides = [(1 + i % 7, 1 + i % 5) for i in range(60)]
     pictures = images(*sides)
     calls = [raw.stub.ModelInfer.future(raw.message("mask", {"image": [p]}), timeout=30) for p in pictures]
@@ -301,7 +303,7 @@ def flat_masks(pictures, **parameters):
     return message
 
 
-def test_outputs_of_unlike_sizes_are_no_tensor_but_go_flat_where_asked(raw):
+def test_outputs_of_different_sizes_are_refused_unless_requested_flat(raw):
     pictures = images((2, 3), (4, 1))
     with pytest.raises(grpc.RpcError) as unlike:
         raw.stub.ModelInfer(flat_masks(pictures), timeout=30)
@@ -312,7 +314,7 @@ def test_outputs_of_unlike_sizes_are_no_tensor_but_go_flat_where_asked(raw):
 
 
 @pytest.mark.parametrize(
-    ("extents", "said"),
+    ("extents", "reason"),
     [
         ("2,3;4", "row 1: extents '4' came"),
         ("2,3;4,-1", "row 1"),
@@ -324,16 +326,16 @@ def test_outputs_of_unlike_sizes_are_no_tensor_but_go_flat_where_asked(raw):
         (";" * 70_000, "extents of more than 65536 rows came"),
     ],
 )
-def test_extents_that_lie_are_refused(raw, extents, said):
+def test_extents_that_lie_are_refused(raw, extents, reason):
     message = flat_masks(images((2, 3), (4, 1)), extents=True)
     message.inputs[0].parameters["extents"].string_param = extents
     with pytest.raises(grpc.RpcError) as lie:
         raw.stub.ModelInfer(message, timeout=30)
-    assert lie.value.code() == grpc.StatusCode.INVALID_ARGUMENT and said in lie.value.details(), lie.value.details()
+    assert lie.value.code() == grpc.StatusCode.INVALID_ARGUMENT and reason in lie.value.details(), lie.value.details()
 
 
 @pytest.mark.parametrize(
-    ("data", "shape", "said"),
+    ("data", "shape", "reason"),
     [
         (b"\xff\xff\xff\xff", [1], "4294967295 bytes came, expected at most 400"),
         (b"\5\0\0\0abc", [1], "its length says 5 bytes, 3 are left"),
@@ -346,15 +348,15 @@ def test_extents_that_lie_are_refused(raw, extents, said):
         (b"", [-1], "expected shape [n]"),
     ],
 )
-def test_lengths_that_lie_are_refused(raw, data, shape, said):
+def test_lengths_that_lie_are_refused(raw, data, shape, reason):
     message = pb.ModelInferRequest(model_name="text", raw_input_contents=[data])
     message.inputs.add(name="text", datatype="BYTES", shape=shape)
     with pytest.raises(grpc.RpcError) as lie:
         raw.stub.ModelInfer(message, timeout=30)
-    assert lie.value.code() == grpc.StatusCode.INVALID_ARGUMENT and said in lie.value.details(), lie.value.details()
+    assert lie.value.code() == grpc.StatusCode.INVALID_ARGUMENT and reason in lie.value.details(), lie.value.details()
 
 
-def test_bytes_that_are_no_text_are_not_said_in_json(gateway, curl):
+def test_half_a_surrogate_pair_is_refused_in_json(gateway, curl):
     tensor = {"name": "text", "shape": [1], "datatype": "BYTES", "data": ["\ud800"]}
     answer = curl.post("/v2/models/text/infer", content=json.dumps({"inputs": [tensor]}).encode())
     assert (answer.status_code, "half a surrogate pair" in answer.json()["error"]) == (422, True)
@@ -390,17 +392,17 @@ def test_a_failed_row_is_named_and_nothing_invented(way):
     assert "2 of 4 rows of 'picky' failed: row 1: three; row 3: six" in str(failed.value)
 
 
-def test_who_asks_gets_the_other_rows_and_the_reasons(way):
-    for values in ((1, 3, 2, 6), range(1, 21)):  # the latter in pieces
-        outputs, told = way.infer("picky", {"x": numbers(*values)}, row_errors=True)
+def test_row_errors_returns_the_other_rows_and_the_reasons(way):
+    for values in ((1, 3, 2, 6), range(1, 21)):  # the second is split
+        outputs, reply_parameters = way.infer("picky", {"x": numbers(*values)}, row_errors=True)
         wrong = {str(i): {3: "three", 6: "six"}[v] for i, v in enumerate(values) if v in (3, 6)}
-        assert json.loads(told["row_errors"]) == wrong
+        assert json.loads(reply_parameters["row_errors"]) == wrong
         expected = [np.nan if v in (3, 6) else 2.0 * v for v in values]
         np.testing.assert_array_equal(np.array(outputs["y"], np.float32), expected)
     assert way.infer("picky", {"x": numbers(1)}, row_errors=True)[1] == {}
 
 
-def test_a_failed_row_is_nothing_to_who_shares_its_ticket(raw):
+def test_a_failed_row_does_not_affect_other_rows_of_its_ticket(raw):
     good, bad = raw.message("picky", {"x": numbers(1, 2)}), raw.message("picky", {"x": numbers(2, 3)})
     calls = [(n % 5 == 0, raw.stub.ModelInfer.future(bad if n % 5 == 0 else good, timeout=30)) for n in range(60)]
     for wrong, call in calls:
@@ -410,11 +412,11 @@ def test_a_failed_row_is_nothing_to_who_shares_its_ticket(raw):
             assert np.frombuffer(call.result().raw_output_contents[0], np.float32).tolist() == [2, 4]
 
 
-def test_a_sequence_goes_on_where_it_was(way):
+def test_a_sequence_continues_from_its_state(way):
     for name in (4711, "a name of text"):
-        asked = [(1, {"sequence_start": True}), (2, {}), (3, {"sequence_end": True})]
-        came = [float(way.one("sum", {"x": numbers(v)}, sequence_id=name, **flags)[0]) for v, flags in asked]
-        assert came == [1, 3, 6]
+        steps = [(1, {"sequence_start": True}), (2, {}), (3, {"sequence_end": True})]
+        totals = [float(way.one("sum", {"x": numbers(v)}, sequence_id=name, **flags)[0]) for v, flags in steps]
+        assert totals == [1, 3, 6]
         with pytest.raises(Failed, match="START"):
             way.infer("sum", {"x": numbers(1)}, sequence_id=name)
 
@@ -439,14 +441,14 @@ def test_a_sequences_state_is_read_and_written(way):
     assert way.one("sum", {"x": numbers(2)}, sequence_id="kept", sequence_end=True)[0] == 2
 
 
-def test_a_start_begins_anew(way):
+def test_sequence_start_resets_the_state(way):
     for value, start, expected in ((5, True, 5), (1, False, 6), (2, True, 2), (2, False, 4)):
         flags = {"sequence_start": start, "sequence_id": 99}
         assert way.one("sum", {"x": numbers(value)}, **flags)[0] == expected
     way.infer("sum", {"x": numbers(1)}, sequence_id=99, sequence_end=True)
 
 
-def test_sequences_at_once_keep_apart(raw):
+def test_concurrent_sequences_are_independent(raw):
     ids = [f"apart {n}" for n in range(12)]
     for step in range(5):
         messages = [
@@ -465,13 +467,13 @@ def test_requests_of_one_sequence_in_a_stream_keep_their_order(raw):
     ]
     answers = list(raw.stub.ModelStreamInfer(iter(messages), timeout=60))
     assert [answer.error_message for answer in answers] == [""] * 16
-    came = [np.frombuffer(a.infer_response.raw_output_contents[0], np.float32)[0] for a in answers]
-    assert came == [2 ** (n + 1) - 1 for n in range(16)]
+    totals = [np.frombuffer(a.infer_response.raw_output_contents[0], np.float32)[0] for a in answers]
+    assert totals == [2 ** (n + 1) - 1 for n in range(16)]
 
 
 @pytest.mark.parametrize("wrong", [{"x": numbers(-1)}, {"y": numbers(1)}, {"x": numbers(1, 2)}, "unknown parameter"])
 @pytest.mark.parametrize("pause", [0.0, 0.2], ids=["together", "after the failure"])
-def test_what_follows_a_failed_step_in_a_stream_is_refused_and_the_sequence_lost(raw, wrong, pause):
+def test_steps_after_a_failed_one_in_a_stream_are_refused_and_the_sequence_is_lost(raw, wrong, pause):
     def messages():
         for n in range(4):
             inputs = wrong if n == 1 and isinstance(wrong, dict) else {"x": numbers(1)}
@@ -479,8 +481,8 @@ def test_what_follows_a_failed_step_in_a_stream_is_refused_and_the_sequence_lost
             yield raw.message("sum", inputs, sequence_id="fails", sequence_start=n == 0, **unknown)
             time.sleep(pause if n == 1 else 0.0)
 
-    told = [answer.error_message for answer in raw.stub.ModelStreamInfer(messages(), timeout=60)]
-    assert told[0] == "" and told[1] and "START" in told[2] and "START" in told[3]
+    errors = [answer.error_message for answer in raw.stub.ModelStreamInfer(messages(), timeout=60)]
+    assert errors[0] == "" and errors[1] and "START" in errors[2] and "START" in errors[3]
     with pytest.raises(Failed, match="FAILED_PRECONDITION"):
         raw.infer("sum", {"x": numbers(1)}, sequence_id="fails")
     assert raw.one("sum", {"x": numbers(1)}, sequence_id="fails", sequence_start=True)[0] == 1
@@ -496,17 +498,17 @@ def test_a_step_that_is_refused_or_fails_alone_leaves_the_state(way):
 
 
 @pytest.mark.parametrize(
-    ("model", "parameters", "said"),
+    ("model", "parameters", "reason"),
     [
         ("sum", {}, "keeps state (total): expected the parameter sequence_id"),
         ("picky", {"sequence_id": 7, "sequence_start": True}, "keeps no state"),
         ("sum", {"sequence_id": 7, "sequence_start": False}, "START"),
     ],
 )
-def test_sequences_are_for_models_with_state(way, model, parameters, said):
+def test_sequences_are_for_models_with_state(way, model, parameters, reason):
     with pytest.raises(Failed) as failed:
         way.infer(model, {"x": numbers(1)}, **parameters)
-    assert said in str(failed.value)
+    assert reason in str(failed.value)
 
 
 @pytest.mark.parametrize(
@@ -534,7 +536,7 @@ def test_names_and_steps_that_are_none_are_refused(raw, parameters):
         raw.infer("sum", {"x": numbers(1)}, **parameters)
 
 
-def test_more_sequences_than_rows_are_told_to_wait(raw):
+def test_more_sequences_than_rows_are_refused_for_now(raw):
     def start(name):
         return raw.one("sum", {"x": numbers(1)}, sequence_id=name, sequence_start=True)
 
@@ -543,14 +545,14 @@ def test_more_sequences_than_rows_are_told_to_wait(raw):
         for n in range(40):
             start(f"many {n}")
             opened.append(f"many {n}")
-    assert len(opened) == 15  # half of the arena, less the one that health asks with
+    assert len(opened) == 15  # half of the arena, minus the one that health checks use
     for name in opened:
         raw.infer("sum", {"x": numbers(1)}, sequence_id=name, sequence_end=True)
     start("one more")
     raw.infer("sum", {"x": numbers(1)}, sequence_id="one more", sequence_end=True)
 
 
-def test_health_asks_a_model_with_state_and_leaves_its_sequences_alone(raw, curl):
+def test_health_checks_of_a_model_with_state_leave_its_sequences_alone(raw, curl):
     raw.infer("sum", {"x": numbers(5)}, sequence_id="ill", sequence_start=True)
     for _ in range(3):
         assert curl.get("/v2/models/sum/ready").status_code == 200
@@ -564,29 +566,29 @@ def near(tmp_path_factory):
     running_sum = {"factory": "tests.open_models:running_sum", "max_batch": 4}
     models = {name: {**running_sum, "rows": rows} for name, rows in (("few", 18), ("kept", 18), ("fewer", 9))}
     length = {"factory": "tests.reward_models:text_length", "max_batch": 4, "rows": 16}
-    models |= {f"length-{asked}": length for asked in ("model", "panel", "juror")}
+    models |= {f"length-{target}": length for target in ("model", "panel", "juror")}
     options = {"http": "127.0.0.1:0", "grpc": "127.0.0.1:0"}
     options["more"] = "[panels.both.members]\nlength-panel = {weight = 1.0, output = 'score'}\n"
     with serving(tmp_path_factory.mktemp("near"), models, **options) as running, running.connect() as connection:
         yield connection
 
 
-def test_sequences_wait_a_moment_for_the_rows_that_others_gave_back(near):
-    """As where a gateway has died: its lane is taken back after the next one has asked for rows."""
+def test_sequences_wait_a_moment_for_rows_to_be_returned(near):
+    """This happens after a gateway died: its lane is reclaimed after the next one has requested rows."""
     way = Http(SimpleNamespace(http=near.status()["server"]["http"]), binary=False)
 
     def one_step(name):
         return way.one("few", {"x": numbers(5)}, sequence_id=name, sequence_start=True, sequence_end=True)
 
     with near.model("few", rows=1).sessions(16):
-        for _ in range(2):  # in the one row that is left; the second time no more are to be had
+        for _ in range(2):  # in the one row that is left; the second time no more are available
             assert one_step("alone") == [5]
     with ThreadPoolExecutor(6) as pool:
         assert list(pool.map(one_step, range(1, 41))) == [[5]] * 40
 
 
-def test_a_sequence_does_not_keep_the_few_rows_that_were_free_at_the_start_in_use(near):
-    """The lane of a gateway that was just started is exchanged for a larger one before a sequence begins on it."""
+def test_a_first_sequence_does_not_pin_the_small_lane_of_a_new_gateway(near):
+    """A gateway that was just started exchanges its lane for a larger one before a sequence begins on it."""
     way = Http(SimpleNamespace(http=near.status()["server"]["http"]), binary=False)
 
     def begin(name):
@@ -603,15 +605,15 @@ def test_a_sequence_does_not_keep_the_few_rows_that_were_free_at_the_start_in_us
         assert way.one("kept", {"x": numbers(1)}, sequence_id=name, sequence_end=True) == [6]
 
 
-@pytest.mark.parametrize("asked", ["model", "panel", "juror"])
-def test_requests_without_state_wait_a_moment_for_the_rows_that_others_gave_back(near, asked):
-    """As where a gateway has died: no row is free until its lane is taken back. A dialect asks as a juror does."""
-    way, length = Http(SimpleNamespace(http=near.status()["server"]["http"]), binary=False), f"length-{asked}"
+@pytest.mark.parametrize("target", ["model", "panel", "juror"])
+def test_requests_without_state_wait_a_moment_for_rows_to_be_returned(near, target):
+    """This happens after a gateway died: no row is free until its lane is reclaimed. Dialects use jurors."""
+    way, length = Http(SimpleNamespace(http=near.status()["server"]["http"]), binary=False), f"length-{target}"
 
     def ask():
-        if asked == "juror":
+        if target == "juror":
             return Juror(length, output="score", address=near.address).scores({"text": ["abc"]}, 1)[0]
-        outputs, _ = way.infer("both" if asked == "panel" else length, {"text": [b"abc"]})
+        outputs, _ = way.infer("both" if target == "panel" else length, {"text": [b"abc"]})
         return outputs["score"][0]
 
     with ThreadPoolExecutor(1) as pool:
@@ -621,21 +623,21 @@ def test_requests_without_state_wait_a_moment_for_the_rows_that_others_gave_back
         assert answer.result(60) == 3
 
 
-def test_asking_for_health_takes_no_rows_from_those_who_open_sessions(near):
-    where = near.status()["server"]["http"]
-    assert httpx.get(f"http://{where}/health/ready", timeout=30).status_code == 200
+def test_health_checks_take_no_rows_from_sessions(near):
+    address = near.status()["server"]["http"]
+    assert httpx.get(f"http://{address}/health/ready", timeout=30).status_code == 200
     with near.model("fewer", rows=1).sessions(7) as sessions:
         np.testing.assert_array_equal(sessions.infer(np.ones((4, 1), np.float32), session=range(4)), [1] * 4)
-        # No row is left, so the one that health asks with is all that a sequence can have.
-        way = Http(SimpleNamespace(http=where), binary=False)
+        # No row is left, so a sequence can only have the one that health checks use.
+        way = Http(SimpleNamespace(http=address), binary=False)
         assert way.one("fewer", {"x": numbers(5)}, sequence_id=1, sequence_start=True) == [5]
         with pytest.raises(Failed, match="429"):
             way.infer("fewer", {"x": numbers(5)}, sequence_id=2, sequence_start=True)
     for _ in range(2):
-        assert httpx.get(f"http://{where}/health/ready", timeout=30).status_code == 200
+        assert httpx.get(f"http://{address}/health/ready", timeout=30).status_code == 200
     assert way.one("fewer", {"x": numbers(2)}, sequence_id=1, sequence_end=True) == [7]
 
-    def two_at_once():  # where the rows are back, there are more sequences
+    def two_at_once():  # once the rows are returned, more sequences fit
         try:
             for name in (1, 2):
                 way.infer("fewer", {"x": numbers(5)}, sequence_id=name, sequence_start=True)
@@ -665,13 +667,13 @@ def test_our_client_sends_rows_of_any_size(ours):
         ours.model("image").infer([np.zeros((40, 40, 3), np.uint8)])
 
 
-def test_our_client_has_the_spec_as_it_is(ours, gateway):
+def test_our_client_has_the_same_spec_as_a_local_one(ours, gateway):
     with gateway.server.connect() as near:
         for name in ("affine", "two", "text", "image", "mask", "prompted", "sum"):
             assert ours.model(name).spec == near.model(name, rows=1).spec
 
 
-def test_our_client_is_told_which_rows_failed(ours):
+def test_our_client_reports_which_rows_failed(ours):
     model = ours.model("picky")
     x = np.arange(20, dtype=np.float32).reshape(20, 1)
     with pytest.raises(RowFailed) as failed:
@@ -696,13 +698,13 @@ def test_our_clients_sessions_keep_their_state(ours):
         np.testing.assert_array_equal(other.infer(x), [402, 30, 114])
         with pytest.raises(Exception, match="negative"):
             one.infer(-x)
-        one._book.next[1] = 9  # a client that claims steps it never took
+        one._book.next[1] = 9  # a client that claims steps it never made
         with pytest.raises(SessionLost) as lost:
             one.get_state()
         assert lost.value.sessions == [1]
         one.set_state({"total": np.zeros(1, np.float32)}, session=[1])
         np.testing.assert_array_equal(one.get_state()["total"], [14, 0, 401])
-    for _ in range(8):  # closed sessions give their rows back: there are 15
+    for _ in range(8):  # closed sessions return their rows: there are 15
         with ours.model("sum").sessions(4) as sessions:
             np.testing.assert_array_equal(sessions.infer(np.ones((4, 1), np.float32)), [1, 1, 1, 1])
 
@@ -714,14 +716,14 @@ def test_our_clients_requests_in_flight_are_computed_in_order(ours):
         assert [ticket.result().outputs.tolist() for ticket in tickets] == [[1, 1], [2, 2], [3, 3], [4, 4]]
 
 
-def test_our_client_is_told_of_lost_sessions_by_their_numbers(ours):
+def test_our_client_reports_the_numbers_of_lost_sessions(ours):
     one = np.ones((1, 1), np.float32)
     with ours.model("sum").sessions(4) as sessions:
         sessions.infer(np.ones((4, 1), np.float32))
         with pytest.raises(Exception, match="negative"):
             sessions.infer(-one, session=[2])
         np.testing.assert_array_equal(sessions.infer(one, session=[2]), [2])
-        sessions._book.next[1] = 7  # a client that claims steps it never took
+        sessions._book.next[1] = 7  # a client that claims steps it never made
         with pytest.raises(SessionLost) as lost:
             sessions.infer(np.ones((3, 1), np.float32), session=[0, 1, 3])
         assert lost.value.sessions == [1]
@@ -730,7 +732,7 @@ def test_our_client_is_told_of_lost_sessions_by_their_numbers(ours):
         )
 
 
-def test_states_go_down_with_an_engine_and_nothing_wrong_is_answered(raw, ours, gateway):
+def test_a_killed_engine_loses_its_states_and_no_answer_is_wrong(raw, ours, gateway):
     ones = np.ones((2, 1), np.float32)
     with ours.model("sum").sessions(2) as sessions:
         np.testing.assert_array_equal(sessions.infer(ones), [1, 1])
@@ -747,7 +749,7 @@ def test_states_go_down_with_an_engine_and_nothing_wrong_is_answered(raw, ours, 
         raw.infer("sum", {"x": numbers(1)}, sequence_id="down", sequence_end=True)
 
 
-def test_states_go_down_with_the_gateway_and_nothing_wrong_is_answered(raw, ours, gateway):
+def test_a_killed_gateway_loses_its_states_and_no_answer_is_wrong(raw, ours, gateway):
     ones = np.ones((2, 1), np.float32)
     with ours.model("sum").sessions(2) as sessions:
         np.testing.assert_array_equal(sessions.infer(ones), [1, 1])
@@ -768,7 +770,7 @@ def test_states_go_down_with_the_gateway_and_nothing_wrong_is_answered(raw, ours
         np.testing.assert_array_equal(sessions.infer(ones, reset=[True, True], timeout=60), [1, 1])
 
 
-def test_many_sessions_of_many_threads_are_each_their_own(gateway):
+def test_sessions_of_many_threads_are_independent(gateway):
     def run(seed):
         rng = np.random.default_rng(seed)
         with connect(f"grpc://{gateway.grpc}", timeout=30) as client, client.model("sum").sessions(3) as sessions:

@@ -28,32 +28,34 @@ def test_a_version_that_is_not_held_is_not_ready(kind):
 
 def test_server_metadata(kind):
     _, client = kind
-    told = plain(client.get_server_metadata())
-    assert told["name"] == "jurybox"
-    assert {"system_shared_memory", "binary_tensor_data", "statistics", "model_repository"} <= set(told["extensions"])
+    metadata = plain(client.get_server_metadata())
+    assert metadata["name"] == "jurybox"
+    assert {"system_shared_memory", "binary_tensor_data", "statistics", "model_repository"} <= set(
+        metadata["extensions"]
+    )
 
 
 def test_model_metadata(kind):
     _, client = kind
-    told = plain(client.get_model_metadata("two"))
-    assert (told["name"], told["versions"], told["platform"]) == ("two", ["0"], "jurybox")
-    image, scale = told["inputs"]
+    metadata = plain(client.get_model_metadata("two"))
+    assert (metadata["name"], metadata["versions"], metadata["platform"]) == ("two", ["0"], "jurybox")
+    image, scale = metadata["inputs"]
     assert (image["name"], image["datatype"], list(map(int, image["shape"]))) == ("image", "UINT8", [-1, 64, 64, 3])
     assert (scale["datatype"], list(map(int, scale["shape"]))) == ("FP32", [-1])
-    assert [output["name"] for output in told["outputs"]] == ["brightness", "corner"]
+    assert [output["name"] for output in metadata["outputs"]] == ["brightness", "corner"]
 
 
 def test_model_config(kind):
     _, client = kind
-    told = plain(client.get_model_config("two"))
-    told = told.get("config", told)
-    assert (told["name"], told["max_batch_size"], told["backend"]) == ("two", 8, "jurybox")
-    assert (told["input"][0]["data_type"], list(map(int, told["input"][0]["dims"]))) == ("TYPE_UINT8", [64, 64, 3])
-    assert "dynamic_batching" in told
+    config = plain(client.get_model_config("two"))
+    config = config.get("config", config)
+    assert (config["name"], config["max_batch_size"], config["backend"]) == ("two", 8, "jurybox")
+    assert (config["input"][0]["data_type"], list(map(int, config["input"][0]["dims"]))) == ("TYPE_UINT8", [64, 64, 3])
+    assert "dynamic_batching" in config
 
 
 @pytest.mark.parametrize("call", ["get_model_metadata", "get_model_config", "get_inference_statistics"])
-def test_an_unknown_model_is_told_with_those_there_are(kind, call):
+def test_the_error_for_an_unknown_model_lists_the_others(kind, call):
     _, client = kind
     with pytest.raises(InferenceServerException, match="no model 'nobody'.*affine"):
         getattr(client, call)("nobody")
@@ -63,8 +65,8 @@ def test_infer_with_all_outputs(kind):
     module, client = kind
     answer = client.infer("affine", [observation(module)], request_id="seventh")
     np.testing.assert_array_equal(answer.as_numpy("action"), ANSWER)
-    told = plain(answer.get_response())
-    assert (told["id"], told["model_name"], told["model_version"]) == ("seventh", "affine", "0")
+    response = plain(answer.get_response())
+    assert (response["id"], response["model_name"], response["model_version"]) == ("seventh", "affine", "0")
 
 
 def test_infer_with_two_inputs_and_one_of_two_outputs(kind):
@@ -78,7 +80,7 @@ def test_infer_with_two_inputs_and_one_of_two_outputs(kind):
     assert answer.as_numpy("corner") is None
 
 
-def test_more_rows_than_a_batch_go_in_pieces(kind):
+def test_more_rows_than_a_batch_are_split(kind):
     module, client = kind
     rows = np.arange(4 * 300, dtype=np.float32).reshape(300, 4)  # max_batch is 16, the arena has 256
     answer = client.infer("affine", [observation(module, rows)])
@@ -92,14 +94,14 @@ def test_http_infer_in_json(web):
     np.testing.assert_array_equal(web.infer("affine", [tensor], outputs=[output]).as_numpy("action"), ANSWER)
 
 
-@pytest.mark.parametrize("way", ["gzip", "deflate"])
-def test_compressed_requests(kind, way):
+@pytest.mark.parametrize("algorithm", ["gzip", "deflate"])
+def test_compressed_requests(kind, algorithm):
     module, client = kind
     if module is tritonclient.http:
-        answer = client.infer("affine", [observation(module)], request_compression_algorithm=way,
-                              response_compression_algorithm=way)  # fmt: skip
+        answer = client.infer("affine", [observation(module)], request_compression_algorithm=algorithm,
+                              response_compression_algorithm=algorithm)  # fmt: skip
     else:
-        answer = client.infer("affine", [observation(module)], compression_algorithm=way)
+        answer = client.infer("affine", [observation(module)], compression_algorithm=algorithm)
     np.testing.assert_array_equal(answer.as_numpy("action"), ANSWER)
 
 
@@ -116,8 +118,8 @@ def test_grpc_async_infer(rpc):
 
 
 def test_http_async_infer(web):
-    asked = [web.async_infer("affine", [observation(tritonclient.http, ROWS + n)]) for n in range(20)]
-    for n, request in enumerate(asked):
+    requests = [web.async_infer("affine", [observation(tritonclient.http, ROWS + n)]) for n in range(20)]
+    for n, request in enumerate(requests):
         np.testing.assert_array_equal(request.get_result(timeout=20).as_numpy("action"), 2 * (ROWS + n) + 1)
 
 
@@ -137,7 +139,7 @@ def test_a_stream_answers_in_order_and_survives_an_error(rpc):
     rpc.stop_stream()
 
 
-def test_a_stream_says_which_answer_is_the_last_where_asked(rpc):
+def test_a_stream_marks_the_last_answer_if_requested(rpc):
     answers: queue.Queue = queue.Queue()
     rpc.start_stream(callback=lambda result, error: answers.put((result, error)))
     rpc.async_stream_infer("affine", [observation(tritonclient.grpc)], enable_empty_final_response=True)
@@ -181,7 +183,7 @@ def test_a_timeout_is_kept(kind):
 
 
 @pytest.mark.parametrize(
-    ("asked", "said"),
+    ("options", "reason"),
     [
         ({"priority": 1}, "priority=1: requests are answered in the order they come"),
         ({"sequence_id": 7, "sequence_start": True}, "keeps no state between requests"),
@@ -190,10 +192,10 @@ def test_a_timeout_is_kept(kind):
         ({"model_version": "latest"}, "expected a whole number"),
     ],
 )
-def test_what_is_not_done_is_refused_by_name(kind, asked, said):
+def test_unsupported_options_are_refused_by_name(kind, options, reason):
     module, client = kind
-    with pytest.raises(InferenceServerException, match=said):
-        client.infer("affine", [observation(module)], **asked)
+    with pytest.raises(InferenceServerException, match=reason):
+        client.infer("affine", [observation(module)], **options)
 
 
 def test_classification_is_refused_by_name(kind):
@@ -234,7 +236,7 @@ def test_statistics_count_requests_rows_and_batches(kind):
     before = read()
     client.infer("affine", [observation(module)])
 
-    def all_counted():  # an engine counts when it has answered
+    def all_counted():  # an engine counts after it has answered
         after = read()
         return after[0] >= before[0] + 3 and after[1] > before[1] and after[2] > before[2] and after[3] > before[3]
 
@@ -247,8 +249,8 @@ def test_unload_and_load(kind):
     module, client = kind
 
     def states():
-        told = plain(client.get_model_repository_index())
-        return {model["name"]: model["state"] for model in (told if isinstance(told, list) else told["models"])}
+        index = plain(client.get_model_repository_index())
+        return {model["name"]: model["state"] for model in (index if isinstance(index, list) else index["models"])}
 
     client.unload_model("team/moody")
     assert "team/moody" not in states()
@@ -261,7 +263,7 @@ def test_unload_and_load(kind):
     np.testing.assert_array_equal(client.infer("team/moody", [observation(module)]).as_numpy("action"), ROWS + 1)
 
 
-def test_a_request_cannot_bring_code(kind):
+def test_a_request_cannot_name_code_to_run(kind):
     _, client = kind
     with pytest.raises(InferenceServerException, match="name code to run"):
         client.load_model("affine", config='{"factory": "os:abort"}')
@@ -270,7 +272,7 @@ def test_a_request_cannot_bring_code(kind):
     assert client.is_model_ready("affine")
 
 
-def test_trace_and_log_settings_are_refused_in_words(kind):
+def test_trace_and_log_settings_are_refused_with_a_message(kind):
     _, client = kind
     with pytest.raises(InferenceServerException, match="not served here"):
         client.get_log_settings()

@@ -31,9 +31,9 @@ def test_inputs_and_outputs_in_shared_memory(kind, region):
     client.register_system_shared_memory("given", "/oip_test_given", 2 * ROWS.nbytes)
     client.register_system_shared_memory("got", "/oip_test_got", ROWS.nbytes, offset=ROWS.nbytes)
     try:
-        told = plain(client.get_system_shared_memory_status())
-        told = told["regions"].values() if isinstance(told, dict) else told
-        assert {(one["name"], one["key"], int(one.get("offset", 0)), int(one["byte_size"])) for one in told} == {
+        regions = plain(client.get_system_shared_memory_status())
+        regions = regions["regions"].values() if isinstance(regions, dict) else regions
+        assert {(one["name"], one["key"], int(one.get("offset", 0)), int(one["byte_size"])) for one in regions} == {
             ("given", "/oip_test_given", 0, 2 * ROWS.nbytes), ("got", "/oip_test_got", ROWS.nbytes, ROWS.nbytes),
         }  # fmt: skip
         tensor = module.InferInput("observation", [3, 4], "FP32")
@@ -43,7 +43,7 @@ def test_inputs_and_outputs_in_shared_memory(kind, region):
         client.infer("affine", [tensor], outputs=[output])
         read = partial(shared_memory.get_contents_as_numpy, got, np.float32, [3, 4])
         np.testing.assert_array_equal(read(offset=ROWS.nbytes), ANSWER)
-        np.testing.assert_array_equal(read(), np.zeros_like(ROWS))  # beside the region nothing is written
+        np.testing.assert_array_equal(read(), np.zeros_like(ROWS))  # nothing is written outside the region
 
         # Input in shared memory, output in the answer.
         np.testing.assert_array_equal(client.infer("affine", [tensor]).as_numpy("action"), ANSWER)
@@ -59,7 +59,7 @@ def test_inputs_and_outputs_in_shared_memory(kind, region):
 
 
 @pytest.mark.parametrize(
-    ("key", "offset", "size", "said"),
+    ("key", "offset", "size", "reason"),
     [
         ("/oip_test_small", 0, 1 << 40, "has 64"),
         ("/oip_test_small", 60, 8, "has 64"),
@@ -72,15 +72,15 @@ def test_inputs_and_outputs_in_shared_memory(kind, region):
         ("/somebodys_own", 0, 8, "begins with 'oip_test_'"),
     ],
 )
-def test_memory_that_is_not_there_cannot_be_registered(kind, region, key, offset, size, said):
+def test_memory_that_is_not_there_cannot_be_registered(kind, region, key, offset, size, reason):
     _, client = kind
     region("small", 64)
-    with pytest.raises(InferenceServerException, match=said):
+    with pytest.raises(InferenceServerException, match=reason):
         client.register_system_shared_memory("wrong", key, size, offset)
     assert not plain(client.get_system_shared_memory_status())
 
 
-def test_a_region_that_was_shrunk_is_an_error_and_ends_nothing(kind, region):
+def test_a_region_that_was_shrunk_is_an_error_and_the_server_goes_on(kind, region):
     module, client = kind
     region("shrunk", 4096)
     client.register_system_shared_memory("shrunk", "/oip_test_shrunk", 4096)
@@ -100,7 +100,7 @@ def test_a_region_that_was_shrunk_is_an_error_and_ends_nothing(kind, region):
     assert client.is_server_ready()
 
 
-def test_cuda_shared_memory_is_off_unless_a_setting_says_otherwise(kind):
+def test_cuda_shared_memory_is_off_by_default(kind):
     _, client = kind
     assert not plain(client.get_cuda_shared_memory_status())
     with pytest.raises(InferenceServerException, match="CUDA shared memory is off here.*cuda_shared_memory = true"):

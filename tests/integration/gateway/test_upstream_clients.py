@@ -1,7 +1,7 @@
-"""Trainers' own clients, unmodified, where their package is installed: what they make of scores and of failures.
+"""Trainers' own unmodified clients, if their packages are installed: how they handle scores and failures.
 
-`PYTHONPATH=CHECKOUT pytest -rs tests/integration/gateway/test_upstream_clients.py` runs those of a checkout. What they
-send is in test_dialects.py, too.
+`PYTHONPATH=CHECKOUT pytest -rs tests/integration/gateway/test_upstream_clients.py` runs those of a checkout.
+test_dialects.py also has what they send.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ scores = {weight = 1, model = "judged", output = "graded"}
 rewards = {weight = 0, model = "judged", output = "right"}
 strict_rewards = {weight = 0, model = "judged", output = "strict"}
 """
-TOLD = [
+METADATA = [
     {"tag": tag, "prompt": "p", "include": [{"class": "cat", "count": count}]}
     for tag, count in (("counting", 1), ("colors", 2))
 ]
@@ -55,7 +55,7 @@ def test_flow_grpo(server, monkeypatch):
     """Its addresses are constants."""
     rewards = pytest.importorskip("flow_grpo.rewards", reason="flow_grpo is not installed")
     with server.connect() as client:
-        own = {name: where.rpartition(":") for name, where in client.status()["server"]["dialects"].items()}
+        own = {name: address.rpartition(":") for name, address in client.status()["server"]["dialects"].items()}
     ports = {18086: own["flow_grpo"][2], 18085: own["geneval"][2]}
     connect = urllib3.util.connection.create_connection
     monkeypatch.setattr(
@@ -68,23 +68,23 @@ def test_flow_grpo(server, monkeypatch):
         with pytest.raises(KeyError, match="outputs"):
             deqa(planes(51, value), ["a"] * 2, {})
     several = rewards.multi_score("cpu", {"deqa": 1.0, "geneval": 0.5})
-    told, _ = several(planes(102, 153), ["a", "b"], TOLD)
-    assert np.allclose(told["avg"], [0.4 + 0.7, 0.6 + 1.3], atol=1e-3)
-    assert told["strict_accuracy"] == [0.0, 1.0] and told["colors_strict_accuracy"] == [-10.0, 1.0]
+    details, _ = several(planes(102, 153), ["a", "b"], METADATA)
+    assert np.allclose(details["avg"], [0.4 + 0.7, 0.6 + 1.3], atol=1e-3)
+    assert details["strict_accuracy"] == [0.0, 1.0] and details["colors_strict_accuracy"] == [-10.0, 1.0]
 
 
 def test_unifiedreward_of_flow_grpo(server, monkeypatch):
     """Its address is a constant, too; nothing else is changed."""
     rewards = pytest.importorskip("flow_grpo.rewards", reason="flow_grpo is not installed")
     openai = pytest.importorskip("openai", reason="openai is not installed")
-    real, where = openai.AsyncOpenAI, f"http://{server.listening('http')}/dialects/unifiedreward/v1"
-    monkeypatch.setattr(openai, "AsyncOpenAI", lambda base_url, **more: real(base_url=where, **more))
-    asked = rewards.unifiedreward_score_sglang("cpu")
+    real, url = openai.AsyncOpenAI, f"http://{server.listening('http')}/dialects/unifiedreward/v1"
+    monkeypatch.setattr(openai, "AsyncOpenAI", lambda base_url, **more: real(base_url=url, **more))
+    scorer = rewards.unifiedreward_score_sglang("cpu")
     pictures = torch.stack([torch.full((3, 64, 64), value / 255) for value in (51, 102)])
-    scores, _ = asked(pictures, ["ab", "abc"], {})
+    scores, _ = scorer(pictures, ["ab", "abc"], {})
     assert np.allclose(scores, [2.2 / 5, 3.4 / 5], atol=1e-3)
     with pytest.raises(openai.APIStatusError, match="expected 1 to 5"):
-        asked(pictures[:1], [""], {})
+        scorer(pictures[:1], [""], {})
 
 
 def test_flow_factory(server):
@@ -121,7 +121,7 @@ def test_deepgen_rl(server):
         assert np.allclose(found["scores"] if isinstance(found, dict) else found, [2.4, 3.6], atol=1e-3)
     found = client.evaluate("editreward", {"source": images[:1] * 2, "edited": images}, ["a", "b"])
     assert np.allclose(found["scores"] if isinstance(found, dict) else found, [0.0, 0.2], atol=1e-3)
-    judged = client.evaluate("gen_eval", images, ["a", "b"], {"meta_datas": TOLD, "only_strict": False})
+    judged = client.evaluate("gen_eval", images, ["a", "b"], {"meta_datas": METADATA, "only_strict": False})
     assert judged["rewards"] == [1.0, 1.0] and judged["group_rewards"]["colors"] == [-10.0, 1.0]
     with pytest.raises(RuntimeError, match="422"):
         client.evaluate("aesthetic", [images[0], Image.new("RGB", (32, 32))], ["a", "b"])

@@ -29,7 +29,7 @@ def command(folder, *more: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.runs
-def test_workers_act_by_themselves_and_the_run_is_resumed(tmp_path) -> None:
+def test_workers_act_with_local_policies_and_the_run_is_resumed(tmp_path) -> None:
     before = segments()
     small = [*SMALL_PPO, "--env", "CartPole-v1", "--algorithm", "ppo", "--workers", "2", "--envs", "4"]
     small += ["--evaluate-every", "512", "--set", "log_every = 256"]
@@ -37,7 +37,7 @@ def test_workers_act_by_themselves_and_the_run_is_resumed(tmp_path) -> None:
     assert done.returncode == 0, done.stderr
     assert "report:" in done.stdout and "the last evaluation" in done.stdout
     summary = json.loads((tmp_path / "summary.json").read_text())
-    # Two workers may look at the budget in the same moment.
+    # Two workers may check the budget at the same moment.
     assert 1024 <= summary["env_steps"] <= 1026 and summary["learner_steps"] == 1024 // 128 and not summary["serial"]
     again = command(tmp_path, *small, "--steps", "1536", "--resume", "--serial")
     assert again.returncode == 0, again.stderr
@@ -45,7 +45,7 @@ def test_workers_act_by_themselves_and_the_run_is_resumed(tmp_path) -> None:
     assert summary["env_steps"] >= 1536 and summary["learner_steps"] == 1536 // 128
     rows = read_metrics(tmp_path / "metrics.csv")
     assert rows[-1]["env_steps"] >= 1536 and any("policy_loss" in row for row in rows)
-    # A worker that did not run while the other filled a rollout brings steps of an older policy, which are left out.
+    # A worker that did not run while the other filled a rollout sends steps of an older policy, which are dropped.
     assert max(row.get("stale", 0) for row in rows) < 500, "PPO learned from the newest policy's steps"
     assert segments() <= before
 
@@ -73,18 +73,18 @@ def test_a_private_server_computes_the_actions(tmp_path, options) -> None:
 
 @pytest.mark.runs
 def test_served_and_local_policies_learn_the_same_serially(tmp_path) -> None:
-    """The outputs are the same to some bits, and so are the first steps; what is learned, nearly."""
-    told = {"algorithm": "ppo", "n_steps": 32, "hidden": (16,), "steps": 64, "evaluation_episodes": 1}
+    """The outputs are equal except for some bits, and so are the first steps; the learned weights are nearly equal."""
+    options = {"algorithm": "ppo", "n_steps": 32, "hidden": (16,), "steps": 64, "evaluation_episodes": 1}
     outcomes = {}
     for policy in ("local", "served"):
-        settings = GymTraining.checked({**told, "policy": policy})
+        settings = GymTraining.checked({**options, "policy": policy})
         outcomes[policy] = train(settings, tmp_path / policy, serial=True)
     assert outcomes["local"].learner_steps == outcomes["served"].learner_steps == 2
     assert outcomes["local"].episodes == outcomes["served"].episodes
     assert outcomes["local"].evaluation == outcomes["served"].evaluation
 
 
-def test_what_an_environment_audits_is_logged_and_drawn_and_not_rewarded(tmp_path) -> None:
+def test_audits_of_an_environment_are_logged_and_drawn_and_not_rewarded(tmp_path) -> None:
     returns = {}
     for world, audit in (("Audited", ("other",)), ("Mixed", ())):
         env = f"tests.unit.gym_training.gym_worlds:{world}"
@@ -102,23 +102,23 @@ def test_ctrl_c_ends_it_in_order_with_a_checkpoint(tmp_path) -> None:
     line = [*LINE, "--out", str(tmp_path), *SMALL_PPO, "--steps", "100000000", "--set", "log_every = 32"]
     process = subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     try:
-        until = time.monotonic() + 80
+        deadline = time.monotonic() + 80
         while not ((tmp_path / "metrics.csv").exists() and len(read_metrics(tmp_path / "metrics.csv")) > 2):
-            assert time.monotonic() < until and process.poll() is None
+            assert time.monotonic() < deadline and process.poll() is None
             time.sleep(0.1)
         process.send_signal(signal.SIGINT)
-        said, _ = process.communicate(timeout=60)
+        output, _ = process.communicate(timeout=60)
     finally:
         if process.poll() is None:
             process.kill()
-    assert process.returncode == 130 and "Traceback" not in said, said
+    assert process.returncode == 130 and "Traceback" not in output, output
     assert Checkpoints(tmp_path / "checkpoints").latest() is not None
     assert segments() <= before
 
 
 @pytest.mark.runs
 @pytest.mark.parametrize("victim", [pytest.param("actor-0", marks=pytest.mark.slow), "learner"])
-def test_who_is_killed_is_started_again(tmp_path, victim) -> None:
+def test_a_killed_role_is_restarted(tmp_path, victim) -> None:
     small = {"n_steps": 32, "hidden": (16,), "evaluation_episodes": 1, "evaluate_every": 0}
     settings = GymTraining.checked({**small, "steps": 3000})
     planned = plan(settings)
@@ -143,8 +143,15 @@ def test_who_is_killed_is_started_again(tmp_path, victim) -> None:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("policy", ["local", "served"])
 def test_ppo_balances_the_pole(tmp_path, policy) -> None:
-    told = {"n_steps": 32, "batch_size": 256, "gae_lambda": 0.8, "gamma": 0.98, "n_epochs": 20, "learning_rate": 1e-3}
-    settings = GymTraining.checked({**told, "envs": 8, "steps": 51_200, "policy": policy, "workers": 2})
+    options = {
+        "n_steps": 32,
+        "batch_size": 256,
+        "gae_lambda": 0.8,
+        "gamma": 0.98,
+        "n_epochs": 20,
+        "learning_rate": 1e-3,
+    }
+    settings = GymTraining.checked({**options, "envs": 8, "steps": 51_200, "policy": policy, "workers": 2})
     assert train(settings, tmp_path / "run").evaluation["eval_return"] > 400
 
 
@@ -152,8 +159,8 @@ def test_ppo_balances_the_pole(tmp_path, policy) -> None:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("algorithm", ["sac", "td3"])
 def test_the_pendulum_is_swung_up(tmp_path, algorithm) -> None:
-    told = {"learning_rate": 1e-3, "batch_size": 128, "hidden": (64, 64), "steps": 8000, "gamma": 0.98}
-    settings = GymTraining.checked({**told, "env": "Pendulum-v1", "algorithm": algorithm})
+    options = {"learning_rate": 1e-3, "batch_size": 128, "hidden": (64, 64), "steps": 8000, "gamma": 0.98}
+    settings = GymTraining.checked({**options, "env": "Pendulum-v1", "algorithm": algorithm})
     train(settings, tmp_path / "run")
     assert Checkpoints(tmp_path / "run" / "checkpoints").best()["numbers"]["return"] > -250
 
@@ -161,8 +168,8 @@ def test_the_pendulum_is_swung_up(tmp_path, algorithm) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_dqn_balances_the_pole(tmp_path) -> None:
-    told = {"learning_rate": 2.3e-3, "batch_size": 64, "learning_starts": 1000, "target_update_interval": 10}
-    told |= {"train_freq": 256, "gradient_steps": 128, "exploration_fraction": 0.16, "exploration_final_eps": 0.04}
-    settings = GymTraining.checked({**told, "algorithm": "dqn", "steps": 50_000, "hidden": (256, 256)})
+    options = {"learning_rate": 2.3e-3, "batch_size": 64, "learning_starts": 1000, "target_update_interval": 10}
+    options |= {"train_freq": 256, "gradient_steps": 128, "exploration_fraction": 0.16, "exploration_final_eps": 0.04}
+    settings = GymTraining.checked({**options, "algorithm": "dqn", "steps": 50_000, "hidden": (256, 256)})
     train(settings, tmp_path / "run", serial=True)
     assert Checkpoints(tmp_path / "run" / "checkpoints").best()["numbers"]["return"] > 400

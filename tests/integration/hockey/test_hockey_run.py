@@ -43,13 +43,13 @@ def command(folder, *more: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.runs
-def test_two_collectors_and_a_learner_make_the_steps_of_the_budget(tmp_path) -> None:
+def test_two_collectors_and_a_learner_use_the_budget(tmp_path) -> None:
     before = segments()
     done = command(tmp_path, "--workers", "2", "--envs", "8", "--steps", "2400", "--learning-starts", "200")
     assert done.returncode == 0, done.stderr
     assert "report:" in done.stdout and "against weak:" in done.stdout
     summary = json.loads((tmp_path / "summary.json").read_text())
-    # Two collectors may look at the budget in the same moment.
+    # Two collectors may check the budget at the same moment.
     assert 2400 <= summary["env_steps"] <= 2404 and summary["learner_steps"] == (2400 - 200) // 2
     assert summary["restarts"] == 0 and summary["episodes"] > 1 and not summary["serial"]
     lanes = [lane.role for lane in Timeline.read(tmp_path / "timeline.json").lanes]
@@ -78,7 +78,7 @@ def test_the_same_command_trains_in_an_environment_with_the_originals_interface(
 @pytest.mark.runs
 def test_a_served_policy_plays_and_so_do_pinned_past_selves(tmp_path) -> None:
     before = segments()
-    # Collectors that ran ahead would have ended all their games before the learner looks for snapshots a second time.
+    # Collectors far ahead would end all their games before the learner checks for snapshots a second time.
     league = {"pool": 3, "anchor_share": 0.1}
     s = settings(steps=3000, policy="served", snapshot_every=3, max_ahead=200, league=league)
     outcome = train(s, tmp_path)
@@ -89,29 +89,29 @@ def test_a_served_policy_plays_and_so_do_pinned_past_selves(tmp_path) -> None:
 
 
 def kill_at_random(folder: Path, times: int, seconds: float) -> tuple[int, object]:
-    """Run hockey, and kill one of its processes at random so many times, each so many seconds after the last."""
-    chance, kills, seen, signals = random.Random(7), [], [time.monotonic(), 0], Signals()
+    """Run hockey, and kill `times` random processes of it, with `seconds` between kills."""
+    rng, kills, last_kill, signals = random.Random(7), [], [time.monotonic(), 0], Signals()
 
     def watch(shared):
         now, steps, rows = time.monotonic(), shared.scoreboard.env_steps, shared.replay("rows").added
         assert rows >= 2 * steps, "a step that was counted twice would have written its two rows once"
-        # What a step that was not finished wrote, a last observation for each side, and what is under way.
+        # The rows of unfinished steps, a last observation for each side, and steps in progress.
         assert rows <= 2 * (shared.scoreboard.env_steps + shared.scoreboard.episodes) + 8 * (len(kills) + 2) + 16
-        if now - seen[0] < seconds or steps < seen[1] + 200:
+        if now - last_kill[0] < seconds or steps < last_kill[1] + 200:
             return
         if shared.scoreboard.control[:, Control.RESTARTS].sum() < len(kills):
-            return  # who was killed is not dead yet
+            return  # the killed process has not ended yet
         if len(kills) == times:
             signals.ask()
             return
-        victim = chance.randrange(len(shared.scoreboard.words))
+        victim = rng.randrange(len(shared.scoreboard.words))
         pid = shared.scoreboard.words[victim][Word.PID]
         try:
             os.kill(pid, signal.SIGKILL)
         except ProcessLookupError:
             return
         kills.append(victim)
-        seen[:] = [now, steps]
+        last_kill[:] = [now, steps]
 
     s = settings(steps=10**9, workers=2, evaluate_every=3000, checkpoint_every=5000, snapshot_every=50)
     planned = dataclasses.replace(plan(s, folder), timeouts=Timeouts(failures=1000, back_off=(0.0, 0.1)))
@@ -126,7 +126,7 @@ def check(folder: Path, kills: int, outcome) -> None:
 
 
 @pytest.mark.runs
-def test_a_hockey_run_goes_on_whoever_of_it_is_killed(tmp_path) -> None:
+def test_a_hockey_run_goes_on_when_any_process_is_killed(tmp_path) -> None:
     before = segments()
     kills, outcome = kill_at_random(tmp_path, times=3, seconds=0.5)
     assert kills == 3
@@ -136,7 +136,7 @@ def test_a_hockey_run_goes_on_whoever_of_it_is_killed(tmp_path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_hockey_run_goes_on_for_five_minutes_of_killing(tmp_path) -> None:
+def test_a_hockey_run_survives_five_minutes_of_kills(tmp_path) -> None:
     before = segments()
     kills, outcome = kill_at_random(tmp_path, times=30, seconds=10.0)
     assert kills == 30

@@ -65,7 +65,7 @@ class OnPolicyAgent(TreasurehuntAgent):
 
 
 class OnPolicyHunt(TreasurehuntEnv):
-    """One agent with PPO, and one that does anything."""
+    """One agent with PPO, and one that acts at random."""
 
     def setup_agents(self):
         super().setup_agents()
@@ -88,7 +88,7 @@ class OnPolicyHunt(TreasurehuntEnv):
         second.model = RandomModel(second.observation_spec.input_size, 4, memory_size=64)
         second.model.memory.n_frames = 2
         learner = OnPolicyAgent(first.observation_spec, first.action_spec, model)
-        learner.kind = first.kind  # what the others see it as
+        learner.kind = first.kind  # the others observe it as this kind
         self.agents = [learner, second]
 
 
@@ -102,16 +102,16 @@ class SafeHunt(SafeTreasurehuntEnv):
             agent.model = shared
 
 
-def hunt(**asked):
-    config = configuration(**asked)
+def hunt(**options):
+    config = configuration(**options)
     return Hunt(TreasurehuntWorld(config=config, default_entity=EmptyEntity()), config)
 
 
-def on_policy_hunt(**asked):
-    config = configuration(**asked)
+def on_policy_hunt(**options):
+    config = configuration(**options)
     return OnPolicyHunt(TreasurehuntWorld(config=config, default_entity=EmptyEntity()), config)
 
 
-def safe_hunt(**asked):
-    config = configuration(**asked)
+def safe_hunt(**options):
+    config = configuration(**options)
     return SafeHunt(SafeTreasurehuntWorld(config=config, default_entity=SafeEmptyEntity()), config)

@@ -1,4 +1,4 @@
-"""The longer proofs: what is learned, whatever is published how, and whoever is killed meanwhile."""
+"""The longer tests of learning: with each publication mode, and with a learner that is killed repeatedly."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ class Nothing:
 
 
 def ratios(evaluation):
-    """What each agent collects, as a multiple of what it collects at random."""
+    """Return what each agent collects, as a multiple of what it collects at random."""
     return [evaluation[f"eval_return_{agent}"] / evaluation[f"eval_random_{agent}"] for agent in ("agent_0", "agent_1")]
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("mode", ["double_buffer", "snapshot"])
-def test_both_agents_collect_three_times_what_random_ones_do(mode, tmp_path):
+def test_both_agents_collect_three_times_as_much_as_random_ones(mode, tmp_path):
     outcome = train(MarlTraining(**LEARNING, publish_mode=mode, log_dir=tmp_path))
     assert min(ratios(outcome.evaluation)) >= 3
     assert outcome.restarts == 0
@@ -56,7 +56,7 @@ def test_an_agent_whose_learner_is_killed_every_twenty_seconds_learns_as_much(tm
     def watch(shared):
         nonlocal last
         words = shared.scoreboard.words[victim]
-        # On a loaded machine a process takes its time to start: it is killed at work.
+        # A process may start slowly on a busy machine: it is killed only after ten seconds of work.
         at_work = words[Word.STATE] == State.RUNNING and time.monotonic() - words[Word.READY_AT] / 1e9 > 10
         if time.monotonic() - last < 20 or not at_work:
             return

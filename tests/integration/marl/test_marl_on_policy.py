@@ -1,4 +1,4 @@
-"""PPO in a multi-agent training: only what its own recent policy did teaches it, and nothing else is waited for."""
+"""PPO in a multi-agent training: it learns only from its own recent policy, and waits for nothing else."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from jurybox.training.runtime.settings import changes_of
 from jurybox.training.runtime.shared_resources import SharedResources
 from jurybox.training.runtime.turns import Rules, make_turn
 
-# Without what PPO has no use for.
+# Without the settings that PPO does not use.
 PPO = {
     name: value
     for name, value in SMALL.items()
@@ -39,14 +39,14 @@ def test_a_serial_training_is_resumed_bit_for_bit(tmp_path):
     train(settings("halves", 60), serial=True)
     train(settings("halves", 90), serial=True, resume=True)
     (one, whole), (two, halves) = (weights(tmp_path / name, "learner-agent_0+agent_1") for name in ("whole", "halves"))
-    # A checkpoint in the midst of a rollout costs the rest of it: 20 turns, 10 that are let go, and so on.
+    # A checkpoint during a rollout drops the rest of it: 20 turns, 10 dropped ones, and so on.
     assert one == two and one[0] == one[1] > 0
     assert all(np.array_equal(whole[name], halves[name]) for name in whole)
 
 
 @pytest.mark.runs
-def test_processes_walk_the_same_way_as_one_process_when_publication_is_frozen(tmp_path):
-    # Without a checkpoint on the way: it ends the episode that is going on, and in which turn it falls is chance.
+def test_processes_make_the_same_trajectory_as_one_process_when_publication_is_frozen(tmp_path):
+    # Without checkpoints in between: each ends the current episode, at a turn that depends on timing.
     frozen = {name: value for name, value in PPO.items() if name != "checkpoint_every"}
     settings = MarlTraining(**frozen, publish_interval=0)
     run(plan(settings), tmp_path / "serial", Nothing(), serial=True)
@@ -61,19 +61,19 @@ def contexts():
     """A run's shared memory, its learner's turn, and a writer of the actor's transitions."""
     settings = MarlTraining(**{**PPO, "agents": 1, "buffer_size": 64})
     planned = plan(settings)
-    said = []
+    messages = []
     with SharedResources.create(planned) as shared:
         (number,) = planned.of_kind(Kind.LEARNER)
-        context = RoleContext(planned, number, shared, said.append)
+        context = RoleContext(planned, number, shared, messages.append)
         turn = make_turn(context, Rules(planned, shared.scoreboard, None), None)
-        stream, random, moment = shared.replay("agent_0").stream(), np.random.default_rng(0), iter(range(10**6))
+        stream, rng, moment = shared.replay("agent_0").stream(), np.random.default_rng(0), iter(range(10**6))
 
         def act(count, version):
             for _ in range(count):
                 stream.add(
-                    observation=random.integers(2, size=(5, 5, 5), dtype=np.uint8),
-                    action=int(random.integers(5)),
-                    reward=float(random.random()),
+                    observation=rng.integers(2, size=(5, 5, 5), dtype=np.uint8),
+                    action=int(rng.integers(5)),
+                    reward=float(rng.random()),
                     terminated=False,
                     log_probability=float(np.log(0.2)),
                     version=version,
@@ -97,7 +97,7 @@ def test_transitions_of_an_old_policy_are_dropped_and_counted(contexts):
     act(9, version=0)
     act(20, version=1)  # one update old: allowed
     turn.take()
-    # The newest transition waits for its successor each time, so one of version 1 is counted with these.
+    # The newest transition waits for its successor each time, so one of version 1 is among these.
     assert (learner.updates, learner.stale) == (3, 9)
 
 
@@ -114,40 +114,40 @@ def test_too_few_transitions_wait_for_the_next_step(contexts):
     assert learner.updates == 1 and learner.stale == 0, "the first six were kept"
 
 
-def test_what_the_ring_overwrote_is_counted(contexts):
+def test_overwritten_transitions_are_counted(contexts):
     turn, act = contexts
     act(100, version=0)
     turn.take()
     assert turn.role._resident.missed == 36 and turn.role.updates == 1
 
 
-def test_who_comes_after_a_killed_learner_does_not_learn_twice_from_the_same(contexts):
+def test_a_restarted_learner_does_not_learn_twice_from_the_same_transitions(contexts):
     turn, act = contexts
     act(21, version=0)
     turn.take()
     act(11, version=1)
     context = turn.context
     turn.close()
-    after = make_turn(
+    restarted = make_turn(
         RoleContext(context.plan, context.number, context.shared, lambda message: None, life=2),
         Rules(context.plan, context.scoreboard, None),
         None,
     )
     try:
-        assert after.role.updates == 1
+        assert restarted.role.updates == 1
         assert all(
             one.equal(other)
             for one, other in zip(
-                turn.role.learner.network.parameters(), after.role.learner.network.parameters(), strict=True
+                turn.role.learner.network.parameters(), restarted.role.learner.network.parameters(), strict=True
             )
         )
-        after.take()
-        assert after.role.updates == 2 and after.role.stale == 21, "only what the published policy did"
+        restarted.take()
+        assert restarted.role.updates == 2 and restarted.role.stale == 21, "only transitions of the published policy"
     finally:
-        after.close()
+        restarted.close()
 
 
-def test_agents_have_settings_of_their_own(tmp_path):
+def test_agents_have_their_own_settings(tmp_path):
     own = {"agent_1": {"algorithm": "iqn", "learning_rate": 0.001, "hidden": [8], "buffer_size": 50}}
     settings = MarlTraining(**SMALL, own=own, log_dir=tmp_path)
     first, second = (settings.of([agent]) for agent in ("agent_0", "agent_1"))

@@ -1,4 +1,4 @@
-"""`jurybox policy` with what `train marl` leaves: one policy a group, in its place among the others."""
+"""`jurybox policy` with a run of `train marl`: one policy for each group, acting in its place among the others."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Nothing:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Four agents of which two share a policy; action 2 is paid, and numbers of actions begin at 5."""
+    """Four agents, two of which share a policy; action 2 is rewarded, and the numbers of actions start at 5."""
     settings = MarlTraining(
         environment="tests.integration.marl.worlds:Kinds",
         world={"kinds": KINDS, "first": 5},
@@ -58,25 +58,25 @@ def command(monkeypatch):
     return call
 
 
-def test_a_run_has_a_policy_for_each_group_and_asks_which(folder, command):
+def test_a_run_has_a_policy_for_each_group_and_needs_its_name(folder, command):
     assert {each.name for each in policies(folder)} == {"a", "b+c", "d"}
     assert all(name in command("list", folder) for name in ("a", "b+c", "d"))
     assert "say which with --name" in command("evaluate", folder, status=2)
 
 
 @pytest.mark.parametrize("name", ["a", "b+c", "d"])
-def test_each_plays_its_own_place_by_what_it_learned(name, folder):
-    # Eight steps an episode, each paid 1 for action 2: all of it is learned in so many steps.
+def test_each_policy_plays_its_own_place_as_it_learned(name, folder):
+    # An episode has eight steps with a reward of 1 for action 2; this many steps suffice to learn it.
     totals = [each.total for each in play(Policy(choose(folder, name=name)), 3)]
     assert np.mean(totals) >= 6, totals
     assert totals == [each.total for each in play(Policy(choose(folder, name=name)), 3)]
 
 
 def test_a_place_in_a_shared_group_is_chosen_and_others_may_act_at_random(folder, command):
-    said = command(
+    output = command(
         "evaluate", folder, "--name", "b+c", "--episodes", 2, "--set", "agent='c'", "--set", "others='random'"
     )
-    assert "mean return" in said
+    assert "mean return" in output
     assert "no agent 'e'" in command("evaluate", folder, "--name", "a", "--set", "agent='e'", status=2)
 
 
@@ -84,17 +84,15 @@ def test_the_others_act_by_their_own_policies(folder):
     first = Policy(choose(folder, name="a"))
     with first.environment() as env:
         assert isinstance(env, AgentEnv)
-        asked = []
+        used = []
         for agent, chooses in list(env._choosing.items()):
-            env._choosing[agent] = lambda rows, agent=agent, chooses=chooses: asked.append(agent) or chooses(rows)
+            env._choosing[agent] = lambda rows, agent=agent, chooses=chooses: used.append(agent) or chooses(rows)
         env.reset(seed=1)
         env.step(7)
-    assert asked == ["b", "c", "d"]
+    assert used == ["b", "c", "d"]
 
 
-def test_an_exported_policy_is_refused_a_place_among_learned_others_and_plays_among_random_ones(
-    folder, tmp_path, command
-):
+def test_an_exported_policy_cannot_play_among_learned_others_but_among_random_ones(folder, tmp_path, command):
     command("export", folder, "--name", "a", "--to", tmp_path / "a.pt2")
     exported = torch.export.load(tmp_path / "a.pt2").module()
     policy_a = Policy(choose(folder, name="a"))
@@ -106,35 +104,35 @@ def test_an_exported_policy_is_refused_a_place_among_learned_others_and_plays_am
     for action in range(3):  # of 400 draws, six standard errors at most
         for found in (drawn, ours):
             assert np.abs((found == action + 5).mean(1) - chances[:, action]).max() < 0.16
-    told = command("evaluate", tmp_path / "a.safetensors", "--trust", status=2)
-    assert "the policies b+c, d" in told
+    output = command("evaluate", tmp_path / "a.safetensors", "--trust", status=2)
+    assert "the policies b+c, d" in output
     random = command("evaluate", tmp_path / "a.safetensors", "--trust", "--set", "others='random'", "--episodes", 2)
     assert "mean return" in random
 
 
-def test_a_file_of_somebody_elses_calls_no_code_by_way_of_our_own_factories(folder, tmp_path, command):
+def test_a_foreign_file_runs_no_code_through_our_own_factories(folder, tmp_path, command):
     command("export", folder, "--name", "a", "--to", tmp_path / "a.pt2")
     with pytest.raises(PolicyError, match=r"tests\.integration\.marl\.worlds:Kinds.*--trust"):
         play(Policy(choose(tmp_path / "a.safetensors")), 1)
 
 
-def test_a_description_names_all_that_a_checkpoint_has(folder):
+def test_a_description_names_all_files_of_a_checkpoint(folder):
     for place in (folder / "checkpoints").glob("step-*"):
-        said = json.loads((place / "policy.json").read_text())
-        assert all((place / acts["weights"]).is_file() for acts in said["policies"].values())
+        description = json.loads((place / "policy.json").read_text())
+        assert all((place / acts["weights"]).is_file() for acts in description["policies"].values())
     with pytest.raises(ConfigError, match="others = 'bold'"):
         AgentEnv("tests.integration.marl.worlds:Kinds", {"kinds": KINDS}, "a", {"a": "a"}, {}, {}, others="bold")
 
 
-def test_a_description_that_an_earlier_build_wrote_is_read():
-    now = {
+def test_a_description_of_an_earlier_build_is_read():
+    current = {
         "format": 1,
         "training": "marl",
         "policies": {"a": {"network": "n", "arguments": {}, "weights": "w", "output": "o", "choose": "best"}},
         "environment": "jurybox.training.recipes.marl_agent_env:AgentEnv",
     }
-    now["policies"]["a"]["own_arguments"] = {"agent": "a"}
-    then = {**now, "environment": "jurybox.training.recipes.marl_seat:Seat"}
-    then["policies"] = {"a": {**now["policies"]["a"], "seat": {"agent": "a"}}}
-    del then["policies"]["a"]["own_arguments"]
-    assert Description.of(then, Path("policy.json")) == Description.of(now, Path("policy.json"))
+    current["policies"]["a"]["own_arguments"] = {"agent": "a"}
+    earlier = {**current, "environment": "jurybox.training.recipes.marl_seat:Seat"}
+    earlier["policies"] = {"a": {**current["policies"]["a"], "seat": {"agent": "a"}}}
+    del earlier["policies"]["a"]["own_arguments"]
+    assert Description.of(earlier, Path("policy.json")) == Description.of(current, Path("policy.json"))

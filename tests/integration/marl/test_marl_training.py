@@ -1,4 +1,4 @@
-"""The multi-agent training: the same trajectory however it is run, and a folder that says what happened."""
+"""The multi-agent training: the same trajectory in one process or several, and a run folder with its results."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Nothing:
 
 
 def rows(folder, group):
-    """What a group's replay held at the end, in order."""
+    """Return what a group's replay contained at the end, in order."""
     checkpoint = Checkpoints(folder / "checkpoints").latest()
     replay = Replay.load(checkpoint.folder / f"replay-{group}.jbr", f"look-{os.getpid()}")
     try:
@@ -51,13 +51,13 @@ def rows(folder, group):
 
 
 @pytest.mark.runs
-def test_processes_walk_the_same_way_as_one_process_when_publication_is_frozen(tmp_path):
+def test_processes_make_the_same_trajectory_as_one_process_when_publication_is_frozen(tmp_path):
     before = segments()
     settings = MarlTraining(**SMALL, publish_interval=0, share=(("agent_0", "agent_1"),))
     run(plan(settings), tmp_path / "serial", Nothing(), serial=True)
     run(plan(settings), tmp_path / "parallel", Nothing())
     one, two = (rows(tmp_path / name, "agent_0+agent_1") for name in ("serial", "parallel"))
-    assert len(one["action"]) >= 2 * 56, "two agents; the last action of each has brought nothing yet"
+    assert len(one["action"]) >= 2 * 56, "two agents; the last action of each has no reward yet"
     assert all(np.array_equal(one[name], two[name]) for name in one)
     assert len(set(one["action"].tolist())) > 2
     assert segments() <= before
@@ -87,15 +87,17 @@ def test_a_serial_training_is_resumed_bit_for_bit(tmp_path):
 
 @pytest.mark.parametrize("algorithm", ["dqn", "ppo"])
 def test_several_worlds_feed_the_same_learners(tmp_path, algorithm):
-    of = {"ppo": {"n_steps": 20, "n_epochs": 1}, "algorithm": "ppo"} if algorithm == "ppo" else {}
-    settings = {name: value for name, value in SMALL.items() if not of or not name.startswith(("expl", "learning_s"))}
-    outcome = train(MarlTraining(**{**settings, **of}, envs=3, log_dir=tmp_path), serial=True)
+    ppo_settings = {"ppo": {"n_steps": 20, "n_epochs": 1}, "algorithm": "ppo"} if algorithm == "ppo" else {}
+    settings = {
+        name: value for name, value in SMALL.items() if not ppo_settings or not name.startswith(("expl", "learning_s"))
+    }
+    outcome = train(MarlTraining(**{**settings, **ppo_settings}, envs=3, log_dir=tmp_path), serial=True)
     assert set(outcome.busy) >= {"actor-0", "actor-1", "actor-2"} and outcome.env_steps == 60
     assert outcome.learner_steps > 0 and outcome.episodes >= 3
     taken = Checkpoints(tmp_path / "checkpoints").existing()
     worlds = [taken.document["roles"][f"actor-{number}"][1][0] for number in range(3)]
     assert worlds == [20, 20, 20]
-    if of:
+    if ppo_settings:
         replay = Replay.load(taken.folder / "replay-agent_0.jbr", f"worlds-{os.getpid()}")
         try:
             assert set(replay.parts[0].field_rows("agent", 0, len(replay)).tolist()) == {0, 2, 4}
@@ -104,13 +106,13 @@ def test_several_worlds_feed_the_same_learners(tmp_path, algorithm):
             replay.close()
 
 
-def test_workers_are_as_many_as_worlds():
+def test_each_world_has_a_worker():
     assert MarlTraining(workers=2).n_envs == MarlTraining(envs=2).n_envs == 2
     with pytest.raises(ValueError, match="each world has an actor process of its own"):
         MarlTraining(workers=2, envs=4)
 
 
-def test_settings_come_from_file_then_options(tmp_path):
+def test_options_override_settings_of_the_file(tmp_path):
     config = tmp_path / "marl.toml"
     config.write_text('publish_mode = "snapshot"\nbatch_size = 32\n[world]\nturns = 7\n')
     settings = MarlTraining.read(
@@ -135,14 +137,14 @@ def test_a_wrong_setting_is_named(changes, message):
         plan(MarlTraining(share=(("agent_0", "agent_7"),)))
 
 
-def test_the_state_of_a_run_that_is_not_there_is_refused(tmp_path, monkeypatch):
+def test_the_state_of_a_missing_run_is_refused(tmp_path, monkeypatch):
     for take in ("take_over", "ignore_from_now_on"):  # the signals of this process are pytest's
         monkeypatch.setattr(interrupts, take, lambda *_: None)
     done = CliRunner().invoke(train_app, ["marl", "--debug-state", "--out", str(tmp_path)])
     assert done.exit_code == 2 and "no run is going on" in done.output
 
 
-def test_ppo_is_the_default_and_an_agent_may_have_a_publication_mode_of_its_own():
+def test_ppo_is_the_default_and_an_agent_may_have_its_own_publication_mode():
     settings = MarlTraining(own={"agent_1": {"publish_mode": "snapshot"}})
     assert (settings.algorithm, settings.rate) == ("ppo", 0.001)
     planned = plan(settings)

@@ -32,7 +32,7 @@ class Nothing:
     def scalars(self, step, values): ...
 
 
-def remembered(folder, agent):
+def observations_of(folder, agent):
     checkpoint = Checkpoints(folder / "checkpoints").latest()
     replay = Replay.load(checkpoint.folder / f"replay-{agent}.jbr", f"look-{os.getpid()}")
     try:
@@ -43,7 +43,7 @@ def remembered(folder, agent):
 
 
 @pytest.mark.parametrize("algorithm", ["dqn", "iqn", "ppo"])
-def test_agents_that_see_all_kinds_of_things_learn_side_by_side(tmp_path, algorithm):
+def test_agents_with_all_kinds_of_observations_learn_together(tmp_path, algorithm):
     base = PPO if algorithm == "ppo" else {**DQN, "algorithm": algorithm}
     kinds = {f"sees_{kind}": kind for kind in SPACES}
     outcome = train(
@@ -51,7 +51,7 @@ def test_agents_that_see_all_kinds_of_things_learn_side_by_side(tmp_path, algori
     )
     assert outcome.end is End.STEPS and outcome.learner_steps > 0
     assert np.isfinite(outcome.evaluation["eval_return"])
-    rows = {kind: remembered(tmp_path, agent) for agent, kind in kinds.items()}
+    rows = {kind: observations_of(tmp_path, agent) for agent, kind in kinds.items()}
     assert {kind: each.dtype.name for kind, each in rows.items() if each.dtype != np.uint8} == dict.fromkeys(
         ("float32", "float64", "bounded", "uint16", "int32", "int64"), "float32"
     )
@@ -64,17 +64,17 @@ def test_agents_that_see_all_kinds_of_things_learn_side_by_side(tmp_path, algori
 
 @pytest.mark.runs
 @pytest.mark.parametrize("base", [pytest.param(DQN, marks=pytest.mark.slow), PPO], ids=["dqn", "ppo"])
-def test_float_observations_travel_between_processes_as_they_are(tmp_path, base):
+def test_float_observations_are_unchanged_between_processes(tmp_path, base):
     settings = MarlTraining(
         **base, environment=KINDS, world={"kinds": {"a": "float32", "b": "float32"}}, publish_interval=0
     )
     run(plan(settings), tmp_path / "serial", Nothing(), serial=True)
     run(plan(settings), tmp_path / "parallel", Nothing())
-    one, two = (remembered(tmp_path / name, "a") for name in ("serial", "parallel"))
+    one, two = (observations_of(tmp_path / name, "a") for name in ("serial", "parallel"))
     assert np.array_equal(one, two) and len(one) >= 30 and len(np.unique(one)) > 60
 
 
-def test_what_is_paid_is_learned_from_floats(tmp_path):
+def test_rewarded_actions_are_learned_from_floats(tmp_path):
     settings = MarlTraining(
         algorithm="dqn",
         environment=KINDS,
@@ -94,7 +94,7 @@ def test_what_is_paid_is_learned_from_floats(tmp_path):
     assert outcome.evaluation["eval_return_a"] > 7 > 5 > outcome.evaluation["eval_random_a"]
 
 
-def test_agents_that_share_must_see_alike(tmp_path):
+def test_agents_that_share_need_the_same_spaces(tmp_path):
     world = {"kinds": {"a": "float32", "b": "uint8"}}
     assert plan(MarlTraining(**DQN, environment=KINDS, world=world))
     with pytest.raises(ConfigError, match="see or do different things"):
@@ -102,7 +102,7 @@ def test_agents_that_share_must_see_alike(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("kind", "says", "message"),
+    ("kind", "observation", "message"),
     [
         ("uint8", np.full((4, 4, 1), 300), "holds 300"),
         ("discrete", 4, "holds 5 of 5"),
@@ -110,20 +110,20 @@ def test_agents_that_share_must_see_alike(tmp_path):
         ("float32", np.zeros(4, np.float32), r"has the shape \(4,\)"),
     ],
 )
-def test_an_observation_that_is_not_of_its_space_is_an_error(kind, says, message):
+def test_an_observation_outside_its_space_is_an_error(kind, observation, message):
     space = SPACES[kind]
     world = Kinds({"a": kind})
-    seen = ObservationEncoder("a", space, AgentSpaces.of(space, world.action_space("a"), "a"))
+    encoder = ObservationEncoder("a", space, AgentSpaces.of(space, world.action_space("a"), "a"))
     with pytest.raises(WorldError, match=message):
-        seen.row(says)
+        encoder.row(observation)
 
 
-def test_rows_are_copies_of_what_an_environment_may_write_again():
+def test_rows_are_copies_of_arrays_that_an_environment_may_reuse():
     space = SPACES["float32"]
-    seen = ObservationEncoder("a", space, AgentSpaces.of(space, Kinds({"a": "float32"}).action_space("a"), "a"))
-    given = np.ones(3, np.float32)
-    row = seen.row(given)
-    given[:] = 7
+    encoder = ObservationEncoder("a", space, AgentSpaces.of(space, Kinds({"a": "float32"}).action_space("a"), "a"))
+    observation = np.ones(3, np.float32)
+    row = encoder.row(observation)
+    observation[:] = 7
     assert row.tolist() == [1, 1, 1]
 
 
@@ -136,7 +136,7 @@ def test_rows_are_copies_of_what_an_environment_may_write_again():
         ("no.such:Env", {}, "no.such"),
     ],
 )
-def test_what_is_no_world_is_told_in_a_sentence(environment, world, message):
+def test_the_error_of_an_invalid_world_is_one_sentence(environment, world, message):
     with pytest.raises(ValueError, match=message):
         plan(MarlTraining(environment=environment, world=world))
 
@@ -155,12 +155,12 @@ def test_what_is_no_world_is_told_in_a_sentence(environment, world, message):
         ([f'environment = "{KINDS}"', "agents = 3", 'world = {kinds = {a = "bool"}}'], "agents is set"),
     ],
 )
-def test_what_is_set_and_would_have_no_effect_is_refused(changes, message):
+def test_settings_without_effect_are_refused(changes, message):
     with pytest.raises(ConfigError, match=message):
         plan(MarlTraining.read(None, changes_of(changes, {})))
 
 
-def test_gpus_are_set_aside_by_ray_alone(tmp_path):
+def test_only_ray_reserves_gpus(tmp_path):
     with pytest.raises(ConfigError, match="learner_gpus.*--launcher ray"):
         train(MarlTraining(learner_gpus=1, log_dir=tmp_path))
 
@@ -170,8 +170,8 @@ def test_gpus_are_set_aside_by_ray_alone(tmp_path):
 @pytest.mark.parametrize(
     ("base", "kills"), [pytest.param(DQN, 2, marks=pytest.mark.slow), (PPO, 1)], ids=["dqn", "ppo"]
 )
-def test_a_killed_actor_comes_back_and_the_run_goes_on(tmp_path, base, kills):
-    steps = 600 * kills + 100  # it must not be over before who watches has looked
+def test_a_killed_actor_is_restarted_and_the_run_goes_on(tmp_path, base, kills):
+    steps = 600 * kills + 100  # it must not end before `watch` has been called often enough
     settings = MarlTraining(**{**base, "steps": steps}, max_ahead=40, world={"turns": 15, "height": 9, "width": 9})
     killed = []
 
@@ -198,7 +198,7 @@ def test_a_killed_actor_comes_back_and_the_run_goes_on(tmp_path, base, kills):
     ],
 )
 @pytest.mark.parametrize("base", [DQN, PPO], ids=["dqn", "ppo"])
-def test_environments_of_others(tmp_path, environment, world, share, base):
+def test_environments_of_other_packages(tmp_path, environment, world, share, base):
     pytest.importorskip("pygame", reason="PettingZoo's own environments need pygame: pip install pygame mpe2")
     pytest.importorskip(environment.partition(":")[0])
     settings = MarlTraining(**base, environment=environment, world=world, share=share, log_dir=tmp_path)
@@ -208,14 +208,14 @@ def test_environments_of_others(tmp_path, environment, world, share, base):
 
 @pytest.mark.parametrize("says", [True, False], ids=["terminated", "just gone"])
 @pytest.mark.parametrize("base", [DQN, PPO], ids=["dqn", "ppo"])
-def test_an_agent_that_comes_again_begins_anew(tmp_path, monkeypatch, base, says):
-    """Nothing of an earlier visit is in what it sees, and no transition leads from one visit to the next."""
+def test_an_agent_that_returns_starts_fresh(tmp_path, monkeypatch, base, says):
+    """Its observations contain nothing of an earlier visit, and no transition joins two visits."""
     seen = {"guest": [], "host": []}
-    make = TurnTaker._take_turn
+    take_turn = TurnTaker._take_turn
 
     def recorded(self, agent):
         before = self._pending.get(agent)
-        make(self, agent)
+        take_turn(self, agent)
         if agent in self._pending and self._pending[agent] is not before:
             seen[agent].append(self._seen[agent].frames.copy())
 
@@ -226,7 +226,7 @@ def test_an_agent_that_comes_again_begins_anew(tmp_path, monkeypatch, base, says
     outcome = train(settings, serial=True)
     assert outcome.end is End.STEPS and outcome.learner_steps > 0
     visits = [frames for frames in seen["guest"] if frames[-1][1] == 1]
-    assert len(visits) >= 6, "it came again"
+    assert len(visits) >= 6, "it returned"
     assert all((frames[0] == 0).all() for frames in visits)
     checkpoint = Checkpoints(tmp_path / "checkpoints").latest()
     with Replay.load(checkpoint.folder / "replay-guest.jbr", f"guests-{os.getpid()}") as replay:
@@ -235,7 +235,7 @@ def test_an_agent_that_comes_again_begins_anew(tmp_path, monkeypatch, base, says
         now, after, goes_on = batch["observation"], batch["next_observation"], batch["discount"] > 0
     assert (after[goes_on][:, 0] >= now[goes_on][:, 0]).all()
     same = now[goes_on][:, 0] == after[goes_on][:, 0]
-    # What it saw after its last turn nobody knows where it is just gone: the same is taken for it.
+    # If it is just gone, its observation after its last turn is unknown: the last one is used instead.
     stayed = now[goes_on][same][:, 1] < 3
     assert (after[goes_on][same][stayed][:, 1] == now[goes_on][same][stayed][:, 1] + 1).all()
     if says:

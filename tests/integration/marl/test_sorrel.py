@@ -23,13 +23,13 @@ WORLDS = "tests.integration.marl.sorrel_worlds"
 TURNS, EPOCHS = 12, 5
 
 
-def asked(folder, **more):
+def experiment_settings(folder, **more):
     settings = {"enabled": True, "log_dir": str(folder), "learning_starts": 20, "log_every": 20, **more}
     return {"multiprocessing": settings, "turns": TURNS, "epochs": EPOCHS}
 
 
-def remembered(folder, group):
-    """What an agent put into its memory over the whole run, in order."""
+def transitions_of(folder, group):
+    """Return what an agent put into its memory over the whole run, in order."""
     checkpoint = Checkpoints(folder / "checkpoints").latest()
     replay = Replay.load(checkpoint.folder / f"replay-{group}.jbr", f"look-{os.getpid()}")
     try:
@@ -47,18 +47,18 @@ def metrics(folder):
         return [{name: float(value) for name, value in row.items() if value} for row in csv.DictReader(file)]
 
 
-def test_processes_walk_the_way_that_sorrel_itself_walks_when_nothing_is_published(tmp_path, monkeypatch):
+def test_processes_make_the_same_trajectory_as_sorrel_when_nothing_is_published(tmp_path, monkeypatch):
     before = segments()
     runs = {}
     for name, serial in (("serial", True), ("parallel", False)):
-        arguments = asked(tmp_path / name, publish_interval=0)
+        arguments = experiment_settings(tmp_path / name, publish_interval=0)
         run_experiment(f"{WORLDS}:hunt", arguments, serial=serial)
-        runs[name] = remembered(tmp_path / name, "agent_1")
+        runs[name] = transitions_of(tmp_path / name, "agent_1")
     assert len(runs["serial"][1]) == (EPOCHS + 1) * TURNS and len(set(runs["serial"][1].tolist())) > 1
     assert all(np.array_equal(one, two) for one, two in zip(*runs.values(), strict=True))
     assert segments() <= before
 
-    # Sorrel's own loop, with the actor's seed, and models that stay as they are.
+    # Sorrel's own loop with the actor's seed and models that do not change.
     from tests.integration.marl.sorrel_worlds import Hunt, hunt
 
     from jurybox.training.sorrel.experiment import Multiprocessing, plan
@@ -83,8 +83,8 @@ def test_processes_walk_the_way_that_sorrel_itself_walks_when_nothing_is_publish
     assert np.array_equal(np.array([reward for _, _, reward in added], np.float32), rewards)
 
 
-def test_models_learn_in_processes_of_their_own_and_come_back(tmp_path):
-    arguments = {**asked(tmp_path, publish_interval=2, max_ahead=8), "epsilon_decay": 0.1}
+def test_models_learn_in_processes_of_their_own_and_are_returned(tmp_path):
+    arguments = {**experiment_settings(tmp_path, publish_interval=2, max_ahead=8), "epsilon_decay": 0.1}
     experiment = run_experiment(f"{WORLDS}:hunt", arguments)
     turns = (EPOCHS + 1) * TURNS
     assert experiment.outcome.env_steps == turns and experiment.outcome.restarts == 0
@@ -98,7 +98,7 @@ def test_models_learn_in_processes_of_their_own_and_come_back(tmp_path):
     assert any(row.get("loss_agent_0", 0) > 0 for row in rows)
 
 
-def test_without_being_asked_sorrel_runs_it_itself(tmp_path):
+def test_unless_enabled_sorrel_runs_the_experiment_itself(tmp_path):
     arguments = {"multiprocessing": {"enabled": False}, "turns": TURNS, "epochs": 1}
     experiment = run_experiment(
         f"{WORLDS}:hunt", arguments, animate=False, logging=False, output_dir=tmp_path / "sorrel"
@@ -108,18 +108,18 @@ def test_without_being_asked_sorrel_runs_it_itself(tmp_path):
 
 
 def test_agents_with_one_model_have_one_learner_and_a_threadsafe_copy_acts_by_new_weights(tmp_path):
-    experiment = run_experiment(f"{WORLDS}:safe_hunt", asked(tmp_path, publish_interval=1), serial=True)
+    experiment = run_experiment(f"{WORLDS}:safe_hunt", experiment_settings(tmp_path, publish_interval=1), serial=True)
     assert set(experiment.outcome.busy) == {"actor", "learner-agent_0+agent_1"}
     assert experiment.outcome.learner_steps > 0
 
 
 def test_an_on_policy_model_learns_from_whole_epochs_and_others_need_not_learn(tmp_path):
-    experiment = run_experiment(f"{WORLDS}:on_policy_hunt", asked(tmp_path, max_ahead=0))
+    experiment = run_experiment(f"{WORLDS}:on_policy_hunt", experiment_settings(tmp_path, max_ahead=0))
     assert set(experiment.outcome.busy) == {"actor", "learner-agent_0"}
-    assert experiment.outcome.learner_steps == EPOCHS + 1, "one for each epoch, as sorrel does it"
+    assert experiment.outcome.learner_steps == EPOCHS + 1, "one for each epoch, like in sorrel"
     assert any("loss_agent_0" in row for row in metrics(tmp_path))
 
 
 def test_a_wrong_setting_is_named(tmp_path):
     with pytest.raises(SorrelError, match="publish_every"):
-        run_experiment(f"{WORLDS}:hunt", asked(tmp_path, publish_every=3))
+        run_experiment(f"{WORLDS}:hunt", experiment_settings(tmp_path, publish_every=3))

@@ -1,4 +1,4 @@
-"""Environments whose observations are of every kind that an agent may have; each tells its agents how to be paid."""
+"""Environments with observations of every kind that an agent may have; each defines what it rewards."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ SPACES = {
 
 
 class Kinds(ParallelEnv):
-    """Agents act together; what one sees is drawn from its space, its action 2 is paid.
+    """Agents act in parallel; observations are drawn from their spaces, action 2 is rewarded.
 
     Args:
         kinds: by agent, which of `SPACES` it observes. length: of an episode. first: number of the first action.
-        says: what is observed instead of a draw, for environments that are wrong.
+        says: the observation instead of a draw, for environments that are wrong.
     """
 
     metadata = {"name": "kinds_v0", "render_modes": []}
@@ -36,24 +36,24 @@ class Kinds(ParallelEnv):
         self.possible_agents = list(kinds)
         self.agents = []
         self.length, self.first, self.says = length, first, says
-        self._seen = {agent: SPACES[kind] for agent, kind in kinds.items()}
-        self._does = {agent: spaces.Discrete(3, start=first) for agent in kinds}
-        self.random = np.random.default_rng(0)
+        self._observed = {agent: SPACES[kind] for agent, kind in kinds.items()}
+        self._actions = {agent: spaces.Discrete(3, start=first) for agent in kinds}
+        self.rng = np.random.default_rng(0)
 
     def observation_space(self, agent):
-        return self._seen[agent]
+        return self._observed[agent]
 
     def action_space(self, agent):
-        return self._does[agent]
+        return self._actions[agent]
 
     def reset(self, seed=None, options=None):
         self.agents, self.now = list(self.possible_agents), 0
-        self.random = np.random.default_rng(seed)
+        self.rng = np.random.default_rng(seed)
         return self._observations(), {agent: {} for agent in self.agents}
 
     def step(self, actions):
         for agent, action in actions.items():
-            assert self._does[agent].contains(np.int64(action)), f"{action} is none of {self._does[agent]}"
+            assert self._actions[agent].contains(np.int64(action)), f"{action} is none of {self._actions[agent]}"
         self.now += 1
         rewards = {agent: float(action - self.first == 2) for agent, action in actions.items()}
         over = dict.fromkeys(self.agents, self.now >= self.length)
@@ -68,8 +68,8 @@ class Kinds(ParallelEnv):
             return {agent: np.asarray(self.says) for agent in self.possible_agents}
         found = {}
         for agent in self.possible_agents:
-            space = self._seen[agent]
-            space.seed(int(self.random.integers(2**31)))
+            space = self._observed[agent]
+            space.seed(int(self.rng.integers(2**31)))
             found[agent] = space.sample()
         return found
 
@@ -78,10 +78,10 @@ class Kinds(ParallelEnv):
 
 
 class Guests(ParallelEnv):
-    """One agent stays; another comes for three turns, is away for two, and comes again. It sees (visit, turn of it).
+    """One agent stays; another stays three turns, is away for two, and returns. It observes (visit, turn of it).
 
     Args:
-        says: whether it is terminated when it leaves, or just gone from `agents`. rounds: visits in an episode.
+        says: whether it is terminated when it leaves, or just missing in `agents`. rounds: visits in an episode.
     """
 
     metadata = {"name": "guests_v0", "render_modes": []}
@@ -104,19 +104,19 @@ class Guests(ParallelEnv):
 
     def step(self, actions):
         assert set(actions) == set(self.agents), f"{sorted(actions)} acted, {self.agents} are there"
-        were, self.now = self.agents, self.now + 1
+        before, self.now = self.agents, self.now + 1
         over = self.now >= 5 * self.rounds
         self.agents = [] if over else ["host", *(["guest"] if self.now % 5 < 3 else [])]
-        left = "guest" in were and "guest" not in self.agents
-        told = [*self.agents, *(["guest"] if left and self.says else []), *(["host"] if over else [])]
-        ended = {agent: agent == "guest" and left for agent in told}
-        cut = {agent: agent == "host" and over for agent in told}
+        left = "guest" in before and "guest" not in self.agents
+        reported = [*self.agents, *(["guest"] if left and self.says else []), *(["host"] if over else [])]
+        ended = {agent: agent == "guest" and left for agent in reported}
+        cut = {agent: agent == "host" and over for agent in reported}
         return (
-            self._observations(told),
-            {agent: float(agent == "guest") for agent in told},
+            self._observations(reported),
+            {agent: float(agent == "guest") for agent in reported},
             ended,
             cut,
-            {agent: {} for agent in told},
+            {agent: {} for agent in reported},
         )
 
     def _observations(self, agents):

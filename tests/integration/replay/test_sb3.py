@@ -54,7 +54,7 @@ def test_a_forked_env_worker_that_ends_leaves_the_learners_buffer() -> None:
         Replay.attach("sb3-forked")
 
 
-def test_dqn_and_normalisation_work_as_with_the_original() -> None:
+def test_dqn_and_normalisation_work_like_with_the_original() -> None:
     env = VecNormalize(make_vec_env("CartPole-v1", 1, seed=0))
     model = DQN(
         "MlpPolicy", env, seed=0, learning_starts=50, buffer_size=500, device="cpu",
@@ -64,7 +64,7 @@ def test_dqn_and_normalisation_work_as_with_the_original() -> None:
     assert model.replay_buffer.size() == 300
 
 
-def test_it_hands_out_what_the_original_would() -> None:
+def test_it_samples_the_same_transitions_as_the_original() -> None:
     rng = np.random.default_rng(0)
     spaces = gym.spaces.Box(-1, 1, (3,), np.float32), gym.spaces.Box(-1, 1, (2,), np.float32)
     original, shared = ReplayBuffer(60, *spaces, "cpu", 3), SharedReplayBuffer(60, *spaces, "cpu", 3)
@@ -119,7 +119,7 @@ def test_reset_forgets_all_rows() -> None:
     assert (buffer.sample(10).rewards == 99).all()
 
 
-def test_what_it_cannot_do_it_says() -> None:
+def test_unsupported_options_raise() -> None:
     spaces = gym.spaces.Box(-1, 1, (3,), np.float32), gym.spaces.Discrete(4)
     with pytest.raises(ValueError, match="stored_observations"):
         SharedReplayBuffer(10, *spaces, optimize_memory_usage=True, handle_timeout_termination=False)

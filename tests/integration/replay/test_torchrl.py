@@ -1,4 +1,4 @@
-"""Storage and sampler inside TorchRL's replay buffer, collector and loss; skipped where TorchRL is not installed."""
+"""Storage and sampler inside TorchRL's replay buffer, collector and loss; skipped if TorchRL is not installed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from jurybox.training.replay import Field, Replay
 from jurybox.training.replay.torchrl import SharedSampler, SharedStorage, as_drawn
 
 
-def test_rows_come_back_and_priorities_count() -> None:
+def test_rows_are_sampled_intact_and_priorities_count() -> None:
     fields = {"x": Field((3,)), "n": Field((), "int64")}
     with Replay.create(f"torchrl-{os.getpid()}", 100, fields, prioritized=True, alpha=1.0, seed=1) as replay:
         buffer = TensorDictReplayBuffer(

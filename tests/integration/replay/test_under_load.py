@@ -1,4 +1,4 @@
-"""Writers in processes of their own at full speed: nothing mixed, nothing lost, whoever is killed."""
+"""Writer processes at full speed: no row is mixed or lost, even if processes are killed."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ def start() -> Iterator[Start]:
         process.communicate()
 
 
-def ready(process: subprocess.Popen[str]) -> None:
+def wait_until_ready(process: subprocess.Popen[str]) -> None:
     assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"
 
 
-def mixed(batch) -> int:
+def count_mixed(batch) -> int:
     stamps = batch["c"]
     bad = np.zeros(len(stamps), bool)
     for name in batch:
@@ -52,12 +52,12 @@ def mixed(batch) -> int:
     return int(bad.sum())
 
 
-def sampled_under_load(start: Start, fields, capacity: int, rows: int, *, verify: bool = True) -> int:
-    """Mixed rows among `rows` sampled while four writers go round and round."""
+def count_mixed_under_load(start: Start, fields, capacity: int, rows: int, *, verify: bool = True) -> int:
+    """Return the mixed rows among `rows` sampled while four writers fill the ring continuously."""
     with Replay.create(f"load-{os.getpid()}", capacity, fields, threads=2) as replay:
         writers = [start(replay.name, n) for n in range(4)]
         for writer in writers:
-            ready(writer)
+            wait_until_ready(writer)
         for part in replay.parts:
             part.ring.verify = verify
         while len(replay) < capacity:
@@ -67,9 +67,9 @@ def sampled_under_load(start: Start, fields, capacity: int, rows: int, *, verify
         first = replay.added
         while count < rows and (verify or not bad):
             replay.sample(256, batch)
-            bad += mixed(batch)
+            bad += count_mixed(batch)
             count += 256
-        # Without verification the first mixed rows end it, soon after it began.
+        # Without verification the first mixed rows end the loop soon.
         assert bad or replay.added > first + capacity, "the writers did not lap the ring: no load"
         for writer in writers:
             writer.communicate(timeout=30)
@@ -79,18 +79,18 @@ def sampled_under_load(start: Start, fields, capacity: int, rows: int, *, verify
 
 @pytest.mark.parametrize(("fields", "capacity"), [(SMALL, 64), (LARGE, 16)], ids=["small", "large"])
 def test_no_row_is_mixed_under_four_writers(start, fields, capacity: int) -> None:
-    assert sampled_under_load(start, fields, capacity, 100_000 if fields is SMALL else 20_000) == 0
+    assert count_mixed_under_load(start, fields, capacity, 100_000 if fields is SMALL else 20_000) == 0
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize(("fields", "capacity"), [(SMALL, 64), (SMALL, 4096), (LARGE, 16)])
-def test_ten_million_rows_and_none_mixed(start, fields, capacity: int) -> None:
-    assert sampled_under_load(start, fields, capacity, 10_000_000 if fields is SMALL else 1_000_000) == 0
+def test_none_of_ten_million_rows_is_mixed(start, fields, capacity: int) -> None:
+    assert count_mixed_under_load(start, fields, capacity, 10_000_000 if fields is SMALL else 1_000_000) == 0
 
 
 def test_without_verification_the_same_load_mixes_rows(start) -> None:
-    assert sampled_under_load(start, LARGE, 8, 2_000_000, verify=False) > 0
+    assert count_mixed_under_load(start, LARGE, 8, 2_000_000, verify=False) > 0
 
 
 def test_no_row_is_lost_from_four_writers(start) -> None:
@@ -100,20 +100,20 @@ def test_no_row_is_lost_from_four_writers(start) -> None:
             output, _ = writer.communicate(timeout=60)
             assert output.split() == ["ready", "10000"]
         batch = replay.sample(40_000, replace=False)
-        assert mixed(batch) == 0
-        # Writers of ten rows stamp each ten alike.
+        assert count_mixed(batch) == 0
+        # Writers of ten rows use one stamp for all ten.
         wanted = {n * 1_000_000 + i for n in range(4) for i in range(0, 10_000, n % 2 * 9 + 1)}
         assert set(batch["c"].tolist()) == wanted
         assert (replay.added, replay.counters.dropped) == (40_000, 0)
 
 
-def test_killed_writers_cost_their_slots_only(start) -> None:
+def test_killed_writers_lose_only_their_slots(start) -> None:
     with Replay.create(f"killed-{os.getpid()}", 64, LARGE, prioritized=True) as replay:
         killed = 0
         for round_ in range(5):
             writers = [start(replay.name, n, rows=16) for n in range(2)]
             for writer in writers:
-                ready(writer)
+                wait_until_ready(writer)
             before = replay.added
             while replay.added < before + 300:
                 time.sleep(0.001)
@@ -123,19 +123,19 @@ def test_killed_writers_cost_their_slots_only(start) -> None:
                 killed += 1
             del round_
         dead = int((replay.parts[0].sequences % 2).sum())
-        assert dead <= killed  # each was in the midst of one slot at most
+        assert dead <= killed  # each was writing at most one slot
         writer = start(replay.name, 7, rows=1, total=300)
         writer.communicate(timeout=60)
         assert writer.returncode == 0
         batch = replay.sample(64 - dead, uniform=True, replace=False)
-        assert mixed(batch) == 0
+        assert count_mixed(batch) == 0
         assert (batch["c"] // 1_000_000 == 7).all()
         replay.repair()
         assert replay.parts[0].ring.total_priority == int(replay.parts[0].leaves.sum())
-        assert mixed(replay.sample(256)) == 0
+        assert count_mixed(replay.sample(256)) == 0
 
 
-def test_a_replay_lives_while_anyone_uses_it(start) -> None:
+def test_a_replay_lives_while_any_process_uses_it(start) -> None:
     code = (
         "import os, sys; from jurybox.training.replay import Field, Replay\n"
         "replay = Replay.create(sys.argv[1], 10, {'c': Field((), 'int64')}); replay.add(c=3)\n"
@@ -147,14 +147,14 @@ def test_a_replay_lives_while_anyone_uses_it(start) -> None:
     )
     assert creator.stdout is not None
     assert creator.stdout.readline() == "made\n"
-    mine = Replay.attach(name)
+    first = Replay.attach(name)
     creator.communicate()
     other = Replay.attach(name)
     other.add(c=4)
-    assert sorted(mine.sample(2, replace=False)["c"].tolist()) == [3, 4]
+    assert sorted(first.sample(2, replace=False)["c"].tolist()) == [3, 4]
     other.close()
-    mine.close()
-    # Now that nobody has it, the next of that name takes its place.
-    with Replay.create(name, 10, {"c": Field((), "int64")}) as again:
-        assert len(again) == 0
+    first.close()
+    # No process uses it any more, so its name can be used again.
+    with Replay.create(name, 10, {"c": Field((), "int64")}) as second:
+        assert len(second) == 0
     assert not list(directory().glob(f"*{name}*"))

@@ -1,4 +1,4 @@
-"""A writer process: stamps every field of every row with one number, until told to stop (or killed).
+"""A writer process: stamps every field of every row with one number, until its stdin closes (or it is killed).
 
 usage: writer.py NAME NUMBER ROWS_A_CALL ROWS (0: until stdin closes)
 """

@@ -1,4 +1,4 @@
-"""A LeRobot checkpoint from disk answers robots by websocket as it does in this process."""
+"""A LeRobot checkpoint from disk answers robots over websockets as it does in this process."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def test_a_lerobot_checkpoint_is_served_from_disk(tmp_path):
     with serving(tmp_path / "server", {"arm": model}, more=more) as running:
         with running.connect() as client:
             client.model("arm", rows=1, timeout=100).close()
-            where = client.status()["server"]["robots"]["arm"]
-        with robot(where) as ask:
+            address = client.status()["server"]["robots"]["arm"]
+        with robot(address) as ask:
             for row in range(ROWS):
                 answer = ask({name: value[row] for name, value in rows.items()})
                 np.testing.assert_allclose(answer["actions"], wanted[row], atol=1e-5)

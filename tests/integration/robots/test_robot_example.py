@@ -1,4 +1,4 @@
-"""The example of a policy for robots: its expert succeeds, and through the port every episode ends as in process."""
+"""The example of a policy for robots: its expert succeeds, and episodes through the port equal those in process."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def test_the_scripted_expert_swings_up_from_anywhere(monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_episodes_through_the_port_are_those_in_process_to_the_last_bit():
-    """With a policy that is hardly trained: what it does is nothing to this."""
+def test_episodes_through_the_port_equal_those_in_process_to_the_last_bit():
+    """The policy is hardly trained, which does not matter here."""
     done = subprocess.run(
         [sys.executable, EXAMPLE / "served.py", "--demonstrations", "4", "--steps", "20", "--episodes", "16"],
         capture_output=True, text=True, timeout=600,

@@ -1,4 +1,4 @@
-"""Robots by websocket: openpi's protocol and vllm-omni's variant, with a client that writes its bytes itself."""
+"""Robots over websockets: openpi's protocol and vllm-omni's variant, with a client that writes its own bytes."""
 
 from __future__ import annotations
 
@@ -70,14 +70,14 @@ def server(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def where(server):
+def addresses(server):
     with server.connect() as client:
         return client.status()["server"]["robots"]
 
 
 @pytest.fixture(scope="module")
 def guarded(tmp_path_factory):
-    """A server with a token, metrics and messages of a MiB at most: its addresses."""
+    """The addresses of a server with a token, metrics and a message limit of one MiB."""
     with serving(
         tmp_path_factory.mktemp("guarded"),
         MODELS,
@@ -91,11 +91,11 @@ def guarded(tmp_path_factory):
 
 
 @contextlib.contextmanager
-def one_thread(uri, **options):
-    """websockets' asyncio client, called as its other one.
+def asyncio_websocket(uri, **options):
+    """websockets' asyncio client with the interface of its synchronous one.
 
-    That one reads in a thread of its own while it writes. Python 3.11's TLS objects do not bear this: one handshake in
-    a thousand hangs, or ends without a response (miguelgrinberg/python-engineio, issue 461, tells the same).
+    The synchronous one reads in a separate thread while it writes. Python 3.11's TLS objects do not support this: one
+    handshake in a thousand hangs, or ends without a response (as in miguelgrinberg/python-engineio, issue 461).
     """
     with asyncio.Runner() as runner:
 
@@ -114,8 +114,8 @@ def one_thread(uri, **options):
 
 @contextlib.contextmanager
 def robot(address, path="", **options):
-    """A connection whose metadata has been read, and a function that asks."""
-    scheme, connect = ("wss", one_thread) if "ssl" in options else ("ws", websocket)
+    """Connect and read the metadata; yield a function that sends a request and returns the answer."""
+    scheme, connect = ("wss", asyncio_websocket) if "ssl" in options else ("ws", websocket)
     with connect(f"{scheme}://{address}{path}", compression=None, open_timeout=60, **options) as connection:
         metadata = unpackb(connection.recv(60))
 
@@ -140,8 +140,8 @@ def expected(first, second):
     return np.broadcast_to(np.float32([first, second]), (HORIZON, DIMENSION))
 
 
-def test_metadata_first_then_a_chunk_for_every_observation(where):
-    with robot(where["arm"]) as ask:
+def test_metadata_first_then_a_chunk_for_every_observation(addresses):
+    with robot(addresses["arm"]) as ask:
         assert ask.metadata == {"reset_pose": [0.0, 0.5], "name": "arm"}
         first = ask(observation())
         np.testing.assert_allclose(first["actions"], expected(16, 4))
@@ -150,8 +150,8 @@ def test_metadata_first_then_a_chunk_for_every_observation(where):
         assert ask(observation())["server_timing"]["prev_total_ms"] > 0
 
 
-def test_nested_names_images_of_floats_and_channels_first_are_understood(where):
-    with robot(where["arm"], "/any/path?of=theirs") as ask:
+def test_nested_names_images_of_floats_and_channels_first_are_understood(addresses):
+    with robot(addresses["arm"], "/any/path?of=theirs") as ask:
         plain = observation()
         nested = {"observation": {"image": plain["observation/image"], "state": [1, 2, 3]}, "prompt": np.array("lift")}
         np.testing.assert_allclose(ask(nested)["actions"], expected(16, 4))
@@ -184,18 +184,18 @@ WRONG = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_a_malformed_observation_fails_alone(where, name):
-    wrong, why = WRONG[name]
-    with robot(where["arm"]) as ask, robot(where["arm"]) as other:
+def test_a_malformed_observation_fails_alone(addresses, name):
+    wrong, reason = WRONG[name]
+    with robot(addresses["arm"]) as ask, robot(addresses["arm"]) as other:
         other.connection.send(packb(observation()))
         answer = ask(wrong)
-        assert isinstance(answer, str) and why in answer
+        assert isinstance(answer, str) and reason in answer
         np.testing.assert_allclose(unpackb(other.connection.recv(60))["actions"], expected(16, 4))
-        np.testing.assert_allclose(ask(observation())["actions"], expected(16, 4))  # and the connection goes on
+        np.testing.assert_allclose(ask(observation())["actions"], expected(16, 4))  # and the connection stays open
 
 
-def test_the_variant_of_vllm_omni(where):
-    with robot(where["arm"], VLLM) as ask:
+def test_the_variant_of_vllm_omni(addresses):
+    with robot(addresses["arm"], VLLM) as ask:
         answer = ask(observation() | {"session_id": "a", "endpoint": "infer", "seed": 1, "sampling_params": {}})
         np.testing.assert_allclose(answer, expected(16, 4))
         assert answer.dtype == np.float32
@@ -206,15 +206,15 @@ def test_the_variant_of_vllm_omni(where):
         np.testing.assert_allclose(ask(observation()), expected(16, 4))
 
 
-def test_health_is_told_by_plain_http(where):
-    with urllib.request.urlopen(f"http://{where['arm']}/healthz", timeout=60) as answer:
+def test_health_is_served_by_plain_http(addresses):
+    with urllib.request.urlopen(f"http://{addresses['arm']}/healthz", timeout=60) as answer:
         assert (answer.status, answer.read()) == (200, b"OK\n")
-    with pytest.raises(urllib.error.HTTPError):  # only a websocket has business elsewhere
-        urllib.request.urlopen(f"http://{where['arm']}/", timeout=60)
+    with pytest.raises(urllib.error.HTTPError):  # other paths are for websockets only
+        urllib.request.urlopen(f"http://{addresses['arm']}/", timeout=60)
 
 
-def test_a_web_page_may_not_steer_a_robot(where):
-    with pytest.raises(InvalidStatus), robot(where["arm"], origin="http://evil.example"):
+def test_a_web_page_may_not_steer_a_robot(addresses):
+    with pytest.raises(InvalidStatus), robot(addresses["arm"], origin="http://evil.example"):
         pass
 
 
@@ -226,7 +226,7 @@ def test_a_frame_too_large_ends_its_connection_alone(guarded):
         np.testing.assert_allclose(other(observation())["actions"], expected(16, 4))
 
 
-def test_the_token_is_asked_for_in_openpis_words(guarded):
+def test_the_token_is_checked_as_in_openpi(guarded):
     address = guarded["robots"]["arm"]
     for header in (None, "Api-Key wrong", f"Api-Key {SECRET}x", "Bearer "):
         headers = {"Authorization": header} if header else None
@@ -242,7 +242,7 @@ def test_the_token_is_asked_for_in_openpis_words(guarded):
 
 @pytest.fixture(scope="module")
 def walled(tmp_path_factory):
-    """A server with a token and a certificate: where its robots connect, and the certificate."""
+    """The robots' addresses of a server with a token and a certificate, and the certificate."""
     if shutil.which("openssl") is None:
         pytest.skip("needs the openssl command")
     folder = tmp_path_factory.mktemp("tls")
@@ -257,20 +257,20 @@ def trusting(certificate):
 
 @pytest.mark.parametrize("header", [f"Api-Key {SECRET}", f"Bearer {SECRET}", f"api-key {SECRET}"])
 def test_over_tls_a_robot_with_the_token_is_answered(walled, header):
-    where, certificate = walled
+    addresses, certificate = walled
     headers = {"Authorization": header}
-    with robot(where["arm"], ssl=trusting(certificate), additional_headers=headers) as ask:
+    with robot(addresses["arm"], ssl=trusting(certificate), additional_headers=headers) as ask:
         assert ask.metadata["name"] == "arm"
         np.testing.assert_allclose(ask(observation())["actions"], expected(16, 4))
         assert "observation/state" in ask(WRONG["a state too short"][0])
         np.testing.assert_allclose(ask(observation())["actions"], expected(16, 4))
-    with robot(where["counter"], VLLM, ssl=trusting(certificate), additional_headers=headers) as ask:
+    with robot(addresses["counter"], VLLM, ssl=trusting(certificate), additional_headers=headers) as ask:
         assert [ask({"state": np.array([2.0])})[0].tolist() for _ in range(2)] == [[2, 1], [4, 2]]
 
 
-def refusal(*where, **how):
-    """The response that refuses a robot."""
-    with pytest.raises(InvalidStatus) as refused, robot(*where, **how):
+def refusal(*arguments, **options):
+    """Return the response that refuses a robot."""
+    with pytest.raises(InvalidStatus) as refused, robot(*arguments, **options):
         pass
     return refused.value.response
 
@@ -280,82 +280,83 @@ def refusal(*where, **how):
                f"Basic {SECRET}", "Bearer ", SECRET],
 )  # fmt: skip
 @pytest.mark.parametrize("path", ["", VLLM, "/healthz/more", "//healthz"])
-def test_over_tls_a_robot_with_another_token_or_none_is_refused_before_a_word_is_said(walled, header, path):
-    where, certificate = walled
+def test_over_tls_a_robot_without_the_token_is_refused_before_any_message(walled, header, path):
+    addresses, certificate = walled
     headers = None if header is None else {"Authorization": header}
-    response = refusal(where["arm"], path, ssl=trusting(certificate), additional_headers=headers)
+    response = refusal(addresses["arm"], path, ssl=trusting(certificate), additional_headers=headers)
     assert response.status_code == 401
     body = response.body.decode()
     assert "Authorization: Api-Key TOKEN" in body and SECRET not in body
 
 
-def test_over_tls_two_tokens_at_once_are_none(walled):
-    where, certificate = walled
+def test_over_tls_two_tokens_at_once_are_refused(walled):
+    addresses, certificate = walled
     both = [("Authorization", "Api-Key wrong"), ("Authorization", f"Api-Key {SECRET}")]
-    assert refusal(where["arm"], ssl=trusting(certificate), additional_headers=both).status_code == 401
+    assert refusal(addresses["arm"], ssl=trusting(certificate), additional_headers=both).status_code == 401
 
 
 def test_over_tls_a_web_page_is_refused_with_the_token_too(walled):
-    where, certificate = walled
+    addresses, certificate = walled
     headers = {"Authorization": f"Api-Key {SECRET}"}
-    how = {"ssl": trusting(certificate), "additional_headers": headers, "origin": "https://evil.example"}
-    assert refusal(where["arm"], **how).status_code == 403
+    options = {"ssl": trusting(certificate), "additional_headers": headers, "origin": "https://evil.example"}
+    assert refusal(addresses["arm"], **options).status_code == 403
 
 
-def test_who_does_not_trust_the_certificate_or_speaks_no_tls_gets_nothing(walled):
-    where, certificate = walled
+def test_clients_without_tls_or_the_right_certificate_are_refused(walled):
+    addresses, certificate = walled
     headers = {"Authorization": f"Api-Key {SECRET}"}
     with pytest.raises(ssl.SSLCertVerificationError):
-        with robot(where["arm"], ssl=ssl.create_default_context(), additional_headers=headers):
+        with robot(addresses["arm"], ssl=ssl.create_default_context(), additional_headers=headers):
             pass
     old = trusting(certificate)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         old.minimum_version = old.maximum_version = ssl.TLSVersion.TLSv1_1
     with pytest.raises(OSError):
-        with robot(where["arm"], ssl=old, additional_headers=headers):
+        with robot(addresses["arm"], ssl=old, additional_headers=headers):
             pass
     with pytest.raises((OSError, InvalidMessage, EOFError)):
-        with robot(where["arm"], additional_headers=headers):
+        with robot(addresses["arm"], additional_headers=headers):
             pass
-    with socket.create_connection(tuple(where["arm"].rsplit(":", 1)), timeout=60) as plain:
+    with socket.create_connection(tuple(addresses["arm"].rsplit(":", 1)), timeout=60) as plain:
         plain.sendall(b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n")
         with contextlib.suppress(ConnectionResetError):
             assert b"200" not in plain.recv(1000)
     with urllib.request.urlopen(
-        f"https://{where['arm']}/healthz", timeout=60, context=trusting(certificate)
+        f"https://{addresses['arm']}/healthz", timeout=60, context=trusting(certificate)
     ) as answer:  # without the token
         assert (answer.status, answer.read()) == (200, b"OK\n")
-    with robot(where["arm"], ssl=trusting(certificate), additional_headers=headers) as ask:  # and the port goes on
+    # The port still serves.
+    with robot(addresses["arm"], ssl=trusting(certificate), additional_headers=headers) as ask:
         np.testing.assert_allclose(ask(observation())["actions"], expected(16, 4))
 
 
-def test_a_connection_is_an_episode_and_reset_begins_another(where):
+def test_a_connection_is_an_episode_and_reset_begins_another(addresses):
     step = {"state": np.array([2.0])}
-    with robot(where["counter"]) as ask, robot(where["counter"]) as other:
+    with robot(addresses["counter"]) as ask, robot(addresses["counter"]) as other:
         assert [ask(step)["actions"][0].tolist() for _ in range(3)] == [[2, 1], [4, 2], [6, 3]]
         assert other(step)["actions"][0].tolist() == [2, 1]
         assert ask({"endpoint": "reset"}) == {"status": "reset successful"}
         assert ask(step)["actions"][0].tolist() == [2, 1]
         assert ask(step | {"reset": True})["actions"][0].tolist() == [2, 1]
-        assert isinstance(ask({"state": np.zeros(2)}), str)  # a step that fails is none
+        assert isinstance(ask({"state": np.zeros(2)}), str)  # a failed step does not count
         assert ask(step)["actions"][0].tolist() == [4, 2]
         assert other(step)["actions"][0].tolist() == [4, 2]
 
 
-def test_another_session_id_begins_another_episode_and_an_ended_one_never_goes_on(where):
+def test_another_session_id_begins_another_episode_and_an_ended_one_never_continues(addresses):
     step = {"state": np.array([1.0])}
-    with robot(where["counter"], VLLM) as ask:
+    with robot(addresses["counter"], VLLM) as ask:
         assert [ask(step | {"session_id": name})[0, 1] for name in ("a", "a", "b", "b")] == [1, 2, 1, 2]
         refused = ask(step | {"session_id": "a"})
         assert refused["type"] == "error" and "ended" in refused["message"]
         assert ask(step | {"session_id": "b"})[0, 1] == 3
 
 
-def test_what_robots_do_is_in_the_metrics(guarded):
+def test_metrics_count_what_robots_do(guarded):
     def metrics():
-        asking = urllib.request.Request(f"http://{guarded['http']}/metrics", headers=KNOWN)
-        with urllib.request.urlopen(asking, timeout=60) as answer:
+        request = urllib.request.Request(f"http://{guarded['http']}/metrics", headers=KNOWN)
+        with urllib.request.urlopen(request, timeout=60) as answer:
             families = text_string_to_metric_families(answer.read().decode())
         return {
             (sample.name.removeprefix("jurybox_robot_"), *sorted(sample.labels.values())): sample.value
@@ -380,8 +381,8 @@ def test_what_robots_do_is_in_the_metrics(guarded):
             ask({"state": np.array([1.0])})
             ask({"endpoint": "reset"})
     wait_until(lambda: metrics()["connections", "alone"] == 0, 60)
-    told = metrics()
-    wanted = {
+    found = metrics()
+    expected_values = {
         ("connections_opened_total", "alone"): 1,
         ("connections_refused_total", "alone", "token"): 1,
         ("connections_refused_total", "alone", "full"): 1,
@@ -396,18 +397,18 @@ def test_what_robots_do_is_in_the_metrics(guarded):
         ("requests_total", "counter"): 2,
         ("sessions_total", "counter"): 2,
     }
-    assert {key: told[key] for key in wanted} == wanted
-    assert told["jitter_seconds", "alone"] >= 0 and told["delay_seconds_sum", "alone"] > 0
+    assert {key: found[key] for key in expected_values} == expected_values
+    assert found["jitter_seconds", "alone"] >= 0 and found["delay_seconds_sum", "alone"] > 0
 
 
-def test_a_hundred_robots_that_come_and_go_lose_nothing_and_leave_nothing(server, where):
+def test_a_hundred_reconnecting_robots_lose_nothing_and_leave_nothing(server, addresses):
     with server.connect() as client:
-        with robot(where["counter"]) as ask:
+        with robot(addresses["counter"]) as ask:
             ask({"state": np.array([1.0])})
         gateway = Path(f"/proc/{server.pids()['gateway']}")
 
         def left() -> dict[str, object]:
-            """What connections could leave behind: leases and open files."""
+            """Return what connections could leave behind: leases and open files."""
             return {"lanes": client.status()["lanes"], "files": len(list((gateway / "fd").iterdir()))}
 
         wait_until(lambda: left() == left(), 60)
@@ -415,43 +416,44 @@ def test_a_hundred_robots_that_come_and_go_lose_nothing_and_leave_nothing(server
         wrong: list[object] = []
         together = threading.Barrier(100, timeout=100)
 
-        def comes_and_goes(number: int) -> None:
+        def connect_repeatedly(number: int) -> None:
             try:
                 together.wait()
                 for life in range(3):
-                    with robot(where["counter"]) as ask:
+                    with robot(addresses["counter"]) as ask:
                         for step in range(1, 4):
                             answer = ask({"state": np.array([float(number)])})
                             if answer["actions"][0].tolist() != [number * step, step]:
                                 wrong.append((number, life, step, answer))
-                        if life == 1:  # without a word, some of them while their next observation is computed
+                        # Some of them close while their next observation is computed, all without a handshake.
+                        if life == 1:
                             if number % 2:
                                 ask.connection.send(packb({"state": np.array([1.0])}))
                             ask.connection.socket.close()
             except Exception as error:  # noqa: BLE001
                 wrong.append((number, repr(error)))
 
-        threads = [threading.Thread(target=comes_and_goes, args=(number,)) for number in range(100)]
+        threads = [threading.Thread(target=connect_repeatedly, args=(number,)) for number in range(100)]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join(110)
         assert not wrong, wrong[:3]
-        wait_until(lambda: left() == before, 60, f"{before} where now are {left()}: that")
+        wait_until(lambda: left() == before, 60, f"{left()} to become {before}")
 
-        # All places are free again: as many come at once as may.
+        # All slots are free again: the maximum number of robots can connect.
         def hundred() -> bool:
             with contextlib.ExitStack() as stack:
                 return all(
-                    stack.enter_context(robot(where["counter"]))({"state": np.array([1.0])})["actions"][0, 1] == 1
+                    stack.enter_context(robot(addresses["counter"]))({"state": np.array([1.0])})["actions"][0, 1] == 1
                     for _ in range(100)
                 )
 
         assert hundred()
 
 
-def test_chunks_are_executed_ahead_through_the_port_and_episodes_begin_anew(where):
-    with robot(where["counter"]) as ask:
+def test_chunks_are_executed_ahead_through_the_port_and_episodes_start_fresh(addresses):
+    with robot(addresses["counter"]) as ask:
         with AsyncChunkPolicy(lambda request, _: ask(request)["actions"], reset_key="reset") as policy:
             for _ in range(2):
                 policy.begin({"state": np.array([3.0])}, timeout=60)
@@ -463,25 +465,25 @@ def test_chunks_are_executed_ahead_through_the_port_and_episodes_begin_anew(wher
             assert policy.stats.failed == 0
 
 
-def test_an_engine_that_dies_ends_the_episodes_it_held_and_never_goes_on_from_nothing(server, where):
+def test_an_engine_that_dies_ends_its_episodes_and_none_continues_without_state(server, addresses):
     step = {"state": np.array([1.0])}
-    with robot(where["counter"]) as ask, robot(where["counter"], VLLM) as other:
+    with robot(addresses["counter"]) as ask, robot(addresses["counter"], VLLM) as other:
         assert ask(step)["actions"][0, 1] == 1 and other(step)[0, 1] == 1
         os.kill(server.pids()["engine-0"], signal.SIGKILL)
         assert "lost" in ask(step)
-        with pytest.raises(ConnectionClosed):  # openpi's clients begin anew by connecting
+        with pytest.raises(ConnectionClosed):  # openpi's clients reconnect to start an episode
             ask(step)
         for _ in range(2):
             assert "lost" in other(step)["message"]
         other({"endpoint": "reset"})
         assert [other(step)[0, 1] for _ in range(2)] == [1, 2]
-    with robot(where["counter"]) as ask:
+    with robot(addresses["counter"]) as ask:
         assert ask(step)["actions"][0, 1] == 1
 
 
-def test_an_episode_whose_answer_came_too_late_never_goes_on_from_a_step_nobody_saw(where):
+def test_an_episode_with_a_late_answer_does_not_continue_from_that_step(addresses):
     step, slow = {"state": np.array([1.0])}, {"state": np.array([1000.0])}
-    with robot(where["late"]) as ask, robot(where["late"], VLLM) as other:
+    with robot(addresses["late"]) as ask, robot(addresses["late"], VLLM) as other:
         wait_until(lambda: not isinstance(ask(step | {"reset": True}), str), 60, "an answer in time")
         assert other(step | {"reset": True}) is not None
         assert "within 0.5" in ask(slow)
@@ -493,33 +495,33 @@ def test_an_episode_whose_answer_came_too_late_never_goes_on_from_a_step_nobody_
         other({"endpoint": "reset"})
 
         def first():
-            answer = other(step | {"reset": True})  # the engine may be at the slow one yet
+            answer = other(step | {"reset": True})  # the engine may still compute the slow one
             return isinstance(answer, np.ndarray) and answer[0].tolist() == [1, 1]
 
         wait_until(first, 60, "the first step of another episode")
         assert other(step)[0].tolist() == [2, 2]
 
 
-def test_an_observation_that_is_of_no_use_any_more_is_given_up_and_not_computed(where):
-    with robot(where["counter"]) as slow, robot(where["counter"], VLLM) as ask:
+def test_an_expired_observation_is_dropped_and_not_computed(addresses):
+    with robot(addresses["counter"]) as slow, robot(addresses["counter"], VLLM) as ask:
         assert slow({"state": np.array([1.0])})["actions"][0, 1] == 1
         assert ask({"state": np.array([1.0]), "answer_within": 30.0})[0, 1] == 1
         slow.connection.send(packb({"state": np.array([1000.0])}))  # the engine is busy for a second and a half
         late = ask({"state": np.array([1.0]), "answer_within": 0.2})
-        if isinstance(late, dict):  # it came after the slow one, as it nearly always does
+        if isinstance(late, dict):  # it arrived after the slow one, as it nearly always does
             assert "within 0.2" in late["message"]
             assert "lost" in ask({"state": np.array([1.0])})["message"]
         assert ask({"state": np.array([5.0]), "reset": True})[0].tolist() == [5, 1]
         assert unpackb(slow.connection.recv(60))["actions"][0].tolist() == [1001, 2]
 
 
-def test_of_observations_that_are_computed_together_one_that_fails_fails_alone(where):
+def test_an_observation_that_fails_in_a_batch_fails_alone(addresses):
     wrong = {1: WRONG["a row that the model refuses"], 4: WRONG["a state too short"], 6: WRONG["no msgpack"]}
     answers: dict[tuple[int, int], object] = {}
     together = threading.Barrier(8, timeout=60)
 
     def asks(number):
-        with robot(where["arm"]) as ask:
+        with robot(addresses["arm"]) as ask:
             for step in range(20):
                 together.wait()
                 answers[number, step] = ask(wrong[number][0] if number in wrong else observation(fill=number))
@@ -537,42 +539,42 @@ def test_of_observations_that_are_computed_together_one_that_fails_fails_alone(w
             np.testing.assert_allclose(answer["actions"], expected(6 + number, 4))
 
 
-def test_random_frames_get_an_error_each_and_the_connection_goes_on(where):
-    dice = random.Random(1)
+def test_random_frames_get_an_error_each_and_the_connection_stays_open(addresses):
+    rng = random.Random(1)
     whole = packb(observation())
-    with robot(where["arm"]) as ask, robot(where["arm"], VLLM) as other:
+    with robot(addresses["arm"]) as ask, robot(addresses["arm"], VLLM) as other:
         for _ in range(150):
             frame = bytearray(whole)
-            for _ in range(dice.randrange(1, 8)):
-                frame[dice.randrange(70) if dice.random() < 0.5 else -dice.randrange(1, 140)] = dice.randrange(256)
-            for asking in (ask, other):
-                answer = asking(bytes(frame[: dice.randrange(1, len(frame) + 1)] if dice.random() < 0.3 else frame))
+            for _ in range(rng.randrange(1, 8)):
+                frame[rng.randrange(70) if rng.random() < 0.5 else -rng.randrange(1, 140)] = rng.randrange(256)
+            for send in (ask, other):
+                answer = send(bytes(frame[: rng.randrange(1, len(frame) + 1)] if rng.random() < 0.3 else frame))
                 assert isinstance(answer, (str, dict, np.ndarray))
         np.testing.assert_allclose(ask(observation())["actions"], expected(16, 4))
         np.testing.assert_allclose(other(observation()), expected(16, 4))
 
 
-def test_one_robot_too_many_is_told_so(where):
+def test_one_robot_too_many_gets_an_error(addresses):
     with contextlib.ExitStack() as stack:
         for _ in range(8):
-            stack.enter_context(robot(where["arm"]))
-        with pytest.raises(ConnectionClosed, match="8 robots are connected"), robot(where["arm"]):
+            stack.enter_context(robot(addresses["arm"]))
+        with pytest.raises(ConnectionClosed, match="8 robots are connected"), robot(addresses["arm"]):
             pass
 
 
 @pytest.fixture(scope="module")
 def openpi(tmp_path_factory):
-    """A PYTHONPATH with openpi-client in it: its code unchanged, with the packages that are here."""
+    """A PYTHONPATH with the unmodified openpi-client, which uses the packages installed here."""
     if importlib.util.find_spec("openpi_client"):
         return ""
     folder = tmp_path_factory.mktemp("openpi")
-    wanted = ["--quiet", "--no-deps", "--disable-pip-version-check", "--target", str(folder), "openpi-client==0.1.2"]
+    options = ["--quiet", "--no-deps", "--disable-pip-version-check", "--target", str(folder), "openpi-client==0.1.2"]
     try:
-        done = subprocess.run([sys.executable, "-m", "pip", "install", *wanted], capture_output=True, timeout=100)
+        done = subprocess.run([sys.executable, "-m", "pip", "install", *options], capture_output=True, timeout=100)
     except subprocess.TimeoutExpired:
-        pytest.skip("openpi-client 0.1.2 was not to be had in time")
+        pytest.skip("openpi-client 0.1.2 could not be installed in time")
     if done.returncode:
-        pytest.skip(f"openpi-client 0.1.2 is not to be had here: {done.stderr.decode()[-300:]}")
+        pytest.skip(f"openpi-client 0.1.2 cannot be installed here: {done.stderr.decode()[-300:]}")
     return str(folder)
 
 
@@ -602,22 +604,22 @@ print("all is well")
 """
 
 
-def test_openpis_own_client_works_unchanged(where, openpi):
+def test_openpis_own_client_works_unchanged(addresses, openpi):
     environ = {"PYTHONPATH": openpi, "PATH": "/usr/bin:/bin"}
     done = subprocess.run(
-        [sys.executable, "-c", OPENPI, where["arm"]], env=environ, capture_output=True, text=True, timeout=100
+        [sys.executable, "-c", OPENPI, addresses["arm"]], env=environ, capture_output=True, text=True, timeout=100
     )
     assert done.stdout == "all is well\n", done.stderr
 
 
-def test_a_gateway_that_died_comes_back_on_its_port(server, where):
+def test_a_killed_gateway_is_restarted_on_its_port(server, addresses):
     old = server.pids()["gateway"]
     os.kill(old, signal.SIGKILL)
     wait_until(lambda: server.pids().get("gateway") not in (None, old), 100, "another gateway")
 
     def answers() -> bool:
         try:
-            with robot(where["arm"]) as ask:
+            with robot(addresses["arm"]) as ask:
                 np.testing.assert_allclose(ask(observation())["actions"], expected(16, 4))
                 return True
         except (OSError, ConnectionClosed):

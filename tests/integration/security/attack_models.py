@@ -1,4 +1,4 @@
-"""A model whose errors no codec takes as they are."""
+"""A model whose error messages are hard to encode once they are cut."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ VECTOR = {"observation": TensorSpec("float32", (4,))}
 
 
 class Complaining(torch.nn.Module):
-    """Raises what the first value of a row says: text cut inside a character wherever it is cut, or no text at all."""
+    """Raises a long non-ASCII text shifted by the first value, so that cuts fall inside characters; or nothing."""
 
     def forward(self, observation: torch.Tensor) -> torch.Tensor:
         mood = observation[:, 0].max().item()

@@ -1,4 +1,4 @@
-"""The walls of the tcp transport: who has no right key gets nowhere, and who has one not too far."""
+"""Security of the tcp transport: only known keys connect, and clients with such a key have limited rights."""
 
 import numpy as np
 import pytest
@@ -30,13 +30,13 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory, folder):
-    walls = {
+    security = {
         "curve_key": str(folder / "server.key_secret"),
         "curve_clients": str(folder / "clients"),
         "max_message_mib": 1,
     }
-    with serving(tmp_path_factory.mktemp("server"), MODELS, tcp="127.0.0.1:0", **walls) as running:
-        running.where = f"tcp://{running.listening('tcp')}"
+    with serving(tmp_path_factory.mktemp("server"), MODELS, tcp="127.0.0.1:0", **security) as running:
+        running.url = f"tcp://{running.listening('tcp')}"
         yield running
 
 
@@ -45,50 +45,50 @@ def friend(folder):
     return {"server_key": str(folder / "server.key"), "client_key": str(folder / "friend.key_secret")}
 
 
-def test_a_client_with_a_known_key_comes_in(server, friend):
-    with connect(server.where, **friend) as client:
+def test_a_client_with_a_known_key_connects(server, friend):
+    with connect(server.url, **friend) as client:
         np.testing.assert_array_equal(client.model("affine").infer(X), 2 * X + 1)
 
 
-def test_keys_come_from_variables_too_and_the_servers_may_be_text(server, folder, monkeypatch):
+def test_keys_come_from_the_environment_too_and_the_servers_may_be_text(server, folder, monkeypatch):
     public, _ = zmq.auth.load_certificate(folder / "server.key")
     monkeypatch.setenv("JURYBOX_SERVER_KEY", public.decode())
     monkeypatch.setenv("JURYBOX_CLIENT_KEY", str(folder / "friend.key_secret"))
-    monkeypatch.setenv("JURYBOX_ADDRESS", server.where)
+    monkeypatch.setenv("JURYBOX_ADDRESS", server.url)
     with connect() as client:
         assert client.models() == ["affine"]
 
 
 def test_nobody_else_does(server, folder):
     for wrong in (
-        {},  # in the open
-        {"server_key": str(folder / "server.key")},  # a pair made up
+        {},  # no encryption
+        {"server_key": str(folder / "server.key")},  # a generated client key
         {"server_key": str(folder / "server.key"), "client_key": str(folder / "stranger.key_secret")},
         {"server_key": str(folder / "stranger.key"), "client_key": str(folder / "friend.key_secret")},
     ):
         with pytest.raises(ServerGone, match="with these keys|without keys"):
-            connect(server.where, timeout=0.4, **wrong)
+            connect(server.url, timeout=0.4, **wrong)
     assert server.process.poll() is None
 
 
-def test_keys_that_are_none_are_named(folder, tmp_path):
-    for server_key, client_key, says in (
+def test_invalid_keys_are_named(folder, tmp_path):
+    for server_key, client_key, message in (
         ("nothing", None, "is no key"),
         (str(folder / "server.key"), str(folder / "stranger.key"), "public key alone"),
         (None, str(folder / "friend.key_secret"), "without the server's key"),
     ):
-        with pytest.raises(Refused, match=says):
+        with pytest.raises(Refused, match=message):
             keys(server_key, client_key)
     assert b"secret" not in repr(keys(str(folder / "server.key"), None)).encode()
 
 
 @pytest.fixture
 def raw(server, friend):
-    """A friend's bare sockets."""
+    """Raw sockets with the friend's key."""
     context, sockets = zmq.Context(), []
 
     def open_one(identity=b"Rsomebody"):
-        socket = open_socket(context, server.where, keys(**friend), identity)
+        socket = open_socket(context, server.url, keys(**friend), identity)
         socket.setsockopt(zmq.RCVTIMEO, 5000)
         sockets.append(socket)
         return socket
@@ -114,7 +114,7 @@ def ask(socket, record, *tensors):
     return code, head[2 + wire.PACK_REPLY.size :].decode()
 
 
-def test_what_does_not_fit_its_lane_is_refused_with_the_reason(raw):
+def test_tickets_that_do_not_fit_their_lane_are_refused_with_the_reason(raw):
     control = raw()
     lease = call(control, lease=LeaseRequest(model="affine", rows=4)).lease
     row = bytes(16)
@@ -133,18 +133,18 @@ def test_what_does_not_fit_its_lane_is_refused_with_the_reason(raw):
         (ticket(0, 1, number=1), [row], Code.STALE_LEASE),
         (ticket(0, 1), [row], Code.OK),
     ):
-        got, why = ask(control, record, *tensors)
-        assert got == code, why
+        got, reason = ask(control, record, *tensors)
+        assert got == code, reason
     call(control, release=ReleaseRequest(lease=lease.lease))
 
 
-def test_nobody_gives_back_anothers_lane(raw, server):
+def test_no_client_can_return_anothers_lane(raw, server):
     one, other = raw(b"Rone"), raw(b"Rother")
     lease = call(one, lease=LeaseRequest(model="affine", rows=4)).lease
     call(other, release=ReleaseRequest(lease=lease.lease))
     with server.connect() as client:
-        # Others of this file may still be on their way out; with this one gone nothing would be left in the end.
-        wait_until(lambda: client.status()["lanes"]["rows"] <= 4, 30, "lanes of clients that are gone, given back")
+        # Lanes of this file's earlier clients may not be released yet; without this one's lane, 0 rows would remain.
+        wait_until(lambda: client.status()["lanes"]["rows"] <= 4, 30, "the release of lanes of closed clients")
         assert client.status()["lanes"]["rows"] == 4
     call(one, release=ReleaseRequest(lease=lease.lease))
 
@@ -152,7 +152,7 @@ def test_nobody_gives_back_anothers_lane(raw, server):
 def test_settings_that_name_code_are_not_taken_from_a_network(server, friend, raw):
     request = LoadRequest(model="affine", settings_json='{"factory": "os:getcwd"}')
     assert call(raw(), load=request).error.code == Code.REFUSED
-    with connect(server.where, **friend) as client:
+    with connect(server.url, **friend) as client:
         with pytest.raises(Refused, match="this server's own, and its settings are not taken from a network"):
             client.load("affine", {"factory": "os:getcwd"})
         with pytest.raises(Refused, match=r'remote_factories = \["os:\*"\]'):
@@ -164,12 +164,12 @@ def test_a_message_beyond_the_limit_ends_its_connection_and_nothing_else(server,
     socket = raw()
     socket.send_multipart((wire.PREFIX, b"12345678", bytes(2 << 20)))
     assert not socket.poll(1000)
-    with connect(server.where, **friend) as client:
+    with connect(server.url, **friend) as client:
         np.testing.assert_array_equal(client.model("affine").infer(X), 2 * X + 1)
 
 
-def test_remote_clients_do_not_take_the_last_row_unseen(server, friend):
-    with connect(server.where, **friend) as client:
+def test_rows_of_remote_clients_are_counted(server, friend):
+    with connect(server.url, **friend) as client:
         model = client.model("affine", rows=60)
         with pytest.raises(Busy, match="rows are leased"):
             client.model("affine", rows=10, timeout=1.0)
@@ -178,7 +178,7 @@ def test_remote_clients_do_not_take_the_last_row_unseen(server, friend):
 
 
 def test_the_weights_channel_stays_on_its_host(server, friend):
-    with connect(server.where, **friend) as client:
+    with connect(server.url, **friend) as client:
         for take in (client.weights, client.publisher):
             with pytest.raises(Refused):
                 take("affine")

@@ -1,4 +1,4 @@
-"""Requests made to harm the gateway, on a real server: each gets an answer that says why, and nobody else notices."""
+"""Malicious requests to a real server's gateway: each gets an error with a reason and affects no other client."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ DEEP = b"[" * 900 + b"]" * 900
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
-    """One server for all attacks: it must outlive them as it is."""
+    """One server for all attacks: its gateway must survive them without a restart."""
     with serving(tmp_path_factory.mktemp("server"), MODELS, http=LOCAL, grpc=LOCAL, tcp=LOCAL) as running:
         with running.connect() as client:
-            running.told = client.status()["server"]
+            running.listed = client.status()["server"]
         running.gateway = running.pids()["gateway"]
         yield running
         assert running.pids()["gateway"] == running.gateway, "the gateway died and was replaced"
@@ -54,14 +54,14 @@ def server(tmp_path_factory):
 
 @pytest.fixture
 def web(server):
-    with httpx.Client(base_url=f"http://{server.told['http']}", timeout=30) as client:
+    with httpx.Client(base_url=f"http://{server.listed['http']}", timeout=30) as client:
         yield client
 
 
 @pytest.fixture
 def channel(server):
     unbounded = [("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1)]
-    with grpc.insecure_channel(server.told["grpc"], unbounded) as channel:
+    with grpc.insecure_channel(server.listed["grpc"], unbounded) as channel:
         yield channel
 
 
@@ -77,21 +77,21 @@ def request(model="affine", **fields):
 
 
 def refused(call):
-    """Status and details of a call that fails."""
+    """Return the status and details of a call that fails."""
     with pytest.raises(grpc.RpcError) as caught:
         call()
     return caught.value.code().name, caught.value.details()
 
 
 def peak(server):
-    """Most memory that the gateway has ever had, in bytes; from now on where the kernel can be asked to forget."""
+    """Return the gateway's peak memory in bytes, since its start or the last reset through clear_refs."""
     status = Path(f"/proc/{server.gateway}/status").read_text()
     return int(status.split("VmHWM:")[1].split()[0]) << 10
 
 
 @pytest.fixture
 def memory(server):
-    """The most that the gateway may have more at any moment of the test than it had before, in bytes."""
+    """Limit how much the gateway's memory may grow at any moment of the test."""
     Path(f"/proc/{server.gateway}/clear_refs").write_text("5")
     before = psutil.Process(server.gateway).memory_info().rss
     yield
@@ -100,7 +100,7 @@ def memory(server):
 
 @pytest.fixture
 def effort(server):
-    """The most seconds that the gateway may compute meanwhile; on a busy machine an answer takes longer than that."""
+    """Limit the gateway's CPU time during the test; wall time would depend on the machine's load."""
 
     def spent():
         times = psutil.Process(server.gateway).cpu_times()
@@ -129,7 +129,7 @@ def test_a_models_name_of_two_mib_is_refused_as_that_and_breaks_nothing(server, 
     ):
         assert refused(call)[0] == "NOT_FOUND"
         assert f"at most {MAX_NAME} characters, one of {len(name)} came" in refused(call)[1]
-    with connect(f"grpc://{server.told['grpc']}", timeout=20) as client:
+    with connect(f"grpc://{server.listed['grpc']}", timeout=20) as client:
         for stream in (client.publisher, client.weights):
             with pytest.raises(ModelNotFound, match=f"at most {MAX_NAME} characters"):
                 stream("a" * (MAX_NAME + 1))
@@ -140,10 +140,10 @@ def test_a_models_name_of_two_mib_is_refused_as_that_and_breaks_nothing(server, 
 
 @pytest.mark.parametrize("transport", ["ipc", "tcp"])
 def test_a_models_name_of_two_mib_is_refused_at_the_control_transport_too(server, transport):
-    """By the client before it is sent, and by the server where a client does not look."""
+    """The client refuses it before sending, and the server if a client does not check."""
     from jurybox.client import connect
 
-    address = server.address if transport == "ipc" else f"tcp://{server.told['tcp']}"
+    address = server.address if transport == "ipc" else f"tcp://{server.listed['tcp']}"
     with connect(address, timeout=20) as client:
         model = client.model("affine")
         for name in ("a" * (2 * MIB), "a" * (MAX_NAME + 1)):
@@ -160,7 +160,7 @@ def test_a_supervisor_that_is_slow_breaks_no_lane_of_the_gateway(server, web, st
     os.kill(server.process.pid, signal.SIGSTOP)
     try:
         assert refused(lambda: stub.ModelInfer(request("nobody"), timeout=20))[0] == "UNAVAILABLE"
-        for _ in range(3):  # whoever has a lane is answered meanwhile, and health says so
+        for _ in range(3):  # models with a lane are still answered
             assert web.post(INFER, json={"inputs": [ROW]}).json()["outputs"][0]["data"] == ANSWER
     finally:
         os.kill(server.process.pid, signal.SIGCONT)
@@ -169,19 +169,19 @@ def test_a_supervisor_that_is_slow_breaks_no_lane_of_the_gateway(server, web, st
 
 
 def test_health_and_a_request_agree_at_every_moment(server, web, stub):
-    """While the supervisor hangs, a stranger's model is asked for, and a model is loaded again."""
+    """They agree while the supervisor hangs, while an unknown model is requested and while a model is reloaded."""
     still_answers(web, stub)
-    seen, stop = [], threading.Event()
+    results, stop = [], threading.Event()
 
     def ask():
         with httpx.Client(base_url=web.base_url, timeout=10) as client:
             while not stop.is_set():
                 body = {"inputs": [ROW], "parameters": {"timeout": 2_000_000}}
                 works = client.post(INFER, json=body).status_code == 200
-                seen.append((works, client.get("/health").status_code == 200))
+                results.append((works, client.get("/health").status_code == 200))
                 stop.wait(0.05)
 
-    for name in MODELS:  # lanes that serve
+    for name in MODELS:  # now each has a lane
         assert web.post(f"/v2/models/{name}/infer", json={"inputs": [ROW]}).status_code == 200
     thread = threading.Thread(target=ask)
     thread.start()
@@ -195,17 +195,17 @@ def test_health_and_a_request_agree_at_every_moment(server, web, stub):
         os.kill(server.process.pid, signal.SIGCONT)
         stop.set()
         thread.join(30)
-    assert len(seen) > 3
-    assert all(works == well for works, well in seen), seen
+    assert len(results) > 3
+    assert all(works == well for works, well in results), results
 
 
-def test_an_error_of_any_length_and_alphabet_is_told_and_gives_its_rows_back(web, stub):
-    """Errors are cut to a fixed number of bytes on their way: whatever they are cut in, nobody waits for them."""
-    for mood in range(900, 912):  # every place in a character of two, three and four bytes
+def test_an_error_of_any_length_and_alphabet_arrives_and_returns_its_rows(web, stub):
+    """Errors are cut to a fixed number of bytes: wherever the cut falls, the client gets the error."""
+    for mood in range(900, 912):  # cuts at every byte of characters of two to four bytes
         rows = {"name": "observation", "shape": [16, 4], "datatype": "FP32", "data": [mood] * 64}
         body = {"inputs": [rows], "parameters": {"timeout": 10_000_000}}
         answer = web.post("/v2/models/complaining/infer", json=body)
-        assert answer.status_code == 500, answer.text  # 504 where nobody told it
+        assert answer.status_code == 500, answer.text  # 504 if the error were lost
     wrong = request("complaining")
     wrong.raw_input_contents[0] = np.full(4, 901, np.float32).tobytes()
     assert refused(lambda: stub.ModelInfer(wrong, timeout=10))[0] == "INTERNAL"
@@ -213,7 +213,7 @@ def test_an_error_of_any_length_and_alphabet_is_told_and_gives_its_rows_back(web
     assert web.post("/v2/models/complaining/infer", json=good).status_code == 200
 
 
-def test_an_output_is_named_once(web, stub):
+def test_an_output_named_twice_is_refused(web, stub):
     answer = web.post(INFER, json={"inputs": [ROW], "outputs": [{"name": "action"}] * 2})
     assert (answer.status_code, "asked for twice" in answer.json()["error"]) == (422, True)
     outputs = [pb.ModelInferRequest.InferRequestedOutputTensor(name="action")] * 2
@@ -241,7 +241,7 @@ def test_a_bomb_is_not_unpacked_beyond_the_largest_body(web, memory, encoding):
     assert (answer.status_code, answer.json()["code"]) == (413, "TOO_LARGE")
 
 
-def test_what_is_packed_ends_where_it_says(web):
+def test_compressed_bodies_end_at_their_end_mark(web):
     whole = gzip.compress(json.dumps({"inputs": [ROW]}).encode())
     for body in (whole[:-9], whole[:12], whole + b"more", whole + whole):
         assert web.post(INFER, content=body, headers={"Content-Encoding": "gzip"}).status_code == 400
@@ -249,7 +249,7 @@ def test_what_is_packed_ends_where_it_says(web):
 
 
 def test_many_large_bodies_at_once_do_not_fill_the_memory(server, web):
-    """Unpacked they are 2 GiB. Those for which there is no room are told to come again."""
+    """Decompressed they have 2 GiB. Those that do not fit get a status that clients retry."""
     size = 64 * MIB - 4096
     rows = {"name": "observation", "datatype": "FP32", "shape": [size // 16, 4]}
     rows["parameters"] = {"binary_data_size": size}
@@ -300,7 +300,7 @@ def test_a_packed_grpc_message_is_not_unpacked_beyond_the_largest(stub, memory):
     assert code == "RESOURCE_EXHAUSTED"
 
 
-def test_a_shape_alone_takes_no_memory(web, stub, memory):
+def test_a_shape_alone_allocates_no_memory(web, stub, memory):
     for n in (2**60, 2**40, 10**4000):
         assert web.post(INFER, json={"inputs": [{**ROW, "shape": [n, 4]}]}).status_code == 422
     place = {"shared_memory_region": "x", "shared_memory_byte_size": 2**44}
@@ -360,7 +360,7 @@ def test_a_version_of_any_size_is_one_that_is_not_there(web, stub, model, versio
     )  # fmt: skip
 
 
-def test_bytes_that_are_no_message_are_told_so(channel):
+def test_bytes_that_are_no_message_get_an_error(channel):
     for method in ("ModelInfer", "ServerLive", "RepositoryIndex", "SystemSharedMemoryRegister"):
         code, details = refused(lambda m=method: channel.unary_unary(SERVICE + m)(b"\xff\xff", timeout=20))
         assert (code, "no message came" in details) == ("INVALID_ARGUMENT", True)
@@ -371,7 +371,7 @@ def test_bytes_that_are_no_message_are_told_so(channel):
     assert refused(lambda: list(watch))[0] == "INVALID_ARGUMENT"
 
 
-def test_what_an_error_quotes_of_a_request_is_cut(stub):
+def test_errors_quote_a_bounded_part_of_a_request(stub):
     long = request()
     long.inputs[0].name = "o" * MIB
     code, details = refused(lambda: stub.ModelInfer(long, timeout=20))
@@ -395,11 +395,11 @@ ENDLESS = {
 
 
 @pytest.fixture
-def told(server):
-    """Sends bytes over a connection of its own; gives what came back until the server closed it."""
+def open_raw(server):
+    """Return a function that opens a raw connection to the HTTP server."""
     import socket
 
-    host, port = server.told["http"].rsplit(":", 1)
+    host, port = server.listed["http"].rsplit(":", 1)
     connections = []
 
     def connection():
@@ -412,19 +412,19 @@ def told(server):
 
 
 def until_closed(connection):
-    came = b""
+    received = b""
     try:
         while part := connection.recv(1 << 16):
-            came += part
+            received += part
     except ConnectionError:
         pass
-    return came
+    return received
 
 
 @pytest.mark.parametrize("what", ENDLESS)
-def test_what_stands_around_a_body_has_a_bound(told, web, what):
+def test_the_parts_around_a_body_are_bounded(open_raw, web, what):
     start, more = ENDLESS[what]
-    connection = told()
+    connection = open_raw()
     connection.sendall(start)
     sent = 0
     with pytest.raises(OSError):
@@ -436,26 +436,26 @@ def test_what_stands_around_a_body_has_a_bound(told, web, what):
 
 
 @pytest.mark.parametrize("header", [b"X-Long: " + b"x" * 40_000 + b"\r\n", b"X: x\r\n" * 10_000])
-def test_long_headers_that_come_at_once_are_refused_as_that(told, header):
-    connection = told()
+def test_long_headers_in_one_piece_are_refused_with_400(open_raw, header):
+    connection = open_raw()
     connection.sendall(b"GET /health/live HTTP/1.1\r\nHost: localhost\r\n" + header + b"\r\n")
     assert until_closed(connection).startswith(b"HTTP/1.1 400")
 
 
-def test_requests_that_come_before_their_answers_are_bounded(told, web):
+def test_pipelined_requests_are_bounded(open_raw, web):
     one = b"GET /health/live HTTP/1.1\r\nHost: localhost\r\n\r\n"
-    few, many = told(), told()
+    few, many = open_raw(), open_raw()
     few.sendall(one * 20 + one[:-2] + b"Connection: close\r\n\r\n")
     assert until_closed(few).count(b"HTTP/1.1 200") == 21
     many.sendall(one * 2000)
-    came = until_closed(many)
-    assert b"HTTP/1.1 400" in came and came.count(b"HTTP/1.1 200") < 100
+    received = until_closed(many)
+    assert b"HTTP/1.1 400" in received and received.count(b"HTTP/1.1 200") < 100
     assert web.get("/health/live").status_code == 200
 
 
 @pytest.mark.parametrize("hosts", [b"", b"Host: localhost\r\nHost: evil.example\r\n"])
-def test_a_request_names_one_host(told, hosts):
-    connection = told()
+def test_a_request_names_one_host(open_raw, hosts):
+    connection = open_raw()
     connection.sendall(b"GET /health/live HTTP/1.1\r\n" + hosts + b"\r\n")
     assert until_closed(connection).startswith(b"HTTP/1.1 400")
 
@@ -473,14 +473,14 @@ def test_a_request_names_one_host(told, hosts):
         b"X:\0z\r\n",
     ],
 )
-def test_a_head_that_two_parsers_may_read_differently_is_refused(told, lies):
-    connection = told()
+def test_a_head_that_two_parsers_may_read_differently_is_refused(open_raw, lies):
+    connection = open_raw()
     connection.sendall(HEAD + lies + b"\r\n5\r\nhello\r\n0\r\n\r\n")
     assert until_closed(connection).startswith(b"HTTP/1.1 4")
 
 
-def test_which_parser_reads_http_is_said_and_not_found_out():
-    """uvicorn takes httptools where there is one, which takes headers of any size."""
+def test_the_http_parser_is_set_explicitly():
+    """By default uvicorn uses httptools if it is installed, which accepts headers of any size."""
     from jurybox.server.gateway import http_server
 
     source = Path(http_server.__file__).read_text()
@@ -490,13 +490,13 @@ def test_which_parser_reads_http_is_said_and_not_found_out():
 def test_a_websocket_is_not_spoken(server):
     import socket
 
-    host, port = server.told["http"].rsplit(":", 1)
-    asking = (
+    host, port = server.listed["http"].rsplit(":", 1)
+    handshake = (
         f"GET /events HTTP/1.1\r\nHost: {host}:{port}\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n"
         "Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\n\r\n"
     )
     with socket.create_connection((host, int(port)), timeout=20) as connection:
-        connection.sendall(asking.encode())
+        connection.sendall(handshake.encode())
         assert not connection.recv(200).startswith(b"HTTP/1.1 101")
 
 
@@ -510,10 +510,10 @@ def diary():
     path.unlink()
 
 
-def test_nobody_reads_or_writes_memory_of_the_servers_user_without_opt_in(web, stub, diary):
+def test_no_client_accesses_memory_of_the_servers_user_without_opt_in(web, stub, diary):
     """What any user of the host can try over loopback with default settings."""
-    wanted = {"key": f"/{diary.name}", "byte_size": 1000}
-    answer = web.post("/v2/systemsharedmemory/region/r/register", json=wanted)
+    registration = {"key": f"/{diary.name}", "byte_size": 1000}
+    answer = web.post("/v2/systemsharedmemory/region/r/register", json=registration)
     assert (answer.status_code, "shared_memory_prefix" in answer.json()["error"]) == (403, True)
     register = pb.SystemSharedMemoryRegisterRequest(name="r", key=f"/{diary.name}", byte_size=1000)
     assert refused(lambda: stub.SystemSharedMemoryRegister(register, timeout=20))[0] == "PERMISSION_DENIED"
@@ -540,7 +540,7 @@ def test_no_operation_id_is_given_twice(server):
     assert len(names) == len(set(names))
 
 
-def test_a_stream_given_up_in_the_middle_leaves_nothing(server, channel, stub):
+def test_a_cancelled_stream_leaves_nothing_behind(server, channel, stub):
     slow = np.full((1, 4), 100_000, np.float32).tobytes()
 
     def endless(started):
@@ -558,10 +558,10 @@ def test_a_stream_given_up_in_the_middle_leaves_nothing(server, channel, stub):
     assert stub.ModelInfer(request("moody"), timeout=30).model_name == "moody"
 
 
-def test_a_frame_of_http2_that_lies_about_its_size_is_no_message(server, web):
+def test_an_http2_frame_with_a_wrong_size_ends_only_its_connection(server, web):
     import socket
 
-    host, port = server.told["grpc"].rsplit(":", 1)
+    host, port = server.listed["grpc"].rsplit(":", 1)
     with socket.create_connection((host, int(port)), timeout=20) as connection:
         connection.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + struct.pack(">I", 0xFFFFFF04) + bytes(5))
         connection.settimeout(2)

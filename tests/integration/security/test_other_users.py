@@ -1,4 +1,4 @@
-"""What a server's own host holds against its other users, and against code that nobody configured."""
+"""A server's protection against other users of its host, and against code that is not configured."""
 
 import os
 import stat
@@ -16,7 +16,7 @@ STRANGER = 12345
 MODELS = {"affine": {"factory": "tests.models:affine", "max_batch": 16, "rows": 64}}
 X = np.ones((2, 4), np.float32)
 
-# A control request as raw frames, from the user given: nothing of the client library's own checks is between.
+# Send a control request as raw frames as the given user, without the client library's own checks.
 ASK = """
 import os, sys, zmq
 from jurybox.protocol import wire
@@ -42,7 +42,7 @@ def ask(address, user, seconds):
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
-    before = os.umask(0)  # a start script that left it so
+    before = os.umask(0)  # as a start script may leave it
     try:
         with serving(tmp_path_factory.mktemp("server"), MODELS) as running:
             yield running
@@ -50,14 +50,14 @@ def server(tmp_path_factory):
         os.umask(before)
 
 
-def test_sockets_are_their_users_alone_whatever_the_umask(server):
+def test_sockets_are_private_to_their_user_under_any_umask(server):
     folder = Path(server.address.removeprefix("ipc://")).parent
     modes = {path.name: stat.S_IMODE(path.lstat().st_mode) for path in folder.iterdir() if path.is_socket()}
     assert modes == {"engine": 0o600, "engine-0": 0o600}
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="becoming another user needs root")
-def test_a_stranger_is_not_heard_even_where_modes_let_him_in(server):
+def test_another_user_gets_no_answer_even_if_modes_let_him_connect(server):
     folder = Path(server.address.removeprefix("ipc://")).parent
     above = [path for path in (folder, *folder.parents) if not path.stat().st_mode & 0o001]
     changed = [*above, folder / "engine"]
@@ -72,7 +72,7 @@ def test_a_stranger_is_not_heard_even_where_modes_let_him_in(server):
             path.chmod(mode)
 
 
-def test_a_folder_that_others_may_enter_ends_the_start_with_what_to_run(tmp_path):
+def test_a_server_refuses_to_start_in_a_folder_that_others_may_enter(tmp_path):
     folder = tmp_path / "run"
     folder.mkdir()
     folder.chmod(0o755)
@@ -87,9 +87,9 @@ def test_a_folder_that_others_may_enter_ends_the_start_with_what_to_run(tmp_path
     [
         "subprocess:getoutput",
         "os:system",
-        "jurybox.processes:spawn",  # ours, and runs any module
+        "jurybox.processes:spawn",  # Jurybox's own, and runs any module
         "jurybox.server.jurors.panels:panel",
-        "tests.models:moody",  # beside one that is configured
+        "tests.models:moody",  # in the module of a configured one
     ],
 )
 def test_a_client_may_not_name_code_to_run(server, factory):
@@ -104,7 +104,7 @@ def test_a_client_may_not_name_a_program_to_run(server, tmp_path):
         client.load("mine", {"exported": f"{tmp_path}/sub/../mine.pt2"})
 
 
-def test_what_the_configuration_names_and_what_comes_with_jurybox_may_be_loaded(server):
+def test_configured_factories_and_those_of_jurybox_may_be_loaded(server):
     with server.connect() as client:
         client.load("other", {"factory": "tests.models:affine", "args": {"scale": 3.0}})
         np.testing.assert_array_equal(client.model("other").infer(X), 3 * X + 1)
@@ -114,7 +114,7 @@ def test_what_the_configuration_names_and_what_comes_with_jurybox_may_be_loaded(
         client.unload("light")
 
 
-def test_a_module_that_is_allowed_gives_what_it_defines_and_not_what_it_imports(tmp_path):
+def test_only_what_an_allowed_module_defines_may_be_loaded_not_what_it_imports(tmp_path):
     with serving(tmp_path, MODELS, factories=["tests.models:*"]) as running:
         with running.connect() as client:
             client.load("two", {"factory": "tests.models:two"})

@@ -1,4 +1,4 @@
-"""The walls of HTTP and gRPC on a real server: token and TLS, from outside."""
+"""Token and TLS of HTTP and gRPC on a real server, as clients see them."""
 
 import contextlib
 import json
@@ -34,9 +34,9 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory, folder):
-    walled = {**walls(folder, TOKEN), "max_message_mib": 1}
+    security = {**walls(folder, TOKEN), "max_message_mib": 1}
     listen = {"http": "127.0.0.1:0", "grpc": "127.0.0.1:0"}
-    with serving(tmp_path_factory.mktemp("server"), MODELS, **listen, **walled) as running:
+    with serving(tmp_path_factory.mktemp("server"), MODELS, **listen, **security) as running:
         running.http, running.grpc = running.listening("http"), running.listening("grpc")
         yield running
 
@@ -48,7 +48,7 @@ def web(server, folder):
         yield client
 
 
-def test_everything_but_health_asks_for_the_token(web):
+def test_everything_but_health_needs_the_token(web):
     paths = list(web.get("/openapi.json", headers=BEARER).json()["paths"])
     assert len(paths) > 5
     for path in paths:
@@ -60,7 +60,7 @@ def test_everything_but_health_asks_for_the_token(web):
     assert web.get("/status", headers={"Authorization": f"Bearer {TOKEN}x"}).status_code == 401
 
 
-def test_a_request_that_was_answered_before_asks_for_the_token_again(web):
+def test_a_repeated_request_needs_the_token_again(web):
     tensor = {"name": "observation", "shape": [2, 4], "datatype": "FP32", "parameters": {"binary_data_size": 32}}
     text = json.dumps({"inputs": [tensor], "parameters": {"binary_data_output": True}}).encode()
     body = {"content": text + X.tobytes()}
@@ -73,7 +73,7 @@ def test_a_request_that_was_answered_before_asks_for_the_token_again(web):
             assert web.post("/v2/models/affine/infer", headers={**wrong, **length}, **body).status_code == 401
 
 
-def test_a_browser_can_show_it_as_a_password(web):
+def test_a_browser_can_send_the_token_as_a_password(web):
     assert web.get("/status", auth=("anybody", TOKEN)).status_code == 200
     assert web.get("/status", auth=(TOKEN, "")).status_code == 401
 
@@ -84,7 +84,7 @@ def test_answers_carry_the_security_headers(web):
         assert "default-src 'none'" in answer.headers["content-security-policy"]
 
 
-def test_plain_text_meets_tls(server):
+def test_plain_text_is_refused_by_tls(server):
     with pytest.raises(httpx.HTTPError):
         httpx.get(f"http://{server.http}/health/live", timeout=5)
 
@@ -114,7 +114,7 @@ def status_of(call, *arguments, **options):
     return caught.value.code()
 
 
-def test_every_call_asks_for_the_token_but_whether_it_lives(stub):
+def test_every_call_but_liveness_needs_the_token(stub):
     metadata = [("authorization", f"Bearer {TOKEN}")]
     assert stub.ServerLive(pb.ServerLiveRequest(), timeout=10).live
     stub.ServerReady(pb.ServerReadyRequest(), timeout=10)
@@ -127,7 +127,7 @@ def test_every_call_asks_for_the_token_but_whether_it_lives(stub):
     assert stub.ServerMetadata(pb.ServerMetadataRequest(), timeout=10, metadata=metadata).name == "jurybox"
 
 
-def test_reflection_asks_for_the_token_too(server, folder):
+def test_reflection_needs_the_token_too(server, folder):
     credentials = grpc.ssl_channel_credentials((folder / "cert.pem").read_bytes())
     with grpc.secure_channel(server.grpc, credentials) as channel:
         call = channel.stream_stream("/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo")
@@ -142,7 +142,7 @@ def test_a_message_beyond_the_limit_is_refused(stub):
     assert status_of(stub.ServerMetadata, pb.ServerMetadataRequest(), metadata=long) is not None
 
 
-def test_the_client_comes_in_with_the_token_and_the_certificate(server, folder, monkeypatch):
+def test_the_client_connects_with_the_token_and_the_certificate(server, folder, monkeypatch):
     monkeypatch.setenv("JURYBOX_TLS_CA", str(folder / "cert.pem"))
     with connect(f"grpcs://{server.grpc}", token=TOKEN) as client:
         np.testing.assert_array_equal(client.model("affine").infer(X), 2 * X + 1)
@@ -151,7 +151,7 @@ def test_the_client_comes_in_with_the_token_and_the_certificate(server, folder, 
         assert set(client.models()) == set(MODELS)
 
 
-def test_weights_are_taken_from_who_has_the_token(server, folder, monkeypatch):
+def test_weights_are_published_only_with_the_token(server, folder, monkeypatch):
     monkeypatch.setenv("JURYBOX_TLS_CA", str(folder / "cert.pem"))
     state = {"scale": np.array(2, np.float32), "offset": np.array(1, np.float32)}
     with connect(f"grpcs://{server.grpc}", token=TOKEN) as client:
@@ -164,9 +164,9 @@ def test_weights_are_taken_from_who_has_the_token(server, folder, monkeypatch):
                 RemotePublisher(channel, "policy", metadata=metadata)
 
 
-def test_the_client_is_told_what_was_wrong(server, folder, monkeypatch):
+def test_the_clients_errors_say_what_was_wrong(server, folder, monkeypatch):
     monkeypatch.delenv("JURYBOX_TOKEN", raising=False)
-    with pytest.raises(ServerGone, match="grpcs://"):  # a certificate that nobody vouches for
+    with pytest.raises(ServerGone, match="grpcs://"):  # a certificate of no known authority
         connect(f"grpcs://{server.grpc}", token=TOKEN, timeout=0.5)
     with pytest.raises(ServerGone, match="grpcs://"):
         connect(f"grpc://{server.grpc}", token=TOKEN, timeout=0.5)

@@ -88,7 +88,7 @@ def test_old_results_fade() -> None:
     assert of.games("anchor:weak") == pytest.approx(10, abs=0.1)
 
 
-def test_a_tie_counts_half_and_no_game_says_nothing() -> None:
+def test_a_tie_counts_half_and_no_game_has_no_result() -> None:
     of = league(decay=1.0)
     of.record("anchor:weak", 1)
     of.record("anchor:weak", 0)
@@ -98,7 +98,7 @@ def test_a_tie_counts_half_and_no_game_says_nothing() -> None:
         of.record("anchor:weak", 2)
 
 
-def test_a_league_of_an_earlier_release_goes_on_with_the_learners_own_games() -> None:
+def test_a_league_of_an_earlier_release_continues_with_the_learners_own_games() -> None:
     of = league()
     of.add(7)
     play(of, "pool:7", 3, 2)
@@ -108,7 +108,7 @@ def test_a_league_of_an_earlier_release_goes_on_with_the_learners_own_games() ->
     assert League.from_state_dict(said).row() == of.row()
 
 
-def test_a_league_read_back_goes_on_the_same() -> None:
+def test_a_restored_league_continues_identically() -> None:
     of = league(pool=3, weighting="hard", anchors=("strong",))
     for version in range(4):
         of.add(version)

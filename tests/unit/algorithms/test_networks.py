@@ -41,7 +41,7 @@ def test_a_row_of_numbers_and_a_picture_is_told_apart_to_the_bit() -> None:
     ("algorithm", "discrete"), [("dqn", True), ("td3", False), ("sac", False), ("ppo", True), ("ppo", False)]
 )
 @pytest.mark.parametrize("pictures", [[], [(1, 36, 36)]])
-def test_what_a_network_gives_has_its_names_and_is_the_same_for_the_same_seed(algorithm, discrete, pictures) -> None:
+def test_outputs_of_a_network_have_its_names_and_depend_on_the_seed(algorithm, discrete, pictures) -> None:
     made = [acting_network(algorithm, 3, pictures, True, discrete, 2, (8,), seed) for seed in (1, 1)]
     rows = torch.zeros(5, 3) if not pictures else torch.zeros(5, 12 + 36 * 36, dtype=torch.uint8)
     one, two = (network(rows) for network in made)
@@ -65,7 +65,7 @@ def test_scores_of_actions_that_are_numbers_are_those_of_torchs_normal() -> None
     assert torch.equal(value, network.value(seen))
 
 
-def test_ppo_moves_numbers_towards_what_paid() -> None:
+def test_ppo_moves_actions_towards_rewards() -> None:
     network = acting_network("ppo", 1, [], False, False, 1, (8,))
     assert isinstance(network, GaussianActorCritic)
     learner = PPO(0, 0, PPOSettings(learning_rate=0.01, target_kl=None, normalise_returns=False), 0, network=network)

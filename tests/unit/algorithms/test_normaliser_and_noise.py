@@ -21,7 +21,7 @@ def test_pieces_give_the_statistics_of_the_whole() -> None:
     assert ((rows - mean) * scale).std() == pytest.approx(1.0, abs=1e-3)
 
 
-def test_what_never_changes_is_left_as_it_is() -> None:
+def test_constant_values_stay_unchanged() -> None:
     normaliser = Normaliser(2)
     np.testing.assert_array_equal(normaliser.std, 1.0)
     normaliser.see(np.full((10, 2), 4.0))
@@ -49,7 +49,7 @@ def test_observations_of_another_size_are_refused() -> None:
 
 @pytest.mark.parametrize(("colour", "low"), [(0.0, -0.1), (1.0, 0.4), (2.0, 0.8)])
 @pytest.mark.parametrize("steps", [251, 252])
-def test_noise_has_unit_variance_and_the_colour_asked_for(colour: float, low: float, steps: int) -> None:
+def test_noise_has_unit_variance_and_the_given_colour(colour: float, low: float, steps: int) -> None:
     rng = np.random.default_rng(0)
     noise = np.stack([coloured_noise(rng, steps, 4, colour) for _ in range(100)])
     assert noise.shape == (100, steps, 4) and noise.dtype == np.float32

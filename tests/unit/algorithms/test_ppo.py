@@ -1,4 +1,4 @@
-"""PPO: its advantages, its switches, that it learns, and that it goes on where it stopped."""
+"""PPO: its advantages, its options, that it learns, and that it resumes."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_without_gae_an_advantage_is_the_discounted_return_less_the_value() -> N
 @pytest.mark.parametrize(
     ("terminated", "bootstrap", "last"), [(False, True, 6.0), (True, True, 1.0), (False, False, 1.0)]
 )
-def test_only_an_episode_that_was_cut_counts_the_value_of_what_follows(terminated, bootstrap, last) -> None:
+def test_only_a_truncated_episode_counts_the_value_of_its_last_state(terminated, bootstrap, last) -> None:
     settings = replace(SETTINGS, gamma=0.5, bootstrap=bootstrap)
     given = rollout(
         over=np.array([[True], [False], [True]]),
@@ -143,7 +143,7 @@ def test_an_update_stops_when_the_policy_has_moved_far_enough() -> None:
     assert steps[None] == SETTINGS.n_epochs * 4 and 0 < steps[1e-4] < steps[None]
 
 
-def test_what_was_saved_goes_on_bit_for_bit() -> None:
+def test_a_saved_run_continues_bit_for_bit() -> None:
     first = PPO(2, 5, SETTINGS, seed=1)
     first.update(played(first, np.random.default_rng(0)))
     second = PPO(2, 5, SETTINGS, seed=2)
@@ -152,7 +152,7 @@ def test_what_was_saved_goes_on_bit_for_bit() -> None:
     assert told[0] == told[1]
 
 
-def test_the_same_seed_makes_the_same_network_whatever_torch_drew_before() -> None:
+def test_the_same_seed_makes_the_same_network_independently_of_torchs_generator() -> None:
     import torch
 
     torch.manual_seed(99)

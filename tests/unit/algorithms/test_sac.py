@@ -1,4 +1,4 @@
-"""SAC's update against numbers worked out by hand, and that it goes on where it stopped."""
+"""SAC's update compared with numbers computed by hand, and that it resumes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Fixed(nn.Module):
 
 
 class Constant(nn.Module):
-    """Two critics that say two numbers, whatever they see."""
+    """Two critics that return two constants."""
 
     def __init__(self, first: float, second: float) -> None:
         super().__init__()
@@ -87,7 +87,7 @@ def test_the_target_is_the_smaller_value_less_the_temperature_times_the_log_dens
     torch.testing.assert_close(update.metrics["critic_loss"], expected, rtol=1e-4, atol=1e-4)
 
 
-def test_nothing_is_bootstrapped_where_the_discount_is_nought() -> None:
+def test_nothing_is_bootstrapped_if_the_discount_is_zero() -> None:
     sac = SAC(Fixed(0.0, -20.0), Constant(5.0, 3.0), 1, SACSettings(ent_coef=0.1))
     update = sac.update(batch(discount=0.0))
     assert float(update.metrics["critic_loss"]) == pytest.approx(0.5 * (3.0**2 + 1.0**2))
@@ -146,7 +146,7 @@ def test_the_policys_step_leaves_the_critics_alone() -> None:
     assert all(each.grad is None for each in sac.target.parameters())
 
 
-def test_it_learns_to_do_what_pays() -> None:
+def test_it_learns_the_rewarded_action() -> None:
     """A bandit: the nearer the action is to 0.5, the better."""
     sac = learner(learning_rate=0.01, ent_coef=0.01)
     noise = torch.Generator().manual_seed(0)
@@ -158,7 +158,7 @@ def test_it_learns_to_do_what_pays() -> None:
     np.testing.assert_allclose(torch.tanh(mean).detach().numpy(), [[0.5, 0.5]], atol=0.15)
 
 
-def test_it_goes_on_from_a_state_as_if_it_had_never_stopped(tmp_path) -> None:
+def test_it_continues_from_a_state_as_if_it_had_never_stopped(tmp_path) -> None:
     from jurybox.training.checkpoints import read_state, write_state
 
     data = {**batch(8), "action": torch.zeros(8, 2), "observation": torch.randn(8, 3)}

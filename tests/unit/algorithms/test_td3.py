@@ -61,7 +61,7 @@ def test_it_finds_the_best_action_of_a_one_step_task() -> None:
     assert error < 0.1
 
 
-def test_the_target_is_the_lower_critics_and_ends_where_the_discount_does() -> None:
+def test_the_target_is_that_of_the_lower_critic_and_of_the_discount() -> None:
     learner = TD3(5, 2, TD3Settings(hidden_actor=(8,), hidden_critic=(8,), target_policy_noise=0.0, reward_scale=0.5))
     rows = batch(0)
     with torch.no_grad():

@@ -21,7 +21,7 @@ def make(kind, seed=0):
 
 
 def batch(random, n=64):
-    """Four places in a row; to the right is 1 at the end, to the left is nothing; the discount is a half."""
+    """Four states in a row; the reward is 1 at the right end and 0 elsewhere; the discount is 0.5."""
     place, action = random.integers(4, size=n), random.integers(2, size=n)
     over = (place == 3) & (action == 1)
     after = np.clip(place + 2 * action - 1, 0, 3)
@@ -47,7 +47,7 @@ def test_the_values_of_a_small_problem_are_found(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_restored_learner_does_bit_for_bit_what_the_other_does(kind, tmp_path):
+def test_a_restored_learner_continues_bit_for_bit(kind, tmp_path):
     one, random = make(kind), np.random.default_rng(0)
     for _ in range(60):
         one.update(batch(random))

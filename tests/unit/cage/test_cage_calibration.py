@@ -29,7 +29,7 @@ def test_mean_returns_are_the_published_ones(red: str, defender: str) -> None:
 
 
 @pytest.mark.parametrize(("red", "step"), [("B_line", 15.4), ("Meander", 36.0)])
-def test_the_first_impact_comes_when_it_does_in_the_original(red: str, step: float) -> None:
+def test_the_first_impact_is_at_the_same_time_as_in_the_original(red: str, step: float) -> None:
     networks = Networks(EPISODES, red, seed=5)
     first = np.zeros(EPISODES)
     for now in range(1, 101):

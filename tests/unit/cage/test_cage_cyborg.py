@@ -20,7 +20,7 @@ class Sleep: ...
 
 
 class Shape:
-    """Both ends of CybORG that the adapter touches, with a count of how often the truth was asked for."""
+    """The parts of CybORG that the adapter uses, with a count of the requests for the true state."""
 
     def __init__(self) -> None:
         self.asked = 0
@@ -70,7 +70,7 @@ def test_the_old_api_becomes_gymnasiums(env: CyborgEnv) -> None:
     assert ends == [(-0.1, False, False)] * 2 + [(-0.1, False, True)]
 
 
-def test_the_truth_is_asked_for_only_after_what_can_have_changed_it(env: CyborgEnv, shape: Shape) -> None:
+def test_the_true_state_is_requested_only_after_possible_changes(env: CyborgEnv, shape: Shape) -> None:
     env.reset()
     assert shape.asked == 1
     env.step(0)

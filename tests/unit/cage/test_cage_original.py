@@ -17,7 +17,7 @@ EPISODES = Path(__file__).parent / "data" / "original_episodes.npz"
 
 
 class Luck:
-    """Hands out what was recorded in the place of random numbers."""
+    """Returns recorded values in place of random numbers."""
 
     def __init__(self, first: np.ndarray) -> None:
         self.next = first

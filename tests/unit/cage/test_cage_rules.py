@@ -15,7 +15,7 @@ NO, UNKNOWN, USER, PRIVILEGED = [0, 0], [1, 0], [0, 1], [1, 1]
 
 
 class Scripted:
-    """A red that does what the test tells it, the same in every network."""
+    """A red agent that takes the given action, the same in every network."""
 
     def __init__(self) -> None:
         self.next: tuple[Verb, int] = (Verb.SLEEP, 0)
@@ -148,7 +148,7 @@ def test_an_exploit_of_a_decoy_fails_and_shows(table: Table) -> None:
     assert (table.activity("Op_Host0") == SCAN).all()
 
 
-def test_an_exploit_of_a_port_nobody_listens_on_any_more_fails_unseen(table: Table) -> None:
+def test_an_exploit_of_a_closed_port_fails_undetected(table: Table) -> None:
     table.turn(action(Blue.TOMCAT, "User1"))
     table.turn(0, Verb.SCAN, "User1")
     table.turn(action(Blue.RESTORE, "User1"))
@@ -157,7 +157,7 @@ def test_an_exploit_of_a_port_nobody_listens_on_any_more_fails_unseen(table: Tab
     assert (table.activity("User1") == NONE).all() and not table.networks._success.any()
 
 
-def test_a_decoy_stands_once_but_vsftpd_always_does_and_takes_apaches_port(table: Table) -> None:
+def test_a_decoy_exists_once_but_vsftpd_always_does_and_takes_apaches_port(table: Table) -> None:
     apache, vsftpd = action(Blue.APACHE, "Op_Host0"), action(Blue.VSFTPD, "Op_Host0")
     assert table.networks.possible()[:, [apache, vsftpd]].all()
     table.turn(vsftpd)

@@ -44,7 +44,7 @@ def test_the_subnets_hold_their_hosts() -> None:
         (132, 144, Blue.RESTORE),
     ],
 )
-def test_action_ids_stand_where_the_original_has_them(first: int, last: int, kind: Blue) -> None:
+def test_action_ids_are_at_the_originals_positions(first: int, last: int, kind: Blue) -> None:
     assert set(t.KIND[first : last + 1]) == {kind}
     assert t.TARGET[first : last + 1].tolist() == list(range(13))
     assert action(kind, "Defender") == first and action(kind, "User4") == last
@@ -87,10 +87,10 @@ EXPLOITS = {
 
 
 @pytest.mark.parametrize("host", t.HOSTS)
-def test_what_each_exploit_yields(host: str) -> None:
+def test_the_result_of_each_exploit(host: str) -> None:
     row = " ".join("-up"[level] for level in t.OUTCOME[t.INDEX[host]])
     assert row == EXPLOITS[host]
-    # Nothing comes of a port that no service listens on.
+    # A port without a service has no effect.
     open_ports = t.OPEN_PORTS[t.INDEX[host]]
     assert all(open_ports >> kind & 1 for kind in np.flatnonzero(t.OUTCOME[t.INDEX[host]]))
 
@@ -115,7 +115,7 @@ def test_hosts_reveal_the_addresses_stored_on_them() -> None:
     }
 
 
-def test_what_a_privileged_session_costs_in_tenths() -> None:
+def test_the_cost_of_a_privileged_session_in_tenths() -> None:
     dear = {"Enterprise0", "Enterprise1", "Enterprise2", "Op_Server0"}
     for host in t.HOSTS:
         expected = 0 if host == "User0" else 10 if host in dear else 1

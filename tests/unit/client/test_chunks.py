@@ -1,4 +1,4 @@
-"""Chunks of actions are executed without waiting, in time, and never out of it."""
+"""Chunks of actions are executed without waiting, and each action only at its step."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from jurybox.client.chunks import (
 
 
 def chunk(step, tag=0.0, horizon=6):
-    """Actions that say of which step they are, and by which chunk."""
+    """Actions that contain their step and their chunk."""
     return np.float32([[step + k, tag] for k in range(horizon)])
 
 
 class Asked:
-    """A policy that answers when it is told to."""
+    """A policy that answers when the test says so."""
 
     def __init__(self):
         self.requests, self.answers = queue.Queue(), queue.Queue()
@@ -71,9 +71,9 @@ def test_actions_are_of_their_step_however_late_the_chunk(asked):
         assert policy.act({"at": 0}) is None and policy.act({"at": 1}) is None
         assert asked.answer(policy, chunk(0)) == {"at": 0}
         assert [policy.act({"at": step})[0] for step in (2, 3)] == [2, 3]
-        assert asked.answer(policy, chunk(2, tag=1.0)) == {"at": 2}  # asked as soon as the first was there
+        assert asked.answer(policy, chunk(2, tag=1.0)) == {"at": 2}  # requested as soon as the first arrived
         assert [tuple(policy.act({"at": step})) for step in range(4, 8)] == [(step, 1.0) for step in range(4, 8)]
-        assert policy.act({"at": 8}) is None  # what is planned has ended
+        assert policy.act({"at": 8}) is None  # the planned actions are used up
         assert (policy.stats.answered, policy.stats.starved, policy.stats.delay_steps) == (2, 3, 2)
 
 
@@ -98,7 +98,7 @@ def test_answers_that_come_too_late_are_dropped(asked):
         assert policy.act({}) is None and (policy.stats.late, policy.stats.answered) == (1, 0)
         asked.answer(policy, chunk(7))
         assert policy.act({})[0] == 8
-        assert asked.requests.get(timeout=60)[1] == 0.5  # the deadline goes to who asks
+        assert asked.requests.get(timeout=60)[1] == 0.5  # the deadline is passed to the policy
         asked.answers.put(chunk(8))
 
 
@@ -124,7 +124,7 @@ def test_real_time_chunking_sends_what_is_planned_and_the_delay_it_measured(aske
         assert first[PREFIX].shape == (6, 2) and not first[PREFIX].any()
         assert (first[PREFIX_LENGTH], first[DELAY]) == (0, 0)
         assert policy.act({"at": 1})[0] == 1 and policy.act({"at": 2})[0] == 2
-        second = asked.answer(policy, chunk(1, tag=1.0))  # asked at step 1, where steps 1 to 5 were planned
+        second = asked.answer(policy, chunk(1, tag=1.0))  # requested at step 1, when steps 1 to 5 were planned
         assert second[PREFIX][:, 0].tolist() == [1, 2, 3, 4, 5, 0]
         assert (second[PREFIX_LENGTH], second[DELAY]) == (5, 1)
         assert second[PREFIX].dtype == np.float32 and second[DELAY].dtype == np.int32
@@ -134,7 +134,7 @@ def test_real_time_chunking_sends_what_is_planned_and_the_delay_it_measured(aske
         asked.answers.put(chunk(3))
 
 
-def test_with_report_a_request_brings_what_became_of_those_before_it(asked):
+def test_with_report_a_request_has_the_outcome_of_those_before_it(asked):
     now = [0.0]
     with AsyncChunkPolicy(asked, report=True, deadline=0.5, clock=lambda: now[0]) as policy:
         policy.act({})
@@ -149,19 +149,19 @@ def test_with_report_a_request_brings_what_became_of_those_before_it(asked):
         told = nothing | {"late": 1, "delay": 0.75}
         assert asked.answer(policy, RuntimeError("a broken connection"))[REPORT] == told
         policy.act({})
-        assert asked.answer(policy, chunk(3))[REPORT] == told | {"failed": 1}  # of what was not answered all again
+        assert asked.answer(policy, chunk(3))[REPORT] == told | {"failed": 1}  # unanswered reports are sent again
         policy.act({})
         assert asked.requests.get(timeout=60)[0][REPORT] == nothing | {"delay": 0.0}
         asked.answers.put(chunk(4))
 
 
-def test_the_deadline_goes_with_the_request_where_it_is_asked_for(asked):
+def test_the_deadline_is_sent_with_the_request_if_configured(asked):
     with AsyncChunkPolicy(asked, send_deadline=True, deadline=0.25) as policy:
         policy.act({"at": 0})
         assert asked.answer(policy, chunk(0)) == {"at": 0, ANSWER_WITHIN: 0.25}
 
 
-def test_chunks_are_averaged_where_an_ensemble_is_asked_for(asked):
+def test_chunks_are_averaged_with_an_ensemble(asked):
     with AsyncChunkPolicy(asked, ensemble=0.0) as policy:
         policy.act({})
         asked.answer(policy, chunk(0, tag=1.0))
@@ -176,7 +176,7 @@ def test_chunks_are_averaged_where_an_ensemble_is_asked_for(asked):
 @pytest.mark.parametrize(
     "wrong", [np.float32(1), np.zeros((0, 2)), np.full((6, 2), np.nan), np.zeros((6, 3)), np.array(["x"]), "x"]
 )
-def test_what_is_no_chunk_is_a_failure_and_not_an_action(asked, wrong):
+def test_an_invalid_chunk_is_a_failure_and_not_an_action(asked, wrong):
     with AsyncChunkPolicy(asked) as policy:
         policy.act({})
         asked.answer(policy, chunk(0))
@@ -186,7 +186,7 @@ def test_what_is_no_chunk_is_a_failure_and_not_an_action(asked, wrong):
         asked.answers.put(chunk(2))
 
 
-def test_begin_waits_for_the_first_chunk_or_says_why_there_is_none(asked):
+def test_begin_waits_for_the_first_chunk_or_raises_the_reason(asked):
     with AsyncChunkPolicy(asked) as policy:
         with pytest.raises(Timeout):
             policy.begin({"at": 0}, timeout=0.05)
@@ -201,7 +201,7 @@ def test_begin_waits_for_the_first_chunk_or_says_why_there_is_none(asked):
             policy.begin({}, timeout=60)
 
 
-def test_every_bounds_how_often_is_asked():
+def test_every_bounds_the_rate_of_requests():
     with AsyncChunkPolicy(lambda request, timeout: chunk(request["at"]), every=3) as policy:
         policy.begin({"at": 0}, timeout=60)
         for step in range(12):
@@ -210,7 +210,7 @@ def test_every_bounds_how_often_is_asked():
         assert policy.stats.asked == 4
 
 
-def test_a_closed_policy_says_so_and_its_thread_ends(asked):
+def test_a_closed_policy_raises_an_error_and_its_thread_ends(asked):
     policy = AsyncChunkPolicy(asked)
     policy.close()
     assert not policy._thread.is_alive()
@@ -218,7 +218,7 @@ def test_a_closed_policy_says_so_and_its_thread_ends(asked):
         policy.act({})
 
 
-def test_a_forked_child_is_told_that_the_thread_is_not_there(asked):
+def test_a_forked_child_gets_an_error_because_the_thread_does_not_exist(asked):
     with AsyncChunkPolicy(asked) as policy:
         child = os.fork()
         if not child:

@@ -97,7 +97,7 @@ def test_a_ticket_is_in_flight_until_its_answer_is_taken_in(router, engine):
     assert not engine.has(ticket(5))
 
 
-def test_what_was_in_flight_when_the_connection_broke_counts_when_it_was_answered_twice(router, engine):
+def test_requests_in_flight_on_a_broken_connection_count_if_answered_twice(router, engine):
     """The first answer may come while the second ticket is computed, which writes to the same rows."""
     send(engine, 5)
     wait_until(lambda: (engine.receive(), router.poll(10))[1], 20, "the ticket came")
@@ -167,7 +167,7 @@ def test_a_server_that_never_shakes_hands_is_gone(impatient):
         connection.close()
 
 
-def test_a_connection_that_ended_is_made_anew_and_what_it_carried_is_told(router):
+def test_a_connection_that_ended_is_reopened_and_its_requests_get_errors(router):
     port = router.bind_to_random_port("tcp://127.0.0.1")
     connection = DirectConnection(f"tcp://127.0.0.1:{port}")
     link = connection.link
@@ -186,7 +186,7 @@ def test_a_connection_that_ended_is_made_anew_and_what_it_carried_is_told(router
     def bound():
         try:
             router.bind(f"tcp://127.0.0.1:{port}")
-        except zmq.ZMQError as error:  # ZeroMQ's own thread has yet to close it, or somebody has it for a moment
+        except zmq.ZMQError as error:  # ZeroMQ's thread has not closed it yet, or another process has it open
             assert error.errno == zmq.EADDRINUSE
             return False
         return True
@@ -208,7 +208,7 @@ def test_a_host_that_vanished_is_noticed_while_an_answer_is_waited_for(router, m
     wait_until(lambda: connection.server_lives() and front.receive(len), 20, "it stands")
     life = connection.incarnation
     until = time.monotonic() + 1.5
-    while time.monotonic() < until:  # it is there, and says so though it has no answer
+    while time.monotonic() < until:  # it is alive, and shows it without an answer
         connection.server_lives()
         front.receive(len)
         time.sleep(0.02)
@@ -222,7 +222,7 @@ SPEC = ModelSpec("m", {"x": TensorSpec("float32", (2,))}, {"y": TensorSpec("floa
 
 
 def connected(router):
-    """A transport to what takes the relay's place, over a connection that stands."""
+    """A transport with an open connection to a substitute for the relay."""
     connection = DirectConnection(f"tcp://127.0.0.1:{router.bind_to_random_port('tcp://127.0.0.1')}")
     rows = RowsHere(SPEC, 4)
     wait_until(lambda: connection.server_lives() and connection.link.ready, 20, "it stands")
@@ -234,7 +234,7 @@ def row_place(connection, rows):
     return RowPlace(0, 1, SPEC.inputs["x"], x, None, y, connection.engines, connection.incarnation, 0)
 
 
-def test_an_answer_that_takes_longer_than_a_look_is_taken_when_it_comes(router):
+def test_an_answer_that_takes_longer_than_a_check_is_received(router):
     """Dropped, its ticket would be sent again: every slow call would be computed twice."""
     connection, rows, transport = connected(router)
     call = transport.caller(row_place(connection, rows))
@@ -251,13 +251,13 @@ def test_an_answer_that_takes_longer_than_a_look_is_taken_when_it_comes(router):
     transport.close()
 
 
-async def test_a_loop_is_told_of_the_connection_that_follows_one_that_was_closed(router):
+async def test_a_loop_is_notified_of_the_connection_after_a_closed_one(router):
     """The selector must not keep the number of a descriptor that another will get."""
     connection, _, transport = connected(router)
     told = asyncio.Event()
     transport.watch(asyncio.get_running_loop(), told.set)
     for _ in range(3):
-        connection.link.close()  # as one that gave no sign of life, or whose handshake did not end
+        connection.link.close()  # as a connection without heartbeats, or with an unfinished handshake
         wait_until(lambda: connection.server_lives() and connection.link.ready, 20, "it is back")
         told.clear()
         connection.link.send(1, (PREFIX + bytes(64),))
@@ -317,7 +317,7 @@ def test_messages_go_to_and_fro_between_libzmq_and_the_relays_own_connections(fr
     assert not front.send((b"Rnobody", b"b"))
 
 
-def test_a_second_connection_of_a_name_is_heard_when_the_first_has_ended(front, dealer):
+def test_a_second_connection_of_a_name_is_served_when_the_first_has_ended(front, dealer):
     first = dealer(b"Rone")
     first.send(b"first")
     assert received(front) == [b"Rone", b"first"]
@@ -349,7 +349,7 @@ def test_a_client_that_reads_nothing_is_sent_no_more_than_it_may_leave_unread(fr
     wait_until(lambda: (front.receive(len), front.forget_sent(), not front._connections)[2], 30, "both are gone")
 
 
-def test_who_speaks_no_zeromq_or_too_much_is_shown_out(front):
+def test_peers_with_invalid_or_too_large_messages_are_disconnected(front):
     host, port = front.bound.rsplit(":", 1)
     for garbage in (b"GET / HTTP/1.1\r\n\r\n", b"\xff" + bytes(8) + b"\x7f\x03\x01CURVE" + bytes(60)):
         with socket.create_connection((host, int(port))) as one:
@@ -369,7 +369,7 @@ def test_who_speaks_no_zeromq_or_too_much_is_shown_out(front):
     assert not front._named
 
 
-def test_a_flood_of_small_messages_keeps_nobody_else_waiting(front, dealer):
+def test_a_flood_of_small_messages_does_not_delay_other_clients(front, dealer):
     host, port = front.bound.rsplit(":", 1)
     honest = dealer(b"Rhonest")
     honest.send(b"here")
@@ -388,7 +388,7 @@ def test_a_flood_of_small_messages_keeps_nobody_else_waiting(front, dealer):
             if before % 500 == 0:
                 time.sleep(0.05)  # the honest one's thread may have its turn
         assert before < 15_000
-        # All that came is handed out, also after the flood's end.
+        # All received messages are returned, also after the flood's end.
         flood.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 0, 0))
     while front.receive(len) is not None:
         before += 1
@@ -396,7 +396,7 @@ def test_a_flood_of_small_messages_keeps_nobody_else_waiting(front, dealer):
     wait_until(lambda: (front.receive(len), front.forget_sent(), len(front._connections))[2] == 1, 20, "it is gone")
 
 
-def test_a_large_frame_that_comes_slowly_is_no_silence(front, monkeypatch):
+def test_a_large_frame_that_arrives_slowly_counts_as_a_sign_of_life(front, monkeypatch):
     monkeypatch.setattr("jurybox.server.relay.open_front._BEAT", 0.1)
     monkeypatch.setattr("jurybox.server.relay.open_front._SILENCE", 1.0)
     host, port = front.bound.rsplit(":", 1)
@@ -415,8 +415,8 @@ def test_a_large_frame_that_comes_slowly_is_no_silence(front, monkeypatch):
 
 
 @pytest.mark.parametrize("code", [Code.OK, Code.ROW_FAILED, Code.MODEL_FAILED])
-def test_an_answer_leaves_its_rows_only_where_all_of_it_has_room(code):
-    """What a front has no room for it drops, so that the whole answer has to be asked for, head and reasons, too."""
+def test_an_answer_is_copied_only_if_all_of_it_fits(code):
+    """The relay drops messages that do not fit, so the whole answer must be requested again, with head and reasons."""
     rows = RowsHere(SPEC, 4)
     sent = InFlight(1, 0, 4, 0, 0)
     lane = SimpleNamespace(
@@ -433,7 +433,7 @@ def test_an_answer_leaves_its_rows_only_where_all_of_it_has_room(code):
 
 
 @pytest.mark.parametrize("left", [0, 1, 2])
-def test_a_relay_out_of_descriptors_takes_who_waits_when_there_are_some_again(front, left):
+def test_a_relay_out_of_descriptors_accepts_waiting_clients_later(front, left):
     host, port = front.bound.rsplit(":", 1)
     waiting = [socket.create_connection((host, int(port))) for _ in range(3)]
     for one in waiting:
@@ -451,7 +451,7 @@ def test_a_relay_out_of_descriptors_takes_who_waits_when_there_are_some_again(fr
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
     front.forget_sent()
-    if not left:  # nobody was accepted
+    if not left:  # no connection was accepted
         assert [received(front)[1] for _ in waiting] == [b"hi"] * 3
     for one in waiting:
         one.close()

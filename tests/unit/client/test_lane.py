@@ -1,4 +1,4 @@
-"""What a lane makes of answers and of engines that die, over a transport that does as told."""
+"""How a lane handles answers and engines that die, over a scripted transport."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SPEC = ModelSpec("m", {"x": TensorSpec("float32", (2,))}, {"y": TensorSpec("floa
 
 
 class Transport:
-    """Keeps what is sent; answers what is in `there`."""
+    """Keeps sent tickets; returns the answers in `there`."""
 
     def __init__(self) -> None:
         self.sent: list[tuple[int, int]] = []
@@ -71,8 +71,8 @@ def test_the_answer_of_a_dead_engine_is_not_taken_for_that_of_its_successor():
         (None, True, ServerGone),
     ],
 )
-def test_who_waited_for_rows_is_told_why_though_the_last_answer_does_not_come_in_time(monkeypatch, said, late, told):
-    """Only a server that never answered, or that died meanwhile, is gone."""
+def test_a_wait_for_rows_ends_with_its_reason_even_if_the_last_answer_is_late(monkeypatch, said, late, told):
+    """Only a server that never answered, or has ended meanwhile, counts as gone."""
     answers = [] if said is None else [said]
     deadline = time.monotonic() + (0.2 if late else 60.0)
 

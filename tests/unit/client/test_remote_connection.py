@@ -1,4 +1,4 @@
-"""Whether a connection to a tcp:// server stands is known in every moment of its life."""
+"""The state of a connection to a tcp:// server is known at every moment."""
 
 import socket
 import time
@@ -22,15 +22,15 @@ def impatient(monkeypatch):
     monkeypatch.setattr("jurybox.client.remote.connection._TIMEOUT", 0.3)
 
 
-def test_a_server_that_ends_before_the_connection_stands_is_gone(context, impatient):
-    with socket.create_server(("127.0.0.1", 0)) as silent:  # takes connections, and never says a word
+def test_a_server_that_ends_before_the_connection_is_open_is_gone(context, impatient):
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # accepts connections, and sends nothing
         connection = Connection(context, f"tcp://127.0.0.1:{silent.getsockname()[1]}", None)
         assert connection.server_lives(), "it may still come"
         wait_until(lambda: not connection.server_lives(), 20, "it was waited for long enough")
         connection.close()
 
 
-def test_a_connection_that_stands_lives_however_long_nothing_is_said(context, impatient):
+def test_an_idle_connection_stays_open(context, impatient):
     router = context.socket(zmq.ROUTER)
     connection = Connection(context, "tcp://127.0.0.1:{}".format(router.bind_to_random_port("tcp://127.0.0.1")), None)
     connection.socket.send(b"hello")

@@ -1,4 +1,4 @@
-"""What a caller gives is checked before anything is sent: errors name the row and the input, and say what to do."""
+"""Inputs are checked before anything is sent: errors name the row and the input, and say what to do."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_half_a_surrogate_pair_is_refused_by_row_and_input_whichever_way_it_come
 
 
 def test_half_a_surrogate_pair_is_no_observation_no_reward_and_no_request_either():
-    """A text that is changed to be sent would be answered for something that nobody asked."""
+    """If a text were changed before it is sent, the answer would be that of another text."""
     with pytest.raises(SpecMismatch, match=WHAT_TO_DO):
         _fitted("text", TEXT, HALF)
     with pytest.raises(SpecMismatch, match=WHAT_TO_DO):

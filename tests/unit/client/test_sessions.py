@@ -35,7 +35,7 @@ def broken_off(sessions, monkeypatch, ask):
             ask()
 
 
-def test_who_does_not_learn_what_became_of_a_request_has_lost_its_sessions(sessions, monkeypatch):
+def test_sessions_of_a_request_with_an_unknown_outcome_are_lost(sessions, monkeypatch):
     ones = np.ones((N, 1), np.float32)
     sessions.infer(ones)
     broken_off(sessions, monkeypatch, lambda: sessions.infer(ones))

@@ -1,4 +1,4 @@
-"""Threads that share a model: one call at a time, and nobody waits longer for another's than its own time-out says."""
+"""Threads that share a model: one call at a time, and no call waits longer for others than its own time-out."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_a_call_waits_for_another_threads_no_longer_than_its_own_time_out(shared
             module.go_on.set()
         np.testing.assert_array_equal(long.result(30), [11])  # undisturbed
     for ask in asks:
-        ask(30)  # nothing is left behind: no session is lost, no row missing
+        ask(30)  # no session and no row is lost
     del asks
     gc.collect()
     requests = sessions._requests if model is None else model.requests
@@ -100,7 +100,7 @@ def test_a_call_waits_for_another_threads_no_longer_than_its_own_time_out(shared
     assert (lane.free, lane.in_flight) == (lane.rows, {})
 
 
-def test_whatever_needs_the_lane_waits_for_another_thread_no_longer_than_the_default_time_out(shared):
+def test_calls_wait_for_another_thread_no_longer_than_the_default_time_out(shared):
     server, plain, _ = shared
     busy = server.model("plain", rows=8)
     ticket = busy.submit(np.ones((1, 1), np.float32))

@@ -26,7 +26,7 @@ def endpoint() -> endpoints.Endpoint:
 
 
 def answers(holds, seconds: float = 10.0) -> bool:
-    """Whether it holds within so many seconds."""
+    """Return whether the condition holds within so many seconds."""
     until = time.monotonic() + seconds
     while not (held := holds()) and time.monotonic() < until:
         time.sleep(0.05)
@@ -44,17 +44,17 @@ def test_the_newest_entry_of_the_registry_counts_and_only_its_owner_reads_it(tmp
     assert endpoints.find(tmp_path, "hockey") is None and endpoints.find(tmp_path, "other") is not None
 
 
-def test_who_shares_memory_takes_the_short_way_and_who_does_not_the_network(tmp_path, monkeypatch, endpoint):
+def test_clients_with_shared_memory_use_it_and_others_the_network(tmp_path, monkeypatch, endpoint):
     assert endpoint.is_local and endpoint.address == "ipc:///tmp/nobody"
     monkeypatch.setenv("JURYBOX_SHM_DIR", str(tmp_path))
     assert not endpoint.is_local and endpoint.address == "grpcs://10.0.0.1:1"
 
 
-def test_a_endpoint_tells_nobody_its_token(endpoint):
+def test_an_endpoint_does_not_show_its_token(endpoint):
     assert "secret" not in repr(endpoint) and "PEM" not in repr(endpoint)
 
 
-def test_an_engine_that_is_not_found_says_what_was_tried(endpoint):
+def test_the_error_for_a_missing_engine_says_what_was_tried(endpoint):
     with pytest.raises(ServerGone, match="'hockey' was not found within 0.2 s.*nobody has told where it is"):
         endpoints.reach("hockey", lambda: None, timeout=0.2)
     asked = []
@@ -72,13 +72,13 @@ def test_served_hockey_in_a_cluster_has_a_registry_and_its_past_selves_are_carri
 
 
 class Launches:
-    """A launcher, as far as `train` asks before it begins."""
+    """The part of a launcher that `train` uses before it begins."""
 
     def serve(self, spec, log):
         raise AssertionError("too late")
 
 
-def test_an_engine_that_ends_with_the_processes_cannot_serve_what_goes_on_without_them(tmp_path):
+def test_an_engine_that_ends_with_a_run_cannot_serve_a_longer_one(tmp_path):
     with pytest.raises(ConfigError, match="on_failure='end', or policy='local'"):
         train(settings(policy="served", on_failure="serial"), tmp_path, launcher=Launches())
 
@@ -88,7 +88,7 @@ def test_a_name_that_would_leave_the_registry_is_refused(tmp_path):
         endpoints.find(tmp_path, "../hockey")
 
 
-def test_files_of_a_folder_are_told_of_once_in_the_order_they_came(tmp_path):
+def test_files_of_a_folder_are_reported_once_in_order(tmp_path):
     folders = Folders({"pool": str(tmp_path / "pool")})
     assert folders.after(0) == ()
     folders.keep("pool", "2", b"two")

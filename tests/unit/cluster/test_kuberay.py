@@ -1,4 +1,4 @@
-"""The Kubernetes manifest says what KubeRay takes, and asks for a training that there is."""
+"""The Kubernetes manifest is valid for KubeRay, and names an existing training."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_the_manifest_fits_the_schema() -> None:
         lambda job: job["spec"].update(submissionMode="Batch"),
     ],
 )
-def test_the_schema_refuses_what_kuberay_would(spoil) -> None:
+def test_the_schema_refuses_the_same_as_kuberay(spoil) -> None:
     job = copy.deepcopy(MANIFEST)
     spoil(job)
     assert not jsonschema_rs.Draft202012Validator(SCHEMA).is_valid(job)

@@ -14,7 +14,7 @@ from jurybox.training.cluster.local_calls import CallConnection, CallServer
 SOON = 20.0
 
 
-def test_questions_are_answered_in_order_whoever_asks_for_which_first() -> None:
+def test_answers_arrive_in_order_whichever_is_awaited_first() -> None:
     connection = CallConnection(CallServer(lambda method, arguments: (0, (method, *arguments))).name)
     first, second = connection.ask("step", (1,)), connection.ask("step", (2,))
     assert connection.answer(second, time.monotonic() + SOON) == (0, ("step", 2))
@@ -68,6 +68,6 @@ def test_the_end_of_a_worker_is_noticed() -> None:
 
 
 @pytest.mark.parametrize("name", ["", "jurybox-env-nobody"])
-def test_there_is_no_connection_to_nobody(name) -> None:
+def test_there_is_no_connection_without_a_server(name) -> None:
     with pytest.raises(OSError):
         CallConnection(name)

@@ -24,7 +24,7 @@ def test_the_server_s_machine_uses_ipc_and_others_the_network() -> None:
 
 
 @pytest.mark.parametrize(("far", "why"), [("", "has no gRPC"), ("grpc://127.0.0.1:8001", "the loopback of 10.0.0.1")])
-def test_a_server_that_others_cannot_reach_is_told_of(far, why) -> None:
+def test_a_server_that_others_cannot_reach_is_reported(far, why) -> None:
     with pytest.raises(NoAddress, match=f"10.0.0.2 cannot reach .*{why}.*--network-address"):
         ServerAddresses("ipc:///run/engine", far, "node-a", "10.0.0.1").from_node("node-b", "10.0.0.2")
     same_computer = ServerAddresses("ipc:///run/engine", "grpc://127.0.0.1:8001", "node-a", "127.0.0.1")
@@ -41,7 +41,7 @@ def test_a_server_that_others_cannot_reach_is_told_of(far, why) -> None:
         ("10.0.0.9:8001", "grpcs://10.0.0.9:8001"),
     ],
 )
-def test_what_others_call_a_server(listens, far) -> None:
+def test_other_names_of_a_server(listens, far) -> None:
     assert network_address(listens, "10.0.0.1") == far
 
 
@@ -51,7 +51,7 @@ def test_workers_get_the_credentials_and_nothing_else() -> None:
 
 def test_a_ray_that_would_listen_everywhere_is_refused(monkeypatch) -> None:
     imported = types.ModuleType("ray._private.ray_constants")
-    imported.ENABLE_RAY_CLUSTER = True  # as it is when Ray was imported first
+    imported.ENABLE_RAY_CLUSTER = True  # as if Ray was imported first
     monkeypatch.setitem(sys.modules, "ray._private.ray_constants", imported)
     monkeypatch.setenv("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
     with pytest.raises(LauncherMissing, match=r"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0.*before the first 'import ray'"):

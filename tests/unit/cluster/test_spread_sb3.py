@@ -1,4 +1,4 @@
-"""Environments of many workers for Stable-Baselines3: as in processes of this machine, and cut when one is gone."""
+"""Environments of many workers for Stable-Baselines3: as in local processes; truncated when a worker is lost."""
 
 from __future__ import annotations
 

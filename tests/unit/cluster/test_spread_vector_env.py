@@ -18,7 +18,7 @@ from jurybox.training.search.settings import WorkflowTraining
 
 
 def counters(*counts: int, groups: int = 1) -> tuple[WorkersHere, list[SpreadVectorEnv]]:
-    """Workers with so many counters each in every group."""
+    """Workers with so many counting environments in every group."""
     makers, name = [], 0
     for count in counts:
         own = [partial(SyncVectorEnv, [partial(Counter, name + i) for i in range(count)])] * groups
@@ -43,7 +43,7 @@ def same(left, right) -> None:
         np.testing.assert_array_equal(left, right)
 
 
-def test_groups_of_workers_do_what_all_environments_in_one_process_do() -> None:
+def test_groups_of_workers_behave_like_all_environments_in_one_process() -> None:
     _, (spread,) = counters(2, 1, 2)
     together = SyncVectorEnv([partial(Counter, i) for i in range(5)])
     same(spread.reset(seed=40), together.reset(seed=40))
@@ -103,7 +103,7 @@ def test_a_worker_that_dies_between_episodes_costs_none(moment) -> None:
     assert not env.step(np.zeros(2, np.int64))[3].any()
 
 
-def test_an_idle_worker_s_death_is_told_at_the_next_step() -> None:
+def test_an_idle_workers_death_is_reported_at_the_next_step() -> None:
     workers, (env,) = counters(1, 1)
     env.reset(seed=3)
     workers.die(0)
@@ -142,7 +142,7 @@ def test_networks_are_the_same_however_they_are_shared_out(counts) -> None:
 
 
 class Scripted:
-    """Acts by what it sees, so that episodes are the same whoever asks for which rows."""
+    """Acts by its observation, so that episodes are the same for any assignment of rows."""
 
     def __init__(self) -> None:
         self.asked: list[int] = []

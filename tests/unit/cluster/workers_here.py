@@ -1,4 +1,4 @@
-"""Workers in this process, for what is decided about their answers; any of them can be replaced."""
+"""Workers in this process, to test the handling of their answers; any of them can be replaced."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class WorkersHere:
         return len(self._held)
 
     def die(self, worker: int) -> None:
-        """Nobody notices before the next answer."""
+        """The loss is noticed at the next answer."""
         self._dead.add(worker)
 
     def life(self, worker: int) -> int:

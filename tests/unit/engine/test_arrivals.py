@@ -1,4 +1,4 @@
-"""Waiting for who is about to come back: only for them, only while it pays."""
+"""Waiting for clients that are about to return: only for them, and only while it pays."""
 
 import math
 
@@ -31,7 +31,7 @@ def tickets(*lanes):
 def test_a_client_that_came_back_at_once_is_expected_again():
     tracker = ArrivalTracker(8)
     tracker.answered(tickets(1), 0)
-    assert tracker.away == 0  # never seen to be quick
+    assert tracker.away == 0  # never quick so far
     tracker.came(tickets(1), 50_000, QUICK * BATCH)
     tracker.answered(tickets(1), 150_000)
     assert tracker.away == 1
@@ -47,7 +47,7 @@ def test_a_client_that_thinks_long_is_not_waited_for():
     assert tracker.away == 0
 
 
-def test_who_stays_away_loses_its_credit_until_it_is_quick_again():
+def test_clients_that_stay_away_are_not_expected_until_they_are_quick_again():
     tracker = ArrivalTracker(8)
     tracker.came(tickets(1, 2), 0, QUICK * BATCH)
     tracker.answered(tickets(1, 2), 10)
@@ -58,7 +58,7 @@ def test_who_stays_away_loses_its_credit_until_it_is_quick_again():
     assert tracker.away == 0
 
 
-def test_the_fixed_cost_of_a_batch_is_told_from_that_of_its_rows():
+def test_the_fixed_cost_of_a_batch_is_distinguished_from_that_of_its_rows():
     rng = np.random.default_rng(0)
     shared, by_row = BatchCost(), BatchCost()
     for rows in rng.integers(1, 17, 400).tolist():
@@ -68,11 +68,11 @@ def test_the_fixed_cost_of_a_batch_is_told_from_that_of_its_rows():
     assert by_row.fixed < 100_000  # of 700,000 a row
     for _ in range(3000):
         shared.observe(16, 112_000)
-    assert 70_000 < shared.fixed < 90_000  # one size alone teaches nothing new
+    assert 70_000 < shared.fixed < 90_000  # a single size gives no new information
 
 
 class World:
-    """An engine on a clock of its own, and clients that ask when the clock says so."""
+    """An engine with a simulated clock, and clients that send requests at given times."""
 
     number = 0
     slow = False
@@ -149,7 +149,7 @@ def test_two_halves_of_a_crowd_in_closed_loop_take_turns(world):
     assert 7 <= np.mean(clients.sizes[-20:]) <= 10  # one half computes while the other's clients run
 
 
-def test_nobody_is_waited_for_when_batching_saves_nothing(world):
+def test_batches_do_not_wait_if_batching_saves_nothing(world):
     clients = world([200_000] * 4, fixed=0, by_row=700_000)
     clients.run(100)
     busy = sum(clients.sizes) * 700_000

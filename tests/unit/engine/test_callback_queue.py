@@ -1,4 +1,4 @@
-"""Actions from other threads reach the loop's: all of them, in order, and the file says so."""
+"""Callbacks from other threads run in the loop's thread: all of them, in order, and the descriptor becomes readable."""
 
 import select
 import threading

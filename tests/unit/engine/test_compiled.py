@@ -1,4 +1,4 @@
-"""Compiled modules: nothing is compiled while they serve, and weights change in what was compiled ahead."""
+"""Compiled modules: nothing is compiled while they serve, and weights change within compiled modules."""
 
 import threading
 from functools import partial
@@ -108,7 +108,7 @@ def test_other_weights_and_other_threads_compile_nothing_anew(counted):
     torch.testing.assert_close(results[0], torch.tanh(torch.full((2, 4), 5.0)))
 
 
-def test_without_a_stance_of_torchs_what_is_traced_anew_is_not_compiled(counted, monkeypatch):
+def test_without_torchs_stance_retraced_code_is_not_compiled(counted, monkeypatch):
     monkeypatch.delattr(torch.compiler, "set_stance")
     module, _ = counted
     with torch.inference_mode():
@@ -119,7 +119,7 @@ def test_without_a_stance_of_torchs_what_is_traced_anew_is_not_compiled(counted,
     assert module.graphs == 1 and module.late == 1
 
 
-# ---- packages of AOTInductor, in place of which stands an object with the same calls
+# ---- packages of AOTInductor, replaced by an object with the same methods
 
 
 class Package:
@@ -223,7 +223,7 @@ def test_a_package_for_another_device_or_torch_is_refused(package, monkeypatch):
         load("ahead", settings(), CPU)
 
 
-def test_a_package_keeps_the_weights_that_were_compiled_with_it_where_none_are_given(package):
+def test_a_package_without_other_weights_keeps_its_compiled_ones(package):
     _, settings = package
     loaded = load("ahead", settings(weights=None), CPU)
     assert loaded.layout is None and len(loaded.digest) == 16

@@ -12,7 +12,7 @@ from jurybox.server.models import ServedModel
 
 
 class Small(torch.nn.Module):
-    """Has memory for so many rows and no more."""
+    """A model with memory for so many rows."""
 
     def __init__(self, rows):
         super().__init__()
@@ -36,7 +36,7 @@ def together(model, x, each=1):
     return np.concatenate([ticket.result().outputs for ticket in tickets])
 
 
-def test_what_waits_together_is_one_batch(x):
+def test_requests_that_wait_together_are_one_batch(x):
     module = Small(64)
     served = ServedModel(module, VECTOR, {"action": TensorSpec("float32", (4,))})
     with InprocServer({"m": served}) as server:
@@ -55,7 +55,7 @@ def test_a_batch_too_large_for_the_memory_is_halved_and_so_are_later_ones(x):
     assert module.batches[4:8] == [4, 4, 4, 4]
 
 
-def test_a_single_ticket_too_large_for_the_memory_is_told(x):
+def test_a_single_ticket_too_large_for_the_memory_is_an_error(x):
     served = ServedModel(Small(5), VECTOR, {"action": TensorSpec("float32", (4,))})
     with InprocServer({"m": served}) as server, pytest.raises(ModelFailed, match="out of memory"):
         server.model("m").infer(x)
@@ -105,7 +105,7 @@ def test_rows_left_for_a_later_batch_are_shown_as_waiting(x):
     assert seen == [6, 2, 0]
 
 
-def test_counters_count_what_happened(x):
+def test_counters_count_events(x):
     with InprocServer({"moody": moody()}) as server:
         model = server.model("moody")
         together(model, x, each=4)

@@ -169,7 +169,7 @@ def test_the_ladder_holds_every_batch_in_its_smallest_rung(max_batch):
         assert chosen >= rows and not any(rows <= other < chosen for other in rungs)
 
 
-def test_weights_are_adopted_where_the_module_has_them(arena):
+def test_weights_are_adopted_on_the_modules_device(arena):
     module = Plus()
     layout = WeightsLayout.of(module.state_dict())
     owner = WeightsChannel.create(segment_name("adopttest", "weights"), layout)

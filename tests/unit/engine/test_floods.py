@@ -1,4 +1,4 @@
-"""Who sends without end, tickets or garbage: the engine's memory stays what it is, and others get their turns."""
+"""Clients that send tickets or garbage without end: the engine's memory does not grow, and others are served."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def test_a_message_of_very_many_frames_is_dropped_over_several_turns_and_misread
 
 
 @pytest.mark.parametrize("text", ["half \ud800 a pair", "é" * 10_000, "\0"])
-def test_whatever_the_text_of_a_failure_its_answer_arrives(meeting, text):
+def test_the_answer_of_a_failure_arrives_with_any_text(meeting, text):
     transport, dealer, _ = meeting
     good = dealer(lane_identity(1, 9))
     good.send(ticket(4))
@@ -166,7 +166,7 @@ def test_whatever_the_text_of_a_failure_its_answer_arrives(meeting, text):
     assert len(frame) < 5000
 
 
-def test_what_comes_often_is_logged_once_a_second_with_a_count():
+def test_frequent_messages_are_logged_once_a_second_with_a_count():
     now, said = [0.0], []
     limited = LogLimiter(lambda event, **fields: said.append((event, fields)), clock=lambda: now[0])
     for _ in range(1000):

@@ -58,7 +58,7 @@ def code(request, tmp_path, monkeypatch):
             del sys.modules[name]
 
 
-def test_code_that_changed_is_imported_anew_and_what_serves_keeps_the_old(code):
+def test_changed_code_is_reimported_and_serving_models_keep_the_old(code):
     write, loaded = code
     write("SCALE = 2")
     old = loaded()
@@ -84,14 +84,14 @@ def test_code_behind_a_symbolic_link_is_imported_anew_too(tmp_path, monkeypatch)
             sys.modules.pop(f"{name}{module}", None)
 
 
-def test_code_that_cannot_be_imported_leaves_what_was_there(code):
+def test_code_that_cannot_be_imported_keeps_the_old_modules(code):
     write, loaded = code
     write("SCALE = 2")
     old = loaded()
     write("SCALE = = 3")
     with pytest.raises(LoadError, match="SyntaxError"):
         loaded()
-    with pytest.raises(LoadError, match="SyntaxError"):  # and not the old code, as if nothing had changed
+    with pytest.raises(LoadError, match="SyntaxError"):  # and not the old code
         loaded()
     assert old(torch.ones(1, 1)).item() == 2
     write("SCALE = 4")
@@ -106,6 +106,6 @@ def test_a_module_that_ends_the_process_when_it_is_imported_fails_to_load(code):
 
 
 @pytest.mark.parametrize("factory", ["tests.models:exits", "tests.models:broken"])
-def test_a_factory_that_raises_is_told_by_its_setting(factory):
+def test_a_factory_that_raises_is_named_by_its_setting(factory):
     with pytest.raises(LoadError, match=rf"models.x.factory = '{factory}' raised \w+: "):
         load("x", ordered(factory), CPU)

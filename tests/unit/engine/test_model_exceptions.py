@@ -1,4 +1,4 @@
-"""Whatever a model raises: its callers are told, the log has the traceback, and the engine goes on."""
+"""Whatever a model raises: its clients get an error, the log has the traceback, and the engine keeps serving."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Raising(torch.nn.Module):
 
 @pytest.fixture
 def world():
-    """A server whose model raises what it is told to, and what its engine reported."""
+    """A server whose model raises a given exception, and what its engine reported."""
     module, reported = Raising(), []
     served = ServedModel(module, VECTOR, {"action": TensorSpec("float32", (4,))})
     with InprocServer({"m": served, "other": affine()}) as server:
@@ -57,7 +57,7 @@ def world():
     ],
     ids=lambda error: type(error).__name__[:12].encode("ascii", "replace").decode(),
 )
-def test_whatever_a_model_raises_its_caller_gets_model_failed_and_the_engine_goes_on(world, error):
+def test_every_exception_of_a_model_is_model_failed_and_the_engine_keeps_serving(world, error):
     server, module, reported = world
     model = server.model("m", rows=4)
     module.error = error
@@ -83,7 +83,7 @@ def test_the_log_has_the_traceback_once_in_a_while_and_every_failure(world):
     assert not any("exception" in fields for _, fields in reported[1:])
 
 
-def test_an_interrupt_of_the_process_that_runs_the_engine_itself_goes_on_and_its_rows_come_back(world):
+def test_after_an_interrupt_of_the_process_of_the_engine_it_serves_and_its_rows_are_returned(world):
     server, module, _ = world
     model = server.model("m", rows=2)
     module.error = KeyboardInterrupt()

@@ -26,7 +26,7 @@ class Tied(torch.nn.Module):
         self.sleep = torch.nn.Linear(1, 1)
 
 
-def test_what_shared_memory_shares_it_after_a_move_and_nothing_is_lost():
+def test_tensors_that_share_memory_share_it_after_a_move():
     module = Tied()
     before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
     identities = [id(parameter) for parameter in module.parameters()]
@@ -42,7 +42,7 @@ def test_what_shared_memory_shares_it_after_a_move_and_nothing_is_lost():
 
 
 def elsewhere(arena, module):
-    """A served model whose device is taken for one with memory of its own."""
+    """A served model whose device is treated as one with its own memory."""
     device = served(arena, module)
     device._away = True
     return device
@@ -61,7 +61,7 @@ def test_a_model_that_slept_answers_as_before():
     device.close()
 
 
-def test_what_is_published_while_a_model_sleeps_is_adopted_when_it_wakes():
+def test_weights_published_while_a_model_sleeps_are_adopted_when_it_wakes():
     arena, adopted, later = Arena(), [], []
     module = Plus()
     device = elsewhere(arena, module)
@@ -95,7 +95,7 @@ def test_what_is_published_while_a_model_sleeps_is_adopted_when_it_wakes():
 
 
 def test_a_publication_that_was_on_its_way_when_the_model_fell_asleep_is_not_switched_to():
-    """The thread has filled a copy and asked the loop to switch; then the model sleeps, and its copies are gone."""
+    """The thread has filled a copy and requested the switch; then the model sleeps, and its copies are freed."""
     arena, later, adopted = Arena(), [], []
     module = Plus()
     device = elsewhere(arena, module)
@@ -118,7 +118,7 @@ def test_a_publication_that_was_on_its_way_when_the_model_fell_asleep_is_not_swi
         channel.close()
 
 
-def test_a_module_with_a_way_of_its_own_moves_what_it_holds():
+def test_a_module_with_its_own_to_moves_its_tensors():
     class Own(Plus):
         seen = ()
 

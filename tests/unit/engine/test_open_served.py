@@ -61,7 +61,7 @@ class Means(nn.Module):
 
 @pytest.mark.parametrize("collate", ["list", "pad"])
 @pytest.mark.parametrize("side", [64, 63])
-def test_images_that_fill_their_slots_are_computed_where_they_lie(served, collate, side):
+def test_images_that_fill_their_slots_are_not_copied(served, collate, side):
     means = Means()
     spec = TensorSpec("uint8", (-1, -1, 3), capacity=64 * 64 * 3)
     model = served(ServedModel(means, {"image": spec}, {"mean": TensorSpec("float32")}, collate=collate))
@@ -102,7 +102,7 @@ def test_text_goes_in_as_str_or_bytes_and_comes_out_as_bytes(served):
     assert model("one") == b"ONE"
 
 
-def test_a_prompt_stands_beside_a_picture(served):
+def test_a_prompt_is_sent_with_a_picture(served):
     model = served(open_models.prompted())
     pictures = images(np.random.default_rng(1), (3, 3), (5, 4))
     answers = model.infer({"image": pictures, "prompt": ["a", "four"]})
@@ -120,7 +120,7 @@ def test_masks_of_their_pictures_sizes_come_back(served):
         np.testing.assert_array_equal(mask, picture.mean(axis=2) > 127)
 
 
-def test_what_does_not_fit_is_refused_with_the_reason(served):
+def test_invalid_input_is_refused_with_the_reason(served):
     model = served(open_models.brightness("list"))
     with pytest.raises(SpecMismatch, match=r"row 1: expected uint8\[-1, -1, 3\] up to 3072, came shape \(40, 40, 3\)"):
         model.infer([np.zeros((2, 2, 3), np.uint8), np.zeros((40, 40, 3), np.uint8)])
@@ -171,7 +171,7 @@ def test_rows_that_fail_in_pieces_keep_their_numbers(served):
     assert failed.value.outputs[2] == 4
 
 
-def test_a_number_that_is_none_is_an_error_where_numbers_are_promised(served):
+def test_a_value_that_is_not_finite_is_an_error_if_finite_values_are_promised(served):
     model = served(open_models.reciprocal())
     with pytest.raises(RowFailed) as failed:
         model.infer(np.array([[1], [0], [2]], np.float32))
@@ -179,7 +179,7 @@ def test_a_number_that_is_none_is_an_error_where_numbers_are_promised(served):
     np.testing.assert_array_equal(failed.value.outputs[[0, 2]], [1, 0.5])
 
 
-def test_a_module_is_called_by_position_where_its_parameters_have_other_names(served):
+def test_a_module_is_called_by_position_if_its_parameters_have_other_names(served):
     net = nn.Sequential(nn.Linear(3, 2))
     model = served(ServedModel(net, {"observation": TensorSpec("float32", (3,))}, {"y": TensorSpec("float32", (2,))}))
     x = np.ones((2, 3), np.float32)
@@ -299,7 +299,7 @@ def test_a_request_that_fails_leaves_the_state_and_a_later_one_in_flight_is_not_
         )
 
 
-def test_nobody_gets_the_state_of_who_had_the_rows_before(served):
+def test_no_client_gets_the_state_of_the_rows_earlier_sessions(served):
     model = served(open_models.running_sum())
     with model.sessions(4) as sessions:
         sessions.infer(np.full((4, 1), 5, np.float32))
@@ -318,7 +318,7 @@ def test_the_same_session_twice_in_a_request_is_refused(served):
 
 
 def posted(lane, *rows):
-    """Send rows (slot, step, x) as one ticket of a lane, as a client of somebody else's may."""
+    """Send rows (slot, step, x) as one ticket of a lane, as another client could."""
     first = lane.find(len(rows))
     for i, (slot, step, x) in enumerate(rows, start=first):
         lane.columns.sessions[i] = (slot, step, 0, b"")
@@ -337,7 +337,7 @@ def answered(lane, *tickets):
 
 
 @pytest.mark.parametrize("steps", [(1, 2), (1, 1), (0, 0), (1, 0), (0, 1)])
-def test_the_same_session_twice_in_a_foreign_clients_request_is_refused_and_takes_no_step(served, steps):
+def test_the_same_session_twice_in_a_request_is_refused_and_makes_no_step(served, steps):
     model = served(open_models.running_sum())
     with model.sessions(4) as sessions:
         lane = sessions._requests.lane
@@ -348,7 +348,7 @@ def test_the_same_session_twice_in_a_foreign_clients_request_is_refused_and_take
         np.testing.assert_array_equal(sessions.infer(np.ones((4, 1), np.float32)), [2, 2, 2, 2])
 
 
-def test_a_session_is_not_computed_on_where_an_earlier_request_was_refused_for_another_one(served):
+def test_a_session_is_not_computed_if_an_earlier_request_was_refused_for_another_one(served):
     """The later request of session 1 would be answered from a state that lacks the earlier one's step."""
     model = served(open_models.running_sum())
     with model.sessions(8) as sessions:
@@ -375,7 +375,7 @@ def test_steps_of_a_session_do_not_come_round_to_its_beginning(served):
         assert (code, values) == (Code.OK, [2])
 
 
-def test_sessions_are_counted_until_their_client_gives_them_back(served):
+def test_sessions_are_counted_until_their_client_returns_them(served):
     model = served(open_models.running_sum())
     engine = served.servers[0].engine
     sessions, others = model.sessions(4), model.sessions(3)
@@ -392,7 +392,7 @@ def test_sessions_are_counted_until_their_client_gives_them_back(served):
 
 
 @pytest.mark.parametrize("whole", [True, False])
-def test_rows_that_fail_keep_their_sessions_state_and_the_others_go_on(served, whole):
+def test_failed_rows_keep_their_sessions_state_and_the_others_continue(served, whole):
     class Careful(open_models.RunningSum):
         def forward(self, x, total):
             bad = dict.fromkeys(torch.nonzero(x[:, 0] < 0).flatten().tolist(), "negative")

@@ -26,7 +26,7 @@ def test_everything_that_waits_goes_into_one_batch_when_it_fits():
 
 def test_one_greedy_client_does_not_hold_up_fifteen_modest_ones():
     queue = Queue(max_batch=16)
-    queue.push(tickets(*[(99, 1)] * 200))  # came first, and many
+    queue.push(tickets(*[(99, 1)] * 200))  # arrived first, with many rows
     queue.push(tickets(*[(lane, 1) for lane in range(15)]))
     batch = queue.take()
     assert set(range(15)) <= set(batch["lane"].tolist())
@@ -60,8 +60,8 @@ def test_batches_never_exceed_the_limit_and_lose_no_ticket(waiting, limit):
     st.lists(st.tuples(st.integers(0, 3), st.integers(1, 8), st.integers(0, 2)), min_size=1, max_size=40),
     st.integers(8, 20),
 )
-def test_a_lanes_tickets_stay_in_order_whatever_weights_they_ask_for(waiting, limit):
-    """A session's reset must not overtake the step before it that asks for pinned weights."""
+def test_a_lanes_tickets_stay_in_order_for_any_weights_versions(waiting, limit):
+    """A session's reset must not overtake the step before it, which pins a weights version."""
     queue = Queue(max_batch=limit)
     records = tickets(*[(lane, rows) for lane, rows, _ in waiting])
     records["version"] = [version for _, _, version in waiting]
@@ -83,7 +83,7 @@ def test_a_lanes_tickets_stay_in_order(waiting):
     chosen = fair_choice(records, 16)
     for lane in range(6):
         mine = chosen[records["lane"] == lane]
-        assert not (np.diff(mine.astype(int)) > 0).any()  # once one is left behind, none after it goes
+        assert not (np.diff(mine.astype(int)) > 0).any()  # if one does not fit, none after it is taken
 
 
 def test_a_batch_is_held_back_only_as_long_as_asked():
@@ -120,7 +120,7 @@ def test_the_tickets_of_a_lane_that_was_taken_back_are_handed_out():
     assert queue.take()["lane"].tolist() == [1]
 
 
-def test_the_queue_grows_when_a_crowd_comes():
+def test_the_queue_grows_with_many_clients():
     queue = Queue(max_batch=64)
     for first in range(0, 3000, 100):
         queue.push(tickets(*[(lane, 1) for lane in range(first, first + 100)]))

@@ -1,4 +1,4 @@
-"""A served model, batch by batch as an engine asks it: what a batch leaves for the next, which shapes agree."""
+"""A served model, batch by batch as in an engine: what a batch leaves for the next, and which shapes fit."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def asked(model, max_batch=8, shapes=()):
 
 
 @pytest.mark.parametrize("spec", [TensorSpec("float32", (2,)), TensorSpec("float32", (-1,), capacity=2)], ids=str)
-def test_what_a_failed_batch_said_of_its_rows_is_not_said_of_the_next(spec):
+def test_errors_of_a_failed_batch_are_not_reported_for_the_next(spec):
     class Short(nn.Module):
         def forward(self, x, x_lengths=None):
             if bool((x < 0).any()):
@@ -98,7 +98,7 @@ def agreed(module, dtype, example=None):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "uint8", "bool"])
-def test_shapes_are_compared_on_rows_that_tell_them_apart(dtype):
+def test_shapes_are_compared_on_distinct_rows(dtype):
     assert agreed(ByShape(), dtype) == (4, 8)
 
 
@@ -138,7 +138,7 @@ def test_rows_are_aligned_as_those_with_which_shapes_were_compared(spec):
 
 
 @pytest.mark.parametrize("dtype", ["int8", "int32", "int64", "uint16"])
-def test_whole_numbers_that_nobody_showed_are_computed_in_one_shape(dtype):
+def test_inputs_of_unseen_sizes_are_computed_in_one_shape(dtype):
     """Which of them a model takes is not known: they may be places in a table."""
     assert agreed(ByShape(), dtype) == (8,)
 

@@ -8,7 +8,7 @@ from gymnasium import spaces
 
 
 class Mixed(gymnasium.Env):
-    """Tells a number and two bits; the action that repeats the bit pays. Ends after five steps, cut or for good."""
+    """Observes a number and two bits; repeating the bit is rewarded. Terminated or truncated after five steps."""
 
     def __init__(self, numbers: bool = False, picture: bool = False, terminates: bool = False) -> None:
         self.observation_space = spaces.Dict(
@@ -46,7 +46,7 @@ def mixed(**arguments) -> gymnasium.Env:
 
 
 class Breaks(Mixed):
-    """Gives what is no number after some steps."""
+    """Returns NaN after some steps."""
 
     def step(self, action):
         row, _, *rest = super().step(action)
@@ -54,7 +54,7 @@ class Breaks(Mixed):
 
 
 class Audited(Mixed):
-    """Tells at the end of an episode what nobody is paid for."""
+    """Reports at the end of an episode values without a reward."""
 
     def step(self, action):
         *told, terminated, truncated, info = super().step(action)

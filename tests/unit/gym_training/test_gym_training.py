@@ -1,4 +1,4 @@
-"""The gym training: settings under Stable-Baselines3's names, the pace, what is learned from, and resuming."""
+"""The gym training: settings under Stable-Baselines3's names, the update ratio, the samples, and resuming."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_a_setting_that_cannot_be_or_has_no_effect_is_an_error(tmp_path, said, t
         ({"algorithm": "td3", "env": "tests.unit.gym_training.test_gym_training:unbounded"}, "bound them in a wrapper"),
     ],
 )
-def test_what_does_not_go_together_is_told_before_anything_begins(tmp_path, changes, told) -> None:
+def test_incompatible_settings_are_errors_before_the_start(tmp_path, changes, told) -> None:
     with pytest.raises(ConfigError, match=told):
         train(GymTraining.checked(changes), tmp_path / "run", serial=True)
     assert not (tmp_path / "run").exists()
@@ -115,7 +115,7 @@ def test_a_round_is_of_every_environment_as_in_stable_baselines3() -> None:
     assert settings("ppo", envs=4).pace.collect == 64 and settings("ppo").pace.slack == 0
 
 
-# ---- what is learned from
+# ---- samples
 
 
 def test_dqns_target_moves_when_the_environments_have_made_so_many_steps() -> None:
@@ -140,7 +140,7 @@ class Values:
         return rows[:, 0].astype(np.float32)
 
 
-def test_a_rollout_counts_what_a_cut_episode_came_to_and_nothing_after_a_real_end() -> None:
+def test_a_rollout_bootstraps_truncated_episodes_and_not_terminated_ones() -> None:
     n = 4
     rows = {
         "observation": np.zeros((n, 1), np.float32),
@@ -149,7 +149,7 @@ def test_a_rollout_counts_what_a_cut_episode_came_to_and_nothing_after_a_real_en
         "reward": np.ones(n, np.float32),
         "log_prob": np.zeros(n, np.float32),
         "terminated": np.array([False, True, False, False]),
-        "over": np.array([False, True, True, False]),  # ended, cut, and one that goes on
+        "over": np.array([False, True, True, False]),  # terminated, truncated, and one that continues
         "environment": np.zeros(n, np.int64),
         "moment": np.array([1, 2, 4, 6]),
         "updates": np.zeros(n, np.int64),
@@ -159,7 +159,7 @@ def test_a_rollout_counts_what_a_cut_episode_came_to_and_nothing_after_a_real_en
     assert advantages_of(found, rules)[:, 0].tolist() == [1.5, 1.0, 6.0, 6.0]
 
 
-def test_rows_of_several_environments_stand_in_columns_whoever_wrote_first() -> None:
+def test_rows_of_several_environments_are_in_columns_in_any_write_order() -> None:
     environment, moment = np.array([1, 0, 1, 0]), np.array([1, 2, 2, 1])
     rows = {
         "observation": np.array([[10], [2], [20], [1]], np.float32),
@@ -224,7 +224,7 @@ def test_exploration_and_its_absence() -> None:
 
 
 @pytest.mark.parametrize("algorithm", SMALL)
-def test_a_run_leaves_what_every_training_leaves_and_its_best_is_what_was_scored(tmp_path, algorithm) -> None:
+def test_a_run_writes_the_files_of_every_training_and_its_best_policy_is_the_scored_one(tmp_path, algorithm) -> None:
     folder = tmp_path / "run"
     outcome = train(settings(algorithm, evaluate_every=16, envs=2), folder, serial=True, command="jurybox train gym")
     assert outcome.env_steps == 64 and outcome.learner_steps > 0
@@ -239,7 +239,7 @@ def test_a_run_leaves_what_every_training_leaves_and_its_best_is_what_was_scored
 
 
 @pytest.mark.parametrize("algorithm", SMALL)
-def test_a_run_that_is_resumed_does_what_the_one_did_that_was_not_stopped(tmp_path, algorithm) -> None:
+def test_a_resumed_run_equals_one_without_a_stop(tmp_path, algorithm) -> None:
     s = settings(algorithm, checkpoint_every=24, normalize_observations=True)
     train(s, tmp_path / "whole", serial=True)
     train(s.changed(steps=24), tmp_path / "parts", serial=True)
@@ -267,7 +267,7 @@ def test_a_reward_that_is_no_number_ends_the_run_with_a_sentence(tmp_path) -> No
         train(s, tmp_path / "run", serial=True)
 
 
-def test_the_plan_says_how_rows_look() -> None:
+def test_the_plan_describes_rows() -> None:
     planned = plan(settings("dqn"))
     assert planned.replays[0].fields["observation"].shape == (4,)
     binary = plan(GymTraining.checked({"env": "FrozenLake-v1", "algorithm": "dqn"})).replays[0]
@@ -282,7 +282,7 @@ NUMBERS = {"env_args": {"numbers": True}}
 @pytest.mark.parametrize(
     ("algorithm", "changes"), [("ppo", {}), ("ppo", NUMBERS), ("dqn", {}), ("td3", {}), ("sac", {})]
 )
-def test_what_a_run_says_of_its_policy_acts_as_its_evaluations_did(tmp_path, algorithm, changes) -> None:
+def test_an_exported_policy_acts_as_in_the_runs_evaluations(tmp_path, algorithm, changes) -> None:
     s = settings(algorithm, normalize_observations=True, **changes)
     train(s, tmp_path / "run", serial=True)
     seen, does = spaces_of(s)

@@ -20,7 +20,7 @@ INF = np.inf
 
 
 class Given(gymnasium.Env):
-    """Of these spaces; does nothing."""
+    """An environment with these spaces, without behaviour."""
 
     def __init__(self, observation=None, action=None):
         self.observation_space = observation or spaces.Box(-1, 1, (2,))
@@ -71,7 +71,7 @@ def test_an_observation_of_any_space_is_a_row(space, value, expected) -> None:
     assert observations.row(space.sample()).dtype == observations.seen.dtype
 
 
-def test_what_is_only_nought_or_one_is_kept_in_bytes() -> None:
+def test_values_of_zero_and_one_are_stored_as_bytes() -> None:
     assert Observations(spaces.Discrete(4)).seen == Seen(4, (), True)
     assert Observations(spaces.Dict({"a": spaces.MultiBinary(2), "b": spaces.Box(0, 1, (1,))})).seen.dtype == "float32"
 
@@ -114,7 +114,7 @@ def test_numbers_beside_a_picture_are_kept_to_the_bit() -> None:
         (spaces.Dict({"a": spaces.Discrete(2)}), {"a": 5}, r"observation\['a'\] holds 5"),
     ],
 )
-def test_an_observation_that_is_not_of_the_space_is_an_error_that_says_where(space, value, told) -> None:
+def test_an_observation_outside_its_space_is_an_error_with_its_place(space, value, told) -> None:
     with pytest.raises(StrangeObservation, match=told):
         Observations(space).row(value)
 
@@ -173,6 +173,6 @@ def test_a_module_of_the_folder_that_one_is_in_is_found(tmp_path, monkeypatch) -
         (f"{__name__}:broken", {}, "no licence"),
     ],
 )
-def test_one_that_cannot_be_made_is_told_in_a_sentence(name, arguments, told) -> None:
+def test_one_that_cannot_be_created_is_an_error_in_one_sentence(name, arguments, told) -> None:
     with pytest.raises(EnvironmentUnusable, match=told):
         make_environment(name, arguments)

@@ -1,9 +1,9 @@
 """A stand-in for github.com/martius-lab/hockey-env 2.6, module `hockey.hockey_env`: its interface, over our own game.
 
-Its ways: actions are both players' joined; the end of time comes as terminated, one step late, and truncated never; a
-game goes on being stepped when it is over; 18 observations are declared even where the puck is not kept; observations
-are float64; modes are an Enum of its own, given as one, by number or by name; `reset` draws a seed of its own where it
-gets none, has the players begin in turn where it is not told who does, player two first, and fails when it gets a mode.
+Its behaviour: actions are those of both players, concatenated; the time limit is reported as terminated, one step late,
+and never as truncated; a finished game can be stepped; 18 observations are declared even if the puck is not kept;
+observations are float64; modes are an Enum of its own, given as one, by number or by name; `reset` without a seed draws
+one, lets the players begin in turn by default, player two first, and fails with a mode.
 `test_the_stand_in_has_the_originals_interface` compares both where the original can be imported.
 """
 

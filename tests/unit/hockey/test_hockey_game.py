@@ -22,7 +22,7 @@ def run(game: HockeyGame, seed: int, steps: int = 400, first: int | None = None)
     return trace
 
 
-def test_a_game_is_a_function_of_its_seed_whatever_was_played_before() -> None:
+def test_a_game_depends_only_on_its_seed() -> None:
     used, fresh = HockeyGame(), HockeyGame()
     for seed in range(3):
         run(used, seed)
@@ -88,7 +88,7 @@ def test_time_is_up_as_truncation_or_as_the_original_has_it(mode: Mode, steps: i
     assert length(HockeyGame(mode, time_out="original")) == (steps + 1, True, False)
 
 
-def test_starts_are_where_the_mode_says() -> None:
+def test_starting_positions_depend_on_the_mode() -> None:
     game = HockeyGame()
     for seed in range(30):
         seen = game.reset(seed, first=seed % 2)[0]
@@ -143,7 +143,7 @@ def test_closeness_counts_in_the_own_half_unless_the_puck_moves_away() -> None:
         assert turn.infos[0]["reward_puck_direction"] == pytest.approx(velocity / (250 * 25), rel=0.01)
 
 
-def test_a_catch_is_told_once() -> None:
+def test_a_catch_is_reported_once() -> None:
     game = HockeyGame()
     game.reset(0)
     game.rink.reset((-3.0, 0.0), (3.0, 0.0), (-2.0, 0.0), (-5.0, 0.0))

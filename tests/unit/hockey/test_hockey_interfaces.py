@@ -181,7 +181,7 @@ def test_the_training_plays_it_by_its_name(tmp_path) -> None:
     assert outcome.env_steps >= 1200 and outcome.episodes > 0 and outcome.learner_steps > 50
 
 
-def test_its_end_of_time_comes_as_truncation() -> None:
+def test_its_time_limit_is_reported_as_truncation() -> None:
     game = make_game(LIKE_THE_ORIGINAL, Mode.TRAIN_SHOOTING)
     game.reset(0)
     for step in range(81):
@@ -190,7 +190,7 @@ def test_its_end_of_time_comes_as_truncation() -> None:
         assert turn.truncated == (step == 80)
 
 
-def test_an_environment_that_is_not_installed_is_told_how_to_get() -> None:
+def test_the_error_for_a_missing_environment_says_how_to_install_it() -> None:
     with pytest.raises(ImportError, match="pip install"):
         make_game("no_such_hockey.hockey_env:HockeyEnv")
     with pytest.raises(ImportError, match="no 'Icehockey'"):

@@ -46,9 +46,7 @@ def same(one, two, where=""):
 @pytest.mark.parametrize(
     ("prioritized", "anchor_size"), [pytest.param(False, 0, marks=pytest.mark.slow), (True, 0), (True, 700)]
 )
-def test_a_serial_run_that_goes_on_computes_bit_for_bit_what_it_would_have(
-    tmp_path: Path, prioritized: bool, anchor_size: int
-) -> None:
+def test_a_resumed_serial_run_is_bit_for_bit_the_same(tmp_path: Path, prioritized: bool, anchor_size: int) -> None:
     s = {"prioritized": prioritized, "anchor_size": anchor_size, "checkpoint_every": 1500, "workers": 2}
     run(plan(settings(**s, steps=3000), tmp_path / "whole"), tmp_path / "whole", Nothing(), serial=True)
     run(plan(settings(**s, steps=1500), tmp_path / "halves"), tmp_path / "halves", Nothing(), serial=True)
@@ -83,7 +81,7 @@ def test_a_training_leaves_everything_that_a_curve_needs_and_no_shared_memory(tm
         train(settings(steps=1700, batch_size=8), tmp_path, serial=True, resume=True)
 
 
-def test_nothing_to_resume_is_said_so(tmp_path: Path) -> None:
+def test_nothing_to_resume_is_reported(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="without --resume"):
         train(settings(), tmp_path, serial=True, resume=True)
 
@@ -148,7 +146,7 @@ def test_games_against_bots_stay_in_the_anchor_and_all_others_go_to_the_ring() -
     assert kept == 1000 and ring > 500, "once it is full, games begin in the ring again"
 
 
-def test_a_part_of_each_batch_comes_from_the_anchor(tmp_path: Path, monkeypatch) -> None:
+def test_each_batch_contains_a_share_of_the_anchor(tmp_path: Path, monkeypatch) -> None:
     ratios, sample = [], Replay.sample
 
     def watched(replay, n, *args, **options):
@@ -170,7 +168,7 @@ def test_the_anchor_is_refused_where_rows_come_from_other_machines(tmp_path: Pat
         train(settings(anchor_size=400), tmp_path, launcher=object())
 
 
-def test_one_half_is_asked_before_the_other_steps() -> None:
+def test_one_half_is_requested_before_the_other_steps() -> None:
     with make_replay("halves") as replay:
         policies = Still()
         collector = Collector([HockeyGame() for _ in range(5)], replay, settings(), policies)
@@ -180,14 +178,14 @@ def test_one_half_is_asked_before_the_other_steps() -> None:
             assert policies.asked == {0: 3, 1: 2}, "both halves' actions are under way between two steps"
 
 
-def test_rows_hold_what_both_players_saw_did_and_got() -> None:
+def test_rows_contain_observations_actions_and_rewards_of_both_players() -> None:
     with make_replay("both") as replay:
         _, steps, results = played(replay, settings(shaping={"touch": 0.5}), 4, 3000)
         ties = sum(result.winner == 0 for result in results)
         assert replay.added == 2 * (steps + ties), "a game cut short keeps its last observation as well"
         batch = replay.sample(1000, windows=Windows(n_step=1, next="observation"))
         own, following = batch["observation"], batch["next_observation"]
-        ended = batch["discount"] == 0  # after a goal there is nothing to see
+        ended = batch["discount"] == 0  # after a goal there is no next observation
         moved, expected = following[~ended, :2] - own[~ended, :2], following[~ended, 3:5] / 50
         # The place is the turning body's, the speed its centre's; and a wall may have stopped it on its way.
         np.testing.assert_allclose(moved, expected, atol=0.25)
@@ -196,7 +194,7 @@ def test_rows_hold_what_both_players_saw_did_and_got() -> None:
         assert (np.abs(batch["reward"][ended]) > 9).all() and (np.abs(batch["reward"][~ended]) < 9).all()
 
 
-def test_rows_of_the_learner_alone_where_that_is_asked_for() -> None:
+def test_rows_of_the_learner_alone_on_request() -> None:
     with make_replay("own") as replay:
         _, steps, results = played(replay, settings(both_sides=False), 2, 1000)
         assert replay.added == steps + sum(result.winner == 0 for result in results)
@@ -250,7 +248,7 @@ def test_an_evaluation_plays_the_same_games_each_time() -> None:
     assert one != evaluate([HockeyGame()], policy, "weak", 6, seed=1)
 
 
-def test_a_pools_member_plays_as_it_did_and_is_named_where_it_is_not(tmp_path: Path) -> None:
+def test_a_pool_member_plays_as_before_and_a_missing_one_is_named(tmp_path: Path) -> None:
     state = {name: value.numpy() for name, value in TD3(18, 4).acting().state_dict().items()}
     Pool(tmp_path).keep("pool:17", NumpyActor(state))
     row = np.random.default_rng(0).normal(size=(1, 18)).astype(np.float32)

@@ -13,7 +13,7 @@ from Box2D import b2PolygonShape
 from jurybox.training.environments.hockey import Bot, HockeyGame, RandomPlayer
 from jurybox.training.environments.hockey.rink import PUCK_RADIUS, SIDES, Rink
 
-# A shot adds 60 to its holder's velocity, and nobody runs faster than 11.7. The original's puck is never faster than
+# A shot adds 60 to its holder's velocity, and no player runs faster than 11.7. The original's puck is never faster than
 # 71.3 in a thousand games of actions at their bounds, nor than 68 in thousands of random play and of bots' (the docs).
 FASTEST_PUCK, FASTEST_PLAYER = 72.0, 11.8
 SLOP = 0.02  # Box2D lets bodies overlap by this much: its slop, and the skin of polygons
@@ -73,12 +73,12 @@ def energy(body: Any, *, faster: float = 0.0, spun: float = 0.0, times: float = 
 
 
 def at_most(rink: Rink, actions: np.ndarray) -> float:
-    """The energy that a step can end with if contacts and damping only take: what is there, and what actions add."""
+    """The most energy after a step if contacts and damping only remove it: the present energy, and what actions add."""
     total, before = 0.0, math.hypot(*rink.puck.linearVelocity)
     for player, action, hold in zip(rink.players, actions, rink.hold, strict=True):
         push = 6000 / 50 / player.mass * math.hypot(*action[:2])
         own_inertia = player.inertia - player.mass * player.localCenter.lengthSquared
-        # Beyond 60 degrees a spring turns the racket back; at the centre line one pushes who moves away from it.
+        # Beyond 60 degrees a spring turns the racket back; at the centre line one pushes players that leave it.
         spring = 5 * player.mass * abs(player.angle) if abs(player.angle) > math.pi / 3 else 400 * abs(action[2])
         at_centre = 1.5 if abs(player.position.x) < 0.5 else 1.0
         total += energy(player, faster=push, spun=spring / 50 / own_inertia, times=at_centre)
@@ -127,7 +127,7 @@ def step_and_check(game: HockeyGame, actions: np.ndarray) -> None:
         holder = held.index(max(held))
         body, (vx, vy) = rink.players[holder], rink.puck.linearVelocity
         ahead = SIDES[holder] * (vx * math.cos(body.angle) + vy * math.sin(body.angle)) / math.hypot(vx, vy)
-        # A shot at a wall close by comes back within the step, and may then hit who shot it.
+        # A shot at a near wall returns within the step, and may then hit its player.
         assert ahead < 0.9 or depth(rink, body) < SLOP
 
 
@@ -143,7 +143,7 @@ def test_no_play_gets_more_out_of_the_rink_than_it_puts_in(play: str) -> None:
             seen = game._observations()
 
 
-def test_who_learns_to_shoot_fast_learns_nothing_beyond_a_running_shot() -> None:
+def test_the_fastest_learned_shot_is_a_running_shot() -> None:
     """The cross-entropy method looks for the actions of a holder by a wall that make the puck fastest."""
     game, steps = HockeyGame(), 14
 

@@ -36,7 +36,7 @@ def test_full_force_from_standing_gives_the_measured_speeds(number: int) -> None
     np.testing.assert_allclose(speeds, [1.9, 3.5, 5.1, 6.4, 7.6], atol=0.06)
 
 
-def test_nobody_runs_much_faster_than_ten_or_leaves_the_own_half() -> None:
+def test_no_player_runs_much_faster_than_ten_or_leaves_its_half() -> None:
     r = rink()
     fastest, furthest = 0.0, -9.0
     for _ in range(60):

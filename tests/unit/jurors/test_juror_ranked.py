@@ -73,7 +73,7 @@ def test_other_weights_are_served_from_their_file_and_a_file_of_something_else_i
 
 
 class Brightness:
-    """Likes what is light."""
+    """Prefers light images."""
 
     def __init__(self):
         self.buffer = np.zeros((384, 384, 3), np.uint8)
@@ -86,7 +86,7 @@ class Brightness:
 
 
 class Lightens:
-    """A policy that does nothing but what `Brightness` likes."""
+    """A policy that only increases the brightness."""
 
     def __init__(self, found):
         pass
@@ -100,7 +100,7 @@ class Lightens:
         yield PhotoEdit(Brightness())
 
 
-def test_an_exploit_is_found_by_what_score_and_distance_say_and_paid_again_on_its_own_picture(tmp_path, monkeypatch):
+def test_an_exploit_is_found_by_score_and_distance_and_checked_on_its_own_picture(tmp_path, monkeypatch):
     monkeypatch.setattr(photo_ranking, "Policy", Lightens)
     monkeypatch.setattr(photo_ranking, "choose", lambda run: run)
     found = photo_ranking.find_exploits(tmp_path, tmp_path, episodes=6, seed=0)

@@ -29,7 +29,7 @@ TINY = {
 
 
 class ChannelMeans(nn.Module):
-    """Stands in for the encoder: embeds an image as the means of its channels, or as told."""
+    """A substitute for the encoder: embeds an image as the means of its channels, or as given."""
 
     def forward(self, pixel_values: Tensor) -> SimpleNamespace:
         return SimpleNamespace(pooler_output=pixel_values.mean(dim=(2, 3)))

@@ -370,7 +370,7 @@ def write_image_reward(folder: Path) -> None:
     save_file(image_reward_weights(), folder / "model.safetensors")
 
 
-def test_image_reward_gives_the_numbers_of_its_own_package(tmp_path: Path, pictures: list[np.ndarray]) -> None:
+def test_image_reward_gives_the_scores_of_the_original_package(tmp_path: Path, pictures: list[np.ndarray]) -> None:
     """They were taken with image-reward 1.5 (transformers 4.40) from these weights, pictures and prompts."""
     pytest.importorskip("transformers", reason="transformers is not installed")
     write_image_reward(tmp_path)

@@ -35,7 +35,7 @@ def test_a_trainings_service_is_a_client_of_the_server_that_is_there(name):
         assert given["policy"] == "served" and given["server"] == environment["JURYBOX_ADDRESS"]
 
 
-def test_the_servers_configuration_lets_in_what_trainings_on_the_host_bring_over_grpc():
+def test_the_servers_configuration_allows_models_of_local_trainings_over_grpc():
     from jurybox.server.settings.config import ModelSettings
 
     settings = load_settings(ROOT / "docker" / "server.toml")

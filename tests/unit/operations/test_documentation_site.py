@@ -1,4 +1,4 @@
-"""The documentation's site: every page in its order, every public name in its reference, nothing from another host.
+"""The documentation's site: all pages in order, all public names in the reference, no requests to other hosts.
 
 Read as text, so that the default suite needs neither mkdocs nor an import; `make docs` builds it, and so does the slow
 test.
@@ -26,7 +26,7 @@ NOT_PUBLIC = {"jurybox.server.settings.config", "jurybox.protocol.weights.channe
 
 
 class Loader(yaml.SafeLoader):
-    """YAML in which a tag of Python's names nothing."""
+    """YAML in which Python tags are ignored."""
 
 
 Loader.add_multi_constructor("tag:yaml.org,2002:python/", lambda loader, suffix, node: suffix)
@@ -140,11 +140,11 @@ def test_algorithms_name_their_sources() -> None:
         assert re.search(r"(19|20)\d\d", file_of(f"jurybox.training.algorithms.{name}").read_text()), name
 
 
-# ---- as it is built
+# ---- the built site
 
 
 @pytest.mark.slow
-def test_the_site_is_whole_and_asks_no_other_host(tmp_path: Path) -> None:
+def test_the_site_is_complete_and_requests_no_other_host(tmp_path: Path) -> None:
     if find_spec("mkdocs") is None or find_spec("mkdocstrings") is None:
         pytest.skip("mkdocs is not installed here: make docs")
     built = subprocess.run(

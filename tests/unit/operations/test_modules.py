@@ -27,7 +27,7 @@ FOREIGN = {"_exit", "_run_exitfuncs", "_replace", "_get_running_loop", "_inducto
 
 
 def imported(tree):
-    """The modules of ours that a module imports, in functions, too; what is for the type checker alone left out."""
+    """The Jurybox modules that a module imports, also in functions, but not for the type checker alone."""
     found, waiting = set(), [tree]
     while waiting:
         node = waiting.pop()

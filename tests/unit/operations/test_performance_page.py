@@ -1,4 +1,4 @@
-"""What docs/performance.md says was measured is what the runs it cites found, all of it."""
+"""The measurements in docs/performance.md are those of the runs it cites, without omissions."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def run(titles: dict[str, str]) -> Results:
 
 
 @pytest.mark.parametrize("name", page.PARTS)
-def test_the_page_equals_what_its_json_says(name):
+def test_the_page_equals_its_json(name):
     text = page.PAGE.read_text()
     assert page.rewritten(text, name, page.sources(name, text)) == text, (
         "write it anew: python -m benchmarks.serving.page"
@@ -55,11 +55,11 @@ def test_every_contender_of_a_cited_run_has_its_row_in_every_table_of_its_case()
             assert len(rows) >= 3, f"{point.contender} in {point.case} of {file.name}"
 
 
-def test_the_copy_in_every_client_is_asked_in_every_case_of_both_runs():
+def test_the_copy_in_every_client_is_measured_in_every_case_of_both_runs():
     assert all("own-copy" in names for asked in (BENCH, FULL) for names, _ in asked.values())
 
 
-def test_a_contender_that_failed_stands_in_the_tables_with_its_reason_below():
+def test_a_contender_that_failed_is_in_the_tables_with_its_reason_below():
     results = run({"plain-zmq": "plain ZeroMQ", "mosec": "mosec"})
     results.point("vector", "plain-zmq", 4).windows.append(window(1000))
     results.failures.append(Failure("vector", "mosec", 0, "not installed"))
@@ -128,12 +128,12 @@ def test_a_run_of_a_changed_tree_or_of_short_windows_does_not_pass_for_a_result(
     assert ended.value.code == 2
 
 
-def test_a_changed_tree_is_marked_where_it_is_measured_all_the_same(repository):
+def test_a_measurement_of_a_changed_tree_is_marked(repository):
     (repository / "server" / "new.py").write_text("new\n")
     assert serving.commit_measured(asked(dirty=True, out=serving.ELSEWHERE)).endswith("+changes")
 
 
-def test_what_a_run_before_has_written_is_no_change_of_the_tree(repository):
+def test_files_of_an_earlier_run_are_no_change_of_the_tree(repository):
     (repository / "docs" / "performance.md").write_text("another run's figures\n")
     (repository / "benchmarks" / "serving" / "results" / "new.json").write_text("another run\n")
     (repository / "benchmarks" / "serving" / "results" / "old.json").unlink()

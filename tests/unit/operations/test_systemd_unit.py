@@ -1,4 +1,4 @@
-"""The systemd unit says what the server does: its times, exit statuses and settings; nothing in it would break it."""
+"""The systemd unit says what the server does: its times, exit statuses, settings and restrictions."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_its_variables_are_settings_and_clients_find_the_address(service) -> Non
     assert server.log_format == "json"
 
 
-def test_nothing_parts_the_server_from_its_clients_or_forbids_what_torch_does(service) -> None:
+def test_the_unit_neither_separates_the_server_from_its_clients_nor_restricts_torch(service) -> None:
     assert not {"PrivateIPC", "PrivateUsers", "RemoveIPC", "MemoryDenyWriteExecute", "DynamicUser"} & service.keys()
     assert (service["Type"], service["KillMode"], service["OOMPolicy"]) == (["notify"], ["mixed"], ["continue"])
 
@@ -84,7 +84,7 @@ def heard(manager) -> list[str]:
             return found
 
 
-def test_it_is_told_readiness_the_end_and_life_three_times_in_the_silence_it_bears(manager) -> None:
+def test_it_gets_readiness_the_stop_and_three_signs_of_life_per_watchdog_interval(manager) -> None:
     now = [100.0]
     environ = {"NOTIFY_SOCKET": manager.getsockname(), "WATCHDOG_USEC": "30000000"}
     service = ServiceManager(pytest.fail, environ, lambda: now[0])
@@ -105,7 +105,7 @@ def test_an_abstract_name_does_as_well() -> None:
         assert heard(listener) == ["STOPPING=1\nSTATUS=draining"]
 
 
-def test_without_a_manager_nothing_is_said_and_one_that_is_gone_is_a_warning(tmp_path) -> None:
+def test_without_a_manager_nothing_is_sent_and_one_that_is_gone_is_a_warning(tmp_path) -> None:
     ServiceManager(pytest.fail, {}).ready("serving")
     warnings = []
     service = ServiceManager(

@@ -1,4 +1,4 @@
-"""What no juror scores is measured as the literature has it, and nobody is paid for it."""
+"""Measures without a juror are computed as in the literature, and are not rewarded."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PHOTO = cv2.GaussianBlur(np.random.default_rng(2).integers(0, 256, (384, 384, 3)
 
 
 class Constant:
-    """A scorer that says one thing, and counts how often it is asked."""
+    """A scorer with a constant score that counts its calls."""
 
     def __init__(self, says: float = 0.5) -> None:
         self.says, self.asked, self.closed = says, 0, False
@@ -31,7 +31,7 @@ class Constant:
         self.closed = True
 
 
-def test_what_only_turns_and_enlarges_is_no_distance() -> None:
+def test_rotation_and_enlargement_do_not_count_as_distance() -> None:
     tilted = degrade(PHOTO, Degradation(tilt=5.0))
     edits = Edits(straighten=-3.0, crop=0.2)
     edited = apply(tilted, edits)
@@ -48,14 +48,14 @@ def test_measures_are_those_of_the_literature() -> None:
     assert same == {"psnr": 60.0, "ssim": 1.0, "ciede2000": 0.0}
 
 
-def test_a_learned_distance_is_used_where_one_is_at_hand() -> None:
+def test_a_learned_distance_is_used_if_available() -> None:
     assert "perceptual" not in measure(PHOTO, PHOTO)
     assert measure(PHOTO, PHOTO, lambda picture, reference: 0.25)["perceptual"] == 0.25
     with pytest.raises(ValueError, match="'package.module:function'"):
         load_perceptual("no_such_module:lpips")
 
 
-def test_damage_is_told_by_kind() -> None:
+def test_damage_is_reported_by_kind() -> None:
     assert damages_of(Degradation(tint=0.2, noise=9.0, noise_seed=3).as_dict()) == ("colour cast", "noise")
     assert damages_of(Degradation().as_dict()) == (), "the seed of no noise is no damage"
 
@@ -68,7 +68,7 @@ def test_an_intact_photo_is_the_crop_that_would_have_been_damaged() -> None:
     np.testing.assert_array_equal(degrade(intact.damaged, Degradation(**damaged.degradation)), damaged.damaged)
 
 
-def test_audit_jurors_are_asked_and_logged_and_never_rewarded() -> None:
+def test_audit_jurors_are_used_and_logged_and_never_rewarded() -> None:
     juror, auditor = Constant(), Constant(0.9)
     environment = PhotoEdit(juror, steps=2, auditors={"other": auditor}, seed=1)
     told = []
@@ -88,6 +88,6 @@ def test_audit_jurors_are_asked_and_logged_and_never_rewarded() -> None:
     assert juror.closed and auditor.closed
 
 
-def test_whoever_plays_a_policy_asks_no_audit_juror() -> None:
+def test_playing_a_policy_uses_no_audit_juror() -> None:
     settings = PhotoTraining(environment=PhotoConfig(audit={"other": "no_such_package:juror"}))
     assert description(settings).environment_arguments["audit"] == {}

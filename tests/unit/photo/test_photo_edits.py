@@ -75,7 +75,7 @@ def test_more_contrast_spreads_the_light_and_keeps_middle_grey(photo):
     assert abs(int(apply(grey, Edits(contrast=1.0))[0, 0, 0]) - 128) <= 1
 
 
-def test_contrast_brings_back_what_exposure_pushed_past_white():
+def test_contrast_restores_values_that_exposure_pushed_past_white():
     steps = np.repeat(np.linspace(200, 250, 8, dtype=np.uint8)[:, None], 8, axis=1)
     picture = np.repeat(steps[:, :, None], 3, axis=2)
     assert len(np.unique(apply(picture, Edits(exposure=1.0)))) == 1
@@ -107,7 +107,7 @@ def test_sharpness_adds_detail(photo):
     assert detail(apply(photo, Edits(sharpness=1.0))) > 1.3 * detail(photo)
 
 
-def test_sharpness_leaves_what_has_no_detail_alone():
+def test_sharpness_does_not_change_flat_areas():
     grey = np.full((16, 16, 3), 90, dtype=np.uint8)
     assert np.array_equal(apply(grey, Edits(sharpness=2.0)), grey)
 

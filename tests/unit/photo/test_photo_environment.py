@@ -129,7 +129,7 @@ def test_a_new_episode_starts_from_no_edits(make, scorer, actions):
     assert np.array_equal(seen, make().reset(seed=1)[0])
 
 
-def test_info_tells_photo_edits_scores_and_damage(make, actions):
+def test_info_has_photo_edits_scores_and_damage(make, actions):
     info = rollout(make(), 1, actions)[-1][2]
     assert set(info) == {"score", "score_before", "photo", "edits", "degradation"}
     assert info["edits"] == Edits(**info["edits"]).as_dict() != Edits().as_dict()
@@ -165,7 +165,7 @@ def test_the_factory_crosses_to_another_process_and_seeds_by_index():
     assert environments[1].np_random.random() == environments[2].np_random.random()
 
 
-def test_the_factory_asks_no_server_before_the_first_reset():
+def test_the_factory_uses_no_server_before_the_first_reset():
     environment = build(PhotoConfig(address="ipc:///nowhere/at/all", timeout=0.1))
     environment.close()
 
@@ -195,7 +195,7 @@ def test_photos_of_one_seed_are_damaged_differently(make, library):
     assert len({tuple(outcome.degradation.values()) for outcome in outcomes}) == len(outcomes)
 
 
-def test_of_a_share_of_the_episodes_the_photo_is_intact_and_of_none_where_damage_is_asked_for(make):
+def test_some_episodes_have_an_intact_photo_and_none_if_damage_is_requested(make):
     environment = make(intact=0.5, seed=4)
     drawn = [environment.reset()[1]["degradation"] for _ in range(40)]
     assert 8 < sum(not any(each[name] for name in FAULTS) for each in drawn) < 32
@@ -217,7 +217,7 @@ def test_of_the_photos_without_a_tilt_a_share_is_tilted_and_no_intact_one(make):
         make(tilted=-0.5)
 
 
-def test_an_outcome_tells_the_score_of_every_step(make):
+def test_an_outcome_has_the_score_of_every_step(make):
     outcome = evaluate(make(steps=3), RandomEdits(0), [7]).outcomes[0]
     assert len(outcome.scores) == 4 and outcome.after == outcome.scores[-1] != outcome.before == outcome.scores[0]
     assert np.array_equal(apply(outcome.damaged, Edits(**outcome.edits)), outcome.edited)
@@ -232,7 +232,7 @@ def test_a_hill_climber_improves_every_held_out_photo_and_random_edits_do_not(ma
     environment = make(split="held_out", steps=60)
 
     class Climb:
-        """Keeps a move that raised the score, which the observation tells, and takes back any other."""
+        """Keeps an edit that raised the score in the observation, and reverts any other."""
 
         def __init__(self):
             self.rng = np.random.default_rng(0)
@@ -282,7 +282,7 @@ def test_with_a_price_an_intact_photo_is_best_left_alone(make):
         assert environment.step(action)[1] < 0.0
 
 
-def test_the_price_is_of_the_distance_and_comes_back_with_the_edit(make, actions):
+def test_the_price_depends_on_the_distance_and_is_refunded_with_the_edit(make, actions):
     free, priced = rollout(make(), 1, actions), rollout(make(price=0.01), 1, actions)
     environment = make(price=0.01)
     rollout(environment, 1, actions)

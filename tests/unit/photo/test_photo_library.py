@@ -78,7 +78,7 @@ def test_crops_come_mirrored_half_of_the_time():
     assert 20 < mirrored < 40
 
 
-def test_a_folder_gives_jpg_and_png_and_nothing_else(folder):
+def test_only_jpg_and_png_files_of_a_folder_are_used(folder):
     library = PhotoLibrary.from_folder(folder)
     names = {photo.name for photo in library.training + library.held_out}
     assert names == {f"IMG_{i}.jpg" for i in range(8)} | {"portrait.PNG"}
@@ -187,7 +187,7 @@ def test_greyscale_and_transparent_photos_become_three_channels(tmp_path):
         assert read_photo(tmp_path / name).pixels.shape == (200, 200, 3)
 
 
-def test_a_large_folder_is_thinned_out_evenly_and_says_so(folder):
+def test_a_large_folder_is_sampled_evenly_and_this_is_reported(folder):
     library = PhotoLibrary.from_folder(folder, limit=3)
     assert len(library.training + library.held_out) == 3 and library.beyond_limit == 6
 
@@ -200,6 +200,6 @@ def test_a_folder_with_too_few_photos_is_refused(tmp_path, count):
         PhotoLibrary.from_folder(tmp_path)
 
 
-def test_what_is_no_folder_is_refused(tmp_path):
+def test_a_path_that_is_no_folder_is_refused(tmp_path):
     with pytest.raises(PhotoError, match="expected a folder"):
         PhotoLibrary.from_folder(tmp_path / "nowhere")

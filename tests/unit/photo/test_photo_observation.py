@@ -58,7 +58,7 @@ def test_statistics_of_a_flat_picture_are_finite_and_within_bounds(level):
     assert numbers.shape == (len(NAMES),) and np.isfinite(numbers).all() and np.abs(numbers).max() <= 1.0
 
 
-def test_the_observation_holds_what_its_slices_say(photo):
+def test_the_observation_matches_its_slices(photo):
     edits = Edits(exposure=1.5, straighten=-15.0)
     seen = observation.observe(photo, edits, 0.25, 0.4)
     assert seen.shape == (observation.SIZE,) and seen in observation.space()

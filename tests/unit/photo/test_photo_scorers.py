@@ -16,7 +16,7 @@ ROW = (384, 384, 3)
 
 
 class Lane:
-    """A server's lane whose juror gives the mean of its one row; the server's log tells what was asked of it."""
+    """A lane whose juror returns the mean of its row; the server's log shows the requests."""
 
     def __init__(self, server):
         self.server = server
@@ -83,7 +83,7 @@ def connect_to(monkeypatch):
     return install
 
 
-def test_the_server_is_asked_only_when_the_buffer_is_first_used(connect_to):
+def test_the_server_is_used_only_with_the_buffers_first_use(connect_to):
     server = connect_to(Server())
     scorer = ServerScorer("judge", "ipc:///here", timeout=3.0)
     assert server.log == []
@@ -100,7 +100,7 @@ def test_the_buffer_is_the_servers_row_itself(connect_to):
     assert scorer.buffer is scorer.buffer
 
 
-def test_closing_gives_everything_back_once_and_a_later_use_connects_anew(connect_to):
+def test_closing_releases_everything_once_and_later_use_reconnects(connect_to):
     server = connect_to(Server())
     scorer = ServerScorer()
     scorer.buffer[:] = 1
@@ -195,7 +195,7 @@ def juror(monkeypatch):
 @pytest.mark.parametrize(
     "wrap", [lambda mean: {"other": mean * 2, "score": mean}, lambda mean: (mean * 2, mean)], ids=["dict", "tuple"]
 )
-def test_a_local_juror_scores_what_is_in_the_buffer_now(juror, wrap):
+def test_a_local_juror_scores_the_buffers_current_content(juror, wrap):
     scorer = LocalScorer(juror(wrap))
     for level in (3, 200):
         scorer.buffer[:] = level

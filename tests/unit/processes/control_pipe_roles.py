@@ -1,4 +1,4 @@
-"""A child that takes up its control pipe and never looks at it, and a parent that dies as soon as it has a child."""
+"""A child that opens its control pipe and never reads it, and a parent that ends as soon as it has a child."""
 
 import os
 import sys

@@ -1,4 +1,4 @@
-"""Nobody outlives its parent."""
+"""No process outlives its parent."""
 
 import subprocess
 import sys
@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 
-def test_a_child_whose_parent_died_before_it_could_look_dies_too():
+def test_a_child_whose_parent_died_early_ends_too():
     done = subprocess.run(
         [sys.executable, "-m", "tests.unit.processes.control_pipe_roles", "parent"],
         stdout=subprocess.PIPE,

@@ -54,7 +54,7 @@ def test_a_folder_that_others_may_put_another_in_the_place_of_is_refused(tmp_pat
     (tmp_path / "open").chmod(0o777)
     with pytest.raises(Refused, match=f"chmod o-w {tmp_path}/open"):
         prepare_folder(tmp_path / "open" / "ours")
-    (tmp_path / "open").chmod(0o1777)  # as /tmp, where everybody may move what is their own
+    (tmp_path / "open").chmod(0o1777)  # like /tmp, where all users may move their own files
     prepare_folder(tmp_path / "open" / "ours")
 
 
@@ -64,7 +64,7 @@ def test_a_folder_that_cannot_be_made_is_an_error_with_a_remedy(tmp_path):
         prepare_folder(tmp_path / "file" / "folder")
 
 
-def test_a_folder_or_link_of_somebody_else_is_refused(tmp_path):
+def test_a_folder_or_link_of_another_user_is_refused(tmp_path):
     if os.geteuid() != 0:
         pytest.skip("giving files away needs root")
     (tmp_path / "theirs").mkdir()
@@ -76,7 +76,7 @@ def test_a_folder_or_link_of_somebody_else_is_refused(tmp_path):
             prepare_folder(tmp_path / name)
 
 
-def test_a_socket_that_is_missing_or_somebody_elses_is_said_to_be(tmp_path):
+def test_a_missing_or_foreign_socket_is_named(tmp_path):
     assert out_of_reach("tcp://127.0.0.1:7000") == ""
     assert f"there is no socket {tmp_path}/engine here" in out_of_reach(f"ipc://{tmp_path}/engine")
     (tmp_path / "engine").touch()

@@ -9,7 +9,7 @@ ROOT = Path(__file__).parents[3]
 WALL = re.compile(
     r"\btime\.time(_ns)?\(|\bdatetime\.now\(|\butcnow\(|\bCLOCK_REALTIME\b|\bsystem_clock\b|\bgettimeofday\b"
 )
-# Where the wall clock is told to people, or compared with a file's time; no wait, lease or deadline is decided by it.
+# Where the wall clock is shown to people, or compared with a file's time; no wait, lease or deadline depends on it.
 TELLS = {
     "server/jurybox/server/supervisor/supervisor.py": 1,  # when the server was started
     "server/jurybox/server/inproc.py": 1,  # the same

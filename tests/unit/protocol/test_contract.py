@@ -33,7 +33,7 @@ def test_an_unknown_code_of_a_newer_peer_is_still_an_error():
     assert "code 999" in str(error_for(999, "strange"))
 
 
-def test_errors_are_also_what_python_calls_them():
+def test_errors_are_also_pythons_builtin_exceptions():
     assert isinstance(error_for(Code.TIMEOUT, ""), TimeoutError)
     assert isinstance(error_for(Code.SERVER_GONE, ""), ConnectionError)
     assert isinstance(error_for(Code.MODEL_NOT_FOUND, ""), LookupError)
@@ -72,7 +72,7 @@ def test_foreign_bytes_are_named(frame, says):
     assert prefix_error(PREFIX + b"anything") is None
 
 
-def test_the_generated_code_is_what_the_protos_say():
+def test_the_generated_code_matches_the_protos():
     result = subprocess.run([sys.executable, "protos/generate.py", "--check"], cwd=ROOT, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
 
@@ -87,7 +87,7 @@ def test_the_client_imports_neither_torch_nor_fastapi_nor_grpc():
     assert result.returncode == 0, result.stderr
 
 
-def test_a_client_asks_for_no_newest_protobuf_and_bounds_nothing_above():
+def test_a_client_requires_no_new_protobuf_and_has_no_upper_bounds():
     packages = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     asked = [*packages["dependencies"], *packages["optional-dependencies"]["grpc"]]
     assert "protobuf>=4.25" in asked
@@ -106,6 +106,6 @@ def test_the_clients_time_outs_are_caught_in_python_310_too():
                 assert "TimeoutError" not in caught or "asyncio.TimeoutError" in caught, f"{path}:{node.lineno}"
 
 
-def test_the_native_core_says_in_the_clients_numbers_why_there_is_no_answer():
+def test_the_native_core_returns_the_clients_error_codes():
     for name in ("NOT_SENT", "NOT_ANSWERED", "NOT_FIT"):
         assert getattr(native, name) == getattr(transport, name)

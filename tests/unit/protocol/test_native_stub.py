@@ -1,6 +1,6 @@
-"""native.pyi says what the native part has: nanobind's own generator is asked, and the two are compared.
+"""native.pyi matches the native part: it is compared with the output of nanobind's own generator.
 
-The stub is written by hand for its types; the names, and the order of parameters, are the generator's to say.
+The stub is written by hand for its types; names and the order of parameters must be the generator's.
 """
 
 import ast
@@ -38,7 +38,7 @@ def outline(text):
     return found
 
 
-def test_the_stub_is_what_the_generator_finds():
+def test_the_stub_matches_the_generators_output():
     generated = stubgen.StubGen(native)
     generated.put(native)
     there, said = outline(generated.get()), outline(STUB.read_text(encoding="utf-8"))

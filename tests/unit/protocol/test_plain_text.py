@@ -30,12 +30,12 @@ def test_text_that_is_fine_stays_as_it_is():
     assert said(ValueError("why")) == "ValueError: why"
 
 
-def test_an_exception_without_text_still_says_what_it_is():
+def test_an_exception_without_text_is_named():
     assert said(Speechless()).startswith("Speechless: ")
     assert len(said(ValueError("x" * 10_000_000))) <= MOST_TEXT
 
 
-def test_a_shape_that_is_no_tuple_is_told_so():
+def test_a_shape_that_is_no_tuple_is_an_error():
     with pytest.raises(ValueError, match=r"shape 4 of one row is no tuple: expected its sizes, such as \(4,\)"):
         TensorSpec("float32", 4)
 

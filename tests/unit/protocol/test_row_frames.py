@@ -32,7 +32,7 @@ def test_plain_rows_have_the_frames_of_all_rows():
     ]
 
 
-def test_plain_rows_are_written_where_they_belong_and_nowhere_else():
+def test_plain_rows_are_written_only_to_their_places():
     source, target = columns(), columns()
     for array in target.inputs.values():
         array[...] = 0

@@ -32,7 +32,7 @@ def tiny_shared_memory(folder: Path, size: str):
         subprocess.run(["umount", folder], check=True)
 
 
-def test_what_the_owner_writes_others_read():
+def test_others_read_what_the_owner_writes():
     with Segment.create(segment_name("t", "a"), 8192) as owner:
         other = Segment.attach(owner.name)
         owner.array("f4", (4,), 4096)[:] = [1, 2, 3, 4]
@@ -74,10 +74,10 @@ def test_an_array_that_outlives_its_segment_does_not_keep_it_from_being_swept():
     array = segment.array("u1", (4096,))
     segment.close()
     assert sweep() == [segment.name]
-    array[:] = 1  # the memory itself lives as long as somebody looks at it
+    array[:] = 1  # the memory itself lives as long as a view of it
 
 
-def test_who_keeps_a_segment_alive_saves_it_from_the_sweep():
+def test_a_segment_in_use_is_not_removed():
     owner = Segment.create(segment_name("t", "shared"), 4096)
     holder = Segment.attach(owner.name, keep_alive=True)
     owner.close()
@@ -86,12 +86,12 @@ def test_who_keeps_a_segment_alive_saves_it_from_the_sweep():
     assert sweep() == [owner.name]
 
 
-def test_a_missing_segment_says_where_it_was_looked_for():
+def test_the_error_for_a_missing_segment_has_its_path():
     with pytest.raises(SharedMemoryError, match=str(directory())):
         Segment.attach("jurybox-0-none")
 
 
-def test_too_little_room_is_an_error_at_once_that_says_what_to_do(tmp_path):
+def test_too_little_memory_is_an_error_at_once_that_says_what_to_do(tmp_path):
     with tiny_shared_memory(tmp_path / "shm", "1m"):
         with pytest.raises(SharedMemoryError, match=r"needs 4.0 MiB, 1.0 of 1.0 MiB are free.*--shm-size"):
             Segment.create(segment_name("t", "large"), 4 << 20)

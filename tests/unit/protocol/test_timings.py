@@ -1,4 +1,4 @@
-"""Times of tickets: found by who asks for the right ticket, and by nobody else."""
+"""Times of tickets: found only with the right ticket."""
 
 import secrets
 

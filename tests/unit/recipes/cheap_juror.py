@@ -1,4 +1,4 @@
-"""A juror that costs nothing: how near a picture's mean is to middle grey."""
+"""A cheap juror: how near a picture's mean is to middle grey."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""--resume goes on from the newest checkpoint; where a run was ended before its first, it begins anew and says so."""
+"""--resume continues from the newest checkpoint; if a run ended before its first, it begins anew and reports it."""
 
 from __future__ import annotations
 
@@ -113,14 +113,14 @@ def test_so_does_a_hockey_training_and_its_past_selves_are_no_others(tmp_path, c
     assert not (tmp_path / "pool" / "000000000017.weights").exists()
 
 
-def test_what_was_begun_with_other_settings_is_not_begun_anew(tmp_path):
+def test_a_run_begun_with_other_settings_is_not_restarted(tmp_path):
     begun(tmp_path, PHOTO)
     with pytest.raises(CheckpointError, match="learning_rate was"):
         photo_run.run(PHOTO.changed(learning_rate=0.5), tmp_path, Silence(), command="", resume=True, serial=True)
     assert (tmp_path / "metrics.csv").exists()
 
 
-def test_where_no_run_was_begun_there_is_nothing_to_resume(tmp_path):
+def test_without_a_run_there_is_nothing_to_resume(tmp_path):
     (tmp_path / "thesis.txt").write_text("mine")
     with pytest.raises(CheckpointError, match="start without --resume"):
         photo_run.run(PHOTO, tmp_path, Silence(), command="", resume=True, serial=True)

@@ -1,4 +1,4 @@
-"""However a training's command ends, it says so in a sentence; a traceback is in a file, where it is of use."""
+"""However a training's command ends, it prints one sentence; a traceback that is of use is in a file."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def ended(error, out, capsys):
         (ServerGone("the server is gone"), 3, "the server is gone"),
     ],
 )
-def test_an_error_is_told_in_a_sentence(tmp_path, capsys, error, status, said):
+def test_an_error_is_one_sentence(tmp_path, capsys, error, status, said):
     code, told = ended(error, tmp_path, capsys)
     assert code == status and said in told
     assert "Traceback" not in told and len(told.strip().splitlines()) <= 2
@@ -87,7 +87,7 @@ def test_an_error_is_told_in_a_sentence(tmp_path, capsys, error, status, said):
         ["photo", "--workers", "3", "--envs", "8"],
     ],
 )
-def test_what_makes_no_sense_or_would_have_no_effect_is_told_before_anything_begins(tmp_path, arguments):
+def test_senseless_settings_are_errors_before_the_start(tmp_path, arguments):
     done = CliRunner().invoke(commands, [*arguments, "--out", str(tmp_path / "out")])
     assert done.exit_code == 2, done.output
     assert "Traceback" not in done.output and done.output.strip()
@@ -107,7 +107,7 @@ def test_settings_that_go_together_are_taken():
 
 
 class Stubborn:
-    """A model that never adopts what is published."""
+    """A model that never adopts published weights."""
 
     def __init__(self):
         self.asked = 0
@@ -141,7 +141,7 @@ def test_a_photo_training_whose_evaluation_fails_leaves_its_report_and_summary(t
     assert "held-out photos" in (tmp_path / "report.html").read_text()
 
 
-def test_a_learned_distance_that_is_not_there_is_told_before_the_training(tmp_path):
+def test_a_missing_learned_distance_is_an_error_before_the_training(tmp_path):
     with pytest.raises(ConfigError, match="perceptual: expected 'package.module:function'"):
         photo_run.run(PHOTO.changed(perceptual="no_such:thing"), tmp_path, Silence(), command="", serial=True)
     assert not (tmp_path / "metrics.csv").exists()
@@ -162,7 +162,7 @@ def test_a_server_without_a_status_document_costs_the_report_its_section_only(mo
     assert photo_run._status(PHOTO.changed(environment=replace(PHOTO.environment, scorer="server"))) is None
 
 
-def test_a_run_whose_report_fails_leaves_one_that_says_so(tmp_path):
+def test_a_run_whose_report_fails_writes_one_with_the_error(tmp_path):
     def report(outcome, rows):
         raise ZeroDivisionError("no games were filmed")
 

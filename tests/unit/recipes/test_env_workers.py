@@ -68,7 +68,7 @@ def test_ctrl_c_in_the_terminal_leaves_workers_to_the_learner(workers):
     assert all(process.poll() is None for process in workers.processes)
 
 
-def test_what_an_environment_raises_is_raised_here_with_its_traceback():
+def test_an_environments_exception_is_raised_here_with_its_traceback():
     workers = WorkerVecEnv([Counting, partial(Counting, fail_at=2)])
     try:
         workers.reset()
@@ -79,7 +79,7 @@ def test_what_an_environment_raises_is_raised_here_with_its_traceback():
         workers.close()
 
 
-def test_an_environment_that_cannot_be_made_is_told_and_no_worker_is_left():
+def test_an_environment_that_cannot_be_created_is_an_error_and_no_worker_is_left():
     before = psutil.Process().children()
     with pytest.raises(WorkerFailed, match="no such camera"):
         WorkerVecEnv([Counting, broken])
@@ -128,7 +128,7 @@ def alive(pid):
         return False
 
 
-def test_an_environment_that_hangs_is_told_and_not_waited_for_for_ever() -> None:
+def test_an_environment_that_hangs_is_an_error_after_a_time_out() -> None:
     env = WorkerVecEnv([partial(Counter, slow=30.0), Counter], timeout=60.0)
     pids = [process.pid for process in env.processes]
     try:

@@ -1,4 +1,4 @@
-"""A command line without the extra `training` says in a sentence what to install."""
+"""The command line without the extra `training` says in one sentence what to install."""
 
 import re
 import subprocess
@@ -33,7 +33,7 @@ def test_a_training_without_its_extra_ends_in_one_sentence_with_the_line_that_in
     assert not (tmp_path / "out").exists()
 
 
-def test_what_is_looked_for_is_what_the_extra_installs():
+def test_the_checked_packages_are_those_of_the_extra():
     extra = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"][
         "optional-dependencies"
     ]

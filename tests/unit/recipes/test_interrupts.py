@@ -30,7 +30,7 @@ def test_the_first_ctrl_c_interrupts_and_the_second_leaves_the_clearing_up_alone
     """) == ["told", "cleared", "130"]
 
 
-def test_ctrl_c_waits_for_the_end_of_what_must_not_be_torn():
+def test_ctrl_c_waits_for_the_end_of_a_critical_section():
     assert says("""
         try:
             with interrupts.held():

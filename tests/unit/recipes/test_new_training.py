@@ -65,7 +65,7 @@ def test_it_has_every_common_flag_and_its_own():
         assert flag in shown
 
 
-def test_it_leaves_what_every_training_leaves(tmp_path):
+def test_it_writes_the_files_of_every_training(tmp_path):
     config = tmp_path / "toy.toml"
     config.write_text("steps = 30\ngamma = 0.5\n")
     out = tmp_path / "run"
@@ -91,7 +91,7 @@ def test_it_leaves_what_every_training_leaves(tmp_path):
         (["--ray-address", "auto"], "--launcher ray"),
     ],
 )
-def test_what_is_wrong_is_told_before_anything_begins(tmp_path, arguments, told):
+def test_errors_are_raised_before_the_start(tmp_path, arguments, told):
     done = run("--out", str(tmp_path / "run"), *arguments)
     assert done.exit_code == 2 and told in " ".join(done.output.split()), done.output
     assert not (tmp_path / "run").exists()
@@ -144,7 +144,7 @@ def test_a_sorrel_configuration_with_names_of_an_earlier_release_is_refused_with
         Multiprocessing.of({"multiprocessing": {"enabled": True, "buffer_capacity": 8, "log_interval": 2}})
 
 
-def test_several_seeds_from_one_command_are_runs_of_their_own_and_compared(tmp_path):
+def test_several_seeds_from_one_command_are_separate_runs_that_are_compared(tmp_path):
     out = tmp_path / "runs"
     done = run("--out", str(out), "--seeds", "3,5", "--serial", "--steps", "20")
     assert done.exit_code == 0, done.output
@@ -168,7 +168,7 @@ def test_several_seeds_from_one_command_are_runs_of_their_own_and_compared(tmp_p
         (("--seeds", "1,2", "--set", "seed = 3"), "--seed and --seeds together"),
     ],
 )
-def test_seeds_that_say_nothing_are_refused_before_anything_begins(tmp_path, options, told):
+def test_useless_seeds_are_refused_before_the_start(tmp_path, options, told):
     done = run("--out", str(tmp_path / "runs"), *options)
     assert done.exit_code == 2 and told in done.output.replace("\n", " "), done.output
     assert not (tmp_path / "runs").exists()

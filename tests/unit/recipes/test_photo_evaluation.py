@@ -17,7 +17,7 @@ JUROR = "tests.unit.recipes.cheap_juror:middle_grey"
 
 
 class Lines(Silence):
-    """Keeps what it is told to print."""
+    """Keeps the lines to print."""
 
     def __init__(self):
         self.lines = []
@@ -26,7 +26,7 @@ class Lines(Silence):
         self.lines.append(text)
 
 
-def test_who_evaluates_on_a_folder_is_told_which_files_are_left_out(tmp_path):
+def test_an_evaluation_on_a_folder_names_the_ignored_files(tmp_path):
     random = np.random.default_rng(0)
     for number in range(3):
         assert cv2.imwrite(str(tmp_path / f"{number}.png"), random.integers(0, 255, (200, 200, 3), np.uint8))
@@ -54,7 +54,7 @@ def test_every_held_out_photo_is_tilted_to_both_sides_by_the_same_angles(evaluat
     assert told.pictures == 4 * len(photos) and told.photos == len(photos) and told.before == 6.0
 
 
-def test_the_tilts_are_written_beside_what_they_were_turned_by(evaluated, tmp_path):
+def test_the_tilts_are_written_beside_the_rotations(evaluated, tmp_path):
     evaluated.save(tmp_path / "evaluation.csv")
     with (tmp_path / "evaluation.csv").open(newline="") as file:
         lines = [line for line in csv.DictReader(file) if "tilted " in line["kind"]]
@@ -70,7 +70,7 @@ def test_the_angles_are_spread_evenly_over_those_of_the_damage():
 
 
 def turned(turn, photos=10, angles=(4.0, 6.0, 8.0)):
-    """Photos that are tilted to both sides, and turned by what `turn` says of photo and tilt."""
+    """Photos that are tilted to both sides, and turned by `turn(photo, tilt)`."""
     return [
         Straightened(str(photo), seed, tilt, turn(photo, tilt))
         for photo in range(photos)
@@ -79,7 +79,7 @@ def turned(turn, photos=10, angles=(4.0, 6.0, 8.0)):
     ]
 
 
-def test_what_a_photo_leans_by_itself_does_not_pass_for_straightening():
+def test_a_photos_own_tilt_does_not_count_as_straightening():
     slants = np.random.default_rng(0).normal(0.0, 5.0, 10)
     blind = straightening_of(turned(lambda photo, tilt: slants[photo]))
     assert blind.follows.mean == pytest.approx(0.0, abs=1e-12) and blind.undone.mean == pytest.approx(0.0, abs=1e-12)
@@ -97,7 +97,7 @@ def test_a_photo_that_is_tilted_to_one_side_only_is_refused():
     assert straightening_of([]) is None
 
 
-def test_straightening_is_told_as_correlation_share_and_what_is_left():
+def test_straightening_is_reported_as_correlation_share_and_remaining_tilt():
     told = straightening_of(turned(lambda photo, tilt: -tilt / 4))
     assert told.follows.mean == pytest.approx(1.0) and told.undone.mean == pytest.approx(0.25)
     assert (told.pictures, told.photos, told.before, told.left) == (60, 10, 6.0, 4.5)

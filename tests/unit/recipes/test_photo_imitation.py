@@ -27,7 +27,7 @@ SMALL = PhotoTraining(
 
 
 class Recorded:
-    """What the environments tell of their photos."""
+    """The environments' information about their photos."""
 
     def __init__(self, environments):
         self._environments, self.photos = environments, set()
@@ -63,7 +63,7 @@ def once():
     return shown()
 
 
-def test_what_is_wanted_is_an_even_share_of_what_is_left_of_the_cure():
+def test_the_target_is_an_even_share_of_the_remaining_correction():
     damage = {"tilt": 6.0, "exposure": -1.6}
     seen = np.zeros(observation.SIZE, np.float32)
     seen[observation.TIME] = -1.0
@@ -76,7 +76,7 @@ def test_what_is_wanted_is_an_even_share_of_what_is_left_of_the_cure():
     assert not wanted(np.zeros(observation.SIZE, np.float32), {}, 4).any(), "an intact photo is left alone"
 
 
-def test_the_policy_that_was_shown_cures_mends_what_it_sees(once):
+def test_the_policy_imitates_shown_corrections(once):
     model, found, _, _ = once
     act = policy_of(model)
     moves = np.stack([act(row) for row in found.seen])
@@ -95,7 +95,7 @@ def test_the_mirrored_picture_is_turned_as_far_to_the_other_side(once):
     assert np.abs(model.predict(alike, deterministic=True)[0][:, straighten]).max() < 1e-6
 
 
-def test_straightening_heeds_nothing_but_what_leans_and_the_time(once):
+def test_straightening_depends_only_on_the_tilt_and_the_time(once):
     model, found, _, _ = once
     straighten = TOOLS.index("straighten")
     seen = found.seen[:8]
@@ -108,7 +108,7 @@ def test_straightening_heeds_nothing_but_what_leans_and_the_time(once):
     assert (before - after).abs().max() > 0.01
 
 
-def test_the_saved_policy_does_what_the_trained_one_does(once, tmp_path):
+def test_the_saved_policy_acts_like_the_trained_one(once, tmp_path):
     model, found, _, _ = once
     checkpoint = tmp_path / "checkpoints" / "step-000000000008"
     checkpoint.mkdir(parents=True)
@@ -124,7 +124,7 @@ def test_cures_are_shown_of_training_photos_alone(once):
     assert not photos & {photo.name for photo in library.held_out}
 
 
-def test_most_pictures_that_are_shown_are_first_ones_of_episodes_and_the_others_are_what_the_policy_came_to(once):
+def test_most_shown_pictures_are_first_ones_of_episodes_and_the_others_results_of_the_policy(once):
     _, found, _, watched = once
     assert watched.first > SMALL.imitation / 2
     first = found.seen[:, observation.TIME][:, 0] == -1.0

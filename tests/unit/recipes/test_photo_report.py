@@ -84,7 +84,7 @@ def evaluation_of(gain, nearer=4.0, intact=1.0):
 
 @pytest.fixture
 def undrawn(monkeypatch):
-    """Without the charts, for whom they do not matter."""
+    """Without charts, for tests that do not need them."""
     monkeypatch.setattr(charts, "chart", lambda *_, **__: charts.Chart("", ""))
 
 
@@ -130,7 +130,7 @@ def test_a_picture_that_scores_no_better_is_not_saved_by_its_audit(undrawn):
     assert '<p class="headline">No:' in report(gain=-0.2)
 
 
-def test_the_report_shows_what_no_juror_scored(html):
+def test_the_report_shows_measures_without_a_juror(html):
     for told in ("The audit: what no juror scored", "CIEDE2000", "By PSNR the edited pictures are nearer to"):
         assert told in html
     assert "The audit by kind of damage" in html and "<td>haze</td>" in html and "<td>blur</td>" not in html
@@ -161,7 +161,7 @@ def test_names_of_photos_are_text_and_not_markup(html):
     assert "temple &lt;b&gt;.jpg" in html and "temple <b>" not in html
 
 
-def test_what_is_missing_is_left_out(undrawn):
+def test_missing_values_are_left_out(undrawn):
     html = report(status=None, metrics=[])
     assert "The server" not in html and "Learning curve" not in html
     assert "The server" not in report(status={"models": []})
@@ -192,7 +192,7 @@ def test_no_label_of_a_chart_leaves_its_drawing(html, width):
 
 
 @pytest.mark.parametrize("width", [640, 344])
-def test_a_long_name_leaves_room_for_what_it_names(width):
+def test_a_long_name_leaves_room_for_its_value(width):
     lanes = tuple(Lane(f"learner-agent_{n}+agent_{n + 1}+agent_{n + 2}", 0.5, [(0.0, 1.0, "")]) for n in range(3))
     drawn = charts.timeline(Timeline(lanes), "who worked when")
     (texts,) = drawings(drawn.wide + drawn.narrow, width)
@@ -218,7 +218,7 @@ def test_text_in_a_chart_is_text():
 
 def test_the_same_run_gives_the_same_report(monkeypatch):
     first = charts.curves([charts.Curve("a", [0, 1], [0, 1], "learned")], "title", "across", "up")
-    matplotlib.rcParams["lines.linewidth"] = 17.0  # somebody's own taste
+    matplotlib.rcParams["lines.linewidth"] = 17.0  # a user's own juror
     monkeypatch.setitem(matplotlib.rcParams, "font.size", 31.0)
     try:
         assert charts.curves([charts.Curve("a", [0, 1], [0, 1], "learned")], "title", "across", "up") == first

@@ -66,7 +66,7 @@ def test_a_resumed_run_counts_on(first, tmp_path):
     assert earlier.num_timesteps == 32
 
 
-def test_a_checkpoint_gives_back_weights_optimiser_and_every_random_state(first):
+def test_a_checkpoint_restores_weights_optimiser_and_random_states(first):
     folder, model = first
     checkpoint = Checkpoints(folder / "checkpoints").existing()
     environments = make_environments(SMALL, serial=True)

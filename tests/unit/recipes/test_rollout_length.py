@@ -9,7 +9,7 @@ def test_the_default_rollout_is_4000_steps():
 
 
 @pytest.mark.parametrize("environments", [1, 2, 3, 6, 7, 8, 16, 31, 64, 100, 999, 4000])
-def test_the_total_rollout_stays_the_same_whatever_the_number_of_environments(environments):
+def test_the_total_rollout_is_independent_of_the_number_of_environments(environments):
     total = steps_per_environment(environments) * environments
     assert abs(total - 4000) <= environments / 2
 

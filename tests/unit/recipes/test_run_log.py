@@ -27,7 +27,7 @@ def test_a_run_leaves_metrics_summary_and_tensorboard_files(tmp_path):
     assert list((tmp_path / "run/tensorboard").glob("events*"))
 
 
-def test_rows_are_on_disk_while_the_run_goes_on(tmp_path):
+def test_rows_are_on_disk_during_the_run(tmp_path):
     with log_of(tmp_path) as log:
         log.scalars(10, {"loss": 1.5})
         assert len(read_metrics(tmp_path / "metrics.csv")) == 1
@@ -39,7 +39,7 @@ def test_a_new_run_does_not_overwrite_another(tmp_path):
         log_of(tmp_path)
 
 
-def test_a_resumed_run_keeps_what_was_before_its_checkpoint_and_drops_what_was_after(tmp_path):
+def test_a_resumed_run_keeps_records_before_its_checkpoint_and_drops_later_ones(tmp_path):
     with log_of(tmp_path) as log:
         for step in (10, 20, 30):
             log.scalars(step, {"loss": step})
@@ -72,7 +72,7 @@ def test_trackers_hear_every_number_and_the_end(tmp_path):
     assert heard == [(10, {"loss": 1.0, "elsewhere": 2.0}), (100, ["report.html"])]
 
 
-def test_clearing_takes_a_runs_files_and_nothing_else(tmp_path):
+def test_clearing_removes_only_a_runs_files(tmp_path):
     with log_of(tmp_path) as log:
         log.summarise(SUMMARY)
     (tmp_path / "thesis.txt").write_text("mine")

@@ -1,4 +1,4 @@
-"""What a server loads of the trainings: nothing beyond torch, under the names that learners publish."""
+"""The networks that a server loads of the trainings: they need only torch, with the names that learners publish."""
 
 import subprocess
 import sys
@@ -29,7 +29,7 @@ def test_a_server_without_the_trainings_packages_can_load_them():
     assert done.returncode == 0, done.stderr
 
 
-def test_every_network_takes_its_learners_weights_and_answers_as_it_would():
+def test_every_network_loads_its_learners_weights_and_gives_the_same_outputs():
     seen = np.random.default_rng(0).integers(0, 255, (3, 2, 5), np.uint8)
     for algorithm in ("dqn", "iqn", "ppo"):
         made = {"algorithm": algorithm, "shape": (2, 5), "actions": 4, "hidden": (8, 8), "scale": 1 / 255}

@@ -6,7 +6,7 @@ from jurybox.training.recipes.photo_worker import SteadyScorer
 
 
 class Flaky:
-    """A scorer whose server is away for some calls; like the real one it loses its buffer when it is closed."""
+    """A scorer whose server is away for some calls; like the real one it loses its buffer when closed."""
 
     def __init__(self, errors):
         self.errors = list(errors)
@@ -62,7 +62,7 @@ def test_patience_ends():
     assert 5.0 <= clock.now < 6.0
 
 
-def test_what_waiting_cannot_mend_is_raised_at_once():
+def test_errors_that_waiting_cannot_fix_are_raised_at_once():
     scorer, clock = patient(Flaky([ModelNotFound("no such model")]))
     scorer.buffer[...] = 1
     with pytest.raises(ModelNotFound):

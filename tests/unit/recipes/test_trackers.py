@@ -19,7 +19,7 @@ def test_none_is_asked_for_by_default(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["mlflow", "wandb"])
-def test_one_that_is_not_installed_is_told_with_how_to_install_it(monkeypatch, name):
+def test_one_that_is_not_installed_is_an_error_that_says_how_to_install_it(monkeypatch, name):
     monkeypatch.setattr(module.importlib.util, "find_spec", lambda package: None)
     with pytest.raises(TrackerMissing, match=rf"jurybox\[{name}\]"):
         require(**{"mlflow": False, "wandb": False, name: True})

@@ -18,7 +18,7 @@ def verdict(learned, random=None):
     )
 
 
-def test_a_policy_that_beats_both_is_told_so_with_its_interval():
+def test_a_policy_that_beats_both_is_reported_with_its_interval():
     given = verdict(NONE + 0.1 + NOISE)
     assert given.answer == "yes"
     assert given.headline.startswith("Yes")
@@ -26,7 +26,7 @@ def test_a_policy_that_beats_both_is_told_so_with_its_interval():
     assert "+0.1" in given.sentences[0] and "95 % interval" in given.sentences[0]
 
 
-def test_a_policy_that_makes_photos_worse_is_told_no():
+def test_a_policy_that_makes_photos_worse_gets_a_negative_verdict():
     given = verdict(NONE - 0.1 + NOISE)
     assert given.answer == "no"
     assert given.headline.startswith("No")
@@ -54,7 +54,7 @@ def test_doing_nothing_does_not_beat_doing_nothing():
 def test_with_many_photos_the_interval_is_over_photos_and_as_wide_as_these_differ():
     rng = np.random.default_rng(1)
     photos = np.repeat(np.arange(12), 20)
-    values = rng.normal(0, 1, 12)[photos] + rng.normal(0, 0.01, 240)  # twenty damages of a photo tell one thing
+    values = rng.normal(0, 1, 12)[photos] + rng.normal(0, 0.01, 240)  # twenty damages of one photo are one sample
     over = interval(values, list(photos))
     alone = interval(values[::20])
     assert over.high - over.low == pytest.approx(alone.high - alone.low, rel=0.1)
@@ -62,7 +62,7 @@ def test_with_many_photos_the_interval_is_over_photos_and_as_wide_as_these_diffe
     assert few.high - few.low < 0.02  # of three photos, only further damage to these can be spoken of
 
 
-def test_the_interval_covers_the_mean_about_as_often_as_it_says():
+def test_the_interval_has_its_nominal_coverage():
     rng = np.random.default_rng(0)
     covered = 0
     for case in range(200):

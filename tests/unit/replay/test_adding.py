@@ -73,7 +73,7 @@ def test_strided_rows_need_no_copy_of_theirs(make) -> None:
         ({"x": np.zeros(3, np.complex64), "n": 1}, "convert it first"),
     ],
 )
-def test_a_row_that_does_not_fit_says_why(make, fields: dict, message: str) -> None:
+def test_the_error_for_a_row_that_does_not_fit_has_the_reason(make, fields: dict, message: str) -> None:
     replay = make()
     with pytest.raises(SpecMismatch, match=message):
         replay.add(**fields)
@@ -95,7 +95,7 @@ def test_too_many_nonzeros_are_refused_by_name(make) -> None:
     assert replay.sample(1)["p"].argmax() == 3
 
 
-def test_a_full_ring_that_drops_counts_what_it_drops(make) -> None:
+def test_a_full_ring_counts_dropped_rows(make) -> None:
     replay = make(4, full="drop_newest")
     assert replay.extend(x=np.zeros((6, 3), np.float32), n=np.arange(6)) == 4
     assert replay.add(x=np.zeros(3, np.float32), n=9) == 0
@@ -188,7 +188,7 @@ def whole_tickets(replay: Replay) -> set[int]:
 
 
 @pytest.mark.parametrize("full", ["block", "drop_newest"])
-def test_a_ring_that_must_not_overwrite_does_not_where_a_writer_was_killed(make, full: str) -> None:
+def test_a_ring_without_overwriting_never_overwrites_after_a_killed_writer(make, full: str) -> None:
     replay = make(8, full=full, timeout=0.01)
     replay.parts[0].sequences[5] = 1  # a writer of long ago was killed in this slot
     added = 0
@@ -204,7 +204,7 @@ def test_a_ring_that_must_not_overwrite_does_not_where_a_writer_was_killed(make,
     assert added > 20 and replay.counters.retried > 2
 
 
-def test_rows_of_one_call_keep_their_order_where_a_slot_is_taken(make) -> None:
+def test_rows_of_one_call_keep_their_order_if_a_slot_is_in_use(make) -> None:
     replay = make(8)
     replay.parts[0].sequences[3] = 1
     replay.extend(x=np.zeros((6, 3), np.float32), n=np.arange(6))
@@ -212,7 +212,7 @@ def test_rows_of_one_call_keep_their_order_where_a_slot_is_taken(make) -> None:
     assert batch["n"][np.argsort(batch.indices)].tolist() == list(range(6))
 
 
-def test_a_replay_whose_every_slot_is_taken_says_so(make) -> None:
+def test_a_replay_without_a_free_slot_raises_an_error(make) -> None:
     replay = make(4)
     replay.parts[0].sequences[:] = 1
     for add in (

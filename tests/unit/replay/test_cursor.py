@@ -1,4 +1,4 @@
-"""Rows in the order in which they came, each once."""
+"""Rows in the order of their arrival, each once."""
 
 from __future__ import annotations
 

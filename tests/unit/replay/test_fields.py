@@ -30,7 +30,7 @@ from jurybox.training.replay import Field, Replay
     ],
     ids=str,
 )
-def test_what_goes_in_comes_out(make, field: Field, values: np.ndarray) -> None:
+def test_values_survive_a_round_trip(make, field: Field, values: np.ndarray) -> None:
     replay: Replay = make(16, {"x": field, "n": Field((), "int32")})
     replay.extend(x=values, n=np.arange(9, dtype=np.int32))
     batch = replay.sample(9, replace=False)

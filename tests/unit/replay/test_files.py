@@ -49,7 +49,7 @@ def small_chunks(monkeypatch):
 
 @pytest.mark.parametrize("codec", ["lz4", "zstd", "none"])
 @pytest.mark.parametrize("rows", [0, 30, 130])
-def test_a_loaded_replay_goes_on_where_the_saved_one_stood(make, loaded, tmp_path, small_chunks, codec, rows) -> None:
+def test_a_loaded_replay_continues_where_the_saved_one_ended(make, loaded, tmp_path, small_chunks, codec, rows) -> None:
     replay = make(100, FIELDS)
     add(replay, 0, rows)
     saved = replay.save(tmp_path / "buffer.jbr", codec=codec)
@@ -117,7 +117,7 @@ def test_episodes_stay_linked(make, loaded, tmp_path) -> None:
     alive = batch["discount"] > 0
     assert (ahead[alive] == now[alive] + 3).all()
     assert (batch["reward"] == np.minimum(3, 10 - now % 10)).all()
-    # The last row's episode had no next row, and nobody is left to write it.
+    # The last row's episode had no next row, and its writer has ended.
     assert now.max() == 69
 
 
@@ -204,7 +204,7 @@ def test_a_save_beside_writers_is_a_state_of_whole_rows(make, loaded, tmp_path, 
         writer.start()
         replay.save_in_background(tmp_path / "b", incremental=turn > 2).result(60)
         writer.join(60)
-        # One writer: row n is ticket n. All rows of one moment, but those overwritten before the saver came to them.
+        # One writer: row n is ticket n. All rows of one moment, except those overwritten before the saver reached them.
         rows = content(loaded(tmp_path / "b"))
         assert all(n == ticket for n, ticket in rows.items())
         newest = max(rows)
@@ -232,7 +232,7 @@ def test_a_full_disk_keeps_the_old_file(make, tmp_path, monkeypatch) -> None:
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_restore_takes_the_place_of_what_was_there(make, tmp_path) -> None:
+def test_restore_replaces_the_content(make, tmp_path) -> None:
     replay = make(100, FIELDS)
     add(replay, 0, 60)
     was = content(replay)
@@ -242,7 +242,7 @@ def test_restore_takes_the_place_of_what_was_there(make, tmp_path) -> None:
     assert content(replay) == was and replay.added == 60
 
 
-def test_what_was_retried_and_sampled_is_counted_on_by_the_loaded_and_the_restored(make, loaded, tmp_path) -> None:
+def test_retries_and_samples_are_counted_on_after_load_and_restore(make, loaded, tmp_path) -> None:
     limiter = RateLimiter(samples_per_insert=1, least_rows=1, error=10)
     replay = make(8, limiter=limiter, timeout=0.01)
     replay.parts[0].sequences[3] = 1  # a writer was killed in this slot

@@ -135,7 +135,7 @@ def test_a_child_that_leaves_the_block_leaves_the_replay(make) -> None:
         replay.add(n=1)
 
 
-def test_a_child_keeps_the_memory_for_itself_and_for_nobody_else() -> None:
+def test_a_child_keeps_the_memory_open_only_for_itself() -> None:
     name = f"forked-{os.getpid()}-kept"
     replay = Replay.create(name, 8, {"n": Field((), "int64")})
     go, going = os.pipe()
@@ -193,7 +193,7 @@ def test_batches_that_a_thread_of_the_parents_draws_are_refused_in_a_child(make)
         next(batches)
 
 
-def test_a_save_on_a_thread_of_the_parents_is_told_in_a_child(make, tmp_path) -> None:
+def test_a_save_on_a_thread_of_the_parent_is_an_error_in_a_child(make, tmp_path) -> None:
     replay = make()
     replay.extend(x=np.zeros((100, 3), np.float32), n=np.arange(100))
     saving = replay.save_in_background(tmp_path / "all.jbr")

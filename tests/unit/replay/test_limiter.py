@@ -53,6 +53,6 @@ def test_a_long_extend_goes_in_as_samples_come(make) -> None:
     assert len(replay) == 11
 
 
-def test_a_limiter_that_lets_nobody_move_is_refused() -> None:
+def test_a_limiter_that_blocks_everything_is_refused() -> None:
     with pytest.raises(ValueError, match="neither side"):
         RateLimiter(samples_per_insert=8, error=4)

@@ -42,7 +42,7 @@ def test_rows_are_there_when_all_processes_are_gone(tmp_path: Path) -> None:
     assert not path.exists()
 
 
-def test_what_a_killed_process_left_unfinished_is_given_up(tmp_path: Path) -> None:
+def test_unfinished_rows_of_a_killed_process_are_given_up(tmp_path: Path) -> None:
     path = tmp_path / "agent0.replay"
     code = (
         "import os, sys, pathlib; from jurybox.training.replay import Field, Replay\n"
@@ -66,7 +66,7 @@ def whole_by_uniform(replay: Replay) -> list[int]:
     return sorted(replay.sample(8, uniform=True, replace=False)["n"].tolist())
 
 
-def test_episodes_that_nobody_goes_on_with_are_over(tmp_path: Path) -> None:
+def test_abandoned_episodes_are_ended(tmp_path: Path) -> None:
     path, fields = tmp_path / "agent0.replay", {"n": Field((), "int64"), "reward": Field()}
     replay = Replay.create(path, 20, fields, episodes=Episodes())
     for i in range(5):

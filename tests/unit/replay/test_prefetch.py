@@ -43,6 +43,6 @@ def test_on_a_device_tensors_are_the_callers_for_good(make) -> None:
         assert tensors["weights"].shape == (8,)
 
 
-def test_what_goes_wrong_on_the_thread_is_raised_where_batches_are_taken(make) -> None:
+def test_errors_of_the_thread_are_raised_by_the_next_batch(make) -> None:
     with make().prefetch(8) as batches, pytest.raises(NotEnoughRows):
         next(batches)

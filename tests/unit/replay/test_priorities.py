@@ -43,7 +43,7 @@ def test_new_rows_get_the_highest_priority_so_far(make) -> None:
     assert 380 < (drawn == 1000).sum() < 620 and 380 < (drawn == 7).sum() < 620
 
 
-def test_a_priority_that_comes_too_late_is_counted_and_ignored(make) -> None:
+def test_a_late_priority_is_counted_and_ignored(make) -> None:
     replay = filled(make, 50, alpha=1.0)
     old = replay.sample(50, uniform=True, replace=False)
     replay.extend(x=np.zeros((25, 3), np.float32), n=np.arange(100, 125))
@@ -62,7 +62,7 @@ def test_priorities_come_from_any_handle(make) -> None:
     other.close()
 
 
-def test_the_anchor_has_priorities_of_its_own(make) -> None:
+def test_the_anchor_has_its_own_priorities(make) -> None:
     replay = filled(make, 50, anchor=10, alpha=1.0)
     replay.anchor.extend(x=np.zeros((10, 3), np.float32), n=np.arange(100, 110))
     batch = replay.sample(100, anchor_ratio=0.5)

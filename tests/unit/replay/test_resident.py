@@ -113,7 +113,7 @@ def test_a_small_replay_feeds_a_large_device_and_nothing_is_lost(make) -> None:
     assert (resident.missed, len(resident)) == (0, 700)
 
 
-def test_the_newest_rows_stay_and_what_was_overwritten_before_is_counted(make) -> None:
+def test_the_newest_rows_stay_and_overwritten_ones_are_counted(make) -> None:
     replay = make(64)
     resident = replay.resident("cpu", capacity=40)
     numbered(replay, 0, 100)
@@ -122,7 +122,7 @@ def test_the_newest_rows_stay_and_what_was_overwritten_before_is_counted(make) -
     assert sorted(resident.sample(40, replace=False)["n"].tolist()) == list(range(60, 100))
 
 
-def test_a_row_that_is_being_written_comes_when_it_is_whole(make) -> None:
+def test_an_unfinished_row_is_returned_when_it_is_complete(make) -> None:
     replay = make()
     resident = replay.resident("cpu")
     numbered(replay, 0, 3)
@@ -138,11 +138,11 @@ def test_a_row_that_is_being_written_comes_when_it_is_whole(make) -> None:
 def test_a_row_that_never_gets_whole_is_given_up(make, monkeypatch) -> None:
     monkeypatch.setattr(module, "_TIMEOUT", 0.05)
     replay = make(8, full="drop_newest")
-    replay.parts[0].ring.reserve_run(1)  # whoever had it is dead
+    replay.parts[0].ring.reserve_run(1)  # its process has ended
     numbered(replay, 0, 5)
     resident = replay.resident("cpu")
     assert resident.refresh() == 5
-    assert len(replay) > 0  # its slot, and what came behind it, wait for it
+    assert len(replay) > 0  # its slot, and those after it, wait for it
     time.sleep(0.1)
     resident.refresh()
     assert (len(replay), resident.missed) == (0, 1)
@@ -161,7 +161,7 @@ def test_priorities_live_on_the_device(make) -> None:
     assert share == pytest.approx(50 / 99, abs=0.02)
     assert rows["weights"][rows["n"] == 55].allclose(torch.tensor(1 / 50), rtol=1e-4)
     assert rows["weights"].max() == 1
-    # Rows that are gone keep nobody else's place.
+    # Rows that were overwritten do not block others.
     resident.update_priorities(torch.tensor([5]), torch.tensor([1e6]))
     assert ((resident.sample(2000)["n"] == 55).float().mean().item()) == pytest.approx(50 / 99, abs=0.02)
     numbered(replay, 80, 1)  # a new row gets the highest so far
@@ -195,7 +195,7 @@ def test_a_seed_gives_the_same_draws(make) -> None:
     assert torch.equal(*draws)
 
 
-def test_what_it_cannot_do_it_says(make) -> None:
+def test_unsupported_use_is_an_error(make) -> None:
     with pytest.raises(Refused, match="anchor"):
         make(anchor=5).resident("cpu")
     resident = make().resident("cpu")

@@ -33,7 +33,7 @@ def test_every_column_is_of_the_same_row(make) -> None:
     assert (batch.indices == batch["n"]).all()
 
 
-def test_without_replacement_no_row_comes_twice(make) -> None:
+def test_without_replacement_no_row_is_sampled_twice(make) -> None:
     replay = filled(make, 90)
     for n in (1, 45, 90):
         assert len(set(replay.sample(n, replace=False)["n"].tolist())) == n
@@ -41,7 +41,7 @@ def test_without_replacement_no_row_comes_twice(make) -> None:
         replay.sample(91, replace=False)
 
 
-def test_the_same_seed_draws_the_same_whatever_the_threads(make) -> None:
+def test_the_same_seed_samples_the_same_with_any_number_of_threads(make) -> None:
     fields = {"x": Field((5000,)), "n": Field((), "int64")}
     drawn = []
     for threads in (1, 2, 3):
@@ -69,7 +69,7 @@ def test_a_batch_is_filled_again_without_allocation(make) -> None:
     assert peak < 4096
 
 
-def test_an_empty_replay_says_so(make) -> None:
+def test_an_empty_replay_raises_an_error(make) -> None:
     with pytest.raises(NotEnoughRows, match="is empty"):
         make().sample(1)
 
@@ -92,11 +92,11 @@ def of_large_rows(make) -> Replay:
     return replay
 
 
-def test_a_new_batch_takes_the_memory_of_one_that_nobody_holds(make) -> None:
+def test_a_new_batch_reuses_the_memory_of_a_released_one(make) -> None:
     replay = of_large_rows(make)
     where = replay.sample(64)["x"].ctypes.data
     for _ in range(5):
-        other = np.ones((64, 1250), np.float32)  # would have been given memory that went back to the allocator
+        other = np.ones((64, 1250), np.float32)  # would have got memory that was returned to the allocator
         assert replay.sample(64)["x"].ctypes.data == where
         del other
 

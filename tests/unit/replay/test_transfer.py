@@ -75,7 +75,7 @@ def test_windows_over_imported_rows_are_those_of_their_own_replay(episodes, ever
         assert drawn(here, made) == expected
 
 
-def test_rows_that_were_overwritten_are_counted_and_their_followers_say_that_something_is_missing() -> None:
+def test_overwritten_rows_are_counted_and_later_ones_mark_the_gap() -> None:
     with (
         Replay.create("importer-from", 8, LINKED, episodes=EPISODES) as there,
         Replay.create("importer-to", 100, LINKED, episodes=EPISODES) as here,

@@ -114,7 +114,7 @@ def test_envs_side_by_side_keep_their_episodes_apart(make) -> None:
     same = batch["discount"] > 0
     np.testing.assert_array_equal(batch["next_observation"][same][:, 0], batch["observation"][same][:, 0])
     np.testing.assert_array_equal(batch["next_observation"][same][:, 1], batch["observation"][same][:, 1] + 1)
-    assert not ((batch["observation"][:, 0] == 1) & (batch["observation"][:, 1] == 9)).any()  # goes on, no next yet
+    assert not ((batch["observation"][:, 0] == 1) & (batch["observation"][:, 1] == 9)).any()  # no next row yet
     assert (batch["observation"][~same][:, 1] == np.where(batch["observation"][~same][:, 0] == 0, 4, 9)).all()
 
 
@@ -144,7 +144,7 @@ def test_windows_need_episodes(make) -> None:
         Windows(length=3, n_step=2)
 
 
-def test_an_anchor_of_which_no_row_can_be_drawn_says_so_and_how_to_do_without_it(make) -> None:
+def test_an_anchor_without_usable_rows_is_an_error_with_a_remedy(make) -> None:
     replay = make(40, FIELDS, episodes=EPISODES, anchor=8)
     play(replay, [6, 6], ["terminated", "terminated"])
     running = replay.anchor

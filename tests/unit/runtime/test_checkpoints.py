@@ -123,7 +123,7 @@ def test_a_full_disk_costs_a_serial_run_its_checkpoints_only(tmp_path, monkeypat
     assert "no checkpoint at 50 steps: [Errno 28] No space left" in (tmp_path / "logs" / "run.log").read_text()
 
 
-def test_weights_that_cannot_be_kept_are_told_and_the_next_good_ones_are(tmp_path, monkeypatch):
+def test_weights_that_cannot_be_saved_are_reported_and_the_next_good_ones_saved(tmp_path, monkeypatch):
     keep, failed = Checkpoints.keep_best, []
 
     def full_once(self, folder):

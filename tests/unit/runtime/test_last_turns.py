@@ -13,7 +13,7 @@ from jurybox.training.runtime.turns import Rules, make_turn
 
 @pytest.fixture
 def scene():
-    """The learner's turn of a run of 100 steps, as it is in processes, and a way for its actor to make steps."""
+    """The learner's turn of a run of 100 steps, as in processes, and a function that makes steps of its actor."""
     planned = plan(steps=100, evaluate=50)
     with SharedResources.create(planned) as shared:
         rules = Rules(planned, shared.scoreboard, planned.pace.slack)

@@ -1,4 +1,4 @@
-"""The same toys in processes: counted once, paced, ended in order, and nothing left over."""
+"""The toy training in processes: steps count once, the ratio is kept, it ends in order, and nothing is left."""
 
 from __future__ import annotations
 
@@ -94,14 +94,14 @@ def test_an_actor_that_is_too_far_behind_looks_at_once_and_it_is_counted(tmp_pat
     assert outcome.forced_syncs >= 5
 
 
-def test_a_resumed_run_goes_on_where_it_was(tmp_path):
+def test_a_resumed_run_continues_where_it_ended(tmp_path):
     run(plan(steps=100, actors=2), tmp_path, Rows())
     outcome = run(plan(steps=200, actors=2), tmp_path, Rows(), resume=True)
     assert 200 <= outcome.env_steps <= 201 and outcome.learner_steps == 90
     assert outcome.episodes >= 18
 
 
-def test_told_to_stop_it_ends_in_order_with_a_checkpoint(tmp_path):
+def test_a_stop_ends_it_in_order_with_a_checkpoint(tmp_path):
     signals = Signals()
 
     def watch(shared):
@@ -134,7 +134,7 @@ def test_a_role_that_always_fails_ends_the_run_with_its_reason(tmp_path):
     assert "told to fail" in (tmp_path / "logs" / "run.log").read_text()
 
 
-def test_a_run_that_failed_goes_on_serially_where_it_was_asked_for(tmp_path):
+def test_a_failed_run_continues_serially_if_requested(tmp_path):
     timeouts = Timeouts(failures=1, actor=1.0)
     outcome = run(plan(steps=150, actor={"hang_at": 40}, timeouts=timeouts, on_failure="serial"), tmp_path, Rows())
     assert outcome.serial and outcome.end is End.STEPS
@@ -172,7 +172,7 @@ def test_a_killed_role_joins_where_the_others_are(tmp_path):
     assert outcome.learner_steps == 190
 
 
-def test_the_first_signal_is_heard_by_the_run_alone(tmp_path):
+def test_the_first_signal_reaches_only_the_run(tmp_path):
     """A terminal's Ctrl-C reaches the whole group; roles must not die of it."""
     sent = []
 

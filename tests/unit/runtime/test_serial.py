@@ -1,4 +1,4 @@
-"""The serial driver keeps the ratio exactly, and depends on nothing but plan and seed."""
+"""The serial driver keeps the ratio exactly, and depends only on plan and seed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jurybox.training.runtime.serial import Deadlock
 
 
 def trajectory(folder):
-    """Everything that a run came to, from its newest checkpoint: rows in order, weights, counters."""
+    """The result of a run, from its newest checkpoint: rows in order, weights, counters."""
     checkpoint = Checkpoints(folder / "checkpoints").latest()
     replay = Replay.load(checkpoint.folder / "replay-rows.jbr", f"look-{folder.name}")
     try:
@@ -42,7 +42,7 @@ def test_the_same_seed_gives_the_same_run_and_another_one_does_not(tmp_path):
     assert not np.array_equal(w, other[1])
 
 
-def test_a_resumed_run_does_bit_for_bit_what_the_one_did_that_was_not_stopped(tmp_path):
+def test_a_resumed_run_is_bit_for_bit_the_same_as_one_without_a_stop(tmp_path):
     whole = plan(steps=400, actors=2, save_every=100, sync_every=3)
     run(whole, tmp_path / "whole", Rows(), serial=True)
     run(plan(steps=200, actors=2, save_every=100, sync_every=3), tmp_path / "halves", Rows(), serial=True)
@@ -68,7 +68,7 @@ def test_a_target_ends_the_run_and_marks_the_best(tmp_path):
     assert (tmp_path / "checkpoints" / "best" / "evaluation.json").exists()
 
 
-def test_what_cannot_move_says_who_waits_for_what(tmp_path):
+def test_a_deadlock_is_reported_with_what_each_process_waits_for(tmp_path):
     stuck = plan()
     roles = (stuck.roles[0], RoleSpec("learner", Kind.LEARNER, f"{HERE}:Waiter", samples=("rows",)))
     with pytest.raises(Deadlock, match="learner for steps, actor-0 for weights"):
@@ -89,7 +89,7 @@ def test_a_role_that_is_not_there_is_named(tmp_path, make, message):
         run(alone, tmp_path, Rows(), serial=True)
 
 
-def test_a_plan_that_names_what_is_not_there_is_refused():
+def test_a_plan_with_unknown_names_is_refused():
     with pytest.raises(PlanError, match="missing"):
         Plan((RoleSpec("actor", Kind.ACTOR, f"{HERE}:Alone", writes=("missing",)),))
     with pytest.raises(PlanError, match="needs an actor"):

@@ -1,4 +1,4 @@
-"""What people see of a run: a table on a terminal, lines elsewhere, and everything that was said in one file."""
+"""The display of a run: a table on a terminal, lines elsewhere, and all messages in one file."""
 
 from __future__ import annotations
 

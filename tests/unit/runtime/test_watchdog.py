@@ -1,4 +1,4 @@
-"""The watchdog names who hangs and who waits on whom, from the scoreboard alone."""
+"""The watchdog names the processes that hang, and what others wait for, from the scoreboard alone."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_a_start_that_takes_too_long_is_given_up(scoreboard):
     assert examine(PLAN, scoreboard, NOW).role == ACTOR
 
 
-def test_who_brings_nothing_is_found_behind_who_waits(scoreboard):
+def test_the_process_that_produces_nothing_is_found_behind_those_that_wait(scoreboard):
     let_wait(scoreboard, LEARNER, Subject.STEPS, 61)
     found = examine(PLAN, scoreboard, NOW)
     assert found.role == ACTOR
@@ -63,7 +63,7 @@ def test_who_brings_nothing_is_found_behind_who_waits(scoreboard):
     assert "actor-0 does not wait" in found.text
 
 
-def test_who_is_only_slow_is_left_alone(scoreboard):
+def test_slow_processes_are_not_replaced(scoreboard):
     let_wait(scoreboard, LEARNER, Subject.READY, 61)
     scoreboard.words[ACTOR][Word.MOVED_AT] = NOW - 59 * SECOND
     assert examine(PLAN, scoreboard, NOW) is None
@@ -80,7 +80,7 @@ def test_in_a_circle_the_one_that_has_waited_longest_is_restarted(scoreboard):
     assert "actor-0 has waited 70.0 s for weights on policy, on learner" in found.text
 
 
-def test_whoever_was_just_started_gets_its_time(scoreboard):
+def test_processes_that_just_started_get_their_time(scoreboard):
     let_wait(scoreboard, LEARNER, Subject.STEPS, 500)
     scoreboard.orders[ACTOR][Control.STARTED_AT] = NOW - 5 * SECOND
     assert examine(PLAN, scoreboard, NOW) is None

@@ -1,7 +1,7 @@
-"""A training small enough to be understood whole: actors add numbered rows, a learner sums what it samples.
+"""A very small training: actors add numbered rows, a learner adds up its samples.
 
 The weights are one float; each learner step moves it by the mean of a batch. Every attempt of an actor's step is a line
-in a file of its own before anything else happens, so that what was counted can be held against what was done.
+in its own file before anything else happens, so that the counts can be compared with the work done.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ class Waiter(Learner):
 
 
 class Judge(Evaluator):
-    """Tells the weights that it is given; likes version 12 best. Takes its time: the learner goes on meanwhile."""
+    """Reports its weights; its score is best for version 12. It is slow: the learner continues meanwhile."""
 
     def __init__(self, context, pause=0.0, nan_until=0):
         super().__init__(context)
@@ -144,7 +144,7 @@ class Judge(Evaluator):
 
 
 class Alone(Actor):
-    """Needs nothing of the run but its count; waits for something outside when told to."""
+    """Needs only the run's count; waits for an external event if configured."""
 
     def __init__(self, context, wait=0.0):
         super().__init__(context)

@@ -24,7 +24,7 @@ def score(order) -> float:
     return -20.0 - 60.0 * float(distances([order], [BEST])[0, 0])
 
 
-def test_the_kernel_is_positive_definite_over_all_orders_and_what_was_asked_for_is_not() -> None:
+def test_the_kernel_is_positive_definite_over_all_orders_and_the_naive_one_is_not() -> None:
     assert np.linalg.eigvalsh(RBF(0.5)(vectors(ORDERS))).min() > 0
     assert np.linalg.eigvalsh(np.exp(-(distances(ORDERS, ORDERS) ** 2) / 0.5)).min() < -0.5
 
@@ -51,7 +51,7 @@ def test_a_larger_beta_explores_further() -> None:
     assert spread[10.0] > 1.5 * spread[0.0]
 
 
-def test_the_belief_is_surer_near_what_was_tried() -> None:
+def test_the_belief_is_more_certain_near_evaluated_points() -> None:
     search = WorkflowSearch()
     for order, got in ((ORDERS[0], -30.0), (ORDERS[119], -90.0)):
         search.tell(search.propose(), 0.0)
@@ -62,7 +62,7 @@ def test_the_belief_is_surer_near_what_was_tried() -> None:
     assert std[0] < std[near == 0.5].min()
 
 
-def test_a_trace_that_was_written_down_goes_on_where_it_was() -> None:
+def test_a_saved_trace_continues_where_it_ended() -> None:
     search = WorkflowSearch(seed=3)
     for _ in range(4):
         proposal = search.propose()

@@ -65,7 +65,7 @@ def test_the_defender_sleeps_through_a_head_start_and_learns_nothing_from_it() -
 
 
 class Tempted:
-    """Restores what is left to it, the user hosts if it may."""
+    """Restores the remaining hosts, user hosts if allowed."""
 
     def act(self, observations, masks=None, *, greedy=False):
         n = len(observations)
@@ -78,7 +78,7 @@ class Tempted:
         return np.where(allowed[:, 1], chosen, 0), np.zeros(n, np.float32), np.zeros(n, np.float32)
 
 
-def test_under_the_masks_whoever_acts_obeys() -> None:
+def test_with_masks_every_action_obeys() -> None:
     def obedience(mask_orders: bool) -> tuple[float, int]:
         env = CageVectorEnv(200, autoreset_mode="Disabled")
         env.reset(seed=1)

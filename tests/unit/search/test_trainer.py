@@ -63,7 +63,7 @@ def test_it_trains_without_a_workflow_then_all_then_searches_then_trains_the_bes
     assert [each.first for each in it.prices] == [None, 0, 1, 2, 3, 4]
 
 
-def test_all_orders_are_trained_at_once_and_half_of_the_networks_go_on_so() -> None:
+def test_all_orders_are_trained_at_once_and_half_of_the_networks_continue_so() -> None:
     it = trainer(envs=200, total_episodes=200 * 20)
     while it.phase != MIXED:
         it.advance()
@@ -82,7 +82,7 @@ def test_an_update_may_follow_a_part_of_an_episode_and_values_what_follows_it() 
     found.learner.update = lambda part: parts.append(part) or {}
     found.advance()
     assert [len(part.rewards) for part in parts] == [5, 5, 2] and found.updates == 3
-    for part, following in pairwise(parts):  # nothing was learned between, so the values are those of the next step
+    for part, following in pairwise(parts):  # there was no update in between, so the values are those of the next step
         np.testing.assert_allclose(part.last_values, following.values[0], rtol=1e-5, atol=1e-6)
         assert not part.over[-1].any()
     assert parts[-1].over[-1].all() and found.env_steps == 8 * 12
@@ -117,7 +117,7 @@ def test_too_few_judged_fixes_are_never_passed(judged: int, obeyed: int, verdict
     assert trainer(gate=0.9, min_judged=100).verdict(judged, obeyed) == verdict
 
 
-def test_who_never_fixes_anything_is_not_judged_and_scores_as_if_it_disobeyed() -> None:
+def test_a_policy_without_fixes_is_not_judged_and_scores_as_disobedient() -> None:
     it = trainer(min_judged=10**6, mixed_share=0.0)
     while not it.tried:
         it.advance()
@@ -140,13 +140,13 @@ def test_a_new_workflow_begins_with_the_last_policy_only_if_it_inherits(inherit:
     while len(it.tried) < 4:
         it.advance()
     assert len(begun) == 4
-    # The very learner goes on, or each workflow has one of its own, whose first weights are nobody's.
+    # The same learner continues, or each workflow has its own, with new initial weights.
     assert [(same, equal) for same, equal, _ in begun] == [(inherit, inherit)] * 4
     assert len({id(learner) for *_, learner in begun}) == (1 if inherit else 4)
     assert all(learner.learner_steps > 0 for *_, learner in begun), "each was trained"
 
 
-def test_learners_of_their_own_begin_differently_and_their_steps_are_counted_together() -> None:
+def test_separate_learners_begin_differently_and_their_steps_are_added_up() -> None:
     it = trainer(inherit=False, min_judged=10**6, mixed_share=0.0)
     firsts, begin = [], it._begin
 
@@ -167,7 +167,7 @@ def flat(learner) -> torch.Tensor:
     return torch.cat([each.flatten().clone() for each in learner.network.state_dict().values()])
 
 
-def test_a_score_pays_for_what_obedience_lacks() -> None:
+def test_a_score_makes_up_for_missing_obedience() -> None:
     it = trainer(gate=1.0, shortfall_cost=50.0, episode_length=60)
     while not it.tried:
         it.advance()
@@ -202,7 +202,7 @@ def whole(tmp_path_factory):
     return folder, said
 
 
-def test_a_run_leaves_what_every_training_leaves(whole) -> None:
+def test_a_run_writes_the_files_of_every_training(whole) -> None:
     folder, said = whole
     assert {path.name for path in folder.iterdir()} >= FILES
     summary = json.loads((folder / "summary.json").read_text())
@@ -219,7 +219,7 @@ def test_a_run_leaves_what_every_training_leaves(whole) -> None:
 @pytest.mark.parametrize(
     ("judged", "obeyed", "told"), [(99, 99, "Not judged: 99"), (100, 95, "Found: "), (100, 5, "Not found: ")]
 )
-def test_the_report_says_what_was_judged_and_keeps_the_first_rules_figure(judged, obeyed, told) -> None:
+def test_the_report_names_the_criterion_and_keeps_the_first_rules_figure(judged, obeyed, told) -> None:
     it = trainer(min_judged=100)
     it.best = ORDERS[7]
     it.final = Evaluated(-20.0, 0.1, 2.0, 0.99, 30.0, judged, obeyed, -40.0, 0.5, 400)
@@ -229,7 +229,7 @@ def test_the_report_says_what_was_judged_and_keeps_the_first_rules_figure(judged
 
 
 class Heard(Silence):
-    """A watcher that keeps what it is told."""
+    """A watcher that keeps the reports."""
 
     def __init__(self) -> None:
         self.told: list[tuple[int, float | None]] = []
@@ -238,7 +238,7 @@ class Heard(Silence):
         self.told.append((done, (numbers or {}).get("evaluated")))
 
 
-def test_progress_is_told_within_an_update_and_within_an_evaluation(tmp_path) -> None:
+def test_progress_is_reported_within_an_update_and_within_an_evaluation(tmp_path) -> None:
     watcher = Heard()
     workflow_run.run(SETTINGS.changed(total_episodes=40, mixed_share=0.0), tmp_path, watcher)
     done = [each for each, evaluated in watcher.told if evaluated is None]
@@ -252,7 +252,7 @@ class Stopped(Exception):
 
 
 @pytest.mark.parametrize("at", [3, 11, pytest.param(18, marks=pytest.mark.slow)])
-def test_a_resumed_run_does_what_it_would_have_done(whole, tmp_path, monkeypatch, at) -> None:
+def test_a_resumed_run_is_the_same_as_one_without_a_stop(whole, tmp_path, monkeypatch, at) -> None:
     advance = WorkflowTrainer.advance
 
     def stops(self):

@@ -33,7 +33,7 @@ def judged(kind: Blue, host: str | None, before: np.ndarray, after: np.ndarray, 
     return bool(found[0][0]), bool(found[1][0])
 
 
-def test_there_are_120_orders_and_each_can_be_told_and_read() -> None:
+def test_there_are_120_orders_and_each_can_be_printed_and_parsed() -> None:
     assert len(set(ORDERS)) == 120 and USER_LAST == (0, 1, 2, 3, 4)
     assert all(parse(describe(order)) == order for order in ORDERS)
     with pytest.raises(ValueError, match="once"):
@@ -112,7 +112,7 @@ def test_fixes_that_change_nothing_count_for_nothing() -> None:
     assert judged(Blue.ANALYSE, "Enterprise0", both, truth("User1")) == (False, False), "no fix"
 
 
-def test_where_one_type_is_compromised_no_order_is_obeyed() -> None:
+def test_with_one_compromised_type_no_order_is_obeyed() -> None:
     users = truth("User1", "User2")
     assert judged(Blue.RESTORE, "User1", users, truth("User2"), USER_FIRST) == (False, False)
     assert judged(Blue.RESTORE, "Enterprise0", truth("Enterprise0"), truth()) == (False, False), "User0 is none"

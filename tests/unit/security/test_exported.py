@@ -124,7 +124,7 @@ def test_compiled_libraries_are_refused(program):
         load("bad", asked(bad), CPU)
 
 
-def test_the_environment_is_what_it_was(program, monkeypatch):
+def test_the_environment_is_unchanged(program, monkeypatch):
     monkeypatch.delenv("TORCH_FORCE_WEIGHTS_ONLY_LOAD", raising=False)
     load("good", asked(program), CPU)
     with pytest.raises(LoadError):

@@ -56,7 +56,7 @@ def test_every_answer_carries_the_headers_refusals_too():
         assert answer.headers["X-Content-Type-Options"] == "nosniff"
         assert answer.headers["Content-Security-Policy"].startswith("default-src 'none'; frame-ancestors 'none'")
         assert answer.headers["Referrer-Policy"] == "no-referrer"
-    assert ask("GET", "/page").headers["Content-Security-Policy"] == "default-src 'self'"  # a page says what it needs
+    assert ask("GET", "/page").headers["Content-Security-Policy"] == "default-src 'self'"  # its own policy
 
 
 @pytest.mark.parametrize("host", ["localhost:8000", "127.0.0.1", "[::1]:8000", "127.9.9.9:1"])
@@ -88,7 +88,7 @@ def test_without_the_token_nothing_is_answered_but_health():
     assert ask("POST", "/health/live", secret=TOKEN).status_code == 401
 
 
-def test_health_without_the_token_says_whether_not_why():
+def test_health_without_the_token_has_no_reasons():
     answer = ask("GET", "/health", secret=TOKEN)
     assert (answer.status_code, answer.json()["reasons"]) == (503, [])
     answer = ask("GET", "/health", secret=TOKEN, headers={"Authorization": f"Bearer {TOKEN}"})

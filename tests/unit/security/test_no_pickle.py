@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[3]
 SOURCES = sorted(
     file for folder in ("protos", "client", "server", "training") for file in (ROOT / folder / "jurybox").rglob("*.py")
 )
-# A training hands its own children, over a pipe that nobody else has, what they are to run: the functions that make
+# A training sends its own children, over a private pipe, what they run: the functions that create
 # their environments, the plan of their roles. Ray's actors of a training get the same through Ray, or over a socket at
 # whose other end the kernel shows the same user.
 OWN_CHILDREN = {
@@ -62,7 +62,7 @@ def test_nothing_reads_a_pickle(file):
     ["import pickle", "from joblib import load", "torch.load(f)", "torch.load(f, weights_only=False)",
      "np.load(f, allow_pickle=True)", "socket.recv_pyobj()", "eval(x)"],
 )  # fmt: skip
-def test_the_walk_finds_what_it_looks_for(source):
+def test_the_walk_finds_its_files(source):
     assert list(findings(source))
 
 

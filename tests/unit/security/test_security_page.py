@@ -13,13 +13,13 @@ PLACES = [ROOT / place for place in ("server/jurybox/server", "protos/jurybox", 
 
 
 def promises():
-    """Every wall, with where it stands, and the files and tests that it names."""
+    """Every protection, with its place, and the files and tests that it names."""
     table = PAGE.partition("## Protections")[2].partition("\n## ")[0]
     rows = [line.split("|")[1:-1] for line in table.splitlines() if line.startswith("| ")]
     return [(wall.strip(), *(re.findall(r"`([^`]*)`", cell) for cell in rest)) for wall, *rest in rows[2:]]
 
 
-def test_every_wall_stands_where_it_says():
+def test_every_protection_is_where_the_page_says():
     for wall, where, _ in promises():
         for name in where:
             if "/" in name:

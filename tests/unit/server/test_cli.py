@@ -1,4 +1,4 @@
-"""The command line: what it says, with which exit status, and what it does not import."""
+"""The command line: its output, exit status, and imports."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_a_wrong_variable_stops_a_real_serve(tmp_path):
 
 @pytest.fixture
 def server(monkeypatch, document) -> list[tuple[str, float]]:
-    """A server that says `document`; gives what was connected to."""
+    """A server with the status `document`; yields the addresses of connections."""
     calls: list[tuple[str, float]] = []
 
     class Connection:
@@ -129,7 +129,7 @@ def server(monkeypatch, document) -> list[tuple[str, float]]:
     return calls
 
 
-def test_status_shows_what_matters(run, server, document):
+def test_status_shows_the_main_values(run, server, document):
     document["models"][0].update(name="policy/[red]agent", reason="out of memory")
     result = run("status", "--address", "ipc:///x/engine")
     assert (result.exit_code, server) == (0, [("ipc:///x/engine", 2.0), ("closed", 0)])
@@ -150,7 +150,7 @@ def test_status_shows_what_matters(run, server, document):
     assert result.output.count("policy/[red]agent") >= 3  # in the tables too: its name is no markup
 
 
-def test_status_tells_the_sessions_of_models_with_state(run, server, document):
+def test_status_has_the_sessions_of_models_with_state(run, server, document):
     assert "sessions" not in run("status").output
     document["models"][0].update(sessions=7, session_state={"hidden": {"dtype": "float32", "shape": [4]}})
     assert ["photo", "7", "303"] in [line.split() for line in run("status").output.splitlines()]
@@ -329,7 +329,7 @@ def test_a_misspelt_plugin_is_suggested(plugin):
     assert "'train'" in result.output
 
 
-def test_a_plugin_whose_packages_are_missing_says_what_to_install(plugin):
+def test_the_error_of_a_plugin_without_its_packages_says_what_to_install(plugin):
     app = plugin("import no_such_package_anywhere\ntrain = None\n", "train")
     result = CliRunner().invoke(app, ["train"])
     assert result.exit_code == 2

@@ -24,7 +24,7 @@ ROW = {"x": np.ones((1, 2), np.float32)}
 
 
 class Lane:
-    """A model whose lane answers as told: each item is raised, awaited for ever (None) or answered (True)."""
+    """A model with a scripted lane: each item is raised, never answered (None) or answered (True)."""
 
     name, spec, max_batch = "m", SPEC, 8
     free = 8
@@ -67,7 +67,7 @@ UNREADABLE = UnicodeDecodeError("utf-8", b"\xc3", 0, 1, "unexpected end of data"
 
 
 @pytest.mark.parametrize("wrong", [UNREADABLE, KeyError("x"), MemoryError(), RecursionError(), ValueError("\ud800")])
-async def test_whatever_a_lane_raises_is_told_to_its_callers_at_once(wrong):
+async def test_every_exception_of_a_lane_is_raised_to_its_callers_at_once(wrong):
     together, told = coalescer(Lane(wrong))
     began = time.monotonic()
     with pytest.raises(ModelFailed, match="could not be read") as caught:
@@ -76,11 +76,11 @@ async def test_whatever_a_lane_raises_is_told_to_its_callers_at_once(wrong):
     str(caught.value).encode()
     await asyncio.sleep(0.01)
     assert told == ["broken", "idle"]
-    assert (await together.ask(ROW, 1, 60.0, 0))[1] == 7  # and whoever comes after is answered
+    assert (await together.ask(ROW, 1, 60.0, 0))[1] == 7  # and later requests are answered
 
 
 class Scattered(Lane):
-    """Few rows are free; what does not fit goes in pieces, whose version grows. An output says it with each row."""
+    """Few rows are free; larger requests are sent in pieces, with growing versions. One output is the version."""
 
     free = 2
 
@@ -92,20 +92,20 @@ class Scattered(Lane):
         return Reply(rows * np.array(versions, np.float32)[:, None], versions[0])
 
 
-async def test_no_request_is_told_the_version_of_another_ones_rows():
+async def test_no_request_gets_the_version_of_another_ones_rows():
     together, _ = coalescer(Scattered())
     answers = await asyncio.gather(*(together.ask(ROW, 1, 20.0, 0) for _ in range(7)))
     for outputs, version in answers:
         np.testing.assert_array_equal(outputs["y"], version * ROW["x"])
 
 
-async def test_of_requests_that_went_together_only_the_one_that_breaks_is_told_so():
+async def test_of_coalesced_requests_only_the_failing_one_gets_an_error():
     together, _ = coalescer(Lane(UNREADABLE, True, UNREADABLE, True))
     answers = await asyncio.gather(*(together.ask(ROW, 1, 60.0, 0) for _ in range(3)), return_exceptions=True)
     assert [isinstance(answer, ModelFailed) for answer in answers] == [False, True, False]
 
 
-async def test_of_requests_that_went_together_only_the_one_that_does_not_fit_is_told_so():
+async def test_of_coalesced_requests_only_the_one_that_does_not_fit_gets_an_error():
     """As where the model was loaded anew, with another spec, while they waited."""
     together, told = coalescer(Lane(SpecMismatch("has changed"), True, SpecMismatch("has changed"), True))
     answers = await asyncio.gather(*(together.ask(ROW, 1, 60.0, 0) for _ in range(3)), return_exceptions=True)
@@ -113,7 +113,7 @@ async def test_of_requests_that_went_together_only_the_one_that_does_not_fit_is_
     assert "broken" not in told
 
 
-async def test_of_requests_that_went_together_only_those_with_failed_rows_are_told_so():
+async def test_of_coalesced_requests_only_those_with_failed_rows_get_errors():
     failed = RowFailed(
         "2 rows failed", None, {1: "no", 4: "nor this"}, np.arange(10, dtype=np.float32).reshape(5, 2), 9
     )
@@ -144,32 +144,32 @@ async def test_rows_that_differ_in_size_go_together():
     assert came == [[3, 1, 2]]
 
 
-async def test_somebody_elses_unreadable_answer_is_nothing_to_whoever_asks_now():
+async def test_anothers_unreadable_answer_does_not_affect_the_present_request():
     lane = Lane(None, look=UNREADABLE)
     together, told = coalescer(lane)
     first = asyncio.create_task(together.ask(ROW, 1, 60.0, 0))
     await asyncio.sleep(0.01)
     second = asyncio.create_task(together.ask(ROW, 1, 60.0, 0))
-    for one in (first, second):  # both are asked anew on another lane: that is what the code means
+    for one in (first, second):  # both are repeated on another lane, as the code requires
         with pytest.raises(Refused) as caught:
             await asyncio.wait_for(one, 5)
         assert caught.value.code == Code.STALE_LEASE
     assert told[0] == "broken"
 
 
-async def test_a_ticket_that_never_ends_is_ended_and_nobody_waits_behind_it(monkeypatch):
+async def test_a_ticket_that_never_ends_is_cancelled_and_blocks_no_other(monkeypatch):
     monkeypatch.setattr("jurybox.server.gateway.inference.coalescer._OVERDUE", 0.05)
     together, told = coalescer(Lane(None))
     with pytest.raises(Timeout):
         await together.ask(ROW, 1, 0.05, 0)
-    with pytest.raises(Refused) as caught:  # whoever waits behind it asks anew on another lane
+    with pytest.raises(Refused) as caught:  # requests that wait behind it are repeated on another lane
         await asyncio.wait_for(together.ask(ROW, 1, 60.0, 0), 5)
     assert (caught.value.code, told[0]) == (Code.STALE_LEASE, "broken")
     assert (await asyncio.wait_for(together.ask(ROW, 1, 60.0, 0), 5))[1] == 7
 
 
-async def test_an_answer_lost_on_its_way_is_asked_for_anew(monkeypatch):
-    """What the event loop's handler of exceptions does: nobody knows whose answer it was."""
+async def test_a_lost_answer_is_requested_again(monkeypatch):
+    """What the event loop's exception handler does: the request of the answer is unknown."""
     monkeypatch.setattr("jurybox.server.gateway.inference.coalescer._DOUBT", 0.05)
     together, told = coalescer(Lane(None))
     asking = asyncio.create_task(together.ask(ROW, 1, 60.0, 0))
@@ -185,14 +185,14 @@ OVER = [Busy("no rows"), ServerGone("gone"), Refused("taken back", Code.STALE_LE
 
 
 @pytest.mark.parametrize("error", OVER, ids=["busy", "gone", "stale"])
-async def test_a_lane_that_is_over_is_given_up_and_its_error_told(error):
+async def test_a_revoked_lane_is_given_up_and_its_error_raised(error):
     together, told = coalescer(Lane(error))
     with pytest.raises(type(error), match=str(error)):
         await together.ask(ROW, 1, 60.0, 0)
     assert "broken" in told
 
 
-async def test_an_error_of_one_request_gives_nothing_up():
+async def test_an_error_of_one_request_does_not_give_up_the_lane():
     together, told = coalescer(Lane(Timeout("late"), ModelFailed("no")))
     for expected in (Timeout, ModelFailed):
         with pytest.raises(expected):
@@ -237,7 +237,7 @@ async def test_a_lane_given_up_is_closed_when_its_last_ticket_has_ended():
 
 
 class Summing:
-    """Sessions of a model that adds up what each is given; a negative number breaks it, what is in `lost` is lost."""
+    """Sessions of a model that adds up its inputs; a negative number fails, sessions in `lost` are lost."""
 
     version = 7
 
@@ -257,7 +257,7 @@ class Summing:
         return np.stack([self.totals[number] for number in session])
 
 
-async def test_rows_of_many_sessions_share_tickets_and_each_is_told_its_own():
+async def test_rows_of_many_sessions_share_tickets_and_each_gets_its_own_answer():
     sessions = Summing()
     together = RequestCoalescer(Lane(), 8, sessions=sessions)
 
@@ -279,7 +279,7 @@ async def test_rows_of_many_sessions_share_tickets_and_each_is_told_its_own():
 
 
 class Line:
-    """A connection that asks one request after another, as HTTP's does; to forms.py the asker of all of them."""
+    """A connection that sends one request after another, as with HTTP."""
 
     connection = None
 
@@ -305,7 +305,7 @@ class SlowOnce(Lane):
         return Reply(inputs["x"] * 2, 7)
 
 
-async def test_what_comes_after_its_time_out_is_no_answer_to_the_connections_next_request():
+async def test_a_late_answer_is_no_answer_to_the_connections_next_request():
     together, _ = coalescer(SlowOnce())
     oip = SimpleNamespace(record_outcome=lambda *_: None)
     held = SimpleNamespace(spec=SPEC, coalescer=together)
@@ -321,7 +321,7 @@ async def test_what_comes_after_its_time_out_is_no_answer_to_the_connections_nex
 
 
 class Brief(Lane):
-    """A lane that answers within the time that the loop may block for it, unless told not to (None)."""
+    """A lane that answers within the time that the loop may block for it, unless scripted otherwise (None)."""
 
     def __init__(self, *behaviour):
         super().__init__(*behaviour)
@@ -374,7 +374,7 @@ def clock(monkeypatch):
     return clock
 
 
-async def test_the_loop_blocks_for_the_answers_of_a_source_that_asks_alone(clock):
+async def test_the_loop_blocks_for_the_answers_of_a_lone_client(clock):
     lane = Brief()
     together, told = coalescer(lane)
     client = ClientConnection(("192.0.2.7", 4000))

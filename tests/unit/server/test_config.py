@@ -56,7 +56,7 @@ def test_command_line_beats_environment_beats_file_beats_default(write):
     assert (server.replicas, server.threads, server.http, server.max_restarts) == (4, 3, "127.0.0.1:1", 5)
 
 
-def test_a_models_setting_has_its_variable_whatever_its_name_holds(write):
+def test_a_models_setting_has_a_variable_for_any_model_name(write):
     path = write(PHOTO + AGENT)
     environ = {
         "JURYBOX_MODELS__PHOTO__MAX_BATCH": "8",
@@ -93,7 +93,7 @@ def test_a_dotted_name_is_quoted():
     [("8", 8), ("0.5", 0.5), ("true", True), ('["cpu"]', ["cpu"]), ('"x"', "x"), ("{a = 1}", {"a": 1}),
      ("info", "info"), ("127.0.0.1:8000", "127.0.0.1:8000"), ("", ""), ("1\nx = 2", "1\nx = 2")],
 )  # fmt: skip
-def test_values_are_toml_where_they_can_be_and_text_where_not(text, value):
+def test_values_are_parsed_as_toml_or_kept_as_text(text, value):
     assert parse_value(text) == value
 
 
@@ -118,7 +118,7 @@ def test_files_of_models_are_found_beside_the_file_that_names_them(write, tmp_pa
     assert (model.exported, model.weights) == (str(tmp_path / "net.pt2"), str(tmp_path / "net.safetensors"))
 
 
-def test_a_star_stands_for_numbered_models(write, tmp_path):
+def test_a_star_matches_numbered_models(write, tmp_path):
     star = '[models."policy/agent*"]\nfactory = "nets:agent"\npublish = "double_buffer"\ncount = 3\nsave_dir = "kept"\n'
     models = load_settings(write(star + PHOTO), ['models."policy/agent*".max_batch=8'], {}).models
     assert list(models) == ["policy/agent0", "policy/agent1", "policy/agent2", "photo"]
@@ -271,7 +271,7 @@ def test_serving_nothing_is_refused_with_an_example():
     "server",
     [{"http": "0.0.0.0:8000"}, {"http": "[::]:8000"}, {"grpc": "myhost:8001"}, {"tcp": "10.0.0.5:5555"}],
 )
-def test_others_are_let_in_only_when_insecure_is_said(server):
+def test_other_hosts_are_allowed_only_with_insecure(server):
     settings = Settings.model_validate({"server": server, "models": {"a": {"factory": "a:b"}}})
     with pytest.raises(ConfigError, match=r"--insecure") as caught:
         require_servable(settings, insecure=False)
@@ -368,7 +368,7 @@ def test_settings_of_a_load_request_are_checked_like_the_files():
         ("dialects = 3\n", "expected a table"),
     ],
 )
-def test_a_wrong_dialect_is_told_with_what_was_expected(write, text, message):
+def test_a_wrong_dialect_is_an_error_that_says_what_was_expected(write, text, message):
     import re
 
     before, server, rest = text.partition("[dialects") if not text.startswith("dialects") else (text, "", "")
@@ -402,7 +402,7 @@ def test_a_dialects_port_that_others_reach_needs_a_token_and_tls(write):
         ("[panels.a]\nmembers = {photo = {weigth = 1}}\n", "panels.a.members.photo"),
     ],
 )
-def test_a_wrong_panel_is_told_with_what_was_expected(write, text, message):
+def test_a_wrong_panel_is_an_error_that_says_what_was_expected(write, text, message):
     assert message in wrong(write(PHOTO + text))
 
 
@@ -416,7 +416,7 @@ def test_a_panel_may_be_bound_to_a_dialect(write):
 ROBOT = PHOTO + '\n[robots.arm]\nmodel = "{model}"\nlisten = "{listen}"\n'
 
 
-def test_a_robots_port_has_a_model_and_an_address_of_its_own(tmp_path):
+def test_a_port_for_robots_has_its_own_model_and_address(tmp_path):
     path = tmp_path / "server.toml"
     path.write_text(ROBOT.format(model="photo", listen="127.0.0.1:8002"))
     assert load_settings(path, ["robots.arm.clients=3"], {}).robots["arm"].clients == 3
@@ -460,7 +460,7 @@ clients = 5
 """
 
 
-def test_a_model_with_too_few_rows_for_everybodys_lane_is_told_with_the_number_to_set(write):
+def test_a_model_with_too_few_rows_for_all_lanes_is_an_error_with_the_number_to_set(write):
     """Three lanes of 32, the robots' 5, the gateway's two batches of 8."""
     message = wrong(write(SHARED.format(rows=116)))
     assert "models.photo.rows = 116, expected at least 117" in message
@@ -468,7 +468,7 @@ def test_a_model_with_too_few_rows_for_everybodys_lane_is_told_with_the_number_t
     assert load_settings(write(SHARED.format(rows=117)), (), {}).models["photo"].resolve_rows(1) == 117
 
 
-def test_rows_that_nobody_set_are_enough_for_everybodys_lane(write):
+def test_the_default_rows_are_enough_for_all_lanes(write):
     text = PHOTO + "".join(f'[dialects.d{n}]\nspeaks = "slime"\nmodel = "photo"\n' for n in range(100))
     settings = load_settings(write(text), (), {}).models["photo"]
     # One of each dialect's, and half for the gateway.

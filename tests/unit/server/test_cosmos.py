@@ -1,4 +1,4 @@
-"""cosmos-rl's answers are kept for whoever lost one, and never stand in the way of the next request."""
+"""cosmos-rl's answers are kept for clients that lost one, and never block the next request."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_answers_that_were_read_make_room_for_new_requests(monkeypatch):
     asked(100, read=True)
 
 
-def test_answers_that_nobody_has_read_are_not_given_up_for_new_requests(monkeypatch):
+def test_unread_answers_are_not_dropped_for_new_requests(monkeypatch):
     monkeypatch.setattr(cosmos, "_MOST_KEPT", 16)
     with pytest.raises(Busy, match="16 requests"):
         asked(17, read=False)

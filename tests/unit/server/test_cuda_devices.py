@@ -67,7 +67,7 @@ def test_a_cpu_build_asks_no_driver(torch_version, monkeypatch):
     assert visible_cuda_devices() == 0
 
 
-def test_the_driver_is_asked_in_a_process_of_its_own():
+def test_the_driver_is_queried_in_a_separate_process():
     done = subprocess.run(
         [sys.executable, "-m", "jurybox.server.doctor.host"], capture_output=True, text=True, check=True
     )
@@ -91,7 +91,7 @@ def test_a_named_device_that_is_not_there_is_a_setting_that_is_wrong(monkeypatch
     assert told(["cpu"], has_cuda=False, visible=0) == told("auto", has_cuda=False, visible=0) == ""
 
 
-def test_a_server_that_is_told_to_use_what_is_not_there_does_not_start(monkeypatch):
+def test_a_server_configured_with_a_missing_library_does_not_start(monkeypatch):
     from jurybox.server.settings import config
 
     monkeypatch.setattr(config, "torch_has_cuda", lambda: False)

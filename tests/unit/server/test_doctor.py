@@ -29,7 +29,7 @@ def test_dockers_64_mib_of_shared_memory_do_for_a_server_and_the_flag_is_named_f
 
 
 @pytest.mark.parametrize(("free", "level"), [(127, Level.FAIL), (128, Level.WARN), (511, Level.WARN), (512, Level.OK)])
-def test_memory_is_judged_by_what_models_take(free, level):
+def test_memory_is_checked_against_the_models_needs(free, level):
     finding = checks.check_memory(free * MIB, "the limit /sys/fs/cgroup/memory.max")
     assert finding.level is level
     assert "/sys/fs/cgroup/memory.max" in finding.found
@@ -193,7 +193,7 @@ def test_a_slow_clock_is_a_warning():
     ("release", "level"),
     [("3.10.0-1160.el7", Level.FAIL), ("4.18.0", Level.WARN), ("5.14.0-1", Level.OK), ("6.18.44-x", Level.OK)],
 )
-def test_the_kernel_is_judged_by_what_it_has(release, level):
+def test_the_kernel_is_checked_by_its_features(release, level):
     assert host.check_kernel(release).level is level
 
 

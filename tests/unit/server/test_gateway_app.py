@@ -1,4 +1,4 @@
-"""The HTTP application over a source that says whatever a server might."""
+"""The HTTP application with a scripted status source."""
 
 from __future__ import annotations
 

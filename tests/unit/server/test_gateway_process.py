@@ -49,7 +49,7 @@ def gateway(tmp_path) -> Iterator[Gateway]:
     gateway.end()
 
 
-def test_it_says_its_port_answers_without_a_server_heeds_no_terminal_and_stops_when_told(gateway):
+def test_it_prints_its_port_answers_without_a_server_ignores_the_terminal_and_stops_on_request(gateway):
     ready = gateway.hear()
     assert (ready["kind"], ready["http"]) == ("ready", f"127.0.0.1:{ready['port']}")
     answer = httpx.get(f"http://{ready['http']}/health/live", timeout=20.0)
@@ -59,13 +59,13 @@ def test_it_says_its_port_answers_without_a_server_heeds_no_terminal_and_stops_w
     status = Path(f"/proc/{gateway.process.pid}/status").read_text()
     ignored = int(re.search(r"SigIgn:\s*(\w+)", status)[1], 16)
     assert all(ignored >> (number - 1) & 1 for number in (signal.SIGINT, signal.SIGTERM)), "the supervisor hears those"
-    gateway.control_pipe.send("nonsense")  # an order it does not know ends nothing
+    gateway.control_pipe.send("nonsense")  # an unknown order has no effect
     assert httpx.get(f"http://{ready['http']}/version", timeout=20.0).status_code == 200
     gateway.control_pipe.send("stop")
     assert gateway.process.wait(30) == 0
 
 
-def test_it_ends_with_its_supervisor_even_while_somebody_is_connected(gateway):
+def test_it_ends_with_its_supervisor_even_with_connected_clients(gateway):
     ready = gateway.hear()
     with socket.create_connection(("127.0.0.1", ready["port"])) as idle:
         idle.sendall(b"GET /health HTTP/1.1\r\n")  # and never the rest

@@ -1,4 +1,4 @@
-"""The gateway's source: one question at a time, however many ask, and never a hang."""
+"""The gateway's status source: one request at a time for any number of callers, and no hang."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ async def test_a_server_that_hangs_is_a_time_out_and_its_late_answer_serves_the_
     assert await asking.status() == {"asked": 1}
 
 
-async def test_who_gives_up_leaves_the_question_to_the_others(server):
+async def test_a_caller_that_gives_up_does_not_cancel_the_request_of_others(server):
     server.may_answer.clear()
     asking = source(server)
     patient, impatient = asyncio.create_task(asking.status()), asyncio.create_task(asking.status())

@@ -1,4 +1,4 @@
-"""A connection whose request has a known head: what it holds while the body comes."""
+"""A connection whose request has a known head, while its body arrives."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ async def line(budget):
     return connect
 
 
-async def test_a_body_takes_of_the_room_what_has_come_of_it_and_not_what_is_to_come(budget, line):
+async def test_a_body_reserves_only_the_bytes_that_have_arrived(budget, line):
     many = [line() for _ in range(50)]
     for one in many:
         one.data_received(HEAD + b"x" * 10)

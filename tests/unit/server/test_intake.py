@@ -21,7 +21,7 @@ from jurybox.server.gateway.dialects.intake import ThreadPool, decoded, encoded_
 from jurybox.server.gateway.dialects.json_dialects import parsed
 
 
-def test_a_thread_gives_what_a_function_gives_or_raises():
+def test_a_thread_returns_or_raises_what_its_function_does():
     async def go() -> None:
         pool = ThreadPool()
         assert await pool.run(divmod, 7, 2) == (3, 1)
@@ -53,7 +53,7 @@ def test_requests_that_wait_for_engines_leave_as_many_threads_as_there_were():
     asyncio.run(go())
 
 
-def test_what_nobody_waits_for_any_more_is_not_begun():
+def test_abandoned_work_is_not_begun():
     over, begun = threading.Event(), []
 
     async def go() -> None:
@@ -91,7 +91,7 @@ def test_base64_is_decoded_as_the_standard_library_does_or_not_at_all():
             encoded_bytes(wrong)
 
 
-def test_json_with_long_strings_is_what_the_standard_library_says_it_is():
+def test_json_with_long_strings_is_parsed_like_the_standard_library():
     dice = random.Random(0)
     long = "x" * 5000
     pieces = [
@@ -123,7 +123,7 @@ def test_json_with_long_strings_is_what_the_standard_library_says_it_is():
 
 
 @pytest.mark.parametrize("side", [(1, 1), (1, 2), (3, 1), (7, 5), (64, 65), (1500, 1500)])
-def test_pixels_are_what_pillow_says_they_are(side):
+def test_pixels_equal_those_of_pillow(side):
     pixels = np.random.default_rng(0).integers(0, 256, (*side, 3), np.uint8)
     sink = io.BytesIO()
     Image.fromarray(pixels).save(sink, "PNG")

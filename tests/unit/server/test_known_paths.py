@@ -1,4 +1,4 @@
-"""A dialect's requests whose head was seen before: answered like the first, by the same walls, of the same budget."""
+"""A dialect's requests with a known head: answered like the first, with the same access checks and limits."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def request(body: bytes, more: str = "", head: str = HEAD) -> bytes:
 
 
 class Gateway:
-    """One port with one dialect, whose answer is the body; in the loop that asks it."""
+    """One port with one dialect that returns the body, in the event loop of the client."""
 
     def __init__(self) -> None:
         self.by_layers = 0  # requests that went through them
@@ -137,7 +137,7 @@ async def learnt(web: Web, more: str = "") -> None:
     assert len(web.gateway.paths.heads) > 0
 
 
-def test_a_known_head_is_answered_as_the_first_was_whatever_its_bodys_length():
+def test_a_known_head_is_answered_like_the_first_for_any_body_length():
     async def test(gateway, web):
         first = await web.ask(request(b"a"))
         for body in (b"a", b"", b"bc", b"d" * 5000, b"e" * 700_000):
@@ -162,7 +162,7 @@ def test_a_body_in_pieces_is_put_together():
             pieces = [whole[a:b] for a, b in zip([0, *cuts], [*cuts, len(whole)], strict=True)]
             assert (await web.ask(*pieces))[2] == b"<0123456789>"
         assert gateway.by_layers == 1
-        assert (await web.ask(whole[:20], whole[20:]))[2] == b"<0123456789>"  # a head in pieces goes the usual way
+        assert (await web.ask(whole[:20], whole[20:]))[2] == b"<0123456789>"  # a head in pieces is parsed as usual
         assert gateway.by_layers == 2
 
     run(test)
@@ -182,7 +182,7 @@ def test_requests_that_come_at_once_are_answered_in_their_order():
     run(test)
 
 
-def test_a_head_is_known_for_its_own_request_where_another_came_with_it():
+def test_a_head_is_known_for_its_own_request_if_another_arrived_with_it():
     """Of one length and another path: the first must not be answered as the second was."""
 
     async def test(gateway, web):
@@ -255,7 +255,7 @@ def test_a_body_that_is_too_large_is_refused_as_ever():
     run(test)
 
 
-def test_where_there_is_no_room_for_a_body_its_client_is_told_so():
+def test_a_client_gets_an_error_if_there_is_no_memory_for_its_body():
     async def test(gateway, web):
         await learnt(web)
         gateway.budget.acquire(4 * MOST - 100)
@@ -269,7 +269,7 @@ def test_where_there_is_no_room_for_a_body_its_client_is_told_so():
     run(test)
 
 
-def test_a_client_that_claims_a_body_and_sends_none_takes_no_room():
+def test_a_client_that_announces_a_body_and_sends_none_reserves_no_memory():
     async def test(gateway, web):
         await learnt(web)
         async with Web(gateway) as slow:
@@ -294,10 +294,10 @@ def test_the_body_of_a_client_that_left_keeps_its_room_until_it_is_done_with():
             if len(gateway.state.connections) == 1:
                 break
             await asyncio.sleep(0.01)
-        assert gateway.held == 1000  # somebody still works on it
+        assert gateway.held == 1000  # it is still computed
         gateway.go.set()
         await asyncio.gather(*gateway.state.tasks)
-        assert gateway.state.total_requests == 1  # the other had nobody to be answered
+        assert gateway.state.total_requests == 1  # the other had no client left
 
     run(test)
 
@@ -362,7 +362,7 @@ def test_a_connection_that_is_to_end_answers_what_it_has_begun():
     run(test)
 
 
-def test_what_is_given_up_at_the_end_gets_no_answer_and_its_room_back():
+def test_requests_given_up_at_the_end_get_no_answer_and_release_their_memory():
     async def test(gateway, web):
         await learnt(web)
         gateway.go.clear()

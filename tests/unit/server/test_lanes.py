@@ -45,17 +45,17 @@ def test_a_request_waits_until_rows_are_free(monkeypatch):
         held_soon(monkeypatch, [Busy("none is free")], 0.1)
 
 
-def test_what_a_lane_cannot_help_is_told_at_once(monkeypatch):
+def test_errors_that_a_new_lane_cannot_fix_are_raised_at_once(monkeypatch):
     with pytest.raises(Refused, match="loading"):
         held_soon(monkeypatch, [LOADING, MANY])
 
 
-def test_a_lane_of_few_rows_is_exchanged_and_serves_where_no_other_comes(monkeypatch):
+def test_a_lane_of_few_rows_is_exchanged_or_serves_if_there_is_no_other(monkeypatch):
     assert held_soon(monkeypatch, [FEW, FEW, MANY]) is MANY
     assert held_soon(monkeypatch, [FEW], 0.1) is FEW
 
 
 def test_while_no_engine_serves_a_lane_of_few_rows_is_kept(monkeypatch):
-    """A request on it waits for the engine; refused now, it would fail where health has just said that all is well."""
+    """A request on it waits for the engine; if refused, it would fail although health has just reported ready."""
     assert held_soon(monkeypatch, [FEW, LOADING, LOADING, MANY]) is MANY
     assert held_soon(monkeypatch, [FEW, LOADING], 0.1) is FEW

@@ -1,4 +1,4 @@
-"""LeRobot's checkpoints give the actions that LeRobot gives, or a sentence that says why they cannot.
+"""LeRobot's checkpoints give the same actions as LeRobot, or an error that says why not.
 
 What LeRobot 0.4.4 answered is in data/lerobot_act.npz. It loaded the folders that `checkpoint` writes:
 
@@ -231,7 +231,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_what_would_give_other_actions_is_refused_with_a_sentence(tmp_path, name):
+def test_settings_that_change_actions_are_refused_in_one_sentence(tmp_path, name):
     folder = checkpoint(tmp_path / "policy", "known")
     apply, why = WRONG[name]
     apply(folder)

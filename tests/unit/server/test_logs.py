@@ -1,4 +1,4 @@
-"""Logs: one line an event, whoever wrote it, whatever is in it."""
+"""Logs: one line per event, from any process and with any content."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def stream():
     root.setLevel(logging.WARNING)
 
 
-def test_a_text_line_says_when_how_bad_who_and_what(stream):
+def test_a_text_line_has_time_level_process_and_event(stream):
     configure("engine-0", "info", "text", stream).info("model ready", model="photo", note="two words", n=3)
     time, rest = stream.getvalue().split(" ", 1)
     assert time.endswith("Z")
@@ -105,7 +105,7 @@ def test_a_full_disk_or_a_closed_pipe_ends_no_process():
     log.info("said into the void")
 
 
-def test_text_that_no_codec_takes_and_values_without_text_are_logged(tmp_path):
+def test_text_that_cannot_be_encoded_and_values_without_text_are_logged(tmp_path):
     class Speechless:
         def __str__(self):
             raise SystemExit

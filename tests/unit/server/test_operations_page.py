@@ -1,4 +1,4 @@
-"""The page that users configure by says what the code does."""
+"""The configuration page matches the code."""
 
 from __future__ import annotations
 

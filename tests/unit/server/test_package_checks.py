@@ -20,7 +20,7 @@ def packages(**requires: tuple[str, list[str]]) -> dict[str, Installed]:
     }
 
 
-def test_what_fits_together_is_well() -> None:
+def test_consistent_settings_are_accepted() -> None:
     assert check_conflicts(packages()).level is Level.OK
 
 
@@ -45,7 +45,7 @@ def test_a_servers_package_that_is_missing_fails() -> None:
     assert (finding.level, finding.remedy) == (Level.FAIL, "pip install 'fastapi>=0.115'")
 
 
-def test_a_need_of_a_need_counts_and_what_is_between_others_does_not() -> None:
+def test_an_indirect_requirement_counts_and_those_of_others_do_not() -> None:
     finding = check_conflicts(packages(starlette=("0.30", [])))
     assert "fastapi 0.120 asks for starlette>=0.40, 0.30 is installed" in finding.found
     others = {"pandas": ("2.0", ["dateutil>=3"]), "dateutil": ("2.8", [])}
@@ -63,7 +63,7 @@ def test_metadata_that_cannot_be_read_is_left_alone() -> None:
     assert check_conflicts(packages(**broken)).level is Level.OK
 
 
-def test_here_it_finds_what_pip_finds() -> None:
+def test_it_finds_the_same_packages_as_pip() -> None:
     """On whatever is installed where this runs; pip looks at everything, the doctor at what Jurybox needs."""
     told = subprocess.run([sys.executable, "-m", "pip", "check"], capture_output=True, text=True)
     if told.returncode == 0:

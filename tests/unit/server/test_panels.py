@@ -1,4 +1,4 @@
-"""A panel's scores: what its members said, weighed; a row that one has no score for has no total."""
+"""A panel's scores: the weighted scores of its members; a row without one of them has no total."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_the_total_is_the_weighted_sum():
 
 @pytest.mark.parametrize("dtype", [np.float32, np.int32])
 def test_a_row_that_failed_with_a_member_has_neither_its_score_nor_a_total(dtype):
-    """Whole numbers have no NaN: what stands there is 0."""
+    """Integers have no NaN: the value is 0."""
     scores, errors = voted(answer(np.array([4, 0], dtype), {"1": "no face"}), answer(np.float32([1, 2])))
     np.testing.assert_array_equal(scores["sharp"], [4, np.nan])
     np.testing.assert_array_equal(scores["score"], [3, np.nan])
@@ -50,7 +50,7 @@ def test_a_score_that_is_no_number_makes_no_total(wrong):
     assert errors == {"1": f"sharp: the score is {np.float32(wrong)}"}
 
 
-def test_a_total_beyond_what_a_number_holds_is_none():
+def test_a_total_that_overflows_is_none():
     scores, errors = voted(answer(np.float32([1])), answer(np.float32([3e38])))
     assert np.isnan(scores["score"][0]) and errors == {"0": "the total is inf"}
 

@@ -52,7 +52,7 @@ def python_pickle(value, protocol):
 @pytest.mark.parametrize("protocol", [2, 3, 4, 5])
 @pytest.mark.parametrize("write", [pickle.dumps, python_pickle], ids=["c", "python"])
 @pytest.mark.parametrize("name", STREAMS)
-def test_plain_data_comes_through_as_it_was(name, write, protocol):
+def test_plain_data_arrives_unchanged(name, write, protocol):
     assert loads(write(STREAMS[name], protocol)) == STREAMS[name]
 
 
@@ -222,7 +222,7 @@ def test_an_attack_is_refused_by_name_and_allocates_nothing(name):
 
 
 def test_nothing_is_imported_compiled_opened_or_started():
-    """Of all that CPython tells audit hooks of, reading a pickle does nothing."""
+    """Reading a pickle causes no audit event of CPython."""
     happened, listening = [], True
     sys.addaudithook(lambda event, _: happened.append(event) if listening else None)
     try:
@@ -287,7 +287,7 @@ def test_limits_are_kept_to_the_opcode():
         loads(pickle.dumps(["abc" * 100] * 50), Limits(repeated=1000))
 
 
-def test_what_is_written_is_read_by_pickle_and_has_no_global():
+def test_written_pickles_are_readable_and_have_no_global():
     answer = {
         "outputs": [0.5, -1.0, math.inf, 0.0],
         "scores": (1, -1, 0, 255, 256, 2**31, -(2**63), 2**64),

@@ -191,7 +191,7 @@ class Answer:
     set_exception = set_result
 
 
-async def test_a_slow_model_without_a_fixed_cost_is_asked_at_once(monkeypatch):
+async def test_a_slow_model_without_a_fixed_cost_gets_requests_at_once(monkeypatch):
     """Its tickets take some milliseconds for each row, so a wait would save nothing."""
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})
     clock = Clock()

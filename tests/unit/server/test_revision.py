@@ -18,7 +18,7 @@ def git(tmp_path) -> Path:
     return tmp_path
 
 
-def test_a_branch_with_a_commit_of_its_own(git):
+def test_a_branch_with_its_own_commit(git):
     (git / "refs" / "heads" / "main").write_text(f"{COMMIT}\n")
     assert checked_out(git) == COMMIT
 
@@ -35,7 +35,7 @@ def test_a_detached_head(git):
     assert checked_out(git) == COMMIT
 
 
-def test_what_is_no_repository_has_no_revision(git, tmp_path):
+def test_a_folder_without_a_repository_has_no_revision(git, tmp_path):
     assert checked_out(git) is None  # a branch without a commit yet
     (git / "HEAD").write_text("something else\n")
     assert checked_out(git) is None

@@ -1,4 +1,4 @@
-"""The next batch of robots waits for those who are about to ask, only for them, and only while it pays."""
+"""The next batch of robots waits for those that are about to send a request, and only while it pays."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from jurybox.server.gateway.robots.policy import RobotPolicy
 
 
 class Port:
-    """Robots in closed loop, a tracker of arrivals that says when batches go, and one engine: simulated, in seconds.
+    """Robots in a closed loop, a tracker that decides when batches are sent, and one engine: simulated, in seconds.
 
     Args:
-        fixed, by_row: what a batch costs.
-        gap: what the port takes to read one observation; it reads one after another.
-        slow: robots that think a second before they ask again.
-        away: seconds from an answer's leaving to the next observation's coming.
+        fixed, by_row: the cost of a batch.
+        gap: the time to read one observation; they are read one after another.
+        slow: robots that compute for a second before the next request.
+        away: seconds between an answer and the next observation.
     """
 
     def __init__(self, robots, fixed, by_row, gap, most=8, slow=0, away=0.0):
@@ -46,7 +46,7 @@ class Port:
         self.read = max(self.read, self.now + (1.0 if robot in self.slow else self.away)) + self.gap
         self.at(self.read, self.asks, robot)
         if robot in self.slow:
-            self.read = self.now  # who thinks keeps nobody from being read
+            self.read = self.now  # slow robots do not delay others
 
     def asks(self, robot):
         self.arrivals.arrived(robot)
@@ -81,7 +81,7 @@ class Port:
         return sum(last) / (until / 2), sum(last) / len(last)
 
 
-def test_robots_in_closed_loop_are_computed_in_one_batch_where_a_batch_costs_the_same_whatever_its_rows():
+def test_robots_in_a_closed_loop_share_a_batch_if_its_cost_is_fixed():
     rate, batch = Port(8, fixed=0.018, by_row=0.0002, gap=0.0006).run(20.0)
     alone, _ = Port(1, fixed=0.018, by_row=0.0002, gap=0.0006).run(20.0)
     assert batch == 8.0
@@ -92,13 +92,13 @@ def test_robots_behind_a_slow_network_are_computed_in_one_batch_while_that_pays(
     near, batch = Port(8, fixed=0.08, by_row=0.0, gap=0.001, away=0.04).run(40.0)
     assert batch == 8.0
     assert near == pytest.approx(8 / (0.08 + 0.04 + 0.008), rel=0.02)
-    for away in (0.07, 0.075, 0.09, 0.2):  # who is back only when another batch could be done is not waited for
+    for away in (0.07, 0.075, 0.09, 0.2):  # robots that would return only after another batch are not waited for
         far, hasty = (Port(8, fixed=0.08, by_row=0.0, gap=0.001, away=away) for _ in range(2))
         hasty.arrivals.wait = lambda waiting, computing: 0.0
         assert far.run(40.0)[0] > 0.98 * hasty.run(40.0)[0]
 
 
-def test_where_most_waits_are_in_vain_little_is_lost_by_them():
+def test_little_is_lost_if_most_waits_are_in_vain():
     """A few robots come back just in time, and the rest too late."""
     for seconds in (20.0, 40.0):
         patient, hasty = (Port(8, fixed=0.01, by_row=0.002, gap=0.003, away=0.005) for _ in range(2))
@@ -106,7 +106,7 @@ def test_where_most_waits_are_in_vain_little_is_lost_by_them():
         assert patient.run(seconds)[0] > 0.75 * hasty.run(seconds)[0]
 
 
-def test_nobody_is_waited_for_where_rows_cost_and_batches_do_not():
+def test_batches_do_not_wait_if_only_rows_have_a_cost():
     rate, _ = Port(8, fixed=0.0, by_row=0.005, gap=0.002).run(20.0)
     assert rate > 0.98 / 0.005  # the engine is never idle
 
@@ -116,7 +116,7 @@ def test_robots_that_take_longer_to_come_back_than_a_batch_costs_are_computed_in
     assert rate > 0.95 / 0.003  # as fast as they can be read at all
 
 
-def test_a_lone_robot_waits_for_nobody_and_those_who_think_hold_up_nobody():
+def test_a_lone_robot_does_not_wait_and_slow_robots_delay_no_other():
     rate, batch = Port(1, fixed=0.02, by_row=0.0, gap=0.001).run(10.0)
     assert batch == 1.0 and rate > 0.95 / 0.021
     quick_alone, _ = Port(4, fixed=0.02, by_row=0.0, gap=0.001).run(10.0)
@@ -124,7 +124,7 @@ def test_a_lone_robot_waits_for_nobody_and_those_who_think_hold_up_nobody():
     assert with_others > 0.9 * quick_alone
 
 
-def test_who_does_not_come_back_is_waited_for_once_and_not_longer_than_a_batch_costs():
+def test_clients_that_stay_away_are_waited_for_once_and_not_longer_than_a_batch_costs():
     now = [0.0]
     arrivals = ArrivalTracker(8, clock=lambda: now[0])
     for rows in (1, 8, 1, 8):
@@ -229,7 +229,7 @@ async def test_a_ticket_is_held_back_until_all_have_come_or_their_time_is_over()
     assert outputs["y"][0, 0] == 8 and not together.busy
 
 
-async def test_a_gathered_request_whose_caller_left_is_not_sent_and_a_full_ticket_does_not_wait():
+async def test_a_request_whose_caller_left_is_not_sent_and_a_full_ticket_does_not_wait():
     lane = Lane()
 
     class Gathering:
@@ -273,7 +273,7 @@ async def test_rows_made_for_an_earlier_dtype_never_become_rows_of_another():
         lane.tickets.clear()
 
 
-async def test_a_step_whose_answer_came_too_late_to_its_robot_is_not_gone_on_from():
+async def test_an_episode_does_not_continue_after_a_late_answer():
     """Its ticket may be in time for the other robots in it, so that the step is taken."""
     answers = [0.0, Timeout("too late"), 3.0]
 

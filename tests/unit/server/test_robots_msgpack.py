@@ -34,7 +34,7 @@ def raw_map(value):
     return packb(value)
 
 
-def test_what_openpis_client_sends_is_read():
+def test_messages_of_openpis_client_are_read():
     observation = unpackb(OPENPI)
     np.testing.assert_array_equal(observation["observation/state"], [1, 2, -1.5])
     assert observation["observation/state"].dtype == np.float64 and not observation["observation/state"].flags.writeable
@@ -152,7 +152,7 @@ def test_the_markers_of_msgpack_numpy_are_read(keys):
         b"\xdd" + (MOST_ITEMS + 1).to_bytes(4, "big") + b"\xc0" * (MOST_ITEMS + 1),
     ],
 )
-def test_whatever_else_comes_is_refused(message):
+def test_all_other_input_is_refused(message):
     with pytest.raises(Malformed) as refused:
         unpackb(message)
     assert refused.value.code == Code.MALFORMED and len(str(refused.value)) < 500
@@ -192,6 +192,6 @@ def test_mutated_and_random_bytes_are_read_or_refused_and_nothing_else():
 @pytest.mark.parametrize(
     "value", [np.array([None]), np.array([1j]), np.zeros(2, "V4"), np.array(["x"], "S1"), object(), {1, 2}]
 )
-def test_what_cannot_be_read_is_not_written(value):
+def test_values_that_cannot_be_read_are_not_written(value):
     with pytest.raises(TypeError):
         packb(value)

@@ -1,4 +1,4 @@
-"""Health says no exactly when a request would fail: it asks as requests do, and at the same moment."""
+"""Health is false exactly when a request would fail: it sends a request in the same way."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SPEC = ModelSpec("affine", {"x": TensorSpec("float32", (4,))}, {"y": TensorSpec(
 
 
 class Engines:
-    """Lanes of a server whose engines answer from the moment `back` on; a row that is asked before waits until then."""
+    """Lanes of a server whose engines answer from the time `back` on; earlier requests wait until then."""
 
     def __init__(self) -> None:
         self.back = asyncio.Event()
@@ -67,7 +67,7 @@ async def test_an_engine_that_is_back_in_time_for_a_request_is_back_in_time_for_
     assert await asking == []
 
 
-async def test_an_engine_that_is_not_back_in_time_is_named_with_what_a_request_would_be_told(engines):
+async def test_health_names_an_engine_that_is_not_back_with_the_error_of_requests(engines):
     reasons = await SelfTest(Source("absent", "loading"), engines).reasons()
     assert reasons[:2] == [
         "engine 0 is absent, restarted 1 times",
@@ -76,7 +76,7 @@ async def test_an_engine_that_is_not_back_in_time_is_named_with_what_a_request_w
     assert "did not answer within" in reasons[-1]
 
 
-async def test_a_time_out_of_a_row_that_was_asked_earlier_says_nothing_about_now(engines):
+async def test_a_time_out_of_an_earlier_request_says_nothing_about_now(engines):
     test = SelfTest(Source("serving", "ready"), engines)
     early = asyncio.create_task(test.reasons())
     await asyncio.sleep(1.8)
@@ -86,14 +86,14 @@ async def test_a_time_out_of_a_row_that_was_asked_earlier_says_nothing_about_now
     assert (bool(early.result()), await late) == (True, [])
 
 
-async def test_who_asks_at_the_same_moment_shares_a_row(engines):
+async def test_simultaneous_health_checks_share_a_row(engines):
     engines.back.set()
     test = SelfTest(Source("serving", "ready"), engines, clock=lambda: 100.0)
     assert await asyncio.gather(*(test.reasons() for _ in range(50))) == [[]] * 50
     assert engines.asked == 1
 
 
-async def test_a_model_that_nobody_can_lease_yet_is_told_at_once(engines):
+async def test_a_model_that_cannot_be_leased_yet_is_an_error_at_once(engines):
     engines.leased = False
     async with asyncio.timeout(1):
         reasons = await SelfTest(Source("starting", "loading"), engines).reasons()
@@ -101,12 +101,12 @@ async def test_a_model_that_nobody_can_lease_yet_is_told_at_once(engines):
 
 
 @pytest.mark.parametrize("state", ["failed", "quarantined"])
-async def test_a_model_that_is_served_no_longer_is_not_asked(engines, state):
+async def test_an_unloaded_model_gets_no_requests(engines, state):
     reasons = await SelfTest(Source("serving", state), engines).reasons()
     assert (reasons, engines.asked) == ([f"model 'affine' is {state}: it broke"], 0)
 
 
-async def test_who_drains_is_not_asked(engines):
+async def test_a_draining_engine_gets_no_requests(engines):
     engines.back.set()
     source = Source("serving", "ready")
     source.draining = True
@@ -114,7 +114,7 @@ async def test_who_drains_is_not_asked(engines):
 
 
 async def test_health_waits_for_the_rows_of_a_gateway_that_died_as_requests_do(engines):
-    """Its successor asks for rows before those were taken back."""
+    """Its successor requests rows before its lane is revoked."""
     engines.back.set()
     engines.full_until = time.monotonic() + 0.3
     assert await SelfTest(Source("serving", "ready"), engines).reasons() == []

@@ -15,7 +15,7 @@ from jurybox.server.gateway.inference.tensors import Steps
 
 
 class Lanes:
-    """What is asked on a lane of some sessions: states are lists of what came, so that a wrong one shows."""
+    """A lane with some sessions: states are lists of inputs, so that a wrong one is detected."""
 
     def __init__(self):
         self.states = {}
@@ -119,7 +119,7 @@ async def test_a_sequence_that_lost_its_state_keeps_no_row_from_others(gateway, 
     assert await gateway.step(3, 5) == [4, 5]
 
 
-async def test_a_step_that_gave_up_waiting_takes_no_row_from_the_one_before_it(gateway, lanes):
+async def test_a_step_that_timed_out_does_not_take_the_row_of_the_one_before(gateway, lanes):
     assert await gateway.step("a", 1, start=True) == [1]
     lanes.gate = asyncio.Event()
     second = asyncio.create_task(gateway.step("a", 2))
@@ -131,7 +131,7 @@ async def test_a_step_that_gave_up_waiting_takes_no_row_from_the_one_before_it(g
     assert await second == [1, 2]
 
 
-async def test_nobody_gets_the_state_of_who_had_the_row_before(gateway, lanes):
+async def test_no_client_gets_the_state_of_the_rows_earlier_session(gateway, lanes):
     await gateway.step("a", 1, start=True, end=True)
     lanes.fail[666] = ModelFailed("broken")
     with pytest.raises(ModelFailed):
@@ -151,7 +151,7 @@ async def test_requests_of_a_sequence_wait_for_each_other(gateway, lanes):
 
 
 @pytest.mark.parametrize("gave_up", [False, True])
-async def test_who_does_not_learn_what_became_of_a_step_has_lost_the_sequence(gateway, lanes, gave_up):
+async def test_a_sequence_with_a_step_of_unknown_outcome_is_lost(gateway, lanes, gave_up):
     await gateway.step("a", 1, start=True)
     lanes.gate = asyncio.Event()
     slow = asyncio.create_task(gateway.step("a", 2, seconds=0.05 if not gave_up else 5))
@@ -184,7 +184,7 @@ async def test_a_step_given_up_while_it_waited_is_not_left_out_in_silence(gatewa
         await gateway.step("a", 5)
 
 
-async def test_a_sequence_begins_anew_when_all_that_came_before_has_ended(gateway, lanes):
+async def test_a_sequence_begins_anew_when_all_earlier_steps_have_ended(gateway, lanes):
     await gateway.step("a", 1, start=True)
     lanes.gate = asyncio.Event()
     first, second = (asyncio.create_task(gateway.step("a", n)) for n in (2, 3))
@@ -209,7 +209,7 @@ async def test_a_step_that_was_late_while_it_waited_is_not_left_out_in_silence(g
         await gateway.step("a", 4)
 
 
-async def test_a_step_that_was_not_computed_may_be_asked_again(gateway, lanes):
+async def test_a_step_that_was_not_computed_may_be_repeated(gateway, lanes):
     lanes.fail[666] = ModelFailed("broken")
     await gateway.step("a", 1, start=True)
     for _ in range(2):
@@ -220,7 +220,7 @@ async def test_a_step_that_was_not_computed_may_be_asked_again(gateway, lanes):
     assert await gateway.step("a", 2) == [1, 2]
 
 
-async def test_what_came_behind_a_step_that_failed_is_refused(gateway, lanes):
+async def test_steps_after_a_failed_step_are_refused(gateway, lanes):
     lanes.fail[666] = ModelFailed("broken")
     await gateway.step("a", 1, start=True)
     lanes.gate = asyncio.Event()
@@ -242,7 +242,7 @@ async def test_a_request_that_is_refused_before_its_turn_has_not_come(gateway):
     assert await gateway.step("a", 2) == [1, 2]
 
 
-async def test_a_lane_that_is_gone_takes_its_sequences_with_it(gateway, lanes):
+async def test_the_sequences_of_a_lost_lane_are_lost(gateway, lanes):
     await gateway.step("a", 1, start=True)
     gateway.held = held()
     with pytest.raises(SessionLost):
@@ -272,7 +272,7 @@ async def test_a_step_comes_once(gateway, step):
         assert lost.value.sessions == [0]
 
 
-async def test_a_step_of_which_nobody_knows_what_became_is_not_asked_again(gateway, lanes):
+async def test_a_step_with_an_unknown_outcome_is_not_repeated(gateway, lanes):
     await gateway.ours({0: 0}, ["a"])
     lanes.gate = asyncio.Event()
     with pytest.raises(TimeoutError):
@@ -299,7 +299,7 @@ async def test_rows_that_failed_keep_their_step(gateway, lanes):
     assert await gateway.ours({0: 2, 1: 1}, ["d", "e"]) == [["a", "c", "d"], ["b", "e"]]
 
 
-async def test_clients_have_sessions_of_their_own_and_give_them_back(gateway):
+async def test_clients_have_their_own_sessions_and_return_them(gateway):
     assert await gateway.ours({0: 0, 1: 0}, ["a", "b"], client="one") == [["a"], ["b"]]
     assert await gateway.ours({0: 0, 1: 0}, ["A", "B"], client="two") == [["A"], ["B"]]
     with pytest.raises(Busy):
@@ -323,7 +323,7 @@ async def test_requests_that_share_sessions_in_any_order_do_not_wait_for_each_ot
     assert [len(state) for answer in answers for state in answer] == [2, 2, 3, 2, 3, 3, 4, 4, 4, 5, 5, 5]
 
 
-async def test_a_lane_lost_under_way_is_told_as_what_it_is(gateway, lanes):
+async def test_a_lane_lost_in_flight_is_the_right_error(gateway, lanes):
     await gateway.step("a", 1, start=True)
     lanes.fail[2] = Refused("taken back", Code.STALE_LEASE)
     with pytest.raises(Refused):

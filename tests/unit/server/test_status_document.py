@@ -1,4 +1,4 @@
-"""The status document: the scoreboard's arrays, summed and said in seconds."""
+"""The status document: the scoreboard's arrays, summed, with times in seconds."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def lane(number: int, rows: int, retiring: bool = False) -> LeasedLane:
     return LeasedLane(number, number + 1, 3, 0, rows, 0.0, retiring={0} if retiring else None)
 
 
-def test_the_document_is_json_and_says_who_answers(scene):
+def test_the_document_is_json_and_names_the_process(scene):
     text = status_json(
         scene.scoreboard,
         [scene.model],
@@ -116,7 +116,7 @@ def test_sessions_of_a_dead_engine_are_none(scene):
     assert scene.document()["models"][0]["sessions"] == 3
 
 
-def test_what_nobody_measured_is_null_and_not_zero(scene):
+def test_missing_measurements_are_null_and_not_zero(scene):
     model = scene.document()["models"][0]
     assert model["mean_batch"] is None
     assert model["latency"]["request"] == {"p50": None, "p90": None, "p99": None}
@@ -151,7 +151,7 @@ def test_weights_are_those_of_the_serving_engine_that_is_furthest_behind(scene):
         "digest": "cafe", "version": 5, "newest": 9, "lag": 4, "age": 4.0, "max_lag": None,
         "published_per_second": 0.0, "saved": None,
     }  # fmt: skip
-    scene.model.engines[1] = "loading"  # it computes nothing, so it holds nobody back
+    scene.model.engines[1] = "loading"  # it computes nothing, so it delays no client
     weights = scene.document()["models"][0]["weights"]
     assert (weights["version"], weights["lag"], weights["age"]) == (7, 2, 2.0)
 
@@ -192,7 +192,7 @@ def test_the_servers_state_follows_from_its_engines(scene, engines, draining, ex
     assert scene.document(draining=draining)["server"]["state"] == expected
 
 
-def test_lanes_are_counted_by_what_they_do(scene):
+def test_lanes_are_counted_by_state(scene):
     document = scene.document([lane(0, 4), lane(1, 8), lane(2, 1, retiring=True)])
     assert document["lanes"] == {"in_use": 2, "retiring": 1, "rows": 13, "most": len(scene.scoreboard.lanes)}
     assert document["models"][0]["lanes"] == {"in_use": 3, "rows": 13}

@@ -1,4 +1,4 @@
-"""Publishers of weights over gRPC whose streams are cancelled: none keeps its channel, and none is closed in use."""
+"""Publishers of weights over gRPC whose streams are cancelled: no channel stays open, and none is closed in use."""
 
 import asyncio
 import threading
@@ -30,7 +30,7 @@ async def requests():
     await asyncio.sleep(60)
 
 
-async def test_a_publisher_whose_stream_is_cancelled_while_it_opens_is_closed(monkeypatch):
+async def test_a_publisher_whose_stream_is_cancelled_during_its_opening_is_closed(monkeypatch):
     slow = Slow()
     monkeypatch.setattr(remote_weights, "_Publisher", slow)
     stream = asyncio.ensure_future(anext(RemoteWeights("ipc:///nowhere").publish(requests(), None)))

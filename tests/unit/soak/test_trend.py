@@ -1,4 +1,4 @@
-"""Growth is told from noise."""
+"""The trend test distinguishes growth from noise."""
 
 from __future__ import annotations
 

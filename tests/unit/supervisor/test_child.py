@@ -13,7 +13,7 @@ from jurybox.server.supervisor.children import Child
 ORDERS = 3000  # far more than a socket holds
 
 
-def test_a_child_that_does_not_read_holds_nobody_and_gets_its_orders_later(tmp_path):
+def test_a_child_that_does_not_read_blocks_no_other_and_gets_its_orders_later(tmp_path):
     child = Child("late", "tests.unit.supervisor.late_reader", dict, {"LATE_READER": str(tmp_path)})
     child.start(time.monotonic())
     try:

@@ -55,7 +55,7 @@ def control_socket(tmp_path):
         (MemoryError(), Code.REFUSED),
     ],
 )
-def test_whatever_a_handler_raises_is_an_answer(control_socket, error, code):
+def test_every_exception_of_a_handler_is_answered(control_socket, error, code):
     told = control_socket(error)
     assert told.code == code
     assert 0 < len(told.message) < 6000
@@ -63,5 +63,5 @@ def test_whatever_a_handler_raises_is_an_answer(control_socket, error, code):
 
 
 @pytest.mark.parametrize("frames", [(b"",), (PREFIX,), (PREFIX, b"x" * 5000, b""), (PREFIX, b"12345678", b"", b"more")])
-def test_whatever_comes_is_answered(control_socket, frames):
+def test_all_input_is_answered(control_socket, frames):
     assert control_socket(None, frames).code in (Code.MALFORMED, Code.PROTOCOL_MISMATCH)

@@ -9,7 +9,7 @@ from jurybox.server.logs import configure
 from jurybox.server.supervisor.control import Events
 
 
-def test_what_is_logged_is_kept_with_its_fields():
+def test_log_records_keep_their_fields():
     events, sink = Events(clock=lambda: 5.0), io.StringIO()
     log = configure("supervisor", "info", "text", sink, keep=events.keep)
     log.debug("started", role="engine-0")

@@ -1,4 +1,4 @@
-"""A model across engines and loads: what counts, and what is over."""
+"""A model across engines and loads: which ones count."""
 
 import pytest
 
@@ -41,7 +41,7 @@ def test_after_a_failed_reload_a_model_whose_arena_is_gone_is_not_ready():
     assert held.state == "failed"
 
 
-def test_while_an_engine_computes_in_an_earlier_arena_nobody_is_let_in():
+def test_no_lane_is_granted_while_an_engine_computes_in_an_earlier_arena():
     held = HeldModel(0, "m", GOOD)
     for engine in (0, 1):
         held.begin_load(engine, engine + 1)
@@ -55,7 +55,7 @@ def test_while_an_engine_computes_in_an_earlier_arena_nobody_is_let_in():
     assert held.state == "ready"
 
 
-def test_every_load_has_a_number_of_its_own(models):
+def test_every_load_has_its_own_number(models):
     held = models.add("m", GOOD)
     assert len({models.begin_load(held, engine) for engine in (0, 1, 0, 1)}) == 4
 

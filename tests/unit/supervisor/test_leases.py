@@ -37,7 +37,7 @@ def test_a_full_arena_says_how_full_it_is(world):
         world.leases.grant(0, 3, 10)
 
 
-def test_models_have_arenas_of_their_own(world):
+def test_models_have_their_own_arenas(world):
     assert world.leases.grant(0, 8, 8).first == world.leases.grant(1, 8, 8).first == 0
 
 
@@ -62,7 +62,7 @@ def test_an_engine_that_dies_need_not_confirm(world):
     assert world.leases.in_use() == []
 
 
-def test_a_grant_that_nobody_takes_up_lapses(world):
+def test_an_unused_grant_expires(world):
     world.leases.grant(0, 10, 10)
     world.now = GRACE - 0.1
     assert world.leases.reclaim([]) == []
@@ -71,7 +71,7 @@ def test_a_grant_that_nobody_takes_up_lapses(world):
     assert world.leases.grant(0, 10, 10)
 
 
-def test_a_lane_that_somebody_locked_late_is_not_granted_again(world):
+def test_a_lane_that_was_locked_late_is_not_granted_again(world):
     lane = world.leases.grant(0, 1, 10)
     world.now = GRACE + 0.1
     world.leases.reclaim([])
@@ -101,7 +101,7 @@ def test_gaps_between_lanes_are_used(world):
     assert world.leases.grant(0, 2, 6).first == b.first
 
 
-def test_a_row_that_is_given_back_leaves_no_gap_that_is_too_small_for_everybody(world):
+def test_returned_rows_leave_no_unusable_gap(world):
     probe = world.leases.grant(0, 1, 64)
     for _ in range(3):
         world.leases.grant(0, 16, 64)

@@ -1,4 +1,4 @@
-"""Sealed memory handed over a socket: nobody changes its size, and only its owner's user gets it."""
+"""Sealed memory passed over a socket: its size cannot change, and only its owner's user gets it."""
 
 import fcntl
 import os
@@ -49,7 +49,7 @@ def run(code, *arguments, check=True, **options):
     )  # fmt: skip
 
 
-def test_what_one_process_writes_another_reads(segment):
+def test_a_process_reads_what_another_writes(segment):
     code = """
         import sys
         from jurybox.protocol.segment import Segment
@@ -61,7 +61,7 @@ def test_what_one_process_writes_another_reads(segment):
     assert segment.array("u1", (5,)).tolist() == [1, 2, 3, 4, 0]
 
 
-def test_nobody_changes_its_size(segment):
+def test_its_size_cannot_change(segment):
     attached = Segment.attach(segment.name)
     for descriptor in (attached.fd, segment.fd):
         for size in (0, 100, 2 * SIZE):
@@ -77,7 +77,7 @@ def test_nobody_changes_its_size(segment):
     attached.close()
 
 
-def test_who_watches_cannot_write(segment):
+def test_watchers_cannot_write(segment):
     watching = Segment.attach(segment.name, writable=False)
     with pytest.raises(ValueError, match="read-only"):
         watching.array("u1", (1,))[0] = 1
@@ -96,7 +96,7 @@ def test_locks_are_each_attachments_own(segment):
     other.close()
 
 
-def test_the_owners_lock_ends_with_the_owner_whoever_is_still_attached():
+def test_the_owners_lock_ends_with_the_owner_even_if_others_are_attached():
     code = """
         import sys
         from jurybox.protocol.segment import segment_name
@@ -112,7 +112,7 @@ def test_the_owners_lock_ends_with_the_owner_whoever_is_still_attached():
     try:
         process.stdout.readline()
         attached = [Segment.attach(segment_name(owner, "scoreboard"), writable=bool(n % 2)) for n in range(4)]
-        # One who asks and is not there to take the answer: it waits in a socket, descriptors and all.
+        # A client that does not receive the answer: it waits in a socket, with its descriptors.
         unread = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         unread.connect(str(socket_of(segment_name(owner, "scoreboard"))))
         unread.send(b"w" + segment_name(owner, "scoreboard").encode())
@@ -122,7 +122,7 @@ def test_the_owners_lock_ends_with_the_owner_whoever_is_still_attached():
         process.send_signal(signal.SIGKILL)
         process.wait()
     assert not any(each.owner_lives() for each in attached)
-    assert attached[0].array("u1", (4096,)).sum() == 0  # the memory is there as long as anybody is
+    assert attached[0].array("u1", (4096,)).sum() == 0  # the memory exists as long as a process uses it
     with pytest.raises(SharedMemoryError, match="its owner may be gone"):
         Segment.attach(segment_name(owner, "scoreboard"))
     socket_file = socket_of(segment_name(owner, "scoreboard"))
@@ -153,7 +153,7 @@ def test_nothing_is_left_in_any_file_system():
     assert segments() == before
 
 
-def test_the_socket_is_its_users_alone_whatever_the_umask():
+def test_the_socket_is_private_with_any_umask():
     before = os.umask(0)
     try:
         owner = secrets.token_hex(4)
@@ -209,8 +209,8 @@ def test_another_user_gets_nothing_though_modes_let_him_in(segment):
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="becoming another user needs root")
-def test_a_socket_that_somebody_else_has_put_there_is_not_asked(tmp_path, monkeypatch):
-    """In /dev/shm everybody may make files: one with our server's name hands out memory of its own."""
+def test_a_socket_of_another_user_is_not_used(tmp_path, monkeypatch):
+    """In /dev/shm all users may create files: one with our server's name passes its own memory."""
     monkeypatch.setenv("JURYBOX_SHM_DIR", str(tmp_path))
     name = segment_name("dead", "scoreboard")
     code = """
@@ -238,7 +238,7 @@ def test_a_socket_that_somebody_else_has_put_there_is_not_asked(tmp_path, monkey
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="giving files away needs root")
-def test_a_file_that_somebody_else_has_put_there_is_not_mapped(tmp_path, monkeypatch):
+def test_a_file_of_another_user_is_not_mapped(tmp_path, monkeypatch):
     monkeypatch.setenv("JURYBOX_SHM_DIR", str(tmp_path))
     file = tmp_path / segment_name("dead", "scoreboard")
     file.write_bytes(bytes(SIZE))
@@ -254,7 +254,7 @@ def test_a_file_without_content_is_an_error_of_ours(tmp_path, monkeypatch):
         Segment.attach(segment_name("cut", "scoreboard"))
 
 
-def test_silence_and_floods_keep_nobody_from_attaching(server, segment):
+def test_silence_and_floods_do_not_prevent_attaching(server, segment):
     path = str(socket_of(segment.name))
     silent = []
     before = len(os.listdir("/proc/self/fd"))
@@ -262,7 +262,7 @@ def test_silence_and_floods_keep_nobody_from_attaching(server, segment):
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         connection.connect(path)
         if number % 3 == 0:
-            connection.send(os.urandom(200))  # what is no request
+            connection.send(os.urandom(200))  # not a request
         silent.append(connection)
     began = time.monotonic()
     for _ in range(20):
@@ -338,14 +338,14 @@ def test_too_few_descriptors_are_named_as_such(segment):
     assert Segment.attach(segment.name).size == SIZE
 
 
-def test_a_rings_pipe_wakes_whoever_attached_it(server):
+def test_a_ring_segments_pipe_wakes_attached_clients(server):
     rings = server.create_rings(segment_name(server.owner, "rings", 1), SIZE)
     engine, client = ShmRings.attach(rings.segment.name), ShmRings.attach(rings.segment.name)
     os.write(client.pipe, b"!")
     assert os.read(engine.pipe, 16) == b"!"
     client.close()
     with pytest.raises(BlockingIOError):
-        os.read(engine.pipe, 16)  # not the end of the file, though nobody writes any more
+        os.read(engine.pipe, 16)  # not the end of the file, although all writers are closed
     engine.close()
     rings.close()
     with pytest.raises(SharedMemoryError):
@@ -394,7 +394,7 @@ def test_the_tightest_of_machine_and_control_groups_counts(tmp_path):
     assert found() == (0, f"the limit {tmp_path}/cgroup/memory/memory.limit_in_bytes")
 
 
-def test_what_is_short_is_told_with_where(server, monkeypatch):
+def test_missing_columns_are_errors_with_their_place(server, monkeypatch):
     monkeypatch.setattr(segment_server, "available_memory", lambda: (20 << 20, "the limit /x/memory.max"))
     with pytest.raises(SharedMemoryError, match=r"needs 8\.0 MiB, 20\.0 MiB are left of the limit /x/memory\.max"):
         server.create(segment_name(server.owner, "arena", 1), 8 << 20)

@@ -1,4 +1,4 @@
-"""Who hangs, and who was only away together with everybody."""
+"""Processes that hang, and those that were only stopped together with all others."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Scene:
         return [f"{child.role} {why}" for child, why in self.watchdog.hanging([self.engine], [self.relay], self.now)]
 
     def live(self, seconds: float, **who: bool) -> list[str]:
-        """Let time pass; what was found last."""
+        """Let time pass; return the last findings."""
         found = []
         for _ in range(int(seconds * 4)):
             self.now += 0.25
@@ -52,7 +52,7 @@ def scene():
     return Scene()
 
 
-def test_who_shows_signs_of_life_does_not_hang(scene):
+def test_processes_with_heartbeats_do_not_count_as_hanging(scene):
     assert scene.live(500) == []
 
 
@@ -63,13 +63,13 @@ def test_a_silent_engine_hangs_and_so_does_a_silent_edge(scene):
     assert scene.live(SILENCE + 1, relay=False)[0].startswith("relay no sign of life")
 
 
-def test_a_child_that_never_comes_to_serve_hangs(scene):
+def test_a_child_that_never_serves_counts_as_hanging(scene):
     scene.engine.serving, scene.engine.started_at = False, scene.now
     assert scene.live(TIMEOUT - 1, engine=False) == []
     assert scene.live(2, engine=False) == [f"engine-0 does not serve {TIMEOUT + 1:.1f} s after its start"]
 
 
-def test_a_pause_of_everybody_is_held_against_nobody(scene):
+def test_a_pause_of_all_processes_is_no_hang(scene):
     scene.now += 3600
     assert scene.look() == [], "it has just come back, as all others have"
     assert scene.live(SILENCE - 1, engine=False, relay=False) == []

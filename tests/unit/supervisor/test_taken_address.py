@@ -1,4 +1,4 @@
-"""The address of a server that is dying: whoever comes next waits a moment for it."""
+"""The address of a server that is ending: the next server waits a moment for it."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def test_the_next_server_waits_for_one_that_is_dying(tmp_path):
     os.close(fd)
 
 
-def test_a_file_system_that_is_read_only_is_told_with_what_to_mount(tmp_path, monkeypatch):
-    """As docker run --read-only leaves /run/jurybox, whose folder is there already."""
+def test_a_read_only_file_system_is_an_error_that_says_what_to_mount(tmp_path, monkeypatch):
+    """Like docker run --read-only with /run/jurybox, whose folder exists already."""
 
     def refuse(path, *_):
         raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))

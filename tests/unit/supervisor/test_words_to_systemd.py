@@ -1,4 +1,4 @@
-"""What the service manager must hear it hears, however busy it is with other words."""
+"""The service manager gets the important messages, even if its socket is full of others."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def speaker(manager, clock, **environ):
 
 
 def fill(manager):
-    """As many datagrams as it holds unread; gives their number."""
+    """Send as many datagrams as it can hold unread; return their number."""
     n = 0
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as other:
         other.setblocking(False)
@@ -37,7 +37,7 @@ def fill(manager):
             n += 1
 
 
-def test_readiness_is_heard_although_there_was_no_room_when_it_came(manager):
+def test_readiness_arrives_although_the_socket_was_full(manager):
     clock = [0.0]
     server = speaker(manager, clock, WATCHDOG_USEC="300000")
     full = fill(manager)
@@ -51,7 +51,7 @@ def test_readiness_is_heard_although_there_was_no_room_when_it_came(manager):
     assert manager.recv(4096) == b"WATCHDOG=1"
 
 
-def test_words_that_must_be_heard_come_in_their_order(manager):
+def test_important_messages_arrive_in_order(manager):
     server = speaker(manager, [0.0])
     full = fill(manager)
     server.ready("serving")
@@ -63,7 +63,7 @@ def test_words_that_must_be_heard_come_in_their_order(manager):
     assert manager.recv(4096).startswith(b"STOPPING=1")
 
 
-def test_a_long_start_asks_for_more_time_once_a_second_and_says_how_far_it_is(manager):
+def test_a_long_start_requests_more_time_once_a_second_and_reports_progress(manager):
     clock = [0.0]
     server = speaker(manager, clock, WATCHDOG_USEC="300000")
     for tenth in range(21):
@@ -85,7 +85,7 @@ def test_a_manager_that_never_listens_costs_half_a_second_at_the_end_and_no_more
     assert time.monotonic() - began >= 0.5
 
 
-def test_where_nobody_asked_nothing_is_said_and_nonsense_is_borne():
+def test_without_a_service_manager_nothing_is_sent_and_invalid_variables_are_ignored():
     for environ in ({}, {"NOTIFY_SOCKET": "/nonexistent/x", "WATCHDOG_USEC": "soon"}):
         server = ServiceManager(lambda event, **fields: None, environ)
         server.starting("x")

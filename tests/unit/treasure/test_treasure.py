@@ -19,13 +19,13 @@ def world(**changes):
 def test_pettingzoo_finds_nothing_wrong():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        # It warns of planes of integers, which are what was asked for.
+        # It warns of integer planes, which are intended here.
         warnings.filterwarnings("ignore", message=".*(Observation|observation).*")
         api_test(TreasureHunt(agents=3, turns=20), num_cycles=200)
         seed_test(lambda: TreasureHunt(agents=2, turns=20), num_cycles=50)
 
 
-def test_no_two_agents_ever_stand_on_one_tile_and_nobody_in_a_wall():
+def test_no_two_agents_are_on_one_tile_and_none_in_a_wall():
     crowded = world(agents=20, height=9, width=9, gems=(5, 3, 2), walls=0.1)
     random = np.random.default_rng(0)
     for _ in range(300):
@@ -92,7 +92,7 @@ def test_walls_never_cut_the_floor_in_two(walls):
         assert reached == floor
 
 
-def test_a_restored_world_goes_on_as_the_one_it_was_taken_from():
+def test_a_restored_world_continues_like_the_original():
     one = world(agents=2)
     for turn in range(30):
         one.entities_act()

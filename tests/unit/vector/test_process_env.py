@@ -67,7 +67,7 @@ def test_spaces_and_dtypes_are_gymnasiums(pair) -> None:
     assert [part.dtype for part in step[1:4]] == [np.float64, np.bool_, np.bool_]
 
 
-def test_what_was_handed_out_is_not_written_again(pair) -> None:
+def test_returned_batches_are_not_overwritten(pair) -> None:
     ours, _ = pair
     before, _ = ours.reset(seed=1)
     kept = before.copy()
@@ -113,7 +113,7 @@ def test_the_first_that_are_ready_come_first() -> None:
             env.recv(1)
 
 
-def test_a_recv_that_comes_too_early_loses_nothing() -> None:
+def test_an_early_recv_loses_nothing() -> None:
     with ProcessVectorEnv([partial(Counter, slow=1.0)]) as env:
         env.reset()
         env.send(np.zeros(1, int))
@@ -131,7 +131,7 @@ def test_a_reset_drops_steps_that_are_under_way() -> None:
         assert env.step(np.zeros(3, int))[1].tolist() == [1.0] * 3
 
 
-def test_what_an_environment_raises_is_raised_here_with_its_traceback() -> None:
+def test_an_environments_exception_is_raised_here_with_its_traceback() -> None:
     with ProcessVectorEnv([partial(Counter, name) for name in range(3)], workers=2) as env:
         env.reset()
         with pytest.raises(WorkerFailed, match=r"worker 1: ValueError: the third wheel came off[\s\S]*in step"):
@@ -140,7 +140,7 @@ def test_what_an_environment_raises_is_raised_here_with_its_traceback() -> None:
         assert env.step(np.zeros(3, int))[1].tolist() == [1.0] * 3
 
 
-def test_environments_that_cannot_be_made_or_differ_are_told() -> None:
+def test_environments_that_cannot_be_created_or_differ_are_errors() -> None:
     with pytest.raises(WorkerFailed, match="unexpected keyword"):
         ProcessVectorEnv([partial(Counter, colour="red")])
     with pytest.raises(ValueError, match="same spaces everywhere"):
@@ -164,7 +164,7 @@ def in_a_forked_child(work) -> bytes:
     if pid == 0:
         try:
             said = str(work())
-        except BaseException as error:  # noqa: BLE001 (told to the parent)
+        except BaseException as error:  # noqa: BLE001 (reported to the parent)
             said = f"{type(error).__name__}: {error}"
         os.write(theirs, said.encode())
         os._exit(0)
@@ -179,7 +179,7 @@ def in_a_forked_child(work) -> bytes:
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_a_forked_child_is_refused_and_takes_none_of_its_parents_answers() -> None:
+def test_a_forked_child_is_refused_and_receives_none_of_its_parents_answers() -> None:
     with ProcessVectorEnv([partial(Counter, name) for name in range(2)], workers=2) as env:
         env.reset(seed=1)
         assert b"Refused: these environments belong to process" in in_a_forked_child(lambda: env.step(np.zeros(2, int)))

@@ -1,4 +1,4 @@
-"""Environments whose every number says where and when it comes from."""
+"""Environments whose values encode where and when they were made."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A real scoreboard and the status document of an imagined server, so that what is watched can be set by hand."""
+"""A real scoreboard and the status document of an imaginary server, so that all values can be set by hand."""
 
 from __future__ import annotations
 

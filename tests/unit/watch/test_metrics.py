@@ -1,4 +1,4 @@
-"""What Prometheus is told, read back by Prometheus's own parser."""
+"""The metrics for Prometheus, read by Prometheus's own parser."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_batch_sizes_have_exact_bounds(scene):
     assert value(scene, "batch_rows_sum", model="photo") == 74
 
 
-def test_weights_tell_version_newest_lag_and_age(scene):
+def test_weights_metrics_have_version_newest_lag_and_age(scene):
     scene.add(0, POLICY, version=3, newest=5, adopted=scene.snapshot().taken - 2_000_000_000)
     scene.add(1, POLICY, version=5, newest=5)
     labels = {"model": "policy/agent0"}
@@ -105,7 +105,7 @@ def test_an_engine_that_died_is_down_and_counted(scene):
     assert [value(scene, "engine_restarts_total", engine=str(index)) for index in (0, 1)] == [0, 1]
 
 
-def test_an_engine_that_comes_back_changes_no_sum_and_no_count(scene):
+def test_a_restarted_engine_changes_no_sum_and_no_count(scene):
     from jurybox.protocol.scoreboard import EngineState
 
     counted = {metric.full_name for metric in TABLE if metric.kind is Kind.COUNTER} | {
@@ -123,7 +123,7 @@ def test_an_engine_that_comes_back_changes_no_sum_and_no_count(scene):
     }
 
 
-def test_what_happens_at_a_port_for_robots_is_counted_by_port(scene):
+def test_events_at_a_port_for_robots_are_counted_by_port(scene):
     port = PortCounters()
     port.opened, port.connected, port.sessions = 3, 2, 5
     port.refused["token"] += 4
@@ -163,12 +163,12 @@ def test_what_happens_at_a_port_for_robots_is_counted_by_port(scene):
 @pytest.mark.parametrize(
     "wrong", [7, {"delay": "x"}, {"delay": float("nan")}, {"delay": -1.0}, {"stale": 1.5}, {"late": -1}, {"more": 1}]
 )
-def test_a_report_that_is_none_says_what_was_expected(wrong):
+def test_the_error_for_an_invalid_report_says_what_was_expected(wrong):
     with pytest.raises(Malformed, match="chunk_report: expected"):
         ChunkReport(wrong)
 
 
-def test_build_info_says_what_runs(scene):
+def test_build_info_names_the_build(scene):
     (labels,) = [dict(labels) for name, labels in scraped(scene) if name == "jurybox_build_info"]
     assert labels["server"] == scene.id
     assert labels["version"]

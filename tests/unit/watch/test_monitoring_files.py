@@ -1,4 +1,4 @@
-"""The page of metrics, the dashboard and the rules are what the table of metrics says."""
+"""The page of metrics, the dashboard and the rules match the table of metrics."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ PAGE = Path(live.__file__).parent / "page"
 
 
 class Source:
-    """A status source over a scene; counts how often it is asked."""
+    """A status source for a scene that counts its calls."""
 
     def __init__(self, scene: Any) -> None:
         self.scene = scene
@@ -72,7 +72,7 @@ def test_no_file_of_the_page_has_inline_code_or_names_a_foreign_host(file):
     assert "innerHTML" not in text
 
 
-async def test_metrics_come_from_the_scoreboard_and_the_server_is_asked_once_a_second(http, source, scene):
+async def test_metrics_come_from_the_scoreboard_and_the_status_is_read_once_a_second(http, source, scene):
     for requests in range(1, 6):
         scene.add(0, 3, requests=1)
         text = (await http.get("/metrics")).text
@@ -115,7 +115,7 @@ def parsed(event: str) -> tuple[str, dict[str, Any]]:
     return kind, json.loads(data)
 
 
-async def test_the_stream_samples_only_while_somebody_watches(source):
+async def test_the_stream_samples_only_with_subscribers(source):
     broadcast = Broadcast(Watch(source), interval=0.05)
     assert source.asked == 0
     streams = [broadcast.stream() for _ in range(3)]
@@ -129,7 +129,7 @@ async def test_the_stream_samples_only_while_somebody_watches(source):
     broadcast.close()
 
 
-async def test_the_stream_says_that_the_server_is_gone_and_goes_on_when_it_is_back(source):
+async def test_the_stream_reports_that_the_server_is_gone_and_resumes_when_it_is_back(source):
     broadcast = Broadcast(Watch(source), interval=0.05)
     stream = broadcast.stream()
     source.error = ServerGone("nobody there")

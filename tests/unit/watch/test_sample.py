@@ -37,7 +37,7 @@ def test_rates_and_percentiles_are_those_between_the_two_looks(scene):
     assert [engine["rates"]["requests"] for engine in shown["engines"]] == [25.0, 25.0]
 
 
-def test_what_stands_now_comes_from_the_later_look(scene):
+def test_current_values_come_from_the_later_sample(scene):
     scene.lease(0, PHOTO, 8)
     scene.lease(5, PHOTO, 4)
     scene.lease(6, POLICY, 1)
@@ -60,7 +60,7 @@ def test_the_first_look_has_no_rates(scene):
     assert sample(None, scene.snapshot())["rates"] == {"requests": 0.0, "rows": 0.0, "batches": 0.0}
 
 
-def test_a_model_that_came_between_the_looks_began_at_zero(scene):
+def test_a_model_that_appeared_between_two_samples_began_at_zero(scene):
     policy = scene.models.pop()
     before = scene.snapshot()
     scene.models.append(policy)
@@ -159,11 +159,11 @@ def test_an_engine_that_is_dead_has_no_rates_and_nothing_waits_for_it(scene, sta
         ("stopping at once", {}, "stopping at once"),
     ],
 )
-def test_an_event_is_told_in_words(event, fields, text):
+def test_an_event_is_described_in_words(event, fields, text):
     assert sentence({"at": 0.0, "level": "info", "event": event, "fields": fields}) == text
 
 
-def test_failures_before_the_first_look_are_nobodys_news(scene):
+def test_failures_before_the_first_sample_are_not_reported(scene):
     scene.add(0, PHOTO, failed=2)
     assert History().add(scene.snapshot())["events"] == []
 
@@ -174,7 +174,7 @@ def test_root_may_watch_another_users_server(scene, monkeypatch):
     assert ScoreboardReader().read(document).server_id == scene.id
 
 
-def test_whoever_watches_cannot_write_to_the_scoreboard_and_sees_a_dead_server(scene):
+def test_watchers_cannot_write_to_the_scoreboard_and_notice_a_dead_server(scene):
     reader = ScoreboardReader()
     document = scene.document()
     reader.read(document)

@@ -1,4 +1,4 @@
-"""The terminal's page shows what is in the sample."""
+"""The terminal's page shows the sample's values."""
 
 from __future__ import annotations
 

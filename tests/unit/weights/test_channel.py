@@ -19,7 +19,7 @@ from jurybox.protocol.weights.publisher import Publisher
 from jurybox.protocol.weights.reader import WeightsReader
 
 
-def test_a_layout_survives_its_json_and_its_hash_tells_layouts_apart(arrays):
+def test_a_layout_survives_json_and_different_layouts_have_different_hashes(arrays):
     layout = WeightsLayout.of(arrays)
     again = WeightsLayout.from_json(layout.to_json())
     assert again == layout and again.places == layout.places
@@ -80,7 +80,7 @@ def test_arrays_come_back_from_the_extra_wherever_they_are():
 
 
 @pytest.mark.parametrize("bad", [{"x": {1: 2}}, {"x": {"__array__": 1}}, {"x": object()}, {"x": np.array([object()])}])
-def test_what_json_cannot_say_is_refused_with_its_place(bad):
+def test_values_outside_json_are_refused_with_their_place(bad):
     with pytest.raises(SpecMismatch, match=r"extra\['x'\]"):
         encode_extra(bad)
 
@@ -149,7 +149,7 @@ def test_an_extra_that_no_reader_could_unpack_is_refused_to_its_publisher(bad):
         raw_extra('{"x": {"__array__": ["|u1", [64], 0]}, "y": {"__array__": ["|u1", [64], 0]}}', bytes(64)),
     ],
 )
-def test_bytes_made_to_harm_whoever_unpacks_them_give_the_one_error(data):
+def test_hostile_bytes_raise_the_documented_error(data):
     with pytest.raises(ProtocolMismatch, match="expected an extra"):
         decode_extra(data)
 
@@ -168,7 +168,7 @@ def test_bytes_made_to_harm_whoever_unpacks_them_give_the_one_error(data):
         b"\xff",
     ],
 )
-def test_a_layout_made_to_harm_whoever_reads_it_gives_the_one_error(text):
+def test_a_hostile_layout_raises_the_documented_error(text):
     with pytest.raises(ProtocolMismatch, match="expected a weights layout"):
         WeightsLayout.from_json(text)
 
@@ -194,7 +194,7 @@ def test_a_channel_that_does_not_fit_shared_memory_is_refused_with_the_remedy(na
         WeightsChannel.create(name, huge)
 
 
-def test_what_is_no_channel_is_not_attached(make):
+def test_an_invalid_channel_is_not_attached(make):
     channel = make()
     with pytest.raises(SharedMemoryError, match="cannot be opened"):
         WeightsChannel.attach(channel.name + "-missing")
@@ -240,7 +240,7 @@ def test_an_overwritten_head_and_layout_are_written_anew(make):
     assert bytes(channel.segment.buffer[:8192]) == before
 
 
-@pytest.mark.parametrize("at", [256, 320, 328, 384, 392])  # what is newest; of each slot its sequence and its version
+@pytest.mark.parametrize("at", [256, 320, 328, 384, 392])  # the newest version; the sequence and version of each slot
 def test_overwritten_words_are_readable_again_after_the_next_publication(make, arrays, at):
     channel = make()
     with Publisher(channel) as publisher:
@@ -257,7 +257,7 @@ def test_overwritten_words_are_readable_again_after_the_next_publication(make, a
     assert not any(channel.restore() for _ in range(10))
 
 
-def test_what_a_killed_publisher_left_is_no_damage(make, arrays):
+def test_a_channel_of_a_killed_publisher_is_intact(make, arrays):
     channel = make()
     with Publisher(channel) as publisher:
         publisher.publish(arrays)

@@ -1,4 +1,4 @@
-"""A weights channel's ends after a fork, in threads, when dropped, and when the channel's owner is gone."""
+"""Publishers and readers after a fork, in threads, when garbage-collected, and after the channel's owner has ended."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def descriptors() -> int:
     return len(list(Path("/proc/self/fd").iterdir()))
 
 
-def test_a_forked_child_publishes_nothing_and_its_parent_goes_on(make, arrays):
+def test_a_forked_child_publishes_nothing_and_its_parent_still_can(make, arrays):
     channel = make()
     with Publisher(channel) as publisher:
         publisher.publish(arrays)
@@ -165,7 +165,7 @@ def test_threads_may_share_a_reader(make):
     assert not wrong and min(read) >= 200
 
 
-def test_a_reader_whose_channel_has_lost_its_owner_is_told(make, arrays):
+def test_a_reader_whose_channel_has_lost_its_owner_gets_an_error(make, arrays):
     channel = make()
     with Publisher(channel) as publisher:
         publisher.publish(arrays)
@@ -200,7 +200,7 @@ def test_ends_of_a_channel_that_was_closed_here_refuse(make, arrays):
     publisher.close()
 
 
-def test_a_publisher_that_is_dropped_without_a_word_gives_its_place_back(make, arrays):
+def test_a_publisher_that_is_garbage_collected_releases_its_channel(make, arrays):
     channel = make()
     before = descriptors()
     Publisher(channel).publish(arrays)
@@ -210,7 +210,7 @@ def test_a_publisher_that_is_dropped_without_a_word_gives_its_place_back(make, a
     assert descriptors() == before
 
 
-def test_what_is_dropped_or_closed_leaves_no_descriptor(make):
+def test_dropped_and_closed_objects_leave_no_descriptor(make):
     channel, closed = make(), []
     before = descriptors()
     for _ in range(20):

@@ -60,7 +60,7 @@ class Grouped:
         self.channels = [WeightsChannel.create(f"{name}{i}", WeightsLayout.of(self.own[i])) for i in range(n)]
         for i in range(n):
             self.join(i)
-        self.server.engine.slots[0].served.fewest = 2  # as on a GPU, so that few members show what many do
+        self.server.engine.slots[0].served.fewest = 2  # as on a GPU, so that few members behave like many
 
     def _later(self, action) -> None:
         """The loop's thread is the test's: what comes from another waits for `between_turns`."""
@@ -78,7 +78,7 @@ class Grouped:
             self.actions.get()()
 
     def ask(self, rows: dict[int, np.ndarray]) -> dict[int, object]:
-        """Replies by member, all asked before the engine takes its turn."""
+        """Replies by member; all requests are sent before the engine runs."""
         self.between_turns()
         models = {i: self.server.model(f"agent{i}") for i in rows}
         tickets = {i: models[i].submit(x) for i, x in rows.items()}
@@ -131,7 +131,7 @@ def test_every_member_answers_with_its_own_weights(make, counts):
         assert_its_own(reply, grouped.own[i], asked[i])
 
 
-def test_members_asked_together_are_one_forward(make):
+def test_requests_to_several_members_are_one_forward(make):
     grouped = make()
     FORWARDS.clear()
     grouped.ask({i: rows(1 + i % 3) for i in range(5)})
@@ -140,7 +140,7 @@ def test_members_asked_together_are_one_forward(make):
     assert counters["rows"][:5].tolist() == [1, 2, 3, 1, 2] and counters["batches"][:5].tolist() == [1] * 5
 
 
-def test_what_one_learner_publishes_reaches_its_member_alone(make):
+def test_a_learners_publication_reaches_only_its_member(make):
     grouped = make()
     publisher = Publisher(grouped.channels[2])
     x = {i: rows(2, i) for i in range(5)}
@@ -208,7 +208,7 @@ def test_more_rows_than_a_members_batch_holds_are_more_forwards(make):
     assert_its_own(replies[3], grouped.own[1], x)
 
 
-def test_a_member_leaves_and_comes_back_and_the_others_keep_what_they_adopted(make):
+def test_a_member_leaves_and_returns_and_the_others_keep_their_versions(make):
     grouped = make(3)
     Publisher(grouped.channels[2]).publish(grouped.own[0])
     grouped.wait_for(2, 1)
@@ -304,11 +304,11 @@ def test_only_models_that_differ_in_nothing_but_weights_share_a_group():
         ([(0, 1), (1, 1), (2, 64), (3, 1), (4, 1), (5, 1), (6, 1), (7, 1)], [(0, 2), (2, 3), (3, 8)]),
     ],
 )
-def test_neighbours_are_computed_together_and_what_is_far_or_large_by_itself(parts, runs):
+def test_adjacent_rows_are_computed_together_and_distant_or_large_ones_alone(parts, runs):
     assert [(run.start, run.stop) for run in plan(parts, hole=1, fewest=2)] == runs
 
 
-def test_where_a_stacked_forward_costs_more_than_a_few_the_few_are_computed():
+def test_few_members_are_computed_alone_if_a_stacked_forward_costs_more():
     parts = [(place, 1) for place in (0, 1, 2, 10, 11, 12, 13, 14)]
     assert [(run.start, run.stop) for run in plan(parts, hole=1, fewest=4)] == [(0, 1), (1, 2), (2, 3), (3, 8)]
     assert [(run.start, run.stop) for run in plan(parts, hole=128, fewest=2)] == [(0, 8)]

@@ -8,7 +8,7 @@ from benchmarks.weights.publication import measure
 
 @pytest.mark.slow
 def test_a_hundred_megabytes_are_published_in_at_most_1_3_memcpys():
-    # The best of three: a neighbour on the same memory bus slows one run, never speeds it up.
+    # The best of three: other programs only slow a run down.
     best = min((measure(100, 15)["memcpys"] for _ in range(3)), key=lambda ratios: ratios["publish"])
     assert best["publish"] <= 1.3, best
     assert best["read into arrays kept"] <= 1.5, best

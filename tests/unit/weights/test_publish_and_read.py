@@ -21,7 +21,7 @@ MODES = pytest.mark.parametrize("mode", ["double_buffer", "snapshot"])
 
 
 @MODES
-def test_what_was_published_is_what_is_read(make, arrays, mode):
+def test_published_weights_are_read(make, arrays, mode):
     channel = make(mode=mode)
     publisher, reader = Publisher(channel), WeightsReader(WeightsChannel.attach(channel.name))
     seen = 0
@@ -79,7 +79,7 @@ def test_another_layout_is_refused_with_the_difference_named(make, arrays):
 
 @MODES
 @pytest.mark.parametrize("dtype", [name for name, stored in DTYPES.items() if stored.width])
-def test_not_finite_weights_are_refused_on_request_and_the_last_version_stands(make, mode, dtype):
+def test_non_finite_weights_are_refused_on_request_and_the_last_version_stays(make, mode, dtype):
     torch = pytest.importorskip("torch")
     good = {"fine": torch.ones(70_000).to(getattr(torch, dtype)), "w": torch.ones(70_000).to(getattr(torch, dtype))}
     channel = make(good, mode=mode)
@@ -94,7 +94,7 @@ def test_not_finite_weights_are_refused_on_request_and_the_last_version_stands(m
             publisher.publish(state, check_finite=True)
         read = reader.read()
         assert read.version == publisher.version and (read.state["w"] == read.state["fine"]).all()
-    publisher.publish({**good, "w": poisoned.to(getattr(torch, dtype))})  # not asked, not checked
+    publisher.publish({**good, "w": poisoned.to(getattr(torch, dtype))})  # not requested, not checked
     with pytest.raises(Refused, match="extra"):
         publisher.publish(good, extra={"deep": [np.array([1.0, np.nan])]}, check_finite=True)
 
@@ -135,7 +135,7 @@ def test_threads_may_share_a_publisher(make, arrays):
     assert sorted(versions) == list(range(1, 151))
 
 
-def test_waits_are_bounded_and_say_what_is_missing(make, arrays):
+def test_waits_are_bounded_and_their_errors_name_what_is_missing(make, arrays):
     channel, single = make(), make(mode="snapshot")
     with pytest.raises(Timeout, match="nothing has been published"):
         WeightsReader(channel).read(timeout=0.05)

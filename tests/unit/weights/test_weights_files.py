@@ -48,7 +48,7 @@ def test_every_kth_publication_is_saved_and_the_oldest_go(make, state, tmp_path)
     ]
 
 
-def test_a_restart_goes_on_from_the_last_saved_version(make, state, tmp_path):
+def test_a_restart_continues_from_the_last_saved_version(make, state, tmp_path):
     old = make(state)
     publisher = Publisher(old)
     for _ in range(41):
@@ -94,7 +94,7 @@ def test_a_folder_belongs_to_one_at_a_time(make, state, tmp_path):
     WeightsFiles(make(state), tmp_path).close()
 
 
-def test_what_a_killed_writer_left_is_removed_and_the_rest_stays(make, state, tmp_path):
+def test_files_of_a_killed_writer_are_removed_and_the_rest_stays(make, state, tmp_path):
     channel = make(state)
     Publisher(channel).publish(state)
     save(channel, tmp_path)

@@ -1,4 +1,4 @@
-"""Weights in chunks: what comes out at the other end, and what is noticed."""
+"""Weights in chunks: the received weights, and the detected errors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def flat():
     return np.random.default_rng(0).integers(0, 256, 10_000).astype(np.uint8)
 
 
-def test_chunks_put_together_are_what_was_sent(flat):
+def test_joined_chunks_equal_the_sent_bytes(flat):
     assembly = Assembly(np.zeros_like(flat), gaps=False)
     sent = 0
     for chunk in chunks(flat, size=3000):
@@ -25,7 +25,7 @@ def test_chunks_put_together_are_what_was_sent(flat):
     assert (assembly.flat == flat).all()
 
 
-def test_only_what_changed_travels(flat):
+def test_only_changes_are_sent(flat):
     new = flat.copy()
     new[[100, 6500]] += 1
     changed = list(chunks(new, flat, size=1000))
@@ -48,7 +48,7 @@ def test_only_what_changed_travels(flat):
         (lambda chunk: setattr(chunk, "data", b""), Code.MALFORMED, "expected it at"),
     ],
 )
-def test_a_chunk_that_is_not_what_was_sent_is_refused(flat, spoil, code, message):
+def test_a_damaged_chunk_is_refused(flat, spoil, code, message):
     assembly = Assembly(np.zeros_like(flat), gaps=False)
     first, second, *_ = chunks(flat, size=3000)
     assembly.put(first)
