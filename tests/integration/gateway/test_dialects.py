@@ -174,7 +174,7 @@ def bad_pictures():
 def test_one_bad_picture_fails_the_request_and_is_named(http, name):
     """Flow-GRPO's client retries a 500 for a day and a half, and accepts any body that contains "outputs"."""
     status, answer = pickled(http, "/flow_grpo", {"images": [picture(51), bad_pictures()[name], picture(51)]})
-    assert 400 <= status < 500 and list(answer) == ["error"] and "1" in answer["error"]
+    assert 400 <= status < 500 and list(answer) == ["error"] and "sample 1:" in answer["error"]
     status, answer = pickled(http, "/verl_omni", {"images": [bad_pictures()[name]], "prompts": ["a"], "metadata": {}})
     assert 400 <= status < 500 and status not in (408, 429) and list(answer) == ["error"]
 

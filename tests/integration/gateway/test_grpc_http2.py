@@ -247,9 +247,9 @@ def literal(name, value):
     return b"\x00" + bytes((len(name),)) + name + bytes((len(value),)) + value
 
 
-def framed_call(stream, message, path=b"/t.T/echo", more=()):
+def framed_call(stream, message, path=b"/t.T/echo"):
     fields = [(b":method", b"POST"), (b":scheme", b"http"), (b":path", path), (b":authority", b"here"),
-              (b"content-type", b"application/grpc"), (b"te", b"trailers"), *more]  # fmt: skip
+              (b"content-type", b"application/grpc"), (b"te", b"trailers")]  # fmt: skip
     head = frame(1, 4, stream, b"".join(literal(*field) for field in fields))
     return head + frame(0, 1, stream, b"\0" + struct.pack(">I", len(message)) + message)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -246,9 +247,10 @@ def test_more_texts_than_a_batch_are_split(way):
 def test_images_of_any_size_are_scored(way, sides):
     pictures = images(sides, sides)
     if not pictures[0].size:
-        with pytest.raises(Failed):  # their mean is NaN or they have no data: either is an error
-            way.infer("image", {"image": pictures})
-            raise Failed
+        # Their mean is NaN, which JSON cannot represent, and some clients send no empty tensors.
+        with contextlib.suppress(Failed):
+            outputs, _ = way.infer("image", {"image": pictures})
+            assert np.isnan(outputs["score"]).all()
         return
     expected = [picture.mean() / 255 for picture in pictures]
     np.testing.assert_allclose(way.one("image", {"image": pictures}), expected, rtol=1e-5)
