@@ -1,9 +1,9 @@
-"""Ask the vulnerability service about every pinned dependency; needs the network.
+"""Check every pinned dependency with the vulnerability service; needs the network.
 
     .venv/bin/python .ci/audit.py [pip-audit's options, such as -s osv]
 
-Exit status 0: all were looked up and none has a known weakness; 1: some have; 2: the service could not be asked, or did
-not know all of them. pip-audit alone calls that clean. There is no copy of the service's data to ask offline.
+Exit status 0: all were checked and none has a known vulnerability; 1: some have; 2: the service was not available, or
+did not know all of them, which pip-audit alone reports as clean. There is no offline copy of the service's data.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ FOUND, UNKNOWN = 1, 2
 
 
 def report(options: list[str]) -> tuple[dict[str, Any] | None, str]:
-    """pip-audit's findings and what it said; None where it could not ask."""
+    """pip-audit's findings and its output; None if the service was not available."""
     command = [sys.executable, "-m", "pip_audit", "--requirement", str(PINNED), "--no-deps", "--disable-pip"]
     command += ["--format", "json", "--progress-spinner", "off", *options]
     asked = subprocess.run(command, check=False, capture_output=True, text=True)

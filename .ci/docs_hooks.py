@@ -1,9 +1,9 @@
-"""What mkdocs does not do by itself for `make docs`.
+"""Additions to mkdocs for `make docs`.
 
 - `cli.md` gets the help of every command, from the command line itself, so that it cannot be out of date.
 - A link from a page to a file outside docs/ leads to a copy of it in the site; text gets the ending .txt, which
   browsers show.
-- Drawings (SVG) stand in the page itself, so that their colours follow the page's.
+- Drawings (SVG) are inlined, so that their colours follow the page's.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def copy(path: str, files: Files, config: MkDocsConfig) -> None:
-    """Put a file of the repository into the site; a folder with what is in it, and a page that lists it."""
+    """Copy a file of the repository to the site; a folder with its content, and a page that lists it."""
     if (ROOT / path).is_dir():
         files_there = sorted(each for each in (ROOT / path).rglob("*.*") if each.is_file())
         inner = [str(each.relative_to(ROOT)) for each in files_there if each.suffix != ".pyc"]
@@ -71,12 +71,12 @@ def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -
 
 
 def outside(found: re.Match[str], page: str) -> str:
-    """The path in the repository of a link that leads out of docs/; "" where it does not."""
+    """The path in the repository of a link out of docs/; "" for other links."""
     return found["path"] if found["up"].count("/") > page.count("/") else ""
 
 
 def shown_as(path: str) -> str:
-    """Where a file of the repository stands in the site."""
+    """The place of a repository's file in the site."""
     if (ROOT / path).is_dir():
         return f"repository/{path.rstrip('/')}/index.html"
     picture = path.endswith((".svg", ".png", ".jpg"))
@@ -117,7 +117,7 @@ def command_lines() -> list[str]:
 
 
 def row_of(parameter: Any, context: Any) -> str:
-    """A row of a command's table; nothing for what every command has, and for what is hidden."""
+    """A row of a command's table; empty for common and hidden options."""
     if parameter.name in {"help", "install_completion", "show_completion"} or getattr(parameter, "hidden", False):
         return ""
     if parameter.param_type_name == "argument":
@@ -130,5 +130,5 @@ def row_of(parameter: Any, context: Any) -> str:
 
 
 def plain(text: str | None) -> str:
-    """A help text with its paragraphs as lines of their own, without what only a terminal understands."""
+    """A help text with each paragraph on one line, without terminal markup."""
     return "\n\n".join(" ".join(part.split()) for part in (text or "").replace("\b", "").split("\n\n"))

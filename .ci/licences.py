@@ -1,6 +1,6 @@
-"""Check the licence of everything that an install of Jurybox brings along; needs no network.
+"""Check the licences of all packages that an install of Jurybox brings along; needs no network.
 
-    .venv/bin/python .ci/licences.py          # exit status 1 where one is not on the list
+    .venv/bin/python .ci/licences.py          # exit status 1 if one is not on the list
     .venv/bin/python .ci/licences.py --all    # also print every package with its licence
 
 It checks the packages that every extra of pyproject.toml requires, by what pip-licenses reads from their metadata, but
@@ -67,14 +67,14 @@ def required(name: str, extras: set[str]) -> set[str]:
 
 
 def licences(packages: set[str]) -> dict[str, str]:
-    """Each package's licence, as its metadata says."""
+    """Each package's licence, from its metadata."""
     command = [sys.executable, "-m", "piplicenses", "--from=mixed", "--with-system", "--format=json", "--packages"]
     told = subprocess.run([*command, *sorted(packages)], stdout=subprocess.PIPE, text=True, check=True)
     return {each["Name"]: each["License"] for each in json.loads(told.stdout)}
 
 
 def refused(licence: str) -> list[str]:
-    """The parts of a licence that are not on the list; of alternatives, too, since nobody chose one."""
+    """The parts of a licence that are not on the list; also those of alternatives."""
     parts = [part.strip() for part in re.split(r";|\bAND\b|\bOR\b", licence)]
     names = [part if part.count("(") == part.count(")") else part.strip("()") for part in parts]
     return [name for name in names if name not in ALLOWED]

@@ -1,11 +1,11 @@
-"""Whether what is here can be released: `make release-check`. Exit status 0: it can; 1: what is wrong, line by line.
+"""Check whether this tree can be released: `make release-check`. Exit status 0: it can; 1: a line for each problem.
 
     .venv/bin/python .ci/release.py [--version 0.2.0] [--skip-build]
 
-Looked at: the version is of the form that PyPI wants and newer than the last tag; the changelog has a section for it,
-with a date; the tag does not name another commit; nothing is uncommitted; the lock has all that is asked for, in the
-versions of constraints.txt; the source distribution holds what git holds, no more and no less; and the wheels, built
-twice, are the same bytes.
+It checks that the version is valid for PyPI and newer than the last tag; that the changelog has a section for it, with
+a date; that the tag does not name another commit; that nothing is uncommitted; that the lock has all requirements, in
+the versions of constraints.txt; that the source distribution has exactly git's files; and that the wheels, built twice,
+are the same bytes.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from packaging.version import InvalidVersion, Version
 
 ROOT = Path(__file__).resolve().parents[1]
 LOCK = ROOT / ".ci" / "development.lock"
-# What stays in git alone: how the repository is hosted, and what a build of it takes no notice of.
+# Files that stay in git alone: those for hosting, and those that a build does not use.
 NOT_IN_SDIST: set[str] = set()
 ONLY_IN_SDIST = {"PKG-INFO"}
 _DATED = re.compile(r"^## \[(?P<version>[^\]]+)\] - (?P<date>\S+)$", re.MULTILINE)
@@ -54,7 +54,7 @@ def check_version(version: str, tags: list[str]) -> list[str]:
 
 
 def check_changelog(text: str, version: str, today: datetime.date) -> list[str]:
-    """A section "## [version] - date", not of the future, that says something; an empty [Unreleased] above it."""
+    """A section "## [version] - date", not in the future and not empty; an empty [Unreleased] above it."""
     sections = {found["version"]: found for found in _DATED.finditer(text)}
     if version not in sections:
         return [f"CHANGELOG.md has no section '## [{version}] - YYYY-MM-DD': give [Unreleased] that name and its date"]
@@ -90,20 +90,20 @@ def check_lock(lock: str, constraints: str) -> list[str]:
 
 
 def asked_for(project: dict[str, Any]) -> set[str]:
-    """The names of what a development environment asks for, of pyproject.toml's [project]."""
+    """The names of a development environment's requirements, of pyproject.toml's [project]."""
     extras = project["optional-dependencies"]
     lines = [*project["dependencies"], *(line for extra in ("server", "training", "dev") for line in extras[extra])]
     return {_plain(re.split(r"[^\w.-]", line)[0]) for line in lines} - {_plain(project["name"])}
 
 
 def check_locked(lock: str, asked: set[str]) -> list[str]:
-    """Whatever is asked for is in the lock; torch alone is not, which comes from one index or another."""
+    """All requirements are in the lock, except torch, which has several indexes."""
     there = {name for name, _ in _pins(lock)}
     return [f"the lock has no {name}: make lock" for name in sorted(asked - there - {"torch"})]
 
 
 def check_sdist(names: set[str], tracked: set[str]) -> list[str]:
-    """It holds what git holds."""
+    """It has exactly git's files."""
     missing, more = tracked - names - NOT_IN_SDIST, names - tracked - ONLY_IN_SDIST
     return [f"not in the source distribution: {name}" for name in sorted(missing)] + [
         f"in the source distribution but not in git: {name}" for name in sorted(more)

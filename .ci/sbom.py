@@ -1,9 +1,9 @@
-"""What each kind of install brings along, as CycloneDX: `make sbom`. Needs uv and the package index, no engine.
+"""Write the packages of each kind of install as CycloneDX: `make sbom`. Needs uv and the package index, no engine.
 
     .venv/bin/python .ci/sbom.py [--out sbom]
 
-Versions are those of constraints.txt, hashes are those of the index. A list that lacks something is no list: a package
-without a version, or a kind that cannot be resolved, ends it with exit status 1.
+Versions are those of constraints.txt, hashes are those of the index. Lists must be complete: a package without a
+version, or a kind that cannot be resolved, ends it with exit status 1.
 """
 
 from __future__ import annotations

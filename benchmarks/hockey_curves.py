@@ -1,10 +1,10 @@
-"""Several runs of `jurybox train hockey` as one picture: mean and spread of what their evaluations found.
+"""Several runs of `jurybox train hockey` as one plot: mean and spread of their evaluations.
 
     python -m benchmarks.hockey_curves RUN RUN ... [--serial RUN RUN ...] --out curves.svg [--over minutes]
 
 RUN is a run's folder, or its metrics.csv. Each curve is the mean over the runs, its band reaches from the least to the
-most of them. Runs evaluate at steps of their own, so their values are read off between two evaluations (linearly), as
-far as the shortest run went. Those that were trained with --serial are drawn beside the others, dashed.
+most of them. Runs evaluate at different steps, so their values are interpolated linearly, up to the end of the shortest
+run. Those that were trained with --serial are drawn dashed.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ Floats = npt.NDArray[np.float64]
 
 
 def evaluations(rows: Sequence[Mapping[str, float]], name: str, over: str) -> tuple[Floats, Floats]:
-    """(n,) where a run was evaluated, and what was found.
+    """Return (n,) steps of a run's evaluations, and their results.
 
-    Over minutes each evaluation lies where the run's last row of metrics before it says that it was.
+    Over minutes, an evaluation's time is that of the last row of metrics before it.
     """
     where, found, seconds = [], [], 0.0
     for row in rows:

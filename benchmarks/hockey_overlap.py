@@ -37,7 +37,7 @@ _LEARNED = 100  # steps before the clock starts
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """What was done in the time that counts: per second, and each role's busy share."""
+    """The work within the measured time: per second, and each role's busy share."""
 
     episodes: float
     env_steps: float
@@ -76,7 +76,7 @@ class _Clock:
                 sum(words[word] for words in moved) / seconds
                 for word in (Word.EPISODES, Word.ENV_STEPS, Word.LEARNER_STEPS)
             ),
-            # What is waited for at this moment is not in WAITED yet, so the rest of the time was not spent waiting.
+            # The present wait is not in WAITED yet, so the rest of the time was not spent waiting.
             {
                 name: words[Word.BUSY] / max(1, words[Word.BUSY] + words[Word.WAITED])
                 for (name, _), words in zip(scoreboard.named.roles, moved, strict=True)

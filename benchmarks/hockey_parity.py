@@ -1,10 +1,10 @@
-"""Whether hockey here is the hockey of github.com/martius-lab/hockey-env, which has to be importable (it needs Box2D):
+"""Compare our hockey with github.com/martius-lab/hockey-env, which must be importable (it needs Box2D):
 
     PYTHONPATH=.../hockey-env python -m benchmarks.hockey_parity [--games 2000] [--record FILE]
 
-1. One step from the same states with the same actions, by what the states are about; how many end in contacts.
-2. Games of random actions, side by side, until they part or end.
-3. The built-in opponents against each other, in both worlds, and the fastest puck and player.
+1. One step from the same states with the same actions, by kind of state; how many end in contacts.
+2. Games of random actions, side by side, until they differ or end.
+3. The built-in opponents against each other, in both environments, and the fastest puck and player.
 
 ``--record`` writes the states, actions and the original's answers of the first as numbers:
 ``tests/unit/hockey/data/original_steps.json`` is such a file.
@@ -30,7 +30,7 @@ KINDS = ("free", "centre line", "side lines", "turned far", "too fast", "fast pu
 
 
 def state(kind: str, rng: np.random.Generator) -> Row:
-    """What player 0 sees at the start of a step: 18 numbers of four digits."""
+    """Player 0's observation at the start of a step: 18 numbers of four digits."""
     u = rng.uniform
     s = np.zeros(18)
     s[[0, 6]] = u(-3.2, -0.6), u(0.6, 3.2)
@@ -113,7 +113,7 @@ def ours_from(game: HockeyGame, start: Row) -> None:
 
 
 def cases(original: Original, per_kind: int, seed: int = 0) -> Iterator[tuple[str, Row, Row, Row, bool, bool]]:
-    """(kind, state, actions, what came, a goal, contacts) of single steps in the original."""
+    """(kind, state, actions, next state, a goal, contacts) of single steps in the original."""
     rng = np.random.default_rng(seed)
     for kind in KINDS:
         for _ in range(per_kind):
@@ -124,7 +124,7 @@ def cases(original: Original, per_kind: int, seed: int = 0) -> Iterator[tuple[st
 
 
 def bot_answers(original: Original, n: int) -> list[dict[str, Any]]:
-    """What the original's opponents do, but for the racket's swing, which is chance."""
+    """The actions of the original's opponents, except for the racket's swing, which is random."""
     rng, lines = np.random.default_rng(2), []
     for number in range(n):
         seen = state(KINDS[number % len(KINDS)], rng)

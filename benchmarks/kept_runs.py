@@ -1,4 +1,4 @@
-"""Runs that take long, a row of a CSV file each: what is there already is not run again."""
+"""Long runs, each a row of a CSV file: existing rows are not run again."""
 
 from __future__ import annotations
 

@@ -2,9 +2,8 @@
 
     python -m benchmarks.recovery [--kills 20] [--standby] [--out FILE.md]
 
-Each kill is the first of its server, since a second one soon after waits half a second before it starts again. In turn
-with them a bare Python imports what an engine imports, which is most of the wait, and whatever else the machine does
-slows both down.
+Each kill is the first of its server, because a second restart soon after waits half a second. In turn with them a bare
+Python imports the modules of an engine, which is most of the wait; other load on the machine slows both down.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The image's HEALTHCHECK: exit status 0 where the server in this container is ready.
+"""The image's HEALTHCHECK: exit status 0 if the server in this container is ready.
 
-It asks /health at JURYBOX_HTTP (8000 without it) with the standard library alone: `jurybox health` takes ten times the
-processor, which on a machine full of env workers is what a check runs out of time for. That is asked where HTTP is off.
+It requests /health at JURYBOX_HTTP (default 8000) with the standard library alone: `jurybox health` needs ten times the
+CPU time, and a check on a machine full of env workers would time out. It is used only if HTTP is off.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ import os
 import ssl
 import sys
 
-_PATIENCE = 8.0  # seconds; below what the image gives the whole check
+_PATIENCE = 8.0  # seconds; less than the image's limit for the check
 _EVERYWHERE = {"0.0.0.0": "127.0.0.1", "[::]": "::1"}
 
 
 def ask(connection: http.client.HTTPConnection) -> int:
-    """The exit status by what the server answers."""
+    """The exit status for the server's answer."""
     connection.request("GET", "/health", headers={"Host": "localhost"})
     answer = connection.getresponse()
     sys.stdout.write(answer.read().decode(errors="replace"))
@@ -24,7 +24,7 @@ def ask(connection: http.client.HTTPConnection) -> int:
 
 
 def main(where: str) -> int:
-    """Ask in the open, and by TLS where that is not understood; whose certificate it is does not matter here."""
+    """Send a request without TLS, and with TLS if that fails; the certificate is not checked."""
     if not where:
         os.execvp("jurybox", ["jurybox", "health"])
     host, _, port = where.rpartition(":")

@@ -1,4 +1,4 @@
-"""Print what pyproject.toml says an install needs, with some of its extras but without jurybox itself.
+"""Print the requirements of an install from pyproject.toml, with some extras but without jurybox itself.
 
 python docker/requirements.py server otel > requirements.txt
 """

@@ -31,7 +31,7 @@ def episode(env: gym.Env, theta: np.ndarray) -> float:
 
 
 def noise(seed: int) -> np.ndarray:
-    return np.random.default_rng(seed).normal(size=HIDDEN * 6)  # whoever knows the seed knows all of it
+    return np.random.default_rng(seed).normal(size=HIDDEN * 6)  # it depends only on the seed
 
 
 def act(number: int, channel: str, replay: str) -> None:

@@ -1,6 +1,6 @@
 """An LSTM policy whose memory stays on the server, a session for each environment.
 
-The first observation says which way to turn at the end of a corridor; nothing does after that.
+Only the first observation shows the direction to turn at the end of a corridor.
 """
 
 import argparse
@@ -34,7 +34,7 @@ def policy() -> ServedModel:
 
 
 def corridors(rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """The right turns, and what is seen: the turn (-1, 1) in the first step, then 0; and how far it is."""
+    """The right turns, and the observations: the turn (-1, 1) in the first step, then 0; and the position."""
     turn, seen = rng.integers(2, size=ENVS), np.zeros((LENGTH, ENVS, 2), np.float32)
     seen[0, :, 0], seen[:, :, 1] = 2 * turn - 1, np.linspace(0, 1, LENGTH)[:, None]
     return turn, seen

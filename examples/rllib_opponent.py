@@ -1,6 +1,6 @@
-"""RLlib's PPO against an opponent on the server, whom an RLModule asks for its moves.  pip install "ray[rllib]" pygame
+"""RLlib's PPO against an opponent on the server, whose moves an RLModule requests.  pip install "ray[rllib]" pygame
 
-PettingZoo's rock, paper, scissors, a hundred rounds a game. The opponent likes paper, which PPO finds out.
+PettingZoo's rock, paper, scissors, a hundred rounds a game. The opponent prefers paper, which PPO learns.
 """
 
 import argparse
@@ -29,7 +29,7 @@ def opponent() -> ServedModel:
 
 
 class Served(RLModule):
-    """A policy that somebody else has; nothing of it is learned here."""
+    """The policy of the opponent, which does not learn."""
 
     framework = "torch"
 

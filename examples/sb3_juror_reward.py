@@ -1,7 +1,7 @@
 """Stable-Baselines3's PPO with a reward from a juror: it learns to correct photographs.
 
-The environment knows no reward. A juror on the server marks what each correction makes of its photograph, for all
-environments in one request.
+The environment has no reward of its own. A juror on the server scores each corrected photograph, for all environments
+in one request.
 """
 
 import argparse

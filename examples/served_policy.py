@@ -28,7 +28,7 @@ def main(episodes: int, address: str | None) -> None:
     optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
     models = {"policy": {"factory": "served_policy:policy", "publish": "double_buffer"}}
     with served_models(models, address) as served, connect(served.address) as server:
-        name = served.names["policy"]  # on somebody else's server it is one that nobody else has
+        name = served.names["policy"]  # on a shared server, choose a name that is not in use
         model, publisher = server.model(name), server.publisher(name)
         while len(returns) < episodes:
             publisher.publish(net)

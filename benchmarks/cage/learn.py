@@ -1,4 +1,4 @@
-"""Does plain PPO learn to defend? Learning curves and the returns of what was learned, beside published ones.
+"""Does plain PPO learn to defend? Learning curves and returns of the learned policies, beside published ones.
 
     python -m benchmarks.cage.learn [--updates 150] [--seeds 3] [--red B_line]
 

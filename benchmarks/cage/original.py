@@ -1,4 +1,4 @@
-"""Our simulator beside CybORG itself, step by step: the same defender, the same luck, the same attacker.
+"""Our simulator beside CybORG itself, step by step: the same defender, random numbers and attacker.
 
     git clone https://github.com/cage-challenge/cage-challenge-2 && git -C cage-challenge-2 checkout 26ce1c12
     python -m venv /tmp/cyborg && /tmp/cyborg/bin/pip install paramiko pyyaml gym prettytable docutils
@@ -6,10 +6,9 @@
         --packages /tmp/cyborg/lib/python3.11/site-packages [--episodes 60]
 
 The packages are what CybORG's Requirements.txt names; its scenario is that of the challenge, Scenario2.yaml. CybORG
-plays an episode; what its attacker drew (target, exploit, detection) is handed to ours as random numbers, and after
-every step observation, reward and truth must agree. An episode is left at the first step that differs; such steps are
-counted by what differed. --record writes the
-episodes for tests/unit/cage, which replays them without CybORG.
+plays an episode; the draws of its attacker (target, exploit, detection) are passed to ours as random numbers, and after
+every step observation, reward and true state must agree. An episode ends at the first step that differs; such steps are
+counted by kind. --record writes the episodes for tests/unit/cage, which replays them without CybORG.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ _TRIED = 200  # values of the attacker's chance; it chooses among 13 hosts at mo
 
 
 class Original:
-    """CybORG with one attacker, and what it did in its last step."""
+    """CybORG with one attacker, and its last action."""
 
     def __init__(self, red: RedName) -> None:
         self._env = CyborgEnv(red, episode_length=STEPS)
@@ -97,7 +96,7 @@ class Original:
 
 
 class Luck:
-    """Random numbers that somebody else has drawn, in the place of NumPy's generator."""
+    """Recorded random numbers in place of NumPy's generator."""
 
     def __init__(self) -> None:
         self.next: npt.NDArray[np.float64] = np.zeros(0)
@@ -107,7 +106,7 @@ class Luck:
 
 
 def defend(kind: str, truth: npt.NDArray[np.int8], draw: np.random.Generator) -> int:
-    """An action of a defender that fixes what is compromised, puts up decoys, or draws from all."""
+    """An action of a defender that fixes compromised hosts, adds decoys, or draws from all actions."""
     hosts = [h for h in range(t.N_HOSTS) if h != t.USER0 and (kind == "decoys" or truth[h])]
     luck = draw.random()
     if kind == "sleep":
@@ -121,7 +120,7 @@ def defend(kind: str, truth: npt.NDArray[np.int8], draw: np.random.Generator) ->
 
 
 def luck_of(networks: Networks, original: Original) -> npt.NDArray[np.float64] | str:
-    """The numbers (4,) with which ours does what the original did, or why there are none."""
+    """The numbers (4,) with which our simulator repeats the step of the original, or why there are none."""
     verb, target, exploit = original.attacked()
     found = np.array([0.0, 0.0, 0.0, 0.99 if original.missed() else 0.0])
     if exploit is not None:

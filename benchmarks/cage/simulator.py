@@ -1,4 +1,4 @@
-"""How fast our simulator of CAGE Challenge 2 is, and whether its episodes return what the original's do.
+"""How fast our simulator of CAGE Challenge 2 is, and whether its returns are those of the original.
 
     python -m benchmarks.cage.simulator [--seconds 2] [--episodes 4000]
 

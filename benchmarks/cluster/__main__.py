@@ -1,8 +1,8 @@
-"""The same training on this machine, and by Ray on this machine alone: what Ray costs where it is not needed.
+"""The same training on this machine, and by Ray on this machine alone: the cost of Ray where it is not needed.
 
 ``python -m benchmarks.cluster [--steps N] [--rounds N]``. The training is `jurybox train marl` with two agents: one
-actor, two learners. What is measured are turns a second between the fourth and the last row of metrics, so starting up
-does not count. Both take turns, and the load of the machine is told.
+actor, two learners. It measures turns per second between the fourth and the last row of metrics, so start-up does not
+count. Both take turns, and the load of the machine is printed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Cases that take turns, each in a process of its own, and the table of what came of them."""
+"""Run cases in turns, each in its own process, and write a table of the results."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ def in_a_process(module: str, *arguments: str) -> float:
 
 
 def compare(module: str, unit: str, cases: Mapping[str, Sequence[str]], rounds: int, command: str, to: str) -> None:
-    """Run the cases in turns and write the table to results/; the first case is what the others are held against.
+    """Run the cases in turns and write the table to results/; the others are compared with the first case.
 
     Args:
-        module: that is run with a case's arguments.
-        command: that does this again.
+        module: run with the arguments of each case.
+        command: repeats this measurement.
     """
     found: dict[str, list[float]] = {name: [] for name in cases}
     loads = [os.getloadavg()[0]]

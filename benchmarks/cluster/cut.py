@@ -1,6 +1,7 @@
-"""A network that is cut and mended between a client and its server: ``python -m benchmarks.cluster.cut``.
+"""A network between a client and its server that is cut and restored: ``python -m benchmarks.cluster.cut``.
 
-How long until the client is told, and from the mending until it has answers again, with the hosts of `two_hosts`.
+The time until the client gets an error, and from the restoration until it has answers again, with the hosts of
+`two_hosts`.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from benchmarks.cluster.two_hosts import RESULTS, served
 from jurybox.protocol.segment import directory
 from jurybox.training.recipes.hockey_settings import HockeyTraining
 
-# Asks for the newest policy and for a past self, once for every line that says how many seconds it may take.
+# Requests the newest policy and a pinned version, once for every line, which is the time-out in seconds.
 _CLIENT = """\
 import json, sys, time
 from pathlib import Path
@@ -51,7 +52,7 @@ class Client:
         self._process = process
 
     def asks(self, timeout: float) -> dict[str, Any]:
-        """What it says after one question that may take so many seconds: "shapes" or "error", "seconds", "to"."""
+        """Its report after one request with this time-out: "shapes" or "error", "seconds", "to"."""
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.write(f"{timeout}\n")
         self._process.stdin.flush()

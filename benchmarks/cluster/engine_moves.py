@@ -1,6 +1,6 @@
 """Engines on three Ray nodes of this machine, measured: ``python -m benchmarks.cluster.engine_moves``.
 
-Each node has shared memory of its own. First one engine, and what a call takes from its node and from another. Then
+Each node has its own shared memory. First one engine, and the time of a call from its node and from another. Then
 hockey with `local` policies, collectors on two nodes and the learner on the third. Then hockey with a served policy:
 the head with the learner and a collector, a node with another collector, a node with the engine, which is killed, and
 one like it joins. The gap is the longest time without an env step after that.
@@ -39,7 +39,7 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def asked(name: str, calls: int = 200) -> tuple[str, float]:
-    """The kind of endpoint that somebody here takes to an engine, and the median seconds of a call with one row."""
+    """The kind of the endpoint to an engine from here, and the median seconds of a call with one row."""
     row, times = np.full(4, 3.0, np.float32), []
     with engines.connect(name, timeout=60) as server, server.model("double") as model:
         for _ in range(calls):
@@ -66,7 +66,7 @@ def one_engine() -> list[str]:
 
 
 def rows_in(folder: Path) -> int:
-    """Rows that came into the learner's replay, as the last checkpoint has it."""
+    """Rows that the learner's replay has received, from the last checkpoint."""
     found = Checkpoints(folder / "checkpoints").latest()
     assert found is not None
     replay = Replay.load(found.folder / "replay-rows.jbr", f"look-{time.time_ns()}")

@@ -1,7 +1,7 @@
-"""Two hosts on this machine: network namespaces, and a link between them that holds every packet back, or drops it.
+"""Two hosts on this machine: network namespaces, and a link between them that delays or drops packets.
 
-Each has a TUN device whose descriptor this process holds: what one writes into its network comes out here, waits, and
-goes into the other's. Needs no kernel module for delays (netem) and no root, but user namespaces and /dev/net/tun.
+Each has a TUN device whose descriptor this process holds: packets of one arrive here, wait, and are written to the
+other. Needs no kernel module for delays (netem) and no root, but user namespaces and /dev/net/tun.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ class TwoHosts:
     """Hosts at `A` and `B`; use it in a ``with``.
 
     Args:
-        delay: seconds that a packet is under way, in each direction; a round trip takes twice that.
+        delay: seconds of a packet in each direction; a round trip takes twice that.
         cores: that the link itself may use; None: all.
 
     Attributes:
         cut: while it is set, packets are lost.
-        packets: that came through.
+        packets: number of those that were delivered.
     """
 
     def __init__(self, delay: float, cores: Collection[int] | None = None) -> None:
@@ -96,7 +96,7 @@ class TwoHosts:
     def _carry(self) -> None:
         if self._cores is not None:
             os.sched_setaffinity(0, self._cores)  # of this thread
-        ways: dict[int, deque[tuple[float, bytes]]] = {tun: deque() for tun in self._tuns}  # by where they go
+        ways: dict[int, deque[tuple[float, bytes]]] = {tun: deque() for tun in self._tuns}  # by direction
         other = dict(zip(self._tuns, self._tuns[::-1], strict=True))
         while not self._stop.is_set():
             due = min((way[0][0] for way in ways.values() if way), default=time.monotonic() + 0.1)
@@ -152,7 +152,7 @@ def round_trip(hosts: TwoHosts) -> float:
 
 
 def main() -> None:
-    """``python -m benchmarks.cluster.namespaces``: what the link itself takes."""
+    """``python -m benchmarks.cluster.namespaces``: the time of the link itself."""
     for delay in (0.0, 0.005):
         with TwoHosts(delay) as hosts:
             print(f"{1000 * delay:g} ms each way: a round trip of {1000 * round_trip(hosts):.2f} ms")

@@ -1,4 +1,4 @@
-"""What travels between the machines of `jurybox train marl`, in bytes: ``python -m benchmarks.cluster.sizes``."""
+"""Bytes that are sent between the machines of `jurybox train marl`: ``python -m benchmarks.cluster.sizes``."""
 
 from __future__ import annotations
 

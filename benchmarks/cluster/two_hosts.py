@@ -1,12 +1,12 @@
-"""Hockey collectors and their policy server on two hosts with a slow network between them, against the same on one.
+"""Hockey collectors and their policy server on two hosts with a slow network between them, in comparison with one host.
 
 ``python -m benchmarks.cluster.two_hosts [--delay 0.005] [--workers 4] [--envs 8 64 256] [--seconds 5] [--rounds 3]``
 
-The hosts are network namespaces of this machine (`namespaces`) with shared memory of their own. On one host, collectors
-ask through shared memory; from the other one, through the gRPC endpoint with its token and certificate. Half of the
-cores are the server's (with its gateway, and the link itself), the other half the collectors', wherever they are: as
-two machines would each have their own, and so that collectors on the server's host have no fewer. What is measured are
-env steps a second of all collectors together, after a second of warming up.
+The hosts are network namespaces of this machine (`namespaces`) with their own shared memory. On one host, collectors
+use shared memory; from the other one, the gRPC endpoint with its token and certificate. Half of the cores are for the
+server (with its gateway and the link itself), the other half for the collectors, on either host: two machines would
+each have their own, and collectors on the server's host must not have fewer. It measures env steps per second of all
+collectors, after a second of warm-up.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ def served(hosts: TwoHosts, registry: Path, settings: HockeyTraining) -> Iterato
 
 
 def rate(hosts: TwoHosts, registry: Path, settings: HockeyTraining, where: str, seconds: float) -> float:
-    """Steps a second of all collectors together, on the host `where`."""
+    """Steps per second of all collectors, on the host `where`."""
     at = time.monotonic() + 4.0 + settings.workers  # they import, make games, and begin together
     processes = [
         subprocess.Popen(

@@ -1,8 +1,8 @@
 """A search over workflows with its networks in this process, and in Ray actors on this machine alone.
 
 ``python -m benchmarks.cluster.workflow [--updates N] [--rounds N]``. As `jurybox train workflow` with its defaults: 100
-networks, an update after an episode of each. Episodes a second are counted after the second update, so starting up does
-not count. All take turns, and the load of the machine is told.
+networks, an update after an episode of each. Episodes per second are counted after the second update, so start-up does
+not count. All take turns, and the load of the machine is printed.
 """
 
 from __future__ import annotations

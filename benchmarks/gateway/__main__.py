@@ -2,7 +2,7 @@
 
     python -m benchmarks.gateway [--clients 1,4,16] [--rounds 3] [--window 5] [...]
 
-The serving benchmark (benchmarks/serving) with these contenders, interleaved; its options do here what they do there.
+The serving benchmark (benchmarks/serving) with these contenders, interleaved; it has the same options.
 """
 
 from __future__ import annotations

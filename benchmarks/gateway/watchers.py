@@ -1,10 +1,10 @@
-"""Does it cost the engine anything to be watched?
+"""Do watchers slow an engine down?
 
-Two clients ask one row at a time on the shm transport, without a break (`full`) or with a pause after each answer
-(`paced`). Windows with watchers and without take turns; with them, /metrics is scraped every 100 ms and the live page's
-stream is read. What counts is the clients' 99th percentile: the median over windows of either kind, and of ratios of
-neighbours. The gateway's work for the watchers is in the figures; the watchers themselves, who are seldom where the
-server is, yield to everybody else (nice 19).
+Two clients send one row at a time over the shm transport, without a break (`full`) or with a pause after each answer
+(`paced`). Windows with and without watchers take turns; with them, /metrics is scraped every 100 ms and the live page's
+stream is read. The result is the clients' 99th percentile: the median over windows of either kind, and of ratios of
+adjacent windows. The figures include the gateway's work for the watchers, but hardly the watchers themselves, which are
+rarely on the server's host and run with nice 19.
 
     python -m benchmarks.gateway.watchers --seconds 100 --out benchmarks/gateway/results
 """
@@ -42,7 +42,7 @@ _START = 60.0
 
 
 def ask(address: str, pause: float, until: float, answers: Any) -> None:
-    """One client; sends back (asked, seconds) of every call as two arrays."""
+    """Run a client; return the start and the seconds of every call as two arrays."""
     asked, taken = [], []
     with connect(address, transport="shm", timeout=20) as server:
         model = server.model("double", rows=1)
@@ -58,7 +58,7 @@ def ask(address: str, pause: float, until: float, answers: Any) -> None:
 
 def watch(host: str, on: Any, until: float, done: Any) -> None:
     """While `on` is set: a scrape every SCRAPE seconds and one reader of the stream. Sends back how many of each."""
-    os.nice(19)  # Prometheus and a browser are seldom where the server is
+    os.nice(19)  # Prometheus and a browser rarely run on the server's host
     counts = {"scrapes": 0, "samples": 0}
 
     def scrape() -> None:
@@ -126,7 +126,7 @@ def measure(address: str, host: str, pause: float, seconds: float, window: float
     windows: list[tuple[bool, float, float]] = []
     time.sleep(max(0.0, began - time.monotonic()))
     while time.monotonic() + window <= until:
-        # Pairs begin with either kind in turn, so that what drifts falls on both alike.
+        # Pairs begin with either kind in turn, so that drift affects both equally.
         watched = len(windows) % 4 in (1, 2)
         on.set() if watched else on.clear()
         time.sleep(0.3)  # until all have noticed
@@ -162,7 +162,7 @@ def measure(address: str, host: str, pause: float, seconds: float, window: float
 
 
 def main() -> None:
-    """Measure every load and print, or write, what came out."""
+    """Measure every load, and print or write the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=100.0, help="of each load")
     parser.add_argument("--window", type=float, default=2.0, help="seconds")

@@ -1,1 +1,1 @@
-"""What the server is worth on a GPU: one command, also for a bare machine without a network (docs/gpu.md)."""
+"""Measure the server on a GPU: one command, also for a bare machine without a network (docs/gpu.md)."""

@@ -1,7 +1,7 @@
-"""`make gpu`: make this checkout run here, run the tests and the measurements for a GPU, and say what held.
+"""`make gpu`: prepare this checkout, run the tests and the measurements for a GPU, and report which targets were met.
 
-Needs the standard library alone; whatever torch, CUDA and compiler are there do the rest. Each step is a process with a
-time bound of its own; one that fails or hangs is noted, what it left is ended, and the next begins.
+Needs only the standard library, and the installed torch, CUDA and compiler. Each step is a process with its own time
+limit; a step that fails or hangs is recorded, its processes are ended, and the next step begins.
 
     python -m benchmarks.gpu                              all of it, in under 30 minutes
     python -m benchmarks.gpu --part 1                     the first part, in under 10
@@ -27,7 +27,7 @@ from benchmarks.gpu import page
 from benchmarks.gpu.prepare import ROOT, NotPrepared, Prepared, machine, prepare
 from benchmarks.serving.machine import adopt_orphans, end_descendants
 
-_STOP_GRACE = 10.0  # seconds in which a step that is asked to end writes what it has
+_STOP_GRACE = 10.0  # seconds in which a step that must end writes its results
 _REPORT = 25.0  # seconds that are kept for the report
 # The last line of pytest, with "=" around it or without.
 _COUNTED = re.compile(r"^=*\s*((?:\d+|no) (?:passed|failed|skipped|errors?|tests?|deselected).*?)\s*=*$", re.MULTILINE)
@@ -69,7 +69,7 @@ _SECONDS = 560.0  # of a part, preparation and report included
 
 
 class Run:
-    """One run of some parts: what it is asked, and what it found so far."""
+    """One run of some parts: its options, and its results so far."""
 
     def __init__(self, options: argparse.Namespace, log: IO[str]) -> None:
         self._options = options
@@ -80,7 +80,7 @@ class Run:
         self.results: dict[str, Any] = {"environment": {}, "tests": None, "measurements": {}, "not_run": {}}
 
     def __call__(self, steps: Sequence[Step]) -> bool:
-        """Do it; whether nothing failed."""
+        """Run it; return whether nothing failed."""
         for step in steps:
             if step.name != "tests":
                 self.results["not_run"][step.name] = "not reached"
@@ -100,7 +100,7 @@ class Run:
         facts["command"] = " ".join(["python -m benchmarks.gpu", *sys.argv[1:]])
         if device == "cpu":
             facts["device"] = ""
-            # A CPU that shows how it goes has other work, and thread pools only wait for it.
+            # A CPU in a rehearsal is shared, and thread pools would only wait for it.
             ready.environment |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
         self._say(f"{facts['device'] or 'CPU, a rehearsal'}: torch {facts['torch']}, native {facts['native']}")
         if absent := [
@@ -129,7 +129,7 @@ class Run:
         return all(doc["ok"] for doc in documents) and not self.results["not_run"] and (tests is None or tests["ok"])
 
     def _keep_other_parts(self, mine: set[str]) -> None:
-        """What stands in the folder of other parts, run before on this device with this code, stays."""
+        """Results of other parts, from this device and this code, are kept."""
         file = self._out / "results.json"
         if not self._options.part or not file.exists():
             return
@@ -185,7 +185,7 @@ class Run:
         self._say(f"tests: {self.results['tests']['says']}")
 
     def _process(self, ready: Prepared, name: str, command: list[str], bound: float) -> tuple[int, float, str]:
-        """Run a step to its end or its bound, and end what it leaves; gives code, seconds and what it printed."""
+        """Run a step until its end or its limit, and end its processes; return code, seconds and output."""
         began, file = time.monotonic(), self._work / f"{name}.txt"
         with file.open("w") as sink:
             process = subprocess.Popen(
@@ -220,7 +220,7 @@ class Run:
         return code, seconds, said
 
     def write(self, ready: Prepared | None) -> None:
-        """The files so far; the report too where it can be made."""
+        """Write the files so far, and the report if possible."""
         (self._out / "results.json").write_text(json.dumps(self.results, indent=1) + "\n")
         (self._out / "environment.json").write_text(json.dumps(self.results["environment"], indent=1) + "\n")
         if ready is None:
@@ -238,7 +238,7 @@ class Run:
 
 
 def _merge(files: Sequence[Path]) -> dict[str, Any]:
-    """Results of parts as one; of what two have, the later file's counts."""
+    """Merge results of parts; the later file has precedence."""
     merged: dict[str, Any] = {"environment": {}, "tests": None, "measurements": {}, "not_run": {}}
     for file in files:
         one = json.loads(file.read_text())

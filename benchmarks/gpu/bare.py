@@ -1,4 +1,4 @@
-"""What the device does without a server: its floor, a plain torch loop, copies beside forwards, replays.
+"""The device without a server: its limits, a plain torch loop, copies beside forwards, replays.
 
 On a CPU the same code runs: there are no events, so clocks are read instead, and "copies" are copies in memory.
 """
@@ -80,7 +80,7 @@ def _by_events(work: Callable[[], object], device: torch.device, times: int) -> 
 
 
 def floor(at: Setup, found: Found) -> None:
-    """Launches, PCIe in both directions, device memory, arithmetic: what all else is held against."""
+    """Launches, PCIe in both directions, device memory, arithmetic: the limits for all other figures."""
     device, figures = torch.device(at.device), found.figures
     times, size = (5, 8 * _MIB) if at.quick else (30, 256 * _MIB)
     seconds = at.window / 4
@@ -126,7 +126,7 @@ def floor(at: Setup, found: Found) -> None:
     found.notes.append("PCIe: page-locked memory, by events; device memory counts bytes read and written")
 
 
-# ---- a plain torch loop: the same models in this process, ready rows, nobody to ask
+# ---- a plain torch loop: the same models in this process, ready rows, no server
 
 
 def loop(at: Setup, found: Found) -> None:

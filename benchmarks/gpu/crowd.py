@@ -1,4 +1,4 @@
-"""Clients in processes of their own that ask, check every answer and keep what it took. No torch in them."""
+"""Client processes that send requests, check every answer and record the times. Without torch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Ask = Callable[[NDArray[Any]], tuple[Outputs, int]]
 
 
 class Sample(NamedTuple):
-    """One row, and what must come back; outputs differ by `limit` at most."""
+    """One row and its expected outputs; they may differ by `limit`."""
 
     inputs: NDArray[Any]
     expected: tuple[NDArray[Any], ...]
@@ -30,9 +30,9 @@ class Sample(NamedTuple):
 
 
 class Window(NamedTuple):
-    """What the clients of a window saw, all of them together: ns of CLOCK_MONOTONIC, ns, versions; (n,) each.
+    """The answers of all clients in a window: ns of CLOCK_MONOTONIC, ns, versions; (n,) each.
 
-    `client` says whose answer it was; the answers of each are in order.
+    `client` is the number of the client; the answers of each are in order.
     """
 
     seconds: float
@@ -68,7 +68,7 @@ def _served(address: str, model: str) -> Ask:
 
 
 def _versions(address: str, model: str) -> Ask:
-    """Of a heavy model: what it saw of its weights is compared with the version that the answer names."""
+    """For a heavy model: the weights in its output are compared with the version of the answer."""
     from jurybox.client import connect
 
     handle = connect(address, timeout=_TIMEOUT).model(model)
@@ -113,13 +113,13 @@ def _client(way: str, address: str, model: str, samples: list[Sample], index: in
         while (order := orders.recv()) is not None:
             orders.send(_window(ask, samples, index, *order))
     except (EOFError, ConnectionError):
-        return  # the crowd's owner is gone
+        return  # the parent has ended
     except Exception as error:  # noqa: BLE001  whatever it is, it is the finding
         orders.send(f"client {index}: {type(error).__name__}: {error}")
 
 
 def _window(ask: Ask, samples: list[Sample], index: int, begin: int, end: int) -> tuple[bytes, bytes, bytes]:
-    """Ask from now on; keep what was answered from `begin` to `end`."""
+    """Send requests from now on; record answers from `begin` to `end`."""
     clock, number = time.monotonic_ns, index
     at, took, versions = array("Q"), array("Q"), array("Q")
     while True:
@@ -140,11 +140,11 @@ def _window(ask: Ask, samples: list[Sample], index: int, begin: int, end: int) -
 
 
 class Crowd:
-    """So many clients, ready; use it in a ``with``. Windows may be of fewer of them.
+    """A number of clients; use it in a ``with``. A window may use fewer of them.
 
     Args:
         way: "served", "versions" (of a heavy model) or "zmq".
-        models: names; client i asks the one at i modulo their number.
+        models: names; client i uses the one at i modulo their number.
     """
 
     def __init__(self, way: str, address: str, models: Sequence[str], samples: list[Sample], clients: int) -> None:
@@ -178,7 +178,7 @@ class Crowd:
         *,
         empty: bool = False,
     ) -> Window:
-        """Have the first `clients` ask for so many seconds; `during` is called meanwhile, in this process.
+        """Let the first `clients` send requests for so many seconds; `during` is called meanwhile, in this process.
 
         Raises:
             ClientFailed: an answer was wrong, or none came; no answer within the window, unless it may be `empty`.

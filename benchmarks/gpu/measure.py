@@ -1,7 +1,7 @@
 """One measurement in a process of its own: `python -m benchmarks.gpu.measure NAME --device cuda:0 --out FILE`.
 
-FILE gets one JSON document, also where the measurement fails: its figures by name, its curves, what failed, and what
-the device drew and how busy it was meanwhile.
+FILE gets one JSON document, also if the measurement fails: its figures by name, its curves, the failures, and the
+device's power and utilisation.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ Curves = dict[str, dict[str, list[tuple[float, float]]]]
 
 @dataclass(frozen=True)
 class Setup:
-    """What a measurement is given.
+    """The arguments of a measurement.
 
     Attributes:
         device: "cuda:0", or "cpu" for a rehearsal.
-        quick: smallest sizes and few clients: whether it works, not how fast.
+        quick: smallest sizes and few clients, to test that it works.
         window: seconds of one window.
-        folder: for what it needs on disk; removed afterwards.
+        folder: for its files; removed afterwards.
     """
 
     device: str
@@ -53,7 +53,7 @@ class Setup:
 
 @dataclass
 class Found:
-    """What a measurement gives: figures by name, units in the names; curves; and what is to be said of them."""
+    """The results of a measurement: figures by name, with units in the names; curves; remarks."""
 
     figures: dict[str, float]
     curves: Curves
@@ -73,7 +73,7 @@ MEASUREMENTS: dict[str, str] = {
 
 
 class Power:
-    """Watts, utilisation and memory of the first device, read beside a measurement, where they can be."""
+    """Watts, utilisation and memory of the first device, read during a measurement, if available."""
 
     def __init__(self, gpu: bool) -> None:
         self._read = _reader() if gpu else None
@@ -110,7 +110,7 @@ class Power:
         while not self._stop.wait(0.5):
             try:
                 self._readings.append(self._read())
-            except Exception:  # noqa: BLE001  what cannot be read is left out
+            except Exception:  # noqa: BLE001  unreadable values are left out
                 return
 
 
@@ -126,7 +126,7 @@ def _reader() -> Callable[[], tuple[float, float, float]] | None:
 
         by_library()
         return by_library
-    except Exception as error:  # noqa: BLE001  no package, no driver, or a device that does not tell
+    except Exception as error:  # noqa: BLE001  no package, no driver, or an unsupported device
         print(f"NVML says nothing: {error}", file=sys.stderr)
     if shutil.which("nvidia-smi") is None:
         return None
@@ -142,7 +142,7 @@ def _reader() -> Callable[[], tuple[float, float, float]] | None:
 
 
 class OutOfTime(Exception):
-    """The harness asked for an end; what was found until then is kept."""
+    """The harness has requested the end; the results so far are kept."""
 
 
 def _stop(*_: object) -> None:
@@ -156,8 +156,8 @@ def carry_out(name: str, setup: Setup) -> dict[str, Any]:
     try:
         measure = getattr(importlib.import_module(MEASUREMENTS[name]), name)
         with power:
-            measure(setup, found)  # it fills `found` as it goes, so that what it had before it failed is kept
-    except Exception as failure:  # noqa: BLE001  whatever it is, it is said, and the others go on
+            measure(setup, found)  # it fills `found` step by step, so that results before a failure are kept
+    except Exception as failure:  # noqa: BLE001  it is reported, and the others continue
         traceback.print_exc()
         error = f"{type(failure).__name__}: {failure}"
     return {

@@ -17,12 +17,12 @@ def heavy_state(megabytes: float) -> dict[str, tuple[int, ...]]:
 
 
 class Heavy(torch.nn.Module):
-    """So many MiB of weights that are all one number; says the least and the largest that it saw of them.
+    """So many MiB of weights that are all one number; returns the least and the largest of them.
 
-    Whoever publishes version v as weights that are all v gets v twice: anything else is a torn read.
+    If version v is published as weights that are all v, the outputs are v twice: anything else is a torn read.
 
     Args:
-        every: looks at one weight of so many, and at each tensor's first and last.
+        every: reads one weight of so many, and each tensor's first and last.
     """
 
     def __init__(self, megabytes: float, every: int) -> None:
@@ -43,7 +43,7 @@ def heavy(megabytes: float, every: int = 4097) -> ServedModel:
 
 
 class Picture(torch.nn.Module):
-    """A square image's score, by a forward that costs next to nothing whatever its size: every 32nd pixel's mean."""
+    """A square image's score, by a very cheap forward for any size: every 32nd pixel's mean."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,9 +58,9 @@ def picture(side: int) -> ServedModel:
 
 
 class Hungry(torch.nn.Module):
-    """A row whose first number is h takes h bytes of the device while it is computed; gives each row's sum.
+    """A row whose first number is h needs h bytes of the device while it is computed; returns each row's sum.
 
-    Where there is no device, more than `enough` bytes in a batch raise what torch raises.
+    Without a device, more than `enough` bytes in a batch raise the same error as torch.
     """
 
     def __init__(self, enough: float) -> None:

@@ -1,4 +1,4 @@
-"""What the measurements say together: each target held or missed, the last lines, and the report."""
+"""The summary of the measurements: each target, the last lines, and the report."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ TARGETS = (
 
 @dataclass(frozen=True)
 class Judged:
-    """A target and what was found; `verdict` is "held", "missed by ...", "not measured" or "not judged ..."."""
+    """A target and its result; `verdict` is "held", "missed by ...", "not measured" or "not judged ..."."""
 
     target: Target
     found: float | None
@@ -61,7 +61,7 @@ class Judged:
 
 
 def judge(results: Mapping[str, Any]) -> list[Judged]:
-    """Every target, in order; what was not measured on a GPU is not judged."""
+    """Every target, in order; figures that were not measured on a GPU are not judged."""
     documents = results["measurements"]
     figures = {name: document["figures"] for name, document in documents.items()}
     judged = []
@@ -107,7 +107,7 @@ def summary(results: Mapping[str, Any]) -> list[str]:
 
 
 def short(text: str) -> str:
-    """One line of an error: its first line and, of many, its last, where Python says what went wrong."""
+    """One line of an error: its first line and, of many, its last, where Python names the error."""
     lines = [line.strip() for line in text.splitlines() if line.strip()] or [""]
     said = lines[0] if len(lines) == 1 else f"{lines[0]} ... {lines[-1]}"
     return said if len(said) < 160 else f"{said[:157]}..."
@@ -123,7 +123,7 @@ _STYLES = {"graphs": "learned", "eager": "reference", "zmq": "random"}
 
 
 def html(results: Mapping[str, Any], folder: str) -> str:
-    """The report: one page that needs nothing beside it."""
+    """The report: one page without other files."""
     from jurybox.training.report import charts
     from jurybox.training.report.page import Answer, Details, Part, Section, Table, render
 

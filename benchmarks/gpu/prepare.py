@@ -1,10 +1,9 @@
-"""Lets this checkout run with the Python, the torch and the CUDA that are there: no network, no pip, nothing installed.
+"""Make this checkout run with the installed Python, torch and CUDA: without a network, pip or an installation.
 
-Everything goes to a folder of its own that PYTHONPATH names: packages that were carried along as wheels, the native
-module, compiled by the C++ compiler that is there, and what an installed distribution would tell of itself. Only
-the standard library is needed here.
+All files go to a folder for PYTHONPATH: packages from wheels that were brought along, the native module, built by the
+installed C++ compiler, and the metadata of an installed distribution. This module needs only the standard library.
 
-    python -m benchmarks.gpu.prepare NAMES     prints what `make gpu-wheels` fetches
+    python -m benchmarks.gpu.prepare NAMES     prints the packages of `make gpu-wheels`
 """
 
 from __future__ import annotations
@@ -28,10 +27,10 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = ("protos", "client", "server", "training")
-COMMIT = "commit.txt"  # beside the wheels: what is carried has no history
+COMMIT = "commit.txt"  # beside the wheels: a copied tree has no history
 _COMPILE_TIMEOUT = 240.0
 
-# What machines made for torch lack, or have in versions that do not fit each other; never torch or numpy.
+# Packages that machines for torch lack, or have in incompatible versions; never torch or numpy.
 CARRIED = (
     *("annotated-doc", "annotated-types", "anyio", "Box2D", "fastapi", "Farama-Notifications", "grpcio"),
     *("grpcio-health-checking", "grpcio-reflection", "gymnasium", "h11", "hypothesis", "idna", "lz4", "nanobind"),
@@ -50,7 +49,7 @@ CARRIED = (
 
 
 class NotPrepared(Exception):
-    """This checkout cannot run here; says what is missing."""
+    """This checkout cannot run here; the text names what is missing."""
 
 
 @dataclass
@@ -77,7 +76,7 @@ def prepare(folder: Path, wheels: Path) -> Prepared:
     site.mkdir(parents=True)
     installed = _installed()
     facts: dict[str, Any] = {"date": datetime.now(UTC).isoformat(timespec="seconds"), "commit": commit(wheels)}
-    if installed:  # with all that it needs: what is carried for another machine stays packed
+    if installed:  # with all requirements: wheels for another machine stay packed
         facts["native"] = f"installed: {installed}"
         paths: list[Path] = []
     else:
@@ -93,7 +92,7 @@ def prepare(folder: Path, wheels: Path) -> Prepared:
 
 
 def commit(wheels: Path) -> str:
-    """The commit of this checkout; where it has no history, the one noted beside the wheels."""
+    """The commit of this checkout; without a history, the one recorded beside the wheels."""
     said = subprocess.run(
         ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude", "*"],
         cwd=ROOT, capture_output=True, text=True, check=False,
@@ -113,7 +112,7 @@ def unpack(wheels: Path, site: Path) -> tuple[list[str], list[str]]:
             continue
         with zipfile.ZipFile(wheel) as archive:
             for name in archive.namelist():
-                # NAME-VERSION.data/purelib/... belongs where all else goes; scripts and headers nobody needs.
+                # NAME-VERSION.data/purelib/... belongs to the other files; scripts and headers are not needed.
                 parts = name.split("/")
                 if parts[0].endswith(".data"):
                     if parts[1] not in ("purelib", "platlib"):
@@ -146,7 +145,7 @@ def fits(wheel: str) -> bool:
 
 
 def compile_native(site: Path, objects: Path) -> str:
-    """Compile the native module into `site`; gives what it was made with."""
+    """Compile the native module into `site`; return the compiler and its version."""
     compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
     if not compiler:
         raise NotPrepared("expected a C++17 compiler (c++, g++ or clang++, or CXX), found none")
@@ -231,7 +230,7 @@ def _installed() -> str:
 
 
 def _describe(site: Path) -> None:
-    """What importlib.metadata finds of an installed distribution: its version, its commands."""
+    """The metadata of an installed distribution for importlib.metadata: its version, its commands."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     info = site / f"jurybox-{project['version']}.dist-info"
     info.mkdir(exist_ok=True)

@@ -1,4 +1,4 @@
-"""What a server does on the device: crowds' requests, weights published under load, jurors side by side, failures."""
+"""A server on the device: requests of many clients, publications under load, several jurors, failures."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from benchmarks.gpu.models import heavy_state
 
 _MIB = 1 << 20
 _HEAVY = "benchmarks.gpu.models:heavy"
-# Of a heavy model, whose answers are compared with the version that they name.
+# For a heavy model, whose outputs are compared with the version of the answer.
 _NO_DIFFERENCE = [Sample(np.zeros(4, np.float32), (np.zeros((), np.float32),) * 2, 0.0)]
 
 
@@ -182,7 +182,7 @@ class _Learner:
 
 
 def publication(at: Setup, found: Found) -> None:
-    """Weights of 100 MB and of 1.2 GB published under load: how long it takes, how long nobody is answered."""
+    """Weights of 100 MB and of 1.2 GB published under load: the time, and the longest time without an answer."""
     smaller = 100 if at.quick else 1
     for label, nbytes, times, apart in (("100mb", 100e6, 8, 0.5), ("1200mb", 1200e6, 3, 1.5)):
         took = _published(at, nbytes / _MIB / smaller, 2 if at.quick else times, 0.3 if at.quick else apart)
@@ -191,7 +191,7 @@ def publication(at: Setup, found: Found) -> None:
 
 
 def _published(at: Setup, megabytes: float, times: int, apart: float) -> dict[str, float]:
-    """So many publications, `apart` seconds between them so that each can be told from the next."""
+    """Publish so many times, `apart` seconds between, so that publications can be distinguished."""
     model: dict[str, object] = {
         "factory": _HEAVY,
         "args": {"megabytes": megabytes},
@@ -302,9 +302,9 @@ def jurors(at: Setup, found: Found) -> None:
 
 
 def memory(at: Setup, found: Found) -> None:
-    """Batches that do not fit into the device's memory are halved until they do; everybody is answered rightly."""
+    """Batches that do not fit into the device's memory are halved until they do; all answers are right."""
     total = _device_memory()[1] if at.gpu else 64e9
-    hunger = total / 6  # four rows fit beside what is there, sixteen do not
+    hunger = total / 6  # four rows fit into the free memory, sixteen do not
     asks = 16
     model: dict[str, object] = {
         "factory": "benchmarks.gpu.models:hungry", "args": {"enough": total * 0.8}, "cuda_graphs": False,
@@ -355,7 +355,7 @@ def killed(at: Setup, found: Found) -> None:
             back.append(time.monotonic() - began)
 
         for _ in range(kills):
-            # Requests in flight outlast the window; each client's last one is answered by the engine that came after.
+            # Requests in flight outlast the window; each client's last one is answered by the next engine.
             crowd.window(clients, 1.0, during=kill, empty=True)
             crowd.window(clients, min(1.0, at.window))
         last = _device_memory()[0] if at.gpu else 0

@@ -1,4 +1,4 @@
-"""The device shared: rows and weights handed over in its memory, models asleep, and compiled ones.
+"""A shared device: rows and weights passed in its memory, sleeping models, and compiled ones.
 
 Without a GPU device memory is files (jurybox.protocol.device_memory): the same code runs, and its figures mean nothing.
 """
@@ -23,7 +23,7 @@ _SIDES = (96, 384, 1024)  # pixels of a square image
 
 @contextlib.contextmanager
 def _device_files(at: Setup) -> Iterator[None]:
-    """Where there is no GPU: files in place of its memory, for this process and those that it starts."""
+    """Without a GPU: files in place of its memory, for this process and its children."""
     from jurybox.protocol.device_memory import FAKE
 
     if at.gpu:
@@ -39,7 +39,7 @@ def _device_files(at: Setup) -> Iterator[None]:
 
 
 def _filled(array: Any, values: np.ndarray[Any, Any], at: Setup) -> Any:
-    """Write rows to device memory; gives what reads it as an array on the host."""
+    """Write rows to device memory; return a function that reads it as an array on the host."""
     if not at.gpu:
         array[:] = values
         return array
@@ -157,7 +157,7 @@ def _published(at: Setup, megabytes: float, way: str) -> dict[str, float]:
 
 
 def asleep(at: Setup, found: Found) -> None:
-    """Weights to host memory and back, of 100 MB and of 1.2 GB: how long it takes, what the device gets back."""
+    """Weights to host memory and back, of 100 MB and of 1.2 GB: the time, and the freed device memory."""
     for label, megabytes in (("100mb", 1.0 if at.quick else 100.0), ("1200mb", 2.0 if at.quick else 1200.0)):
         model: dict[str, object] = {"factory": _HEAVY, "args": {"megabytes": megabytes}, "publish": "double_buffer"}
         to_host, to_device, freed = [], [], []

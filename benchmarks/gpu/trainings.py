@@ -43,7 +43,7 @@ def _run(at: Setup, found: Found, name: str) -> None:
         command += quick if at.quick else full
         if setting and label == "gpu":
             command += ["--set", f'{setting}="{place}"']
-        nobody = at.folder / f"runtime-{name}"  # where no server is, so that photo starts its own
+        nobody = at.folder / f"runtime-{name}"  # without a server, so that photo starts its own
         nobody.mkdir(mode=0o700, exist_ok=True)
         environment = {**os.environ, "XDG_RUNTIME_DIR": str(nobody)}
         if label == "cpu":
@@ -52,7 +52,7 @@ def _run(at: Setup, found: Found, name: str) -> None:
         try:
             code = process.wait(_BOUND)
         except subprocess.TimeoutExpired:
-            process.send_signal(signal.SIGINT)  # it writes what it has
+            process.send_signal(signal.SIGINT)  # it writes its results
             code = _end(process)
         summary: dict[str, Any] = {}
         file = folder / "summary.json"

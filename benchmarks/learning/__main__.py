@@ -1,11 +1,11 @@
 """Do our PPO, DQN, TD3 and SAC learn as Stable-Baselines3's? Same settings, same number of env steps, both sides.
 
 python -m benchmarks.learning                                  # every task, three seeds, both sides; hours on one core
-python -m benchmarks.learning --tasks pendulum-sac --seeds 5   # one task; what is there already is not run again
-python -m benchmarks.learning --table                          # the table of what is there
+python -m benchmarks.learning --tasks pendulum-sac --seeds 5   # one task; existing results are not run again
+python -m benchmarks.learning --table                          # the table of existing results
 
 Each run is a process of its own with one thread. It is evaluated ten times, by the same 20 episodes without
-exploration; what counts is the last evaluation, and the mean of all ten (how soon it learned). Results go to
+exploration; the results are the last evaluation, and the mean of all ten (how soon it learned). Results go to
 results/learning.csv, the table to results/learning.md.
 """
 
@@ -37,7 +37,7 @@ _OURS, _THEIRS = "jurybox", "sb3"
 
 @dataclass(frozen=True)
 class Task:
-    """What both sides are told: the names are those of both, but for `hidden` (net_arch)."""
+    """The settings of both sides: they have the same names, except `hidden` (net_arch)."""
 
     env: str
     algorithm: str
@@ -213,7 +213,7 @@ def table() -> str:
         return f"{values.mean():.1f} ± {half:.1f}"
 
     def difference(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> str:
-        # Of the same seed both sides are evaluated by the same episodes, which differ in what can be reached.
+        # With the same seed both sides are evaluated by the same episodes, whose possible returns differ.
         pairs = a - b
         half = stats.t.ppf(0.975, len(pairs) - 1) * pairs.std(ddof=1) / len(pairs) ** 0.5
         return f"{pairs.mean():+.1f} ± {half:.1f}"

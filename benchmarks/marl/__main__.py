@@ -1,4 +1,4 @@
-"""What learners cost the actor of a multi-agent training, and what more agents cost.
+"""The cost of learners for the actor of a multi-agent training, and that of more agents.
 
 python -m benchmarks.marl share   # the actor alone, with one learner, with four
 python -m benchmarks.marl agents  # 2 to 32 agents: turns a second, memory

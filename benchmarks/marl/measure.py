@@ -1,4 +1,4 @@
-"""One multi-agent training measured while it goes on, or its actor alone."""
+"""Measure a multi-agent training while it runs, or its actor alone."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ _NEVER = 10**9
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What was seen in the window.
+    """The measurements of a window.
 
     Attributes:
         turns: of the actor, a second. learner_steps: of every learner, a second.
         processes_mb: memory of all the run's processes, shared pages counted once (Pss).
-        shared_mb: of it, what replays and weights channels were made with.
+        shared_mb: of it, the size of replays and weights channels.
         lag: publications that the actor was behind at the end.
     """
 
@@ -47,7 +47,7 @@ class _Nothing:
 
 
 def settings(agents: int, **changes: Any) -> MarlTraining:
-    """A training whose actor always asks the network, and never ends by itself."""
+    """A training whose actor always uses the network, and never ends by itself."""
     world: dict[str, Any] = {"turns": 100}
     if agents > 8:
         world |= {"height": 41, "width": 41}

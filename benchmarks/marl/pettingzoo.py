@@ -2,12 +2,12 @@
 
     pip install mpe2
     python -m benchmarks.marl.pettingzoo                                # two worlds, three seeds, both sides
-    python -m benchmarks.marl.pettingzoo --worlds spread --seeds 1      # what is there already is not run again
-    python -m benchmarks.marl.pettingzoo --table                        # the table of what is there
+    python -m benchmarks.marl.pettingzoo --worlds spread --seeds 1      # existing results are not run again
+    python -m benchmarks.marl.pettingzoo --table                        # the table of existing results
 
 One network acts for all agents of a world. Stable-Baselines3's PPO gets them as so many environments of a vector
-environment, ours as a group that shares a learner. What was learned is exported (ours) or kept (theirs), and plays 200
-episodes in the bare environment, loop and seeds alike; its actions are drawn, as in the training. Runs go to
+environment, ours as a group that shares a learner. The policy is exported (ours) or kept (theirs), and plays 200
+episodes in the bare environment with the same loop and seeds; its actions are sampled, as in the training. Runs go to
 results/pettingzoo.csv, the table to results/pettingzoo.md.
 """
 

@@ -1,9 +1,9 @@
-"""All of the replay's benchmark, or parts of it; then the goals, from what has been measured now or before.
+"""All of the replay's benchmark, or parts of it; then the goals, from new and earlier measurements.
 
 usage: python -m benchmarks.replay [PART ...] [--rounds N] [--peers-dir DIR]
 Parts: "throughput large", "throughput small", "writers large", "writers small", "files ordinary", "files huge",
 "files others"; all of them without one. Each takes one to three minutes and is kept in benchmarks/replay/results/.
-Needs the peers of `python -m benchmarks.replay.install`; who is missing is left out and named.
+Needs the peers of `python -m benchmarks.replay.install`; missing ones are left out and named.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from measure import SHAPES, Rows
 
 @dataclass(frozen=True)
 class Contestant:
-    """What to run, in whose environment ("": this one), for which rows."""
+    """The program of a contestant, its environment ("": this one), and its rows."""
 
     run: Callable[..., dict[str, float]]
     environment: str = ""

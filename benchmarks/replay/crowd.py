@@ -1,4 +1,4 @@
-"""Four writer processes and a sampler on what is not ours: rows/s, rows lost, rows mixed.
+"""Four writer processes and a sampler with other libraries: rows/s, rows lost, rows mixed.
 
 usage: python crowd.py NAME large|small ROWS_A_WRITER
 Every row carries one number in all its fields, which no other row has. The ring is as large as all rows together, so a
@@ -123,7 +123,7 @@ class DrainedQueue:
             return {k: np.stack([row[k] for row in rows]) for k in rows[0]}
 
     def numbers(self) -> Any:
-        time.sleep(0.5)  # what is on its way may still come
+        time.sleep(0.5)  # rows in transfer may still arrive
         return np.array([row["r"] for row in self.kept[: min(self.stored, self.capacity)]])
 
 

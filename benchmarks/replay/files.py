@@ -2,10 +2,10 @@
 
 usage: python -m benchmarks.replay.files [--parts ordinary huge others] [--rows 50000] [--rounds 2] [--folder /tmp]
                                          [--peers-dir DIR]
-Chess samples (119x8x8 planes mostly zero, policy of 4672 with some 30 moves, value), then random floats, which no
-codec shortens. What the machine takes for the same bytes (new memory touched, disk written and read cold) is measured
-beside it by a C program. Where this user may mount one, all of it is done once more with the replay in a tmpfs of huge
-pages, since most of a load is the kernel handing out 4 KB pages.
+Chess samples (119x8x8 planes mostly zero, policy of 4672 with some 30 moves, value), then random floats, which no codec
+shortens. The machine's time for the same bytes (new memory touched, disk written and read cold) is measured beside it
+by a C program. If this user may mount one, all is repeated with the replay in a tmpfs of huge pages, because most of a
+load is the kernel's allocation of 4 KB pages.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def drop_cache(path: Path) -> None:
 
 
 def huge_pages() -> Path | None:
-    """A tmpfs of huge pages, where this user may have one."""
+    """A tmpfs of huge pages, if this user may mount one."""
     folder = Path(tempfile.mkdtemp(prefix="jurybox-huge-"))
     done = subprocess.run(
         ["mount", "-t", "tmpfs", "-o", "huge=always,size=9g", "tmpfs", folder], check=False, capture_output=True
@@ -182,7 +182,7 @@ def main(arguments: list[str] | None = None) -> dict[str, dict[str, float]]:
 
 
 def render() -> None:
-    """Write what has been measured, now or before, as one document."""
+    """Write new and earlier measurements as one document."""
     known, lines = remembered(), []
     for part in ("files ordinary", "files huge"):
         if part not in known:

@@ -1,4 +1,4 @@
-"""What the replay is meant to reach, beside what one run measured."""
+"""The goals of the replay, beside measurements."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def of_all(known: dict[str, dict[str, Any]]) -> list[tuple[str, list[Goal]]]:
 
 
 def report() -> int:
-    """Print and keep the list, from what has been measured now or before; gives how many were missed."""
+    """Print and keep the list, from new and earlier measurements; return the number of missed goals."""
     found = of_all(remembered())
     goals = [goal for _, several in found for goal in several]
     missed = sum(not goal.reached for goal in goals)

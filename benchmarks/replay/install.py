@@ -2,7 +2,7 @@
 
     python -m benchmarks.replay.install [--peers-dir DIR] [NAME ...]
 
-What cannot be installed is written down beside it (NAME.failed), and the benchmark says so in its place.
+Failed installs are recorded (NAME.failed), and the benchmark reports them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ DEFAULT_DIR = Path.home() / ".cache" / "jurybox-bench"
 
 @dataclass(frozen=True)
 class Peer:
-    """What to install, in this order; and a script to run in the environment afterwards."""
+    """Packages in order of installation; and a script to run in the environment afterwards."""
 
     requirements: tuple[tuple[str, ...], ...]
     finish: str = ""
@@ -58,7 +58,7 @@ def python_of(peers_dir: Path, name: str) -> Path:
 
 
 def missing(peers_dir: Path, name: str) -> str:
-    """Why a peer cannot run; empty where it can."""
+    """Why a peer cannot run; empty if it can."""
     failed = peers_dir / f"replay-{name}.failed"
     if failed.exists():
         return f"not installable: {failed.read_text().strip()[:200]}"

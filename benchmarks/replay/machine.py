@@ -1,4 +1,4 @@
-"""What a result was measured on, and the C program that says what its memory carries."""
+"""The machine of a result, and the C program that measures its memory."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def storage(shared: Path, folder: Path, size: int, memory: int = 0) -> dict[str,
     """Seconds for `size` bytes: new shared memory touched, touched again, a file written, read cold.
 
     Args:
-        memory: bytes of memory, where they are not as many as the file's.
+        memory: bytes of memory, if different from the file's.
     """
     command = [str(_program("storage")), str(shared), str(folder), str(memory or size), str(size)]
     result: dict[str, float] = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
@@ -57,9 +57,9 @@ def storage(shared: Path, folder: Path, size: int, memory: int = 0) -> dict[str,
 
 
 def remember(part: str, figures: Any) -> None:
-    """Keep what a part measured, with date and machine, beside what others did before."""
+    """Keep the results of a part, with date and machine, beside those of others."""
     known = remembered()
-    # The load says whether the machine was ours alone: two threads of ours make it 2 at most.
+    # The load shows whether other programs ran: our two threads make it 2 at most.
     when = f"{time.strftime('%Y-%m-%d %H:%M')}, {description()}, load average {os.getloadavg()[0]:.0f} at the end"
     known[part] = {"when": f"{when}; {CLOCKS[CLOCK]}", "figures": figures}
     RESULTS.mkdir(exist_ok=True)
@@ -74,7 +74,7 @@ def remembered() -> dict[str, dict[str, Any]]:
 
 
 def keep(name: str, lines: list[str]) -> None:
-    """Print a result and write it where it is kept."""
+    """Print a result and write it to its file."""
     text = "\n".join([f"# {name}", "", *lines, ""])
     print(text)
     RESULTS.mkdir(exist_ok=True)

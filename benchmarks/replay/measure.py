@@ -1,4 +1,4 @@
-"""What contestants share: ready rows, and a rate. Imports nothing but NumPy: every peer's environment has that."""
+"""Shared by contestants: ready rows, and a rate. Imports only NumPy, which every peer's environment has."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SHAPES: dict[str, dict[str, tuple[int, ...]]] = {
 }
 ROW_BYTES = {"large": 49_156, "small": 168}
 
-# On a machine that others use as well, rows a second of CPU time still say what a row costs; JURYBOX_BENCH_CLOCK=cpu.
+# On a shared machine, rows per second of CPU time are more reliable; JURYBOX_BENCH_CLOCK=cpu.
 CLOCK = time.process_time if os.environ.get("JURYBOX_BENCH_CLOCK") == "cpu" else time.perf_counter
 
 

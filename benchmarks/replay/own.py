@@ -131,7 +131,7 @@ def drained_queue(shape: Any, capacity: int, rows: Rows, seconds: float) -> dict
 
 
 def locked_counters(shape: Any, capacity: int, rows: Rows, seconds: float) -> dict[str, float]:
-    """Shared arrays, and two counters each with a lock; what several writers make of it is in the writers' table."""
+    """Shared arrays, and two counters each with a lock; for several writers see the writers' table."""
     import ctypes
     import multiprocessing
 

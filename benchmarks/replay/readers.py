@@ -1,9 +1,9 @@
-"""Do several reading processes get in each other's way?
+"""Do several reading processes slow each other down?
 
 usage: python -m benchmarks.replay.readers [--readers 1 2 4] [--sizes large small] [--seconds 2] [--rounds 3]
 Each reader is a process that samples batches of 256 from one replay, with one thread. Wanted: four readers at three
-times one reader's rate or more, where there are four cores. With fewer no rate can tell; the processors' time for a
-row, beside it, tells on any number of cores whether readers hold each other up: it stays the same if they don't.
+times one reader's rate or more with four cores. With fewer cores a rate shows nothing, but the CPU time per row stays
+the same if readers do not slow each other down.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def main() -> None:
     print("| rows | readers | rows/s | to one reader | processors' us for a row |\n| --- | --- | --- | --- | --- |")
     for size in options.sizes:
         found: dict[int, list[tuple[float, float]]] = {readers: [] for readers in options.readers}
-        for _ in range(options.rounds):  # in turns, since other work comes and goes
+        for _ in range(options.rounds):  # in turns, because other load varies
             for readers in options.readers:
                 found[readers].append(one_run(size, readers, options.seconds))
         first = found[options.readers[0]]

@@ -2,7 +2,7 @@
 
 usage: python saving.py NAME ROWS FOLDER
 The rows are observation, action, reward, next observation and done of 49,156 bytes, like a chess sample mostly zero.
-Saving ends with an fsync of what was written; loading begins with the cache dropped.
+Saving ends with an fsync; loading begins with an empty cache.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""How fast is one process: adding, sampling, priorities, beside peers and beside C?
+"""Rates of one process for adding, sampling and priorities, beside peers and C.
 
 usage: python -m benchmarks.replay.throughput [--sizes large small] [--seconds 0.5] [--rounds 1] [--peers-dir DIR]
                                              [--only NAME ...]
-With --only the figures are printed and not kept. Everybody runs in a process of its own, right after the C program; its
-ratios are to what C did then. The environments of the peers are made by `python -m benchmarks.replay.install`.
+With --only the figures are printed and not kept. Every contestant runs in its own process, right after the C program,
+to which its ratios refer. The environments of the peers are made by `python -m benchmarks.replay.install`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE))  # as the contestants see each other, who run where nothing else of this is installed
+sys.path.insert(0, str(HERE))  # as contestants import each other, which run in environments without this package
 
 from contestants import CONTESTANTS  # noqa: E402
 from measure import ROW_BYTES  # noqa: E402
@@ -26,9 +26,9 @@ from benchmarks.replay.machine import keep, reference, remember, remembered  # n
 
 CAPACITY = {"large": 16_384, "small": 1_000_000}
 # Like beside like: "reused" writes every sample into the arrays of the last one, "fresh" gives its caller new ones, and
-# who can do only one of them has only that column. Prioritised is a sample and new priorities for its rows.
+# a contestant with only one of them has only that column. Prioritised is a sample and new priorities for its rows.
 COLUMNS = ["add 1", "add 256", "sample 256, reused", "sample 256, fresh", "prioritized, reused", "prioritized, fresh"]
-# What each column is a part of: one thread's copy or gather, and two threads'.
+# The reference of each column: one thread's copy or gather, and two threads'.
 AGAINST = {"add 1": "add", "add 256": "add"}
 _LONGEST = 120.0
 
@@ -62,7 +62,7 @@ def one(name: str, size: str, seconds: float, peers_dir: Path) -> dict[str, floa
 
 
 def measured(size: str, options: argparse.Namespace) -> tuple[dict[str, dict[str, float]], list[str]]:
-    """Medians over the rounds, by contestant; and what could not be measured."""
+    """Medians over the rounds, by contestant; and those that could not be measured."""
     failures: set[str] = set()
     runs: dict[str, list[dict[str, float]]] = {}
     for _ in range(options.rounds):
@@ -107,7 +107,7 @@ def main(arguments: list[str] | None = None) -> Table:
 
 
 def render() -> None:
-    """Write what has been measured, now or before, as one document."""
+    """Write new and earlier measurements as one document."""
     lines: list[str] = []
     for size in CAPACITY:
         if known := remembered().get(f"throughput {size}"):

@@ -1,8 +1,8 @@
-"""Do many writers and a sampler get in each other's way?
+"""Do many writers and a sampler slow each other down?
 
 usage: python -m benchmarks.replay.writers [--sizes large small] [--seconds 1.5] [--rounds 1] [--peers-dir DIR]
-Every writer is a process (or, where it says so, a thread) that stamps its rows with one number; the sampler checks
-what it draws. C's two-thread copy is what the machine could carry.
+Every writer is a process (or a thread, if named so) that fills its rows with one number; the sampler checks its rows.
+C's two-thread copy is the limit of the machine.
 """
 
 from __future__ import annotations
@@ -115,13 +115,13 @@ def one_run(size: str, writers: int, sampling: bool, threads: bool, seconds: flo
         assert replay.added - first == written, "rows were lost"
         # In threads, every writer's process time is the whole process's.
         used = max((r["cpu"] for r in results), default=0.0) if threads else sum(r["cpu"] for r in results) + cpu
-        # What two cores would do in a second at this price, or what was done in one.
+        # The rate of two cores at this cost, or the measured rate.
         scale = 2 / used if CLOCK is time.process_time else 1 / seconds
         return {"written": written * scale, "sampled": sampled * scale}
 
 
 def crowd(name: str, size: str, peers_dir: Path) -> dict[str, float] | str:
-    """What another design makes of four writers and a sampler; or why that is not known."""
+    """The result of another design with four writers and a sampler; or why there is none."""
     environment = "cpprb" if name.startswith("cpprb") else ""
     if environment and (reason := missing(peers_dir, environment)):
         return reason
@@ -177,7 +177,7 @@ def main(arguments: list[str] | None = None) -> dict[str, dict[str, dict[str, fl
 
 
 def render() -> None:
-    """Write what has been measured, now or before, as one document."""
+    """Write new and earlier measurements as one document."""
     lines: list[str] = []
     for size in CAPACITY:
         if known := remembered().get(f"writers {size}"):

@@ -1,10 +1,10 @@
 """Single-picture requests of 32 callers, per dialect, against decoding and one batched forward in one process.
 
-``python -m benchmarks.rewards [--seconds N] [--rounds N]`` takes five minutes, and ends with what is asked of it and
-what came out. A picture is a JPEG of 512 x 512 and about 60 KB, the juror a convolutional network of about 10 ms.
-Contenders take turns in short windows, so that a neighbour's load falls on all of them; every row is printed. The
-callers share the machine with the server, the ceiling has none. Beside the rate stands the processors' time that a
-server's processes took for each picture, which a loaded machine leaves alone.
+``python -m benchmarks.rewards [--seconds N] [--rounds N]`` takes five minutes, and ends with the goals and the results.
+A picture is a JPEG of 512 x 512 and about 60 KB, the juror a convolutional network of about 10 ms. Contenders take
+turns in short windows, so that other load affects all of them; every row is printed. The callers share the machine with
+the server, the ceiling has none. Beside the rate is the CPU time of a server's processes per picture, which depends
+less on the load.
 
 The ceiling and the servers of all dialects compute in half of the cores, as an engine does by default. Two rows more
 show one dialect with engines of every core: in one engine's threads, and in an engine for each.
@@ -68,7 +68,7 @@ def bodies(data: bytes) -> dict[str, tuple[str, bytes]]:
     unirl = {"requests": [{"history": [turn], "required_rewards": ["conv"]}]}
     told = json.dumps({"prompts": ["a"], "reward_fn": {"conv": 1.0}, "media_type": "image"}).encode()
     raw = io.BytesIO()
-    np.save(raw, decoded(data)[None])  # it sends pixels: nothing to decode
+    np.save(raw, decoded(data)[None])  # it sends pixels, so nothing is decoded
     return {
         "flow_grpo": ("/dialects/flow_grpo", pickle.dumps({"images": [data]}, 4)),
         "verl_omni": ("/dialects/verl_omni", pickle.dumps({"images": [data], "prompts": ["a"], "metadata": {}}, 4)),
@@ -113,7 +113,7 @@ def ceiling(data: bytes, seconds: float, batch: int = CALLERS) -> tuple[float, f
             model(images)
             done += batch
         rate = done / (time.perf_counter() - began)
-        coming.result()  # decoded and never computed: it counts for neither
+        coming.result()  # decoded and not computed: it counts for neither
         worked = 1e3 * (time.process_time() - worked) / (done + batch / 2)
     return rate, worked
 
@@ -159,7 +159,7 @@ def rate(server: tuple[str, int], path: str, body: bytes, seconds: float) -> tup
             while time.perf_counter() < until[0]:
                 ask(connection, path, body)
                 done[i] += 1
-        except BaseException as error:  # noqa: BLE001  told below
+        except BaseException as error:  # noqa: BLE001  reported below
             failures.append(error)
             start.abort()
         finally:
@@ -195,7 +195,7 @@ def lone(server: tuple[str, int], path: str, body: bytes, n: int) -> float:
 
 @contextlib.contextmanager
 def jurybox(threads: int, replicas: int = 1) -> Iterator[tuple[str, int]]:
-    """A server with the juror and all dialects that take pictures: where it listens, and its process.
+    """Start a server with the juror and all dialects for pictures; return its address and process.
 
     Args:
         threads: of each engine.
@@ -226,7 +226,7 @@ def jurybox(threads: int, replicas: int = 1) -> Iterator[tuple[str, int]]:
 
 @contextlib.contextmanager
 def script(module: str) -> Iterator[tuple[str, int]]:
-    """A peer, "script" or "pickled": where it listens, and its process."""
+    """Start a peer, "script" or "pickled"; return its address and process."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     threads = str(torch.get_num_threads())
@@ -327,7 +327,7 @@ def main() -> None:
         share = statistics.median(r / c for (r, _), (c, _) in zip(found[name], found["ceiling"], strict=True))
         added = statistics.median(a - b for a, b in zip(waits[name], waits["decode + forward"], strict=True))
         marks = ["reached" if good else "MISSED" for good in (share >= CEILING, added <= ALONE)]
-        if added < 0:  # nothing is faster than nothing: somebody else had the cores while that was measured
+        if added < 0:  # impossible: other programs had the cores during that measurement
             marks[1] = "NOT MEASURED, others load this machine"
         print(f"{name}: {100 * share:.0f} % of the ceiling (asked: {100 * CEILING:.0f} %, {marks[0]})", end=", ")
         print(f"{added:.2f} ms added to a lone picture (asked: {ALONE} ms, {marks[1]})")

@@ -22,7 +22,7 @@ QUALITIES = (*range(10, 95, 5), 95)
 
 
 def encoded(image: Image.Image, quality: int) -> Image.Image:
-    """What is left of a picture after a JPEG."""
+    """Return a picture after JPEG compression."""
     sink = io.BytesIO()
     image.save(sink, "JPEG", quality=quality)
     return Image.open(sink).convert("RGB")

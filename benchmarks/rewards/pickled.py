@@ -1,7 +1,7 @@
-"""A reward server as image trainers ship theirs: Flask, pickles, gunicorn with a synchronous worker for each device.
+"""A reward server like those of image trainers: Flask, pickles, gunicorn with a synchronous worker for each device.
 
 ``python -m gunicorn -w 1 -b 127.0.0.1:PORT benchmarks.rewards.pickled:app``. It answers one request after the other,
-and unpickles what comes: for a benchmark on loopback.
+and unpickles any body: only for a benchmark on loopback.
 """
 
 from __future__ import annotations

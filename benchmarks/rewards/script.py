@@ -1,4 +1,4 @@
-"""What people write themselves: FastAPI, one picture, one forward, no batching. ``script.py PORT THREADS``."""
+"""The usual script: FastAPI, one picture, one forward, no batching. ``script.py PORT THREADS``."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Robots that ask one policy server: rate of 1 and 8 clients, and what a websocket adds to an observation.
+"""Robots with one policy server: rate of 1 and 8 clients, and the cost of a websocket per observation.
 
 ``python -m benchmarks.robots [--openpi CHECKOUT] [--seconds N] [--rounds N]``: two to three minutes. Observations are
 two images of 224 x 224 x 3 and a state, as openpi's client sends them. Jurybox and openpi's own server (of a checkout;
-without one a server built as theirs) take turns, so that a ratio of one round compares what was measured side by side;
-beside the wall clock stands the CPU time per answer, which neighbours on the machine do not change. Results land in
+without one a server built like theirs) take turns, so that a ratio of one round compares adjacent measurements; beside
+the wall clock is the CPU time per answer, which other programs do not change. Results are written to
 benchmarks/robots/results.
 """
 
@@ -45,7 +45,7 @@ def observation() -> dict[str, object]:
 
 @contextlib.contextmanager
 def jurybox(large: tuple[int, int, int], small: tuple[int, int, int]) -> Iterator[tuple[str, dict[str, str], int]]:
-    """A server with both policies: its address, where robots reach each, and its process."""
+    """Start a server with both policies; return its address, the robots' URL of each, and its process."""
     with tempfile.TemporaryDirectory() as folder:
         lines = ["[server]", f'address = "ipc://{folder}/engine"', 'http = ""', 'grpc = ""', 'devices = ["cpu"]']
         for name, (width, layers, steps) in {"large": large, "small": small}.items():
@@ -72,7 +72,7 @@ def jurybox(large: tuple[int, int, int], small: tuple[int, int, int]) -> Iterato
 
 @contextlib.contextmanager
 def upstream(size: tuple[int, int, int], openpi: str) -> Iterator[tuple[str, int]]:
-    """The peer: where robots reach it, and its process."""
+    """Start the peer; return its URL for robots, and its process."""
     command = [sys.executable, "-m", "benchmarks.robots.upstream", *map(str, size), *([openpi] if openpi else [])]
     server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
@@ -92,7 +92,7 @@ def cpu_seconds(pid: int) -> float:
 
 
 def forwards(size: tuple[int, int, int]) -> tuple[float, float]:
-    """CPU ms of the policy's forward with one row and with CROWD, the best of many: what batching allows at most."""
+    """CPU ms of the policy's forward with one row and with CROWD, the best of many: the limit of batching."""
     torch.set_num_threads(1)
     policy, best = made(*size), []
     for rows in (1, CROWD):

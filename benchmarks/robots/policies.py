@@ -1,6 +1,6 @@
-"""The policies that are asked: denoised in steps as flow-matching policies are, and one that costs hardly anything.
+"""The policies: one with denoising steps like flow-matching policies, and a very cheap one.
 
-On a CPU a forward of small layers costs its calls, whatever the batch: what a batch saves on a GPU.
+On a CPU a forward of small layers costs its calls for any batch size, as a batch on a GPU does.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from jurybox.server.gateway.robots.msgpack_arrays import packb, unpackb
 
 
 class InProcess:
-    """A policy as openpi's server asks one (openpi_client's BasePolicy)."""
+    """A policy for openpi's server (openpi_client's BasePolicy)."""
 
     def __init__(self, width: int, layers: int, steps: int) -> None:
         torch.set_num_threads(1)  # as many as the engine has on two cores

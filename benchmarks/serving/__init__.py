@@ -1,1 +1,1 @@
-"""How many requests a second a server answers to many small clients, how late, and at what cost in CPU."""
+"""Requests per second of a server with many small clients, their latency, and the CPU time."""

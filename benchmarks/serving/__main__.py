@@ -25,7 +25,7 @@ from benchmarks.serving.rounds import SETS, Plan, run
 
 RESULTS = Path(__file__).with_name("results")
 ELSEWHERE = ROOT / "build" / "bench"  # for runs that are no results: of a changed tree, or of short windows
-# What a run itself writes is no change of the tree that it measures.
+# Files of a run are no change of the tree that it measures.
 _WRITTEN = (":!benchmarks/*/results/*", ":!docs/performance.md")
 
 
@@ -93,7 +93,7 @@ def add_common(parser: argparse.ArgumentParser) -> None:
 
 
 def settled(arguments: argparse.Namespace, quick: dict[str, float], full: dict[str, float]) -> argparse.Namespace:
-    """With what was not said filled in."""
+    """With defaults for missing options."""
     spare = 120.0 if getattr(arguments, "set", "bench") == "bench" else 1200.0
     common = {"warm_up": 0.5, "noise": 0.1, "retries": 0, "patience": 5.0, "spare": spare}
     for name, value in {**common, **(quick if arguments.quick else full)}.items():
@@ -138,7 +138,7 @@ def _git(*words: str) -> str:
 
 
 def commit_measured(arguments: argparse.Namespace) -> str:
-    """The commit, marked where the tree has changes; ends the program where such a run would pass for a result."""
+    """The commit, marked if the tree has changes; end the program if the run would count as a result."""
     changes = _git("status", "--porcelain", "--", ".", *_WRITTEN)
     if changes and (not (arguments.quick or arguments.dirty) or arguments.out == RESULTS):
         print(f"the tree has changes: commit them, or measure with --dirty, marked and kept elsewhere.\n{changes}")
@@ -150,7 +150,7 @@ def commit_measured(arguments: argparse.Namespace) -> str:
 
 
 def finish(results: Results, began: datetime) -> None:
-    """Tell how long a run took, and mark it where the tree became another one meanwhile."""
+    """Print the duration of a run, and mark it if the tree changed meanwhile."""
     results.about["duration_s"] = round((datetime.now().astimezone() - began).total_seconds())
     commit = _git("rev-parse", "--short", "HEAD")
     if not results.about["commit"].startswith(commit) or _git("status", "--porcelain", "--", ".", *_WRITTEN):

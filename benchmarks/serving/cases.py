@@ -1,4 +1,4 @@
-"""What is asked of every contender: the model, the rows a request has, and how many clients ask."""
+"""The cases of every contender: the model, the rows per request, and the numbers of clients."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def case_named(name: str) -> Case:
 
 @dataclass(frozen=True)
 class Sample:
-    """A request and what must come back.
+    """A request and its expected answer.
 
     Attributes:
         inputs: (*shape) for a request of one row, else (rows, *shape).
@@ -110,7 +110,7 @@ def sample_file(folder: Path, case: Case) -> Path:
 
 
 def load_samples(folder: Path, case: Case) -> list[Sample]:
-    """Read what samples.py wrote."""
+    """Read the file of samples.py."""
     with np.load(sample_file(folder, case)) as stored:
         inputs = stored["inputs"]
         outputs = [stored[name] for name, _ in case.outputs]

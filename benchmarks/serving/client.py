@@ -1,4 +1,4 @@
-"""A client: asks, waits, checks, asks again."""
+"""A client: send a request, wait, check the answer, repeat."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from benchmarks.serving.contender import Ask, contender
 
 
 class WrongAnswer(Exception):
-    """A reply differs from what the model gives."""
+    """A reply differs from the model's output."""
 
 
 def run(name: str, case_name: str, samples: str, index: int, endpoint: Any, orders: Connection) -> None:
@@ -53,7 +53,7 @@ def run(name: str, case_name: str, samples: str, index: int, endpoint: Any, orde
 
 
 def _ask_until(ask: Ask, case: Case, samples: list[Sample], offset: int, begin: int, end: int) -> array[int]:
-    """Ask from now on; keep the latencies of what was answered from `begin` to `end`."""
+    """Send requests from now on; record the latencies of answers from `begin` to `end`."""
     clock = time.monotonic_ns
     latencies = array("Q")
     number, total = offset, len(samples)

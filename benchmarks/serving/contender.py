@@ -1,4 +1,4 @@
-"""What a contender is: a server to start, and what its client does.
+"""A contender: a server to start, and its client.
 
 A contender lives in a host process (host.py) run by the interpreter of its environment; its clients are children of
 that host. So this module and everything that contenders import at their top needs numpy alone.
@@ -24,9 +24,9 @@ class Ask(ABC):
     """A client: constructed in its own process, called once a request."""
 
     def prepare(self, samples: Sequence[Sample], clients: int) -> tuple[list[Sample], int]:
-        """What to ask in the next windows, and how many requests one call answers.
+        """Return the samples of the next windows, and how many requests one call answers.
 
-        Only those that measure the bare model differ from what is here: their one process stands for `clients`.
+        Only contenders for the bare model override it: their one process stands for `clients`.
         """
         return list(samples), 1
 
@@ -38,7 +38,7 @@ class Ask(ABC):
             Every output in the case's order, of any shape that flattens to the expected values.
         """
 
-    def close(self) -> None:  # noqa: B027  nothing to do for many
+    def close(self) -> None:  # noqa: B027  optional
         """Let go of sockets and memory."""
 
 
@@ -46,9 +46,9 @@ class Contender(ABC):
     """One way to serve. Constructed in the host.
 
     Args:
-        case: what will be asked.
-        clients: how many clients there will be at most.
-        folder: of its own, for config, logs and sockets; short enough for socket paths.
+        case: model and requests.
+        clients: the most clients.
+        folder: a private one for config, logs and sockets; short enough for socket paths.
     """
 
     title: ClassVar[str]  # for the tables
@@ -65,11 +65,11 @@ class Contender(ABC):
         self.clients = clients
         self.folder = folder
 
-    def start(self) -> None:  # noqa: B027  not everybody has a server
+    def start(self) -> None:  # noqa: B027  some have no server
         """Start the server and return when it answers."""
 
     def endpoint(self, index: int) -> Any:
-        """What client `index` needs to reach the server; picklable by a spawned process."""
+        """The server's address for client `index`; picklable for a spawned process."""
         return None
 
     @classmethod
@@ -78,7 +78,7 @@ class Contender(ABC):
         """Called in the client's process."""
 
     def stop(self) -> None:  # noqa: B027
-        """Stop the server. What is left of its processes is killed afterwards."""
+        """Stop the server. Its remaining processes are killed afterwards."""
 
 
 # In the order of the tables. Name -> module of contenders/ and class.

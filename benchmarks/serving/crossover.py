@@ -3,8 +3,8 @@
     python -m benchmarks.serving.crossover [--page]
 
 One policy in six widths, 1 to 64 clients, two sides: every client with torch and the model in its own process, and
-clients that ask one server through shared memory. Both sides stand there all the time, and windows of the one follow
-windows of the other; the side that is not measured waits. Seven minutes on two cores.
+clients of one server with shared memory. Both sides exist all the time, and their windows alternate; the side that is
+not measured waits. Seven minutes on two cores.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def run(plan: Plan, place: Place, results: Results, counts: tuple[int, ...]) -> 
 
 
 def memory(point: Point) -> float:
-    """All that the clients hold and, where there is a server, what it holds, MiB."""
+    """Memory of the clients and, if any, of the server, MiB."""
     return point.clients_mib + (point.server_mib if point.contender == SERVER else 0.0)
 
 

@@ -1,12 +1,12 @@
-"""100 environments in worker processes: steps a second of each way to do it, and the share of what the cores allow.
+"""100 environments in worker processes: steps per second of each implementation, and their share of the cores' limit.
 
     python -m benchmarks.vector [--seconds 8] [--envs 100] [--rounds 2] [--cases busy] [--only ours]
 
 Peers fork, as Gymnasium does by default (a hundred fresh interpreters with torch for SB3 would not fit); ours spawn.
-Contenders take turns, so that a change of the machine's load hits all of them. Those that are not installed are named.
-On a machine that others use, a way with a hundred processes gets a larger share of the cores than one with two; steps
-per second of CPU time then tell more than steps per second.
-EnvPool steps environments of its own in C++ and cannot run one written in Python: it is not comparable here.
+Contenders take turns, so that a change of the machine's load affects all of them. Those that are not installed are
+named. On a shared machine, a hundred processes get a larger share of the cores than two; steps per second of CPU time
+then are more reliable than steps per second.
+EnvPool steps its own environments in C++ and cannot run one written in Python: it is not comparable here.
 PufferLib 2.0.2, the last with a wheel, wants NumPy 1 and Gymnasium 0.29: run it from an environment of its own, with
 `--only "PufferLib Multiprocessing"`.
 """

@@ -1,4 +1,4 @@
-"""The environments of the comparison: they burn CPU, tell infos besides, copy Python objects, or do nothing."""
+"""The environments of the comparison: they use CPU, return infos, copy Python objects, or do nothing."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Busy(gymnasium.Env[Any, Any]):
 class Copying(Busy):
     """Copies a network's records, as CybORG does in every step: 1.5 ms or so of small objects all over the memory.
 
-    The work is the same whoever shares the machine, and it feels cold caches, which `Busy` does not.
+    The work is always the same, and it depends on the caches, unlike that of `Busy`.
     """
 
     def __init__(self) -> None:
@@ -57,7 +57,7 @@ class Copying(Busy):
 
 
 class Telling(Busy):
-    """Burns 1.5 ms, and tells what a search over workflows wants to know beside the observation."""
+    """Uses 1.5 ms of CPU, and returns the infos that a search over workflows needs."""
 
     info_fields: ClassVar[dict[str, tuple[Any, tuple[int, ...]]]] = {
         "true_state": (np.int8, (13,)),

@@ -1,9 +1,9 @@
-"""What do many policies of one architecture cost as a group, in forwards of one of them?
+"""The cost of many policies of one architecture as a group, in forwards of one of them.
 
-Beside the group: the same policies one after the other; the two walls the group cannot pass, the arithmetic (as many
-rows through one set of weights, one large product a layer) and the memory (every weight read once); and what the engine
-itself adds, batch by batch. All take turns in the same rounds; figures are medians, and ratios are of medians. On the
-CPU they are of processor time, so that other work on the machine costs nobody more than its share of the caches.
+Beside the group: the same policies one after the other; the two limits of a group, arithmetic (as many rows through one
+set of weights, one large product per layer) and memory (every weight read once); and the engine's own cost per batch.
+All take turns in the same rounds; figures are medians, and ratios are of medians. On a CPU they are CPU time, so that
+other load affects only the caches.
 
     python -m benchmarks.weights.grouped --agents 32 --rows 16 --threads 1 --out benchmarks/weights/results
 """

@@ -1,4 +1,4 @@
-"""What does one publication, and one read, cost in memcpys of the same size?
+"""The cost of one publication, and of one read, in memcpys of the same size.
 
 The copy to beat is one memcpy between two warm heap buffers; everything takes turns with it in the same rounds, and the
 ratio is of medians. 64 tensors a size.

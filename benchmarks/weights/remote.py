@@ -1,6 +1,6 @@
-"""What does a publication over gRPC cost, on one host, where the network costs nothing?
+"""The cost of a publication over gRPC on one host, without a network.
 
-A server, the weights service in a process of its own, and this process as the learner; beside it a local publication.
+A server, the weights service in its own process, and this process as the learner; beside it a local publication.
 Figures are medians in milliseconds.
 
     python -m benchmarks.weights.remote --megabytes 1 10 100 --out benchmarks/weights/results

@@ -1,4 +1,4 @@
-"""How long does it take to bring a learner's weights to an actor in another process?
+"""The time to transfer a learner's weights to an actor in another process.
 
 Beside Jurybox's channel: TorchRL's weight synchronisation (shared memory, and queues) and a plain torch.multiprocessing
 queue of state_dicts. One learner, one actor a system, CPU tensors. `returns` is when the learner may go on, `applied`
@@ -7,7 +7,7 @@ ratios to one memcpy of the same size measured in the same rounds.
 
     python -m benchmarks.weights.weight_sync --megabytes 1 10 100 --rounds 31 --out benchmarks/weights/results
 
-TorchRL is left out, and said to be, where it is not installed.
+TorchRL is left out, with a message, if it is not installed.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ class Systems:
         from tensordict import TensorDict
 
         weights = TensorDict.from_module(self._module).data
-        # It moves what it is given to shared memory and sends from there. Given the learner's module itself, source and
+        # It moves its argument to shared memory and sends from there. With the learner's module itself, source and
         # target would be the same memory: nothing to copy, and every optimiser step half-visible to the actor.
         initial = weights.clone()
         scheme.init_on_sender(
@@ -155,7 +155,7 @@ class Systems:
         actor = self._start(torchrl_actor, scheme, self._megabytes, ready, stop)
         ready.get(timeout=WAIT)
         scheme.connect()
-        # Its send() is these two steps when synchronous; apart, they say when the learner could have gone on.
+        # Its synchronous send() consists of these two steps; separately, they show when the learner could continue.
         scheme.sync = False
 
         def turn() -> tuple[float, float]:
@@ -174,7 +174,7 @@ class Systems:
         self._ends.append(end)
 
     def step(self) -> None:
-        """The learner's step: every weight changes, so that nobody can send the same twice."""
+        """The learner's step: every weight changes, so that no system can skip a transfer."""
         with torch.no_grad():
             for parameter in self._module.parameters():
                 parameter.add_(0.001)
@@ -201,7 +201,7 @@ def measure(megabytes: int, rounds: int) -> dict[str, Any]:
             copied = memcpy_seconds(source, target)
             taken = {}
             order = list(systems.turns)
-            shift = number % len(order)  # nobody always follows the same neighbour, who may still be cleaning up
+            shift = number % len(order)  # the order varies, because the previous system may still be cleaning up
             for name in order[shift:] + order[:shift]:
                 systems.step()
                 taken[name] = systems.turns[name]()

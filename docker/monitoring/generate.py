@@ -1,7 +1,7 @@
 """Write docs/metrics.md, the Grafana dashboard and Prometheus's rules from the table of metrics.
 
 .venv/bin/python docker/monitoring/generate.py           # write them
-.venv/bin/python docker/monitoring/generate.py --check   # exit status 1 where one is not current
+.venv/bin/python docker/monitoring/generate.py --check   # exit status 1 if one is not current
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ LAYOUT: dict[str, list[str]] = {
 }  # fmt: skip
 NOT_SHOWN = {"build_info", "start_time_seconds", "model_audit"}
 
-# Rules to alert by: name, PromQL over metrics of the table, for how long, what is the matter.
+# Alerting rules: name, PromQL over metrics of the table, duration, summary.
 ALERTS = [
     ("JuryboxDown", 'up{job="jurybox"} == 0', "30s", "nothing answers at {{ $labels.instance }}/metrics"),
     ("JuryboxEngineDown", "{engine_up} == 0", "30s", "engine {{ $labels.engine }} does not serve"),
@@ -55,7 +55,7 @@ _LEGEND = {"model": "{{model}}", "engine": "engine {{engine}}", "kind": "{{kind}
 
 
 def files() -> dict[Path, str]:
-    """Every generated file with what should be in it, by its path in the repository."""
+    """The content of every generated file, by its path in the repository."""
     return {
         Path("docs/metrics.md"): page(),
         HERE / "grafana/dashboards/jurybox.json": json.dumps(dashboard(), indent=1) + "\n",
@@ -200,7 +200,7 @@ def _panel(metric: Metric, number: int, place: dict[str, int]) -> dict[str, Any]
 
 
 def _queries(metric: Metric) -> Iterator[tuple[str, str]]:
-    """PromQL and legend of what shows a metric best, by its kind."""
+    """PromQL and legend for a metric, by its kind."""
     chosen = '{model=~"$model"}' if "model" in metric.labels else ""
     by = ", ".join(metric.labels)
     legend = _LEGEND[metric.labels[0]] + (" {{reason}}" if "reason" in metric.labels else "")

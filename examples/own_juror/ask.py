@@ -1,4 +1,4 @@
-"""Asks the juror as a trainer would, from the host: a score for each text, or the reason why it has none."""
+"""Send texts to the juror as a trainer does, from the host; print a score for each, or why it has none."""
 
 import os
 

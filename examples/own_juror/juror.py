@@ -1,4 +1,4 @@
-"""A juror of one's own: does a text hold the JSON that was asked for?"""
+"""A custom juror: does a text contain the requested JSON?"""
 
 import json
 

@@ -1,4 +1,4 @@
-"""A small action chunking transformer for the swing-up: what is learned, how, and the factory a server calls."""
+"""A small action chunking transformer for the swing-up: the network, its training, and the factory for a server."""
 
 import numpy as np
 import torch
@@ -36,8 +36,8 @@ def act(weights):
 
 
 def demonstrations(episodes, rng):
-    """States and the chunks that the expert would have executed; what is executed is disturbed, so that the policy
-    sees how one comes back (Laskey et al. 2017, "DART")."""
+    """States and the expert's chunks; executed actions are disturbed, so that the policy also sees recoveries
+    (Laskey et al. 2017, "DART")."""
     env, states, chunks = SwingUp(), [], []
     for _ in range(episodes):
         seen, _ = env.reset(seed=int(rng.integers(1 << 30)))

@@ -44,7 +44,7 @@ def served(policy, folder):
     torch.save(policy.state_dict(), folder / "policy.pt")
     (folder / "server.toml").write_text(CONFIG.format(folder=folder, max_batch=MAX_BATCH))
     command = [sys.executable, "-m", "jurybox.server.cli", "serve", str(folder / "server.toml")]
-    environ = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}  # where the factory is
+    environ = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}  # the folder of the factory
     server = subprocess.Popen(command, env=environ, stderr=subprocess.DEVNULL)
     try:
         with connect(f"ipc://{folder}/engine", timeout=100) as client:

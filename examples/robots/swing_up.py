@@ -41,9 +41,9 @@ class SwingUp(gym.ObservationWrapper):
 
 
 def expert(env):
-    """The action of someone who pumps energy until it is enough, and then balances."""
+    """The expert's action: it adds energy until there is enough, and then balances."""
     angle, speed = env.angle, env.unwrapped.state[1]
-    energy = speed**2 / 6 + 5 * np.cos(angle)  # 5 where it stands upright and still
+    energy = speed**2 / 6 + 5 * np.cos(angle)  # 5 if it is upright and still
     if abs(angle) < 0.5 and abs(speed) < 3:
         torque = -(10 * angle + 2 * speed)
     else:

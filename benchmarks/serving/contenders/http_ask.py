@@ -1,6 +1,6 @@
-"""A lean HTTP client for the peers that speak nothing else: raw bytes in a POST, over one kept-alive connection.
+"""A lean HTTP client for peers with HTTP only: raw bytes in a POST, over one kept-alive connection.
 
-`http.client` and `requests` would cost more a request than some of the servers do, and the peers shall not pay for it.
+`http.client` and `requests` would cost more per request than some of the servers, at the peers' expense.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class HttpAsk(Ask):
 
 
 def free_port() -> int:
-    """A port of the loopback interface that nobody listens on."""
+    """A free port of the loopback interface."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

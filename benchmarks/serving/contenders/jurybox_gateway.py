@@ -1,8 +1,8 @@
-"""Jurybox's gateway: gRPC of the Open Inference Protocol, asked by the very client that asks Triton, and its HTTP with
-binary tensors, asked by the bare socket that asks the HTTP peers.
+"""Jurybox's gateway: gRPC of the Open Inference Protocol with the same client as Triton, and its HTTP with binary
+tensors with the same plain socket as the HTTP peers.
 
-For gRPC host and clients run in Triton's environment, so that both are asked by the same tritonclient, grpcio and
-NumPy; the server runs in ours.
+For gRPC, host and clients run in Triton's environment, so that both have the same tritonclient, grpcio and NumPy; the
+server runs in ours.
 """
 
 from __future__ import annotations

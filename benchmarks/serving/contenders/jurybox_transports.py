@@ -18,11 +18,11 @@ from benchmarks.serving.contenders.http_ask import free_port
 from jurybox.client import Rows, connect
 
 _START = 120.0
-_HELD = 4  # rows that a zero-copy client has written beforehand and asks for in turn
+_HELD = 4  # rows that a zero-copy client writes beforehand and sends in turn
 
 
 class TransportAsk(Ask):
-    """`model(row)` where a request is one row, else `model.infer(rows)`."""
+    """`model(row)` if a request is one row, else `model.infer(rows)`."""
 
     def __init__(self, case: Case, address: str, transport: str, model: str = "served") -> None:
         self._server = connect(address, transport=transport, timeout=REQUEST_TIMEOUT)
@@ -57,7 +57,7 @@ class RowsAsk(Ask):
         held = self._held[id(inputs)]
         outputs = list(held.outputs.values())
         for output in outputs:
-            output.fill(np.nan)  # these rows are asked again and again: yesterday's answer must not pass for today's
+            output.fill(np.nan)  # these rows are sent repeatedly: an old answer must not count as the new one
         held.infer()
         return outputs
 
@@ -98,7 +98,7 @@ class Native(Contender):
         return {}
 
     def models(self) -> dict[str, Case]:
-        """What is served, by the names that clients ask for."""
+        """The served models, by name."""
         return {"served": self.case}
 
     def endpoint(self, index: int) -> str:

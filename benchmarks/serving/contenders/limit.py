@@ -1,4 +1,4 @@
-"""The limit: ready batches through the model in one process, with nobody to ask and nothing to move."""
+"""The limit: ready batches through the model in one process, without requests and copies."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _PROBE = 0.3  # seconds for each batch size that is tried
 
 
 class LimitAsk(Ask):
-    """Forward of a batch that lies ready, of as many requests as there are clients."""
+    """Forward of a ready batch, of as many requests as clients."""
 
     def __init__(self, case: Case) -> None:
         self._case = case

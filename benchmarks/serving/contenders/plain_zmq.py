@@ -1,7 +1,7 @@
 """The yardstick: a plain ZeroMQ ROUTER loop with the payloads in the messages.
 
-What somebody would write who knows ZeroMQ and torch well, and nothing more: batch while busy, reused buffers, no
-copy of large messages inside ZeroMQ. No leases, no deadlines, no restarts, no several models, no metrics.
+A good implementation with only ZeroMQ and torch: batch while busy, reused buffers, no copy of large messages inside
+ZeroMQ. No leases, no deadlines, no restarts, no several models, no metrics.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """The classic multiprocessing design: one request queue, and for each client a reply queue and a block of shared memory
-that is made once. Only a client's number goes through the queues; rows and answers lie in its block."""
+that is created once. Only a client's number passes the queues; rows and answers are in its block."""
 
 from __future__ import annotations
 

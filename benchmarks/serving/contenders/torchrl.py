@@ -1,7 +1,7 @@
 """TorchRL's InferenceServer with the process slot transport: fixed shared-memory slots, the nearest to our design.
 
-Since 0.14 it gathers the slots of a batch straight into a batch that it keeps and scatters the answers with one copy an
-output: that is what runs here. Its pinned batches and its batches of a static size in CUDA graphs (`static_batch_size`)
+Since 0.14 it gathers the slots of a batch directly into a persistent batch and scatters the answers with one copy per
+output, as here. Its pinned batches and its batches of a static size in CUDA graphs (`static_batch_size`)
 want a CUDA policy device, and are refused on a CPU.
 """
 
@@ -87,7 +87,7 @@ class TorchRl(Contender):
             TensorDict({name: torch.zeros((*rows, *shape)) for name, shape in case.outputs}),
             num_slots=self.clients,
             ctx=context,
-            copy_result=False,  # the answer is a view of the slot: checked before it is asked again
+            copy_result=False,  # the answer is a view of the slot: checked before the next request
         )
         self._server = ProcessInferenceServer(
             policy_factory=Policy(case.name),

@@ -1,7 +1,7 @@
 """Triton: the tritonserver binary of the nvidia-pytriton wheel with a Python-backend model written by hand.
 
-Not through pytriton's own proxy, which costs a process more a request. Two ways in: tensors in gRPC messages, and
-tensors in system shared memory of which gRPC messages tell the place.
+Not through pytriton's own proxy, which adds a process per request. Two transports: tensors in gRPC messages, and
+tensors in system shared memory whose place is in gRPC messages.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class TritonShm(TritonGrpc):
 def start_server(
     folder: Path, package: Path, python: Path, model: Path, config: str, environment: dict[str, str]
 ) -> tuple[subprocess.Popen[bytes], int]:
-    """Start the server with one model, `served`, and wait until it answers; gives its process and its port for gRPC.
+    """Start the server with one model, `served`, and wait until it answers; return its process and its port for gRPC.
 
     Args:
         folder: for the model repository and the backends.
