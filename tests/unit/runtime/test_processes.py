@@ -112,7 +112,7 @@ def test_a_stop_ends_it_in_order_with_a_checkpoint(tmp_path):
     assert outcome.end is End.SIGNAL
     said = json.loads(next((tmp_path / "checkpoints").glob("step-*/run.json")).read_text())
     assert said["env_steps"] > 0
-    assert "stops as told" in (tmp_path / "logs" / "learner.log").read_text()
+    assert "stops on request" in (tmp_path / "logs" / "learner.log").read_text()
 
 
 @pytest.mark.parametrize("serial", [True, False])

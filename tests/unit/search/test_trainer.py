@@ -212,7 +212,7 @@ def test_a_run_writes_the_files_of_every_training(whole) -> None:
     assert len(rows(folder, "workflows.csv")) == summary["workflows_tried"]
     page = (folder / "report.html").read_text()
     assert summary["workflow"].replace(">", "&gt;") in page and "the 120 orders" in page and "jurybox train" in page
-    assert "One policy, told what comes first" in page and "user first" in page
+    assert "One policy with each type first in its order" in page and "user first" in page
     assert [each["first"] for each in summary["prices"]] == [None, *UNIT_TYPES]
 
 

@@ -1,4 +1,4 @@
-"""The gateway process: it takes its settings from the control pipe, and serves until told to stop or the pipe ends."""
+"""The gateway process: it takes its settings from the control pipe, and serves until a stop is requested or the pipe ends."""
 
 from __future__ import annotations
 

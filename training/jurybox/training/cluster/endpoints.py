@@ -146,7 +146,7 @@ def reach(
     Raises:
         ServerGone: it was not found in time; the message has the error of the last attempt.
     """
-    until, why = time.monotonic() + timeout, "nobody has told where it is"
+    until, why = time.monotonic() + timeout, "its address has not been published"
     while True:
         endpoint = find()
         if endpoint is not None:

@@ -315,7 +315,7 @@ def _price(each: OrderEvaluation) -> dict[str, Any]:
         "first": None if each.first is None else UNIT_TYPES[each.first],
         "obedience": found.obedience,
         "judged": found.judged,
-        "untold": each.anyway,
+        "obedience_without_order": each.anyway,
         "return": found.returns,
         "return_error": found.error,
         "taken_over": found.taken_over,

@@ -110,7 +110,7 @@ class Part:
     Attributes:
         ring: what adds and samples.
         memory: all bytes of the replay's memory.
-        mark: added to the indices of its rows, so that they can be told from another part's.
+        mark: added to the indices of its rows, so that they differ from those of other parts.
     """
 
     def __init__(

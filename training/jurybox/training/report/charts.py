@@ -63,7 +63,7 @@ _BESIDE: Any = {
     "xycoords": ("axes fraction", "data"), "textcoords": "offset points", "va": "center", "size": 13, "weight": 700
 }  # fmt: skip
 _LETTER = 7.4  # average width of a letter in units, rounded up
-_TOOLTIP_PREFIX = "told:"  # prefix of an id that contains a tooltip
+_TOOLTIP_PREFIX = "tooltip:"  # prefix of an id that contains a tooltip
 _BINS_OF_LANE = 400  # maximum number of bars in a timeline's row; gaps between more would be narrower than a pixel
 
 

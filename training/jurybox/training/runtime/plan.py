@@ -324,7 +324,7 @@ class End(Enum):
     STEPS = "all steps of the budget are made"
     SECONDS = "the time is up"
     TARGET = "the target is reached"
-    SIGNAL = "it was told to stop"
+    SIGNAL = "a stop was requested"
     FAILED = "a role failed too often"
 
 

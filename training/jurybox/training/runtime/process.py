@@ -71,7 +71,7 @@ def main() -> None:
     logging.getLogger().addHandler(ReportHandler(reports))
     try:
         _serve(control_pipe, reports, message)
-    except BaseException as error:  # noqa: BLE001 (told to the orchestrator, and this process ends)
+    except BaseException as error:  # noqa: BLE001 (reported to the orchestrator, and this process ends)
         _log.info("ended by\n%s", traceback.format_exc())
         with contextlib.suppress(OSError):  # the orchestrator may be what is gone
             reports.send_reliably({"kind": "failed", "error": f"{type(error).__name__}: {error}"})
@@ -114,7 +114,7 @@ def _serve(control_pipe: ControlPipe, reports: Reports, message: dict[str, Any])
         finally:
             turn.close()
         context.enter(State.STOPPED)
-        _log.info("%s stops as told, with %d steps behind it", context.name, context.own_steps)
+        _log.info("%s stops on request after %d steps", context.name, context.own_steps)
 
 
 def _take_turns(turn: Turn, context: RoleContext, control_pipe: ControlPipe, reports: Reports) -> None:

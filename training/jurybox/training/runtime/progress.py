@@ -56,8 +56,8 @@ class RunMetrics:
         returns, lengths: of the last 100 episodes.
         numbers: the newest row and the newest evaluation, for whoever shows them.
         best: the highest value so far of what the plan calls best, whose weights are kept; None before the first.
-        keep: keeps the weights of the evaluation that a message tells of, or (told that it is not the best) drops them;
-            whether they are kept. None: nobody keeps any.
+        keep: keeps the weights of the evaluation of a message, or drops them if it is not the best; returns whether
+            they are kept. None: weights are not kept.
         target_reached: whether an evaluation has reached the target.
     """
 

@@ -127,7 +127,7 @@ class Scoreboard:
     """The scoreboard of a run. Make it with `create` (the orchestrator) or `attach`.
 
     Attributes:
-        records, control: (roles, 32) and (roles, 8) int64; what a role says of itself, and what it is told.
+        records, control: (roles, 32) and (roles, 8) int64; the roles' states, and their orders.
         words, orders: the same, a role each, for reading and writing single words.
         timeline: (roles, INTERVALS), of what `intervals` tells.
         named: who is who.

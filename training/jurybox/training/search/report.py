@@ -112,14 +112,15 @@ def _prices(trainer: WorkflowTrainer) -> Section | None:
                 f"{none.taken_over - found.taken_over:+.1f}",
             ]
         )
-    header = ["told", "obedience", "judged fixes", "untold", "return", "price", "taken over", "price"]
+    header = ["order", "obedience", "judged fixes", "without order", "return", "price", "taken over", "price"]
     return Section(
-        "One policy, told what comes first",
+        "One policy with each type first in its order",
         [Table(header, rows)],
-        f"The final policy, told the 24 orders that begin with a type, each episode one of them, in {none.episodes:,} "
+        f"The final policy with the 24 orders that begin with a type as input, one per episode, in {none.episodes:,} "
         "episodes a row: half of them from the start, half taken over after the attacker was alone for up to "
-        f"{trainer.settings.longest_head_start} steps. Obedience is the share of the judged fixes that comply; untold: "
-        "that share for the same policy when it is told no order. A price is what telling costs in points of return.",
+        f"{trainer.settings.longest_head_start} steps. Obedience is the share of the judged fixes that comply; "
+        "without order: that share for the same policy without an order as input. A price is the cost of the order in "
+        "points of return.",
     )
 
 
@@ -132,8 +133,8 @@ def _search(trainer: WorkflowTrainer) -> Section | None:
             Legend([("best score", "learned"), ("other scores", "plain"), ("expected", "reference")]),
             belief(trainer.search),
         ],
-        "What the Gaussian process believes of every order at the end, with two deviations, and the scores of "
-        "those that were tried. A score is the return, less a penalty for what obedience lacks.",
+        "The Gaussian process's prediction for every order at the end, with two standard deviations, and the scores of "
+        "those that were tried. A score is the return, less a penalty for missing obedience.",
     )
 
 
@@ -180,7 +181,7 @@ def _learning(metrics: Sequence[Mapping[str, float]]) -> Section | None:
     if len(returns) < len(metrics):
         caption += f"Updates with returns below {least:.0f}, at the beginning, are left out. "
     if ruled:
-        caption += f"From {ruled[0]['episodes']:,.0f} episodes on it is told workflows"
+        caption += f"From {ruled[0]['episodes']:,.0f} episodes on its input contains workflows"
         last = next((row["episodes"] for row in ruled if row["phase"] >= 3), None)
         caption += ". " if last is None else f", from {last:,.0f} on the best one. "
     return Section("Learning", drawn, caption + "Returns are of episodes from their start.")

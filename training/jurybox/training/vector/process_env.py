@@ -83,7 +83,7 @@ class ProcessVectorEnv(VectorEnv[Any, Any, Any]):
         self._restarted = np.zeros(n, np.bool_)
         self._in_flight = np.zeros(n, np.bool_)
         # The life of its worker (`WorkerPool.lives`) in which each environment was last reset, reset with a seed, and
-        # told that its episode was cut. What is in a later life than it was reset in is new.
+        # reported as truncated. An environment in a later life than that of its reset is new.
         self._reset_life = np.zeros(n, np.int64)
         self._seed_life = np.zeros(n, np.int64)
         self._cut_life = np.zeros(n, np.int64)
