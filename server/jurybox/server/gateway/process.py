@@ -1,4 +1,4 @@
-"""The gateway process: it takes its settings from the control pipe, and serves until a stop is requested or the pipe ends."""
+"""The gateway process: it reads its settings from the control pipe, and serves until a stop or the pipe's end."""
 
 from __future__ import annotations
 

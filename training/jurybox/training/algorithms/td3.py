@@ -198,8 +198,8 @@ class TD3:
         settings: see `TD3Settings`.
         device: where everything is computed.
         seed: of the first weights and the smoothing noise.
-        networks: an actor and a critic to be used instead of new ones of these sizes. They take observations as they
-            come, and normalise them if anybody does; methods as those of `Actor` and `TwinCritic`.
+        networks: an actor and a critic to be used instead of new ones of these sizes. They get observations
+            unchanged, and normalise them if needed; methods as those of `Actor` and `TwinCritic`.
     """
 
     def __init__(

@@ -25,7 +25,7 @@ class Perceptron:
     Args:
         weights: of each layer, (in, out), or (k, in, out) for k perceptrons; views of the parameters.
         biases: likewise, (out,) or (k, 1, out).
-        gradients: where `backward` leaves those of weights and biases, in these shapes; without, nobody asks for them.
+        gradients: outputs of `backward` for weights and biases, in these shapes; None: not needed.
     """
 
     def __init__(

@@ -30,7 +30,7 @@ def connect(address: str | None) -> None:
     """Join the cluster at `address`, or start one on this machine; without usage reports.
 
     Raises:
-        NoCluster: nobody answers there.
+        NoCluster: no cluster answers there.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     with _own_signals():
@@ -52,7 +52,7 @@ def _connect(address: str | None) -> None:
     os.environ.setdefault("RAY_worker_niceness", "0")
     ray.init(
         address="local",  # a new cluster, even if another runs or RAY_ADDRESS names one
-        num_cpus=max(len(os.sched_getaffinity(0)), 64),  # the cores are shared as without Ray: nobody waits for one
+        num_cpus=max(len(os.sched_getaffinity(0)), 64),  # the cores are shared as without Ray: no actor waits for one
         include_dashboard=False,
         object_store_memory=_OBJECT_STORE_BYTES,
         _node_ip_address="127.0.0.1",

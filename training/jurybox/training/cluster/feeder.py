@@ -72,7 +72,7 @@ class Feeder:
             OSError,
             KeyError,
             StateDamaged,
-        ) as error:  # the server is gone, or the machine's host: somebody looks
+        ) as error:  # the server is gone, or the machine's host: reported later
             self._failed = f"{type(error).__name__}: {error}"
 
 

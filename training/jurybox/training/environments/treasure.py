@@ -14,9 +14,9 @@ from pettingzoo import AECEnv
 
 # The world of the treasure hunt: walls, gems, agents, and the rules. Arrays and one random generator, nothing else.
 #
-# A turn begins with what is no agent: gems that were taken may grow again elsewhere. Then the agents move in their
-# order, each into what the ones before it have left. A tile holds one agent at most; walking into a wall or somebody
-# else is standing still. Walking onto a gem takes it and is rewarded with its value.
+# A turn begins without agents: gems that were taken may grow again elsewhere. Then the agents move in their order, each
+# with the result of earlier moves. A tile holds one agent at most; an agent that walks into a wall or another agent
+# stands still. Walking onto a gem takes it and is rewarded with its value.
 
 
 Grid = npt.NDArray[np.uint8]

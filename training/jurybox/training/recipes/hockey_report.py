@@ -50,7 +50,7 @@ def report(
             f"Won minus lost, of {settings.matrix_games} games each without noise. The learned policy is the best "
             "evaluated one; the others are its past selves, after so many learner steps."
         )
-        sections.append(Section("Who beats whom", [drawn], note))
+        sections.append(Section("Results between players", [drawn], note))
     if not outcome.serial:
         sections.append(page.worked_when(folder / "timeline.json"))
     if actor is not None and settings.film_games and settings.environment is None:

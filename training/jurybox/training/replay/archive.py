@@ -205,8 +205,8 @@ class Archive:
     def records(self) -> Iterator[Record]:
         """Iterate over all records up to the last commit, in order (with `recover`: up to the end).
 
-        Those of a file that ends with its commit, as all do but after an accident, are read off while they are used, so
-        that nobody waits for the disk twice.
+        Records of a file that ends with its commit, which only a crash prevents, are checked while they are used, so
+        that the disk is read once.
 
         Raises:
             Damaged: a record's head is corrupt.

@@ -242,7 +242,7 @@ class Prefetch(ForkGuard):
                     tensors = move(batch)
                     self._free.put(batch)
                     self._put(tensors)
-        except BaseException as error:  # noqa: BLE001  (handed to whoever asks for the next batch)
+        except BaseException as error:  # noqa: BLE001  (raised by the next request for a batch)
             self._put(error)
 
     def _put(self, item: Any) -> None:

@@ -69,8 +69,8 @@ class Cursor:
 # rows (in a device's memory, or a replay on another host) does not depend on the ring they came from.
 
 
-# Instead of a neighbour's position. Before a row: it is its episode's first, or its predecessor never came. After it:
-# the next row has not come, or the episode is over.
+# Instead of a neighbour's position. Before a row: it is its episode's first, or its predecessor is missing. After it:
+# the next row is missing so far, or the episode is over.
 FIRST, UNKNOWN = -1, -2
 NOT_YET, ENDED = -1, -2
 # Maximum time to write a reserved row; after it the writer counts as killed, and the row is given up.

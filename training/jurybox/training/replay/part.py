@@ -294,7 +294,7 @@ class Counters:
         retried: slots that writers skipped, because another writer, perhaps a killed one, held them.
         sampled: rows handed out.
         redrawn: discarded draws, because their row was being written or did not fit the request.
-        stale_priorities: priorities that came after their row was overwritten.
+        stale_priorities: priorities of rows that were overwritten before.
     """
 
     added: int

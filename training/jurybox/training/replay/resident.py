@@ -245,7 +245,7 @@ class Resident:
     A forked child may draw from the rows that were there, with draws of its own; `refresh` refuses there.
 
     Attributes:
-        taken: rows that came to the device.
+        taken: rows that were copied to the device.
         missed: rows that the shared replay overwrote before they were taken, or whose writer was killed.
 
     Raises:
@@ -323,7 +323,7 @@ class Resident:
         "valid_<name>", as `Replay.prefetch` hands them out. The options are those of `Replay.sample`.
 
         Raises:
-            NotEnoughRows: too few rows came, or too few fit the windows.
+            NotEnoughRows: there are too few rows, or too few fit the windows.
         """
         prioritized = self._priorities is not None and not uniform
         if prioritized and not replace:

@@ -298,7 +298,7 @@ class BackgroundSave(ForkGuard):
     def _run(self, save: Callable[[], Saved]) -> None:
         try:
             self._saved = save()
-        except BaseException as error:  # noqa: BLE001  (handed to whoever waits)
+        except BaseException as error:  # noqa: BLE001  (raised by the waiting call)
             self._error = error
 
     def done(self) -> bool:

@@ -202,7 +202,7 @@ def _sentence(comparison: Comparison) -> str:
     what = {
         "yes": "It scores higher than",
         "no": "It scores lower than",
-        "undecided": "It cannot be told apart from",
+        "undecided": "It cannot be distinguished from",
     }[comparison.answer]
     return (
         f"{what} {comparison.baseline}: {difference.mean:+.3f} on average, 95 % interval {difference.low:+.3f} to "

@@ -1,9 +1,7 @@
 """The orchestrator: a process for every role, watched, restarted, paused for checkpoints, and ended in order.
 
-It is one loop of small looks: at the control_pipes (who spoke, who died), at the scoreboard (who hangs, who waits on
-    whom), at
-the budget. Nothing in it waits longer than a twentieth of a second but a checkpoint and the end, which have bounds of
-their own.
+It is one loop that checks the control pipes (messages, deaths), the scoreboard (hangs, waits) and the budget. It never
+waits longer than a twentieth of a second, except for a checkpoint and the end, which have their own time limits.
 """
 
 from __future__ import annotations
@@ -31,7 +29,7 @@ class Orchestrator:
     Args:
         shared: of the run; stays the caller's to close.
         metrics: takes the reports.
-        notify: takes lines for whoever watches.
+        notify: accepts lines for watchers.
         logs: folder of the processes' logs.
         launcher: starts the processes; `begin` and `end` are called here.
         checkpoints: where they go; None: none are made.
@@ -66,7 +64,7 @@ class Orchestrator:
             Child(plan, number, self._scoreboard, logs / f"{role.name}.log", launcher, evaluated)
             for number, role in enumerate(plan.roles)
         ]
-        # An evaluation takes long and has no state: nobody waits for evaluators.
+        # An evaluation takes long and has no state: evaluators are not waited for.
         self._savers = [child for child in self._children if child.spec.kind is not Kind.EVALUATOR]
         self._saved_at = self._scoreboard.env_steps
         self._saved_when = time.monotonic()
@@ -113,7 +111,7 @@ class Orchestrator:
                 return End.FAILED
             reason = ending()
             if reason is End.SECONDS and self._plan.of_kind(Kind.EVALUATOR):
-                # What it came to is worth an evaluation, if that does not take too long.
+                # The result is evaluated, if that does not take too long.
                 self._closed_at = self._closed_at or time.monotonic()
                 self._rules.close()
             elif reason is not None:

@@ -119,8 +119,8 @@ class Pace:
     they are `slack` steps further than the slowest learner has used up.
 
     The rule is that of a samples-per-insert limiter (Reverb, arXiv:2102.04736), kept by the run's shared counters
-    instead of inside the replay: a wait lies between two steps and never in the midst of one, everybody sees who waits
-    for whom, and it survives a restart, a resumed run and the change to serial.
+    instead of inside the replay: a wait is between two steps and never within one, all roles see which one waits for
+    which, and it survives a restart, a resumed run and the change to serial.
 
     Attributes:
         collect, learn: the ratio.

@@ -104,7 +104,7 @@ def _serve(control_pipe: ControlPipe, reports: Reports, message: dict[str, Any])
         state = read_state(Path(message["state"])) if message["state"] else None
         turn = make_turn(context, Rules(plan, shared.scoreboard, plan.pace.slack), state)
         try:
-            os.nice(context.spec.nice)  # not before: the start is what everybody waits for
+            os.nice(context.spec.nice)  # not before: all other roles wait for the start
             context.begin()
             gc.freeze()
             gc.enable()

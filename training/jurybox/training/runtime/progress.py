@@ -54,7 +54,7 @@ class RunMetrics:
 
     Attributes:
         returns, lengths: of the last 100 episodes.
-        numbers: the newest row and the newest evaluation, for whoever shows them.
+        numbers: the newest row and the newest evaluation, for displays.
         best: the highest value so far of what the plan calls best, whose weights are kept; None before the first.
         keep: keeps the weights of the evaluation of a message, or drops them if it is not the best; returns whether
             they are kept. None: weights are not kept.

@@ -27,7 +27,7 @@ class Serial:
     Args:
         shared: of the run.
         metrics: takes the reports.
-        notify: takes lines for whoever watches.
+        notify: accepts lines for watchers.
         checkpoints: where they go; None: none are made.
         resumed: the checkpoint that `shared` was filled from.
     """
@@ -74,7 +74,7 @@ class Serial:
         """Take turns until the plan's budget is used up, or `ending` gives another reason; `tick` is called in between.
 
         Raises:
-            Deadlock: nobody can take a turn.
+            Deadlock: no role can take a turn.
         """
         while True:
             moved = False

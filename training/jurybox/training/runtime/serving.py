@@ -1,8 +1,8 @@
 """The models of a run on a server: a running one, or a private one.
 
-On a server of somebody else's the models have names of their own, so that two runs never meet, and are *kept*: the
-server unloads them when nobody has asked for them for `KEEP` seconds. So a run unloads them when it ends, however it
-ends, and one that was killed leaves nothing behind for longer than that.
+On a shared server the models have unique names, so that runs do not interfere, and are *kept*: the server unloads them
+after `KEEP` seconds without a sign of life. A run unloads them at its end, and those of a killed run are unloaded after
+that time.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _LOAD_TIMEOUT = 120.0  # seconds that a server gets to load a model: its engines
 _MAX_VERSIONS = 64  # publications
 _CALL_TIMEOUT = 10.0
 _UNLOAD_TIMEOUT = 5.0
-_TIMEOUT, _PRIVATE_TIMEOUT = 60.0, 2.0  # seconds for a server that went away; nobody starts a private one again
+_TIMEOUT, _PRIVATE_TIMEOUT = 60.0, 2.0  # seconds for a server that is away; a private one is not restarted
 _RETRY_SECONDS = 0.2
 _POLL_SECONDS = 0.001  # seconds between two requests for newer weights
 
@@ -50,7 +50,7 @@ class ServedModels:
         address: of the server.
         names: by the name that the training has for a model, its name there.
         private: whether the server is the run's own.
-        http: where it serves HTTP, "host:port"; "" where it does not, or is somebody else's.
+        http: its HTTP address, "host:port"; "" if it has none, or is a shared server.
     """
 
     address: str
@@ -85,7 +85,7 @@ def served_models(
         replicas: engines of a private server, on each device.
 
     Raises:
-        ServerGone: nobody answers there. Refused: the server's configuration does not let the models in; the message
+        ServerGone: no server answers there. Refused: the server's configuration does not let the models in; the message
             says which line to add. ModelFailed: one could not be loaded. ServerNotStarted: a private one.
         ConfigError: weights cannot be published to that address.
 

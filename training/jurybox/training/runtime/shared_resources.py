@@ -122,7 +122,7 @@ class SharedResources:
         """The publisher of the channel that the plan calls `name`.
 
         Raises:
-            Refused: somebody living has it.
+            Refused: a living process has it.
         """
         return Publisher(self.channel(name))
 

@@ -196,7 +196,7 @@ class LearnerTurn(Turn):
         due = self.rules.may_learn(self.context.number)
         if due and self._learner.ready():
             return True
-        # When nobody adds rows any more, one that has not enough is as done as it gets.
+        # If no rows will be added any more, a learner without enough of them is done.
         self.context.words[Word.DONE] = steps + 1
         return self._set_waiting(Subject.ORDERS if over else Subject.READY if due else Subject.STEPS)
 
@@ -237,7 +237,7 @@ class EvaluatorTurn(Turn):
             self.context.words[Word.EVALUATED_AT],
             self.context.spec.evaluate_every,
         )
-        # The last one waits for the learners, so that it sees what the run came to.
+        # The last one waits for the learners, so that it sees the result of the run.
         due = self.rules.over() and at < steps if self.rules.collected() else every and steps // every > at // every
         if not due:
             return self._set_waiting(Subject.WORK)

@@ -1,4 +1,4 @@
-"""Who hangs, and who waits on whom: judged from the scoreboard alone, so that it can be tested without a process.
+"""Find roles that hang, and what others wait for, from the scoreboard alone, so it can be tested without a process.
 
 A role hangs when it gives no sign of life. Roles that wait for each other do give signs, so a wait that lasts too long
 is followed along the plan (who adds what this learner wants? who publishes what this actor wants?) to the one that
@@ -20,7 +20,7 @@ class Finding:
 
     Attributes:
         role: number of the one to be restarted.
-        text: why, in words: who waits on whom, for what, since when.
+        text: the reason: which role waits for which, for what, since when.
     """
 
     role: int
@@ -82,8 +82,8 @@ def _stalls(plan: Plan, scoreboard: Scoreboard, number: int, now: int) -> bool:
     words = scoreboard.words[number]
     if subject in AT_REST or words[Word.STATE] != State.RUNNING:
         return False
-    # Whoever was just started gets its time as well, before anybody is held to be the reason; and a start may take
-    # longer than a stall, so that time counts from its end.
+    # A role that was just started gets its time as well, before another counts as the reason; a start may take longer
+    # than a stall, so that time counts from its end.
     starts = (orders[Control.STARTED_AT] for orders in scoreboard.orders)
     since = max([words[Word.WAITS_SINCE], *starts, *(each[Word.READY_AT] for each in scoreboard.words)])
     return (now - since) / 1e9 > plan.timeouts.stall

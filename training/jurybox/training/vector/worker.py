@@ -1,7 +1,7 @@
 """The env worker: a process that holds environments and steps them for a learner. It never imports torch.
 
-`main` makes the environments and answers messages until the learner is gone. How a message is answered depends on whom
-the worker serves:
+`main` creates the environments and answers messages until the learner has ended. The answers depend on the kind of
+learner:
 
 - `SharedMemoryHandler`, for `ProcessVectorEnv`: results go to shared memory. The first byte of a message is its kind:
 

@@ -65,7 +65,7 @@ class PhotoEdit(gymnasium.Env[observation.Observation, Action]):
         reward_scale: see above.
         score_range: the juror's ordinary lowest and highest score; only a scale, scores may exceed it.
         price: score that is paid for each unit of CIELAB (about a just noticeable difference of colour) that the edits
-            move the picture away from the one that came in, see `moved`.
+            move the picture away from the given one, see `moved`.
         intact: share of the episodes that begin with an undamaged photo, for which no edit is best.
         tilted: share of the damaged photos without a tilt that get one in addition to their faults; otherwise a
             quarter are tilted, which is few to learn straightening from.

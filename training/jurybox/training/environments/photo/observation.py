@@ -184,8 +184,8 @@ def _slant(found: Columns) -> Columns:
 
 # The observation: a small view, statistics of the picture, the edits so far, the time and the score.
 #
-# One flat float32 vector within [-1, 1], because that is what every library's plain MLP takes; the slices below say
-# where each part lies for whoever wants to give the parts to networks of their own.
+# One flat float32 vector within [-1, 1], which every library's plain MLP accepts; the slices below name its parts, for
+# users with a network for each part.
 #
 # The view's pixels are shrunk to :data:`VIEW_SCALE` of the statistics' range: 768 pixels at full range would outweigh
 # fifty more informative numbers, and a new network would spend its first thousands of steps on learning to ignore them.
