@@ -59,8 +59,8 @@ class Lane:
 
 
 def coalescer(lane):
-    told = []
-    return RequestCoalescer(lane, 8, lambda: told.append("broken"), lambda: told.append("idle")), told
+    events = []
+    return RequestCoalescer(lane, 8, lambda: events.append("broken"), lambda: events.append("idle")), events
 
 
 UNREADABLE = UnicodeDecodeError("utf-8", b"\xc3", 0, 1, "unexpected end of data")
@@ -68,14 +68,14 @@ UNREADABLE = UnicodeDecodeError("utf-8", b"\xc3", 0, 1, "unexpected end of data"
 
 @pytest.mark.parametrize("wrong", [UNREADABLE, KeyError("x"), MemoryError(), RecursionError(), ValueError("\ud800")])
 async def test_every_exception_of_a_lane_is_raised_to_its_callers_at_once(wrong):
-    together, told = coalescer(Lane(wrong))
+    together, events = coalescer(Lane(wrong))
     began = time.monotonic()
     with pytest.raises(ModelFailed, match="could not be read") as caught:
         await together.ask(ROW, 1, 60.0, 0)
     assert time.monotonic() - began < 5
     str(caught.value).encode()
     await asyncio.sleep(0.01)
-    assert told == ["broken", "idle"]
+    assert events == ["broken", "idle"]
     assert (await together.ask(ROW, 1, 60.0, 0))[1] == 7  # and later requests are answered
 
 
@@ -107,10 +107,10 @@ async def test_of_coalesced_requests_only_the_failing_one_gets_an_error():
 
 async def test_of_coalesced_requests_only_the_one_that_does_not_fit_gets_an_error():
     """As where the model was loaded anew, with another spec, while they waited."""
-    together, told = coalescer(Lane(SpecMismatch("has changed"), True, SpecMismatch("has changed"), True))
+    together, events = coalescer(Lane(SpecMismatch("has changed"), True, SpecMismatch("has changed"), True))
     answers = await asyncio.gather(*(together.ask(ROW, 1, 60.0, 0) for _ in range(3)), return_exceptions=True)
     assert [isinstance(answer, SpecMismatch) for answer in answers] == [False, True, False]
-    assert "broken" not in told
+    assert "broken" not in events
 
 
 async def test_of_coalesced_requests_only_those_with_failed_rows_get_errors():
@@ -119,8 +119,8 @@ async def test_of_coalesced_requests_only_those_with_failed_rows_get_errors():
     )
     together, _ = coalescer(Lane(failed))
     two = {"x": np.ones((2, 2), np.float32)}
-    asked = [together.ask(rows, n, 60.0, 0) for rows, n in ((two, 2), (two, 2), (ROW, 1))]
-    first, second, third = await asyncio.gather(*asked, return_exceptions=True)
+    requests = [together.ask(rows, n, 60.0, 0) for rows, n in ((two, 2), (two, 2), (ROW, 1))]
+    first, second, third = await asyncio.gather(*requests, return_exceptions=True)
     assert (first.errors, first.outputs.tolist(), first.version) == ({1: "no"}, [[0, 1], [2, 3]], 9)
     np.testing.assert_array_equal(second[0]["y"], [[4, 5], [6, 7]])
     assert third.errors == {0: "nor this"} and "row 0: nor this" in str(third)
@@ -146,7 +146,7 @@ async def test_rows_that_differ_in_size_go_together():
 
 async def test_anothers_unreadable_answer_does_not_affect_the_present_request():
     lane = Lane(None, look=UNREADABLE)
-    together, told = coalescer(lane)
+    together, events = coalescer(lane)
     first = asyncio.create_task(together.ask(ROW, 1, 60.0, 0))
     await asyncio.sleep(0.01)
     second = asyncio.create_task(together.ask(ROW, 1, 60.0, 0))
@@ -154,31 +154,31 @@ async def test_anothers_unreadable_answer_does_not_affect_the_present_request():
         with pytest.raises(Refused) as caught:
             await asyncio.wait_for(one, 5)
         assert caught.value.code == Code.STALE_LEASE
-    assert told[0] == "broken"
+    assert events[0] == "broken"
 
 
 async def test_a_ticket_that_never_ends_is_cancelled_and_blocks_no_other(monkeypatch):
     monkeypatch.setattr("jurybox.server.gateway.inference.coalescer._OVERDUE", 0.05)
-    together, told = coalescer(Lane(None))
+    together, events = coalescer(Lane(None))
     with pytest.raises(Timeout):
         await together.ask(ROW, 1, 0.05, 0)
     with pytest.raises(Refused) as caught:  # requests that wait behind it are repeated on another lane
         await asyncio.wait_for(together.ask(ROW, 1, 60.0, 0), 5)
-    assert (caught.value.code, told[0]) == (Code.STALE_LEASE, "broken")
+    assert (caught.value.code, events[0]) == (Code.STALE_LEASE, "broken")
     assert (await asyncio.wait_for(together.ask(ROW, 1, 60.0, 0), 5))[1] == 7
 
 
 async def test_a_lost_answer_is_requested_again(monkeypatch):
     """What the event loop's exception handler does: the request of the answer is unknown."""
     monkeypatch.setattr("jurybox.server.gateway.inference.coalescer._DOUBT", 0.05)
-    together, told = coalescer(Lane(None))
+    together, events = coalescer(Lane(None))
     asking = asyncio.create_task(together.ask(ROW, 1, 60.0, 0))
     await asyncio.sleep(0.01)
     together.doubt()
     with pytest.raises(Refused) as caught:
         await asyncio.wait_for(asking, 5)
     await asyncio.sleep(0.01)
-    assert (caught.value.code, told) == (Code.STALE_LEASE, ["broken", "idle"])
+    assert (caught.value.code, events) == (Code.STALE_LEASE, ["broken", "idle"])
 
 
 OVER = [Busy("no rows"), ServerGone("gone"), Refused("taken back", Code.STALE_LEASE)]
@@ -186,19 +186,19 @@ OVER = [Busy("no rows"), ServerGone("gone"), Refused("taken back", Code.STALE_LE
 
 @pytest.mark.parametrize("error", OVER, ids=["busy", "gone", "stale"])
 async def test_a_revoked_lane_is_given_up_and_its_error_raised(error):
-    together, told = coalescer(Lane(error))
+    together, events = coalescer(Lane(error))
     with pytest.raises(type(error), match=str(error)):
         await together.ask(ROW, 1, 60.0, 0)
-    assert "broken" in told
+    assert "broken" in events
 
 
 async def test_an_error_of_one_request_does_not_give_up_the_lane():
-    together, told = coalescer(Lane(Timeout("late"), ModelFailed("no")))
+    together, events = coalescer(Lane(Timeout("late"), ModelFailed("no")))
     for expected in (Timeout, ModelFailed):
         with pytest.raises(expected):
             await together.ask(ROW, 1, 60.0, 0)
         await asyncio.sleep(0.01)
-    assert told == ["idle", "idle"]
+    assert events == ["idle", "idle"]
 
 
 async def test_a_cancelled_caller_leaves_the_others_theirs():
@@ -268,8 +268,8 @@ async def test_rows_of_many_sessions_share_tickets_and_each_gets_its_own_answer(
     await asyncio.gather(*(ask(n, n, begins=True) for n in range(8)))
     assert sessions.tickets == [list(range(8))]
     sessions.lost = {1, 6}
-    asked = [ask(10, 0), ask(10, 1), ask(-1, 2), ask(10, 3), ask(10, 5, 6), ask(10, 7)]
-    answers = await asyncio.gather(*asked, return_exceptions=True)
+    requests = [ask(10, 0), ask(10, 1), ask(-1, 2), ask(10, 3), ask(10, 5, 6), ask(10, 7)]
+    answers = await asyncio.gather(*requests, return_exceptions=True)
     assert [float(answers[i][0]["y"][0, 0]) for i in (0, 3, 5)] == [10, 13, 17]
     assert (answers[1].sessions, answers[4].sessions) == ([1], [6])
     assert isinstance(answers[2], ModelFailed) and sessions.totals[5][0] == 5
@@ -284,16 +284,16 @@ class Line:
     connection = None
 
     def __init__(self):
-        self.told = []
+        self.sent = []
 
     def done(self):
         return False
 
     def reply(self, pieces):
-        self.told.append(b"".join(pieces))
+        self.sent.append(b"".join(pieces))
 
     def fail(self, error):
-        self.told.append(error.code)
+        self.sent.append(error.code)
 
 
 class SlowOnce(Lane):
@@ -314,10 +314,10 @@ async def test_a_late_answer_is_no_answer_to_the_connections_next_request():
     line = Line()
     form.ask(ROW, 0.05, line)
     await asyncio.sleep(0.15)
-    assert line.told == [Code.TIMEOUT]
+    assert line.sent == [Code.TIMEOUT]
     form.ask({"x": ROW["x"] * 3}, 5.0, line)
     await asyncio.sleep(0.5)
-    assert line.told == [Code.TIMEOUT, np.full(2, 6, np.float32).tobytes()]
+    assert line.sent == [Code.TIMEOUT, np.full(2, 6, np.float32).tobytes()]
 
 
 class Brief(Lane):
@@ -352,7 +352,7 @@ class Later:
         pass
 
 
-async def asked(together, client):
+async def answered_in_place(together, client):
     """Ask for one row; return whether it was answered before the loop turned."""
     answer = asyncio.get_running_loop().create_future()
     late = together.put(ROW, 1, 60.0, 0, answer, None, client)
@@ -376,12 +376,12 @@ def clock(monkeypatch):
 
 async def test_the_loop_blocks_for_the_answers_of_a_lone_client(clock):
     lane = Brief()
-    together, told = coalescer(lane)
+    together, events = coalescer(lane)
     client = ClientConnection(("192.0.2.7", 4000))
-    assert [await asked(together, client) for _ in range(10)] == [False] * 5 + [True] * 5
+    assert [await answered_in_place(together, client) for _ in range(10)] == [False] * 5 + [True] * 5
     assert lane.blocked == [False] * 5 + [True] * 5
-    assert not await asked(together, ClientConnection(("192.0.2.7", 4001)))
-    assert not together.busy and told == ["idle"] * 11
+    assert not await answered_in_place(together, ClientConnection(("192.0.2.7", 4001)))
+    assert not together.busy and events == ["idle"] * 11
 
 
 async def test_a_loop_that_blocked_in_vain_does_not_block_for_some_time(clock):
@@ -389,7 +389,7 @@ async def test_a_loop_that_blocked_in_vain_does_not_block_for_some_time(clock):
     together, _ = coalescer(lane)
     client = ClientConnection(("192.0.2.7", 4000))
     for _ in range(5 + 1 + 16 + 2):
-        await asked(together, client)
+        await answered_in_place(together, client)
     assert lane.blocked == [False] * 5 + [True] + [False] * 16 + [True] * 2
 
 
