@@ -142,11 +142,9 @@ class Control:
         number = _NUMBER.pack(self._number)
         while self._events is not None and self._events.poll(0):
             self._events.recv_multipart()  # a connection was lost earlier, with no request in flight
-        try:
-            self._socket.send_multipart((PREFIX, number, body), zmq.NOBLOCK)
-        except zmq.Again:  # libzmq never reconnects after a refused handshake
+        if not self._sent(number, body):  # libzmq never reconnects after a refused handshake
             self._reopen()
-            self._socket.send_multipart((PREFIX, number, body), zmq.NOBLOCK)
+            self._sent(number, body)
         deadline = time.monotonic() + timeout
         again = time.monotonic() + _UNHEARD
         while True:
@@ -165,7 +163,15 @@ class Control:
             if lost or (self._far is not None and time.monotonic() > again):
                 again = time.monotonic() + _UNHEARD
                 self._reopen()  # libzmq resends nothing that was lost; what is still queued must not go out twice
-                self._socket.send_multipart((PREFIX, number, body), zmq.NOBLOCK)
+                self._sent(number, body)
+
+    def _sent(self, number: bytes, body: bytes) -> bool:
+        """Send a request; return False without a connection, as after a handshake that was refused at once."""
+        try:
+            self._socket.send_multipart((PREFIX, number, body), zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        return True
 
     def _connect(self) -> None:
         if self._far is not None:
