@@ -93,6 +93,7 @@ def check_rows_of_one_version(request, publisher):
             publisher.publish(affine(publisher.version + 1))
 
     publisher.publish(affine(publisher.version + 1))
+    wait_until(lambda: request()[1] == publisher.version, 30, "adoption")  # the weights it starts with are no affine(0)
     learner = threading.Thread(target=learn)
     learner.start()
     seen, deadline = set(), time.monotonic() + 30
