@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.jurybox-setup
 
 # How many tests run at once; each worker takes whole files, and has a folder of shared memory of its own.
-WORKERS ?= 3
+WORKERS ?= 4
 
 # Where torch comes from: PyTorch's CPU builds where there is no NVIDIA driver, since PyPI's brings 4 GB of CUDA along.
 TORCH_INDEX ?= $(if $(wildcard /proc/driver/nvidia/version),,https://download.pytorch.org/whl/cpu)
