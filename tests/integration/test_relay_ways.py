@@ -298,8 +298,7 @@ def test_a_lane_released_in_flight_is_not_written_to(server, relay):
                 np.testing.assert_array_equal(model(ROW, timeout=20), ROW + 1)
 
 
-def test_a_lone_client_is_served_natively_and_others_are_answered_soon(server, relay):
-    """A client that joins while the relay spins for one client waits a few milliseconds at most."""
+def test_a_client_that_joins_while_the_relay_spins_for_another_is_answered(server, relay):
     stop, answer_times = threading.Event(), []
 
     def go_on():

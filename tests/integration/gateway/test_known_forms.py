@@ -256,7 +256,8 @@ def test_the_body_begins_where_the_head_ends_for_all_parsers(gateway):
     assert statuses[2] == 200 and statuses[0] == statuses[1] == statuses[3]
 
 
-def test_a_client_that_disconnects_frees_the_memory_of_its_body(gateway):
+def test_clients_that_disconnect_during_a_known_request_do_not_disturb_the_next(gateway):
+    """tests/unit/server/test_http_forms.py tests that their bodies' bytes are released."""
     whole = http_request(np.ones((1, 4), np.float32))
     for cut in (len(whole) - 3, len(whole)):
         for _ in range(20):
