@@ -46,6 +46,16 @@ def shared_memory_of_our_own():
     shutil.rmtree(folder)
 
 
+@pytest.fixture
+def empty_shared_memory(shared_memory_of_our_own):
+    """A folder in shared memory for one test: processes that an earlier test killed may still leave files in the run's."""
+    folder = tempfile.mkdtemp(prefix="t-", dir=shared_memory_of_our_own)
+    before, os.environ["JURYBOX_SHM_DIR"] = os.environ["JURYBOX_SHM_DIR"], folder
+    yield folder
+    os.environ["JURYBOX_SHM_DIR"] = before
+    shutil.rmtree(folder)
+
+
 # Files of more than 20 CPU-seconds.
 _LONGEST = (
     "tests/integration/test_photo_training.py",

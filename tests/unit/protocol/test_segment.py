@@ -10,6 +10,8 @@ import pytest
 from jurybox.protocol.errors import SharedMemoryError
 from jurybox.protocol.segment import Segment, available_bytes, directory, segment_name, sweep
 
+pytestmark = pytest.mark.usefixtures("empty_shared_memory")
+
 KILLED = """
 import os, sys
 from jurybox.protocol.segment import Segment

@@ -23,6 +23,8 @@ from jurybox.protocol.shm_rings import ShmRings
 from jurybox.server.supervisor import segment_server
 from jurybox.server.supervisor.segment_server import SegmentServer, available_memory
 
+pytestmark = pytest.mark.usefixtures("empty_shared_memory")
+
 SIZE = 8192
 
 
