@@ -48,7 +48,7 @@ def shared_memory_of_our_own():
 
 @pytest.fixture
 def empty_shared_memory(shared_memory_of_our_own):
-    """A folder in shared memory for one test: processes that an earlier test killed may still leave files in the run's."""
+    """A folder in shared memory for one test: processes that another test killed may leave files in the run's."""
     folder = tempfile.mkdtemp(prefix="t-", dir=shared_memory_of_our_own)
     before, os.environ["JURYBOX_SHM_DIR"] = os.environ["JURYBOX_SHM_DIR"], folder
     yield folder

@@ -59,11 +59,22 @@ void bind_tickets(nb::module_& m) {
         nb::arg("lanes"), nb::arg("lane"), "Revoke a lane: engines refuse its tickets from now on.");
     m.def(
         "any_expired",
-        [](nb::handle tickets, std::int64_t now) {
+        [](nb::handle tickets, std::size_t first, std::size_t end, std::int64_t now) {
             const Read these(tickets);
-            return any_expired(these.records<const Ticket>(), these.rows(), now);
+            if (first > end || end > these.rows()) throw std::out_of_range("there are fewer tickets");
+            return any_expired(these.records<const Ticket>() + first, end - first, now);
         },
-        nb::arg("tickets"), nb::arg("now"), "Whether the deadline of any ticket has passed; now is in ns of CLOCK_MONOTONIC.");
+        nb::arg("tickets"), nb::arg("first"), nb::arg("end"), nb::arg("now"),
+        "Whether the deadline of any of tickets[first:end] has passed; now is in ns of CLOCK_MONOTONIC.");
+    m.def(
+        "copy_tickets",
+        [](nb::handle tickets, nb::handle out, std::size_t at) {
+            const Read these(tickets);
+            const Write to(out);
+            if (at > to.rows() || these.rows() > to.rows() - at) throw std::out_of_range("the tickets do not fit");
+            std::copy_n(these.records<const Ticket>(), these.rows(), to.records<Ticket>() + at);
+        },
+        nb::arg("tickets"), nb::arg("out"), nb::arg("at"), "Copy tickets to out[at:], both records of wire.TICKET.");
     m.def(
         "gather",
         [](nb::handle table, nb::handle tickets, nb::handle packed) {

@@ -1,7 +1,9 @@
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jurybox import native
 from jurybox.protocol.wire import TICKET
 from jurybox.server.engine.queues import Queue, fair_choice
 
@@ -126,3 +128,23 @@ def test_the_queue_grows_with_many_clients():
         queue.push(tickets(*[(lane, 1) for lane in range(first, first + 100)]))
     assert queue.rows == 3000
     assert len(queue) == 3000
+
+
+def test_a_queue_grows_and_keeps_the_order():
+    queue = Queue(max_batch=1000)
+    for lane in range(600):
+        queue.push(tickets((lane, 1)))
+    assert queue.take()["lane"].tolist() == list(range(600))
+
+
+def test_native_code_reads_and_writes_no_tickets_out_of_bounds():
+    few, out = tickets((0, 1), (1, 1), deadline=5), np.zeros(3, TICKET)
+    native.copy_tickets(few, out, 1)
+    assert out["lane"].tolist() == [0, 0, 1] and out["deadline"].tolist() == [0, 5, 5]
+    for at in (2, 3, 4, 2**63):
+        with pytest.raises(IndexError, match="do not fit"):
+            native.copy_tickets(few, out, at)
+    assert native.any_expired(out, 1, 3, 6) and not native.any_expired(out, 0, 1, 6)
+    for first, end in ((0, 4), (2, 1), (4, 4)):
+        with pytest.raises(IndexError, match="fewer tickets"):
+            native.any_expired(out, first, end, 6)

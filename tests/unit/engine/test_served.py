@@ -158,3 +158,19 @@ def test_an_example_of_zeros_tells_nothing(dtype):
 
 def test_a_model_that_cannot_bear_random_rows_is_computed_in_one_shape():
     assert agreed(ByShape(table=5), "uint8") == (8,)
+
+
+@pytest.mark.parametrize(("rows", "in_place"), [(1, False), (7, False), (8, True)])
+def test_a_tickets_rows_are_copied_only_if_they_are_small(rows, in_place):
+    """A view of the arena takes longer to create than a copy of less than 32 KiB."""
+
+    class Where(nn.Module):
+        def forward(self, x):
+            places.append(x.data_ptr())
+            return x[:, 0] + 1
+
+    places = []
+    served, ask = asked(ServedModel(Where(), {"x": TensorSpec("float32", (1024,))}, {"y": NUMBER}))
+    outcome, outputs = ask(np.full((rows, 1024), 5, np.float32))
+    assert outcome is None and outputs["y"].tolist() == [6.0] * rows
+    assert (places == [served.columns.inputs["x"].ctypes.data]) is in_place

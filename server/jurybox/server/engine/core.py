@@ -13,7 +13,7 @@ from jurybox import native
 from jurybox.protocol.errors import Code, plain, said
 from jurybox.protocol.scoreboard import MAX_MODELS, Scoreboard
 from jurybox.protocol.wire import TICKET
-from jurybox.server.engine.batches import QUICK, Batches, Counters, Slot
+from jurybox.server.engine.batches import QUICK, Batches, Counters, Slot, cell
 from jurybox.server.engine.device_regions import DeviceRegions
 from jurybox.server.engine.queues import Queue
 from jurybox.server.engine.served import Served
@@ -93,8 +93,8 @@ class Engine:
         self._unserved: dict[int, tuple[Code, str]] = {}  # models that are refused with their own code and message
         self._resting: dict[int, tuple[Slot, int]] = {}  # sleeping models: slot and largest batch
         self._closed: tuple[Code, str] | None = None
-        self._shown = _cell(scoreboard, index, "expected_wait")
-        self._computing = _cell(scoreboard, index, "computing")
+        record: Any = scoreboard.engines[index : index + 1]
+        self._shown, self._computing = cell(record, "expected_wait"), cell(record, "computing")
         self._arrivals = np.zeros(_ARRIVALS, TICKET)
         self._passed_by = False  # whether the slow transports were skipped the last time
 
@@ -283,7 +283,7 @@ class Engine:
         slot = self._next(now)
         if slot is None:
             under_way = self._batches.under_way
-            self._show_wait(batches=1 + under_way)
+            self._show_wait(1 + under_way)
             if not under_way:
                 self._computing[0] = 0
             return self._batches.land()
@@ -300,8 +300,10 @@ class Engine:
         tickets = queue.take()
         rows = waiting - queue.rows
         slot.counters.waiting(queue.rows)
-        later = sum(slot.queue.rows // slot.queue.max_batch for slot in self._queues)
-        self._show_wait(batches=2 + self._batches.under_way + later)
+        later = 0
+        for other in self._queues:
+            later += other.queue.rows // other.queue.max_batch
+        self._show_wait(2 + self._batches.under_way + later)
         self._computing[0] = slot.shown or int(tickets["model"][0]) + 1  # names the model if it crashes the process
         self._batches.run(slot, tickets, rows, version)
         return True
@@ -319,9 +321,12 @@ class Engine:
 
     def ready_in(self) -> int | None:
         """Return the nanoseconds until a held-back batch is due; None if no tickets wait."""
-        now = self._clock()
-        due = [wait for slot in self._queues if (wait := slot.queue.ready_in(now)) is not None]
-        return min(due, default=None)
+        now, due = self._clock(), None
+        for slot in self._queues:
+            wait = slot.queue.ready_in(now)
+            if wait is not None and (due is None or wait < due):
+                due = wait
+        return due
 
     def _take_in(self) -> int:
         """Queue newly arrived tickets; return the number accepted."""
@@ -349,13 +354,15 @@ class Engine:
         return accepted
 
     def _sort(self, tickets: NDArray[Any], rows: int, *, pinned: bool) -> None:
+        if len(self._queues) == 1:
+            queue = self._queues[0].queue
+            queue.pinned |= pinned
+            queue.push(tickets, rows)
+            return
         while len(tickets):
             model = int(tickets["model"][0])
             queue = self.slots[model].queue
             queue.pinned |= pinned
-            if len(self._queues) == 1:
-                queue.push(tickets, rows)
-                return
             same = tickets["model"] == model
             queue.push(tickets[same])
             tickets = tickets[~same]
@@ -374,14 +381,13 @@ class Engine:
 
     def _answer(self, tickets: NDArray[Any], code: int, version: int, message: str) -> None:
         only = self._admission.leave(tickets)
-        came_by = tickets["transport"]
         if message:
             message = plain(message)
         for transport in self.transports:
             try:
                 if transport.number == only:
                     transport.reply(tickets, code, version, message)
-                elif only < 0 and (mine := came_by == transport.number).any():
+                elif only < 0 and (mine := tickets["transport"] == transport.number).any():
                     transport.reply(tickets[mine], code, version, message)
             except Exception as error:  # noqa: BLE001  one failing transport must not keep the others' replies back
                 self._report("answers not sent", error=said(error), tickets=len(tickets))
@@ -400,12 +406,6 @@ class Engine:
             self.counters(int(model)).refused(int((refused["model"] == model).sum()))
         accepted: NDArray[Any] = tickets[tickets["code"] == Code.OK]
         return accepted
-
-
-def _cell(scoreboard: Scoreboard, index: int, name: str) -> memoryview:
-    """Return one number of an engine's record, as a memoryview: storing to an array takes twice as long."""
-    array: Any = scoreboard.engines[name][index : index + 1]
-    return memoryview(array)
 
 
 _REFUSALS = {

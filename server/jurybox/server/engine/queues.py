@@ -13,7 +13,6 @@ from jurybox.protocol.scoreboard import MAX_LANES
 from jurybox.protocol.wire import TICKET
 
 Tickets = NDArray[Any]  # records of wire.TICKET
-_SIZE = TICKET.itemsize
 
 
 class Queue:
@@ -44,7 +43,6 @@ class Queue:
         self.rows = 0
         self.pinned = False  # whether a waiting ticket may ask for a weights version
         self._tickets = np.zeros(256, TICKET)
-        self._bytes = self._tickets.view(np.uint8).data
         self._start = 0
         self._end = 0
 
@@ -60,8 +58,7 @@ class Queue:
         n = len(tickets)
         if self._end + n > len(self._tickets):
             self._make_room(n)
-        # As bytes: field by field, a copy of records takes several times as long.
-        self._bytes[self._end * _SIZE : (self._end + n) * _SIZE] = tickets.view(np.uint8).data
+        native.copy_tickets(tickets, self._tickets, self._end)  # NumPy copies records field by field
         self._end += n
         self.rows += int(tickets["rows"].sum()) if rows is None else rows
 
@@ -76,7 +73,7 @@ class Queue:
 
     def expired(self, now: int) -> Tickets | None:
         """Remove and return the tickets whose deadline has passed; None, the usual case, if there are none."""
-        if not native.any_expired(self.waiting, now):
+        if not native.any_expired(self._tickets, self._start, self._end, now):
             return None
         waiting = self.waiting
         late = (waiting["deadline"] < now) & (waiting["deadline"] != 0)
@@ -146,7 +143,6 @@ class Queue:
         waiting = self.waiting.copy()
         if len(waiting) + n > len(self._tickets):
             self._tickets = np.zeros(2 * (len(waiting) + n), TICKET)
-            self._bytes = self._tickets.view(np.uint8).data
         self._tickets[: len(waiting)] = waiting
         self._start, self._end = 0, len(waiting)
 

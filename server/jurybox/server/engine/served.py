@@ -19,6 +19,7 @@ from jurybox.server.models import RowErrors, ServedModel
 
 # Above this many bytes per row, checking whether a batch is one contiguous run is cheaper than copying it.
 LARGE_ROW = 4096
+_LARGE_TICKET = 32_768  # bytes: below, copying a ticket's rows takes less time than creating a tensor on them
 OUT_OF_MEMORY: type[BaseException] = getattr(torch, "OutOfMemoryError", torch.cuda.OutOfMemoryError)  # before torch 2.5
 _TRIALS = 2  # batches in which shapes are compared
 
@@ -111,6 +112,7 @@ class Served:
         ]
         self._away = self.device.type != "cpu"  # whether the weights are on a device
         self._large = any(tensor.row_bytes >= LARGE_ROW for tensor in self.spec.inputs.values())
+        self._row_bytes = sum(tensor.row_bytes for tensor in self.spec.inputs.values())
 
     @property
     def max_cost(self) -> int:
@@ -153,27 +155,28 @@ class Served:
             Exception: any error of the model.
         """
         self._use(version)
-        contiguous = not self.shapes and (len(tickets) == 1 or (self._large and _is_one_run(tickets)))
-        if contiguous:
+        if not self.shapes and self._in_place(tickets, rows):
             first = tickets["first"].item(0)
             staged = {item.name: item.rows(first, rows) for item in self._inputs}
         else:
-            shape = self.shaped(rows)
+            shape = self.shaped(rows) if self.shapes else rows
             staged = {item.name: item.gather(tickets, rows, shape) for item in self._inputs}
-        if self.device.type != "cpu":
+        if self._away:
             staged = {key: value.to(self.device, non_blocking=True) for key, value in staged.items()}
         results = self.forward(staged)
         if self.shapes:
             results = {key: value[:rows] for key, value in results.items()}
         for item in self._outputs:
-            values = item.checked(results, rows)
-            if contiguous:
-                item.array[first : first + rows] = values
-            else:
-                native.scatter(item.array, tickets, values)
+            native.scatter(item.array, tickets, item.checked(results, rows))
         if self._row_errors or self._finite:
             return self.refused(tickets, results, rows, self._take_row_errors())
         return None
+
+    def _in_place(self, tickets: NDArray[Any], rows: int) -> bool:
+        """Return whether forward reads the tickets' rows where they are, without a copy."""
+        if len(tickets) == 1:
+            return rows * self._row_bytes >= _LARGE_TICKET
+        return self._large and _is_one_run(tickets)
 
     def shaped(self, rows: int) -> int:
         """Return the number of rows with which forward is called for a batch of `rows` rows."""
@@ -449,6 +452,7 @@ class _Output:
         self.name = name
         self.array = array
         self._shape = spec.shape
+        self._shapes: dict[int, tuple[int, ...]] = {}  # of the outputs of a batch, by its rows
         self._dtype = dtype_of(spec)
 
     def checked(self, results: Mapping[str, torch.Tensor], rows: int) -> NDArray[Any]:
@@ -456,10 +460,10 @@ class _Output:
             tensor = results[self.name]
         except KeyError:
             raise ModelFailed(f"the model gave no output {self.name!r}; it gave {', '.join(results)}") from None
-        if tensor.shape != (rows, *self._shape):
+        shape = self._shapes.get(rows) or self._shapes.setdefault(rows, (rows, *self._shape))
+        if tensor.shape != shape:
             raise ModelFailed(
-                f"output {self.name!r} has shape {list(tensor.shape)}, the spec promises {[rows, *self._shape]} "
-                f"for {rows} rows"
+                f"output {self.name!r} has shape {list(tensor.shape)}, the spec promises {list(shape)} for {rows} rows"
             )
         if tensor.dtype != self._dtype or not tensor.is_cpu or not tensor.is_contiguous():
             tensor = tensor.to("cpu", self._dtype).contiguous()  # contiguous, since rows are scattered as bytes
