@@ -157,6 +157,17 @@ async def test_anothers_unreadable_answer_does_not_affect_the_present_request():
     assert events[0] == "broken"
 
 
+async def test_a_time_out_names_its_seconds_whoever_notices_it_first():
+    class Overslept(Lane):
+        async def infer_async(self, inputs, *, timeout, version):
+            time.sleep(timeout + 0.01)  # the loop could not run the request's timer
+            raise Timeout("the ticket is at engine 0")
+
+    together, _ = coalescer(Overslept())
+    with pytest.raises(Timeout, match=r"within 0\.050 s: the ticket is at engine 0"):
+        await together.ask(ROW, 1, 0.05, 0)
+
+
 async def test_a_ticket_that_never_ends_is_cancelled_and_blocks_no_other(monkeypatch):
     monkeypatch.setattr("jurybox.server.gateway.inference.coalescer._OVERDUE", 0.05)
     together, events = coalescer(Lane(None))

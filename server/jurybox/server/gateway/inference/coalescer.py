@@ -267,10 +267,13 @@ class RequestCoalescer:
     def _expire(self, answer: Receiver, seconds: float) -> None:
         if answer.done():
             return
-        answer.set_exception(Timeout(f"model {self._model.name!r} did not answer within {seconds:.3f} s"))
+        answer.set_exception(Timeout(self._late(seconds)))
         for task, batch in self._in_flight.items():
             if all(request.answer.done() for request in batch):
                 asyncio.get_running_loop().call_later(_OVERDUE, self._end, task)
+
+    def _late(self, seconds: float) -> str:
+        return f"model {self._model.name!r} did not answer within {seconds:.3f} s"
 
     def _end(self, task: asyncio.Task[None] | _Pending) -> None:
         """Cancel a ticket that did not end by itself, so that nothing waits for it."""
@@ -493,8 +496,13 @@ class RequestCoalescer:
         return np.concatenate(parts, out=kept[:rows], casting="no")
 
     def _fail(self, batch: list[_Request], error: Error) -> None:
+        due = time.monotonic() if isinstance(error, Timeout) else 0.0
         for request in batch:
-            if not request.answer.done():
+            if request.answer.done():
+                continue
+            if due >= request.until:  # the ticket ended just before the request's own timer
+                request.answer.set_exception(Timeout(f"{self._late(request.until - request.arrived)}: {error}"))
+            else:
                 request.answer.set_exception(error)
 
 
