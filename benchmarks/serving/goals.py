@@ -9,7 +9,7 @@ from benchmarks.serving.cases import CASES
 from benchmarks.serving.contender import YARDSTICK
 from benchmarks.serving.results import Results
 
-_NATIVE, _ZMQ = "jurybox-native", "jurybox-zmq"
+_NATIVE, _ZMQ, _EXPORTED = "jurybox-native", "jurybox-zmq", "jurybox-native-exported"
 
 
 @dataclass(frozen=True)
@@ -67,6 +67,15 @@ def goals(results: Results) -> list[Goal]:
         Goal("shm transport, vector, 4 clients: throughput over a copy in every client", 0.8, True,
              ratio(figure("vector", _NATIVE, 4), figure("vector", "own-copy", 4)), "x")
     )  # fmt: skip
+    found.append(
+        Goal("shm transport with export = true, vector, 1 client: p50 above the in-process forward", 25.0, False,
+             both(figure("vector", _EXPORTED, 1, "p50_us"), p50[1], lambda a, b: a - b), "us")
+    )  # fmt: skip
+    for own in ("own-copy", "own-copy-exported"):
+        kind = "a copy" if own == "own-copy" else "an exported copy"
+        says = f"shm transport with export = true, vector, 4 clients: throughput over {kind} in every client"
+        value = ratio(figure("vector", _EXPORTED, 4), figure("vector", own, 4))
+        found.append(Goal(says, 0.8, True, value, "x"))
     for says, ours, theirs, bound, asked in (
         ("gRPC: throughput over Triton's", "jurybox-grpc", "triton-grpc", 1.2, ("vector", "image")),
         ("tcp://: throughput over plain ZeroMQ over TCP", "jurybox-tcp", "plain-zmq-tcp", 0.9, ("vector", "image")),

@@ -10,11 +10,17 @@ from benchmarks.serving.contender import CONTENDERS
 from benchmarks.serving.results import Results
 
 _OURS = {
-    "jurybox-native": "#c1121f", "jurybox-zmq": "#f77f00", "jurybox-tcp": "#e36414", "jurybox-http": "#fb8b24",
+    "jurybox-native": "#c1121f", "jurybox-native-exported": "#780000",
+    "jurybox-zmq": "#f77f00", "jurybox-tcp": "#e36414", "jurybox-http": "#fb8b24",
     "jurybox-grpc": "#9a031e",
 }  # fmt: skip
 _STYLES = {"limit": ("black", ":"), "plain-zmq": ("#003049", "-"), "own-copy": ("#777777", "--")}
-_SKIPPED = ("limit-best", "jurybox-native-rows", "jurybox-zmq-rows")  # too near to their neighbours to tell apart
+_SKIPPED = (  # too near to their neighbours to tell apart
+    "limit-best",
+    "own-copy-exported",
+    "jurybox-native-rows",
+    "jurybox-zmq-rows",
+)
 
 
 def draw(results: Results, file: Path) -> Path | None:

@@ -18,11 +18,12 @@ from benchmarks.serving.results import Failure, Results, Window
 FULL = {case.name: (tuple(CONTENDERS), case.clients) for case in CASES.values()}
 BENCH = {
     "vector": (
-        ("limit", "own-copy", "plain-zmq", "plain-zmq-tcp", "jurybox-native", "jurybox-zmq", "jurybox-tcp",
-         "jurybox-http", "jurybox-grpc", "queue-pool", "mosec", "triton-grpc", "torchrl"),
+        ("limit", "own-copy", "own-copy-exported", "plain-zmq", "plain-zmq-tcp", "jurybox-native",
+         "jurybox-native-exported", "jurybox-zmq", "jurybox-tcp", "jurybox-http", "jurybox-grpc", "queue-pool", "mosec",
+         "triton-grpc", "torchrl"),
         (1, 4, 16),
     ),
-    "vector64": (("limit", "own-copy", "plain-zmq", "jurybox-native"), (4,)),
+    "vector64": (("limit", "own-copy", "plain-zmq", "jurybox-native", "jurybox-native-exported"), (4,)),
     "image": (
         ("own-copy", "plain-zmq", "plain-zmq-tcp", "jurybox-native", "jurybox-tcp", "jurybox-grpc", "triton-grpc"),
         (4,),

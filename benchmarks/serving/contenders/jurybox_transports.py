@@ -70,6 +70,7 @@ class Native(Contender):
     packages: ClassVar[tuple[str, ...]] = ("jurybox", "pyzmq")
     transport: ClassVar[str] = "shm"
     lane_requests: ClassVar[int] = 1
+    export: ClassVar[bool] = False
 
     def start(self) -> None:
         case = self.case
@@ -83,7 +84,7 @@ class Native(Contender):
         for name, served in self.models().items():
             model: dict[str, Any] = {
                 "factory": "benchmarks.serving.factories:model", "max_batch": served.max_batch, "lane_rows": lane,
-                "rows": max(self.clients * lane + lane, 2 * served.max_batch),
+                "rows": max(self.clients * lane + lane, 2 * served.max_batch), "export": self.export,
             }  # fmt: skip
             lines += [f"[models.{name}]", *_lines(model), f'args = {{case = "{served.name}"}}']
         config.write_text("\n".join(lines))
@@ -111,6 +112,14 @@ class Native(Contender):
     def stop(self) -> None:
         self._process.send_signal(signal.SIGTERM)
         self._process.wait(20.0)
+
+
+class NativeExported(Native):
+    """The module's operations without its Python code; the image model loops over its rows and cannot be exported."""
+
+    title = "Jurybox, shm transport, export = true"
+    cases = ("vector", "vector64")
+    export = True
 
 
 class Zmq(Native):

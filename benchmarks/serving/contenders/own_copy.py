@@ -20,12 +20,28 @@ class OwnAsk(Ask):
         from benchmarks.serving.models import build, forward
 
         self._case = case
-        self._module = build(case.model)
+        self._module = self._prepared(build(case.model))
         self._tensor = torch.from_numpy
         self._forward = forward
 
+    def _prepared(self, module: Any) -> Any:
+        return module
+
     def __call__(self, inputs: NDArray[Any]) -> Sequence[NDArray[Any]]:
         return [output.numpy() for output in self._forward(self._module, self._tensor(batch_of(self._case, inputs)))]
+
+
+class ExportedAsk(OwnAsk):
+    """Forward without the module's Python code, as the server calls it with `export = true`."""
+
+    def _prepared(self, module: Any) -> Any:
+        import torch
+
+        from jurybox.protocol import TensorSpec
+        from jurybox.server.engine.exported import export
+
+        inputs = {"observation": TensorSpec(self._case.dtype, self._case.shape)}
+        return export(module, inputs, 256, torch.device("cpu"))
 
 
 class OwnCopy(Contender):
@@ -37,3 +53,12 @@ class OwnCopy(Contender):
     @classmethod
     def client(cls, case: Case, index: int, endpoint: Any) -> OwnAsk:
         return OwnAsk(case)
+
+
+class OwnCopyExported(OwnCopy):
+    title = "own copy in every client, exported"
+    cases = ("vector", "vector64")
+
+    @classmethod
+    def client(cls, case: Case, index: int, endpoint: Any) -> OwnAsk:
+        return ExportedAsk(case)

@@ -160,7 +160,7 @@ async def test_anothers_unreadable_answer_does_not_affect_the_present_request():
 async def test_a_time_out_names_its_seconds_whoever_notices_it_first():
     class Overslept(Lane):
         async def infer_async(self, inputs, *, timeout, version):
-            time.sleep(timeout + 0.01)  # the loop could not run the request's timer
+            time.sleep(timeout + 0.01)  # noqa: ASYNC251  the loop cannot run the request's timer meanwhile
             raise Timeout("the ticket is at engine 0")
 
     together, _ = coalescer(Overslept())

@@ -26,6 +26,7 @@ from jurybox.protocol.errors import Error, plain, said
 from jurybox.protocol.spec import TensorSpec
 from jurybox.protocol.weights import WeightsLayout
 from jurybox.server.engine.compiled import AheadError, Compiled, CompiledAhead
+from jurybox.server.engine.exported import Direct, NotDirect, export, names_of, tensors_of
 from jurybox.server.models import ServedModel
 
 
@@ -54,6 +55,7 @@ class ModelOrder:
     dtype: str | None
     channels_last: bool
     compile: bool
+    export: bool
     aot: bool
     cuda_graphs: bool
     deterministic: bool
@@ -104,8 +106,30 @@ def load(name: str, settings: ModelOrder, device: torch.device, factories: Colle
     if settings.channels_last:
         # torch's stubs know only the overloads of .to() without memory_format
         module = module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    model.module = Compiled(module) if settings.compile else module
+    model.module = _faster(name, model, module, settings, device)
     return Loaded(model, digits, layout)
+
+
+def _faster(
+    name: str, model: ServedModel, module: torch.nn.Module, settings: ModelOrder, device: torch.device
+) -> torch.nn.Module:
+    """Return the module in the form in which it is called: compiled, as a function of its operations, or as it is."""
+    if settings.compile:
+        return Compiled(module)
+    if not settings.export and not isinstance(module, _ByName):
+        return module
+    compute = getattr(torch, settings.dtype) if settings.dtype else None
+    most = settings.max_batch
+    try:
+        if model.state or any(spec.variable for spec in model.inputs.values()):
+            raise NotDirect("it has state or inputs of variable size, expected rows of fixed shape")
+        if isinstance(module, _ByName):
+            return module.direct(model.inputs, most, compute)
+        return export(module, model.inputs, most, device, model.example, compute)
+    except NotDirect as error:
+        if settings.export:
+            raise LoadError(f"models.{name}.export: {plain(error)}; serve it without export") from error
+        return module
 
 
 def digest(module: torch.nn.Module) -> str:
@@ -270,7 +294,7 @@ def _from_exported(name: str, settings: ModelOrder) -> ServedModel:
     names = [str(name) for name in program.graph_signature.user_inputs]
     examples = dict(zip(names, arguments, strict=False)) | dict(keywords)
     inputs = settings.inputs or {key: _spec_of(where, key, value) for key, value in examples.items()}
-    module = _ByName(program.module(), list(inputs)[: len(arguments)])
+    module = _ByName(program, list(inputs)[: len(arguments)])
     if not inputs:
         raise LoadError(f"{where} has no example inputs: set models.{name}.inputs and .outputs in the config")
     outputs = settings.outputs or _probe_outputs(where, module, inputs)
@@ -340,10 +364,23 @@ def _weights_only() -> Iterator[None]:
 class _ByName(torch.nn.Module):
     """An exported program that is called with inputs by name, and passes the positional ones by position."""
 
-    def __init__(self, program: torch.nn.Module, positional: list[str]) -> None:
+    def __init__(self, program: torch.export.ExportedProgram, positional: list[str]) -> None:
         super().__init__()
-        self.program = program
+        self.program = program.module()
+        self._source = program
         self._positional = positional
+
+    def direct(self, inputs: Mapping[str, TensorSpec], most: int, compute: torch.dtype | None) -> Direct:
+        """Return the program as a function of its operations. Raises NotDirect."""
+        names = names_of(self._source, list(inputs))
+        direct = Direct(self, self._source, inputs, names, most, tensors_of(self.program))
+        try:
+            direct.compare(inputs, most, compute=compute)
+        except NotDirect:
+            raise
+        except Exception as error:
+            raise NotDirect(f"it raised {said(error)}") from error  # the warm-up reports it
+        return direct
 
     def forward(self, **inputs: torch.Tensor) -> Any:
         return self.program(*[inputs.pop(name) for name in self._positional], **inputs)

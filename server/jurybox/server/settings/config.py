@@ -284,6 +284,7 @@ class ModelSettings(_Strict):
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     channels_last: bool = False
     compile: bool = False
+    export: bool = False
     aot: bool = False
     cuda_graphs: bool = True
     deterministic: bool = False
@@ -301,6 +302,9 @@ class ModelSettings(_Strict):
             raise ValueError("args are the arguments of a factory, an exported model takes none")
         if self.factory is not None and (self.inputs or self.outputs):
             raise ValueError("inputs and outputs are for exported models, a factory says its own")
+        if self.export and (self.exported is not None or self.compile):
+            what = "an exported program needs no export" if self.exported else "compile exports the module, too"
+            raise ValueError(f"{what}: expected only one of exported, export and compile")
         if self.aot:
             self._require_fit_for_package()
         if self.min_batch > self.max_batch:
@@ -335,6 +339,7 @@ class ModelSettings(_Strict):
         given = {
             "exported": self.exported is not None,
             "compile": self.compile,
+            "export": self.export,
             "keep_versions": self.keep_versions > 0,
             "deterministic": self.deterministic,
             "min_batch": self.min_batch > 1,

@@ -1,0 +1,290 @@
+"""Modules whose operations are called directly compute what their forward computes, or are called as they are."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from tests.serving import serving, wait_until
+
+from jurybox.protocol import TensorSpec
+from jurybox.server.engine.exported import Direct, NotDirect, export, names_of, rows_of, tensors_of
+from jurybox.server.engine.model_code import LoadError, ModelOrder, load
+from jurybox.server.engine.served import move
+from jurybox.server.settings.config import ModelSettings
+
+CPU = torch.device("cpu")
+IN = {"x": TensorSpec("float32", (4,)), "n": TensorSpec("int64", ())}
+ONE = {"x": TensorSpec("float32", (4,))}
+MOST = 16
+
+
+class Many(torch.nn.Module):
+    """Parameters, buffers of both kinds, a constant, tied weights, a shape, an index, and a dict of outputs."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(4, 8), torch.nn.Linear(8, 4)
+        self.tied = self.second
+        self.table = torch.nn.Embedding(3, 4)
+        self.register_buffer("kept", torch.full((4,), 2.0))
+        self.register_buffer("unkept", torch.full((4,), 3.0), persistent=False)
+        self.constant = torch.arange(4.0)
+
+    def forward(self, x, n):
+        y = self.tied(torch.relu(self.first(x))) * self.kept + self.unkept - self.constant + self.table(n)
+        return {"y": y, "mean": y.mean(1), "rows": torch.full((x.shape[0],), x.shape[0], dtype=torch.int64)}
+
+
+def same(one, other):
+    assert list(one) == list(other)
+    for key in one:
+        assert one[key].dtype == other[key].dtype
+        assert torch.equal(one[key], other[key])
+
+
+def test_a_module_and_its_operations_compute_the_same_bytes_for_any_number_of_rows():
+    module = Many().eval()
+    direct = export(module, IN, MOST, CPU)
+    with torch.inference_mode():
+        for rows in range(1, MOST + 1):
+            given = rows_of(rows, IN)
+            same(module(**given), direct(**given))
+            same(module(**given), direct(*given.values()))
+
+
+class Outputs(torch.nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 2)
+        self.kind = kind
+
+    def forward(self, x):
+        y = self.layer(x)
+        return {"tensor": y, "tuple": (y, y + 1), "list": [y, y + 1], "single": (y,)}[self.kind]
+
+
+@pytest.mark.parametrize("kind", ["tensor", "tuple", "list", "single"])
+def test_outputs_keep_their_form(kind):
+    module = Outputs(kind).eval()
+    direct = export(module, ONE, MOST, CPU)
+    x = torch.randn(3, 4)
+    expected, found = module(x), direct(x)
+    if kind == "tensor":
+        assert torch.equal(expected, found)
+    else:
+        assert len(found) == len(expected)
+        assert all(map(torch.equal, expected, found))
+
+
+def test_a_module_that_takes_its_inputs_by_position():
+    module = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Tanh()).eval()
+    direct = export(module, ONE, MOST, CPU)
+    x = torch.randn(5, 4)
+    assert torch.equal(module(x), direct(x))
+
+
+def test_the_operations_use_the_tensors_that_the_module_has_now():
+    module = Many().eval()
+    direct = export(module, IN, MOST, CPU)
+    given = rows_of(3, IN)
+    before = direct(**given)["y"].clone()
+    for tensor in module.state_dict(keep_vars=True).values():  # as the weights updater switches to another copy
+        tensor.data = torch.full_like(tensor.data, random.uniform(1, 2))
+    assert not torch.equal(before, direct(**given)["y"])
+    same(module(**given), direct(**given))
+    move(module, CPU)  # as a model that sleeps and wakes
+    same(module(**given), direct(**given))
+
+
+def test_an_operation_that_draws_random_numbers_draws_them_for_each_batch():
+    class Samples(torch.nn.Module):
+        def forward(self, x):
+            return torch.bernoulli(torch.full_like(x, 0.5))
+
+    direct = export(Samples(), ONE, MOST, CPU)
+    x = torch.zeros(MOST, 4)
+    assert len({direct(x).numpy().tobytes() for _ in range(20)}) > 10
+
+
+class Counts(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x):
+        self.calls += 1
+        return x + self.calls
+
+
+class Steps(torch.nn.Module):
+    calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return x * self.calls
+
+
+class Length(torch.nn.Module):
+    def forward(self, x):
+        return x * len(x)
+
+
+class Decides(torch.nn.Module):
+    def forward(self, x):
+        return x + 1 if x.sum() > 0 else x - 1
+
+
+class Halves(torch.nn.Module):
+    def forward(self, x):
+        return torch.cat([x[: len(x) // 2] + 1, x[len(x) // 2 :] - 1]) if len(x) > 2 else x
+
+
+class Nested(torch.nn.Module):
+    def forward(self, x):
+        return {"a": (x, x + 1)}
+
+
+class Sleeper(torch.nn.Module):
+    def sleep(self):
+        return 0
+
+    def forward(self, x):
+        return x
+
+
+@pytest.mark.parametrize(
+    ("module", "says"),
+    [
+        (Counts(), "something else than its forward"),
+        (Steps(), "something else than its forward"),
+        (Length(), r"specialized it to be a constant \(4\)"),
+        (Decides(), "torch.export refuses it"),
+        (Halves(), "torch.export refuses it"),
+        (Nested(), "expected a tensor, or a tuple or dict"),
+        (Sleeper(), "method sleep or wake"),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, torch.nn.Module) else "",
+)
+def test_a_module_that_cannot_be_called_so_is_refused_with_the_reason(module, says):
+    with pytest.raises(NotDirect, match=says):
+        export(module, ONE, MOST, CPU)
+
+
+@pytest.mark.parametrize("name", ["a b", "class", "call"])
+def test_an_input_may_have_any_name(name):
+    module = torch.nn.Linear(4, 2)
+    direct = export(module, {name: ONE["x"]}, MOST, CPU)
+    x = torch.randn(3, 4)
+    assert torch.equal(module(x), direct(x))
+
+
+class Joins(torch.nn.Module):
+    """Lists of results, keyword arguments, results of several parts, and arithmetic with the number of rows."""
+
+    def forward(self, x):
+        low, high = torch.split(x, 2, dim=1)
+        values, places = torch.max(x, dim=1)
+        both = torch.cat([high, low, torch.add(low, high, alpha=0.5)], dim=1)
+        return both.reshape(x.shape[0] * 2, 3).sum(0, keepdim=True).expand(x.shape[0], 3), values, places
+
+
+def test_operations_on_lists_parts_and_numbers_of_rows():
+    module = Joins()
+    direct = export(module, ONE, MOST, CPU)
+    for rows in (1, 2, 7, MOST):
+        x = torch.randn(rows, 4)
+        assert all(map(torch.equal, module(x), direct(x)))
+
+
+def test_results_are_released_once_no_operation_needs_them():
+    class Deep(torch.nn.Module):
+        def forward(self, x):
+            for _ in range(40):
+                x = torch.sin(x.repeat(1, 1))
+            return x
+
+    direct = export(Deep(), {"x": TensorSpec("float32", (100_000,))}, 4, CPU)
+    x = torch.ones(4, 100_000)
+    with torch.profiler.profile(profile_memory=True) as profile, torch.inference_mode():
+        direct(x)
+    now = most = 0
+    for event in profile.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            now += event.nbytes()
+            most = max(most, now)
+    assert x.nbytes <= most <= 4 * x.nbytes
+
+
+def program(module, least, most):
+    shapes = ({0: torch.export.Dim("batch", min=least, max=most)},)
+    return torch.export.export(module, (torch.zeros(max(2, least), 4),), dynamic_shapes=shapes)
+
+
+@pytest.mark.parametrize(("least", "most"), [(1, MOST - 1), (4, 64)])
+def test_a_program_of_other_batches_is_not_called_without_its_checks(least, most):
+    module = Outputs("tensor")
+    with pytest.raises(NotDirect, match="expected any number from 1 to 16"):
+        Direct(module, program(module, least, most), ONE, ["x"], MOST, tensors_of(module))
+
+
+def test_a_program_of_rows_of_another_shape_is_not_called_without_its_checks():
+    module = Outputs("tensor")
+    with pytest.raises(NotDirect, match="rows of shape"):
+        Direct(module, program(module, 1, 64), {"x": TensorSpec("float32", (2, 2))}, ["x"], MOST, tensors_of(module))
+
+
+def test_a_program_with_a_step_of_two_rows_is_not_called_without_its_checks():
+    half = torch.export.Dim("half", min=1, max=64)
+    module = Outputs("tensor")
+    pairs = torch.export.export(module, (torch.zeros(4, 4),), dynamic_shapes=({0: 2 * half},))
+    with pytest.raises(NotDirect, match="expected any number"):
+        Direct(module, pairs, ONE, names_of(pairs, ["x"]), MOST, tensors_of(module))
+
+
+def order(**settings):
+    return ModelOrder.of(ModelSettings(**settings).model_dump(mode="json"))
+
+
+def test_a_file_of_torch_export_is_called_directly_where_that_is_possible(tmp_path):
+    module = Many().eval()
+    batch = torch.export.Dim("batch", min=1, max=64)
+    for name, export_, direct in (("plain", module, True), ("counts", Counts(), False)):
+        kwargs = rows_of(2, IN) if direct else {"x": torch.zeros(2, 4)}
+        shapes = {key: {0: batch} for key in kwargs}
+        torch.export.save(
+            torch.export.export(export_, (), kwargs, dynamic_shapes=shapes), path := tmp_path / f"{name}.pt2"
+        )
+        loaded = load(name, order(exported=str(path), max_batch=MOST), CPU).model
+        assert isinstance(loaded.module, Direct) is direct
+        assert list(loaded.inputs) == list(kwargs)
+        if direct:
+            given = rows_of(5, IN)
+            same(module(**given), loaded.module(**given))
+
+
+def test_a_factorys_module_that_cannot_be_exported_is_refused_with_the_setting():
+    with pytest.raises(LoadError, match=r"models\.m\.export: .*serve it without export"):
+        load("m", order(factory="tests.models:moody", export=True), CPU)
+    with pytest.raises(LoadError, match="expected rows of fixed shape"):
+        load("m", order(factory="tests.open_models:shout", export=True), CPU)
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [({"compile": True}, "compile exports the module, too"), ({"group": "g"}, "export is for models that are served")],
+)
+def test_settings_that_do_not_go_with_export_are_refused(more, says):
+    with pytest.raises(ValueError, match=says):
+        ModelSettings(factory="tests.models:affine", export=True, **more)
+
+
+def test_an_exported_factory_answers_with_the_weights_that_are_published(tmp_path):
+    models = {"m": {"factory": "tests.models:affine", "publish": "double_buffer", "export": True, "max_batch": 8}}
+    x = np.ones((3, 4), np.float32)
+    with serving(tmp_path, models) as server, server.connect() as client:
+        model = client.model("m")
+        before = model.infer(x)
+        client.publisher("m").publish({"scale": torch.tensor(7.0), "offset": torch.tensor(5.0)})
+        wait_until(lambda: not np.array_equal(model.infer(x), before), 20, "the published weights")
+        np.testing.assert_array_equal(model.infer(x), 7 * x + 5)
