@@ -73,6 +73,7 @@ class Direct(torch.nn.Module):
         self,
         inputs: Mapping[str, TensorSpec],
         most: int,
+        device: torch.device,
         example: Callable[[int], Mapping[str, Any]] | None = None,
         compute: torch.dtype | None = None,
     ) -> None:
@@ -82,14 +83,12 @@ class Direct(torch.nn.Module):
             NotDirect: an output differs in one byte.
             Exception: any error of the module.
         """
-        device = next((tensor.device for tensor in self._orig_mod.state_dict().values()), torch.device("cpu"))
         for rows in sorted({min(rows, most) for rows in (*_TRIED, most)}):
             given = {key: value.to(device) for key, value in rows_of(rows, inputs, example, compute).items()}
             found = []
             for module in (self._orig_mod, self):
-                with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.inference_mode():
-                    torch.manual_seed(0)
-                    copies = {key: value.clone() for key, value in given.items()}
+                copies = {key: value.clone() for key, value in given.items()}
+                with torch.inference_mode():
                     found.append(_flat(module(**copies) if self._by_name else module(*copies.values())))
             if len(found[0]) != len(found[1]) or not all(map(_same, *found)):
                 raise NotDirect(f"with {rows} rows its operations compute something else than its forward")
@@ -129,7 +128,7 @@ def export(
         raise NotDirect(f"torch.export refuses it: {' '.join(lines[:2])[:400]}") from error
     direct = Direct(module, program, inputs, names_of(program, list(inputs)), most, tensors_of(module))
     try:
-        direct.compare(inputs, most, example, compute)
+        direct.compare(inputs, most, device, example, compute)
     except NotDirect:
         raise
     except Exception as error:
@@ -342,6 +341,8 @@ def _sources(
 def _called(target: Any) -> Callable[..., Any]:
     """Return the function to call for an operation; that of an overload is called without its Python wrapper."""
     if isinstance(target, _OVERLOAD):
+        if torch.Tag.nondeterministic_seeded in target.tags:  # to seed them would seed other models' draws, too
+            raise NotDirect(f"it draws random numbers ({target}), so that results cannot be compared")
         function: Callable[..., Any] = getattr(target, "_op", target)
         return function
     if any(target is known for known in _OPERATORS):  # arithmetic with the number of rows, parts of a result

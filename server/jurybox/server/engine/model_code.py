@@ -124,7 +124,7 @@ def _faster(
         if model.state or any(spec.variable for spec in model.inputs.values()):
             raise NotDirect("it has state or inputs of variable size, expected rows of fixed shape")
         if isinstance(module, _ByName):
-            return module.direct(model.inputs, most, compute)
+            return module.direct(model.inputs, most, device, compute)
         return export(module, model.inputs, most, device, model.example, compute)
     except NotDirect as error:
         if settings.export:
@@ -370,12 +370,14 @@ class _ByName(torch.nn.Module):
         self._source = program
         self._positional = positional
 
-    def direct(self, inputs: Mapping[str, TensorSpec], most: int, compute: torch.dtype | None) -> Direct:
+    def direct(
+        self, inputs: Mapping[str, TensorSpec], most: int, device: torch.device, compute: torch.dtype | None
+    ) -> Direct:
         """Return the program as a function of its operations. Raises NotDirect."""
         names = names_of(self._source, list(inputs))
         direct = Direct(self, self._source, inputs, names, most, tensors_of(self.program))
         try:
-            direct.compare(inputs, most, compute=compute)
+            direct.compare(inputs, most, device, compute=compute)
         except NotDirect:
             raise
         except Exception as error:
