@@ -1,5 +1,8 @@
 #include <algorithm>
+#include <cstddef>
+#include <memory>
 #include <stdexcept>
+#include <vector>
 
 #include "bindings.hpp"
 #include "serving/open_rows.hpp"
@@ -10,8 +13,8 @@ namespace nb = nanobind;
 namespace jurybox {
 namespace {
 
-// Checks bounds, so that the loops need not.
-void check(const Borrowed& table, const Borrowed& tickets, const Borrowed& packed) {
+// Checks bounds, so that the loops need not. Returns the rows of all tickets.
+std::size_t check(const Borrowed& table, const Borrowed& tickets, std::size_t packed_rows) {
     const Ticket* each = tickets.records<Ticket>();
     std::size_t total = 0;
     for (std::size_t i = 0; i < tickets.rows(); ++i) {
@@ -19,7 +22,12 @@ void check(const Borrowed& table, const Borrowed& tickets, const Borrowed& packe
             throw std::out_of_range("a ticket's rows end behind the table");
         total += each[i].rows;
     }
-    if (total > packed.rows()) throw std::out_of_range("the packed array holds fewer rows than the tickets");
+    if (total > packed_rows) throw std::out_of_range("the packed array holds fewer rows than the tickets");
+    return total;
+}
+
+void check(const Borrowed& table, const Borrowed& tickets, const Borrowed& packed) {
+    const std::size_t total = check(table, tickets, packed.rows());
     if (total && table.row_bytes() != packed.row_bytes())
         throw std::invalid_argument("rows of table and packed array differ in size");
 }
@@ -37,6 +45,108 @@ T& one_of(const Write& all, std::size_t at) {
     if (at >= all.rows()) throw std::out_of_range("there is no such record");
     return all.records<T>()[at];
 }
+
+// Copies a model's outputs to the tickets' rows in one call, if they are plain tensors of the promised form. A tensor's
+// `numpy` takes ten times as long as the function by which torch describes its tensors to others (DLPack's exchange API,
+// since torch 2.10).
+class PlainOutputs {
+  public:
+    explicit PlainOutputs(const nb::sequence& outputs) {
+        for (nb::handle output : outputs) {
+            const nb::object like = output[2];
+            DlTensor form;
+            if (!(describe_ = described_by(like.type())) || describe_(like.ptr(), &form) != 0 || form.kind == kDlComplex) {
+                PyErr_Clear();
+                describe_ = nullptr;
+                return;
+            }
+            type_ = nb::borrow(like.type());
+            outputs_.push_back({output[0], std::make_unique<Write>(output[1]), RowForm(form)});
+            if (outputs_.back().table->row_bytes() != outputs_.back().form.bytes())
+                throw std::invalid_argument("rows of table and tensor differ in size");
+        }
+    }
+
+    PlainOutputs(const PlainOutputs&) = delete;
+    PlainOutputs& operator=(const PlainOutputs&) = delete;
+
+    // Return false if that is for the caller to do, or to refuse; some outputs may be copied then.
+    bool scatter(nb::handle tickets, nb::handle results, std::size_t rows) const {
+        if (describe_ == nullptr) return false;
+        // Attributes first: from the first description on, no Python code runs that could change a tensor.
+        for (std::size_t i = 0; i < outputs_.size(); ++i) {
+            PyObject* tensor = result(results.ptr(), i);
+            if (tensor == nullptr || !is_plain(nb::borrow(tensor))) return false;
+        }
+        const Read these(tickets);
+        for (std::size_t i = 0; i < outputs_.size(); ++i) {
+            const Output& output = outputs_[i];
+            PyObject* tensor = result(results.ptr(), i);
+            DlTensor found;
+            if (tensor == nullptr || !nb::handle(tensor).type().is(type_)) return false;
+            if (describe_(tensor, &found) != 0) {
+                PyErr_Clear();
+                return false;
+            }
+            const std::byte* from = output.form.rows_of(found, rows);
+            if (from == nullptr) return false;
+            check(*output.table, these, rows);
+            jurybox::scatter(output.table->bytes(), output.form.bytes(), these.records<const Ticket>(), these.rows(), from);
+        }
+        return !outputs_.empty();
+    }
+
+  private:
+    using Describe = int (*)(void* object, DlTensor* out);
+    struct Output {
+        nb::object name;
+        std::unique_ptr<Write> table;
+        RowForm form;
+    };
+
+    // DLPackExchangeAPI, of which the last function is not used.
+    struct Exchange {
+        std::uint32_t version, minor;
+        const Exchange* older;
+        void* others[3];
+        Describe describe;
+    };
+
+    // Return null if a type's library does not describe its tensors, or in another version.
+    static Describe described_by(nb::handle type) {
+        const nb::object capsule = nb::getattr(type, "__dlpack_c_exchange_api__", nb::none());
+        if (!PyCapsule_IsValid(capsule.ptr(), "dlpack_exchange_api")) return nullptr;
+        auto api = static_cast<const Exchange*>(PyCapsule_GetPointer(capsule.ptr(), "dlpack_exchange_api"));
+        while (api != nullptr && api->version != 1) api = api->older;
+        return api == nullptr ? nullptr : api->describe;
+    }
+
+    // Return a borrowed reference to an output among the results; null if they are neither a tuple of all nor a dict.
+    PyObject* result(PyObject* results, std::size_t at) const {
+        if (PyTuple_CheckExact(results))
+            return static_cast<std::size_t>(PyTuple_Size(results)) == outputs_.size()
+                       ? PyTuple_GetItem(results, static_cast<Py_ssize_t>(at))
+                       : nullptr;
+        if (PyDict_CheckExact(results)) return PyDict_GetItem(results, outputs_[at].name.ptr());
+        return outputs_.size() == 1 ? results : nullptr;
+    }
+
+    // Return whether a tensor's memory holds its values, and `numpy` would give them out.
+    bool is_plain(const nb::object& tensor) const {
+        if (!tensor.type().is(type_)) return false;
+        const auto is_false = [](PyObject* answer) {
+            if (answer == nullptr) PyErr_Clear();
+            return nb::steal(answer).ptr() == Py_False;
+        };
+        return is_false(PyObject_GetAttr(tensor.ptr(), requires_grad_.ptr())) &&
+               is_false(PyObject_CallMethodObjArgs(tensor.ptr(), is_neg_.ptr(), nullptr));
+    }
+
+    std::vector<Output> outputs_;
+    Describe describe_ = nullptr;
+    nb::object type_;  // torch.Tensor itself: a subclass may compute its values, or wrap another tensor
+    nb::str requires_grad_{"requires_grad"}, is_neg_{"is_neg"};
+};
 
 }  // namespace
 
@@ -123,6 +233,12 @@ void bind_tickets(nb::module_& m) {
         },
         nb::arg("table"), nb::arg("tickets"), nb::arg("packed"),
         "Copy consecutive rows of packed to the tickets' rows of table (rows, ...).");
+    nb::class_<PlainOutputs>(m, "PlainOutputs", "A model's outputs, which are copied to tickets' rows in one call.")
+        .def(nb::init<const nb::sequence&>(), nb::arg("outputs"),
+             "For each output in order: its name, its table (rows, ...), and an empty tensor of the promised dtype and shape.")
+        .def("scatter", &PlainOutputs::scatter, nb::arg("tickets"), nb::arg("results"), nb::arg("rows"),
+             "Copy a batch's outputs, a tensor of (rows, ...) each, to the tickets' rows. Results are a tuple, a dict by name, "
+             "or the only tensor. Returns False if they must be looked at one by one.");
     m.def(
         "count_batch",
         [](nb::handle record, nb::handle shown, nb::handle tickets, std::size_t rows, std::int64_t began,

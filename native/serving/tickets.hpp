@@ -1,5 +1,5 @@
-// Tickets in an engine: the record, the check on arrival, the copies of rows, the counters of answered batches, and the
-// prediction of clients' next tickets.
+// Tickets in an engine: the record, the check on arrival, the copies of rows, the form of a model's outputs, the counters of
+// answered batches, and the prediction of clients' next tickets.
 #pragma once
 #include <atomic>
 #include <cstddef>
@@ -156,6 +156,53 @@ inline void scatter(std::byte* table, std::size_t row_bytes, const Ticket* ticke
         in += bytes;
     }
 }
+
+// ---- a model's outputs
+
+// A tensor as its library describes it: DLTensor of DLPack 1.
+struct DlTensor {
+    void* data;
+    std::int32_t device, device_number;
+    std::int32_t dimensions;
+    std::uint8_t kind, bits;  // of an element
+    std::uint16_t lanes;
+    const std::int64_t* shape;
+    const std::int64_t* strides;  // in elements
+    std::uint64_t offset;         // in bytes
+};
+static_assert(sizeof(DlTensor) == 48);
+
+constexpr std::int32_t kDlCpu = 1;
+constexpr std::uint8_t kDlComplex = 5;
+
+// What one row of a tensor is.
+struct RowForm {
+    std::uint8_t kind, bits;
+    std::vector<std::int64_t> shape;
+
+    explicit RowForm(const DlTensor& like)
+        : kind(like.kind), bits(like.bits), shape(like.shape + (like.dimensions > 0), like.shape + like.dimensions) {}
+
+    std::size_t bytes() const {
+        std::size_t elements = 1;
+        for (const std::int64_t size : shape) elements *= static_cast<std::size_t>(size);
+        return elements * bits / 8;
+    }
+
+    // Return the memory of a tensor of exactly `rows` such rows; null if it is another one, is not on the CPU, or has gaps.
+    const std::byte* rows_of(const DlTensor& tensor, std::size_t rows) const {
+        if (tensor.device != kDlCpu || tensor.kind != kind || tensor.bits != bits || tensor.lanes != 1 ||
+            tensor.dimensions != static_cast<std::int32_t>(shape.size()) + 1 || tensor.data == nullptr)
+            return nullptr;
+        std::int64_t step = 1;
+        for (std::size_t i = shape.size() + 1; i-- > 0;) {
+            const std::int64_t size = i == 0 ? static_cast<std::int64_t>(rows) : shape[i - 1];
+            if (tensor.shape[i] != size || (size != 1 && tensor.strides[i] != step)) return nullptr;
+            step *= size;
+        }
+        return static_cast<const std::byte*>(tensor.data) + tensor.offset;
+    }
+};
 
 // ---- counters: an engine's part of the scoreboard
 

@@ -1,4 +1,5 @@
 // Tickets on arrival: only rows that the sender holds, no more of them than it holds, and a lease seen whole or not at all.
+// Outputs: only tensors that can be copied as bytes.
 #include <cstdio>
 #include <thread>
 #include <vector>
@@ -105,6 +106,46 @@ void who_sees_a_lease_sees_its_rows() {
     supervisor.join();
 }
 
+void only_tensors_of_the_promised_form_are_taken() {
+    float values[24] = {};
+    std::int64_t shape[] = {4, 2, 3}, strides[] = {6, 3, 1};
+    const DlTensor plain{values, kDlCpu, 0, 3, 2, 32, 1, shape, strides, 0};
+    const RowForm form(plain);
+    CHECK(form.bytes() == 24);
+    const auto* memory = reinterpret_cast<const std::byte*>(values);
+    CHECK(form.rows_of(plain, 4) == memory);
+    CHECK(form.rows_of(plain, 3) == nullptr && form.rows_of(plain, 5) == nullptr);
+    DlTensor t = plain;
+    t.offset = 8;
+    CHECK(form.rows_of(t, 4) == memory + 8);
+    t = plain, t.data = nullptr;
+    CHECK(form.rows_of(t, 4) == nullptr);
+    t = plain, t.device = 2;
+    CHECK(form.rows_of(t, 4) == nullptr);
+    t = plain, t.kind = 4;  // bfloat16
+    CHECK(form.rows_of(t, 4) == nullptr);
+    t = plain, t.bits = 64;
+    CHECK(form.rows_of(t, 4) == nullptr);
+    t = plain, t.lanes = 2;
+    CHECK(form.rows_of(t, 4) == nullptr);
+    t = plain, t.dimensions = 2;
+    CHECK(form.rows_of(t, 4) == nullptr);
+    std::int64_t other_shape[] = {4, 3, 2}, other_strides[] = {6, 2, 1}, gaps[] = {12, 3, 1}, turned[] = {6, 1, 2};
+    t = plain, t.shape = other_shape, t.strides = other_strides;
+    CHECK(form.rows_of(t, 4) == nullptr);
+    t = plain, t.strides = gaps;
+    CHECK(form.rows_of(t, 4) == nullptr);
+    t = plain, t.strides = turned;
+    CHECK(form.rows_of(t, 4) == nullptr);
+    std::int64_t one[] = {1, 2, 3};
+    t = plain, t.shape = one, t.strides = gaps;  // the step between rows does not matter if there is one
+    CHECK(form.rows_of(t, 1) == memory);
+    std::int64_t four[] = {4}, step[] = {1};
+    const DlTensor numbers{values, kDlCpu, 0, 1, 2, 32, 1, four, step, 0};
+    CHECK(RowForm(numbers).bytes() == 4 && RowForm(numbers).rows_of(numbers, 4) == memory);
+    CHECK(RowForm(numbers).rows_of(plain, 4) == nullptr && form.rows_of(numbers, 4) == nullptr);
+}
+
 }  // namespace
 
 int main() {
@@ -112,5 +153,6 @@ int main() {
     who_was_refused_gives_nothing_back();
     a_lane_of_another_arena_is_not_computed();
     who_sees_a_lease_sees_its_rows();
+    only_tensors_of_the_promised_form_are_taken();
     std::puts("ok");
 }

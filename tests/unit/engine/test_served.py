@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from jurybox import native
 from jurybox.client import ModelFailed
 from jurybox.protocol import TensorSpec
 from jurybox.protocol.arena import Columns
@@ -174,3 +175,169 @@ def test_a_tickets_rows_are_copied_only_if_they_are_small(rows, in_place):
     outcome, outputs = ask(np.full((rows, 1024), 5, np.float32))
     assert outcome is None and outputs["y"].tolist() == [6.0] * rows
     assert (places == [served.columns.inputs["x"].ctypes.data]) is in_place
+
+
+# ---- outputs: those that are copied as they are, and those that are looked at one by one
+
+TWO = {"y": TensorSpec("float32", (2,)), "z": TensorSpec("int64", ())}
+
+
+class Returns(nn.Module):
+    """Returns what it is told to."""
+
+    def __init__(self, results=None):
+        super().__init__()
+        self.results = results
+
+    def forward(self, x):
+        return self.results
+
+
+def returned(results, outputs, rows=3):
+    """What becomes of a module's results: whether they were copied in one call, and the outputs or the error."""
+    served, ask = asked(ServedModel(Returns(results), {"x": NUMBER}, outputs))
+    ticket = np.zeros(1, TICKET)
+    ticket["rows"] = rows
+
+    def answer():
+        try:
+            return {name: values.tolist() for name, values in ask(np.zeros(rows, np.float32))[1].items()}
+        except Exception as error:  # noqa: BLE001
+            return f"{type(error).__name__}: {error}"
+
+    with torch.inference_mode():
+        at_once = served._plain_outputs.scatter(ticket, results, rows)
+    either = answer()
+    served._plain_outputs = native.PlainOutputs([])
+    assert either == answer(), "it is another one if outputs are looked at one by one"
+    return at_once, either
+
+
+def plain_results():
+    return torch.arange(6, dtype=torch.float32).reshape(3, 2), torch.arange(3)
+
+
+EXPECTED = {"y": [[0, 1], [2, 3], [4, 5]], "z": [0, 1, 2]}
+DESCRIBES = hasattr(torch.Tensor, "__dlpack_c_exchange_api__")  # since torch 2.10
+
+
+@pytest.mark.parametrize("form", ["tuple", "dict", "dict of more", "list", "mapping"])
+def test_results_of_every_kind_are_written(form):
+    y, z = plain_results()
+    kinds = {
+        "tuple": (y, z),
+        "dict": {"z": z, "y": y},
+        "dict of more": {"y": y, "other": "thing", "z": z},
+        "list": [y, z],
+        "mapping": RowErrors({}, (y, z)),
+    }
+    at_once, outputs = returned(kinds[form], TWO)
+    assert at_once == (DESCRIBES and form in ("tuple", "dict", "dict of more"))
+    assert outputs == EXPECTED
+
+
+def test_the_only_output_may_come_alone():
+    numbers = torch.tensor([3.0, 4.0, 5.0])
+    for results in (numbers, (numbers,), {"y": numbers}):
+        at_once, outputs = returned(results, {"y": NUMBER})
+        assert at_once == DESCRIBES
+        assert outputs == {"y": [3, 4, 5]}
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        torch.arange(6, dtype=torch.float64).reshape(3, 2),
+        torch.arange(6).reshape(3, 2),
+        torch.arange(6, dtype=torch.bfloat16).reshape(3, 2),
+        torch.tensor([[0, 2, 4], [1, 3, 5.0]]).t(),
+        torch.arange(12, dtype=torch.float32).reshape(3, 4)[:, :2],
+        nn.Parameter(torch.zeros(3, 2)),
+    ],
+    ids=["float64", "int64", "bfloat16", "transposed", "with gaps", "a parameter"],
+)
+def test_tensors_that_are_not_plain_are_converted(odd):
+    at_once, outputs = returned((odd, torch.arange(3)), TWO)
+    assert not at_once
+    assert outputs == {"y": odd.detach().to(torch.float32).tolist(), "z": EXPECTED["z"]}
+
+
+ODD = {
+    "too few rows": torch.zeros(2, 2),
+    "too many rows": torch.zeros(4, 2),
+    "flat": torch.zeros(6),
+    "a number": torch.tensor(1.0),
+    "sparse": torch.zeros(3, 2).to_sparse(),
+    "no memory": torch.zeros(3, 2, device="meta"),
+    "negative bit": torch._neg_view(torch.ones(3, 2)),
+    "zeros without memory": torch._efficientzerotensor((3, 2)),
+    "an array": np.zeros((3, 2), np.float32),
+    "none": None,
+    "a list": [0.0] * 6,
+}
+
+
+@pytest.mark.parametrize("odd", ODD.values(), ids=ODD.keys())
+def test_outputs_that_are_not_plain_tensors_are_refused_one_by_one(odd):
+    at_once, said = returned((odd, torch.arange(3)), TWO)
+    assert not at_once and isinstance(said, str)
+    if isinstance(odd, torch.Tensor) and odd.shape != (3, 2):
+        promised = f"output 'y' has shape {list(odd.shape)}, the spec promises [3, 2] for 3 rows"
+        assert said == f"ModelFailed: {promised}"
+
+
+def test_a_wrong_second_output_is_noticed():
+    at_once, said = returned((plain_results()[0], torch.arange(4)), TWO)
+    assert not at_once and said.startswith("ModelFailed: output 'z' has shape [4]")
+    for results in (plain_results()[:1], (*plain_results(), 1), ()):
+        at_once, said = returned(results, TWO)
+        assert not at_once and said == f"ModelFailed: model 'm' gave {len(results)} outputs, its spec promises 2: y, z"
+    at_once, said = returned({"y": plain_results()[0]}, TWO)
+    assert not at_once and said == "ModelFailed: the model gave no output 'z'; it gave y"
+
+
+def test_a_tensor_whose_gradient_is_wanted_is_refused_as_numpy_does():
+    class Enables(Returns):
+        def forward(self, x):
+            torch.set_grad_enabled(True)
+            return self.results
+
+    wanted = torch.zeros(3, 2, requires_grad=True)
+    _, ask = asked(ServedModel(Enables((wanted, torch.arange(3))), {"x": NUMBER}, TWO))
+    with pytest.raises(RuntimeError, match="requires grad"):
+        ask(np.zeros(3, np.float32))
+
+
+@pytest.mark.parametrize("dtype", ["bool", "uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64"])
+def test_each_dtype_is_copied_at_once(dtype):
+    values = torch.tensor([[0, 1], [1, 1], [1, 0]]).to(getattr(torch, dtype))
+    at_once, outputs = returned(values, {"y": TensorSpec(dtype, (2,))})
+    assert at_once == DESCRIBES and outputs == {"y": values.tolist()}
+
+
+def test_rows_are_copied_to_their_tickets_and_nowhere_else():
+    table = np.full((8, 2), -1, np.float32)
+    outputs = native.PlainOutputs([("y", table, torch.empty((0, 2)))])
+    tickets = np.zeros(2, TICKET)
+    tickets["first"], tickets["rows"] = [5, 1], [2, 1]
+    values = torch.arange(6, dtype=torch.float32).reshape(3, 2)
+    if not DESCRIBES:
+        assert not outputs.scatter(tickets, values, 3)
+        return
+    assert outputs.scatter(tickets, values, 3)
+    np.testing.assert_array_equal(table[[5, 6, 1]], values.numpy())
+    assert (table[[0, 2, 3, 4, 7]] == -1).all()
+    for wrong, rows in (({"first": [7, 1]}, 3), ({"rows": [3, 1]}, 3)):
+        bad = tickets.copy()
+        for name, numbers in wrong.items():
+            bad[name] = numbers
+        with pytest.raises(IndexError):
+            outputs.scatter(bad, values, rows)
+    with pytest.raises(ValueError, match="differ in size"):
+        native.PlainOutputs([("y", table, torch.empty((0, 3)))])
+
+
+def test_without_a_library_that_describes_its_tensors_nothing_is_copied_at_once():
+    outputs = native.PlainOutputs([("y", np.zeros((8, 2), np.float32), object())])
+    assert not outputs.scatter(np.zeros(1, TICKET), torch.zeros(3, 2), 3)
+    assert not native.PlainOutputs([]).scatter(np.zeros(1, TICKET), (), 3)

@@ -110,6 +110,7 @@ class Served:
         self._outputs = [
             _Output(key, tensor, outputs[key]) for key, tensor in self.spec.outputs.items() if not tensor.variable
         ]
+        self._plain_outputs = native.PlainOutputs([(item.name, item.array, item.like) for item in self._outputs])
         self._away = self.device.type != "cpu"  # whether the weights are on a device
         self._large = any(tensor.row_bytes >= LARGE_ROW for tensor in self.spec.inputs.values())
         self._row_bytes = sum(tensor.row_bytes for tensor in self.spec.inputs.values())
@@ -160,16 +161,21 @@ class Served:
             staged = {item.name: item.rows(first, rows) for item in self._inputs}
         else:
             shape = self.shaped(rows) if self.shapes else rows
-            staged = {item.name: item.gather(tickets, rows, shape) for item in self._inputs}
+            staged = {}
+            for item in self._inputs:
+                staged[item.name] = item.gather(tickets, rows, shape)
         if self._away:
             staged = {key: value.to(self.device, non_blocking=True) for key, value in staged.items()}
-        results = self.forward(staged)
+        results = self._returned(staged)
         if self.shapes:
-            results = {key: value[:rows] for key, value in results.items()}
-        for item in self._outputs:
-            native.scatter(item.array, tickets, item.checked(results, rows))
+            results = {key: value[:rows] for key, value in self._named(results).items()}
+        # The usual outputs, without their names and with one call. All others are converted or refused one by one.
+        if not self._plain_outputs.scatter(tickets, results, rows):
+            results = self._named(results)
+            for output in self._outputs:
+                native.scatter(output.array, tickets, output.checked(results, rows))
         if self._row_errors or self._finite:
-            return self.refused(tickets, results, rows, self._take_row_errors())
+            return self.refused(tickets, self._named(results), rows, self._take_row_errors())
         return None
 
     def _in_place(self, tickets: NDArray[Any], rows: int) -> bool:
@@ -314,10 +320,15 @@ class Served:
 
     def forward(self, staged: Mapping[str, Any]) -> Mapping[str, torch.Tensor]:
         """Compute the outputs by name from inputs on the device, each of shape (n, *row shape)."""
-        self._row_errors = {}  # an earlier batch may have failed and left its own
+        return self._named(self._returned(staged))
+
+    def _returned(self, staged: Mapping[str, Any]) -> Any:
+        """Return what the module returns."""
+        if self._row_errors:  # left by an earlier batch, which failed
+            self._row_errors = {}
         if self._compute is not None:
             staged = {key: self._cast(value) for key, value in staged.items()}
-        return self._named(self.module(**staged) if self._by_name else self.module(*staged.values()))
+        return self.module(**staged) if self._by_name else self.module(*staged.values())
 
     def _cast(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
@@ -454,6 +465,7 @@ class _Output:
         self._shape = spec.shape
         self._shapes: dict[int, tuple[int, ...]] = {}  # of the outputs of a batch, by its rows
         self._dtype = dtype_of(spec)
+        self.like = torch.empty((0, *spec.shape), dtype=self._dtype)
 
     def checked(self, results: Mapping[str, torch.Tensor], rows: int) -> NDArray[Any]:
         try:
