@@ -46,6 +46,24 @@ T& one_of(const Write& all, std::size_t at) {
     return all.records<T>()[at];
 }
 
+// An engine's admission, with the arrays that it reads for every ticket.
+struct EngineAdmission {
+    Read lanes, limits, arenas;
+    Admission admission;
+
+    EngineAdmission(nb::handle lanes_of, nb::handle limits_of, nb::handle arenas_of)
+        : lanes(lanes_of), limits(limits_of), arenas(arenas_of), admission(lanes.rows()) {
+        if (arenas.rows() != limits.rows()) throw std::invalid_argument("limits and arenas differ in length");
+    }
+    EngineAdmission(const EngineAdmission&) = delete;
+    EngineAdmission& operator=(const EngineAdmission&) = delete;
+
+    Admitted admit(const Write& tickets, std::uint32_t transport) {
+        return admission.admit(tickets.records<Ticket>(), tickets.rows(), transport, lanes.records<const Lane>(), lanes.rows(),
+                               limits.records<const std::uint32_t>(), arenas.records<const std::uint32_t>(), limits.rows());
+    }
+};
+
 // Copies a model's outputs to the tickets' rows in one call, if they are plain tensors of the promised form. A tensor's
 // `numpy` takes ten times as long as the function by which torch describes its tensors to others (DLPack's exchange API,
 // since torch 2.10).
@@ -251,29 +269,25 @@ void bind_tickets(nb::module_& m) {
         nb::arg("record"), nb::arg("shown"), nb::arg("tickets"), nb::arg("rows"), nb::arg("began"), nb::arg("ended"),
         "Count an answered batch into one record of scoreboard.COUNTERS and copy it to another; times are ns of CLOCK_MONOTONIC.");
 
-    nb::class_<Admission>(m, "Admission", "The check of tickets on arrival, and the count of admitted rows by lane.")
-        .def(nb::init<std::size_t>(), nb::arg("lanes"))
+    nb::class_<EngineAdmission>(m, "Admission", "The check of tickets on arrival, and the count of admitted rows by lane.")
+        .def(nb::init<nb::handle, nb::handle, nb::handle>(), nb::arg("lanes"), nb::arg("limits"), nb::arg("arenas"),
+             "Tickets are checked against the lanes (scoreboard.LANE), the largest ticket of each model (models,) uint32, and the "
+             "number of the arena it computes in (models,) uint32.")
         .def(
             "admit",
-            [](Admission& self, nb::handle tickets, std::uint32_t transport, nb::handle lanes, nb::handle limits,
-               nb::handle arenas) {
+            [](EngineAdmission& self, nb::handle tickets, std::uint32_t transport) {
                 const Write these(tickets);
-                const Read held(lanes), most(limits), numbers(arenas);
-                if (numbers.rows() != most.rows()) throw std::invalid_argument("limits and arenas differ in length");
-                const Admitted result = self.admit(these.records<Ticket>(), these.rows(), transport, held.records<const Lane>(),
-                                                   held.rows(), most.records<const std::uint32_t>(),
-                                                   numbers.records<const std::uint32_t>(), most.rows());
+                const Admitted result = self.admit(these, transport);
                 return nb::make_tuple(result.refused, result.rows, result.pinned);
             },
-            nb::arg("tickets"), nb::arg("transport"), nb::arg("lanes"), nb::arg("limits"), nb::arg("arenas"), nb::lock_self(),
-            "Set transport, model and code of tickets (records of wire.TICKET) against the lanes (scoreboard.LANE), the largest "
-            "ticket of each model (models,) uint32, and the number of the arena it computes in (models,) uint32; returns "
-            "how many were refused, the rows of the others, and whether one asks for a weights version.")
+            nb::arg("tickets"), nb::arg("transport"), nb::lock_self(),
+            "Set transport, model and code of tickets (records of wire.TICKET); returns how many were refused, the rows of the "
+            "others, and whether one asks for a weights version.")
         .def(
             "leave",
-            [](Admission& self, nb::handle tickets) {
+            [](EngineAdmission& self, nb::handle tickets) {
                 const Read these(tickets);
-                return self.leave(these.records<Ticket>(), these.rows());
+                return self.admission.leave(these.records<Ticket>(), these.rows());
             },
             nb::arg("tickets"), nb::lock_self(), "Record that tickets were answered; returns the transport of all of them, -1 for several.");
 

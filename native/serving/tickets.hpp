@@ -220,8 +220,7 @@ struct Counters {
 };
 
 inline std::size_t bucket(std::uint64_t value, std::size_t buckets) {
-    std::size_t bits = 0;
-    for (; value; value >>= 1) ++bits;
+    const std::size_t bits = value ? 64 - static_cast<std::size_t>(__builtin_clzll(value)) : 0;
     return bits < buckets ? bits : buckets - 1;
 }
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-_FORGET = 0.005  # the decay of past batches' weight with each batch
+_KEEP = 0.995  # what is left of past batches' weight with each batch
 _SPREAD = 0.02  # the smallest variance of the number of rows over its squared mean for a fit
 
 
@@ -19,14 +19,13 @@ class BatchCost:
 
     def observe(self, rows: int, ns: int) -> None:
         """Record that a batch of `rows` rows took `ns`."""
-        keep = 1.0 - _FORGET
-        self._weight = keep * self._weight + 1.0
-        self._rows = keep * self._rows + rows
-        self._ns = keep * self._ns + ns
-        self._rows2 = keep * self._rows2 + rows * rows
-        self._rows_ns = keep * self._rows_ns + rows * ns
-        spread = self._weight * self._rows2 - self._rows * self._rows
-        if spread < _SPREAD * self._rows * self._rows:
+        self._weight = weight = _KEEP * self._weight + 1.0
+        self._rows = sum_rows = _KEEP * self._rows + rows
+        self._ns = sum_ns = _KEEP * self._ns + ns
+        self._rows2 = rows2 = _KEEP * self._rows2 + rows * rows
+        self._rows_ns = rows_ns = _KEEP * self._rows_ns + rows * ns
+        spread = weight * rows2 - sum_rows * sum_rows
+        if spread < _SPREAD * sum_rows * sum_rows:
             return  # batches of equal size do not determine the slope, so keep the last estimate
-        slope = (self._weight * self._rows_ns - self._rows * self._ns) / spread
-        self.fixed = max(0.0, (self._ns - max(slope, 0.0) * self._rows) / self._weight)
+        slope = (weight * rows_ns - sum_rows * sum_ns) / spread
+        self.fixed = max(0.0, (sum_ns - max(slope, 0.0) * sum_rows) / weight)

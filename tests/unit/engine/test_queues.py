@@ -148,3 +148,15 @@ def test_native_code_reads_and_writes_no_tickets_out_of_bounds():
     for first, end in ((0, 4), (2, 1), (4, 4)):
         with pytest.raises(IndexError, match="fewer tickets"):
             native.any_expired(out, first, end, 6)
+
+
+def test_every_batch_is_an_array_of_its_own():
+    """A group recognises its batch by the object (groups/group.py)."""
+    queue = Queue(8)
+    one = np.zeros(1, TICKET)
+    one["rows"] = 1
+    batches = []
+    for _ in range(3):
+        queue.push(one)
+        batches.append(queue.take())
+    assert len({id(batch) for batch in batches}) == 3

@@ -196,6 +196,7 @@ class Batches:
     Attributes:
         mean_ns: the smoothed duration of a batch.
         regions: the rows that clients have bound to device memory; None if this engine does not support it.
+        under_way: the number of batches in flight: begun and not yet answered.
     """
 
     def __init__(
@@ -217,11 +218,7 @@ class Batches:
         self._traced: dict[str, int] = {}  # time of the last logged traceback, by model
         self._flights: deque[_Flight] = deque()  # oldest first
         self._landed = 0
-
-    @property
-    def under_way(self) -> int:
-        """The number of batches in flight: begun and not yet answered."""
-        return len(self._flights)
+        self.under_way = 0
 
     def run(self, slot: Slot, tickets: NDArray[Any], rows: int, version: int) -> None:
         """Compute and answer a batch. On a device, begin it, and answer the oldest one if enough are in flight."""
@@ -242,6 +239,7 @@ class Batches:
         if not wait and not flight.batch.done():
             return True
         self._flights.popleft()
+        self.under_way = len(self._flights)
         try:
             outcome = flight.batch.finish()
         except BaseException as error:  # a model may raise anything: its callers get the error, other batches continue
@@ -284,7 +282,8 @@ class Batches:
                 raise
             return
         self._flights.append(_Flight(slot, tickets, rows, version, version or served.version, began, batch))
-        if len(self._flights) == _ON_THEIR_WAY:
+        self.under_way = len(self._flights)
+        if self.under_way == _ON_THEIR_WAY:
             self.land(wait=True)
 
     def _computed(
@@ -297,10 +296,11 @@ class Batches:
         for answered, used in slot.answers(tickets, version):
             self._answer(answered, Code.OK, used, "")
         ended = self._clock()
+        took = ended - began
         self._tracker.answered(tickets, ended)
         slot.counters.batch(tickets, rows, began, ended)
-        self.mean_ns += _SMOOTHING * (ended - began - self.mean_ns)
-        slot.cost.observe(computed, ended - began)
+        self.mean_ns += _SMOOTHING * (took - self.mean_ns)
+        slot.cost.observe(computed, took)
 
     def _not_computed(self, slot: Slot, tickets: NDArray[Any], version: int, outcome: Outcome) -> NDArray[Any]:
         """Answer the tickets of a batch that failed individually; return the others."""

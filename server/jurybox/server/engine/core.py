@@ -31,8 +31,8 @@ class Transport(Protocol):
         At most len(out) are written.
         """
 
-    def reply(self, tickets: NDArray[Any], code: int, version: int, message: str) -> None:
-        """Answer tickets of this transport, all with the same code, weights version and message."""
+    def reply(self, tickets: NDArray[Any], code: int, version: int, message: str) -> object:
+        """Answer tickets of this transport, all with the same code, weights version and message, which is plain."""
 
 
 # ----
@@ -86,10 +86,10 @@ class Engine:
         self._report = report
         self._tracker = native.ArrivalTracker(len(scoreboard.lanes))
         self._counters: dict[int, Counters] = {}
-        self._admission = native.Admission(len(scoreboard.lanes))
         self._batches = batches(self._answer, self._tracker, clock, report, interruptible=interruptible)
         self._limits = np.zeros(MAX_MODELS, np.uint32)
         self._arenas = np.zeros(MAX_MODELS, np.uint32)
+        self._admission = native.Admission(scoreboard.lanes, self._limits, self._arenas)
         self._unserved: dict[int, tuple[Code, str]] = {}  # models that are refused with their own code and message
         self._resting: dict[int, tuple[Slot, int]] = {}  # sleeping models: slot and largest batch
         self._closed: tuple[Code, str] | None = None
@@ -284,9 +284,10 @@ class Engine:
         if slot is None:
             under_way = self._batches.under_way
             self._show_wait(1 + under_way)
-            if not under_way:
-                self._computing[0] = 0
-            return self._batches.land()
+            if under_way:
+                return self._batches.land()
+            self._computing[0] = 0
+            return False
         queue, served = slot.queue, slot.served
         if self._tracker.away and self._pause is not None and not self._batches.under_way:
             self._wait_for_more(slot, now)
@@ -321,9 +322,11 @@ class Engine:
 
     def ready_in(self) -> int | None:
         """Return the nanoseconds until a held-back batch is due; None if no tickets wait."""
-        now, due = self._clock(), None
+        due = None
         for slot in self._queues:
-            wait = slot.queue.ready_in(now)
+            if not slot.queue.rows:
+                continue
+            wait = slot.queue.ready_in(self._clock())
             if wait is not None and (due is None or wait < due):
                 due = wait
         return due
@@ -340,9 +343,7 @@ class Engine:
                 continue
             came += n
             tickets = self._arrivals[:n]
-            refused, rows, pinned = self._admission.admit(
-                tickets, transport.number, self.scoreboard.lanes, self._limits, self._arenas
-            )
+            refused, rows, pinned = self._admission.admit(tickets, transport.number)
             if self._closed:
                 self._answer(tickets, self._closed[0], 0, self._closed[1])
                 continue
@@ -350,15 +351,15 @@ class Engine:
                 tickets = self._refuse(tickets)
             self._tracker.came(tickets, self._clock(), int(QUICK * self._batches.mean_ns))
             accepted += len(tickets)
-            self._sort(tickets, rows, pinned=pinned)
+            if len(self._queues) == 1:
+                queue = self._queues[0].queue
+                queue.pinned |= pinned
+                queue.push(tickets, rows)
+            else:
+                self._sort(tickets, pinned=pinned)
         return accepted
 
-    def _sort(self, tickets: NDArray[Any], rows: int, *, pinned: bool) -> None:
-        if len(self._queues) == 1:
-            queue = self._queues[0].queue
-            queue.pinned |= pinned
-            queue.push(tickets, rows)
-            return
+    def _sort(self, tickets: NDArray[Any], *, pinned: bool) -> None:
         while len(tickets):
             model = int(tickets["model"][0])
             queue = self.slots[model].queue
@@ -371,7 +372,7 @@ class Engine:
         """Return the due slot whose oldest ticket has waited longest; None if no slot is due."""
         if len(self._queues) == 1:
             (slot,) = self._queues
-            return slot if slot.queue.ready_in(now) == 0 else None
+            return slot if slot.queue.rows and slot.queue.ready_in(now) == 0 else None
         due = [slot for slot in self._queues if slot.queue.ready_in(now) == 0]
         return min(due, key=lambda slot: int(slot.queue.waiting["submitted"][0]), default=None)
 

@@ -43,15 +43,14 @@ class Queue:
         self.rows = 0
         self.pinned = False  # whether a waiting ticket may ask for a weights version
         self._tickets = np.zeros(256, TICKET)
-        self._start = 0
         self._end = 0
 
     def __len__(self) -> int:
-        return self._end - self._start
+        return self._end
 
     @property
     def waiting(self) -> Tickets:
-        return self._tickets[self._start : self._end]
+        return self._tickets[: self._end]
 
     def push(self, tickets: Tickets, rows: int | None = None) -> None:
         """Append copies of tickets. `rows`: the number of their rows, if it is known."""
@@ -64,16 +63,16 @@ class Queue:
 
     def ready_in(self, now: int) -> int | None:
         """Return the nanoseconds until `take` may be called: 0 now, None while nothing waits."""
-        if self._start == self._end:
+        if not self._end:
             return None
         if self.rows >= self.min_batch or not self.max_wait_ns:
             return 0
-        oldest = int(self._tickets["submitted"][self._start])
+        oldest = int(self._tickets["submitted"][0])
         return max(0, oldest + self.max_wait_ns - now)
 
     def expired(self, now: int) -> Tickets | None:
         """Remove and return the tickets whose deadline has passed; None, the usual case, if there are none."""
-        if not native.any_expired(self._tickets, self._start, self._end, now):
+        if not native.any_expired(self._tickets, 0, self._end, now):
             return None
         waiting = self.waiting
         late = (waiting["deadline"] < now) & (waiting["deadline"] != 0)
@@ -82,14 +81,16 @@ class Queue:
         return gone
 
     def take(self) -> Tickets:
-        """Remove and return the tickets of the next batch, at most `max_batch` rows. The view is valid until `push`."""
-        waiting = self.waiting
+        """Remove and return the tickets of the next batch, at most `max_batch` rows. The view is valid until `push`.
+
+        It is a new object for every batch: a group recognises its batch by it (groups/group.py).
+        """
+        waiting = self._tickets[: self._end]
         if self.pinned:
             return self._take_of_one_version(waiting)
         costs = None if self._costs is None else self._costs(waiting)
         if self.rows <= self.max_batch and (costs is None or int(costs.sum()) <= self._max_cost):
-            self._start = self._end = 0
-            self.rows = 0
+            self._end = self.rows = 0
             return waiting
         turns = None if costs is None else self._turns[waiting["lane"]]
         chosen = fair_choice(waiting, self.max_batch, costs, self._max_cost, turns)
@@ -135,16 +136,14 @@ class Queue:
 
     def _keep(self, keep: NDArray[np.bool_]) -> None:
         kept = self.waiting[keep]
-        self._start, self._end = 0, len(kept)
+        self._end = len(kept)
         self._tickets[: len(kept)] = kept
         self.rows = int(kept["rows"].sum())
 
     def _make_room(self, n: int) -> None:
-        waiting = self.waiting.copy()
-        if len(waiting) + n > len(self._tickets):
-            self._tickets = np.zeros(2 * (len(waiting) + n), TICKET)
+        waiting = self.waiting
+        self._tickets = np.zeros(2 * (len(waiting) + n), TICKET)
         self._tickets[: len(waiting)] = waiting
-        self._start, self._end = 0, len(waiting)
 
 
 def fair_choice(

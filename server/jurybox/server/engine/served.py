@@ -155,8 +155,10 @@ class Served:
             VersionNotHeld: that version is not held.
             Exception: any error of the model.
         """
-        self._use(version)
-        if not self.shapes and self._in_place(tickets, rows):
+        if version or self.weights_updater is not None:
+            self._use(version)
+        # Of all small batches this is known without a call.
+        if rows * self._row_bytes >= LARGE_ROW and not self.shapes and self._in_place(tickets, rows):
             first = tickets["first"].item(0)
             staged = {item.name: item.rows(first, rows) for item in self._inputs}
         else:
