@@ -2,6 +2,7 @@
 #include <cstddef>
 #include <memory>
 #include <stdexcept>
+#include <utility>
 #include <vector>
 
 #include "bindings.hpp"
@@ -62,6 +63,28 @@ struct EngineAdmission {
         return admission.admit(tickets.records<Ticket>(), tickets.rows(), transport, lanes.records<const Lane>(), lanes.rows(),
                                limits.records<const std::uint32_t>(), arenas.records<const std::uint32_t>(), limits.rows());
     }
+};
+
+// Copies the tickets' rows of all inputs of a model in one call.
+class PlainInputs {
+  public:
+    explicit PlainInputs(const nb::sequence& inputs) {
+        for (nb::handle input : inputs)
+            inputs_.push_back({std::make_unique<Read>(nb::object(input[0])), std::make_unique<Write>(nb::object(input[1]))});
+    }
+    PlainInputs(const PlainInputs&) = delete;
+    PlainInputs& operator=(const PlainInputs&) = delete;
+
+    void gather(nb::handle tickets) const {
+        const Read these(tickets);
+        for (const auto& [table, packed] : inputs_) {
+            check(*table, these, *packed);
+            jurybox::gather(table->bytes(), table->row_bytes(), these.records<const Ticket>(), these.rows(), packed->bytes());
+        }
+    }
+
+  private:
+    std::vector<std::pair<std::unique_ptr<Read>, std::unique_ptr<Write>>> inputs_;
 };
 
 // Copies a model's outputs to the tickets' rows in one call, if they are plain tensors of the promised form. A tensor's
@@ -251,6 +274,10 @@ void bind_tickets(nb::module_& m) {
         },
         nb::arg("table"), nb::arg("tickets"), nb::arg("packed"),
         "Copy consecutive rows of packed to the tickets' rows of table (rows, ...).");
+    nb::class_<PlainInputs>(m, "PlainInputs", "A model's inputs, whose rows are gathered in one call.")
+        .def(nb::init<const nb::sequence&>(), nb::arg("inputs"),
+             "For each input: its table (rows, ...), and the array to whose first rows it is gathered.")
+        .def("gather", &PlainInputs::gather, nb::arg("tickets"), "Copy the tickets' rows of all inputs to consecutive rows.");
     nb::class_<PlainOutputs>(m, "PlainOutputs", "A model's outputs, which are copied to tickets' rows in one call.")
         .def(nb::init<const nb::sequence&>(), nb::arg("outputs"),
              "For each output in order: its name, its table (rows, ...), and an empty tensor of the promised dtype and shape.")

@@ -177,6 +177,29 @@ def test_a_tickets_rows_are_copied_only_if_they_are_small(rows, in_place):
     assert (places == [served.columns.inputs["x"].ctypes.data]) is in_place
 
 
+# ---- inputs and outputs of a batch in one call
+
+
+def test_rows_of_all_inputs_are_gathered_in_one_call():
+    tables = np.arange(16, dtype=np.float32).reshape(8, 2), np.arange(8)
+    packed = np.zeros((4, 2), np.float32), np.zeros(4, np.int64)
+    inputs = native.PlainInputs(list(zip(tables, packed, strict=True)))
+    tickets = np.zeros(2, TICKET)
+    tickets["first"], tickets["rows"] = [5, 1], [2, 1]
+    inputs.gather(tickets)
+    for table, rows in zip(tables, packed, strict=True):
+        np.testing.assert_array_equal(rows[:3], table[[5, 6, 1]])
+        assert not rows[3:].any()
+    for wrong in ({"first": [7, 1]}, {"rows": [4, 1]}):
+        bad = tickets.copy()
+        for name, numbers in wrong.items():
+            bad[name] = numbers
+        with pytest.raises(IndexError):
+            inputs.gather(bad)
+    with pytest.raises(ValueError, match="differ in size"):
+        native.PlainInputs([(tables[0], packed[1][:, None].repeat(2, 1))]).gather(tickets)
+
+
 # ---- outputs: those that are copied as they are, and those that are looked at one by one
 
 TWO = {"y": TensorSpec("float32", (2,)), "z": TensorSpec("int64", ())}

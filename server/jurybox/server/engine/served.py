@@ -110,6 +110,8 @@ class Served:
         self._outputs = [
             _Output(key, tensor, outputs[key]) for key, tensor in self.spec.outputs.items() if not tensor.variable
         ]
+        self._plain_inputs = native.PlainInputs([(item.array, item.staging_rows) for item in self._inputs])
+        self._gathered: dict[int, dict[str, torch.Tensor]] = {}  # the inputs' staging rows by name, by their number
         self._plain_outputs = native.PlainOutputs([(item.name, item.array, item.like) for item in self._outputs])
         self._away = self.device.type != "cpu"  # whether the weights are on a device
         self._large = any(tensor.row_bytes >= LARGE_ROW for tensor in self.spec.inputs.values())
@@ -162,10 +164,7 @@ class Served:
             first = tickets["first"].item(0)
             staged = {item.name: item.rows(first, rows) for item in self._inputs}
         else:
-            shape = self.shaped(rows) if self.shapes else rows
-            staged = {}
-            for item in self._inputs:
-                staged[item.name] = item.gather(tickets, rows, shape)
+            staged = self._gather(tickets, rows)
         if self._away:
             staged = {key: value.to(self.device, non_blocking=True) for key, value in staged.items()}
         results = self._returned(staged)
@@ -179,6 +178,18 @@ class Served:
         if self._row_errors or self._finite:
             return self.refused(tickets, self._named(results), rows, self._take_row_errors())
         return None
+
+    def _gather(self, tickets: NDArray[Any], rows: int) -> dict[str, torch.Tensor]:
+        """Return the tickets' rows of all inputs, padded with copies of the last one if forward has fixed shapes."""
+        shape = self.shaped(rows) if self.shapes else rows
+        self._plain_inputs.gather(tickets)
+        staged = self._gathered.get(shape)
+        if staged is None:
+            staged = self._gathered[shape] = {item.name: item.staging(shape) for item in self._inputs}
+        if shape > rows:
+            for item in self._inputs:
+                item.pad(rows, shape)
+        return staged
 
     def _in_place(self, tickets: NDArray[Any], rows: int) -> bool:
         """Return whether forward reads the tickets' rows where they are, without a copy."""
@@ -437,11 +448,11 @@ class _Input:
     def __init__(self, name: str, array: NDArray[Any], max_batch: int) -> None:
         self.name = name
         self._arena = torch.from_numpy(array)
-        self._rows = array
+        self.array = array
         # Reused, because a new buffer costs a page fault every 4 KiB. Allocated by torch for its alignment: kernels
         # are chosen by alignment, so it must be that of the rows with which the shapes were compared.
         self._staging = torch.empty((max_batch, *array.shape[1:]), dtype=getattr(torch, array.dtype.name))
-        self._staging_rows = self._staging.numpy()
+        self.staging_rows = self._staging.numpy()
         self._views: dict[int, torch.Tensor] = {}  # of the staging rows, by length
 
     def rows(self, first: int, rows: int) -> torch.Tensor:
@@ -449,9 +460,16 @@ class _Input:
 
     def gather(self, tickets: NDArray[Any], rows: int, shape: int) -> torch.Tensor:
         """Return the tickets' rows, padded to `shape` rows with copies of the last one."""
-        native.gather(self._rows, tickets, self._staging_rows)
+        native.gather(self.array, tickets, self.staging_rows)
+        self.pad(rows, shape)
+        return self.staging(shape)
+
+    def pad(self, rows: int, shape: int) -> None:
         if shape > rows:  # not earlier contents: the model might fail on them
-            self._staging_rows[rows:shape] = self._staging_rows[rows - 1]
+            self.staging_rows[rows:shape] = self.staging_rows[rows - 1]
+
+    def staging(self, shape: int) -> torch.Tensor:
+        """Return the first `shape` staging rows."""
         view = self._views.get(shape)
         if view is None:
             view = self._views[shape] = self._staging[:shape]
