@@ -72,8 +72,12 @@ class Link(Protocol):
         """Bind rows to device memory in every engine, or unbind them; return when it is done."""
         raise Refused("device memory can be shared only on one host: connect over ipc://")
 
-    def lease(self, name: str, rows: int, timeout: float) -> tuple[Lane, ModelSpec, int]:
-        """Lease a lane of `rows` rows (0: the server's default); return it, the model's spec and its largest batch."""
+    def lease(self, name: str, rows: int, timeout: float, *, wait: bool = True) -> tuple[Lane, ModelSpec, int]:
+        """Lease a lane of `rows` rows (0: the server's default); return it, the model's spec and its largest batch.
+
+        Args:
+            wait: False: the server has `timeout` to answer, but its first answer is final.
+        """
 
     def publisher(
         self, name: str, transfer: Transfer, timeout: float, driver: Driver | None = None
@@ -233,12 +237,13 @@ class ControlLink(Link):
     def _call(self, timeout: float, **request: Any) -> pb.ControlReply:
         return self._control.call(timeout, **request)
 
-    def _grant(self, name: str, rows: int, deadline: float, timeout: float) -> pb.Lease:
+    def _grant(self, name: str, rows: int, deadline: float, timeout: float, *, wait: bool = True) -> pb.Lease:
         """Return a lease; wait while the model is loading or other clients have the rows.
 
         Args:
             deadline: s of the monotonic clock.
             timeout: seconds, for the message.
+            wait: see `lease`.
 
         Raises:
             Busy: the arena had no free rows until `deadline`.
@@ -253,14 +258,14 @@ class ControlLink(Link):
                 if isinstance(error, Busy):
                     why = error
                 elif error.code == Code.NOT_READY:
-                    why = Timeout(f"{error} after {timeout:.1f} s")
+                    why = Timeout(f"{error} after {timeout:.1f} s" if wait else str(error))
                 else:
                     raise
             except ServerGone:
                 # The server has answered before, and only lacked the time to repeat that answer: raise that instead.
                 if why is None or time.monotonic() < deadline:
                     raise
-            if time.monotonic() > deadline:
+            if not wait or time.monotonic() > deadline:
                 raise why from None
             time.sleep(POLL)  # loading takes seconds; a notification would need its own channel
 

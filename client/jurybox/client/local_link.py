@@ -155,17 +155,17 @@ class LocalLink(ControlLink):
         if binding.reason:
             raise Refused(binding.reason)
 
-    def lease(self, name: str, rows: int, timeout: float) -> tuple[Lane, ModelSpec, int]:
+    def lease(self, name: str, rows: int, timeout: float, *, wait: bool = True) -> tuple[Lane, ModelSpec, int]:
         """See Link.lease. The lane is locked and its arena mapped. If the server was replaced, the new one is used."""
         deadline = time.monotonic() + timeout
         with self._lock:
             if self.scoreboard is None or not self.scoreboard.server_lives():
                 self._greet(timeout)
             while True:
-                lease = self._grant(name, rows, deadline, timeout)
+                lease = self._grant(name, rows, deadline, timeout, wait=wait)
                 if (lane := self.enter(lease)) is not None:
                     return lane, spec_of(lease.model), lease.model.max_batch
-                if time.monotonic() > deadline:
+                if not wait or time.monotonic() > deadline:
                     raise Busy(f"lane {lease.lane} of {name!r} is locked by another client")
 
     def enter(self, lease: Lease) -> Lane | None:

@@ -102,13 +102,14 @@ class Server(Closing):
 
     # ---- the server's services
 
-    def model(self, name: str, *, rows: int = 0, timeout: float | None = None) -> Model:
+    def model(self, name: str, *, rows: int = 0, timeout: float | None = None, wait: bool = True) -> Model:
         """Lease a lane of a model; wait if the model is still loading.
 
         Args:
             rows: maximum number of rows in flight. 0: the server's default, a few rows, which grows when an `infer`
                 call passes more.
             timeout: seconds to wait. Defaults to the connection's.
+            wait: False: wait only for the server's answer, not for a model that is loading or for rows in use.
 
         Raises:
             ModelNotFound: the server has no such model; the message lists its models.
@@ -116,8 +117,12 @@ class Server(Closing):
             Busy: the arena has no free rows.
             Timeout: the model is still loading.
         """
-        wait = self.timeout if timeout is None else seconds(timeout)
-        model = Model(name, lambda n, patient: self._lease(name, n, wait if patient else 0.0), rows, self.timeout)
+        left = self.timeout if timeout is None else seconds(timeout)
+
+        def lease(n: int, patient: bool) -> tuple[Lane, ModelSpec, int]:
+            return self._open_link().lease(name, n, left if patient else 0.0, wait=wait)
+
+        model = Model(name, lease, rows, self.timeout)
         self._models.add(model)
         return model
 
@@ -365,6 +370,3 @@ class Server(Closing):
                 raise Timeout(f"model {name!r} is still {message.state} after {timeout:.1f} s")
             time.sleep(POLL)
         return message
-
-    def _lease(self, name: str, rows: int, timeout: float) -> tuple[Lane, ModelSpec, int]:
-        return self._open_link().lease(name, rows, timeout)

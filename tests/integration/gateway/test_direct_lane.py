@@ -19,6 +19,7 @@ from tests.models import Affine
 from tests.serving import serving, wait_until
 
 from jurybox import native
+from jurybox.client.local_link import LocalLink
 from jurybox.protocol import open_inference_pb2 as pb
 from jurybox.protocol.open_inference_pb2_grpc import GRPCInferenceServiceStub
 from jurybox.server.gateway.grpc_server import GrpcServer
@@ -323,6 +324,23 @@ def test_a_killed_engine_loses_no_answer(gateway, server):
         thread.join(60)
     assert not wrong and not any(thread.is_alive() for thread in threads)
     gateway.warm_up(lambda: message(filled(1)))
+
+
+def test_a_server_that_is_late_to_grant_a_lane_costs_no_request(gateway, server, monkeypatch):
+    """On a loaded machine the supervisor may get no core for a while, and the request has time."""
+    lease, late = LocalLink.lease, []
+
+    def lease_late(*arguments, **options):
+        os.kill(server.process.pid, signal.SIGSTOP)
+        late.append(threading.Timer(0.5, os.kill, (server.process.pid, signal.SIGCONT)))
+        late[-1].start()
+        return lease(*arguments, **options)
+
+    monkeypatch.setattr(LocalLink, "lease", lease_late)
+    answer = GRPCInferenceServiceStub(gateway.channel()).ModelInfer(message(filled(3)), timeout=20)
+    assert late and action(answer).tolist() == [7] * 4
+    for each in late:
+        each.join()
 
 
 def test_only_calls_with_the_token_are_answered(start):

@@ -151,7 +151,7 @@ class GrpcLink(Link):
         CORE.check()
         return RemoteWeightsReader(self._channel, name, metadata=tuple(self._metadata), timeout=timeout)
 
-    def lease(self, name: str, rows: int, timeout: float) -> tuple[Lane, ModelSpec, int]:
+    def lease(self, name: str, rows: int, timeout: float, *, wait: bool = True) -> tuple[Lane, ModelSpec, int]:
         """See Link.lease. If `rows` is 0, the lane has as many rows as the server's largest batch."""
         deadline = time.monotonic() + timeout
         while (message := self.describe(name, max(0.1, deadline - time.monotonic()))).state != "ready":
@@ -159,8 +159,8 @@ class GrpcLink(Link):
                 raise asleep(name)
             if message.state == "failed":
                 raise ModelFailed(f"model {name!r} could not be loaded: {message.reason}")
-            if time.monotonic() > deadline:
-                raise Timeout(f"model {name!r} is still loading after {timeout:.1f} s")
+            if not wait or time.monotonic() > deadline:
+                raise Timeout(f"model {name!r} is still loading" + (f" after {timeout:.1f} s" if wait else ""))
             time.sleep(POLL)
         spec = spec_of(message)
         memory = RowsHere(spec, rows or message.max_batch)

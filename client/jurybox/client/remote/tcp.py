@@ -63,10 +63,10 @@ class TcpLink(ControlLink):
         super().__init__(self._control_anew())
         self._greet_first(timeout)
 
-    def lease(self, name: str, rows: int, timeout: float) -> tuple[Lane, ModelSpec, int]:
+    def lease(self, name: str, rows: int, timeout: float, *, wait: bool = True) -> tuple[Lane, ModelSpec, int]:
         deadline = time.monotonic() + timeout
         with self._lock:
-            lease = self._grant(name, rows, deadline, timeout)
+            lease = self._grant(name, rows, deadline, timeout, wait=wait)
             request = ReleaseRequest(lane=lease.lane, lease=lease.lease)
             left = self._left
             try:

@@ -224,7 +224,7 @@ class Lanes:
             try:
                 server = self._connected()
                 rows = min(most, server.describe(name).arena_rows // 8)
-                return server.model(name, rows=rows, timeout=0.0) if rows >= 2 else None
+                return server.model(name, rows=rows, wait=False) if rows >= 2 else None
             except Error:
                 return None
 
@@ -332,7 +332,7 @@ class Lanes:
                     earlier.makeshift = rows < wanted
                     return earlier  # no more rows are free, so keep the present lane
                 try:
-                    model = server.model(name, rows=rows, timeout=0.0)
+                    model = server.model(name, rows=rows, wait=False)
                     # Stateless requests work with few rows; every sequence needs its own row.
                     few = stateful and rows < wanted
                     return ModelLane(model, rows, makeshift=trying or few, lanes=self)
