@@ -89,7 +89,7 @@ def test_the_best_policy_is_the_one_that_was_scored(hockey_run):
         assert again.score == pytest.approx(evaluation["numbers"][f"score_{opponent}"], abs=1e-4)
 
 
-@pytest.mark.parametrize("kind", [".mp4", pytest.param(".gif", marks=pytest.mark.runs), ".png"])
+@pytest.mark.parametrize("kind", [".mp4", *(pytest.param(kind, marks=pytest.mark.runs) for kind in (".gif", ".png"))])
 def test_episodes_are_played_and_filmed(command, tmp_path, hockey_run, kind):
     film = tmp_path / f"out{kind}"
     output = command("play", hockey_run, "--episodes", 1, "--video", film, "--seed", 3, "--set", "opponent='random'")

@@ -65,8 +65,7 @@ def test_a_dead_replicas_tickets_go_to_a_living_one(uneven):
     with server.connect(transport="shm") as native, server.connect(transport="zmq") as zmq:
         served = [client.model("affine") for client in (native, zmq)]
         assert all(one.infer(X)[0, 0] == 3 for one in served)
-        for role in ("engine-0", "engine-1"):
-            os.kill(server.pids()[role], signal.SIGKILL)
-            for _ in range(20):
-                assert all(one.infer(X, timeout=30)[0, 0] == 3 for one in served)
-            wait_until(lambda: all(e["state"] == "serving" for e in zmq.status()["engines"]), 30, "recovery")
+        os.kill(server.pids()["engine-0"], signal.SIGKILL)
+        for _ in range(20):
+            assert all(one.infer(X, timeout=30)[0, 0] == 3 for one in served)
+        wait_until(lambda: all(e["state"] == "serving" for e in zmq.status()["engines"]), 60, "recovery")

@@ -313,7 +313,7 @@ def test_a_killed_engine_loses_no_answer(gateway, server):
     threads = [threading.Thread(target=ask, args=(number,)) for number in range(4)]
     for thread in threads:
         thread.start()
-    for _ in range(3):
+    for _ in range(2):
         before = sum(counts)
         wait_until(lambda before=before: sum(counts) > before + 200, 60, "answers")
         os.kill(server.pids()["engine-0"], signal.SIGKILL)

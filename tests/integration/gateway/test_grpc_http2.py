@@ -203,10 +203,10 @@ def test_cancelling_a_call_ends_its_method(served, channel):
 
 
 def test_a_stream_without_a_reader_waits(served, channel):
-    answers = channel.unary_stream("/t.T/count")(b"20000", timeout=60)
+    answers = channel.unary_stream("/t.T/count")(b"5000", timeout=60)
     assert next(answers) == b"0" * 1000
     time.sleep(0.3)  # the method runs ahead only as far as flow control allows
-    assert sum(1 for _ in answers) == 19_999
+    assert sum(1 for _ in answers) == 4_999
 
 
 def test_stopping_lets_calls_in_progress_end():

@@ -97,6 +97,7 @@ def test_audits_of_an_environment_are_logged_and_drawn_and_not_rewarded(tmp_path
     assert returns["Audited"] == returns["Mixed"]
 
 
+@pytest.mark.runs
 def test_ctrl_c_ends_it_in_order_with_a_checkpoint(tmp_path) -> None:
     before = segments()
     line = [*LINE, "--out", str(tmp_path), *SMALL_PPO, "--steps", "100000000", "--set", "log_every = 32"]

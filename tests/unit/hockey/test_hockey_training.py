@@ -44,7 +44,8 @@ def same(one, two, where=""):
 
 
 @pytest.mark.parametrize(
-    ("prioritized", "anchor_size"), [pytest.param(False, 0, marks=pytest.mark.slow), (True, 0), (True, 700)]
+    ("prioritized", "anchor_size"),
+    [*(pytest.param(prioritized, 0, marks=pytest.mark.slow) for prioritized in (False, True)), (True, 700)],
 )
 def test_a_resumed_serial_run_is_bit_for_bit_the_same(tmp_path: Path, prioritized: bool, anchor_size: int) -> None:
     s = {"prioritized": prioritized, "anchor_size": anchor_size, "checkpoint_every": 1500, "workers": 2}

@@ -121,9 +121,9 @@ def test_a_batch_that_is_held_in_any_way_is_never_written_again(make, held: str)
             kept = np.split(batch["x"], 2)[1]
             before = before[32:]
     del batch
+    gc.collect()
     for _ in range(20):
         replay.sample(64)
-        gc.collect()
     assert (np.asarray(kept) == before).all()
 
 

@@ -118,7 +118,7 @@ def test_a_stop_ends_it_in_order_with_a_checkpoint(tmp_path):
 @pytest.mark.parametrize("serial", [True, False])
 def test_time_that_is_up_ends_the_run_with_a_last_evaluation(tmp_path, serial):
     budget = Budget(steps=10**9, seconds=0.5 if serial else 3.0)
-    outcome = run(plan(budget=budget, evaluate=10**9), tmp_path, Rows(), serial=serial)
+    outcome = run(plan(budget=budget, evaluate=10**9, actor={"pause": 0.005}), tmp_path, Rows(), serial=serial)
     assert outcome.end is End.SECONDS
     if not serial and not outcome.env_steps:
         pytest.skip("this machine is too busy to start a process in three seconds")

@@ -251,7 +251,7 @@ class Stopped(Exception):
     pass
 
 
-@pytest.mark.parametrize("at", [3, 11, pytest.param(18, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("at", [11, *(pytest.param(at, marks=pytest.mark.slow) for at in (3, 18))])
 def test_a_resumed_run_is_the_same_as_one_without_a_stop(whole, tmp_path, monkeypatch, at) -> None:
     advance = WorkflowTrainer.advance
 
