@@ -84,7 +84,7 @@ def handlers_stay():
 
 # Files whose tests share a server: one worker takes them all, and only it starts that server.
 _SHARING = {
-    "tests/integration/test_": ("client", "client_handles", "forked_clients", "memory_elsewhere"),
+    "tests/integration/test_": ("client", "client_handles", "forked_clients", "memory_elsewhere", "traces"),
     "tests/integration/gateway/test_": (
         "grpc_transport",
         "http_bodies",
@@ -93,6 +93,7 @@ _SHARING = {
         "tritonclient_memory",
     ),
     "tests/fuzz/test_": ("grpc", "http", "zeromq"),
+    "tests/faults/test_": ("bad_bytes", "killed_client", "rude_clients"),
 }
 _SERVER_OF = {f"{server}{file}.py": server for server, files in _SHARING.items() for file in files}
 

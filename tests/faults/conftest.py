@@ -34,6 +34,13 @@ def server(tmp_path, nothing_left):
         yield running
 
 
+@pytest.fixture(scope="session")
+def enduring(tmp_path_factory):
+    """One server for files whose clients mistreat it, but kill nothing of it: it must outlive whatever they do."""
+    with leaving_nothing(), serving(tmp_path_factory.mktemp("enduring"), MODELS, tcp="127.0.0.1:0") as running:
+        yield running
+
+
 @pytest.fixture(params=["shm", "zmq"])
 def transport(request):
     return request.param

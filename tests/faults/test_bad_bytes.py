@@ -5,8 +5,6 @@ import random
 import numpy as np
 import pytest
 import zmq
-from tests.faults.conftest import MODELS
-from tests.serving import serving
 
 from jurybox.client import ProtocolMismatch, connect
 from jurybox.protocol import wire
@@ -15,11 +13,9 @@ from jurybox.protocol.control_pb2 import ControlReply
 from jurybox.protocol.errors import Code
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    """One server for all of them: it must outlive whatever they send."""
-    with serving(tmp_path_factory.mktemp("server"), MODELS) as running:
-        yield running
+@pytest.fixture
+def server(enduring):
+    return enduring
 
 
 @pytest.fixture

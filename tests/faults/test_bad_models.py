@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from tests.faults.conftest import MODELS
+from tests.faults.conftest import MODELS, leaving_nothing
 from tests.serving import children_of, serving, wait_until
 
 from jurybox.client import Error, ModelFailed
@@ -73,8 +73,16 @@ def fails_alone(model, mood):
     busy.result(30)
 
 
-def test_rows_that_a_model_cannot_compute_fail_alone_in_a_shared_batch(server):
-    with server.connect() as client:
+@pytest.fixture(scope="module")
+def lasting(tmp_path_factory):
+    """A server that forgives one death."""
+    with leaving_nothing():
+        with serving(tmp_path_factory.mktemp("server"), MODELS, max_restarts=1, http="127.0.0.1:0") as running:
+            yield running
+
+
+def test_rows_that_a_model_cannot_compute_fail_alone_in_a_shared_batch(lasting):
+    with lasting.connect() as client:
         model = client.model("moody", rows=16)
         for mood in (666, 667):
             fails_alone(model, mood)
@@ -123,13 +131,10 @@ def test_a_model_that_ends_every_engine_after_good_service_is_put_in_quarantine(
 
 
 @pytest.mark.timeout(300)
-def test_kills_from_outside_end_neither_the_server_nor_its_models(tmp_path, nothing_left):
+def test_kills_from_outside_end_neither_the_server_nor_its_models(lasting):
     """A model without faults is computed all the time; it must not be blamed for kills from outside."""
-    with (
-        serving(tmp_path, MODELS, max_restarts=1, http="127.0.0.1:0") as server,
-        server.connect() as client,
-        ThreadPoolExecutor(1) as pool,
-    ):
+    server = lasting
+    with server.connect() as client, ThreadPoolExecutor(1) as pool:
         busy = client.model("affine", rows=2)
         stop = threading.Event()
 

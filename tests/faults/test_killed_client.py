@@ -6,8 +6,7 @@ from contextlib import contextmanager
 
 import numpy as np
 import pytest
-from tests.faults.conftest import MODELS, leaving_nothing
-from tests.serving import serving, wait_until
+from tests.serving import wait_until
 
 from jurybox.client import Busy
 from jurybox.server.supervisor.leases import GRACE
@@ -23,11 +22,9 @@ time.sleep(60)
 """
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    """One server for all of them: it does not mind what becomes of its clients."""
-    with leaving_nothing(), serving(tmp_path_factory.mktemp("server"), MODELS) as running:
-        yield running
+@pytest.fixture
+def server(enduring):
+    return enduring
 
 
 @contextmanager

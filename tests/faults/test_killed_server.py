@@ -19,21 +19,16 @@ def gone(pid):
         return True
 
 
-def test_children_die_with_their_parent_and_the_next_start_removes_what_it_left(tmp_path, nothing_left):
+def test_its_children_die_its_clients_get_an_error_at_once_and_the_next_server_cleans_up_and_serves(
+    tmp_path, nothing_left
+):
     before = segments()
-    with serving(tmp_path, MODELS) as server:
+    with (
+        serving(tmp_path, MODELS) as server,
+        server.connect(transport="shm") as native,
+        server.connect(transport="zmq") as zmq,
+    ):
         engine = server.pids()["engine-0"]
-        server.process.kill()
-        server.process.wait()
-        wait_until(lambda: gone(engine), 20, "the death of the engine")
-        left = segments() - before
-        assert left, "a killed server cannot clean up: if it did, this test shows nothing"
-    with serving(tmp_path / "next", MODELS):
-        assert not (segments() & left)
-
-
-def test_clients_get_an_error_at_once_and_can_use_the_next_server(server, tmp_path):
-    with server.connect(transport="shm") as native, server.connect(transport="zmq") as zmq:
         models = [client.model("moody") for client in (native, zmq)]
         # The forward outlasts the wait by far: no answer, but the news ends it.
         tickets = [model.submit(np.full((1, 4), 60_000_000, np.float32), timeout=60) for model in models]
@@ -42,7 +37,11 @@ def test_clients_get_an_error_at_once_and_can_use_the_next_server(server, tmp_pa
         for model, ticket in zip(models, tickets, strict=True):
             with pytest.raises(ServerGone, match="1 tickets of 'moody' in flight"):
                 ticket.result(timeout=30)
+        wait_until(lambda: gone(engine), 20, "the death of the engine")
+        left = segments() - before
+        assert left, "a killed server cannot clean up: if it did, this test shows nothing"
         with serving(tmp_path, MODELS):
+            assert not (segments() & left)
             x = np.ones((1, 4), np.float32)
             for client, model in zip((native, zmq), models, strict=True):
                 np.testing.assert_array_equal(model.infer(x, timeout=20), x + 1)

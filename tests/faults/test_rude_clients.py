@@ -10,8 +10,7 @@ import time
 import numpy as np
 import pytest
 import zmq
-from tests.faults.conftest import MODELS, leaving_nothing
-from tests.serving import serving, wait_until
+from tests.serving import wait_until
 
 from jurybox import native
 from jurybox.client import Busy
@@ -24,11 +23,9 @@ from jurybox.protocol.shm_rings import ShmRings
 X = np.arange(8, dtype=np.float32).reshape(2, 4)
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    """One server for all of them: it must outlive whatever they do."""
-    with leaving_nothing(), serving(tmp_path_factory.mktemp("server"), MODELS, tcp="127.0.0.1:0") as running:
-        yield running
+@pytest.fixture
+def server(enduring):
+    return enduring
 
 
 class Honest(threading.Thread):

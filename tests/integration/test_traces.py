@@ -136,7 +136,6 @@ def test_without_the_setting_a_client_traces_nothing_and_never_imports_opentelem
     assert subprocess.run([sys.executable, "-c", code, traced.address], env=environment, timeout=60).returncode == 0
 
 
-def test_without_traces_of_the_server_there_is_only_the_outer_span(tmp_path):
-    with serving(tmp_path, {"affine": MODELS["affine"]}) as running:
-        found = spans(running.address, "shm", "affine", "infer", "call")
+def test_without_traces_of_the_server_there_is_only_the_outer_span(server):
+    found = spans(server.address, "shm", "affine", "infer", "call")
     assert sorted(span["name"] for span in found) == ["call", "infer", "infer affine", "infer affine"]

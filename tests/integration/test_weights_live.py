@@ -266,27 +266,6 @@ def test_a_learner_whose_server_ended_gets_an_error(tmp_path):
             publisher.publish(affine(2))
 
 
-def test_an_actor_whose_server_ended_gets_an_error(tmp_path):
-    models = {"policy": {"factory": "tests.models:affine", "publish": "double_buffer", "max_lag": 1}}
-    with serving(tmp_path, models) as server, server.connect() as client:
-        weights = client.weights("policy")
-        client.publisher("policy").publish(affine(1))
-        assert weights.read().version == 1
-        server.process.kill()
-        server.process.wait()
-        for ask in (weights.read, lambda: weights.wait_newer_than(1, 60)):
-            with pytest.raises(ServerGone, match="take a new reader"):
-                ask()
-
-        def noticed():
-            try:
-                return weights.newer_than(1)
-            except ServerGone:
-                return True
-
-        wait_until(noticed, what="the check of the owner")
-
-
 def test_unreferenced_or_closed_publishers_and_readers_leave_no_descriptor(client):
     def descriptors():
         gc.collect()
@@ -319,3 +298,24 @@ def test_a_forked_actor_reads_and_a_forked_learner_is_refused(client):
     with pytest.raises(Refused, match="fork"):
         in_a_child(lambda: publisher.publish(affine(1)))
     assert publisher.publish(affine(version + 1)) == version + 1
+
+
+def test_an_actor_whose_server_ended_gets_an_error(server):
+    """This test is the last, because it ends the shared server."""
+    with server.connect() as client:
+        weights, publisher = client.weights("policy"), client.publisher("policy")
+        version = publisher.publish(affine(publisher.version + 1))
+        assert weights.read().version == version
+        server.process.kill()
+        server.process.wait()
+        for ask in (weights.read, lambda: weights.wait_newer_than(version, 60)):
+            with pytest.raises(ServerGone, match="take a new reader"):
+                ask()
+
+        def noticed():
+            try:
+                return weights.newer_than(version)
+            except ServerGone:
+                return True
+
+        wait_until(noticed, what="the check of the owner")

@@ -44,7 +44,7 @@ def ask(address, user, seconds):
 def server(tmp_path_factory):
     before = os.umask(0)  # as a start script may leave it
     try:
-        with serving(tmp_path_factory.mktemp("server"), MODELS) as running:
+        with serving(tmp_path_factory.mktemp("server"), MODELS, factories=["tests.open_models:*"]) as running:
             yield running
     finally:
         os.umask(before)
@@ -114,10 +114,11 @@ def test_configured_factories_and_those_of_jurybox_may_be_loaded(server):
         client.unload("light")
 
 
-def test_only_what_an_allowed_module_defines_may_be_loaded_not_what_it_imports(tmp_path):
-    with serving(tmp_path, MODELS, factories=["tests.models:*"]) as running:
-        with running.connect() as client:
-            client.load("two", {"factory": "tests.models:two"})
-            client.model("two")
-            with pytest.raises(ModelFailed, match="does not define"):
-                client.load("mine", {"factory": "tests.models:ServedModel"})
+def test_only_what_an_allowed_module_defines_may_be_loaded_not_what_it_imports(server):
+    with server.connect() as client:
+        client.load("tile", {"factory": "tests.open_models:shout"})
+        client.model("tile")
+        with pytest.raises(ModelFailed, match="does not define"):
+            client.load("mine", {"factory": "tests.open_models:ServedModel"})
+        client.unload("tile")
+        client.unload("mine")

@@ -1,5 +1,6 @@
 import json
 import random
+import shutil
 
 import cloudpickle
 import numpy as np
@@ -55,8 +56,7 @@ def test_a_run_counts_its_steps_and_leaves_checkpoints(first):
 
 
 def test_a_resumed_run_counts_on(first, tmp_path):
-    folder = tmp_path / "run"
-    earlier = trained(folder)
+    folder, earlier = shutil.copytree(first[0], tmp_path / "run"), first[1]
     checkpoint = Checkpoints(folder / "checkpoints").existing()
     trained(folder, SMALL.changed(steps=64), checkpoint)
     found = summary(folder)
@@ -133,8 +133,7 @@ def test_old_checkpoints_go_and_half_written_ones_are_never_found(first, tmp_pat
 
 
 def test_nothing_that_a_checkpoint_pickled_is_ever_read(first, tmp_path, monkeypatch):
-    folder = tmp_path / "run"
-    trained(folder)
+    folder = shutil.copytree(first[0], tmp_path / "run")
 
     def refused(*_, **__):
         raise AssertionError("unpickled")
