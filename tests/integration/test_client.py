@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -243,6 +244,16 @@ def test_a_late_answer_is_dropped_and_its_rows_are_returned(leased, client):
         return True
 
     wait_until(answered, 30, "the return of the rows")
+
+
+def test_who_does_not_wait_for_rows_is_told_at_once_that_none_are_free(leased, client):
+    with client.model("moody", rows=60) as all_but_a_few:
+        began = time.monotonic()
+        with pytest.raises(Busy):
+            client.model("moody", rows=60, wait=False)
+        assert time.monotonic() - began < 30  # of 60 that the connection waits for an answer
+        all_but_a_few.infer(np.ones((1, 4), np.float32))
+    client.model("moody", rows=60, timeout=30).close()
 
 
 def test_rows_of_a_timed_out_request_are_not_reused_before_its_answer(leased, client):
