@@ -84,7 +84,14 @@ def handlers_stay():
 
 # Files whose tests share a server: one worker takes them all, and only it starts that server.
 _SHARING = {
-    "tests/integration/test_": ("client", "client_handles", "forked_clients", "memory_elsewhere", "traces"),
+    "tests/integration/test_": (
+        "client",
+        "client_handles",
+        "forked_clients",
+        "memory_elsewhere",
+        "models_of_clients",
+        "traces",
+    ),
     "tests/integration/gateway/test_": (
         "grpc_transport",
         "http_bodies",

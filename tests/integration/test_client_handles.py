@@ -305,12 +305,6 @@ def test_the_error_of_a_remote_client_out_of_files_says_what_to_do(connecting):
         assert connection.model("affine", rows=1)
 
 
-def test_without_a_line_in_the_configuration_no_remote_client_may_load_a_model(gateway_server):
-    with connect(f"grpc://{gateway_server.listening('grpc')}", timeout=30.0) as client:
-        with pytest.raises(Refused, match=r'remote_factories = \["tests.models:\*"\]'):
-            client.load("mine", {"factory": "tests.models:affine"}, keep=5.0)
-
-
 def test_closing_a_connection_in_use_by_another_thread_times_out_first(server):
     with connect(server.address, timeout=0.3) as client:
         busy, idle = client.model("moody", rows=2), client.model("affine", rows=2)

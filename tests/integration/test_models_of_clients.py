@@ -78,6 +78,12 @@ def test_a_client_elsewhere_brings_no_more_than_that_and_touches_nothing_of_the_
         assert client.models() == ["own"]
 
 
+def test_without_a_line_in_the_configuration_no_remote_client_is_accepted(gateway_server):
+    with connect(f"grpc://{gateway_server.listening('grpc')}", timeout=30.0) as client:
+        with pytest.raises(Refused, match=r'remote_factories = \["tests.models:\*"\]'):
+            client.load("mine", LOADED, keep=5.0)
+
+
 _RUN = """
 import sys, time
 from pathlib import Path

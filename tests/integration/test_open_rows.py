@@ -15,31 +15,23 @@ from tests.serving import serving, wait_until
 from jurybox.client import Busy, ModelFailed, RowFailed, SessionLost, SpecMismatch, connect
 
 MODELS = {
-    name: {"factory": f"tests.open_models:{name}", "max_batch": 8, "rows": 32, "lane_rows": 8}
+    name: {"factory": f"tests.open_models:{name}", "max_batch": 8, "rows": 64, "lane_rows": 8}
     for name in ("brightness", "shout", "prompted", "threshold", "picky", "running_sum")
 }
-MODELS["running_sum"]["rows"] = 128  # of which the gateway takes up to half
+MODELS["running_sum"]["rows"] = 256  # of which the gateway takes up to half
 MODELS["few"] = {"factory": "tests.open_models:running_sum", "max_batch": 8, "rows": 32}  # the gateway takes none
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
-    with serving(tmp_path_factory.mktemp("server"), MODELS, tcp="127.0.0.1:0") as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def gateway(tmp_path_factory):
-    """A separate server, since a gateway keeps its leased rows of every model for later requests."""
-    with serving(tmp_path_factory.mktemp("gateway"), MODELS, grpc="127.0.0.1:0") as running:
+    with serving(tmp_path_factory.mktemp("server"), MODELS, tcp="127.0.0.1:0", grpc="127.0.0.1:0") as running:
         yield running
 
 
 @pytest.fixture(params=["shm", "zmq", "tcp", "grpc"])
-def client(request):
+def client(request, server):
     local = request.param in ("shm", "zmq")
-    target = request.getfixturevalue("gateway" if request.param == "grpc" else "server")
-    address = target.address if local else f"{request.param}://{target.listening(request.param)}"
+    address = server.address if local else f"{request.param}://{server.listening(request.param)}"
     with connect(address, transport=request.param if local else "auto", timeout=60) as connection:
         yield connection
 

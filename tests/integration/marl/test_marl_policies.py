@@ -32,13 +32,13 @@ def folder(tmp_path_factory):
         environment="tests.integration.marl.worlds:Kinds",
         world={"kinds": KINDS, "first": 5},
         share=(("b", "c"),),
-        steps=1600,
+        steps=960,
         hidden=(16,),
         ppo={"n_steps": 64},
         learning_rate=0.01,
         evaluation_episodes=1,
-        evaluate_every=800,
-        checkpoint_every=800,
+        evaluate_every=480,
+        checkpoint_every=480,
     )
     out = tmp_path_factory.mktemp("marl")
     run(plan(settings), out, Nothing(), serial=True)

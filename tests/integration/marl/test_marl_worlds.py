@@ -79,7 +79,7 @@ def test_rewarded_actions_are_learned_from_floats(tmp_path):
         algorithm="dqn",
         environment=KINDS,
         world={"kinds": {"a": "float32"}},
-        steps=1500,
+        steps=1000,
         learning_starts=100,
         train_freq=1,
         gamma=0.0,

@@ -65,10 +65,10 @@ def test_a_resumed_serial_run_is_bit_for_bit_the_same(tmp_path: Path, prioritize
 
 def test_a_training_leaves_everything_that_a_curve_needs_and_no_shared_memory(tmp_path: Path) -> None:
     before = set(os.listdir(directory()))
-    s = settings(steps=1600, evaluate_every=700, matrix_games=1, film_games=1)
+    s = settings(steps=1300, evaluate_every=1000, matrix_games=1, film_games=1)
     outcome = train(s, tmp_path, serial=True)
     assert set(os.listdir(directory())) == before
-    assert outcome.env_steps >= 1600 and outcome.learner_steps >= 100
+    assert outcome.env_steps >= 1300 and outcome.learner_steps >= 100
     lines = (tmp_path / "metrics.csv").read_text().splitlines()
     assert {"seconds", "wins", "critic_loss", "eval_wins_weak", "eval_losses_strong"} <= set(lines[0].split(","))
     summary = json.loads((tmp_path / "summary.json").read_text())
@@ -79,7 +79,7 @@ def test_a_training_leaves_everything_that_a_curve_needs_and_no_shared_memory(tm
     assert "data:image/gif;base64," in report and "learned against strong" in report and "Games won" in report
     assert (tmp_path / "checkpoints" / "best" / "weights-policy.state").exists()
     with pytest.raises(CheckpointError, match="batch_size"):
-        train(settings(steps=1700, batch_size=8), tmp_path, serial=True, resume=True)
+        train(settings(steps=1400, batch_size=8), tmp_path, serial=True, resume=True)
 
 
 def test_nothing_to_resume_is_reported(tmp_path: Path) -> None:
