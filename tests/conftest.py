@@ -56,14 +56,15 @@ def empty_shared_memory(shared_memory_of_our_own):
     shutil.rmtree(folder)
 
 
-# Files of more than 20 CPU-seconds.
+# Files that take most of a minute, and the first of those that share a server.
 _LONGEST = (
-    "tests/integration/test_photo_training.py",
-    "tests/integration/marl/test_marl_worlds.py",
     "tests/integration/test_client_handles.py",
-    "tests/integration/hockey/test_hockey_run.py",
+    "tests/integration/test_photo_training.py",
+    "tests/integration/robots/test_robot_server.py",
+    "tests/integration/security/test_gateway_attacks.py",
+    "tests/integration/test_bench_command.py",
     "tests/faults/test_bad_models.py",
-    "tests/integration/test_watching.py",
+    "tests/unit/search/test_trainer.py",
 )
 
 
