@@ -169,24 +169,40 @@ def test_a_bad_picture_has_no_score_and_its_neighbours_do(tmp_path: Path) -> Non
     assert torch.isfinite(given.outputs["score"][0])
 
 
+class Sees(nn.Module):
+    """A predictor that keeps the images it is given; their means are its ratings."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one = nn.Parameter(torch.zeros(1))
+        self.seen: list[torch.Tensor] = []
+
+    def forward(self, image: torch.Tensor) -> dict[str, torch.Tensor]:
+        self.seen.append(image)
+        return {"rating": image.float().mean((1, 2, 3)), "score": image.float().mean((1, 2, 3))}
+
+
+def squashing(predictor: Sees) -> SimpleNamespace:
+    """`aesthetic_v2_5` with this predictor."""
+    return SimpleNamespace(module=_AnySize(predictor, Preprocessing(28, fit="squash", mean=(0.0,) * 3, std=(1.0,) * 3)))
+
+
+def test_aesthetic_v2_5_rates_no_picture_that_is_too_long() -> None:
+    long = torch.full((1, 50_000, 3), 200, dtype=torch.uint8)
+    usual = torch.full((40, 50, 3), 100, dtype=torch.uint8)
+    given = scored(squashing(Sees()), [usual, long])
+    assert isinstance(given, RowErrors) and list(given.errors) == [1] and "50000 x 1" in given.errors[1]
+    assert given.outputs["score"][0] == given.outputs["mark"][0] == 100
+
+
 def test_aesthetic_v2_5_squashes_a_picture_as_siglips_processor_does(pictures: list[np.ndarray]) -> None:
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
-    seen: list[torch.Tensor] = []
-
-    class Sees(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.one = nn.Parameter(torch.zeros(1))
-
-        def forward(self, image: torch.Tensor) -> dict[str, torch.Tensor]:
-            seen.append(image)
-            return {"rating": image.float().mean((1, 2, 3)), "score": image.float().mean((1, 2, 3))}
-
-    module = _AnySize(Sees(), Preprocessing(28, fit="squash", mean=(0.0,) * 3, std=(1.0,) * 3))
-    scored(SimpleNamespace(module=module), tensors(pictures))
+    predictor = Sees()
+    scored(squashing(predictor), tensors(pictures))
+    (seen,) = predictor.seen
     kind = getattr(transformers, "SiglipImageProcessorPil", None) or transformers.SiglipImageProcessor
     processor = kind(size={"height": 28, "width": 28}, do_rescale=False, do_normalize=False)
-    for image, ours in zip(pictures, seen[0], strict=True):
+    for image, ours in zip(pictures, seen, strict=True):
         theirs = processor(images=Image.fromarray(image), return_tensors="np")["pixel_values"][0]
         np.testing.assert_array_equal(ours.numpy(), np.asarray(theirs).transpose(1, 2, 0))
 

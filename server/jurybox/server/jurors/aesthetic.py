@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from jurybox.protocol import TensorSpec
 from jurybox.server.jurors.panels import example_images
 from jurybox.server.jurors.ready import SCORE, Preprocessing, image_input, package, precision
-from jurybox.server.models import ServedModel
+from jurybox.server.models import RowErrors, ServedModel
 
 _SHOWN = 5
 _HEAD, _ENCODER = "scoring_head.", "vision_model."
@@ -139,12 +139,13 @@ class _AnySize(nn.Module):
         super().__init__()
         self.predictor, self._prepare = predictor, prepare
 
-    def forward(self, image: list[Tensor]) -> dict[str, Tensor]:
+    def forward(self, image: list[Tensor]) -> dict[str, Tensor] | RowErrors:
         """Rate images, uint8 (height, width, 3) each; ``score`` is the rating, and ``mark`` is the rating in 0..1."""
-        bytes_of_values = (self._prepare(image)[0] * 255).round().to(torch.uint8)
+        seen, wrong = self._prepare(image)
         device = next(self.predictor.parameters()).device
-        outputs: dict[str, Tensor] = self.predictor(bytes_of_values.permute(0, 2, 3, 1).to(device))
-        return {"score": outputs["rating"], "mark": outputs["score"]}
+        rated: dict[str, Tensor] = self.predictor((seen * 255).round().to(torch.uint8).permute(0, 2, 3, 1).to(device))
+        outputs = {"score": rated["rating"], "mark": rated["score"]}
+        return RowErrors(wrong, outputs) if wrong else outputs
 
 
 def aesthetic_v2_5(weights: str = "", dtype: str = "float32", pixels: int = 1024 * 1024) -> ServedModel:
