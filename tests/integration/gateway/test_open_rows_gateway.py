@@ -491,6 +491,17 @@ def test_steps_after_a_failed_one_in_a_stream_are_refused_and_the_sequence_is_lo
     raw.infer("sum", {"x": numbers(1)}, sequence_id="fails", sequence_end=True)
 
 
+def test_a_failed_step_in_a_stream_loses_its_sequence_in_every_form_of_its_number(raw):
+    """Clients of another language may send an unsigned number. It names the same sequence as a signed one."""
+    for field in ("int64_param", "uint64_param"):
+        messages = [raw.message("sum", {"x": numbers(*values)}) for values in ((1,), (2, 3), (4,))]
+        for message in messages:
+            setattr(message.parameters["sequence_id"], field, 4712)
+        messages[0].parameters["sequence_start"].bool_param = True
+        errors = [answer.error_message for answer in raw.stub.ModelStreamInfer(iter(messages), timeout=60)]
+        assert errors[0] == "" and "expected 1 row each" in errors[1] and "START" in errors[2], (field, errors)
+
+
 def test_a_step_that_is_refused_or_fails_alone_leaves_the_state(way):
     way.infer("sum", {"x": numbers(5)}, sequence_id=8, sequence_start=True)
     for wrong in ({"x": numbers(-1)}, {"x": numbers(1, 2)}, {"y": numbers(1)}, {"x": [np.zeros(3, np.float32)]}):

@@ -44,6 +44,7 @@ _FIELDS = {
     "BYTES": "bytes_contents",
 }
 _REGION = "shared_memory_region"
+_SEQUENCE_IDS = ("string_param", "int64_param", "uint64_param")  # of a parameter that may name a sequence
 
 
 def request_of(message: pb.ModelInferRequest, seconds: float | None) -> InferRequest:
@@ -312,8 +313,9 @@ class InferenceServicer:
         except Exception as error:  # noqa: BLE001  one request's error must not end the stream of the others
             # No await before this line: the sequence must be lost before its next request is processed.
             if "sequence_id" in request.parameters:
-                name = request.parameters["sequence_id"]
-                self._oip.sequences.lose(request.model_name, name.string_param or name.int64_param)
+                sequence = request.parameters["sequence_id"]
+                if (kind := sequence.WhichOneof("parameter_choice")) in _SEQUENCE_IDS:
+                    self._oip.sequences.lose(request.model_name, getattr(sequence, kind))
             named = pb.ModelInferResponse(model_name=request.model_name, id=request.id)
             return pb.ModelStreamInferResponse(error_message=said(error, _MOST_SAID), infer_response=named)
         return pb.ModelStreamInferResponse(infer_response=answer)
