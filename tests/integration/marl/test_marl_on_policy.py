@@ -158,6 +158,15 @@ def test_agents_have_their_own_settings(tmp_path):
     assert "layers.0.weight" in states[0]["network"] and states[1]["network"]["seen.0.weight"].shape[0] == 8
 
 
+def test_a_setting_of_an_agents_ppo_leaves_its_other_ones_as_the_trainings():
+    settings = MarlTraining(
+        ppo={"ent_coef": 0.05}, own={"agent_0": {"ppo": {"clip_range": 0.1}}, "agent_1": {"ppo": {"n_epochs": 2}}}
+    )
+    own = settings.of(["agent_0", "agent_1"]).ppo
+    assert (own.ent_coef, own.clip_range, own.n_epochs, own.n_steps) == (0.05, 0.1, 2, 256)
+    assert settings.of(["agent_2"]).ppo.clip_range == 0.2
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

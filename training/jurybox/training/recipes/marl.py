@@ -27,7 +27,7 @@ from jurybox.training.runtime.plan import (
     refuse_unused,
 )
 from jurybox.training.runtime.serving import Models, ServedModels
-from jurybox.training.runtime.settings import ServedSettings
+from jurybox.training.runtime.settings import ServedSettings, merged
 
 _ROLES = "jurybox.training.recipes.marl_roles"
 _LEARNERS = "jurybox.training.recipes.marl_learners"
@@ -196,10 +196,12 @@ class MarlTraining(ServedSettings):
         """Return the settings of the learner of these agents."""
         changes: dict[str, Any] = {}
         for agent in agents:
-            changes |= self.own.get(agent, {})
+            changes = merged(changes, self.own.get(agent, {}))
         # Only fields that were set are passed on, because `refuse_unused` tells them from defaults.
         values = {name: getattr(self, name) for name in self.model_fields_set - {"own"}}
-        return MarlTraining(**{**values, **changes}) if changes else self
+        if "ppo" in values:
+            values["ppo"] = self.ppo.model_dump(exclude_unset=True)
+        return MarlTraining(**merged(values, changes)) if changes else self
 
     def refuse_unused(self) -> None:
         """Refuse settings that have no effect on this learner.
