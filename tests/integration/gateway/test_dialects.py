@@ -397,6 +397,8 @@ def test_an_edit_is_scored_with_its_source_and_never_without(http):
         ("/edited", {"edited": [edited], "mask": [source]}, "name 'mask'"),
         ("/edited", {**images, "source": []}, "expected 0 values"),
         ("/edited", {"source": [source]}, "image"),
+        ("/edited", {**images, "image": [source]}, "'edited' is the field 'image'"),
+        ("/edited", {"image": [source], **images}, "'edited' is the field 'image'"),
         ("/edited", [edited], "source"),
         ("/edited", {}, "empty"),
     ):

@@ -128,6 +128,12 @@ def _pictures(intake: Intake, given: dict[str, Any]) -> tuple[dict[str, list[Any
             "send only the edited ones",
             Code.UNSUPPORTED,
         )
+    if len(names) < len(came):  # otherwise one would silently replace the other
+        raise Refused(
+            f"an edit with the pictures {', '.join(map(repr, came))}: expected a field for each, but two have the same "
+            "('edited' is the field 'image'): rename the other one, and name it in the dialect's inputs",
+            Code.UNSUPPORTED,
+        )
     if not names:
         raise SpecMismatch("expected pictures, came an empty dict")
     n = len(listed(came, next(iter(came))))
