@@ -274,6 +274,13 @@ def test_sb3_scores_the_last_picture_of_an_episode_and_not_the_first_of_the_next
     np.testing.assert_allclose(rewards, [0.2, 0.4, 0.2], rtol=1e-5)
     assert dones.tolist() == [False, True, False] and infos[1]["environment_reward"] == 0.0
 
+    # Its rewards are float32, in which this total is infinite.
+    total = {"brightness": {"weight": 1e40, "output": "score"}}
+    venv = sb3_reward(DummyVecEnv([OneStep]), total, missing="nan", **{**connection, "output": None})
+    venv.reset()
+    _, rewards, _, infos = venv.step(np.array([51]))
+    assert math.isnan(rewards[0]) and "float32" in infos[0]["reward_missing"]
+
 
 def test_wrong_configurations_raise_errors_that_say_what_to_do(connection, tmp_path):
     with pytest.raises(SpecMismatch, match=r"expected a column 'image' or 'images'.*inputs="):

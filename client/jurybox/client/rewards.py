@@ -33,6 +33,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 from jurybox.client.row_codec import utf8
 from jurybox.client.server import Server, connect
@@ -53,6 +54,7 @@ Missing = Literal["raise", "nan"]
 _LOG = logging.getLogger("jurybox.rewards")
 _GRACE = 2.0  # seconds a call waits beyond its time-out for the server's own error
 _TOGETHER = 4096  # rows at which no further calls join a request
+_MOST = float(np.finfo(np.float32).max)
 # Temporary errors: the next request may succeed.
 _PASSING = (Timeout, Busy, ServerGone)
 # The columns in which trainers provide the value of a model's input.
@@ -532,10 +534,23 @@ def _fitted(name: str, spec: TensorSpec, value: Any) -> Any:
     if array.dtype != spec.numpy_dtype:
         if not np.can_cast(array.dtype, spec.numpy_dtype, "same_kind"):
             raise SpecMismatch(f"{name} is {array.dtype}, the model takes {spec.dtype}")
-        array = array.astype(spec.numpy_dtype)
+        array = _narrowed(name, array, spec.numpy_dtype)
     if spec.extents_of(array.shape) is None:
         raise SpecMismatch(f"{name} is of shape {array.shape}, the model takes {spec}")
     return np.ascontiguousarray(array) if array.ndim else array
+
+
+def _narrowed(name: str, array: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[Any]:
+    """Convert to another dtype. Raises SpecMismatch if an integer would wrap, or a finite number become infinite."""
+    with np.errstate(over="ignore"):
+        narrowed = array.astype(dtype)
+    wrong = narrowed != array if dtype.kind in "iu" else np.isfinite(narrowed) != np.isfinite(array)
+    if wrong.any():
+        raise SpecMismatch(
+            f"{name} is {array.dtype} and has the value {array[wrong][0]}, which the model's {dtype.name} cannot hold: "
+            "scale or clip it before it is scored"
+        )
+    return narrowed
 
 
 def _text(value: Any) -> str:
@@ -746,7 +761,12 @@ def sb3_reward(venv: Any, model: str | Members, *, missing: Missing = "raise", *
                 else observations[i]
                 for i in range(n)
             ]
-            scored = asks.scores(_columns_of(rows, {}), n)
+            scored = [
+                score
+                if isinstance(score, str) or abs(score) <= _MOST
+                else f"the score is {score}, more than the float32 of a VecEnv's rewards holds"
+                for score in asks.scores(_columns_of(rows, {}), n)
+            ]
             for info, reward, score in zip(infos, own, scored, strict=True):
                 info["environment_reward"] = float(reward)
                 if isinstance(score, str):

@@ -39,3 +39,33 @@ def test_half_a_surrogate_pair_is_no_observation_no_reward_and_no_request_either
         _text("text", TEXT, np.array(HALF))
     with pytest.raises(SpecMismatch, match=WHAT_TO_DO):
         TypedData("text", [HALF]).strings(1, TEXT)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "given", "value"),
+    [
+        ("uint8", np.full((64, 64, 3), 300, np.uint16), "300"),
+        ("int32", np.array([1, 2**40]), "1099511627776"),
+        ("int64", np.uint64(2**63), "9223372036854775808"),
+        ("int8", np.array([-3, 200], np.int16), "200"),
+        ("float32", np.array([np.nan, 1e300]), "1e\\+300"),
+        ("float16", 70_000, "70000"),
+    ],
+)
+def test_a_reward_is_not_of_a_number_that_the_models_dtype_cannot_hold(dtype, given, value):
+    spec = TensorSpec(dtype, np.shape(given))
+    with pytest.raises(SpecMismatch, match=rf"^image is .* has the value {value}, .*{dtype} cannot hold"):
+        _fitted("image", spec, given)
+
+
+def test_a_reward_is_of_every_number_that_the_models_dtype_holds():
+    for dtype, given in (
+        ("uint8", np.array([0, 255], np.uint16)),
+        ("int32", np.array([-(2**31), 2**31 - 1])),
+        ("int8", np.uint8(127)),
+        ("float32", np.array([np.nan, np.inf, -np.inf, 0.1])),
+        ("float32", np.array([True, False])),
+    ):
+        fitted = _fitted("image", TensorSpec(dtype, np.shape(given)), given)
+        assert fitted.dtype == dtype
+        np.testing.assert_array_equal(fitted, np.asarray(given).astype(dtype))
