@@ -18,7 +18,7 @@ from jurybox.server.engine.batches import Batches, Counters, Slot
 from jurybox.server.engine.device import DeviceServed, Mark, Stream, bound_device_memory, ladder, neighbours, pays, rung
 from jurybox.server.engine.queues import Queue
 from jurybox.server.engine.weights_updater import WeightsUpdater
-from jurybox.server.models import ServedModel
+from jurybox.server.models import RowErrors, ServedModel
 
 ROWS = 16
 CPU = torch.device("cpu")
@@ -129,6 +129,28 @@ def test_a_batch_that_fails_fails_alone(arena, running):
     batches.land_all()
     assert [code for _, code, _ in answers] == [Code.OK, Code.MODEL_FAILED, Code.OK]
     assert "negative" in answers[1][2]
+
+
+def test_a_batch_that_fails_at_its_end_leaves_the_next_one_its_answers(arena, running):
+    class Reports(torch.nn.Module):
+        """Reports the errors of rows in a form that is refused when the batch is finished."""
+
+        def forward(self, observation):
+            return RowErrors(["x"], observation) if bool((observation < 0).any()) else observation + 1
+
+    batches, slot, answers = running
+    slot = slot(Reports())
+    arena.inputs["observation"][:2] = -1
+    with torch.inference_mode():
+        batches.run(slot, tickets((0, 1), (1, 1)), 2, 0)
+        batches.run(slot, tickets((8, 2)), 2, 0)
+        batches.land_all()
+    assert sorted((numbers, code) for numbers, code, _ in answers) == [
+        ([1], Code.OK),
+        ([1], Code.MODEL_FAILED),
+        ([2], Code.MODEL_FAILED),
+    ]
+    np.testing.assert_array_equal(arena.outputs["action"][8:10], arena.inputs["observation"][8:10] + 1)
 
 
 def test_a_broken_promise_is_named(arena):

@@ -243,6 +243,7 @@ class Batches:
         try:
             outcome = flight.batch.finish()
         except BaseException as error:  # a model may raise anything: its callers get the error, other batches continue
+            self.land_all()  # the recovery uses the staging buffers, also those of the batch in flight
             self._recover(flight.slot, flight.tickets, flight.rows, flight.asked, error)
             if isinstance(error, self._mine):
                 raise
