@@ -105,6 +105,37 @@ def test_rows_left_for_a_later_batch_are_shown_as_waiting(x):
     assert seen == [6, 2, 0]
 
 
+@pytest.mark.parametrize("how", ["expired", "retired", "forgotten"])
+def test_rows_that_wait_no_longer_are_not_shown_as_waiting(x, how):
+    with InprocServer({"a": affine()}, max_batch=4) as server:
+        model = server.model("a")
+        record = server.engine.scoreboard.counters[0, 0]
+        for i in range(0, 12, 2):
+            model.submit(x[i : i + 2])
+        server._turn()
+        assert record["waiting"] == 8
+        lane = server.engine.transports[0].lane
+        if how == "expired":
+            server.engine.slots[0].queue.waiting["deadline"] = 1
+            server._turn()
+        elif how == "retired":
+            server.engine.retire(lane)
+        else:
+            server.engine.forget_all()
+        assert record["waiting"] == 0 and not server._turn()
+
+
+def test_a_lanes_rows_may_be_sent_again_after_all_tickets_were_forgotten(x):
+    with InprocServer({"a": affine()}) as server:
+        model = server.model("a")
+        forgotten = model.submit(x)
+        server.engine._take_in()
+        server.engine.forget_all()
+        transport = server.engine.transports[0]
+        transport.send(forgotten._sent)
+        np.testing.assert_array_equal(forgotten.result().outputs, 2 * x + 1)
+
+
 def test_counters_count_events(x):
     with InprocServer({"moody": moody()}) as server:
         model = server.model("moody")

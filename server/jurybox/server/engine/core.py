@@ -140,7 +140,8 @@ class Engine:
         """
         self._batches.land_all()
         for model, slot in self.slots.items():
-            slot.queue.withdraw(model)
+            self._admission.leave(slot.queue.withdraw(model))
+            slot.counters.waiting(slot.queue.rows)
 
     def install(self, model: int, served: Served, min_batch: int = 1, max_wait_ns: int = 0, arena: int = 0) -> None:
         """Serve a model from the next batch on. It takes over the waiting tickets of an earlier model of its number.
@@ -168,6 +169,7 @@ class Engine:
                     slot.queue.pinned |= earlier.queue.pinned
                 else:  # their rows are in an arena that the new model does not read
                     self._answer(waiting, Code.STALE_LEASE, 0, _REFUSALS[Code.STALE_LEASE])
+                    slot.counters.waiting(slot.queue.rows)
             earlier.release()
         self._hold(model, slot)
         self._unserved.pop(model, None)
@@ -269,6 +271,7 @@ class Engine:
             slot.forget(lease)
             if len(dropped := slot.queue.drop(lane)):
                 self._answer(dropped, Code.STALE_LEASE, 0, _REFUSALS[Code.STALE_LEASE])
+                slot.counters.waiting(slot.queue.rows)
 
     def refuse_new(self, code: Code, message: str) -> None:
         """Accept the tickets that have arrived so far; answer all later ones with `code` and `message`."""
@@ -295,6 +298,7 @@ class Engine:
             slot.counters.expired(late)
             self._answer(late, Code.TIMEOUT, served.version, "the deadline passed before the ticket's turn came")
             if not len(queue):
+                slot.counters.waiting(0)
                 return True
         waiting = queue.rows
         version = queue.waiting["version"].item(0) if queue.pinned else 0
