@@ -223,6 +223,31 @@ def test_pictures_are_edited_at_full_resolution_beside_a_contact_sheet(command, 
     assert (out / "wide.png").read_bytes() == before and (out / "wide-2.png").exists(), "no file is overwritten"
 
 
+def test_an_argument_that_the_photo_environment_does_not_have_is_refused(command, tmp_path, photo_run):
+    cv2.imwrite(str(tmp_path / "a.png"), np.zeros((100, 100, 3), np.uint8))
+    options = [tmp_path / "a.png", "--policy", photo_run, "--out", tmp_path / "out"]
+    assert "'stepz' is no argument" in edited(*options, "--set", "stepz = 8", command=command, status=2)
+    edited(*options, "--set", "steps = 1", command=command)
+
+
+def test_editing_with_a_foreign_file_runs_nothing_that_it_names(command, tmp_path, photo_run):
+    from safetensors.torch import load_file, save_file
+
+    command("export", photo_run, "--to", tmp_path / "policy.pt2")
+    description = choose(photo_run).description.as_dict()
+    touched = tmp_path / "touched"
+    description["environment_arguments"] |= {"juror": "os:system", "juror_args": {"command": f"touch {touched}"}}
+    save_file(
+        load_file(tmp_path / "policy.safetensors"),
+        tmp_path / "theirs.safetensors",
+        {"jurybox-policy": json.dumps(description)},
+    )
+    cv2.imwrite(str(tmp_path / "a.png"), np.zeros((100, 100, 3), np.uint8))
+    options = [tmp_path / "a.png", "--policy", tmp_path / "theirs.safetensors", "--out", tmp_path / "out"]
+    assert "--trust allows it" in edited(*options, command=command, status=2)
+    assert not touched.exists()
+
+
 def test_a_recipe_at_full_resolution_is_the_recipe_of_the_small_square():
     rng = np.random.default_rng(1)
     small = cv2.GaussianBlur(rng.integers(0, 255, (384, 384, 3), np.uint8), (0, 0), 6)

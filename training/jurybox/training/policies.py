@@ -357,13 +357,8 @@ class Policy:
         Raises:
             PolicyError: it cannot be created.
         """
-        description, own = self.found.description, self.found.acts.own_arguments
-        arguments = {**description.environment_arguments, **own, **(changes or {})}
-        if self._doubted:
-            _check_trusted(
-                self.found.where, description.environment, _ENVIRONMENTS, [description.environment_arguments, own]
-            )
-        more: dict[str, Any] = {"partners": self._partners()} if own else {}
+        description, arguments = self.found.description, self.environment_arguments(changes)
+        more: dict[str, Any] = {"partners": self._partners()} if self.found.acts.own_arguments else {}
         try:
             made: Environment = load(description.environment)(
                 **arguments, **more, render_mode="rgb_array" if render else None
@@ -375,6 +370,17 @@ class Policy:
             yield made
         finally:
             made.close()
+
+    def environment_arguments(self, changes: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """Return the arguments of the training's environment; `changes` override them.
+
+        Raises:
+            PolicyError: an untrusted file names code that is not Jurybox's.
+        """
+        given, own = self.found.description.environment_arguments, self.found.acts.own_arguments
+        if self._doubted:
+            _check_trusted(self.found.where, self.found.description.environment, _ENVIRONMENTS, [given, own])
+        return {**given, **own, **(changes or {})}
 
     def _partners(self) -> dict[str, Policy]:
         """Return all policies of the checkpoint by name, including this one; an exported file contains only one."""

@@ -228,14 +228,11 @@ def edit(
     """Edit images with a photo policy, at full resolution, and write a contact sheet of before and after."""
 
     def work(console: Console, resources: ExitStack) -> str:
-        from jurybox.training.environments.photo import PhotoConfig
-        from jurybox.training.recipes.photo_editing import SHEET, edit_pictures, pictures
+        from jurybox.training.recipes.photo_editing import SHEET, config_of, edit_pictures, pictures
 
-        loaded = _loaded(run, which, None, trust=trust)
-        arguments = {**loaded.found.description.environment_arguments, **_changes(sets)}
-        arguments |= {"scorer": "server", "address": server} if server is not None else {}
-        known = PhotoConfig.__dataclass_fields__
-        config = PhotoConfig(**{name: value for name, value in arguments.items() if name in known})
+        loaded, changes = _loaded(run, which, None, trust=trust), _changes(sets)
+        changes |= {"scorer": "server", "address": server} if server is not None else {}
+        config = config_of(loaded, changes)
         done = edit_pictures(
             pictures(given),
             loaded,

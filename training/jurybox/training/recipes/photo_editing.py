@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import cv2
 import numpy as np
@@ -64,6 +65,23 @@ def pictures(given: Sequence[Path]) -> list[Path]:
     return found
 
 
+def config_of(policy: Policy, changes: Mapping[str, Any]) -> PhotoConfig:
+    """Return the settings of the environment that a photo policy was trained in; `changes` override them.
+
+    Raises:
+        PolicyError: the policy is not a photo policy, a name is unknown, or an untrusted file names code that is not
+            Jurybox's.
+    """
+    if policy.found.description.training != "photo":
+        raise PolicyError(
+            f"{policy.found.where} is a policy of {policy.found.description.training}: expected one of photo"
+        )
+    arguments, known = policy.environment_arguments(changes), PhotoConfig.__dataclass_fields__
+    if unknown := arguments.keys() - known:
+        raise PolicyError(f"{min(unknown)!r} is no argument of the photo environment: expected some of {sorted(known)}")
+    return PhotoConfig(**arguments)
+
+
 def edit_pictures(
     files: Sequence[Path],
     policy: Policy,
@@ -78,18 +96,13 @@ def edit_pictures(
     then applied to the whole picture. No picture is overwritten: if a name is taken, the new file gets a number.
 
     Args:
-        config: settings of the environment: the juror and the number of edit steps.
+        config: settings of the environment (see `config_of`): the juror and the number of edit steps.
         on_edited: called with each edited picture.
         failed: called with the error of each file that cannot be read; such files are skipped.
 
     Raises:
-        PolicyError: the policy is not a photo policy.
         PhotoError: no picture could be read.
     """
-    if policy.found.description.training != "photo":
-        raise PolicyError(
-            f"{policy.found.where} is a policy of {policy.found.description.training}: expected one of photo"
-        )
     out.mkdir(parents=True, exist_ok=True)
     scorer = make_scorer(config)
     done: list[Edited] = []
