@@ -1,6 +1,7 @@
 """Rows in device memory between real processes, on a fake device of files: protocol, order, lifetime, refusals."""
 
 import base64
+import functools
 import os
 import signal
 import subprocess
@@ -9,6 +10,7 @@ import threading
 import time
 from pathlib import Path
 
+import httpx
 import numpy as np
 import pytest
 import torch
@@ -457,7 +459,7 @@ def test_errors_of_tritons_cuda_calls_say_what_was_expected(triton):
     for options, message in (
         ({"at": 1000}, "bytes 1000 to 1064 of region 'mine' were asked for, it has 1024"),
         ({"into": 1008}, "bytes 1008 to 1072"),
-        ({"shape": [4, 5]}, r"expected FP32 and \['rows', 4\]"),
+        ({"shape": [4, 5]}, r"expected shape \[n, 4\], came \[4, 5\]"),
         ({"rows": 2, "shape": [4, 4]}, "has 64 bytes, 32 of region 'mine' were given"),
     ):
         inputs, outputs = place(module, "mine", **options)
@@ -481,3 +483,55 @@ def test_errors_of_tritons_cuda_calls_say_what_was_expected(triton):
         client.register_cuda_shared_memory("short", base64.b64encode(b"short").decode(), 0, 64)
     inputs, outputs = place(module, "mine")
     client.infer("affine", inputs, outputs=outputs)  # the errors affected no later request
+
+
+def test_a_parameter_that_tensors_in_cuda_regions_cannot_have_is_refused_and_not_ignored(triton, client):
+    module, tritons = triton
+    shared(triton, "mine", 1024)
+    for parameters, message in (
+        ({"sequence_id": 7, "sequence_start": True}, "a sequence came with tensors in CUDA regions"),
+        ({"parameters": {"row_errors": True}}, "row_errors came with tensors in CUDA regions"),
+    ):
+        inputs, outputs = place(module, "mine")
+        with pytest.raises(Exception, match=message):
+            tritons.infer("affine", inputs, outputs=outputs, **parameters)
+    with client.publisher("learnt") as publisher:
+        version = publisher.publish(weights(publisher.version + 1))
+        wait_until(lambda: adopted(client.model("learnt", rows=4), version), 20, "the version")
+    inputs, outputs = place(module, "mine")
+    tritons.infer("learnt", inputs, outputs=outputs)
+    with pytest.raises(Exception, match=f"version 0 of 'learnt' is not held, {version} is the newest"):
+        tritons.infer("learnt", inputs, outputs=outputs, model_version="0")
+
+
+def request_on_device(shape, region, **fields):
+    """A request to "affine" as JSON, with four rows of its tensors in a region."""
+    parameters = {"shared_memory_region": region, "shared_memory_byte_size": 64}
+    return {
+        "inputs": [{"name": "observation", "shape": shape, "datatype": "FP32", "parameters": parameters}],
+        "outputs": [{"name": "action", "parameters": {**parameters, "shared_memory_offset": 512}}],
+        **fields,
+    }
+
+
+def test_a_request_for_cuda_regions_in_handwritten_json_is_checked_as_any_other(server):
+    device = driver()
+    memory = device.allocate(1024)
+    handle = {"raw_handle": {"b64": base64.b64encode(device.export(memory)).decode()}, "byte_size": 1024}
+    with httpx.Client(base_url=f"http://{server.listening('http')}/v2", timeout=30) as web:
+        region = "/cudasharedmemory/region/written"
+        assert web.post(f"{region}/register", json=handle).status_code == 200
+        infer = functools.partial(web.post, "/models/affine/infer")
+        for shape in (["x", 4], [2.7, 4], [True, 4], [], [0, 4], [-1, 4], [[4], 4]):
+            answer = infer(json=request_on_device(shape, "written"))
+            assert (answer.status_code, "expected shape [n, 4]" in answer.json()["error"]) == (422, True), answer.text
+        request = request_on_device([4, 4], "written")
+        request["inputs"][0]["parameters"]["extents"] = "4;4;4;4"
+        answer = infer(json=request)
+        assert (answer.status_code, "extents are for" in answer.json()["error"]) == (422, True), answer.text
+        assert infer(json=request_on_device([4, 4], "written")).status_code == 200
+        answer = infer(json=request_on_device([4, 4], "written", parameters={"timeout": 1}))
+        assert (answer.status_code, answer.json()["code"]) == (504, "TIMEOUT"), answer.text
+        assert infer(json=request_on_device([4, 4], "written")).status_code == 200
+        assert web.post(f"{region}/unregister").status_code == 200
+    device.free(memory)

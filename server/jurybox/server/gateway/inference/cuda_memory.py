@@ -19,11 +19,11 @@ from typing import Any
 from jurybox.client import Server
 from jurybox.client.device_rows import BoundRows
 from jurybox.protocol.device_memory import HANDLE
-from jurybox.protocol.errors import Code, Error, Refused
+from jurybox.protocol.errors import Code, Error, Refused, Timeout
 from jurybox.protocol.spec import ModelSpec
 from jurybox.server.gateway.inference.lanes import Lanes
 from jurybox.server.gateway.inference.shared_memory import Registered, Registry
-from jurybox.server.gateway.inference.tensors import Place, datatype_of, malformed
+from jurybox.server.gateway.inference.tensors import Place, checked_shape, malformed
 
 _MOST_BINDINGS = 64  # each holds rows of an arena
 _UNBIND = 30.0  # seconds that engines have to close the memory
@@ -96,7 +96,7 @@ class CudaRegions(Registry[CudaRegion]):
     async def infer(
         self,
         spec: ModelSpec,
-        inputs: Mapping[str, tuple[str, Sequence[int], Place]],
+        inputs: Mapping[str, tuple[str, Sequence[Any], Place]],
         outputs: Mapping[str, Place],
         seconds: float,
         version: int,
@@ -106,24 +106,35 @@ class CudaRegions(Registry[CudaRegion]):
         Args:
             inputs: the datatype, shape and place of each input.
             outputs: the place of each requested output.
+
+        Raises:
+            Timeout, and the errors of the inputs' check, of the binding and of `Rows.infer`.
         """
         rows = self._checked(spec, inputs)
         for name, place in outputs.items():
             self.check(place, rows * spec.outputs[name].row_bytes, name)
         places = tuple((name, place) for name, (_, _, place) in sorted(inputs.items()))
         key = spec.name, rows, places, tuple(sorted(outputs.items(), key=lambda item: item[0]))
-        async with asyncio.timeout(seconds):
-            binding = await self._binding(key, spec.name, rows, dict(places), outputs, seconds)
-            async with binding.turn:
-                if self._bindings.get(key) is not binding:
-                    raise Refused("a region of this request was unregistered meanwhile", Code.BUSY)
-                try:
-                    await asyncio.to_thread(binding.rows.infer, rows, timeout=seconds, version=version)
-                except Error as error:
-                    if error.code in (Code.STALE_LEASE, Code.SERVER_GONE):
-                        self._bindings.pop(key, None)
-                    raise
-                return rows, binding.rows.version
+        try:
+            async with asyncio.timeout(seconds):
+                binding = await self._binding(key, spec.name, rows, dict(places), outputs, seconds)
+                async with binding.turn:
+                    if self._bindings.get(key) is not binding:
+                        raise Refused("a region of this request was unregistered meanwhile", Code.BUSY)
+                    try:
+                        await asyncio.to_thread(binding.rows.infer, rows, timeout=seconds, version=version)
+                    except Error as error:
+                        if error.code in (Code.STALE_LEASE, Code.SERVER_GONE):
+                            self._bindings.pop(key, None)
+                        raise
+                    return rows, binding.rows.version
+        except TimeoutError as error:
+            if isinstance(error, Error):
+                raise
+            raise Timeout(
+                f"model {spec.name!r} did not answer within {seconds:g} s with tensors in CUDA regions: send a longer "
+                "timeout, or fewer rows"
+            ) from error
 
     async def _binding(
         self, key: Any, model: str, rows: int, inputs: dict[str, Place], outputs: Mapping[str, Place], seconds: float
@@ -159,20 +170,16 @@ class CudaRegions(Registry[CudaRegion]):
             self._bindings.pop(key, None)
             await asyncio.to_thread(binding.rows.end, _UNBIND)
 
-    def _checked(self, spec: ModelSpec, inputs: Mapping[str, tuple[str, Sequence[int], Place]]) -> int:
+    def _checked(self, spec: ModelSpec, inputs: Mapping[str, tuple[str, Sequence[Any], Place]]) -> int:
         """Check the inputs against the spec and return their number of rows."""
         if inputs.keys() != spec.inputs.keys():
             raise malformed(f"inputs {', '.join(inputs) or 'none'} came, expected {', '.join(spec.inputs)}")
         counts = set()
         for name, (datatype, shape, place) in inputs.items():
             tensor = spec.inputs[name]
-            if datatype != datatype_of(tensor) or tuple(shape[1:]) != tensor.shape or not shape or int(shape[0]) < 1:
-                raise malformed(
-                    f"input {name!r} is {datatype}{list(shape)}, expected {datatype_of(tensor)} and "
-                    f"{['rows', *tensor.shape]}"
-                )
-            counts.add(int(shape[0]))
-            self.check(place, int(shape[0]) * tensor.row_bytes, name)
+            rows = checked_shape(name, datatype, shape, tensor)[0]
+            counts.add(rows)
+            self.check(place, rows * tensor.row_bytes, name)
         if len(counts) != 1:
             raise malformed(f"inputs have {sorted(counts)} rows, expected the same number in each")
         return counts.pop()

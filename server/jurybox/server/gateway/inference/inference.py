@@ -206,7 +206,19 @@ class OpenInference:
         return n, [name for name, _ in self._wanted(spec.outputs, request.outputs, n)]
 
     async def _infer_on_device(self, request: InferRequest, options: RequestParameters) -> InferResponse:
-        """Run a request whose tensors all lie in device memory."""
+        """Run a request whose tensors all lie in device memory.
+
+        Raises:
+            Refused (code UNSUPPORTED): it belongs to a sequence, or has a parameter for which the gateway would have to
+                write to the tensors. Any error of `CudaRegions.infer`.
+        """
+        if options.steps is not None or options.row_errors:
+            name = "row_errors" if options.steps is None else "a sequence"
+            raise Refused(
+                f"{name} came with tensors in CUDA regions: expected none, or the tensors in the request or in system "
+                "shared memory",
+                Code.UNSUPPORTED,
+            )
         seconds = min(value for value in (options.seconds, request.seconds, DEFAULT_TIMEOUT) if value is not None)
         until = time.monotonic() + min(seconds - SOON, MOMENT)
         spec = (await self.lanes.hold_soon(request.model, until)).spec
@@ -214,7 +226,9 @@ class OpenInference:
         inputs, outputs = {}, {}
         tensors: list[Input | RequestedOutput] = [*request.inputs, *request.outputs]
         for tensor in tensors:
-            place, _ = of_tensor(tensor.name, tensor.parameters) if tensor.parameters else (None, None)
+            place, extents = of_tensor(tensor.name, tensor.parameters) if tensor.parameters else (None, None)
+            if extents is not None:
+                raise SpecMismatch(f"tensor {tensor.name!r}: extents are for rows that differ in size: expected none")
             if place is None or place.region not in self.cuda_regions:
                 raise Refused(
                     f"tensor {tensor.name!r} lies in no CUDA region, others of this request do: expected all inputs "
@@ -232,6 +246,7 @@ class OpenInference:
         if not outputs:
             raise SpecMismatch("no output was asked for: name each that is wanted, with its CUDA region")
         rows, used = await self.cuda_regions.infer(spec, inputs, outputs, seconds, version)
+        _require_version(request, version, used)
         self.record_outcome(request.model, True)
         made = [
             Output(
@@ -291,10 +306,7 @@ class OpenInference:
                     continue  # the next lane may have another spec, so all checks run again
                 self.record_outcome(request.model, False)
                 raise
-        if request.version and used != version:
-            raise ModelNotFound(
-                f"version {version} of {request.model!r} is not held, {used} is the newest: name one that is, or none"
-            )
+        _require_version(request, version, used)
         self.record_outcome(request.model, True)
         parameters: dict[str, Any] = dict(_FINAL) if options.final else {}
         if failed:
@@ -533,6 +545,14 @@ def score_output(member: Mapping[str, Any], outputs: Mapping[str, TensorSpec]) -
         there = ", ".join(f"{key} {spec}" for key, spec in outputs.items())
         raise SpecMismatch(f"member {member['model']!r} gives {there}: name the one number that is the score, output")
     return str(name)
+
+
+def _require_version(request: InferRequest, version: int, used: int) -> None:
+    """Raise ModelNotFound if a request names a version that did not answer it: 0, when newer weights are in use."""
+    if request.version and used != version:
+        raise ModelNotFound(
+            f"version {version} of {request.model!r} is not held, {used} is the newest: name one that is, or none"
+        )
 
 
 def _specs(model: ModelSpec, options: RequestParameters) -> tuple[Mapping[str, TensorSpec], Mapping[str, TensorSpec]]:
