@@ -85,7 +85,11 @@ def test_the_same_scores_give_the_same_interval():
 def test_a_group_of_one_case_is_drawn_as_it_is():
     found = interval([1.0, 2.0, 4.0, 9.0], ["cat", "cat", "cat", "temple"])
     assert found.mean == 4.0 and 12 / 4 <= found.low < found.high <= 21 / 4
-    assert interval([1.0, 3.0], ["cat", "temple"]).as_dict() == {"mean": 2.0, "low": 2.0, "high": 2.0}
+
+
+def test_one_case_of_each_group_does_not_claim_an_exact_mean():
+    assert interval([1.0, 3.0], ["cat", "temple"]).as_dict() == {"mean": 2.0, "low": 1.0, "high": 3.0}
+    assert compare("no edits", [1.0, 3.0], [2.0, 1.0], ["cat", "temple"]).answer == "undecided"
 
 
 @pytest.mark.parametrize("values", [[], [1.0], [1.0, np.nan]])

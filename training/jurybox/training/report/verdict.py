@@ -75,7 +75,8 @@ def interval(
         values: (n,), at least two.
         groups: a label for each value. With `ENOUGH_GROUPS` or more groups, whole groups are resampled, and the
             interval generalizes to other groups. With fewer, values are resampled within their group, so that the
-            groups keep their sizes; the interval then generalizes only to more cases of these groups.
+            groups keep their sizes; the interval then generalizes only to more cases of these groups. If no group has
+            two values, they are resampled as one group.
         confidence: share of resamples inside the interval.
         resamples: number of resamples.
         seed: random seed, so that the same values give the same interval.
@@ -97,9 +98,9 @@ def interval(
         beyond = (1 - confidence) / 2
         low, high = np.quantile(means, (beyond, 1 - beyond))
         return Interval(float(array.mean()), float(low), float(high))
-    drawn = [sample for sample in samples if len(sample) > 1]  # resampling a single value would not change it
-    if not drawn:
-        return Interval(float(array.mean()), float(array.mean()), float(array.mean()))
+    if len(samples) == len(array):  # resampling a single value would not change it, and so claim an exact mean
+        samples = [array]
+    drawn = [sample for sample in samples if len(sample) > 1]
     alone = sum(float(sample[0]) for sample in samples if len(sample) == 1)
 
     def mean(*parts: Values, axis: int = -1) -> Values:
