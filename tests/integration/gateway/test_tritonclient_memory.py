@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from functools import partial
 
@@ -9,6 +10,10 @@ import numpy as np
 import pytest
 from tests.tritons import ANSWER, ROWS, observation, plain
 from tritonclient.utils import InferenceServerException, shared_memory
+
+from jurybox.protocol.errors import Code, Refused
+from jurybox.server.gateway.inference.shared_memory import Regions
+from jurybox.server.gateway.inference.tensors import Place
 
 
 @pytest.fixture
@@ -98,6 +103,30 @@ def test_a_region_that_was_shrunk_is_an_error_and_the_server_goes_on(kind, regio
         client.unregister_system_shared_memory("shrunk")
         os.truncate("/dev/shm/oip_test_shrunk", 4096)
     assert client.is_server_ready()
+
+
+def test_a_tensor_that_the_kernel_reads_and_writes_in_parts_is_complete(region, monkeypatch):
+    """One call takes at most 2 GiB, and less if the memory is full."""
+    made = region("parts", ROWS.nbytes)
+    regions, place = Regions("oip_test_"), Place("parts", ROWS.nbytes, 0)
+    regions.register("parts", "/oip_test_parts", 0, ROWS.nbytes)
+    preadv, pwritev = os.preadv, os.pwritev
+    monkeypatch.setattr(os, "preadv", lambda fd, buffers, at: preadv(fd, [buffers[0][:7]], at))
+    monkeypatch.setattr(os, "pwritev", lambda fd, buffers, at: pwritev(fd, [buffers[0][:7]], at))
+    regions.write(place, ROWS, "action")
+    np.testing.assert_array_equal(shared_memory.get_contents_as_numpy(made, np.float32, [3, 4]), ROWS)
+    np.testing.assert_array_equal(regions.read(place, (3, 4), np.dtype(np.float32), "observation"), ROWS)
+
+    def full(fd, buffers, at):
+        if at >= 14:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return pwritev(fd, [buffers[0][:7]], at)
+
+    monkeypatch.setattr(os, "pwritev", full)
+    with pytest.raises(Refused, match="'action' cannot be written to region 'parts': No space left") as refused:
+        regions.write(place, ROWS, "action")
+    assert refused.value.code == Code.BUSY
+    regions.close()
 
 
 def test_cuda_shared_memory_is_off_by_default(kind):

@@ -155,18 +155,31 @@ class Regions(Registry[Region]):
         self.check(place, size, tensor)  # before the allocation: a declared shape could exhaust the memory
         array = np.empty(shape, dtype)
         region = self._named(place.region)
-        if os.preadv(region.fd, [array.reshape(-1).view(np.uint8).data], region.offset + place.offset) != array.nbytes:
-            raise self._shrunk(region)
+        left, at = array.reshape(-1).view(np.uint8).data, region.offset + place.offset
+        while left:  # one call reads at most 2 GiB
+            if not (size := os.preadv(region.fd, [left], at)):
+                raise self._shrunk(region)
+            left, at = left[size:], at + size
         return array
 
     def write(self, place: Place, array: NDArray[Any], tensor: str) -> None:
-        """Write a tensor. Raises the errors of `read`."""
+        """Write a tensor. Raises the errors of `read`, and Refused (code BUSY) if the memory is full."""
         self.check(place, array.nbytes, tensor)
         region = self._named(place.region)
         at = region.offset + place.offset
         if os.fstat(region.fd).st_size < at + array.nbytes:  # writing would extend the file again
             raise self._shrunk(region)
-        os.pwritev(region.fd, [np.ascontiguousarray(array).reshape(-1).view(np.uint8).data], at)
+        left = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
+        try:
+            while left:  # one call writes at most 2 GiB, and less if the memory is full
+                size = os.pwritev(region.fd, [left], at)
+                left, at = left[size:], at + size
+        except OSError as error:
+            raise Refused(
+                f"tensor {tensor!r} cannot be written to region {region.name!r}: {error.strerror}. A region takes "
+                f"memory of {_POSIX} when it is first written: free some, or fill regions before they are registered",
+                Code.BUSY,
+            ) from error
 
     def close(self) -> None:
         """Unregister all regions."""
