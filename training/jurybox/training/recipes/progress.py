@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -136,14 +137,17 @@ class Mlflow:
         self._mlflow.log_params(dict(settings))
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
-        self._mlflow.log_metrics(dict(values), step=step)
+        self._log(values, step=step)
 
     def finish(self, summary: Mapping[str, Any], files: Sequence[Path]) -> None:
-        numbers = {f"summary_{key}": value for key, value in summary.items() if isinstance(value, int | float)}
-        self._mlflow.log_metrics(numbers)
+        self._log({f"summary_{key}": value for key, value in summary.items() if isinstance(value, int | float)})
         for file in files:
             self._mlflow.log_artifact(str(file))
         self._mlflow.end_run()
+
+    def _log(self, values: Mapping[str, float], **step: int) -> None:
+        # MLflow raises an error for other characters, such as "+" in the names of agents that share a learner.
+        self._mlflow.log_metrics({re.sub(r"[^\w./ -]", "_", name): value for name, value in values.items()}, **step)
 
 
 class Wandb:
@@ -152,9 +156,13 @@ class Wandb:
     def __init__(self, name: str, folder: Path, settings: Mapping[str, Any]) -> None:
         wandb: Any = importlib.import_module("wandb")
         self._run = wandb.init(project=f"jurybox-{name}", name=folder.name, dir=str(folder), config=dict(settings))
+        # The x-axis is a value: W&B drops rows whose `step` is below the last one, and an evaluation is recorded at
+        # the env steps that it began at.
+        self._run.define_metric("env_steps")
+        self._run.define_metric("*", step_metric="env_steps")
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
-        self._run.log(dict(values), step=step)
+        self._run.log({"env_steps": step, **values})
 
     def finish(self, summary: Mapping[str, Any], files: Sequence[Path]) -> None:
         self._run.summary.update(dict(summary))
