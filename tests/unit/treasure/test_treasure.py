@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import warnings
 
 import numpy as np
@@ -92,19 +91,11 @@ def test_walls_never_cut_the_floor_in_two(walls):
         assert reached == floor
 
 
-def test_a_restored_world_continues_like_the_original():
-    one = world(agents=2)
-    for turn in range(30):
-        one.entities_act()
-        one.act(turn % 2, turn % 5)
-    kept = {name: value.tolist() if hasattr(value, "tolist") else value for name, value in one.state().items()}
-    two = World(one.config, np.random.default_rng(99))
-    two.restore(json.loads(json.dumps(kept)))
-    for turn in range(50):
-        for each in (one, two):
-            each.entities_act()
-        assert one.act(turn % 2, turn % 5) == two.act(turn % 2, turn % 5)
-        assert np.array_equal(one.pov(0), two.pov(0)) and np.array_equal(one.tiles, two.tiles)
+def test_settings_of_the_world_are_arguments_and_nothing_else_is():
+    env = TreasureHunt(agents=5, turns=7, render_mode="rgb_array")
+    assert len(env.possible_agents) == 5 and env.config == TreasureConfig(agents=5, turns=7)
+    with pytest.raises(TypeError):
+        TreasureHunt(TreasureConfig(), agents=5)  # which of the two would count?
 
 
 def test_worlds_that_cannot_be_are_refused():

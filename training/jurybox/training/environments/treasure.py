@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, ClassVar
@@ -165,23 +164,6 @@ class World:
         self._missing[tile - FIRST_GEM] += 1
         return float(self._values[tile - FIRST_GEM])
 
-    def state(self) -> dict[str, Any]:
-        """Return everything that `restore` needs, as JSON and arrays."""
-        return {
-            "tiles": self.tiles.copy(),
-            "places": self.places.copy(),
-            "turn": self.turn,
-            "random": self.random.bit_generator.state,
-        }
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state` returned."""
-        self.tiles = np.array(state["tiles"], np.uint8)
-        self.places = np.array(state["places"], np.int64)
-        self.turn = int(state["turn"])
-        self.random.bit_generator.state = state["random"]
-        self._see()
-
     def _grow(self, kind: int, free: npt.NDArray[np.bool_]) -> tuple[int, int] | None:
         places = np.flatnonzero(free)
         if not len(places):
@@ -226,15 +208,15 @@ class TreasureHunt(AECEnv):  # type: ignore[misc]
     Observations are (planes, view, view) uint8 of 0 and 1 (`World.pov`), actions `Move`, rewards the values of gems.
 
     Args:
-        config: of the world; keyword arguments change single fields of it.
-        render_mode: "rgb_array", "ansi" or None.
+        render_mode: "rgb_array" or None.
+        settings: of the world; see `TreasureConfig`.
     """
 
-    metadata: ClassVar[dict[str, Any]] = {"name": "treasure_hunt_v0", "render_modes": ["rgb_array", "ansi"]}
+    metadata: ClassVar[dict[str, Any]] = {"name": "treasure_hunt_v0", "render_modes": ["rgb_array"]}
 
-    def __init__(self, config: TreasureConfig | None = None, *, render_mode: str | None = None, **changes: Any) -> None:
+    def __init__(self, *, render_mode: str | None = None, **settings: Any) -> None:
         super().__init__()
-        self.config = config or TreasureConfig(**changes)
+        self.config = TreasureConfig(**settings)
         self.render_mode = render_mode
         self.possible_agents = [f"agent_{number}" for number in range(self.config.agents)]
         self._numbers = {name: number for number, name in enumerate(self.possible_agents)}
@@ -291,15 +273,9 @@ class TreasureHunt(AECEnv):  # type: ignore[misc]
                 world.entities_act()
         self.agent_selection = self.agents[self._next]
 
-    def render(self) -> npt.NDArray[np.uint8] | str | None:
-        """Return a picture (height, width, 3) uint8, or lines of characters: # wall, 1 2 3 gems by kind, A B agents."""
+    def render(self) -> npt.NDArray[np.uint8] | None:
+        """Return a picture (height, width, 3) uint8; None unless `render_mode` is "rgb_array"."""
         world = self._world
-        if self.render_mode == "ansi":
-            signs = {FLOOR: ".", WALL: "#"}
-            rows = [[signs.get(int(tile), str(tile - FIRST_GEM + 1)) for tile in row] for row in world.tiles]
-            for number, (row, column) in enumerate(world.places):
-                rows[row][column] = chr(ord("A") + number % 26)
-            return "\n".join("".join(row) for row in rows)
         if self.render_mode == "rgb_array":
             picture = _COLOURS[np.minimum(world.tiles, len(_COLOURS) - 1)]
             for row, column in world.places:
