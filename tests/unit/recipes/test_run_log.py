@@ -1,4 +1,5 @@
 import json
+import os
 
 import pytest
 
@@ -88,3 +89,14 @@ def test_a_failed_write_leaves_the_old_content_and_no_scraps(tmp_path, monkeypat
         write_atomically(path, "new")
     assert path.read_text() == "old"
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_written_file_has_the_users_permissions_and_the_umask_is_not_touched(tmp_path, monkeypatch):
+    before = os.umask(0o027)
+    try:
+        monkeypatch.setattr("os.umask", lambda _: pytest.fail("it is that of all threads"))
+        write_atomically(tmp_path / "file", "text")
+    finally:
+        monkeypatch.undo()
+        os.umask(before)
+    assert (tmp_path / "file").stat().st_mode & 0o777 == 0o640

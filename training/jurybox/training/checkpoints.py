@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import secrets
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -233,19 +234,17 @@ def read_state(path: Path) -> dict[str, Any]:
 def write_atomically(path: Path, content: str | bytes) -> None:
     """Write a file so that readers find either the complete old or the complete new content, even after a crash."""
     data = content.encode() if isinstance(content, str) else content
-    fd, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
+    # Not mkstemp: its files are for their owner only, and the umask that would restore the default permissions can
+    # only be read by changing it for all threads.
+    scratch = path.with_name(f".{path.name}-{secrets.token_hex(8)}")
     try:
-        with os.fdopen(fd, "wb") as file:
+        with scratch.open("xb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-        # mkstemp creates files that only their owner can read; restore the default permissions.
-        umask = os.umask(0)
-        os.umask(umask)
-        Path(name).chmod(0o666 & ~umask)
-        Path(name).replace(path)
+        scratch.replace(path)
     except BaseException:
-        Path(name).unlink(missing_ok=True)
+        scratch.unlink(missing_ok=True)
         raise
 
 
