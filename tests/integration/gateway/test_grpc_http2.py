@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import gzip
 import itertools
 import random
 import socket
 import struct
 import threading
 import time
+import zlib
 from types import SimpleNamespace
 
 import grpc
@@ -247,11 +249,12 @@ def literal(name, value):
     return b"\x00" + bytes((len(name),)) + name + bytes((len(value),)) + value
 
 
-def framed_call(stream, message, path=b"/t.T/echo"):
+def framed_call(stream, message, path=b"/t.T/echo", encoding=b""):
     fields = [(b":method", b"POST"), (b":scheme", b"http"), (b":path", path), (b":authority", b"here"),
               (b"content-type", b"application/grpc"), (b"te", b"trailers")]  # fmt: skip
+    fields += [(b"grpc-encoding", encoding)] if encoding else []
     head = frame(1, 4, stream, b"".join(literal(*field) for field in fields))
-    return head + frame(0, 1, stream, b"\0" + struct.pack(">I", len(message)) + message)
+    return head + frame(0, 1, stream, bytes([bool(encoding)]) + struct.pack(">I", len(message)) + message)
 
 
 def connected(served):
@@ -259,28 +262,42 @@ def connected(served):
     return socket.create_connection((host, int(port)), timeout=20)
 
 
-def received_kinds(connection, wanted):
-    """Return the kinds of the frames received, up to a wanted one or the end."""
-    received, kinds = b"", []
+def received_frames(connection, wanted):
+    """Return kind and flags of the frames received, up to one of the wanted kind or the end, which is None."""
+    received, frames = b"", []
     while True:
         while len(received) >= 9 and len(received) >= (size := 9 + int.from_bytes(received[:3], "big")):
-            kinds.append(received[3])
-            if kinds[-1] == wanted:
-                return kinds
+            frames.append((received[3], received[4]))
+            if received[3] == wanted:
+                return frames
             received = received[size:]
         try:
             chunk = connection.recv(65536)
         except ConnectionResetError:
             chunk = b""
         if not chunk:
-            return [*kinds, None]
+            return [*frames, (None, 0)]
         received += chunk
+
+
+def received_kinds(connection, wanted):
+    return [kind for kind, _ in received_frames(connection, wanted)]
 
 
 def test_frames_of_these_helpers_are_understood(served):
     with connected(served) as connection:
         connection.sendall(PREFACE + frame(4, 0, 0) + framed_call(1, b"x"))
         assert 0 in received_kinds(connection, 0)
+
+
+@pytest.mark.parametrize(("encoding", "compress"), [(b"gzip", gzip.compress), (b"deflate", zlib.compress)])
+def test_a_compressed_message_ends_at_its_end_mark(served, encoding, compress):
+    packed = compress(b"x")
+    for message, answered in ((packed, True), (packed * 2, False), (packed + b"x", False), (packed[:-1], False)):
+        with connected(served) as connection:
+            connection.sendall(PREFACE + frame(4, 0, 0) + framed_call(1, message, encoding=encoding))
+            kind, flags = received_frames(connection, 1)[-1]
+        assert kind == 1 and (flags & 1 == 0) == answered, message  # an error has nothing after its header
 
 
 def test_a_client_that_dies_after_any_byte_affects_no_other(served, channel):

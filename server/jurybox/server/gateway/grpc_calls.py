@@ -460,6 +460,9 @@ class _Connection(asyncio.BufferedProtocol):
             self._too_large(call, f"more than {most} after decompression")
         elif not inflating.eof:
             call.refuse(_STATUS.INTERNAL, f"a message with encoding {encoding!r} is truncated")
+        elif behind := len(inflating.unused_data):
+            why = f"{behind} bytes came after the end of a message with encoding {encoding!r}: expected none"
+            call.refuse(_STATUS.INTERNAL, why)
         else:
             self.native.taken(number, max(0, len(data) - len(message)))
             call.came(message)
