@@ -7,6 +7,8 @@ import subprocess
 import sys
 import urllib.error
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 
 import numpy as np
 import pytest
@@ -212,6 +214,34 @@ def test_engines_compute_nothing_while_they_are_paused_and_answer_afterwards(cli
         assert [m["batches"] for m in client.status()["models"] if m["name"] == "awake"] == [before]
     assert np.asarray(ticket.result(timeout=20).outputs)[0, 0] == 7
     assert model.infer(X)[0, 0] == 7
+
+
+@pytest.mark.parametrize("first_to_end", [0, 1])
+def test_engines_resume_at_the_end_of_the_last_pause_of_a_connection(client, first_to_end):
+    model = client.model("awake", rows=8)
+    with ThreadPoolExecutor(1) as another_thread, ExitStack() as here, ExitStack() as there:
+        here.enter_context(client.pause())
+        another_thread.submit(there.enter_context, client.pause()).result(timeout=60)
+        another_thread.submit((here, there)[first_to_end].close).result(timeout=60)
+        with pytest.raises(TimeoutError):
+            model.infer(X, timeout=0.5)
+    assert model.infer(X, timeout=30)[0, 0] == 7
+
+
+def test_a_pause_that_fails_within_another_one_does_not_end_it(client, monkeypatch):
+    model = client.model("awake", rows=8)
+    with client.pause():
+        with monkeypatch.context() as patched:
+            patched.setattr("jurybox.client.local_link.LocalLink._call", refuse)
+            with pytest.raises(Refused, match="this test"), client.pause():
+                pass
+        with pytest.raises(TimeoutError):
+            model.infer(X, timeout=0.5)
+    assert model.infer(X, timeout=30)[0, 0] == 7
+
+
+def refuse(*_, **__):
+    raise Refused("this test refuses every call")
 
 
 def test_models_are_loaded_and_put_to_sleep_while_engines_are_paused(client):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import threading
 import time
 import weakref
 from collections.abc import Callable
@@ -35,6 +36,15 @@ _BIND_POLL = 0.005
 _SPIN_US = 100  # a small model answers a lone client within this time
 
 
+class _Pause:
+    """One caller's pause. It is referenced weakly, so one that is lost to an interrupt keeps no engine paused."""
+
+    __slots__ = ("__weakref__", "scoreboard")
+
+    def __init__(self, scoreboard: Scoreboard) -> None:
+        self.scoreboard = scoreboard
+
+
 class LocalLink(ControlLink):
     """A link to a server on this host: its scoreboard, and lanes in its arenas.
 
@@ -54,6 +64,8 @@ class LocalLink(ControlLink):
         self._channels: weakref.WeakSet[WeightsChannel] = weakref.WeakSet()  # each belongs to a publisher or reader
         self._info = ServerMessage()
         self._entering: tuple[Scoreboard, int] | None = None  # a lane that is locked, but has no Lane yet
+        self._pauses: weakref.WeakSet[_Pause] = weakref.WeakSet()
+        self._pausing = threading.RLock()  # for changes of `_pauses` and of the lock that goes with them
         self._greet_first(timeout)
 
     def close(self, linger: int = 200) -> None:
@@ -65,6 +77,7 @@ class LocalLink(ControlLink):
     def _after_fork_in_child(self) -> None:
         super()._after_fork_in_child()
         self._channels, self._entering = weakref.WeakSet(), None
+        self._pauses, self._pausing = weakref.WeakSet(), threading.RLock()
         if self.scoreboard is not None:
             # Closing it drops this process's descriptors of the parent's locks, not the locks themselves.
             self.scoreboard.segment.close()
@@ -111,7 +124,10 @@ class LocalLink(ControlLink):
         return int(versions.min()) if len(versions) else 0
 
     def pause(self, timeout: float) -> Callable[[], None]:
-        """See Link.pause. The lock shows that this process is alive; the kernel releases it when the process ends."""
+        """See Link.pause. The lock shows that this process is alive; the kernel releases it when the process ends.
+
+        The lock belongs to the open file, not to a caller. So pauses of this link share it, and the last one resumes.
+        """
         deadline = time.monotonic() + timeout
         with self._lock:
             if self.scoreboard is None or not self.scoreboard.server_lives():
@@ -119,21 +135,28 @@ class LocalLink(ControlLink):
             scoreboard = self.scoreboard
         assert scoreboard is not None
         engines = scoreboard.engines
-        while not try_lock(scoreboard.segment.fd, PAUSE_LOCK):
-            if time.monotonic() > deadline:
-                raise Busy(f"another process has had the engines paused for {timeout:.1f} s")
-            time.sleep(_PAUSE_POLL)
+        pause = _Pause(scoreboard)
 
         def go_on() -> None:
-            try:
-                # If this call fails, the server still notices the released lock, only a little later.
-                with contextlib.suppress(Error):
-                    if not self._closed and scoreboard.server_lives():
-                        self._call(1.0, pause=PauseRequest(pause=False))
-            finally:
-                unlock(scoreboard.segment.fd, PAUSE_LOCK)
+            with self._pausing:
+                if pause not in self._pauses:
+                    return
+                self._pauses.discard(pause)
+                if self._paused(scoreboard):
+                    return
+                try:
+                    # If this call fails, the server still notices the released lock, only a little later.
+                    with contextlib.suppress(Error):
+                        if not self._closed and scoreboard.server_lives():
+                            self._call(1.0, pause=PauseRequest(pause=False))
+                finally:
+                    unlock(scoreboard.segment.fd, PAUSE_LOCK)
 
         try:
+            while not self._joins(pause):
+                if time.monotonic() > deadline:
+                    raise Busy(f"another process has had the engines paused for {timeout:.1f} s")
+                time.sleep(_PAUSE_POLL)
             self._call(max(0.1, deadline - time.monotonic()), pause=PauseRequest(pause=True))
             while (busy := np.flatnonzero((engines["state"] == EngineState.SERVING) & (engines["paused"] == 0))).size:
                 if not scoreboard.server_lives():
@@ -145,6 +168,17 @@ class LocalLink(ControlLink):
             go_on()
             raise
         return go_on
+
+    def _joins(self, pause: _Pause) -> bool:
+        """Add a pause to those of its server; return False if another process has the lock."""
+        with self._pausing:
+            if not self._paused(pause.scoreboard) and not try_lock(pause.scoreboard.segment.fd, PAUSE_LOCK):
+                return False
+            self._pauses.add(pause)
+            return True
+
+    def _paused(self, scoreboard: Scoreboard) -> bool:
+        return any(pause.scoreboard is scoreboard for pause in self._pauses)
 
     def bind(self, request: BindRequest, timeout: float) -> None:
         deadline = time.monotonic() + timeout

@@ -280,7 +280,8 @@ class Server(Closing):
 
         Running batches finish first. Requests wait meanwhile, up to their own time-outs; weights are still adopted. Use
         it for the steps of a trainer that shares the GPU: two processes that compute at once are time-sliced, and both
-        get slower. One process can pause the engines at a time; if it is killed, they continue.
+        get slower. One process can pause the engines at a time; if it is killed, they continue. Pauses of one
+        connection may be nested, or in several threads: the engines continue at the end of the last one.
 
         Raises:
             Busy: another process kept them paused.
