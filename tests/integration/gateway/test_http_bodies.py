@@ -6,7 +6,12 @@ import http.client
 import json
 import time
 
+import numpy as np
 import pytest
+
+from jurybox.client import Refused
+from jurybox.server.gateway.inference.http_inference import body_of
+from jurybox.server.gateway.inference.inference import InferResponse, Output
 
 ROW = {"name": "observation", "shape": [1, 4], "datatype": "FP32", "data": [1, 2, 3, 4]}
 ANSWER = [3.0, 5.0, 7.0, 9.0]
@@ -44,8 +49,6 @@ def test_a_models_name_may_have_slashes(curl):
 
 
 def test_binary_tensors_follow_the_json(curl):
-    import numpy as np
-
     row = np.array([[1, 2, 3, 4]], "<f4").tobytes()
     tensor = {"name": "observation", "shape": [1, 4], "datatype": "FP32", "parameters": {"binary_data_size": 16}}
     head = json.dumps({"inputs": [tensor], "parameters": {"binary_data_output": True}}).encode()
@@ -143,6 +146,17 @@ def test_a_failing_model_is_named_and_infinity_is_refused_in_json(curl):
     assert (broken.status_code, "this row breaks the model" in broken.json()["error"]) == (500, True)
     huge = ask(curl, {"data": [3e38, 3e38, 3e38, 3e38]})
     assert (huge.status_code, "ask for it with binary_data" in huge.json()["error"]) == (501, True)
+
+
+def test_large_numbers_are_no_infinity_in_json():
+    numbers = np.array([1.7e308, 1.7e308])  # their sum is too large for a float64
+    response = InferResponse("m", "1", "", [Output("y", "FP64", (2,), numbers)])
+    body, _ = body_of(response, set(), all_binary=False)
+    assert json.loads(body)["outputs"][0]["data"] == [1.7e308, 1.7e308]
+    for wrong in (np.inf, -np.inf, np.nan):
+        numbers[0] = wrong
+        with pytest.raises(Refused, match="NaN or infinity"):
+            body_of(response, set(), all_binary=False)
 
 
 def test_version_names_build_torch_devices_and_weights(curl):

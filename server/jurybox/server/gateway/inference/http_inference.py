@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
-import math
 import zlib
 from typing import Any
 
@@ -150,7 +149,7 @@ def _numbers(output: Output, array: NDArray[Any]) -> list[Any]:
         for row in output.failed:
             data[row * size : (row + 1) * size] = [None] * size
         array = array[[row for row in range(len(array)) if row not in output.failed]]
-    if not math.isfinite(float(np.sum(array, dtype=np.float64))):
+    if not np.isfinite(array).all():
         raise Refused(
             f"output {output.name!r} holds NaN or infinity, which JSON cannot represent: ask for it with binary_data",
             Code.UNSUPPORTED,
