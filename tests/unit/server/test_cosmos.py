@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jurybox.client.rewards import Scores
-from jurybox.protocol.errors import Busy
+from jurybox.protocol.errors import Busy, Refused
 from jurybox.server.gateway.dialects import cosmos
 
 
@@ -27,10 +27,10 @@ class Intake:
         return Scores([0.5] * request.n)
 
 
-def body() -> bytes:
+def body(n: int = 1) -> bytes:
     sink = io.BytesIO()
-    np.save(sink, np.zeros((1, 2, 2, 3), np.uint8))
-    told = {"prompts": ["a"], "reward_fn": {"fine": 1.0}, "media_type": "image"}
+    np.save(sink, np.zeros((n, 2, 2, 3), np.uint8))
+    told = {"prompts": ["a"] * n, "reward_fn": {"fine": 1.0}, "media_type": "image"}
     return json.dumps(told).encode() + b"\n" + sink.getvalue()
 
 
@@ -58,3 +58,11 @@ def test_unread_answers_are_not_dropped_for_new_requests(monkeypatch):
     monkeypatch.setattr(cosmos, "_MOST_KEPT", 16)
     with pytest.raises(Busy, match="16 requests"):
         asked(17, read=False)
+
+
+async def test_a_request_of_too_many_pictures_gets_no_uuid():
+    """Its client would poll for an hour and then get only NaN."""
+    served = cosmos.Cosmos(Intake(), lambda _: None)
+    await served.enqueue(body(4096))
+    with pytest.raises(Refused, match="4097 samples, expected at most 4096"):
+        await served.enqueue(body(4097))

@@ -6,7 +6,8 @@
         -> {"scores": {name: [float, ...]}, ...} as soon as they are available, else 400 {"message": why}
 
 The client polls sixty times, over 53 minutes, whatever other answer it gets. So a sample without a score is NaN in the
-answer, which makes the client drop its prompt, and a request that can never be scored is refused before it gets a uuid.
+answer, which makes the client drop its prompt, and a request that is invalid or too large is refused before it gets a
+uuid. Whether the model takes the pictures is known only later: those that it does not take are NaN.
 Answers are kept for ten minutes, because a client that lost one asks again; when there are thousands, the oldest of
 those that were read are deleted sooner.
 """
@@ -30,7 +31,7 @@ from numpy.lib import format as npy
 from numpy.typing import NDArray
 
 from jurybox.protocol.errors import Busy, Code, Error, ProtocolMismatch, Refused, SpecMismatch, plain, said
-from jurybox.server.gateway.dialects.intake import Intake, Reply, Request, listed
+from jurybox.server.gateway.dialects.intake import Intake, Reply, Request, check_rows, listed
 from jurybox.server.gateway.dialects.json_dialects import MEDIA, read
 
 _HOLD = 4.0  # seconds that `pull` waits for the scores; the client's own time-out is 5
@@ -81,13 +82,14 @@ class Cosmos:
         if unknown := [name for name in wanted if name not in self._intake.rewards]:
             there = ", ".join(self._intake.rewards)
             raise SpecMismatch(f"unknown reward {plain(unknown[0], 100)!r}, expected one of {there}")
+        request = Request({"prompt": prompts, "text": prompts}, len(pictures), {"image": list(pictures)})
+        check_rows(request)
         self._forget_old()
         waiting = sum(one.size for one in self._jobs.values() if not one.scoring.done())
         if waiting + pictures.nbytes > max(_MOST_WAITING, pictures.nbytes) or len(self._jobs) >= _MOST_KEPT:
             raise Busy(f"{len(self._jobs)} requests with {waiting} bytes of pictures are held: ask again later")
         key = str(uuid.uuid4())
-        columns = {"prompt": prompts, "text": prompts}
-        scoring = asyncio.create_task(self._scored(Request(columns, len(pictures), {"image": list(pictures)})))
+        scoring = asyncio.create_task(self._scored(request))
         self._jobs[key] = _Job(scoring, pictures.nbytes, self._clock())
         await asyncio.sleep(0)  # let scoring start now, not after the answer was sent
         return Reply(json.dumps({"uuid": key}).encode(), MEDIA)

@@ -270,7 +270,7 @@ class Intake:
             SpecMismatch: the rows do not fit the model's inputs.
             Timeout, Busy, ServerGone, ModelNotFound, Refused.
         """
-        _check_rows(request)
+        check_rows(request)
         self._in_hand += 1
         try:
             if request.n == 1 and all(self._is_ready(some) for some in request.pictures.values()):
@@ -315,7 +315,7 @@ class Intake:
         self, read: Callable[[bytes], Request], write: WriteRows, body: bytes
     ) -> tuple[Reply | None, Request, _Begun | None]:
         request = read(body)
-        _check_rows(request)
+        check_rows(request)
         if request.n > 1 and request.pictures:
             return None, request, None
         decoded = {name: self._several(some) for name, some in request.pictures.items()}
@@ -406,7 +406,8 @@ class Intake:
         return np.stack(pictures) if pictures else NoPicture("a video without frames")
 
 
-def _check_rows(request: Request) -> None:
+def check_rows(request: Request) -> None:
+    """Raise Refused (code TOO_LARGE) if a request has too many rows."""
     if request.n > _MOST_ROWS:
         raise Refused(f"a request of {request.n} samples, expected at most {_MOST_ROWS}", Code.TOO_LARGE)
 
