@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import signal
 import threading
 import time
 
@@ -89,6 +91,22 @@ def test_loads_and_unloads_of_one_name_in_any_order_end_with_the_last(server):
         client.load("busy", {"factory": "tests.models:affine", "args": {"scale": 5.0}})
         np.testing.assert_array_equal(client.model("busy").infer(X), 5 * X + 1)
         client.unload("busy")
+
+
+def test_an_order_larger_than_a_socket_holds_reaches_an_engine_that_was_stopped_whole(server):
+    with server.connect() as client:
+        engine = client.status()["engines"][0]["pid"]
+        os.kill(engine, signal.SIGSTOP)
+        try:
+            load_behind(server, "large", {"factory": "tests.models:affine", "args": {"text": "x" * 500_000}})
+            load_behind(server, "next", {"factory": "tests.models:affine", "args": {"scale": 4.0}})
+        finally:
+            os.kill(engine, signal.SIGCONT)
+        wait_until(lambda: client.describe("large").state == "failed", 30, "the load of the large order")
+        assert "unexpected keyword argument 'text'" in client.describe("large").reason
+        wait_until(lambda: client.describe("next").state == "ready", 30, "the load of the next order")
+        for name in ("large", "next"):
+            client.unload(name)
 
 
 @pytest.mark.parametrize("factory", ["says", "named"])

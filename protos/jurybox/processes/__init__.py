@@ -20,7 +20,6 @@ import struct
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -52,40 +51,77 @@ def thread_limits(threads: int) -> dict[str, str]:
     return dict.fromkeys(_THREADS, str(threads))
 
 
+_LENGTH = struct.Struct("!i")  # of the JSON text that follows
+
+
+def encode_message(kind: str, **fields: Any) -> bytes:
+    """Return the bytes of a message on a control pipe, for `ControlPipe.send_part`."""
+    text = json.dumps({"kind": kind, **fields}).encode()
+    return _LENGTH.pack(len(text)) + text
+
+
 class ControlPipe:
-    """One end of the pipe between a parent and its child. Not thread-safe for receiving."""
+    """One end of the pipe between a parent and its child. Not thread-safe for receiving.
+
+    Args:
+        fd: the descriptor of a connected stream socket; the pipe closes it.
+    """
 
     def __init__(self, fd: int) -> None:
-        self._connection = Connection(fd)
+        self._socket = socket.socket(fileno=fd)
+        self._socket.settimeout(None)  # whatever socket.setdefaulttimeout says
 
     def fileno(self) -> int:
-        return self._connection.fileno()
+        """Return the descriptor. Raises OSError if this end is closed."""
+        if (fd := self._socket.fileno()) < 0:
+            raise OSError("this end of the control pipe is closed")
+        return fd
 
     def send(self, kind: str, **fields: Any) -> None:
-        """Send a message. Raises OSError if the other end is closed."""
-        self._connection.send_bytes(json.dumps({"kind": kind, **fields}).encode())
+        """Send a message, and wait until it fits. Raises OSError if the other end is closed."""
+        self._socket.sendall(encode_message(kind, **fields))
+
+    def send_part(self, message: memoryview) -> memoryview:
+        """Send the beginning of an encoded message, as much as fits without waiting, and return the rest.
+
+        Nothing else may be sent before the rest. Raises OSError if the other end is closed.
+        """
+        try:
+            return message[self._socket.send(message, socket.MSG_DONTWAIT) :]
+        except BlockingIOError:
+            return message
 
     def receive(self, timeout: float) -> dict[str, Any] | None:
         """Return the next message, or None after `timeout` seconds. Raises EOFError if the other end is closed."""
         try:
-            # Connection.poll creates a selector, which takes ten times as long; engines poll between two requests.
+            # A selector takes ten times as long to create; engines poll between two requests.
             poll = select.poll()
-            poll.register(self._connection.fileno(), select.POLLIN)
+            poll.register(self.fileno(), select.POLLIN)
             if not poll.poll(max(0, math.ceil(timeout * 1000))):
                 return None
-            message: dict[str, Any] = json.loads(self._connection.recv_bytes())
+            (length,) = _LENGTH.unpack(self._read(_LENGTH.size))
+            text = self._read(length)
         except OSError as error:  # also if it was cut within a message
             raise EOFError("the other end of the control pipe is gone") from error
+        message: dict[str, Any] = json.loads(text)
         return message
+
+    def _read(self, size: int) -> bytearray:
+        data = bytearray()
+        while len(data) < size:
+            if not (part := self._socket.recv(size - len(data))):
+                raise OSError("the control pipe ended")
+            data += part
+        return data
 
     def writable(self) -> bool:
         """Return whether a small message can be sent without blocking."""
         poll = select.poll()  # not select(2), which supports only descriptors below 1024
-        poll.register(self._connection.fileno(), select.POLLOUT)
+        poll.register(self.fileno(), select.POLLOUT)
         return bool(poll.poll(0))
 
     def close(self) -> None:
-        self._connection.close()
+        self._socket.close()
 
 
 def spawn(

@@ -11,15 +11,18 @@ from jurybox.protocol.errors import SharedMemoryError
 from jurybox.server.supervisor.children import Child
 
 ORDERS = 3000  # far more than a socket holds
+LARGE = 1 << 20  # characters; one such order is more than a socket holds
 
 
-def test_a_child_that_does_not_read_blocks_no_other_and_gets_its_orders_later(tmp_path):
+@pytest.mark.parametrize(("orders", "size"), [(ORDERS, 0), (3, LARGE)], ids=["many", "large"])
+def test_a_child_that_does_not_read_blocks_no_other_and_gets_its_orders_later(tmp_path, orders, size):
     child = Child("late", "tests.unit.supervisor.late_reader", dict, {"LATE_READER": str(tmp_path)})
     child.start(time.monotonic())
     try:
         began = time.monotonic()
-        for number in range(ORDERS):
-            child.send("order", number=number)
+        for number in range(orders):
+            child.send("order", number=number, text="x" * size)
+        assert child.orders_waiting
         assert time.monotonic() - began < 4.0  # one order that waits for the child takes five seconds
         child.send("last")
         (tmp_path / "go").touch()
@@ -31,7 +34,7 @@ def test_a_child_that_does_not_read_blocks_no_other_and_gets_its_orders_later(tm
             return heard
 
         wait_until(answered, 30, "the child's answer")
-        assert (heard[0]["numbers"], heard[0]["ordered"]) == (ORDERS, True)
+        assert (heard[0]["numbers"], heard[0]["ordered"]) == (orders, True)
     finally:
         child.kill()
         child.reap(time.monotonic(), settled_after=0.0)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from jurybox.processes import ControlPipe, spawn
+from jurybox.processes import ControlPipe, encode_message, spawn
 from jurybox.protocol.scoreboard import Scoreboard
 from jurybox.server.security.access import Access
 from jurybox.server.settings.config import RobotSettings, ServerSettings
@@ -136,9 +136,8 @@ class Child:
     restart_at: float = field(default=0.0, init=False)
     started_at: float = field(default=0.0, init=False)
     heard_at: float = field(default=0.0, init=False)  # s of the monotonic clock; only gateway and relay
-    _orders: deque[tuple[str, dict[str, Any]]] = field(
-        default_factory=deque, init=False
-    )  # at most one for each lane, and a few more
+    # At most one for each lane, and a few more; of the first one, what has not been sent.
+    _orders: deque[memoryview] = field(default_factory=deque, init=False)
     _process: subprocess.Popen[bytes] | None = field(default=None, init=False)
     _control_pipe: ControlPipe | None = field(default=None, init=False)
 
@@ -152,7 +151,7 @@ class Child:
 
     @property
     def orders_waiting(self) -> int:
-        """The number of orders that could not be sent yet."""
+        """The number of orders that could not be sent yet, or only in part."""
         return len(self._orders)
 
     def fileno(self) -> int:
@@ -182,20 +181,21 @@ class Child:
         self.serving, self.served_at = True, now
 
     def send(self, kind: str, **fields: Any) -> None:
-        """Send an order, now or when the child reads again: a stopped child cannot block its parent.
+        """Send an order of any size, now or when the child reads again: a stopped child cannot block its parent.
 
         Orders to a dead child are dropped; `messages` reports its death.
         """
         if self._control_pipe is not None:
-            self._orders.append((kind, fields))
+            self._orders.append(memoryview(encode_message(kind, **fields)))
             self.send_waiting()
 
     def send_waiting(self) -> None:
-        """Send waiting orders, as far as the child reads them."""
+        """Send waiting orders, as far as the child reads them; call it when the pipe is writable."""
         try:
-            while self._orders and self._control_pipe is not None and self._control_pipe.writable():
-                kind, fields = self._orders.popleft()
-                self._control_pipe.send(kind, **fields)
+            while self._orders and self._control_pipe is not None:
+                if rest := self._control_pipe.send_part(self._orders.popleft()):
+                    self._orders.appendleft(rest)
+                    return
         except OSError:
             self.serving = False
             self._orders.clear()

@@ -141,11 +141,15 @@ class Supervisor:
             self._close()
 
     def _listen(self, timeout: float) -> None:
+        for child in self._children():
+            if child.alive:
+                self._poller.register(child.fileno(), zmq.POLLIN | (zmq.POLLOUT if child.orders_waiting else 0))
         ready = {source for source, _ in self._poller.poll(int(timeout * 1000))}
         if self._signals.fileno() in ready:
             self._on_signals(len(self._signals.recv(64)))
         for child in self._children():
             if child.alive and child.fileno() in ready:
+                child.send_waiting()
                 self._survive(f"hearing {child.role}", self._hear, child)
         self._survive("control requests", self._control_socket.answer_waiting)
 
@@ -170,8 +174,6 @@ class Supervisor:
         self._ticked = now
         if self._scoreboard.restore():
             self._log.warning("another process wrote to the server's scoreboard; its contents are restored")
-        for child in self._children():
-            child.send_waiting()
         if self._announced and self._drain_until is None:
             for child, why in self._watchdog.hanging(self._engines.engines, self._services, now):
                 self._log.error("child hangs, killing it", role=child.role, why=why)
@@ -230,7 +232,6 @@ class Supervisor:
             # The other children go on. Memory or files may become free; a new server would lack them, too.
             self._log.error("cannot start a child yet", role=child.role, error=str(error))
             return
-        self._poller.register(child.fileno(), zmq.POLLIN)
         self._log.debug("started", role=child.role, child=child.pid)
 
     def _prepare(self, now: float) -> None:
