@@ -12,6 +12,7 @@ from tests.unit.runtime.toys import Rows, plan
 
 from jurybox.training.interrupts import Signals
 from jurybox.training.report.charts import timeline
+from jurybox.training.runtime.launching import Local
 from jurybox.training.runtime.plan import Budget, End, NotRunning, Timeouts
 from jurybox.training.runtime.progress import Timeline
 from jurybox.training.runtime.run import run
@@ -139,6 +140,32 @@ def test_a_failed_run_continues_serially_if_requested(tmp_path):
     outcome = run(plan(steps=150, actor={"hang_at": 40}, timeouts=timeouts, on_failure="serial"), tmp_path, Rows())
     assert outcome.serial and outcome.end is End.STEPS
     assert outcome.env_steps == 150 and outcome.learner_steps == 65
+    assert outcome.text == End.STEPS.value, "the failure is over"
+    log = (tmp_path / "logs" / "run.log").read_text()
+    assert "1 are too many" in log and log.endswith(f"the run is over: {End.STEPS.value}\n")
+
+
+class Noticing(Local):
+    """Has something to say that is about no role, as a launcher on many machines."""
+
+    def start(self, *arguments):
+        process = super().start(*arguments)
+        of_role, notices = process.messages, [{"kind": "notice", "text": "a machine has joined"}]
+
+        def messages():
+            while notices:
+                yield notices.pop()
+            yield from of_role()
+
+        process.messages = messages
+        return process
+
+
+def test_what_a_launcher_notices_is_not_said_in_the_name_of_a_role(tmp_path):
+    run(plan(steps=30), tmp_path, Rows(), launcher=Noticing())
+    lines = (tmp_path / "logs" / "run.log").read_text().splitlines()
+    noticed = [line.partition(" ")[2] for line in lines if "a machine has joined" in line]
+    assert noticed == ["a machine has joined"] * 2, "from the processes of both roles"
 
 
 def test_a_role_that_hangs_is_restarted_and_named(tmp_path):

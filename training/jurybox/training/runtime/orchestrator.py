@@ -137,6 +137,8 @@ class Orchestrator:
         match message["kind"]:
             case "said":
                 self._notify(f"{child.name}: {message['text']}")
+            case "notice":  # of the launcher, about no role
+                self._notify(str(message["text"]))
             case "failed":
                 self._notify(f"{child.name} failed: {message['error']}; its log says more")
             case "saved":

@@ -102,7 +102,7 @@ def run(
                     text, resumed = processes.text, processes.latest
                     if end is End.FAILED and plan.on_failure == "serial":
                         view.log("the run goes on in one process")
-                        serial = True
+                        serial, text = True, ""
                 if serial:
                     with closing(Serial(*run_of, checkpoints=checkpoints, resumed=resumed)) as driver:
                         end = driver.run(ending, tick)
