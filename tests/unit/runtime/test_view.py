@@ -56,3 +56,16 @@ def test_a_terminal_gets_a_table_of_all_roles(scoreboard, tmp_path):
     text = shown(scoreboard, True, tmp_path, [0.0, 1.0, 11.0])
     for part in ("actor-0", "running", "1,234", "75%", "steps 5.0 s", "7", "return_mean 2.5"):
         assert part in text
+
+
+def test_the_first_speed_after_a_resume_is_that_of_the_steps_since(scoreboard):
+    moments, rows = [0.0], Rows()
+    scoreboard.words[0][Word.ENV_STEPS] = 900
+    metrics = RunMetrics(plan(actors=2, log_every=1000), scoreboard, rows, clock=lambda: moments[0])
+    metrics.restore({"seconds": 90.0, "returns": [], "lengths": [], "best": None, "row_at": 0})
+    moments[0], scoreboard.words[0][Word.ENV_STEPS] = 10.0, 1000
+    metrics.row_if_due()
+    moments[0], scoreboard.words[0][Word.ENV_STEPS] = 60.0, 2000
+    metrics.row_if_due()
+    speeds = [(step, values["seconds"], values["steps_per_second"]) for step, values in rows]
+    assert speeds == [(1000, 100.0, 10.0), (2000, 150.0, 20.0)]

@@ -73,6 +73,7 @@ class RunMetrics:
         self._before = 0.0
         self._began = self._row_began = clock()
         self._row_at = 0
+        self._counted_from = scoreboard.env_steps  # steps at `_row_began`: of a resumed run more than `_row_at`
         self._sums: dict[str, tuple[float, int]] = {}
         scoreboard.set_best(-math.inf)
 
@@ -96,8 +97,9 @@ class RunMetrics:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state` returned."""
+        """Restore what `state` returned, after the scoreboard's counters."""
         self._before, self._row_at = state["seconds"], state["row_at"]
+        self._counted_from = self._scoreboard.env_steps
         if state["best"] is not None:
             self._scoreboard.set_best(state["best"])
         self.returns.extend(state["returns"])
@@ -126,7 +128,7 @@ class RunMetrics:
         now = self._clock()
         row = {
             "seconds": self.seconds,
-            "steps_per_second": (steps - self._row_at) / max(now - self._row_began, 1e-9),
+            "steps_per_second": (steps - self._counted_from) / max(now - self._row_began, 1e-9),
             "learner_steps": self._scoreboard.learner_steps,
             "epochs": self._scoreboard.epochs,
             "episodes": self._scoreboard.episodes,
@@ -141,7 +143,7 @@ class RunMetrics:
                 "length_mean": float(np.mean(self.lengths)),
             }
         row |= {name: total / count for name, (total, count) in self._sums.items()}
-        self._sums, self._row_at, self._row_began = {}, steps, now
+        self._sums, self._row_at, self._counted_from, self._row_began = {}, steps, steps, now
         self.numbers |= row
         self._sink.scalars(steps, row)
 
