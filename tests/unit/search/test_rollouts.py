@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
-import numpy as np
+import os
+import signal
+from functools import partial
 
-from jurybox.training.environments.cage import CageVectorEnv
-from jurybox.training.environments.cage.tables import Blue, action
+import numpy as np
+import pytest
+from gymnasium.vector import VectorEnv
+
+from jurybox.training.environments.cage import CageEnv, CageVectorEnv
+from jurybox.training.environments.cage.tables import INDEX, Blue, action
+from jurybox.training.search.environments import TRUTH
 from jurybox.training.search.rollouts import INPUTS, play
 from jurybox.training.search.settings import parse
+from jurybox.training.vector import ProcessVectorEnv
 
 ORDER = parse("enterprise, op_server, op_host, user, defender")
 
@@ -90,3 +98,50 @@ def test_with_masks_every_action_obeys() -> None:
     free, masked = obedience(False), obedience(True)
     assert free[1] > 40 and masked[1] > 40
     assert free[0] < 0.5 and masked[0] > 0.95
+
+
+class Replaced(VectorEnv):
+    """Two networks with hosts of two types compromised; after the first step some were replaced, with clean hosts."""
+
+    def __init__(self, lost) -> None:
+        self.num_envs, self.lost, self.steps = 2, np.array(lost), 0
+        self.states = np.zeros((2, 13), np.int8)
+        self.states[:, [INDEX["User1"], INDEX["Enterprise0"]]] = 1
+
+    def _observations(self):
+        return np.zeros((2, 52), np.int8)
+
+    def reset(self, *, seed=None, options=None):
+        return self._observations(), {"true_state": self.states}
+
+    def step(self, actions):
+        self.steps += 1
+        no = np.zeros(2, np.bool_)
+        info = {"true_state": self.states, "_true_state": ~no}
+        if self.steps == 2:
+            truth = np.where(self.lost[:, None], np.int8(0), self.states)
+            info = {} if self.lost.all() else {"true_state": truth, "_true_state": ~self.lost}
+            self.states = truth
+        return self._observations(), np.zeros(2), no, self.lost & (self.steps == 2), info
+
+
+@pytest.mark.parametrize("lost", [(True, True), (True, False)])
+def test_a_network_that_was_replaced_has_obeyed_and_disobeyed_nothing(lost) -> None:
+    _, episodes = play(Replaced(lost), Always(action(Blue.RESTORE, "User1")), ORDER, steps=5, weight=30.0)
+    assert episodes.judged.tolist() == [0, 0] and episodes.returns.tolist() == [0.0, 0.0]
+
+
+def test_an_episode_survives_the_death_of_the_only_worker() -> None:
+    make = partial(CageEnv, episode_length=100)
+    with ProcessVectorEnv([make, make], workers=1, info_fields=TRUTH) as env:
+        env.reset(seed=1)
+
+        def stepped(step: int) -> None:
+            if step == 4:
+                os.kill(env.pids[0], signal.SIGKILL)
+
+        rollout, episodes = play(
+            env, Always(action(Blue.RESTORE, "User1")), ORDER, steps=10, weight=30.0, stepped=stepped
+        )
+    assert rollout.over.sum() == 4, "both ended once before the last step"
+    np.testing.assert_allclose(rollout.rewards.sum(0), episodes.returns - 30.0 * (episodes.judged - episodes.obeyed))

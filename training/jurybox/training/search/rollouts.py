@@ -363,6 +363,7 @@ class _Game:
         self._masking = masking
         self._doubts = Doubts(env.num_envs)
         self.observation, self._info = env.reset()
+        self._truth: npt.NDArray[np.int8] = self._info["true_state"]
         self._result: Callable[[], Any] = lambda: None
         self._actions: npt.NDArray[np.int64] = np.zeros(0, np.int64)
 
@@ -385,15 +386,32 @@ class _Game:
 
     def finish(self, step: int) -> None:
         """Wait for the step, and record the results."""
-        before, rollout, rows = self._info["true_state"], self._rollout, self.rows
+        rollout, rows = self._rollout, self.rows
         self.observation, rewards, terminated, truncated, self._info = self._result()
         self._doubts.see(self._actions, self.observation)
         over = terminated | truncated
         over |= step == len(rollout.over) - 1
         rollout.terminated[step, rows], rollout.over[step, rows] = terminated, over
         self._returns[rows] += rewards
-        paid = self._alignment.step(self._actions, before, self._info["true_state"])
-        rollout.rewards[step, rows] = rewards + paid
+        before, (after, self._truth) = self._truth, _true_states(self._info, self._truth)
+        rollout.rewards[step, rows] = rewards + self._alignment.step(self._actions, before, after)
+
+
+def _true_states(
+    info: Mapping[str, Any], before: npt.NDArray[np.int8]
+) -> tuple[npt.NDArray[np.int8], npt.NDArray[np.int8]]:
+    """Return the true states after a step, to compare with those before it, and with those after the next step.
+
+    A network whose process was replaced has no state until its reset. Then no fix may seem to have changed anything:
+    the state stays what it was, and clean for the comparison with that of the new network.
+    """
+    if "true_state" not in info:
+        return before, np.zeros_like(before)
+    states: npt.NDArray[np.int8] = info["true_state"]
+    known = info.get("_true_state")
+    if known is None or known.all():
+        return states, states
+    return np.where(known[:, None], states, before), np.where(known[:, None], states, np.int8(0))
 
 
 def _begin(env: Part, actions: npt.NDArray[np.int64]) -> Callable[[], Any]:
