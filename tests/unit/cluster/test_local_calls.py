@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from jurybox.training.cluster.local_calls import CallConnection, CallServer
+from jurybox.training.cluster.local_calls import RAISED, VALUE, CallConnection, CallServer
 
 SOON = 20.0
 
@@ -38,6 +38,24 @@ def test_a_worker_listens_again_when_its_caller_has_gone() -> None:
         connection = CallConnection(server.name)
         assert connection.answer(connection.ask("hello", ()), time.monotonic() + SOON) == (0, "hello")
         connection.close()
+
+
+def test_an_answer_that_cannot_be_sent_is_an_error_and_the_connection_stays() -> None:
+    values = {"function": lambda: 3, "lock": threading.Lock()}
+    connection = CallConnection(CallServer(lambda method, arguments: (VALUE, values[method])).name)
+
+    def asked(method: str, *arguments):
+        return connection.answer(connection.ask(method, arguments), time.monotonic() + SOON)
+
+    kind, function = asked("function")
+    assert kind == VALUE and function() == 3, "as through Ray"
+    kind, why = asked("lock")
+    assert kind == RAISED and "cannot pickle" in why
+    with pytest.raises(TypeError):
+        connection.ask("function", (threading.Lock(),))
+    kind, function = asked("function")
+    assert kind == VALUE and function() == 3, "the numbers of calls and answers still agree"
+    connection.close()
 
 
 WORKER = """

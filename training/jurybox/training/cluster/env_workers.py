@@ -21,7 +21,7 @@ from ray.exceptions import ActorDiedError, GetTimeoutError, RayActorError
 
 from jurybox.protocol.errors import Timeout
 from jurybox.training import interrupts
-from jurybox.training.cluster.local_calls import Answer, CallConnection, CallServer
+from jurybox.training.cluster.local_calls import NEW, RAISED, VALUE, Answer, CallConnection, CallServer
 from jurybox.training.cluster.vector_env import LOST
 from jurybox.training.vector.worker import WorkerFailed, worker_error
 
@@ -29,7 +29,6 @@ _DEATHS = 3  # deaths of a worker without a finished call in between, before the
 _INTERRUPT_SECONDS = 0.5  # seconds between two checks for an interrupt
 _RETRY_SECONDS = 0.2
 _STOP = 2.0  # seconds that workers get to close their environments
-_VALUE, _RAISED, _NEW = range(3)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,20 +67,20 @@ class EnvActor:
                 held.close()
             self._held = cloudpickle.loads(self._make)()  # from the process that started this one
         except Exception as error:  # noqa: BLE001 (the learner raises it)
-            return _RAISED, str(worker_error(error))
+            return RAISED, str(worker_error(error))
         if (cv2 := sys.modules.get("cv2")) is not None:
             cv2.setNumThreads(0)
         self._call_server = self._call_server or CallServer(self.do)
-        return _VALUE, (ray.get_runtime_context().get_node_id(), self._call_server.name)
+        return VALUE, (ray.get_runtime_context().get_node_id(), self._call_server.name)
 
     def do(self, method: str, arguments: tuple[Any, ...]) -> Answer:
         """Call a method of the object; a restarted process has none yet."""
         if self._held is None:
-            return _NEW, None
+            return NEW, None
         try:
-            return _VALUE, getattr(self._held, method)(*arguments)
+            return VALUE, getattr(self._held, method)(*arguments)
         except Exception as error:  # noqa: BLE001 (the learner raises it)
-            return _RAISED, str(worker_error(error))
+            return RAISED, str(worker_error(error))
 
     def end(self) -> None:
         """Close the object."""
@@ -167,14 +166,14 @@ class EnvWorkers:
             kind, value = _wait(call.answer, call.until, connection)
         except GetTimeoutError:
             ray.kill(self._actors[worker], no_restart=False)  # Ray restarts it
-            kind = _NEW
+            kind = NEW
         except (RayActorError, EOFError, OSError):
-            kind = _NEW
-        if kind == _NEW:
+            kind = NEW
+        if kind == NEW:
             self._replace(worker)
             return LOST
         self._deaths[worker] = 0
-        if kind == _RAISED:
+        if kind == RAISED:
             raise WorkerFailed(f"env worker {worker}: {value}")
         return value
 
@@ -229,7 +228,7 @@ class EnvWorkers:
                 f"no machine has {needed} free for it (in all there are {resources()}), or its "
                 "environments take long. Use fewer workers, or add machines"
             ) from error
-        if kind == _RAISED:
+        if kind == RAISED:
             raise WorkerFailed(f"env worker {worker}: {value}")
         node, name = value
         if node == self._node:

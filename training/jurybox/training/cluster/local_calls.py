@@ -20,7 +20,12 @@ from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
-Answer = tuple[int, Any]  # the kind (see `env_workers`), and the value
+import cloudpickle
+
+from jurybox.training.vector.worker import worker_error
+
+Answer = tuple[int, Any]  # one of the kinds below, and the value
+VALUE, RAISED, NEW = range(3)  # NEW: the worker has no object yet
 _PEER = struct.Struct("3i")  # process, user, group
 _TIMEOUT = 5.0
 
@@ -55,9 +60,15 @@ class CallServer:
     def _serve(self, connection: Connection) -> None:
         try:
             while True:
-                connection.send_bytes(_pickled(self._do(*pickle.loads(connection.recv_bytes()))))
+                connection.send_bytes(self._answer(connection.recv_bytes()))
         except (EOFError, OSError):
             return  # the caller is gone
+
+    def _answer(self, message: bytes) -> bytes:
+        try:
+            return _pickled(self._do(*pickle.loads(message)))
+        except Exception as error:  # noqa: BLE001 (such as a value that cannot be pickled; the learner raises it)
+            return _pickled((RAISED, str(worker_error(error))))
 
 
 class CallConnection:
@@ -86,9 +97,10 @@ class CallConnection:
 
     def ask(self, method: str, arguments: tuple[Any, ...]) -> int:
         """Send a call; returns its number. If the worker is gone, `answer` raises EOFError."""
+        message = _pickled((method, arguments))
         self._sent += 1
         with suppress(OSError):  # which `answer` raises
-            self._connection.send_bytes(_pickled((method, arguments)))
+            self._connection.send_bytes(message)
         return self._sent
 
     def answer(self, number: int, until: float) -> Answer | None:
@@ -109,7 +121,11 @@ class CallConnection:
 
 
 def _pickled(message: Any) -> bytes:
-    return pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
+    try:
+        return pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
+    except Exception:  # noqa: BLE001 (a function without a name, say, which Ray carries as well)
+        found: bytes = cloudpickle.dumps(message)
+        return found
 
 
 def _own_user(peer: socket.socket) -> bool:
