@@ -48,6 +48,20 @@ def test_prefetched_batches_are_already_there(replay: Replay) -> None:
             check(next(batches))
 
 
+def test_a_dropped_batch_is_not_overwritten_before_the_stream_that_reads_it_is_through(replay: Replay) -> None:
+    stream, wrong = torch.cuda.Stream(), torch.zeros((), dtype=torch.int64, device="cuda")
+    with replay.prefetch(256, device="cuda") as batches, torch.cuda.stream(stream):
+        for _ in range(30):
+            tensors = next(batches)
+            drawn = tensors["n"].clone()
+            stream.synchronize()
+            torch.cuda._sleep(20_000_000)  # some ten milliseconds, in which the thread copies the next batches
+            wrong += (tensors["n"] != drawn).sum()
+            del tensors
+        stream.synchronize()
+    assert wrong.item() == 0
+
+
 def test_a_pinned_batch_is_page_locked(replay: Replay) -> None:
     batch = replay.sample(8, replay.batch(8, pinned=True))
     assert all(tensor.is_pinned() for tensor in batch.torch().values())

@@ -210,7 +210,11 @@ class Prefetch(ForkGuard):
         if copied is not None:
             import torch
 
-            torch.cuda.current_stream(self._device).wait_event(copied)
+            stream = torch.cuda.current_stream(self._device)
+            stream.wait_event(copied)
+            for tensor in tensors.values():
+                # The memory belongs to the copying stream, which shall not fill it again before this one has read it.
+                tensor.record_stream(stream)
         return tensors
 
     def close(self) -> None:
@@ -276,8 +280,6 @@ def _mover(device: str) -> Any:
             copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
             copied.record(stream)
         copied.synchronize()  # the pinned memory is about to be filled again
-        for tensor in tensors.values():
-            tensor.record_stream(torch.cuda.current_stream(device))
         return tensors, copied
 
     return move
