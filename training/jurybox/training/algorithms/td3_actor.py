@@ -77,7 +77,7 @@ Array = npt.NDArray[np.float32]
 
 
 class NumpyActor:
-    """The forward pass of `networks.Policy` in NumPy.
+    """The forward pass of `td3.Policy` in NumPy.
 
     For a handful of rows it takes less time than torch needs to dispatch its operations, and an env worker that uses
     it never imports torch.

@@ -96,8 +96,8 @@ class WorkflowTrainer:
         policy: makes the policy that acts for a learner; by default the learner itself.
 
     Attributes:
-        heard: called at every step of every rollout with the number of trained episodes (with the current share of one)
-            and, during an evaluation, its finished share.
+        on_progress: called at every step of every rollout with the number of trained episodes (with the current share
+            of one) and, during an evaluation, its finished share.
     """
 
     def __init__(self, settings: WorkflowTraining, env: Parts, evaluation: Parts, policy: Any = None) -> None:
