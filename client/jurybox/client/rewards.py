@@ -37,7 +37,18 @@ from numpy.typing import NDArray
 
 from jurybox.client.row_codec import utf8
 from jurybox.client.server import Server, connect
-from jurybox.protocol.errors import Busy, ModelFailed, ModelNotFound, RowFailed, ServerGone, SpecMismatch, Timeout, said
+from jurybox.protocol.errors import (
+    Busy,
+    Code,
+    ModelFailed,
+    ModelNotFound,
+    Refused,
+    RowFailed,
+    ServerGone,
+    SpecMismatch,
+    Timeout,
+    said,
+)
 from jurybox.protocol.spec import BYTES, ModelSpec, TensorSpec
 
 if TYPE_CHECKING:
@@ -304,10 +315,12 @@ class Juror:
             outputs, version = reply.outputs, reply.version
         except RowFailed as error:
             outputs, failed, version = error.outputs, error.errors, error.version
-        except ModelFailed as error:
+        except (ModelFailed, Refused) as error:
+            if isinstance(error, Refused) and error.code != Code.TOO_LARGE:
+                raise
             if len(rows) == 1 or until < time.monotonic():
                 return [said(error, 300)] * len(rows)
-            half = len(rows) // 2  # bisect: only the rows that make the model fail must get its error
+            half = len(rows) // 2  # bisect: only rows that make the model fail, or are too large, must get the error
             return self._ask(model, rows[:half], until, versions) + self._ask(model, rows[half:], until, versions)
         except _PASSING as error:
             return [Passing(said(error, 300))] * len(rows)

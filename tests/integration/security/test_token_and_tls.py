@@ -13,13 +13,16 @@ from tests.serving import serving, walls
 
 from jurybox.client import Error, Refused, ServerGone, connect
 from jurybox.client.remote.weights import RemotePublisher
+from jurybox.client.rewards import Juror
 from jurybox.protocol import open_inference_pb2 as pb
+from jurybox.protocol.errors import Code
 from jurybox.protocol.open_inference_pb2_grpc import GRPCInferenceServiceStub
 
 TOKEN = "s3cret-s3cret-s3cret"
 MODELS = {
     "affine": {"factory": "tests.models:affine", "max_batch": 16, "rows": 64},
     "policy": {"factory": "tests.models:affine", "publish": "double_buffer"},
+    "brightness": {"factory": "tests.reward_models:brightness", "max_batch": 16, "rows": 64},
 }
 X = np.ones((2, 4), np.float32)
 BEARER = {"Authorization": f"Bearer {TOKEN}"}
@@ -149,6 +152,21 @@ def test_the_client_connects_with_the_token_and_the_certificate(server, folder, 
     monkeypatch.setenv("JURYBOX_TOKEN", TOKEN)
     with connect(f"grpcs://{server.grpc}") as client:
         assert set(client.models()) == set(MODELS)
+
+
+def test_a_request_beyond_the_limit_is_too_large_and_not_for_later(server, folder, monkeypatch):
+    monkeypatch.setenv("JURYBOX_TLS_CA", str(folder / "cert.pem"))
+    monkeypatch.setenv("JURYBOX_TOKEN", TOKEN)
+    pictures = [np.full((250, 250, 3), 51 * i, np.uint8) for i in range(1, 5)] * 2
+    with connect(f"grpcs://{server.grpc}") as client:
+        model = client.model("brightness")
+        with pytest.raises(Refused, match="larger than max.*fewer rows.*max_message_mib") as caught:
+            model.infer(pictures)
+        assert caught.value.code == Code.TOO_LARGE
+        assert model.infer(pictures[:4])["score"].shape == (4,)
+    juror = Juror("brightness", output="score", address=f"grpcs://{server.grpc}")
+    np.testing.assert_allclose(juror.scores({"image": pictures}, 8), [0.2, 0.4, 0.6, 0.8] * 2, rtol=1e-5)
+    juror.close()
 
 
 def test_weights_are_published_only_with_the_token(server, folder, monkeypatch):

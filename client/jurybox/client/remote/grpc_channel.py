@@ -54,6 +54,7 @@ _MEANING = {
     grpc.StatusCode.INVALID_ARGUMENT: Code.MALFORMED,
     grpc.StatusCode.UNIMPLEMENTED: Code.PROTOCOL_MISMATCH,
     grpc.StatusCode.CANCELLED: Code.SERVER_GONE,
+    grpc.StatusCode.RESOURCE_EXHAUSTED: Code.TOO_LARGE,  # gRPC itself refused a message; BUSY always has its code
 }
 _BY_STATUS = {row.grpc: code for code, row in reversed(TABLE.items())}
 
@@ -167,7 +168,10 @@ def failure(error: Any) -> tuple[int, str]:
         if code_name.isdigit()
         else _MEANING.get(status, _BY_STATUS.get(status.value[0], Code.SERVER_GONE))
     )
-    return code, error.details() or status.name
+    message = error.details() or status.name
+    if code == Code.TOO_LARGE and not code_name:
+        message += ": send fewer rows at once, or increase the server's max_message_mib"
+    return code, message
 
 
 def raised(error: Any, address: str) -> Error:
