@@ -79,7 +79,7 @@ class Feeder:
 class _Channel:
     def __init__(self, reader: WeightsReader, publisher: Publisher) -> None:
         self._reader, self._publisher = reader, publisher
-        self._seen = 0
+        self._seen = publisher.version  # the server may have been fed before, and refuses what it has
         self._buffers: State = reader.buffers()
 
     def feed(self) -> None:
