@@ -55,6 +55,13 @@ def test_current_values_come_from_the_later_sample(scene):
     json.dumps(shown, allow_nan=False)
 
 
+def test_an_invalid_state_that_another_process_wrote_counts_as_absent(scene):
+    document = scene.document()
+    scene.engine(0, state=99)
+    states = [engine["state"] for engine in sample(None, scene.snapshot(document=document))["engines"]]
+    assert states == ["absent", "serving"]
+
+
 def test_the_first_look_has_no_rates(scene):
     scene.add(0, PHOTO, requests=1000, rows=1000)
     assert sample(None, scene.snapshot())["rates"] == {"requests": 0.0, "rows": 0.0, "batches": 0.0}

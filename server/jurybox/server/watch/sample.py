@@ -11,7 +11,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jurybox.protocol.errors import ServerGone
-from jurybox.protocol.scoreboard import BATCH_BUCKETS, COUNTERS, MAX_LANES, TIME_BUCKETS, EngineState, Scoreboard
+from jurybox.protocol.scoreboard import (
+    BATCH_BUCKETS,
+    COUNTERS,
+    MAX_LANES,
+    TIME_BUCKETS,
+    EngineState,
+    Scoreboard,
+    state_of,
+)
 from jurybox.protocol.segment import segment_name
 from jurybox.server.status import percentile
 
@@ -265,7 +273,7 @@ def _engine(later: Snapshot, at: int, grown: NDArray[Any], seconds: float) -> Do
 def _state(later: Snapshot, at: int) -> str:
     """Return the state of an engine, as in the status document."""
     hung = later.document["engines"][at]["hung"]
-    return "hung" if hung else EngineState(int(later.engines["state"][at])).name.lower()
+    return "hung" if hung else state_of(later.engines["state"][at]).name.lower()
 
 
 def _rate(counts: NDArray[Any], seconds: float) -> float:
