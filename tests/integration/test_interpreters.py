@@ -215,6 +215,10 @@ def test_programs_that_are_no_interpreter_are_reported(tmp_path):
     assert "(cannot): is it a Python?" in found
     (found,) = misfits([fake(tmp_path, "silent", "exit 3")])
     assert "(exit status 3): is it a Python?" in found
+    (found,) = misfits([fake(tmp_path, "binary", r"printf '\377\376'; exit 3")])
+    assert "(exit status 3): is it a Python?" in found
+    (found,) = misfits([fake(tmp_path, "other", """echo '{"answer": 42}'; exit 3""")])
+    assert "(exit status 3): is it a Python?" in found
     broken = tmp_path / "broken"
     broken.write_bytes(b"\x7fELF nothing")
     broken.chmod(0o700)

@@ -71,13 +71,14 @@ def _misfits(python: str) -> list[str]:
             [python, "-c", _ASK, *names],
             capture_output=True,
             text=True,
+            errors="replace",
             timeout=_TIMEOUT,
             check=False,
             stdin=subprocess.DEVNULL,
             env={name: value for name, value in variables.items() if value is not None},
         )
         installed: dict[str, Any] = json.loads(asked.stdout.strip().rpartition("\n")[2])
-        if not isinstance(installed, dict):
+        if not isinstance(installed, dict) or not {"python", *names} <= installed.keys():
             raise ValueError
         return list(_unfit(installed))
     except subprocess.TimeoutExpired:
