@@ -307,7 +307,8 @@ class EngineProcess:
                 self._regions.unbind(order["lease"], order["first"])
         except Exception as error:  # noqa: BLE001  a client's handle may be anything
             reason = said(error)
-        self._tell("bound", lease=order["lease"], first=order["first"], reason=reason)
+        ends = order["kind"] == "unbind"
+        self._tell("bound", lease=order["lease"], first=order["first"], ends=ends, reason=reason)
 
     def _stand_by(self) -> None:
         """Compute nothing until the pause ends. Orders are carried out, weights are updated, and tickets wait."""

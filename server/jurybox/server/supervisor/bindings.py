@@ -58,11 +58,15 @@ class Bindings:
             raise Refused(f"row {request.first} is being unbound: try again", Code.BUSY)
         return BindingMessage(settled=not bound.waiting, reason=bound.reason)
 
-    def answered(self, engine: int, lease: int, first: int, reason: str) -> None:
-        """Record that an engine has bound or unbound rows, or, with a `reason`, that it could not."""
-        if (bound := self._bound.get((lease, first))) is not None:
+    def answered(self, engine: int, lease: int, first: int, *, ends: bool, reason: str) -> None:
+        """Record that an engine has bound rows (`ends`: unbound), or, with a `reason`, that it could not.
+
+        A client that did not wait for its binding has already ended it; the late answer to the binding is ignored.
+        """
+        bound = self._bound.get((lease, first))
+        if bound is not None and bound.ending == ends:
             bound.waiting.discard(engine)
-            if reason and not bound.ending:
+            if reason and not ends:
                 bound.reason = reason
             self._drop_ended()
 

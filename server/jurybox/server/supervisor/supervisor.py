@@ -363,7 +363,9 @@ class Supervisor:
                 self._on_settled(index, message)
             case "bound":
                 reason = plain(message["reason"])
-                self._engines.bindings.answered(index, message["lease"], message["first"], reason)
+                self._engines.bindings.answered(
+                    index, message["lease"], message["first"], ends=message["ends"], reason=reason
+                )
             case "asleep" | "awake":
                 self._on_weights_moved(index, message)
             case "order failed":
