@@ -44,6 +44,18 @@ def test_a_client_anywhere_loads_uses_keeps_and_unloads_what_the_configuration_a
         client.describe("mine")
 
 
+def test_a_load_without_settings_says_how_long_the_model_is_kept_from_then_on(server):
+    with server.connect() as client:
+        client.load("mine", LOADED)
+        with pytest.raises(Refused, match="loaded without keep"):
+            client.keep("mine", 60.0)
+        client.load("mine", keep=30.0)
+        client.keep("mine", 60.0)
+        client.load("mine")  # as it is: also as long
+        client.keep("mine", 60.0)
+        client.unload("mine")
+
+
 def test_a_model_that_is_no_longer_kept_is_unloaded_and_one_that_is_kept_is_not(client):
     client.load("kept", LOADED, keep=3.0)
     client.keep("kept", 30.0)
@@ -74,6 +86,8 @@ def test_a_client_elsewhere_brings_no_more_than_that_and_touches_nothing_of_the_
             client.keep("own", 5.0)
         with pytest.raises(Refused, match="stays until it is unloaded"):
             client.keep("local", 5.0)
+        with pytest.raises(Refused, match="is this server's own|stays until it is unloaded"):
+            client.load("local", keep=5.0)
         here.unload("local")
         assert client.models() == ["own"]
 

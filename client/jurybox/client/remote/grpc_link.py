@@ -113,6 +113,8 @@ class GrpcLink(Link):
             request.parameters["settings"].string_param = settings_json
             request.parameters["keep"].int64_param = math.ceil(keep)
         self._call("RepositoryModelLoad", request, max(timeout, _LOAD))
+        if keep and not settings_json:  # in one request with a load, keep would be its only parameter, and load nothing
+            self.keep(name, keep, timeout)
 
     def keep(self, name: str, seconds: float, timeout: float) -> None:
         request = pb.RepositoryModelLoadRequest(model_name=name)

@@ -280,6 +280,8 @@ class ControlHandlers:
             require_loadable(self._settings, request.model, settings)
         else:
             settings = self._known_settings(request.model)
+            if request.remote and request.keep:
+                self._require_theirs(request.model)
         until = self._until(request.model, request.keep) if request.keep else None
         if (there := self._models.get(request.model)) is not None and (there.sleeping or there.moving):
             raise Refused(f"model {request.model!r} sleeps, or moves its weights: wake it, then load it", Code.SLEEPING)
@@ -288,7 +290,9 @@ class ControlHandlers:
                 raise Busy(f"engine {index} is behind with its orders: try again later")
         held = self._models.add(request.model, settings, configured=request.model in self._settings.models)
         if request.settings_json:
-            held.until, held.remote = until, request.remote
+            held.remote = request.remote
+        if request.settings_json or request.keep:
+            held.until = until
         held.leave_quarantine()
         self._engines.load(held)
         return held.message()
@@ -354,12 +358,12 @@ class ControlHandlers:
         return time.monotonic() + keep
 
     def _require_theirs(self, name: str) -> None:
-        """Refuse settings from a network for a model that was not loaded from a network."""
+        """Refuse settings and a time limit from a network for a model that was not loaded from a network."""
         held = self._models.get(name)
         if name in self._settings.models or (held is not None and not held.remote):
             raise Refused(
-                f"model {name!r} is this server's own, and its settings are not taken from a network: load it as it "
-                "is, without settings, or another one under a name of its own"
+                f"model {name!r} is this server's own, and neither settings nor keep are taken from a network for it: "
+                "load it as it is, without them, or another one under a name of its own"
             )
 
     def _keep(self, request: pb.KeepRequest) -> None:
