@@ -33,6 +33,7 @@ from jurybox.client.chunks import AsyncChunkPolicy
 from jurybox.server.gateway.robots.msgpack_arrays import packb, unpackb
 
 MODELS = {name: {"factory": f"tests.robot_models:{name}", "max_batch": 32} for name in ("seen", "counting")}
+FEW = {"few": {"factory": "tests.robot_models:counting", "rows": 4}}
 ROBOTS = """
 [robots.arm]
 model = "seen"
@@ -52,6 +53,12 @@ listen = "127.0.0.1:0"
 clients = 2
 timeout = 0.5
 """
+FULL = """
+[robots.full]
+model = "few"
+listen = "127.0.0.1:0"
+clients = 4
+"""
 ALONE = """
 [robots.alone]
 model = "seen"
@@ -65,7 +72,7 @@ VLLM = "/v1/realtime/robot/openpi"
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
-    with serving(tmp_path_factory.mktemp("server"), MODELS, more=ROBOTS + LATE) as running:
+    with serving(tmp_path_factory.mktemp("server"), MODELS | FEW, more=ROBOTS + LATE + FULL) as running:
         yield running
 
 
@@ -500,6 +507,14 @@ def test_an_episode_with_a_late_answer_does_not_continue_from_that_step(addresse
 
         wait_until(first, 60, "the first step of another episode")
         assert other(step)[0].tolist() == [2, 2]
+
+
+def test_robots_may_use_all_rows_of_a_model_with_state(addresses):
+    with contextlib.ExitStack() as stack:
+        arms = [stack.enter_context(robot(addresses["full"])) for _ in range(4)]
+        for step in (1, 2):
+            for ask in arms:
+                np.testing.assert_allclose(ask({"state": [1.0]})["actions"], expected(step, step))
 
 
 def test_an_expired_observation_is_dropped_and_not_computed(addresses):

@@ -468,6 +468,14 @@ def test_a_model_with_too_few_rows_for_all_lanes_is_an_error_with_the_number_to_
     assert load_settings(write(SHARED.format(rows=117)), (), {}).models["photo"].resolve_rows(1) == 117
 
 
+def test_the_default_rows_of_a_model_with_state_are_enough_for_every_client_of_its_robots(write):
+    text = PHOTO + '[robots.arm]\nmodel = "photo"\nlisten = "127.0.0.1:8002"\nclients = 500\n'
+    settings = load_settings(write(text), (), {}).models["photo"]
+    rows = settings.resolve_rows(1 << 30, state=True)
+    assert rows - rows // 2 == 500  # the gateway's lane has at most half
+    assert settings.resolve_rows(1 << 30) == 128  # without state, robots share rows
+
+
 def test_the_default_rows_are_enough_for_all_lanes(write):
     text = PHOTO + "".join(f'[dialects.d{n}]\nspeaks = "slime"\nmodel = "photo"\n' for n in range(100))
     settings = load_settings(write(text), (), {}).models["photo"]

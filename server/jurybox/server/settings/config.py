@@ -247,15 +247,20 @@ class _Holders:
     dialects: list[str] = field(default_factory=list)
     robots: dict[str, int] = field(default_factory=dict)  # maximum number of clients, by name
 
-    def needed(self, rows: int, model: ModelSettings) -> int:
-        """Return the rows of all their lanes and the gateway's, for an arena of `rows` rows; 0 without any."""
-        lanes = len(self.dialects) * model.lane_rows_of(rows)
-        lanes += sum(min(clients, max(1, rows // 2)) for clients in self.robots.values())
-        return lanes + min(2 * model.max_batch, max(1, rows // 2)) if lanes else 0
+    def needed(self, rows: int, model: ModelSettings, *, state: bool = False) -> int:
+        """Return the rows of all their lanes and the gateway's, for an arena of `rows` rows; 0 without any.
 
-    def enough(self, rows: int, model: ModelSettings) -> int:
+        Args:
+            state: whether the model keeps state. Then each client of a robots' port needs its own row.
+        """
+        half = max(1, rows // 2)
+        lanes = len(self.dialects) * model.lane_rows_of(rows)
+        lanes += sum(clients if state else min(clients, half) for clients in self.robots.values())
+        return lanes + (half if state else min(2 * model.max_batch, half)) if lanes else 0
+
+    def enough(self, rows: int, model: ModelSettings, *, state: bool = False) -> int:
         """Return the smallest number of rows, at least `rows`, that suffices for all lanes."""
-        while (needed := self.needed(rows, model)) > rows:
+        while (needed := self.needed(rows, model, state=state)) > rows:
             rows = needed
         return rows
 
@@ -346,14 +351,19 @@ class ModelSettings(_Strict):
         }
         return next((name for name, there in given.items() if there), "")
 
-    def resolve_rows(self, row_bytes: int) -> int:
-        """Return the number of rows of the arena, for rows of `row_bytes` bytes (ModelSpec.row_bytes)."""
-        fitting = min(_AUTO_ARENA_BYTES // row_bytes, _AUTO_ROWS)
-        return self.rows or self._holders.enough(max(fitting, 2 * self.max_batch, self.lane_rows), self)
+    def resolve_rows(self, row_bytes: int, *, state: bool = False) -> int:
+        """Return the number of rows of the arena.
 
-    def resolve_lane_rows(self, row_bytes: int) -> int:
+        Args:
+            row_bytes: bytes of a row (ModelSpec.row_bytes).
+            state: whether the model keeps state.
+        """
+        fitting = min(_AUTO_ARENA_BYTES // row_bytes, _AUTO_ROWS)
+        return self.rows or self._holders.enough(max(fitting, 2 * self.max_batch, self.lane_rows), self, state=state)
+
+    def resolve_lane_rows(self, row_bytes: int, *, state: bool = False) -> int:
         """Return the default number of rows of a lane: small enough for more than a hundred clients."""
-        return self.lane_rows_of(self.resolve_rows(row_bytes))
+        return self.lane_rows_of(self.resolve_rows(row_bytes, state=state))
 
     def lane_rows_of(self, rows: int) -> int:
         """As `resolve_lane_rows`, for an arena of `rows` rows."""

@@ -212,7 +212,7 @@ class HeldModel:
     def lane_rows(self, asked: int) -> int:
         """Return the number of rows of a lane: the requested one, or, for 0, the model's default."""
         assert self.spec is not None
-        return asked or self.settings.resolve_lane_rows(self.spec.row_bytes)
+        return asked or self.settings.resolve_lane_rows(self.spec.row_bytes, state=bool(self.spec.state))
 
     def message(self) -> ModelMessage:
         """Return the model's description for clients."""
@@ -338,7 +338,7 @@ class Models:
         """
         replaces = held.arena is not None and held.spec != spec
         if held.arena is None or replaces:
-            rows = held.asked.resolve_rows(spec.row_bytes)
+            rows = held.asked.resolve_rows(spec.row_bytes, state=bool(spec.state))
             self._arenas_made += 1
             name = segment_name(self._server_id, "arena", self._arenas_made)
             arena = Arena.create(name, ArenaLayout(spec, rows), self._make)

@@ -163,13 +163,13 @@ class RobotPolicy:
         """Lease rows for all episodes; called in a thread."""
         if self._server is None:
             self._server = connect(self._address, timeout=_CONNECT)
-        described = self._server.describe(self._name)
-        with self._server.model(self._name, rows=1, timeout=self._timeout) as one:
+        with self._server.model(self._name, rows=1, timeout=self._timeout) as one:  # waits for a model that is loading
             require_actions(self._name, list(one.spec.outputs))
-            if one.spec.state:
-                model = self._server.model(self._name, rows=self._clients, timeout=self._timeout)
-                return model, Sessions(model.requests, self._clients)
-        rows = min(self._clients, max(1, described.arena_rows // 2))
+            state = bool(one.spec.state)
+        if state:  # its clients may need all rows, so `one` is released
+            model = self._server.model(self._name, rows=self._clients, timeout=self._timeout)
+            return model, Sessions(model.requests, self._clients)
+        rows = min(self._clients, max(1, self._server.describe(self._name).arena_rows // 2))
         self._engines = len(self._server.status()["engines"])
         return self._server.model(self._name, rows=rows), None
 
