@@ -48,16 +48,17 @@ class Policy(torch.nn.Module):
 class Grouped:
     """An engine in this thread with `n` grouped models, their modules and the channels they follow."""
 
-    def __init__(self, n: int, max_batch: int = 4) -> None:
+    def __init__(self, n: int, max_batch: int = 4, outputs=OUTPUTS, mode="double_buffer") -> None:
         torch.manual_seed(0)
         self.modules = [Policy().eval() for _ in range(n)]
         self.own = [{key: value.clone() for key, value in module.state_dict().items()} for module in self.modules]
-        models = {f"agent{i}": ServedModel(module, VECTOR, OUTPUTS) for i, module in enumerate(self.modules)}
+        models = {f"agent{i}": ServedModel(module, VECTOR, outputs) for i, module in enumerate(self.modules)}
         self.server = InprocServer(models, max_batch=max_batch)
         self.actions: queue.SimpleQueue = queue.SimpleQueue()
         self.groups = Groups(self.server.engine, torch.device("cpu"), self._later)
         name = segment_name(f"group{uuid.uuid4().hex[:8]}", "weights")
-        self.channels = [WeightsChannel.create(f"{name}{i}", WeightsLayout.of(self.own[i])) for i in range(n)]
+        layouts = [WeightsLayout.of(own) for own in self.own]
+        self.channels = [WeightsChannel.create(f"{name}{i}", layout, mode) for i, layout in enumerate(layouts)]
         for i in range(n):
             self.join(i)
         self.server.engine.slots[0].served.fewest = 2  # as on a GPU, so that few members behave like many
@@ -225,6 +226,38 @@ def test_a_member_leaves_and_returns_and_the_others_keep_their_versions(make):
     assert [replies[i].version for i in (0, 2)] == [0, 1]
     assert_its_own(replies[2], grouped.own[0], x)
     assert engine.slots[0] is served and 1 not in engine.slots
+
+
+def test_a_publication_that_is_being_written_does_not_bring_back_an_earlier_one(make):
+    grouped = make(2, mode="snapshot")
+    channel = grouped.channels[0]
+    with Publisher(channel) as publisher:
+        for version in (1, 2):
+            newest = {key: value + version for key, value in grouped.own[0].items()}
+            publisher.publish(newest)
+            grouped.wait_for(0, version)
+        slot = channel.slots.begin()  # the third, which takes its time
+        with Publisher(grouped.channels[1]) as other:
+            other.publish(grouped.own[1])
+            grouped.wait_for(1, 1)
+        x = rows(2)
+        reply = grouped.ask({0: x})[0]
+        assert reply.version == 2
+        assert_its_own(reply, newest, x)
+        channel.slots.commit(slot, 3, b"")
+        grouped.wait_for(0, 3)
+
+
+def test_a_members_damaged_channel_keeps_no_publication_from_the_others(make):
+    grouped = make(3)
+    words = grouped.channels[1]._words
+    words[9], words[11], words[0] = 1, 1 << 40, 2  # a version 1 whose extra is larger than its slot
+    for i in (0, 2):
+        Publisher(grouped.channels[i]).publish(grouped.own[i])
+        grouped.wait_for(i, 1)
+    assert grouped.ask({1: rows(1)})[1].version == 0
+    again = Publisher(grouped.channels[1]).publish(grouped.own[1])
+    grouped.wait_for(1, again)
 
 
 class Doing(torch.nn.Module):

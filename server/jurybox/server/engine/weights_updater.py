@@ -24,6 +24,30 @@ _PARTING = 30.0  # seconds to wait for the end of a copy in progress
 _NO_NEWS = 5.0  # seconds to wait for the first publication
 
 
+def in_loop(later: Callable[[Callable[[], None]], None], action: Callable[[], None], stopped: threading.Event) -> None:
+    """Run an action between two batches of the engine's loop, wait for it, and raise what it raises.
+
+    If `stopped` is set, the action is not run, and this does not wait: the loop may have ended.
+    """
+    done = threading.Event()
+    raised: list[BaseException] = []
+
+    def act() -> None:
+        try:
+            if not stopped.is_set():
+                action()
+        except BaseException as error:  # noqa: BLE001  raised in the waiting thread
+            raised.append(error)
+        finally:
+            done.set()
+
+    later(act)
+    while not done.wait(_SLICE) and not stopped.is_set():
+        pass
+    if raised:
+        raise raised[0]
+
+
 class Copy:
     """One version of a model's weights on the device, in the dtypes of the module."""
 
@@ -207,27 +231,19 @@ class WeightsUpdater:
             except Error:  # the channel is closed: its model was unloaded, or the server is gone
                 return
             try:
-                with torch.inference_mode(False), torch.no_grad():
-                    age = self._copies[0].fill(_SLICE)
+                self._adopt(stopped)
             except Timeout:
                 continue  # a snapshot was being published, or several; try again
             except Exception as error:  # noqa: BLE001  the thread continues: the next publication may be valid
                 self._report("weights not adopted", error=said(error))
                 stopped.wait(_SLICE)
-                continue
-            done = threading.Event()
-            began = time.monotonic()
-            self._later(lambda age=age, done=done, began=began: self._between(age, done, began, stopped))  # type: ignore[misc]
-            # The copy must not be filled again before it is in use. If the loop has ended, nothing needs updates.
-            while not done.wait(_SLICE) and not stopped.is_set():
-                pass
 
-    def _between(self, age: float, done: threading.Event, began: float, stopped: threading.Event) -> None:
-        try:
-            if not stopped.is_set():
-                self._switch(age + time.monotonic() - began)
-        finally:
-            done.set()
+    def _adopt(self, stopped: threading.Event) -> None:
+        with torch.inference_mode(False), torch.no_grad():
+            age = self._copies[0].fill(_SLICE)
+        began = time.monotonic()
+        # This waits, because the copy must not be filled again before it is in use.
+        in_loop(self._later, lambda: self._switch(age + time.monotonic() - began), stopped)
 
     def _switch(self, age: float) -> None:
         copy = self._copies.popleft()

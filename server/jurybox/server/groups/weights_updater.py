@@ -12,10 +12,11 @@ import torch
 from jurybox.protocol.errors import Error, Timeout, said
 from jurybox.protocol.weights import WeightsChannel
 from jurybox.protocol.weights.reader import WeightsReader
+from jurybox.server.engine.weights_updater import in_loop
 from jurybox.server.groups.group import Grouped, Member, Stacks
 
 _SLICE = 0.25  # seconds between two checks whether to stop
-_JOINING = 5.0  # seconds to wait for a member's first weights, and for a loop that is in a long forward
+_JOINING = 5.0  # seconds to wait for a member's first weights
 
 
 class GroupWeightsUpdater:
@@ -51,24 +52,27 @@ class GroupWeightsUpdater:
             stacks = Stacks(members[0].module, len(members))
             there = {id(member): place for place, member in enumerate(self._grouped.members)}
             readers: dict[int, _Reader] = {}
-            try:
-                for place, member in enumerate(members):
-                    reader = self._readers.get(member.model)
-                    if member.channel is not None:
-                        stays = reader is not None and reader.channel is member.channel
-                        readers[member.model] = (
-                            reader if stays and reader else _Reader(member.channel, self._news, self._stopped)
-                        )
-                    self._begin(stacks, place, member, there.get(id(member)), readers.get(member.model))
-            finally:
-                dropped = [reader for reader in self._readers.values() if reader not in readers.values()]
+            for place, member in enumerate(members):
+                reader = self._readers.get(member.model)
+                if member.channel is None:
+                    reader = None
+                elif reader is None or reader.channel is not member.channel:
+                    reader = _Reader(member.channel, self._news, self._stopped)
+                if reader is not None:
+                    readers[member.model] = reader
+                self._begin(stacks, place, member, there.get(id(member)), reader)
+            for reader in self._readers.values():
+                if reader not in readers.values():
+                    reader.stop()
             self._readers = readers
-            for reader in dropped:
-                reader.stop()
-            self._in_loop(lambda: self._rebind(members, stacks, install))
-            for member in members:
-                if (reader := readers.get(member.model)) is not None:
-                    reader.start()
+
+            def rebind() -> None:
+                self._grouped.rebind(members, stacks)
+                install()
+
+            in_loop(self._later, rebind, self._stopped)
+            for reader in readers.values():
+                reader.start()
             if not self._thread.ident:
                 self._thread.start()
 
@@ -97,10 +101,6 @@ class GroupWeightsUpdater:
                     if stack is stacks.active:
                         member.counters.adopted(stack.versions[place], age)
 
-    def _rebind(self, members: Sequence[Member], stacks: Stacks, install: Callable[[], None]) -> None:
-        self._grouped.rebind(members, stacks)
-        install()
-
     def _follow(self) -> None:
         while not self._stopped.is_set():
             if not self._news.wait(_SLICE):
@@ -111,23 +111,30 @@ class GroupWeightsUpdater:
                     self._adopt()
             except Exception as error:  # noqa: BLE001  the thread continues: the next publication may be valid
                 self._report("weights not adopted", model=self._grouped.spec.name, error=said(error))
+                self._news.set()  # try again: this publication may be the last
                 self._stopped.wait(_SLICE)
 
     def _adopt(self) -> None:
         """Fill the spare stack with the newest versions, and switch if any is newer than in the active one."""
         stacks, members = self._grouped.stacks, self._grouped.members
-        spare, ages = stacks.spare, {}
+        active, spare, ages = stacks.active, stacks.spare, {}
         for place, member in enumerate(members):
             reader = self._readers.get(member.model)
-            if reader is None or not reader.reader.newer_than(spare.versions[place]):
+            if reader is None:
                 continue
             try:
-                ages[place] = reader.into(spare.fill, place, _SLICE)
-            except Timeout:
-                self._news.set()  # a snapshot is being published: try again later, the other members need not wait
+                if reader.reader.newer_than(spare.versions[place]):
+                    ages[place] = reader.into(spare.fill, place, _SLICE)
+            except Exception as error:  # noqa: BLE001  the other members' publications are adopted
+                # The spare row is older than the active one, or partly written.
+                spare.fill(place, active.row(place), active.versions[place])
+                if isinstance(error, Timeout):
+                    self._news.set()  # a snapshot is being published: try again later
+                elif not reader.channel.closed:  # otherwise its model was unloaded, and is about to leave the group
+                    self._report("weights not adopted", model=member.served.spec.name, error=said(error))
         if spare.tensors and next(iter(spare.tensors.values())).is_cuda:
             torch.cuda.current_stream().synchronize()
-        changed = [place for place, version in enumerate(spare.versions) if version != stacks.active.versions[place]]
+        changed = [place for place, version in enumerate(spare.versions) if version != active.versions[place]]
         if not changed or self._stopped.is_set():
             return
         began = time.monotonic()
@@ -138,26 +145,7 @@ class GroupWeightsUpdater:
             for place in changed:
                 members[place].counters.adopted(spare.versions[place], ages.get(place, 0.0) + waited)
 
-        self._in_loop(switch)
-
-    def _in_loop(self, action: Callable[[], None]) -> None:
-        """Run an action between two batches and wait for it; a stopped loop does not run it."""
-        done = threading.Event()
-        raised: list[BaseException] = []
-
-        def act() -> None:
-            try:
-                action()
-            except BaseException as error:  # noqa: BLE001  raised in the waiting thread
-                raised.append(error)
-            finally:
-                done.set()
-
-        self._later(act)
-        while not done.wait(_SLICE) and not self._stopped.is_set():
-            pass
-        if raised:
-            raise raised[0]
+        in_loop(self._later, switch, self._stopped)
 
 
 class _Reader:
