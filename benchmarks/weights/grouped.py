@@ -26,7 +26,7 @@ import torch
 
 from jurybox.protocol import TensorSpec
 from jurybox.protocol.wire import TICKET
-from jurybox.server.groups.group import Member, Stack, StackedForward, Stacks
+from jurybox.server.groups.group import Member, Stack, Stacks, stacked_forward
 from jurybox.server.groups.groups import Groups
 from jurybox.server.inproc import InprocServer
 from jurybox.server.models import ServedModel
@@ -58,7 +58,7 @@ def stacked(modules: list[Policy], dtype: torch.dtype) -> Stack:
 def forwards(agents: int, rows: int, device: str) -> dict[str, Callable[[], object]]:
     modules = [Policy().to(device).eval() for _ in range(agents)]
     x = torch.randn(agents, rows, 52, device=device)
-    call, stack, half = StackedForward(modules[0]), stacked(modules, torch.float32), stacked(modules, torch.bfloat16)
+    call, stack, half = stacked_forward(modules[0]), stacked(modules, torch.float32), stacked(modules, torch.bfloat16)
     half_module = Policy().to(device, torch.bfloat16).eval()
     plain = {name: tensor.contiguous() for name, tensor in stack.tensors.items()}
     flat = torch.cat([tensor.reshape(-1) for tensor in plain.values()])

@@ -14,11 +14,12 @@ torch = pytest.importorskip("torch")
 from tests.models import VECTOR  # noqa: E402
 from tests.serving import wait_until  # noqa: E402
 
-from jurybox.client import ModelFailed, ModelNotFound, Refused  # noqa: E402
+from jurybox.client import ModelFailed, ModelNotFound, Refused, RowFailed  # noqa: E402
 from jurybox.protocol import TensorSpec  # noqa: E402
 from jurybox.protocol.segment import segment_name  # noqa: E402
 from jurybox.protocol.weights import WeightsChannel, WeightsLayout  # noqa: E402
 from jurybox.protocol.weights.publisher import Publisher  # noqa: E402
+from jurybox.server.engine.served import Served  # noqa: E402
 from jurybox.server.groups.group import Member, plan  # noqa: E402
 from jurybox.server.groups.groups import CannotGroup, Groups, check_groupable, require_alike  # noqa: E402
 from jurybox.server.inproc import InprocServer  # noqa: E402
@@ -258,6 +259,72 @@ def test_a_members_damaged_channel_keeps_no_publication_from_the_others(make):
     assert grouped.ask({1: rows(1)})[1].version == 0
     again = Publisher(grouped.channels[1]).publish(grouped.own[1])
     grouped.wait_for(1, again)
+
+
+@pytest.mark.parametrize("fewest", [2, 8])
+def test_rows_of_a_member_that_are_not_finite_fail_alone(make, fewest):
+    finite = {"logits": TensorSpec("float32", (3,), finite=True), "value": TensorSpec("float32")}
+    grouped = make(3, outputs=finite)
+    grouped.server.engine.slots[0].served.fewest = fewest  # computed together, or one by one
+    Publisher(grouped.channels[0]).publish(grouped.own[0])
+    grouped.wait_for(0, 1)
+    bad = rows(3)
+    bad[1] = np.nan
+    models = [grouped.server.model(f"agent{i}") for i in range(3)]
+    # More rows than a member's batch holds, and those that fail between others.
+    tickets = [
+        models[2].submit(rows(4, 2)),
+        models[0].submit(rows(3)),
+        models[0].submit(bad),
+        models[1].submit(rows(2)),
+    ]
+    with pytest.raises(RowFailed) as failed:
+        tickets[2].result()
+    assert failed.value.errors == {1: "output 'logits' is not finite"}
+    for i, ticket, x in ((2, tickets[0], rows(4, 2)), (0, tickets[1], rows(3)), (1, tickets[3], rows(2))):
+        assert_its_own(ticket.result(), grouped.own[i], x)
+    tickets = [models[0].submit(bad), models[1].submit(bad)]
+    for ticket in tickets:  # nothing is left of the batch
+        with pytest.raises(RowFailed):
+            ticket.result()
+    counters = grouped.server.engine.scoreboard.counters[0]
+    assert counters["failed"][:3].tolist() == [2, 1, 0] and counters["requests"][:3].tolist() == [1, 1, 1]
+
+
+class Scaled(torch.nn.Module):
+    """Takes numbers of any dtype."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.full((), 2.0))
+
+    def forward(self, observation):
+        return observation.float() * self.scale
+
+
+def test_a_groups_only_member_that_is_loaded_anew_brings_its_own_dtype():
+    whole, outputs = {"observation": TensorSpec("int32", (4,))}, {"action": TensorSpec("float32", (4,))}
+    models = {name: ServedModel(Scaled(), whole, outputs) for name in ("a", "b")}
+    with InprocServer(models) as server:
+        engine, arenas = server.engine, [server._arenas[name] for name in models]
+        loaded = [engine.slots[i].served for i in (0, 1)]
+        groups = Groups(engine, torch.device("cpu"), lambda action: action())
+        floats = {"observation": arenas[0].inputs["observation"].view(np.float32)}
+        before = Served("a", ServedModel(Scaled(), VECTOR, outputs), floats, arenas[0].outputs, 64)
+        groups.join("g", Member(0, before, floats, arenas[0].outputs, None, engine.counters(0)), None, int)
+        earlier = engine.slots[0]
+        for i in (0, 1):
+            member = Member(i, loaded[i], arenas[i].inputs, arenas[i].outputs, None, engine.counters(i))
+            groups.join("g", member, None, int)
+        slot = engine.slots[0]
+        assert slot is engine.slots[1]
+        slot.served.fewest = 2
+        x = np.arange(8, dtype=np.int32).reshape(2, 4)
+        tickets = [server.model(name).submit(x) for name in models]
+        for ticket in tickets:
+            np.testing.assert_array_equal(ticket.result().outputs, 2 * x)
+        assert earlier.updater._stopped.is_set()
+        engine.stop_updaters()
 
 
 class Doing(torch.nn.Module):

@@ -48,21 +48,10 @@ class Counters:
         """Count one answered batch; `began` and `ended` are ns of CLOCK_MONOTONIC."""
         native.count_batch(self._own, self._shown, tickets, rows, began, ended)
 
-    def failed(self, tickets: NDArray[Any]) -> None:
-        """Count tickets that the model could not answer."""
-        self._add("failed", len(tickets))
-
-    def expired(self, tickets: NDArray[Any]) -> None:
-        """Count tickets whose deadline had passed."""
-        self._add("expired", len(tickets))
-
-    def not_held(self, tickets: NDArray[Any]) -> None:
-        """Count tickets that requested a weights version that is not held."""
-        self._add("not_held", len(tickets))
-
-    def refused(self, n: int) -> None:
-        """Count n tickets refused on arrival."""
-        self._add("refused", n)
+    def add(self, name: str, tickets: NDArray[Any]) -> None:
+        """Count tickets without an answer of the model: "failed", "expired", "refused" or "not_held"."""
+        self._own[name] += len(tickets)
+        self._shown[name] = self._own[name]
 
     def waiting(self, rows: int) -> None:
         """Publish how many rows wait for a batch."""
@@ -87,10 +76,6 @@ class Counters:
         """Rewrite the whole record, in case another process has overwritten it."""
         self._own["waiting"] = self._waiting
         self._shown[:] = self._own
-
-    def _add(self, name: str, n: int) -> None:
-        self._own[name] += n
-        self._shown[name] = self._own[name]
 
 
 class Runs(Protocol):
@@ -315,11 +300,9 @@ class Batches:
             if others[number]:
                 others[number] = False
                 one = tickets[number : number + 1].copy()
-                if code == Code.ROW_FAILED:
-                    slot.counters.failed(one)
-                else:
-                    slot.counters.refused(1)
-                self._answer(one, code, version or slot.served.version, message)
+                slot.counters.add("failed" if code == Code.ROW_FAILED else "refused", one)
+                for answered, used in slot.answers(one, version):
+                    self._answer(answered, code, used, message)
         return tickets[others].copy()
 
     def _recover(self, slot: Slot, tickets: NDArray[Any], rows: int, version: int, error: BaseException) -> None:
@@ -348,12 +331,12 @@ class Batches:
     def _fail(self, slot: Slot, tickets: NDArray[Any], error: BaseException) -> None:
         name, version = slot.name(tickets), slot.served.version
         if isinstance(error, VersionNotHeld):  # the requested version is missing: not a failure of the model
-            slot.counters.not_held(tickets)
+            slot.counters.add("not_held", tickets)
             self._report("weights version not held", model=name, error=said(error), tickets=len(tickets))
             self._answer(tickets, error.code, version, said(error))
             return
         message = plain(error) if isinstance(error, ModelFailed) else f"model {name!r} raised {said(error)}"
-        slot.counters.failed(tickets)
+        slot.counters.add("failed", tickets)
         fields: dict[str, Any] = {"model": name, "error": message, "tickets": len(tickets)}
         now = self._clock()
         if now - self._traced.get(name, now - _TRACED_NS) >= _TRACED_NS:

@@ -295,7 +295,7 @@ class Engine:
         if self._tracker.away and self._pause is not None and not self._batches.under_way:
             self._wait_for_more(slot, now)
         if (late := queue.expired(now)) is not None:
-            slot.counters.expired(late)
+            slot.counters.add("expired", late)
             self._answer(late, Code.TIMEOUT, served.version, "the deadline passed before the ticket's turn came")
             if not len(queue):
                 slot.counters.waiting(0)
@@ -408,7 +408,7 @@ class Engine:
             if (those := refused["code"] == code).any():
                 self._answer(refused[those], code, 0, message)
         for model in np.unique(refused["model"][np.isin(refused["code"], (Code.REFUSED, Code.BUSY))]):
-            self.counters(int(model)).refused(int((refused["model"] == model).sum()))
+            self.counters(int(model)).add("refused", refused[refused["model"] == model])
         accepted: NDArray[Any] = tickets[tickets["code"] == Code.OK]
         return accepted
 

@@ -89,7 +89,7 @@ class Direct(torch.nn.Module):
             for module in (self._orig_mod, self):
                 copies = {key: value.clone() for key, value in given.items()}
                 with torch.inference_mode():
-                    found.append(_flat(module(**copies) if self._by_name else module(*copies.values())))
+                    found.append(flat(module(**copies) if self._by_name else module(*copies.values())))
             if len(found[0]) != len(found[1]) or not all(map(_same, *found)):
                 raise NotDirect(f"with {rows} rows its operations compute something else than its forward")
 
@@ -367,7 +367,8 @@ def _results(program: torch.export.ExportedProgram, places: Sequence[int]) -> Ca
     raise NotDirect(f"it returns {spec}, expected a tensor, or a tuple or dict of them")
 
 
-def _flat(results: Any) -> list[torch.Tensor]:
+def flat(results: Any) -> list[torch.Tensor]:
+    """Return a module's outputs as a list."""
     if isinstance(results, torch.Tensor):
         return [results]
     return list(results.values() if isinstance(results, Mapping) else results)

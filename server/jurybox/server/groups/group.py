@@ -6,7 +6,7 @@ into batched ones. On the CPU, matrices are stored transposed, as layers multipl
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -20,7 +20,7 @@ from jurybox.protocol.scoreboard import MAX_MODELS
 from jurybox.protocol.spec import ModelSpec
 from jurybox.protocol.weights import WeightsChannel
 from jurybox.server.engine.batches import Counters
-from jurybox.server.engine.served import Served, WeightsSource
+from jurybox.server.engine.served import Outcome, Served, WeightsSource
 
 _MATRIX = 2
 
@@ -58,28 +58,19 @@ def _allocated(members: int, tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty(shape, dtype=tensor.dtype, device=tensor.device)
 
 
-class StackedForward:
-    """Calls a module with a stack's weights.
+def stacked_forward(
+    module: torch.nn.Module,
+) -> Callable[[dict[str, torch.Tensor], dict[str, torch.Tensor]], Any]:
+    """Return a function that calls a module with a stack's weights; the module's own weights are not used.
 
-    Args:
-        module: a module of the architecture; its own weights are not used.
+    The function takes the weights by name, (n, *shape), and the inputs by name, (n, rows, *shape). It returns the
+    module's outputs, each of shape (n, rows, *shape).
     """
 
-    def __init__(self, module: torch.nn.Module) -> None:
-        self._module = module
-        self._call = torch.vmap(self._one, randomness="error")
+    def one(weights: dict[str, torch.Tensor], inputs: dict[str, torch.Tensor]) -> Any:
+        return torch.func.functional_call(module, weights, kwargs=inputs, tie_weights=False)
 
-    def __call__(self, weights: Mapping[str, torch.Tensor], inputs: Mapping[str, torch.Tensor]) -> Any:
-        """Return the module's outputs, each of shape (n, rows, *shape).
-
-        Args:
-            weights: the weights by name, (n, *shape).
-            inputs: the inputs by name, (n, rows, *shape).
-        """
-        return self._call(dict(weights), dict(inputs))
-
-    def _one(self, weights: dict[str, torch.Tensor], inputs: dict[str, torch.Tensor]) -> Any:
-        return torch.func.functional_call(self._module, weights, kwargs=inputs, tie_weights=False)
+    return torch.vmap(one, randomness="error")
 
 
 # Models of one architecture that are computed by one stacked forward.
@@ -117,30 +108,23 @@ class Member:
 
 
 class Part(NamedTuple):
-    """The tickets of one member in a batch."""
+    """The tickets of one member in a batch, and their numbers in it."""
 
     place: int
     tickets: NDArray[Any]
     rows: int
+    numbers: NDArray[np.intp]
 
 
 class Stacks:
     """Two stacks of the same modules: one is used for forwards, the other is written."""
 
     def __init__(self, module: torch.nn.Module, members: int) -> None:
-        self._pair = [Stack(module, members), Stack(module, members)]
-
-    @property
-    def active(self) -> Stack:
-        return self._pair[0]
-
-    @property
-    def spare(self) -> Stack:
-        return self._pair[1]
+        self.active, self.spare = Stack(module, members), Stack(module, members)
 
     def switch(self) -> None:
         """Use the other stack; call it between two batches."""
-        self._pair.reverse()
+        self.active, self.spare = self.spare, self.active
 
 
 class Grouped:
@@ -162,6 +146,7 @@ class Grouped:
         self.members: Sequence[Member] = ()
         self._device = device
         self._compute = compute
+        self._finite = [key for key, tensor in spec.outputs.items() if tensor.finite]
         on_cpu = device.type == "cpu"
         self.hole, self.fewest = (_HOLE, _FEWEST_ON_CPU) if on_cpu else (MAX_MODELS, 2)
         self._place = np.zeros(MAX_MODELS, np.int64)
@@ -171,7 +156,7 @@ class Grouped:
     def rebind(self, members: Sequence[Member], stacks: Stacks) -> None:
         """Set the members, in the order of the stacks; call it between two batches."""
         self.members, self.stacks = list(members), stacks
-        self._forward = StackedForward(members[0].module)
+        self._forward = stacked_forward(members[0].module)
         for place, member in enumerate(members):
             self._place[member.model] = place
             member.served.weights_updater = MemberWeights(self, place)
@@ -185,6 +170,8 @@ class Grouped:
         """Split the tickets by member, in the stacks' order; the last result is cached."""
         if self._split is not None and self._split[0] is tickets:
             return self._split[1]
+        if not len(tickets):  # all of a batch's tickets failed
+            return []
         places = self._place[tickets["model"]]
         order = np.argsort(places, kind="stable")
         tickets_by_place, places = tickets[order], places[order]
@@ -192,7 +179,7 @@ class Grouped:
         rows = np.add.reduceat(tickets_by_place["rows"], starts).tolist()
         ends = [*starts[1:].tolist(), len(tickets)]
         parts = [
-            Part(place, tickets_by_place[start:end], n)
+            Part(place, tickets_by_place[start:end], n, order[start:end])
             for place, start, end, n in zip(places[starts].tolist(), starts.tolist(), ends, rows, strict=True)
         ]
         self._split = (tickets, parts)
@@ -203,21 +190,24 @@ class Grouped:
         held: NDArray[np.int64] = np.array(self.stacks.active.versions, np.int64)[self._place[tickets["model"]]]
         return held
 
-    def run(self, tickets: NDArray[Any], rows: int, version: int = 0) -> None:
+    def run(self, tickets: NDArray[Any], rows: int, version: int = 0) -> Outcome | None:
         """Answer a batch; see `Served.run`. A member's error fails all of it; the engine then runs the parts singly."""
         parts = self.split(tickets)
         versions = self.stacks.active.versions
         if version and len(parts) > 1 and any(versions[part.place] != version for part in parts):
             raise VersionNotHeld(f"weights version {version} is not held by every model of the batch")
+        outcome = Outcome()
         while parts:
             first, parts = self._within_max_batch(parts)
             for run in plan([(part.place, part.rows) for part in first], self.hole, self.fewest):
                 chosen = first[run]
                 if len(chosen) == 1:
-                    member = self.members[chosen[0].place]
-                    member.served.run(chosen[0].tickets, chosen[0].rows, version)
+                    (part,) = chosen
+                    refused = self.members[part.place].served.run(part.tickets, part.rows, version)
+                    _add_refused(outcome, part, refused)
                 else:
-                    self._run_together(chosen)
+                    self._run_together(chosen, outcome)
+        return outcome if outcome.refused else None
 
     def _within_max_batch(self, parts: list[Part]) -> tuple[list[Part], list[Part]]:
         """Limit the parts to their members' max_batch; return them and the rest for another forward."""
@@ -229,11 +219,11 @@ class Grouped:
             upto = np.cumsum(part.tickets["rows"])
             n = int(np.searchsorted(upto, self.members[part.place].served.max_batch, side="right"))
             rows = int(upto[n - 1])
-            first.append(Part(part.place, part.tickets[:n], rows))
-            later.append(Part(part.place, part.tickets[n:], part.rows - rows))
+            first.append(Part(part.place, part.tickets[:n], rows, part.numbers[:n]))
+            later.append(Part(part.place, part.tickets[n:], part.rows - rows, part.numbers[n:]))
         return first, later
 
-    def _run_together(self, parts: Sequence[Part]) -> None:
+    def _run_together(self, parts: Sequence[Part], outcome: Outcome) -> None:
         """Run one forward over the members from the first part to the last, with rows padded to the largest part."""
         begin, end = parts[0].place, parts[-1].place + 1
         padded = max(part.rows for part in parts)
@@ -249,9 +239,15 @@ class Grouped:
             }
         weights = {name: tensor[begin:end] for name, tensor in self.stacks.active.tensors.items()}
         outputs = self._forward(weights, staged)
-        for key, values in self._checked(outputs, end - begin, padded).items():
+        results = self._checked(outputs, end - begin, padded)
+        for key, values in results.items():
             for part in parts:
                 native.scatter(self.members[part.place].outputs[key], part.tickets, values[part.place - begin])
+        if self._finite:
+            for part in parts:
+                own = {key: torch.from_numpy(results[key][part.place - begin]) for key in self._finite}
+                refused = self.members[part.place].served.refused(part.tickets, own, part.rows, {})
+                _add_refused(outcome, part, refused)
 
     def _room(self, key: str, members: int, rows: int) -> NDArray[Any]:
         """Return a reused, uninitialised buffer for one input of a batch, (members, rows, *shape)."""
@@ -282,6 +278,12 @@ class Grouped:
     def free_memory(self) -> None:
         """See `Served.free_memory`."""
         self.members[0].served.free_memory()
+
+
+def _add_refused(outcome: Outcome, part: Part, refused: Outcome | None) -> None:
+    """Add the tickets of a part that have failed rows to the batch's outcome."""
+    if refused is not None:
+        outcome.refused |= {int(part.numbers[number]): reason for number, reason in refused.refused.items()}
 
 
 class MemberWeights(WeightsSource):

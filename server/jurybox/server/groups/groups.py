@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -13,8 +13,9 @@ from jurybox.protocol.errors import Error, Refused
 from jurybox.protocol.spec import TensorSpec
 from jurybox.server.engine.batches import Counters, Slot
 from jurybox.server.engine.core import Engine
+from jurybox.server.engine.exported import flat
 from jurybox.server.engine.queues import Queue
-from jurybox.server.groups.group import Grouped, Member, Stack, StackedForward
+from jurybox.server.groups.group import Grouped, Member, Stack, stacked_forward
 from jurybox.server.groups.weights_updater import GroupWeightsUpdater
 
 _ROWS = 3
@@ -58,11 +59,12 @@ def check_groupable(
         stack.fill(member, state, 0)
     before = {key: tensor.clone() for key, tensor in stack.tensors.items()}
     kept = _attributes(module)
-    asked = {key: _questions(spec, 2, (example or _nothing)(2 * _ROWS).get(key)) for key, spec in inputs.items()}
+    given = example(2 * _ROWS) if example else {}
+    asked = {key: _questions(spec, 2, given.get(key)) for key, spec in inputs.items()}
     device = next((tensor.device for tensor in state.values()), torch.device("cpu"))
     asked = {key: value.to(device, compute if value.is_floating_point() else None) for key, value in asked.items()}
     try:
-        together = _listed(StackedForward(module)(stack.tensors, asked))
+        together = flat(stacked_forward(module)(stack.tensors, asked))
     except Exception as error:
         raise CannotGroup(
             f"{where}: it cannot be computed for several sets of weights at once: {type(error).__name__}: "
@@ -76,7 +78,7 @@ def check_groupable(
             f"{where}: its forward keeps a tensor in the attribute {attributes[0]!r}; it must keep nothing"
         )
     for member in (0, 1):
-        alone = _listed(module(**{key: value[member, :1] for key, value in asked.items()}))
+        alone = flat(module(**{key: value[member, :1] for key, value in asked.items()}))
         for one, several in zip(alone, together, strict=True):
             limit = _TOLERANCE.get(several.dtype, _HALF_TOLERANCE)
             if several.is_floating_point() and not torch.allclose(
@@ -124,16 +126,6 @@ def _questions(spec: TensorSpec, members: int, example: Any) -> torch.Tensor:
     return torch.zeros(shape, dtype=dtype)
 
 
-def _nothing(rows: int) -> Mapping[str, Any]:
-    return {}
-
-
-def _listed(results: Any) -> Sequence[torch.Tensor]:
-    if isinstance(results, torch.Tensor):
-        return (results,)
-    return list(results.values()) if isinstance(results, Mapping) else list(results)
-
-
 def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
     return bool(((one == other) | one.isnan()).all())
 
@@ -162,9 +154,8 @@ class GroupSlot(Slot):
     def answers(self, tickets: NDArray[Any], version: int) -> Iterator[tuple[NDArray[Any], int]]:
         """Split the tickets by weights version, which is one per member."""
         used = self.grouped.versions(tickets)
-        first = int(used[0])
-        if (used == first).all():
-            yield tickets, first
+        if len(used) and (used == used[0]).all():
+            yield tickets, int(used[0])
             return
         for one in np.unique(used):
             yield tickets[used == one], int(one)
@@ -194,18 +185,9 @@ class GroupCounters(Counters):
         for part in self._grouped.split(tickets):
             self._grouped.members[part.place].counters.batch(part.tickets, part.rows, began, ended)
 
-    def failed(self, tickets: NDArray[Any]) -> None:
-        self._each("failed", tickets)
-
-    def not_held(self, tickets: NDArray[Any]) -> None:
-        self._each("not_held", tickets)
-
-    def expired(self, tickets: NDArray[Any]) -> None:
-        self._each("expired", tickets)
-
-    def _each(self, what: str, tickets: NDArray[Any]) -> None:
+    def add(self, name: str, tickets: NDArray[Any]) -> None:
         for part in self._grouped.split(tickets):
-            getattr(self._grouped.members[part.place].counters, what)(part.tickets)
+            self._grouped.members[part.place].counters.add(name, part.tickets)
 
     def waiting(self, rows: int) -> None:
         """Publish each member's number of rows that did not fit into the batch; see `Counters.waiting`."""
@@ -250,10 +232,11 @@ class Groups:
 
         Raises:
             CannotGroup: it cannot be computed with others, or is not like them.
-            Refused: the group computes in another dtype.
+            Refused: its spec differs from that of the group's other models.
+            Timeout: the publisher of its weights did not let them be read.
         """
         name = member.served.spec.name
-        slot = self._slots.get(group)
+        earlier = slot = self._slots.get(group)
         others = [other for other in slot.grouped.members if other.model != member.model] if slot else []
         if others:
             require_alike(name, group, others[0].module, member.module)
@@ -261,11 +244,14 @@ class Groups:
             if (theirs.inputs, theirs.outputs) != (member.served.spec.inputs, member.served.spec.outputs):
                 raise Refused(f"model {name!r} cannot be in group {group!r}: its spec differs from {theirs.name!r}'s")
         check_groupable(name, group, member.module, member.served.spec.inputs, compute, example)
-        if slot is None:
+        if slot is None or not others:  # the only member loaded anew may have another spec or dtype
             grouped = Grouped(group, member.served.spec, self._device, compute)
             updater = GroupWeightsUpdater(grouped, self._later, self._report)
-            slot = self._slots[group] = GroupSlot(grouped, Queue(1), updater)
+            slot = GroupSlot(grouped, Queue(1), updater)
         self._set_members(slot, [*others, member], member.model, installed)
+        self._slots[group] = slot
+        if earlier is not None and earlier is not slot:
+            earlier.updater.stop()
 
     def leave(self, model: int) -> None:
         """Remove a model that was unloaded, or is served alone. Ignored if it is in no group."""
