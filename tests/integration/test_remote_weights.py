@@ -17,9 +17,10 @@ from tests.serving import serving, wait_until
 
 from jurybox.client import Busy, ModelNotFound, Refused, ServerGone, SpecMismatch, Timeout
 from jurybox.protocol.errors import Code, Error, ProtocolMismatch
+from jurybox.protocol.weights import WeightsLayout
 
 grpc = pytest.importorskip("grpc")
-from jurybox.client.remote.weights import RemotePublisher, RemoteWeightsReader  # noqa: E402
+from jurybox.client.remote.weights import RemotePublisher, RemoteWeightsReader, _host_array  # noqa: E402
 from jurybox.protocol.remote_weights_pb2 import BeginPublication, PublishRequest, ReadReply, ReadRequest  # noqa: E402
 from jurybox.protocol.weights.transfer import READ, chunks  # noqa: E402
 
@@ -89,6 +90,23 @@ def test_a_remote_publication_answers_the_next_requests(remote, client):
         assert (reader.newest, reader.max_lag, seen) == (version, 3, version)
         assert reader.newer_than(version - 1) and not reader.newer_than(version)
         assert all((remote_state[name] == state[name]).all() for name in state) and extra["epsilon"] == 0.5
+
+
+@pytest.mark.parametrize("bfloat16", [False, True])
+def test_arrays_of_the_other_byte_order_are_published_as_their_numbers(remote, client, bfloat16):
+    wait_until(lambda: freed(client, "policy"), what="the publisher slot")
+    with RemotePublisher(remote, "policy", bfloat16=bfloat16) as publisher:
+        publisher.publish({name: array.astype(">f4") for name, array in affine(2.0).items()})
+    state = client.weights("policy").read().state
+    assert (float(state["scale"]), float(state["offset"])) == (2.0, 2000.0)
+
+
+def test_a_bfloat16_array_of_an_extension_of_numpy_is_sent_as_its_bits():
+    bfloat16 = pytest.importorskip("ml_dtypes", reason="ml_dtypes is not installed").bfloat16
+    given = np.array([1.5, -2.0], bfloat16)
+    place = WeightsLayout([("weight", "bfloat16", (2,))]).places["weight"]
+    sent = _host_array(given, place)
+    assert sent.dtype == place.stored and sent.tobytes() == given.tobytes()
 
 
 def test_there_is_one_publisher_local_or_remote(remote, client):
@@ -399,7 +417,7 @@ FORKED = """
 import os, signal, sys
 import grpc, numpy as np
 from jurybox.client import Refused
-from jurybox.client.remote.weights import RemotePublisher, RemoteWeightsReader  # noqa: E402
+from jurybox.client.remote.weights import RemotePublisher, RemoteWeightsReader, _host_array  # noqa: E402
 
 signal.alarm(60)
 channel = grpc.insecure_channel(sys.argv[1])

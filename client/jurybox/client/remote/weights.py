@@ -353,8 +353,11 @@ def _host_array(tensor: Any, place: TensorPlace) -> np.ndarray[Any, Any] | None:
     """Return a tensor's values in host memory in the stored dtype; None if its shape or dtype does not match."""
     if not hasattr(tensor, "data_ptr"):
         array = np.asarray(tensor)
-        fits = array.shape == place.shape and array.dtype.name in (place.dtype, place.stored.name)
-        return array if fits else None
+        if array.shape != place.shape or array.dtype.name not in (place.dtype, place.stored.name):
+            return None
+        if not array.dtype.isnative:
+            array = array.astype(array.dtype.newbyteorder("="))
+        return array.view(place.stored)  # an extension of NumPy may have a bfloat16 of its own
     if tuple(tensor.shape) != place.shape or dtype_name(tensor) not in (place.dtype, place.stored.name):
         return None
     whole = tensor.detach().cpu().contiguous()
