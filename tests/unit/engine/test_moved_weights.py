@@ -5,9 +5,12 @@ import torch
 from tests.serving import wait_until
 from tests.unit.engine.test_device_served import CPU, ROWS, Arena, Plus, served, tickets
 
+from jurybox.protocol.device_memory import FAKE, driver
+from jurybox.protocol.errors import Refused
 from jurybox.protocol.segment import segment_name
 from jurybox.protocol.weights import WeightsChannel, WeightsLayout
 from jurybox.protocol.weights.publisher import Publisher
+from jurybox.server.engine.device_regions import PublishedOnDevice
 from jurybox.server.engine.served import move
 from jurybox.server.engine.weights_updater import WeightsUpdater
 
@@ -133,3 +136,35 @@ def test_a_module_with_its_own_to_moves_its_tensors():
     device = served(Arena(), module)
     assert device.sleep() == 7 and device.wake() == 0
     assert module.seen == ("sleep", "wake")
+
+
+def test_a_learners_device_memory_is_opened_again_after_a_sleep_but_not_if_it_cannot_be(tmp_path, monkeypatch):
+    monkeypatch.setenv(FAKE, str(tmp_path))
+    memory, opened = driver(0), []
+    layout = WeightsLayout.of(Plus().state_dict())
+    channel = WeightsChannel.create(segment_name("sleep", "weights", 3), layout)
+    record = channel.device[0]
+    pointer = memory.allocate(layout.nbytes)
+    handle = memory.export(pointer)
+    record["handles"][:] = np.frombuffer(handle[:24] + bytes(4) + handle[28:], np.uint8)  # as another process's
+    record["generation"] = 1
+    publisher, published = Publisher(channel), PublishedOnDevice(channel, CPU)
+    try:
+        publisher.publish({"bias": torch.ones(1)})
+        record["versions"][:], record["generation"] = 1, 1
+        for _ in range(2):
+            assert published.tensors(channel.claim()) is not None
+            published.close()
+
+        def refuse(handle):
+            opened.append(handle)
+            raise Refused("the memory of that handle is gone")
+
+        monkeypatch.setattr(memory, "open", refuse)
+        for _ in range(2):
+            assert published.tensors(channel.claim()) is None
+        assert len(opened) == 1
+    finally:
+        publisher.close()
+        channel.close()
+        memory.free(pointer)

@@ -78,8 +78,8 @@ class PublishedOnDevice:
         return self._slots[claim.slot] if self._slots else None
 
     def close(self) -> None:
-        """Release the memory. No copy may still read from it."""
-        self._slots = []
+        """Release the memory until `tensors` opens it again. No copy may still read from it."""
+        self._generation, self._slots = 0, []
         pointers, self._pointers = self._pointers, []
         for pointer in pointers:
             assert self._driver is not None
@@ -106,6 +106,7 @@ class PublishedOnDevice:
                 slots.append(layout.tensors(flat))
         except Error:  # on another device, or the learner is gone: the same weights are in host memory
             self.close()
+            self._generation = generation  # it is not tried again
             return
         self._slots = slots
 
