@@ -98,16 +98,6 @@ def test_a_tie_counts_half_and_no_game_has_no_result() -> None:
         of.record("anchor:weak", 2)
 
 
-def test_a_league_of_an_earlier_release_continues_with_the_learners_own_games() -> None:
-    of = league()
-    of.add(7)
-    play(of, "pool:7", 3, 2)
-    pairs = [["learner", "pool:7", *of.row()["pool:7"]], ["pool:7", "learner", 9.0, 9.0, 9.0]]
-    said = {**of.state_dict(), "matrix": {"decay": 0.99, "games": pairs}}
-    del said["games"]
-    assert League.from_state_dict(said).row() == of.row()
-
-
 def test_a_restored_league_continues_identically() -> None:
     of = league(pool=3, weighting="hard", anchors=("strong",))
     for version in range(4):

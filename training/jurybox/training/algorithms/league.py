@@ -151,9 +151,7 @@ class League:
         settings = dict(state["settings"])
         league = cls(LeagueSettings(**{**settings, "anchors": tuple(settings["anchors"])}))
         league.pool = list(state["pool"])
-        # Earlier releases kept the games of all pairs, of which the learner's alone were ever read.
-        games = state["games"] if "games" in state else _own(state["matrix"]["games"])
-        league._games = {name: np.array(counts, np.float64) for name, counts in games.items()}
+        league._games = {name: np.array(counts, np.float64) for name, counts in state["games"].items()}
         return league
 
     def _weight(self, name: str) -> float:
@@ -165,7 +163,3 @@ class League:
 
     def _counts(self, opponent: str) -> npt.NDArray[np.float64]:
         return self._games.get(opponent, np.zeros(3))
-
-
-def _own(pairs: Sequence[Sequence[Any]]) -> dict[str, Sequence[float]]:
-    return {opponent: counts for player, opponent, *counts in pairs if player == "learner"}
