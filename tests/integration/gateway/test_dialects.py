@@ -543,6 +543,17 @@ def test_cosmos_requests_that_cannot_be_scored_get_no_uuid(http):
         assert 400 <= answer.status_code < 500 and list(answer.json()) == ["message"], (body[:80], answer.text)
 
 
+def test_another_method_at_a_dialects_path_is_not_allowed_and_another_path_not_found(server, http):
+    for path in ("/flow_grpo", "/flow_grpo/", "/unirl/score", "/cosmos/enqueue/"):
+        for method in ("GET", "PUT", "HEAD"):
+            answer = http.request(method, path)
+            assert (answer.status_code, answer.headers["allow"]) == (405, "POST"), (method, path)
+    for path in ("/flow_grpo%0A", "/unirl", "/nothing"):
+        assert http.post(path, content=b"{}").status_code == 404, path
+    document = httpx.get(f"http://{server.listening('http')}/openapi.json", timeout=60).json()
+    assert list(document["paths"]["/dialects/unirl/score"]) == ["post"]
+
+
 def test_a_dialect_has_its_own_port_with_the_gateways_access_checks(server):
     with server.connect() as client:
         addresses = client.status()["server"]["dialects"]
@@ -552,6 +563,7 @@ def test_a_dialect_has_its_own_port_with_the_gateways_access_checks(server):
         assert np.allclose(pickle.loads(answer.content)["outputs"], [0.2], atol=1e-3)
         assert own.get("/health").status_code == 200
         assert own.get("/status").status_code == 404
+        assert [own.get("/").status_code, own.put("/").headers["allow"]] == [405, "POST"]
         assert own.post("/", content=b"", headers={"Host": "example.com"}).status_code == 421
         assert own.post("/", content=b"", headers={"Origin": "http://example.com"}).status_code == 403
     with httpx.Client(base_url=f"http://{addresses['cosmos']}", timeout=60) as own:

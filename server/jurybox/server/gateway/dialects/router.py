@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
-from fastapi import APIRouter, FastAPI, Request, Response
+from fastapi import APIRouter, FastAPI, HTTPException, Response
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -20,8 +21,6 @@ from jurybox.server.gateway.dialects.intake import Intake, Reply, ThreadPool
 from jurybox.server.gateway.dialects.known_paths import ANSWERED, NEVER_CACHED, Endpoint
 from jurybox.server.logs import Log
 from jurybox.server.security.http import DATA_ONLY
-
-Answer = Callable[[bytes], Awaitable[Reply]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +35,7 @@ class Dialect:
         about: returns the JSON responses to GET requests, by path.
     """
 
-    answers: Callable[[Intake, Callable[[str], None]], Mapping[str, Answer]]
+    answers: Callable[[Intake, Callable[[str], None]], Mapping[str, Endpoint]]
     refusal: Callable[[str], tuple[bytes, str]]
     status: int = 0
     about: Callable[[Intake], dict[str, dict[str, Any]]] = lambda _: {"/health": {"status": "ok"}}
@@ -44,7 +43,7 @@ class Dialect:
 
 def _at(
     path: str, answer: Callable[[Intake, bytes], Awaitable[Reply]]
-) -> Callable[[Intake, Callable[[str], None]], Mapping[str, Answer]]:
+) -> Callable[[Intake, Callable[[str], None]], Mapping[str, Endpoint]]:
     return lambda intake, _: {path: lambda body: answer(intake, body)}
 
 
@@ -152,7 +151,7 @@ def applications(dialects: Mapping[str, Mapping[str, Any]], address: str, log: L
 
 
 def _add(
-    paths: APIRouter, base: str, name: str, dialect: Dialect, intake: Intake, answers: Mapping[str, Answer], log: Log
+    paths: APIRouter, base: str, name: str, dialect: Dialect, intake: Intake, answers: Mapping[str, Endpoint], log: Log
 ) -> dict[str, Endpoint]:
     for path, document in dialect.about(intake).items():
 
@@ -161,27 +160,22 @@ def _add(
 
         paths.add_api_route(base + path, about(document), methods=["GET"], response_model=None, name=f"{name}{path}")
 
-    def answering(answer: Answer) -> Endpoint:
-        return lambda body: _answered(name, dialect, answer, body, log)
-
-    def routed(endpoint: Endpoint) -> Callable[[Request], Awaitable[Response]]:
-        async def asked(request: Request) -> Response:
-            reply = await endpoint(await _body(request.receive))
-            return Response(reply.body, reply.status, dict(reply.fields()))
-
-        return asked
-
     endpoints: dict[str, Endpoint] = {}
     for path, answer in answers.items():
-        endpoint = answering(answer)
+        endpoint = partial(_answered, name, dialect, answer, log)
         endpoints |= {base + path or "/": endpoint, f"{base}{path}/": endpoint}
         if base + path:
-            paths.add_api_route(base + path, routed(endpoint), methods=["POST"], name=f"dialect {name}{path}")
-        paths.add_api_route(f"{base}{path}/", routed(endpoint), methods=["POST"], include_in_schema=False)
+            paths.add_api_route(base + path, _answered_before, methods=["POST"], name=f"dialect {name}{path}")
+        paths.add_api_route(f"{base}{path}/", _answered_before, methods=["POST"], include_in_schema=False)
     return endpoints
 
 
-async def _answered(name: str, dialect: Dialect, answer: Answer, body: bytes, log: Log) -> Reply:
+async def _answered_before() -> Response:
+    # `DialectPaths` answers these requests. Their routes are for /openapi.json, and for status 405 to other methods.
+    raise HTTPException(404)
+
+
+async def _answered(name: str, dialect: Dialect, answer: Endpoint, log: Log, body: bytes) -> Reply:
     try:
         return await answer(body)
     except Error as error:
