@@ -17,7 +17,7 @@ from jurybox.protocol.weights import WeightsChannel
 from jurybox.protocol.weights.publisher import Publisher
 from jurybox.server.engine import compiled as compiled_module
 from jurybox.server.engine.compiled import Compiled
-from jurybox.server.engine.device import DeviceServed
+from jurybox.server.engine.device import DeviceServed, Stream
 from jurybox.server.engine.model_code import LoadError, ModelOrder, load
 from jurybox.server.engine.served import Served
 from jurybox.server.engine.weights_updater import WeightsUpdater
@@ -198,6 +198,37 @@ def test_weights_are_swapped_in_a_packages_constants_between_batches(package):
         served.wake()
         np.testing.assert_array_equal(answers(), 30 * given)
     finally:
+        served.close()
+        served.weights_updater.join()
+        channel.close()
+
+
+@pytest.mark.parametrize("copying", [False, True], ids=["in place", "copied, as before torch 2.8"])
+def test_weights_that_are_overwritten_in_a_packages_constants_are_used(package, copying):
+    """As on a GPU, where the constants keep their addresses."""
+    made, settings = package
+    if copying:
+
+        def load_constants(self, constants, *, check_full_update):
+            self.held = {name: tensor.clone() for name, tensor in constants.items()}
+
+        made.load_constants = load_constants
+    loaded = load("ahead", settings(publish="double_buffer"), CPU)
+    arena = Arena()
+    served = Served("ahead", loaded.model, arena.inputs, arena.outputs, ROWS)
+    channel = WeightsChannel.create(segment_name("ahead", "weights", 2), loaded.layout)
+    served.weights_updater = WeightsUpdater(
+        channel, loaded.model.module, CPU, 0, lambda action: action(), lambda version, age: None, Stream(CPU)
+    )
+    publisher = Publisher(channel)
+    try:
+        publisher.publish({"scale": torch.tensor(10.0), "offset": torch.tensor(0.0)})
+        served.weights_updater.start()
+        with torch.inference_mode():
+            served.run(tickets((0, 3)), 3)
+        np.testing.assert_array_equal(arena.outputs["action"][:3], 10 * arena.inputs["observation"][:3])
+    finally:
+        publisher.close()
         served.close()
         served.weights_updater.join()
         channel.close()

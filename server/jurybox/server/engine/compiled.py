@@ -94,13 +94,17 @@ class CompiledAhead(torch.nn.Module):
     """An AOTInductor package. It contains machine code, so no input can trigger a compilation.
 
     Its constants are passed by name and used in place: after new weights are written to these tensors, or after the
-    tensors point to other memory and `weights_changed` is called, the next batch uses the new weights.
+    tensors point to other memory and `weights_changed` is called, the next batch uses the new weights. torch before 2.8
+    copies them, so that `weights_changed` must be called in both cases.
 
     Args:
         file: the package that `torch._inductor.aoti_compile_and_package` wrote.
         inputs: the names of the inputs, in the order of the package's arguments.
         device: the device to run on.
         constants: all weights and buffers by name; empty: those compiled into the package.
+
+    Attributes:
+        copies: whether the package copies its constants.
 
     Raises:
         AheadError: this torch version cannot load the package, it is for another device, or its constants have other
@@ -117,6 +121,7 @@ class CompiledAhead(torch.nn.Module):
         super().__init__()
         self._file, self._inputs, self._device = file, list(inputs), device
         self._package: Any = None
+        self.copies = False
         self._tensors = {name: tensor.to(device) for name, tensor in (constants or {}).items()}
         self._load()
 
@@ -129,13 +134,20 @@ class CompiledAhead(torch.nn.Module):
         return dict(self._tensors)
 
     def weights_changed(self) -> None:
-        """Use the memory that the tensors of `state_dict` point to now."""
+        """Use the memory that the tensors of `state_dict` point to now, with what it holds."""
         if self._tensors:
             now = {name: tensor.data for name, tensor in self._tensors.items()}
             try:
                 self._package.load_constants(now, check_full_update=True, user_managed=True)
             except TypeError:  # torch before 2.8 has no user_managed and copies the constants
+                self.copies = True
+                self._wait()  # since it copies on a stream of its own
                 self._package.load_constants(now, check_full_update=True)
+                self._wait()
+
+    def _wait(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
 
     def sleep(self) -> int:
         """Move the constants to host memory and release everything else on the device; return the bytes moved."""

@@ -145,8 +145,10 @@ class WeightsUpdater:
         self._targets = dict(module.state_dict(keep_vars=True).items())
         self._copies: deque[Copy] = deque()  # the oldest first
         self._make_copies()
-        # A module that stores its constants elsewhere must be notified when its tensors are pointed at another copy.
-        self._changed = getattr(module, "weights_changed", None) if forwards is None else None
+        # A module that knows its constants by their addresses must be notified when its tensors are pointed at another
+        # copy, and one that has copied them also when they are overwritten.
+        notified = forwards is None or getattr(module, "copies", False)
+        self._changed = getattr(module, "weights_changed", None) if notified else None
         self._forwards = forwards
         self._later = later
         self._adopted = adopted
@@ -258,6 +260,6 @@ class WeightsUpdater:
                 self._targets[name].data = tensor
         if self._forwards is not None:
             copy.used = self._forwards.mark()
-        elif self._changed is not None:
+        if self._changed is not None:
             self._changed()
         self._used = copy.version
