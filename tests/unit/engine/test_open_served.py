@@ -299,6 +299,32 @@ def test_a_request_that_fails_leaves_the_state_and_a_later_one_in_flight_is_not_
         )
 
 
+def test_a_batch_whose_later_rows_are_too_many_for_the_memory_loses_no_session(served):
+    class Hungry(open_models.RunningSum):
+        """Has memory for one row of 9 or more, and for none of 99."""
+
+        def forward(self, x, total):
+            if int((x >= 9).sum()) > 1 or bool((x == 99).any()):
+                raise torch.OutOfMemoryError("out of memory")
+            total = total + x[:, 0]
+            return total, total
+
+    number = TensorSpec("float32")
+    model = served(ServedModel(Hungry(), {"x": TensorSpec("float32", (1,))}, {"y": number}, state={"total": number}))
+    one = np.ones((1, 1), np.float32)
+    with model.sessions(8) as sessions:
+        sessions.infer(np.ones((8, 1), np.float32))
+        tickets = [sessions.submit(np.ones((3, 1), np.float32), session=range(3))]
+        # Of the same sessions, so that they are computed after the first request's step.
+        tickets += [sessions.submit(x * one, session=[i]) for i, x in enumerate((9, 10, 99))]
+        assert tickets[0].result().outputs.tolist() == [2, 2, 2]
+        assert [ticket.result().outputs.item() for ticket in tickets[1:3]] == [11, 12]
+        with pytest.raises(ModelFailed, match="out of memory"):
+            tickets[3].result()
+        answers = sessions.infer(np.ones((3, 1), np.float32), session=[0, 1, 3])
+        np.testing.assert_array_equal(answers, [12, 13, 2])
+
+
 def test_no_client_gets_the_state_of_the_rows_earlier_sessions(served):
     model = served(open_models.running_sum())
     with model.sessions(4) as sessions:

@@ -255,12 +255,14 @@ class OpenServed(Served):
             failed |= self._write(checked, group, batch, failed)
         except Exception as error:
             if isinstance(error, OUT_OF_MEMORY):
-                raise
+                if not batch.stepped:
+                    raise
+                self.free_memory()  # the whole batch cannot be computed again, since some sessions have made their step
             numbers = batch.tickets_of(group)
             if len(numbers) == 1:
                 outcome.errors.append((numbers, error))
                 return
-            # The model may fail on one ticket only: halving isolates it, and the others are answered.
+            # The model may fail on one ticket only, or on too many rows: halving answers the others.
             halves = np.isin(batch.owner[group], numbers[: len(numbers) // 2])
             for half in (group[halves], group[~halves]):
                 self._compute_group(half, fixed, batch, outcome)

@@ -31,6 +31,7 @@ class BatchRows:
         places: (rows,) the index of each row in the arena.
         owner: (rows,) the number of its ticket in the batch.
         failed: why rows are not computed, by their number.
+        stepped: whether the sessions of some rows have made their step.
         idle: (rows,) whether a row only reads or writes its state; None: none does.
         records: (rows,) of arena.SESSION if the model has sessions; `slots` (rows,) are the indices of their states.
     """
@@ -43,6 +44,7 @@ class BatchRows:
         self.owner = np.repeat(np.arange(len(tickets)), counts)
         self.places = np.repeat(tickets["first"].astype(np.intp) - starts, counts) + np.arange(rows)
         self.failed: dict[int, str] = {}
+        self.stepped = False
         self.idle: NDArray[np.bool_] | None = None
         self.records: NDArray[Any] | None = None
         self.slots: NDArray[np.intp] = self.places
@@ -210,6 +212,7 @@ class States:
         self, group: NDArray[np.intp], good: list[int] | None, following: Mapping[str, torch.Tensor], batch: BatchRows
     ) -> None:
         """Store the next states of rows that were computed; `good`: the rows that did not fail, None: all."""
+        batch.stepped = True
         self._written(group if good is None else group[good], following, good)
 
     def _begun(self, begins: NDArray[np.bool_], state: Mapping[str, torch.Tensor]) -> None:
