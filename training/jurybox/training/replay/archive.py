@@ -18,7 +18,7 @@ import json
 import mmap
 import os
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import IntEnum
 from pathlib import Path
@@ -52,7 +52,8 @@ class Kind(IntEnum):
     COMMIT = 4
 
 
-_COMMIT_MAGIC = b"JBRC" + struct.pack("<I", Kind.COMMIT)
+_RECORD_MAGIC = b"JBRC"
+_COMMIT_MAGIC = _RECORD_MAGIC + struct.pack("<I", Kind.COMMIT)
 _LONGEST_COMMIT = 1 << 20  # a longer one is found by scanning the file
 
 
@@ -112,35 +113,8 @@ def head_of(layout: Layout) -> bytes:
 
 def record_head(kind: Kind, payload: Any, *, part: int, codec: int, first: int, rows: int, raw_bytes: int) -> bytes:
     stored = memoryview(payload).nbytes
-    head = _RECORD.pack(b"JBRC", kind, part, codec, first, rows, raw_bytes, stored, native.crc32c(payload))
+    head = _RECORD.pack(_RECORD_MAGIC, kind, part, codec, first, rows, raw_bytes, stored, native.crc32c(payload))
     return head + _CHECK.pack(native.crc32c(head))
-
-
-def compressor(name: str) -> Callable[[Any], Any]:
-    """Return a thread-safe function from a buffer to its compressed bytes."""
-    if name == "lz4":
-        from lz4 import block
-
-        return lambda data: block.compress(data, store_size=False)
-    if name == "zstd":
-        import zstandard
-
-        return lambda data: zstandard.ZstdCompressor(level=1, write_content_size=True).compress(data)
-    if name == "none":
-        return lambda data: data
-    raise ValueError(f"codec {name!r} is unknown: expected one of {', '.join(CODECS)}")
-
-
-def decompress(codec: int, data: Any, raw_bytes: int) -> Any:
-    if codec == CODECS.index("lz4"):
-        from lz4 import block
-
-        return block.decompress(data, uncompressed_size=raw_bytes)
-    if codec == CODECS.index("zstd"):
-        import zstandard
-
-        return zstandard.ZstdDecompressor().decompress(data, max_output_size=raw_bytes)
-    return data
 
 
 class Archive:
@@ -174,7 +148,7 @@ class Archive:
         try:
             self._begin = self._read_head()
             if recover or not self._ends_with_commit():
-                self._records = self._scan(self._begin, recover)
+                self._records = self._scan(self._begin)
             if self.commit is None and not recover:
                 raise Damaged(
                     f"{path} is cut off after {self._last}: no commit follows; recover=True loads what is whole"
@@ -226,8 +200,8 @@ class Archive:
     def _ends_with_commit(self) -> bool:
         """Whether the file ends with a whole commit, which is read then."""
         tail = max(self._begin, len(self.data) - _LONGEST_COMMIT)
-        place = bytes(self.data[tail:]).rfind(_COMMIT_MAGIC)
-        record = self._record(tail + place, 0) if place >= 0 else None
+        place = self._map.rfind(_COMMIT_MAGIC, tail)
+        record = self._record(place, 0) if place >= 0 else None
         if record is None or record.offset + record.stored_bytes != len(self.data):
             return False
         payload = self.payload(record)
@@ -236,22 +210,21 @@ class Archive:
         self.commit = json.loads(bytes(payload))
         return True
 
-    def _scan(self, at: int, recover: bool) -> list[Record]:
+    def _scan(self, at: int) -> list[Record]:
         records: list[Record] = []
         size, number, committed = len(self.data), 0, 0
         while at < size:
             self._read_ahead(at)
             record = self._record(at, number)
             if record is None:
-                following = bytes(self._map[at + 1 :]).find(b"JBRC") if recover or self._commit_follows(at) else -1
-                if not recover:
-                    if following >= 0:
+                if not self._recover:
+                    if self._commit_follows(at):
                         raise self._head_damaged(at, number)
                     break  # an unfinished save: what was committed before it counts
                 self.lost.append(f"chunk {number} (at byte {at})")
-                if following < 0:
+                at = self._map.find(_RECORD_MAGIC, at + 1)
+                if at < 0:
                     break
-                at += 1 + following
             else:
                 records.append(record)
                 self._last = record.name
@@ -261,7 +234,7 @@ class Archive:
                     if payload is not None:
                         self.commit, committed = json.loads(bytes(payload)), len(records)
             number += 1
-        return records if recover else records[:committed]
+        return records if self._recover else records[:committed]
 
     def _head_damaged(self, at: int, number: int) -> Damaged:
         return Damaged(
@@ -270,12 +243,9 @@ class Archive:
 
     def _commit_follows(self, at: int) -> bool:
         """Whether a whole commit follows `at`: then the bytes there are damaged, not an unfinished save."""
-        rest = bytes(self._map[at + 1 :])
-        place = rest.find(_COMMIT_MAGIC)
-        while place >= 0:
-            if self._record(at + 1 + place, 0) is not None:
+        while (at := self._map.find(_COMMIT_MAGIC, at + 1)) >= 0:
+            if self._record(at, 0) is not None:
                 return True
-            place = rest.find(_COMMIT_MAGIC, place + 1)
         return False
 
     def _record(self, at: int, number: int) -> Record | None:
@@ -285,7 +255,7 @@ class Archive:
         head = self.data[at : at + _RECORD.size]
         magic, kind, part, codec, first, rows, raw_bytes, stored_bytes, payload_checksum = _RECORD.unpack(head)
         (checksum,) = _CHECK.unpack_from(self.data, at + _RECORD.size)
-        if magic != b"JBRC" or native.crc32c(head) != checksum or kind not in tuple(Kind):
+        if magic != _RECORD_MAGIC or native.crc32c(head) != checksum or kind not in tuple(Kind):
             return None
         offset = at + RECORD_BYTES
         record = Record(Kind(kind), part, codec, first, rows, raw_bytes, stored_bytes, payload_checksum, number, offset)
@@ -350,16 +320,20 @@ class Archive:
         data = self.data[record.offset : record.offset + record.stored_bytes]
         if native.crc32c(data) != record.checksum:
             return None
-        try:
-            raw = decompress(record.codec, data, record.raw_bytes)
-        except Exception:  # noqa: BLE001  (each codec has its own; behind a right checksum it means a faulty writer)
-            return None
+        raw: Any = data
+        if record.codec:  # zstd: the native core reads the other
+            import zstandard
+
+            try:
+                raw = zstandard.ZstdDecompressor().decompress(data, max_output_size=record.raw_bytes)
+            except Exception:  # noqa: BLE001  (behind a right checksum it means a faulty writer)
+                return None
         return raw if memoryview(raw).nbytes == record.raw_bytes else None
 
-    def damaged(self, record: Record, recover: bool) -> None:
+    def damaged(self, record: Record) -> None:
         """Record, or raise, that a record's payload is damaged."""
         self.lost.append(record.name)
-        if not recover:
+        if not self._recover:
             raise Damaged(
                 f"{self.path}: {record.name} is damaged: its checksum does not match; recover=True loads the rest"
             )

@@ -49,7 +49,7 @@ def load(
                 segment.allocate(end, place.end - end)
             format_parts(segment, layout)
             replay = opened(segment, layout, where)
-            _fill(replay, archive, recover, segment)
+            _fill(replay, archive, segment)
         except BaseException:
             path_of(where).unlink(missing_ok=True)
             segment.close()
@@ -76,7 +76,7 @@ def restore(replay: Parts, path: Path, *, recover: bool) -> None:
             part.sequences[:] = 0
             part.ring.adopt(0, 0, 0, 0, 0)
         try:
-            _fill(replay, archive, recover, None)
+            _fill(replay, archive, None)
         except BaseException:
             for part in replay.parts:
                 part.sequences[:] = 0
@@ -93,7 +93,7 @@ def put_in_order(replay: Parts) -> None:
         _settle(part, standing_of(part), damaged=False)
 
 
-def _fill(replay: Parts, archive: Archive, recover: bool, bare: Segment | None) -> None:
+def _fill(replay: Parts, archive: Archive, bare: Segment | None) -> None:
     """Copy an archive's records to their slots; `bare`: the memory, if its slots are not allocated yet."""
     with ThreadPoolExecutor(len(os.sched_getaffinity(0)), thread_name_prefix="replay-load") as pool:
         placing: list[Future[list[Record]]] = []
@@ -101,7 +101,7 @@ def _fill(replay: Parts, archive: Archive, recover: bool, bare: Segment | None) 
         def wait() -> None:
             for future in placing:
                 for record in future.result():
-                    archive.damaged(record, recover)
+                    archive.damaged(record)
             placing.clear()
 
         try:
@@ -178,10 +178,9 @@ def _settle(part: Part, counters: dict[str, int] | None, damaged: bool) -> None:
     sequences = part.sequences
     tickets = (sequences[sequences != 0] // np.uint64(2)) - np.uint64(1)
     newest = int(tickets.max()) + 1 if len(tickets) else 0
-    standing = {} if counters is None else counters
-    # Files of earlier releases do not say how many tickets were retried, nor how many rows had been sampled.
-    rest = (standing.get(name, 0) for name in ("tail", "top_priority", "retried", "sampled"))
-    part.ring.adopt(max(newest, standing.get("reserved", 0)), *rest)
+    kept = ("reserved", "tail", "top_priority", "retried", "sampled")
+    reserved, *rest = (0 if counters is None else counters[name] for name in kept)
+    part.ring.adopt(max(newest, reserved), *rest)
     if part.leaves is not None:
         written = sequences != 0
         part.leaves[~written] = 0

@@ -13,9 +13,10 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import count, islice
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ import numpy.typing as npt
 
 from jurybox import native
 from jurybox.protocol.errors import Refused
-from jurybox.training.replay.archive import CODECS, RECORD_BYTES, Kind, Saved, compressor, head_of, record_head
+from jurybox.training.replay.archive import CODECS, RECORD_BYTES, Kind, Saved, head_of, record_head
 from jurybox.training.replay.options import ForkGuard
 from jurybox.training.replay.part import Part, Parts, standing_of
 
@@ -97,8 +98,18 @@ class _Compressor:
     """Compresses data, unless recent data was not compressible."""
 
     def __init__(self, codec: str) -> None:
-        self._number = CODECS.index(codec) if codec in CODECS else 0
-        self._compress = compressor(codec)
+        self._compress: Callable[[memoryview], bytes]
+        if codec == "lz4":
+            from lz4 import block
+
+            self._compress = partial(block.compress, store_size=False)
+        elif codec == "zstd":
+            import zstandard
+
+            self._compress = lambda data: zstandard.ZstdCompressor(level=1, write_content_size=True).compress(data)
+        elif codec != "none":
+            raise ValueError(f"codec {codec!r} is unknown: expected one of {', '.join(CODECS)}")
+        self._number = CODECS.index(codec)
         self._incompressible = 0
         self._turn = count()
 
@@ -215,23 +226,21 @@ def _write_part(to: _Job, part: Part, number: int, newest: int, *, before: Saved
         to.output.write(room[:nbytes])
         return whole
 
-    def rows(first: int, n: int) -> int:
-        raw = buffer(n * size)
-        whole = native.replay_snapshot(part.ring, first, raw, newest)
-        known[first : first + n] = raw.reshape(n, size)[:, :8].view(np.uint64)[:, 0]
-        codec, payload = to.compress(raw.data)
-        to.output.write(
-            record_head(Kind.ROWS, payload, part=number, codec=codec, first=first, rows=n, raw_bytes=raw.nbytes),
-            payload,
-        )
-        return whole
-
-    def beside(kind: Kind, array: npt.NDArray[Any], first: int, n: int) -> int:
-        raw = np.ascontiguousarray(array[first : first + n]).reshape(-1).view(np.uint8)
+    def write(kind: Kind, raw: npt.NDArray[np.uint8], first: int, n: int) -> None:
         codec, payload = to.compress(raw.data)
         to.output.write(
             record_head(kind, payload, part=number, codec=codec, first=first, rows=n, raw_bytes=raw.nbytes), payload
         )
+
+    def rows(first: int, n: int) -> int:
+        raw = buffer(n * size)
+        whole = native.replay_snapshot(part.ring, first, raw, newest)
+        known[first : first + n] = raw.reshape(n, size)[:, :8].view(np.uint64)[:, 0]
+        write(Kind.ROWS, raw, first, n)
+        return whole
+
+    def beside(kind: Kind, array: npt.NDArray[Any], first: int, n: int) -> int:
+        write(kind, np.ascontiguousarray(array[first : first + n]).reshape(-1).view(np.uint8), first, n)
         return 0
 
     jobs: list[Future[int]] = []
@@ -289,30 +298,19 @@ class BackgroundSave(ForkGuard):
     refusal = "this save runs on a thread of the process before its fork: ask there, or save in this one"
 
     def __init__(self, save: Callable[[], Saved]) -> None:
-        self._saved: Saved | None = None
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, args=(save,), name="replay-save")
-        self._thread.start()
+        thread = ThreadPoolExecutor(1, thread_name_prefix="replay-save")
+        self._saving = thread.submit(save)
+        thread.shutdown(wait=False)
         super().__init__()
-
-    def _run(self, save: Callable[[], Saved]) -> None:
-        try:
-            self._saved = save()
-        except BaseException as error:  # noqa: BLE001  (raised by the waiting call)
-            self._error = error
 
     def done(self) -> bool:
         """Whether the save has ended. Raises Refused in a forked child."""
         self._check_process()
-        return not self._thread.is_alive()
+        return self._saving.done()
 
     def result(self, timeout: float | None = None) -> Saved:
         """Wait for the end of the save; raises its exception, TimeoutError, or Refused in a forked child."""
-        if not self.done():
-            self._thread.join(timeout)
-        if not self.done():
+        self._check_process()
+        if not wait((self._saving,), timeout).done:
             raise TimeoutError(f"the save is still running after {timeout} s; ask again")
-        if self._error is not None:
-            raise self._error
-        assert self._saved is not None
-        return self._saved
+        return self._saving.result()
