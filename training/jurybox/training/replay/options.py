@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, ClassVar, Literal
@@ -129,11 +129,6 @@ class Field:
         return math.prod(self.shape)
 
     @property
-    def row_bytes(self) -> int:
-        """Bytes of one returned row."""
-        return self.elements * self.numpy_dtype.itemsize
-
-    @property
     def codec(self) -> Codec:
         """How the native ring keeps it."""
         if self.stored is None or self.stored == self.dtype:
@@ -153,22 +148,13 @@ class Field:
         if self.codec in (Codec.BITS, Codec.BITS_OF_BYTES):
             return ((self.elements + 7) // 8,)
         if self.codec is Codec.SPARSE:
-            return (self.stored_bytes,)
+            return (4 + 8 * (self.nonzero or 0),)
         return self.shape
 
     @property
     def stored_bytes(self) -> int:
         """Bytes of one stored row."""
-        match self.codec:
-            case Codec.BITS | Codec.BITS_OF_BYTES:
-                return (self.elements + 7) // 8
-            case Codec.BYTES:
-                return self.elements
-            case Codec.HALF:
-                return 2 * self.elements
-            case Codec.SPARSE:
-                return 4 + 8 * (self.nonzero or 0)
-        return self.row_bytes
+        return math.prod(self.stored_shape) * self.stored_dtype.itemsize
 
 
 FullMode = Literal["overwrite", "block", "drop_newest"]
@@ -275,8 +261,9 @@ class Windows:
     full_length: bool = False
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "next", _names(self.next))
-        object.__setattr__(self, "stacked", _names(self.stacked))
+        for side in ("next", "stacked"):
+            names: Any = getattr(self, side)
+            object.__setattr__(self, side, (names,) if isinstance(names, str) else tuple(names))
         if min(self.n_step, self.stack, self.length) < 0:
             raise ValueError("n_step, stack and length are 0 (off) or positive")
         if (self.stack > 0) != bool(self.stacked):
@@ -293,10 +280,3 @@ class Windows:
     def steps(self) -> int:
         """Transitions from the drawn row to its next one."""
         return self.n_step or (1 if self.next else 0)
-
-
-def _names(value: Any) -> tuple[str, ...]:
-    if isinstance(value, str):
-        return (value,)
-    names: Sequence[str] = value
-    return tuple(names)

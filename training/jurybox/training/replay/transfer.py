@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -47,7 +47,7 @@ class Exporter:
 
     def batch(self) -> RowBatch | None:
         """A copy of the next rows; None without new rows and ended episodes."""
-        pieces = [_copied(piece) for piece in self.new.take(self._staging, self._most)]
+        pieces = [replace(piece, slots=piece.slots.copy()) for piece in self.new.take(self._staging, self._most)]
         ended = self.new.ended()
         if not pieces and not len(ended):
             return None
@@ -55,8 +55,9 @@ class Exporter:
             none = np.empty(0, np.int64)
             nothing = Piece(self.new.taken, self._staging[:0].copy(), none, none, np.empty(0, np.uint8))
             return RowBatch(nothing, ended)
-        columns = (np.concatenate(each) for each in zip(*map(_columns, pieces), strict=True))
-        return RowBatch(Piece(pieces[0].first, *columns), ended)
+        names = ("slots", "before", "after", "flags")
+        joined = {name: np.concatenate([getattr(piece, name) for piece in pieces]) for name in names}
+        return RowBatch(Piece(pieces[0].first, **joined), ended)
 
 
 class Importer:
@@ -109,11 +110,3 @@ class Importer:
         tickets = np.where(known, self._ticket_at[at] + np.uint64(1), _NEVER)
         before = np.where(piece.before == FIRST, np.uint64(0), tickets)
         return place, before, piece.flags, (piece.after == ENDED).astype(np.uint8)
-
-
-def _columns(piece: Piece) -> tuple[npt.NDArray[np.generic], ...]:
-    return piece.slots, piece.before, piece.after, piece.flags
-
-
-def _copied(piece: Piece) -> Piece:
-    return Piece(piece.first, piece.slots.copy(), piece.before, piece.after, piece.flags)
