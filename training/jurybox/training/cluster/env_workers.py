@@ -20,6 +20,7 @@ import ray
 from ray.exceptions import ActorDiedError, GetTimeoutError, RayActorError
 
 from jurybox.protocol.errors import Timeout
+from jurybox.protocol.forks import Closing
 from jurybox.training import interrupts
 from jurybox.training.cluster.local_calls import NEW, RAISED, VALUE, Answer, CallConnection, CallServer
 from jurybox.training.cluster.vector_env import LOST
@@ -89,7 +90,7 @@ class EnvActor:
             held.close()
 
 
-class EnvWorkers:
+class EnvWorkers(Closing):
     """All workers of a training. Close them, or use them in a ``with``.
 
     Args:
@@ -135,12 +136,6 @@ class EnvWorkers:
 
     def __len__(self) -> int:
         return len(self._actors)
-
-    def __enter__(self) -> EnvWorkers:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def life(self, worker: int) -> int:
         """Return how often the worker was replaced."""

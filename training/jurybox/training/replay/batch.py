@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from jurybox import native
 from jurybox.protocol.errors import SpecMismatch
+from jurybox.protocol.forks import Closing
 from jurybox.training.replay.layout import Layout
 from jurybox.training.replay.options import ForkGuard, Windows
 
@@ -140,7 +141,7 @@ def _new_array(shape: tuple[int, ...], dtype: np.dtype[Any]) -> npt.NDArray[Any]
 _SLICE = 0.1  # seconds between two checks for a stop
 
 
-class Prefetch(ForkGuard):
+class Prefetch(ForkGuard, Closing):
     """An infinite iterator over samples of `n` rows, which a thread draws in advance.
 
     On the host it gives `Batch` objects, which are reused: a batch is valid until the next one is requested.
@@ -225,12 +226,6 @@ class Prefetch(ForkGuard):
         # An additional batch wakes the thread, so that it stops.
         self._free.put(self._make(0))
         self._thread.join()
-
-    def __enter__(self) -> Prefetch:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def _run(self) -> None:
         try:

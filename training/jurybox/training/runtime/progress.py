@@ -19,6 +19,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from jurybox.protocol.forks import Closing
 from jurybox.training.checkpoints import write_atomically
 from jurybox.training.runtime.plan import Kind, Plan
 from jurybox.training.runtime.role_context import Message
@@ -222,7 +223,7 @@ _DRAW_EVERY = 0.25
 _SHOWN = ("return_mean", "eval_return", "loss")
 
 
-class View:
+class View(Closing):
     """Shows a run. Use it in a ``with``.
 
     Args:
@@ -319,12 +320,6 @@ class View:
             with suppress(OSError):
                 self._log.close()
             self._log = None
-
-    def __enter__(self) -> View:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def busy(scoreboard: Scoreboard, number: int) -> float:

@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from jurybox.protocol.forks import Closing
 from jurybox.protocol.segment import segment_name
 from jurybox.protocol.weights import WeightsChannel
 from jurybox.protocol.weights.publisher import Publisher
@@ -46,7 +47,7 @@ def create_replay(spec: ReplaySpec, name: str, seed: int) -> Replay:
     )
 
 
-class SharedResources:
+class SharedResources(Closing):
     """The shared memory of a run. The owner calls `create`, the roles `attach`.
 
     Nothing is left of it when its owner is gone: in order it removes every name; killed, the kernel drops its locks and
@@ -199,9 +200,3 @@ class SharedResources:
             channel.close()
         self._replays, self._channels = {}, {}
         self.scoreboard.close()
-
-    def __enter__(self) -> SharedResources:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
