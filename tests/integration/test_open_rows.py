@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from tests.serving import serving, wait_until
 
-from jurybox.client import Busy, ModelFailed, RowFailed, SessionLost, SpecMismatch, connect
+from jurybox.client import Busy, ModelFailed, Refused, RowFailed, SessionLost, SpecMismatch, connect
 
 MODELS = {
     name: {"factory": f"tests.open_models:{name}", "max_batch": 8, "rows": 64, "lane_rows": 8}
@@ -20,6 +20,7 @@ MODELS = {
 }
 MODELS["running_sum"]["rows"] = 256  # of which the gateway takes up to half
 MODELS["few"] = {"factory": "tests.open_models:running_sum", "max_batch": 8, "rows": 32}  # the gateway takes none
+MODELS["of_two"] = {"factory": "tests.open_models:lstm", "args": {"inputs": 2}, "max_batch": 8, "rows": 64}
 
 
 @pytest.fixture(scope="module")
@@ -76,6 +77,24 @@ def test_single_calls_take_any_row_that_fits_and_refuse_others_with_the_same_err
     both = client.model("prompted", rows=2)
     assert both({"image": images((5, 4))[0], "prompt": "four"}) == {"size": 20, "words": 4}
     np.testing.assert_array_equal(model.infer(images((3, 2)))[0], images((3, 2))[0].mean(axis=2) > 127)
+
+
+def test_a_row_of_another_shape_and_as_many_bytes_is_refused(client):
+    model, row = client.model("picky", rows=8), np.ones(1, np.float32)
+    assert model(row) == model.row_reply(row, 60.0).outputs == 2
+    for wrong in (row[0], row[None]):
+        for ask in (model, lambda given: model.row_reply(given, 60.0)):
+            with pytest.raises(SpecMismatch, match="a call takes one row"):
+                ask(np.asarray(wrong))
+
+
+def test_a_model_with_state_computes_no_row_without_a_session(client):
+    model = client.model("of_two")
+    for ask in (model, lambda row: model.row_reply(row, 60.0)):
+        with pytest.raises(Refused, match=r"keeps state \(hidden, cell\)"):
+            ask(np.ones(2, np.float32))
+        with pytest.raises(SpecMismatch, match=r"float32 of shape \(2,\)"):
+            ask(np.array(1.0))  # of as many bytes
 
 
 def test_rows_fail_alone_on_every_path(client):

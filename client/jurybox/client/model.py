@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from jurybox.client.in_flight import Taken, Turns, seconds
 from jurybox.client.lane import Lane
-from jurybox.client.row_codec import Checked, shaped, utf8, words
+from jurybox.client.row_codec import NO_SHAPE, Checked, shaped, utf8, words
 from jurybox.client.rows import CallRow, Rows
 from jurybox.client.sessions import Sessions
 from jurybox.client.ticket import Pieces, Reply, Seen, Ticket, send_parts, send_rows
@@ -95,9 +95,17 @@ class Model(forks.Closing):
             timeout: seconds.
         """
         requests = self.requests
-        dtype, _, text = requests.plain
-        fits = type(row) is bytes if text else type(row) is np.ndarray and row.dtype == dtype
-        ready: Any = row if fits and (text or row.flags.c_contiguous) else requests.lane.codec.one(row)[0]
+        dtype, shape, text = requests.plain
+        if text:
+            fits = type(row) is bytes
+        else:
+            fits = (
+                type(row) is np.ndarray
+                and row.dtype == dtype
+                and (row.shape == shape or shape is None)
+                and row.flags.c_contiguous
+            )
+        ready: Any = row if fits else requests.lane.codec.one(row)[0]
         requests.require_stateless()
         deadline = requests.turns.deadline(timeout)
         try:
@@ -302,8 +310,8 @@ class Requests:
         lane: the current lane; it may be gone, `usable` returns one that is not.
         spec, max_batch: those of the lane.
         kept: rows that are reused from call to call.
-        plain: for a model with a single input: its dtype, its row shape (None: any size), and whether it takes byte
-            strings; see `_only_input`.
+        plain: of the model's only input: its dtype, its row shape (None: any size), and whether it takes byte strings;
+            see `_only_input`.
     """
 
     def __init__(
@@ -459,11 +467,12 @@ class Requests:
 def _only_input(spec: ModelSpec) -> tuple[np.dtype[Any] | None, tuple[int, ...] | None, bool]:
     """Return the dtype of a model's only input, its row shape (None: any size), and whether it takes byte strings.
 
-    The dtype is None if no array can be sent unchecked: with several inputs, state, or an input of byte strings.
+    The shape is NO_SHAPE if no array can be sent unchecked: with several inputs, state, or an input of byte strings.
+    The dtype None cannot show that, because NumPy takes it for float64.
     """
     if len(spec.inputs) != 1 or spec.state:
-        return None, (), False
+        return None, NO_SHAPE, False
     (only,) = spec.inputs.values()
     if only.dtype == BYTES:
-        return None, (), True
+        return None, NO_SHAPE, True
     return only.numpy_dtype, None if only.variable else only.shape, False

@@ -12,6 +12,7 @@ from jurybox.protocol.arena import Columns
 from jurybox.protocol.errors import Refused, SpecMismatch, plain
 from jurybox.protocol.spec import BYTES, ModelSpec, TensorSpec
 
+NO_SHAPE = (-1,)  # the shape of no array
 SESSIONS = ""  # the key of the arena.SESSION records among checked inputs; no tensor has this name
 
 Checked = dict[str, Any]  # inputs by name, each in its codec's internal form

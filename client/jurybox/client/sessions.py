@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jurybox.client.in_flight import Taken
-from jurybox.client.row_codec import SESSIONS, Checked, shaped
+from jurybox.client.row_codec import NO_SHAPE, SESSIONS, Checked, shaped
 from jurybox.client.session_book import Mask, Numbers, SessionBook, require_rows, resets
 from jurybox.client.ticket import Reply, Ticket, rows_come_back, send_rows
 from jurybox.protocol.arena import LOAD, NO_FORWARD, SESSION, STORE
@@ -52,7 +52,7 @@ class Sessions(Closing):
         self._kept: CallRow | None = None  # their rows, reused from request to request
         self._step_column: NDArray[Any] = self._records["step"]
         self._dtype: np.dtype[Any] | None = None  # dtype and shape of inputs that need no conversion
-        self._shape: tuple[int, ...] = ()
+        self._shape: tuple[int, ...] = NO_SHAPE
 
     def __len__(self) -> int:
         return self._n
@@ -123,7 +123,7 @@ class Sessions(Closing):
             self._step_column = mine["step"]
             only = next(iter(rows.lane.codec.spec.inputs.values()))
             plain = len(rows.lane.codec.spec.inputs) == 1 and not only.variable
-            self._dtype, self._shape = (only.numpy_dtype, (self._n, *only.shape)) if plain else (None, ())
+            self._dtype, self._shape = (only.numpy_dtype, (self._n, *only.shape)) if plain else (None, NO_SHAPE)
             self._kept = rows
         return rows
 
