@@ -55,7 +55,7 @@ class Log:
         self._role = role
         self._level = level
         self._render = render
-        self._stream = _SafeStream(stream)
+        self._stream = stream
         self._keep = keep
         self._one_at_a_time = threading.RLock()  # reentrant: a finalizer may log while this thread writes a line
 
@@ -74,10 +74,6 @@ class Log:
     def error(self, event: str, /, **fields: Any) -> None:
         """Log a failure."""
         self.log(logging.ERROR, event, **fields)
-
-    def exception(self, event: str, /, **fields: Any) -> None:
-        """Log a failure with the traceback of the exception that is being handled."""
-        self.log(logging.ERROR, event, **{"exc_info": sys.exc_info()[1], **fields})
 
     def log(self, level: int, event: str, /, **fields: Any) -> None:
         """Log an event with a level of the standard logging module."""
@@ -98,7 +94,8 @@ class Log:
             self._keep({**line})
         text = self._render(line) + "\n"
         # Each line is a single write, so that lines of processes which share standard error do not mix.
-        with self._one_at_a_time:
+        # A full disk or a closed pipe ends no process.
+        with self._one_at_a_time, contextlib.suppress(OSError, ValueError):
             self._stream.write(text)
             self._stream.flush()
 
@@ -191,22 +188,6 @@ def traced(error: BaseException) -> str:
         return plain("".join(traceback.format_exception(error))[-_TRACEBACK:], _TRACEBACK)
     except BaseException:  # noqa: BLE001  str() of a model's exception may raise anything
         return f"(a traceback of {type(error).__name__} that cannot be made)"
-
-
-class _SafeStream:
-    """A stream that ignores write errors (a full disk, a closed pipe)."""
-
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
-
-    def write(self, text: str) -> int:
-        with contextlib.suppress(OSError, ValueError):
-            return self._stream.write(text)
-        return 0
-
-    def flush(self) -> None:
-        with contextlib.suppress(OSError, ValueError):
-            self._stream.flush()
 
 
 class _Adopted(logging.Handler):

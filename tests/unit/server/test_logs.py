@@ -49,8 +49,8 @@ def test_an_exception_is_one_line_with_its_traceback(stream, format):
     log = configure("supervisor", "info", format, stream)
     try:
         raise ValueError("broken")
-    except ValueError:
-        log.exception("failed")
+    except ValueError as error:
+        log.error("failed", exc_info=error)
     assert stream.getvalue().count("\n") == 1
     assert "ValueError: broken" in stream.getvalue()
     assert "test_logs.py" in stream.getvalue()
