@@ -5,7 +5,10 @@ import signal
 from pathlib import Path
 
 import numpy as np
+import pytest
 from tests.serving import serving, wait_until
+
+from jurybox.client import ModelFailed
 
 X = np.ones((2, 4), np.float32)
 
@@ -72,3 +75,25 @@ def test_each_start_continues_from_the_right_version_however_the_last_server_end
         assert "every weights file" in client.describe("policy").reason
         assert not client.describe("policy").takes_publications
     assert json.loads(manifest.read_text()) == rows
+
+
+def test_no_load_and_no_unload_at_run_time_loses_publications(tmp_path):
+    settings = models(save_dir=str(tmp_path / "kept"))["policy"]
+    with serving(tmp_path, {"policy": settings}) as server, server.connect() as client:
+        publisher, model = client.publisher("policy"), client.model("policy")
+        publisher.publish(affine(1))
+        wait_until(lambda: weights_status(client)["saved"] == 1)
+        with pytest.raises(ModelFailed, match=r"'scale': expected float32\[1\], .* expected another save_dir"):
+            client.load("policy", {**settings, "args": {"scale": [2.0]}})
+        assert client.describe("policy").state == "ready"
+        assert publisher.publish(affine(2)) == 2
+        wait_until(lambda: model.infer_reply(X).version == 2)
+        wait_until(lambda: weights_status(client)["saved"] == 2)
+        publisher.close()
+        client.load("policy", {**settings, "save_every": 10})
+        with client.publisher("policy") as again:
+            assert again.publish(affine(3)) == 3
+        client.unload("policy")  # saves the last version
+        client.load("policy", settings)
+        assert answered_by(client, 3)
+        assert "weights not saved" not in server.text()

@@ -2,9 +2,11 @@
 
 import pytest
 
-from jurybox.protocol.errors import ModelNotFound
+from jurybox.protocol.errors import ModelNotFound, SpecMismatch
 from jurybox.protocol.scoreboard import Scoreboard
 from jurybox.protocol.segment import Segment, segment_name
+from jurybox.protocol.spec import ModelSpec, TensorSpec
+from jurybox.protocol.weights import WeightsLayout
 from jurybox.server.settings.config import ModelSettings
 from jurybox.server.supervisor.models import HeldModel, Models
 
@@ -53,6 +55,29 @@ def test_no_lane_is_granted_while_an_engine_computes_in_an_earlier_arena():
     assert held.state == "loading"
     held.ready(1, 8)
     assert held.state == "ready"
+
+
+def test_a_load_whose_weights_are_refused_changes_nothing_of_the_model(models):
+    held = models.add("m", ModelSettings.model_validate({"factory": "tests.models:affine", "publish": "snapshot"}))
+    vector = {"x": TensorSpec("float32", (4,))}
+
+    def layout(size):
+        return WeightsLayout([("w", "float32", (size,))])
+
+    def refuse(channel):
+        assert channel.layout == layout(5) and not channel.closed
+        refused.append(channel)
+        raise SpecMismatch("these weights don't fit the saved ones")
+
+    refused = []
+    assert not models.adopt(held, ModelSpec("m", vector, vector), "first", layout(4))
+    before = (held.spec, held.arena, held.arena_number, held.channel, held.digest)
+    with pytest.raises(SpecMismatch):
+        models.adopt(held, ModelSpec("m", {**vector, "y": vector["x"]}, vector), "second", layout(5), refuse)
+    assert (held.spec, held.arena, held.arena_number, held.channel, held.digest) == before
+    assert not held.channel.closed and refused[0].closed
+    models.close()
+    assert held.channel.closed
 
 
 def test_every_load_has_its_own_number(models):

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import threading
 
 import numpy as np
 import pytest
+from tests.serving import wait_until
 
 from jurybox.protocol.errors import Error, Refused, SpecMismatch
 from jurybox.protocol.weights.publisher import Publisher
@@ -17,7 +19,9 @@ import safetensors.torch  # noqa: E402
 
 from jurybox.server import safetensors_file  # noqa: E402
 from jurybox.server.safetensors_file import DamagedFile  # noqa: E402
-from jurybox.server.supervisor.weights_saver import WeightsFiles  # noqa: E402
+from jurybox.server.settings.config import ModelSettings  # noqa: E402
+from jurybox.server.supervisor.models import HeldModel  # noqa: E402
+from jurybox.server.supervisor.weights_saver import WeightsFiles, WeightsSaver  # noqa: E402
 from jurybox.training.algorithms.torch_states import TorchWeights  # noqa: E402
 
 
@@ -38,7 +42,7 @@ def test_every_kth_publication_is_saved_and_the_oldest_go(make, state, tmp_path)
     saved = []
     for _ in range(10):
         publisher.publish(state)
-        saved.append(files.save_if_due())
+        saved.append(files.save() if files.due() else None)
     assert [version for version in saved if version] == [1, 4, 7, 10]
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         ".lock",
@@ -173,6 +177,104 @@ def test_weights_of_another_layout_and_broken_manifests_are_refused(make, state,
     (tmp_path / "manifest.json").write_text("{}")
     with pytest.raises(Error, match="no manifest"):
         WeightsFiles(channel, tmp_path)
+
+
+@pytest.fixture
+def reports():
+    return []
+
+
+@pytest.fixture
+def saver(reports):
+    saver = WeightsSaver(lambda event, **fields: reports.append(fields["error"]))
+    yield saver
+    saver.close()
+
+
+def held(index, folder, **settings):
+    given = {"factory": "a:b", "publish": "double_buffer", "save_dir": str(folder), **settings}
+    return HeldModel(index, f"m{index}", ModelSettings.model_validate(given))
+
+
+def test_publications_before_a_save_dir_was_set_are_saved_and_not_taken_for_an_earlier_runs(
+    make, state, saver, tmp_path
+):
+    model, earlier, live = held(0, tmp_path), make(state), make(state)
+    with Publisher(earlier) as publisher:
+        publisher.publish(state, version=1000)
+    save(earlier, tmp_path / "m0")
+    with Publisher(live) as publisher:
+        publisher.publish(state, version=50)
+        assert saver.keep(model, live) is None and model.saved == 0
+        wait_until(lambda: model.saved == 50, what="the save of what was already published")
+        publisher.publish(state)
+        wait_until(lambda: model.saved == 51, what="the save of the next publication")
+    saver.close()
+    fresh = make(state)
+    files = WeightsFiles(fresh, tmp_path / "m0")
+    assert [saved.version for saved in files.saved] == [1000, 50, 51]
+    assert files.restore(Publisher(fresh)) == 51
+
+
+def test_weights_that_do_not_fit_the_folder_change_nothing_of_what_is_saved(make, state, saver, reports, tmp_path):
+    model, channel = held(0, tmp_path), make(state)
+    saver.keep(model, channel)
+    with pytest.raises(SpecMismatch, match="safetensors cannot store"):
+        saver.keep(model, make({"z": torch.zeros(2, dtype=torch.complex128)}))
+    with Publisher(channel) as publisher:
+        publisher.publish(state)
+        wait_until(lambda: model.saved == 1)
+        with pytest.raises(SpecMismatch, match=r"m0 keeps .* 'w': .*; expected another save_dir"):
+            saver.keep(model, make({**state, "w": torch.zeros(2)}))
+        publisher.publish(state)
+        wait_until(lambda: model.saved == 2, what="the save after the refusals")
+    assert reports == []
+
+
+def test_a_folder_without_weights_passes_to_a_channel_of_another_layout(make, state, saver, tmp_path):
+    model, other = held(0, tmp_path), make({"w": torch.zeros(2)})
+    saver.keep(model, make(state))
+    saver.keep(model, other)
+    wait_until(lambda: not saver.busy(model))
+    with pytest.raises(Refused, match="another server keeps weights"):
+        WeightsFiles(other, tmp_path / "m0")
+    with Publisher(other) as publisher:
+        publisher.publish({"w": torch.zeros(2)})
+    wait_until(lambda: model.saved == 1)
+
+
+def test_no_unloading_waits_for_the_disk(make, state, saver, reports, tmp_path, monkeypatch):
+    slow, quick = held(0, tmp_path), held(1, tmp_path)
+    channels = (slow, make(state)), (quick, make(state))
+    for model, channel in channels:
+        saver.keep(model, channel)
+    writing, may_write, write = threading.Event(), threading.Event(), safetensors_file.write
+
+    def write_slowly(*arguments):
+        writing.set()
+        assert may_write.wait(60)
+        return write(*arguments)
+
+    monkeypatch.setattr(safetensors_file, "write", write_slowly)
+    try:
+        with Publisher(channels[0][1]) as publisher:
+            publisher.publish(state)
+            assert writing.wait(60)
+            publisher.publish(state)
+        for model, channel in channels:  # these would wait for ever
+            saver.drop(model)
+            saver.release(channel)
+            assert saver.busy(model) and not channel.closed
+        unsaved = make(state)
+        saver.release(unsaved)
+        assert unsaved.closed
+    finally:
+        may_write.set()
+    wait_until(lambda: all(channel.closed for _, channel in channels), what="the end of the last saves")
+    assert not saver.busy(slow) and not saver.busy(quick) and reports == []
+    files = WeightsFiles(make(state), tmp_path / "m0")
+    assert [saved.version for saved in files.saved] == [1, 2]
+    files.close()
 
 
 def test_a_module_follows_the_channel(make):

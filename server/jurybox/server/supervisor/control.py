@@ -423,4 +423,5 @@ class ControlHandlers:
         self._engines.order("unload", model=held.index)
         self._models.replaced(held)
         self._weights_saver.drop(held)
-        self._models.adopt_layout(held, None)
+        channel, held.channel = held.channel, None
+        self._weights_saver.release(channel)

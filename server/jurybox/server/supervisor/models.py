@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -327,44 +328,64 @@ class Models:
         """Get a model by its index on the scoreboard, or None."""
         return next((held for held in self._by_name.values() if held.index == index), None)
 
-    def adopt_spec(self, held: HeldModel, spec: ModelSpec, digest: str) -> bool:
-        """Record the spec that an engine loaded, and create the arena if there is none of that spec.
+    def adopt(
+        self,
+        held: HeldModel,
+        spec: ModelSpec,
+        digest: str,
+        layout: WeightsLayout | None,
+        keep: Callable[[WeightsChannel | None], None] = lambda channel: None,
+    ) -> bool:
+        """Record what an engine loaded, and create its arena and weights channel.
+
+        An arena of the same spec is kept, and so is a channel of the same layout, with its publication. After an
+        exception the model is as it was before.
+
+        Args:
+            layout: the layout of its weights; None: it takes no publications.
+            keep: called with the channel before anything is replaced; it may refuse the channel by raising.
 
         Returns:
-            Whether it replaces an arena of another spec, so that the model's lanes must be revoked.
+            Whether an arena of another spec was replaced, so that the model's lanes must be revoked. The caller closes
+            a channel that was replaced.
 
         Raises:
-            SharedMemoryError: there is not enough memory for the new arena; the old one is kept.
+            SharedMemoryError: there is not enough memory for the new arena or channel.
         """
-        replaces = held.arena is not None and held.spec != spec
-        if held.arena is None or replaces:
-            rows = held.asked.resolve_rows(spec.row_bytes, state=bool(spec.state))
-            self._arenas_made += 1
-            name = segment_name(self._server_id, "arena", self._arenas_made)
-            arena = Arena.create(name, ArenaLayout(spec, rows), self._make)
+        arena = held.arena if held.spec == spec else None
+        channel = held.channel
+        if channel is not None and channel.layout != layout:
+            channel = None
+        with ExitStack() as undo:
+            if arena is None:
+                arena = self._new_arena(held, spec)
+                undo.callback(arena.close)
+            if layout is not None and channel is None:
+                channel = self._new_channel(held, layout)
+                undo.callback(channel.close)
+            keep(channel)
+            undo.pop_all()
+        replaces = held.arena is not None and held.arena is not arena
+        if held.arena is not arena:
             self.replaced(held)
             held.arena, held.spec, held.arena_number = arena, spec, self._arenas_made
+        if held.channel is not channel:
+            held.channel = channel
+            held.published.look(0, time.monotonic())  # so that publications before the first tick count
         held.digest = digest
         return replaces
 
-    def adopt_layout(self, held: HeldModel, layout: WeightsLayout | None) -> None:
-        """Create the weights channel of a model. A channel of the same layout is kept, with its publication.
+    def _new_arena(self, held: HeldModel, spec: ModelSpec) -> Arena:
+        rows = held.asked.resolve_rows(spec.row_bytes, state=bool(spec.state))
+        self._arenas_made += 1
+        name = segment_name(self._server_id, "arena", self._arenas_made)
+        return Arena.create(name, ArenaLayout(spec, rows), self._make)
 
-        Args:
-            layout: the layout of its weights; None: close the channel.
-
-        Raises:
-            SharedMemoryError: there is not enough memory.
-        """
-        if held.channel is not None and (layout is None or held.channel.layout != layout):
-            held.channel.close()
-            held.channel = None
-        if layout is not None and held.channel is None:
-            assert held.asked.publish is not None
-            self._channels_made += 1
-            name = segment_name(self._server_id, "weights", self._channels_made)
-            held.channel = WeightsChannel.create(name, layout, held.asked.publish, make=self._make)
-            held.published.look(0, time.monotonic())  # so that publications before the first tick count
+    def _new_channel(self, held: HeldModel, layout: WeightsLayout) -> WeightsChannel:
+        assert held.asked.publish is not None
+        self._channels_made += 1
+        name = segment_name(self._server_id, "weights", self._channels_made)
+        return WeightsChannel.create(name, layout, held.asked.publish, make=self._make)
 
     def given_up(self, now: float) -> list[HeldModel]:
         """Return the models whose client has stopped asking to keep them; `now` as `HeldModel.until`."""
@@ -405,5 +426,6 @@ class Models:
         """Remove all arenas and weights channels."""
         for held in self._by_name.values():
             self.replaced(held)
-            self.adopt_layout(held, None)
+            if held.channel is not None:
+                held.channel.close()
         self.close_replaced(())

@@ -6,6 +6,7 @@ import secrets
 import socket
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import zmq
@@ -16,7 +17,7 @@ from jurybox.protocol.errors import Error, Refused, asleep, plain, said
 from jurybox.protocol.scoreboard import LANE_LOCK, Scoreboard
 from jurybox.protocol.segment import is_locked, segment_name, sweep
 from jurybox.protocol.spec import ModelSpec, specs_from_plain
-from jurybox.protocol.weights import WeightsLayout
+from jurybox.protocol.weights import WeightsChannel, WeightsLayout
 from jurybox.server.logs import Log, LogLimiter, traced
 from jurybox.server.settings.config import EngineSettings, Settings, named_factories
 from jurybox.server.supervisor.children import Child, ExternalKills, Watchdog, services
@@ -103,6 +104,7 @@ class Supervisor:
         self._manager = ServiceManager(log.warning)
         self._external_kills = ExternalKills()
         self._computed: dict[int, NDArray[Any]] = {}  # engine -> batches of each model before its current start
+        self._postponed: list[tuple[int, dict[str, Any]]] = []  # (engine, "loaded"), until their folder is free
         self._begun: dict[int, tuple[int, int]] = {}  # engine -> (model, load) that its model loader is working on
         # engine -> (the model computed at its last kills from outside, how many these were)
         self._killed: dict[int, tuple[int, int]] = {}
@@ -199,6 +201,9 @@ class Supervisor:
             self._log.info("no client keeps this model any more, unloading it", model=held.name)
             self._control.let_go(held)
         self._models.close_replaced({lane.model for lane in self._leases.in_use() if lane.retiring is not None})
+        postponed, self._postponed = self._postponed, []
+        for index, message in postponed:
+            self._on_loaded(index, message)
 
     def _tell_manager(self) -> None:
         if not self._announced:
@@ -388,14 +393,21 @@ class Supervisor:
         held = self._reported_model(index, message)
         if held is None:
             return
+        if self._weights_saver.busy(held):
+            self._postponed.append((index, message))
+            return
+        channel = held.channel
         try:
             spec = ModelSpec(held.name, *(specs_from_plain(message[kind]) for kind in ("inputs", "outputs", "state")))
-            replaces = self._models.adopt_spec(held, spec, plain(message["digest"], 100))
             weights = [(name, dtype, tuple(shape)) for name, dtype, shape in message["weights"]]
-            self._adopt_layout(held, WeightsLayout(weights) if weights else None)
+            layout = WeightsLayout(weights) if weights else None
+            keep = partial(self._keep_weights, held)
+            replaces = self._models.adopt(held, spec, plain(message["digest"], 100), layout, keep)
         except Exception as error:  # noqa: BLE001  a model's spec may be anything: only this model fails
             self._engines.engines[index].send("abandon", model=held.index, load=message["load"], reason=said(error))
             return
+        if held.channel is not channel:
+            self._weights_saver.release(channel)
         if replaces:
             for lane in self._leases.revoke(held.index, self._engines.living()):
                 self._control.forget(lane)
@@ -410,16 +422,9 @@ class Supervisor:
             weights=held.channel.name if held.channel else "",
         )
 
-    def _adopt_layout(self, held: HeldModel, layout: WeightsLayout | None) -> None:
-        """Create the model's weights channel, and publish the last saved weights."""
-        before = held.channel
-        self._models.adopt_layout(held, layout)
-        try:
-            restored = self._weights_saver.keep(held)
-        except BaseException:
-            if held.channel is not before:
-                self._models.adopt_layout(held, None)  # no publication may be accepted that would not be saved
-            raise
+    def _keep_weights(self, held: HeldModel, channel: WeightsChannel | None) -> None:
+        """Save a model's publications from now on, and publish the last saved weights."""
+        restored = self._weights_saver.keep(held, channel)
         if restored is not None:
             self._log.info("weights restored", model=held.name, version=restored, folder=str(held.asked.save_dir))
 

@@ -15,8 +15,10 @@ import logging
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
@@ -64,6 +66,7 @@ class WeightsFiles:
         folder: created if it is missing. Incomplete files of a killed writer are removed.
         every: save the first publication that is at least this many versions after the last one saved.
         keep: the number of files kept; older ones are removed.
+        heir_of: files of another channel, without any saved, whose lock on the folder these share.
 
     Raises:
         SpecMismatch: the channel has a dtype that safetensors cannot hold (complex128).
@@ -71,7 +74,15 @@ class WeightsFiles:
         ValueError: `every` or `keep` below 1.
     """
 
-    def __init__(self, channel: WeightsChannel, folder: Path, *, every: int = 1, keep: int = 3) -> None:
+    def __init__(
+        self,
+        channel: WeightsChannel,
+        folder: Path,
+        *,
+        every: int = 1,
+        keep: int = 3,
+        heir_of: WeightsFiles | None = None,
+    ) -> None:
         if every < 1 or keep < 1:
             raise ValueError(f"expected every >= 1 and keep >= 1, got every={every}, keep={keep}")
         if name := safetensors_file.unsaveable(channel.layout):
@@ -81,33 +92,31 @@ class WeightsFiles:
             )
         self.channel, self.folder, self.every, self.keep = channel, Path(folder), every, keep
         self.folder.mkdir(parents=True, exist_ok=True)
-        self._lock = _hold(self.folder)
+        self._lock = os.dup(heir_of._lock) if heir_of else _hold(self.folder)
         try:
             self.saved = self._manifest()
             self._remove_leftovers()
         except BaseException:
             self.close()
             raise
-        self.last_version = self.saved[-1].version if self.saved else 0
+        self.last_version = 0  # of this channel; files that were there before may be of another run
         self._reader = WeightsReader(channel)
         self._flat: np.ndarray[Any, np.dtype[np.uint8]] | None = None
 
     def due(self) -> bool:
-        """Return whether `every` versions have been published since the last one saved. Costs one load from memory."""
-        newest = self.channel.newest
-        return newest >= self.last_version + self.every or (newest > 0 and not self.saved)
+        """Return whether the first or `every` versions have been published since the last one saved or restored.
 
-    def save_if_due(self) -> int | None:
-        """Save the newest publication if one is due, and return its version. May block on the disk.
+        Costs one load from memory.
+        """
+        return self.channel.newest >= (self.last_version + self.every if self.last_version else 1)
+
+    def save(self, timeout: float = 1.0) -> int:
+        """Save the newest publication now, and return its version. May block on the disk.
 
         Raises:
             Timeout: no version could be read whole in time, because the publisher was writing.
             OSError: the folder cannot be written to; the previous file and manifest are unchanged.
         """
-        return self.save() if self.due() else None
-
-    def save(self, timeout: float = 1.0) -> int:
-        """Save the newest publication now, and return its version."""
         layout = self.channel.layout
         if self._flat is None:
             self._flat = np.empty(layout.nbytes, np.uint8)
@@ -141,7 +150,7 @@ class WeightsFiles:
             Error: there are files and all are damaged; only an operator may decide to replace them.
         """
         damaged: list[Path] = []
-        for saved in reversed(self.saved):
+        for number, saved in reversed(list(enumerate(self.saved))):
             path = self.folder / saved.file
             try:
                 layout, state, metadata = safetensors_file.read(path, saved.sha256)
@@ -156,7 +165,7 @@ class WeightsFiles:
                     "restore it into the model it was saved from, or begin with an empty folder"
                 )
             version = publisher.publish(state, extra, version=max(saved.version, self.channel.newest + 1))
-            self._set_aside(damaged, saved)
+            self._set_aside(damaged, number)
             return version
         if self.saved:
             raise DamagedFile(
@@ -165,16 +174,16 @@ class WeightsFiles:
             )
         return None
 
-    def _set_aside(self, damaged: list[Path], restored: SavedWeights) -> None:
-        """Rename damaged files that are newer than the restored one, and drop them from `saved`.
+    def _set_aside(self, damaged: list[Path], restored: int) -> None:
+        """Rename damaged files that are newer than the restored one, number `restored`, and drop them from `saved`.
 
         Their versions will be saved again.
         """
         for path in damaged:
             with contextlib.suppress(FileNotFoundError):
                 path.replace(path.with_name(f"{path.name}.damaged"))
-        self.saved = [saved for saved in self.saved if saved.version <= restored.version]
-        self.last_version = restored.version
+        self.saved = self.saved[: restored + 1]
+        self.last_version = self.saved[-1].version
 
     def close(self) -> None:
         """Unlock the folder. Idempotent."""
@@ -194,10 +203,9 @@ class WeightsFiles:
         if not path.exists():
             return []
         try:
-            rows = [SavedWeights(**row) for row in json.loads(path.read_bytes())["files"]]
+            return [SavedWeights(**row) for row in json.loads(path.read_bytes())["files"]]
         except (ValueError, KeyError, TypeError) as error:
             raise Error(f"{path} is no manifest of weights files ({error}); move it away to begin anew") from error
-        return sorted(rows, key=lambda row: row.version)
 
 
 def _hold(folder: Path) -> int:
@@ -263,8 +271,17 @@ _LOOK = 0.1  # seconds between two checks of the channels, so at most the delay 
 _LAST = 2.0  # seconds that the last save waits for a publisher in the middle of a snapshot
 
 
+@dataclass(slots=True)
+class _Saving:
+    """A model whose publications are saved."""
+
+    held: HeldModel
+    files: WeightsFiles
+    failing: str = ""  # why the last save failed, as reported
+
+
 class WeightsSaver:
-    """Saves publications of the models whose settings ask for it.
+    """Saves publications of the models whose settings ask for it. No method but `close` waits for a save.
 
     Args:
         report: called with (event, fields) for what should be logged.
@@ -272,15 +289,24 @@ class WeightsSaver:
 
     def __init__(self, report: Callable[..., None]) -> None:
         self._report = report
-        self._files: dict[int, WeightsFiles] = {}  # by model
-        self._held: dict[int, HeldModel] = {}
-        self._failing: dict[int, str] = {}
-        self._turn = threading.Lock()  # held while a file is written, so that `drop` waits for it
+        self._saving: dict[int, _Saving] = {}  # by model
+        # What the thread does about models that are no longer saved, in this order; with the files that it ends.
+        self._endings: deque[tuple[WeightsFiles | None, Callable[[], None]]] = deque()
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
-    def keep(self, held: HeldModel) -> int | None:
+    def busy(self, held: HeldModel) -> bool:
+        """Return whether the folder of a model's settings is still in use for a model that is no longer saved."""
+        folder = _folder(held)
+        return any(files is not None and files.folder == folder for files, _ in tuple(self._endings))
+
+    def keep(self, held: HeldModel, channel: WeightsChannel | None) -> int | None:
         """Begin to save a model's publications, as its settings say, and restore its channel if it is empty.
+
+        After an exception they are saved as before. Must not be called while `busy`.
+
+        Args:
+            channel: the channel that the model will have; None: it takes no publications.
 
         Returns:
             The version that was restored; None if none was.
@@ -289,28 +315,32 @@ class WeightsSaver:
             Error: another server uses the folder, or its files have another layout, or all are damaged.
             OSError: the folder cannot be created or opened.
         """
-        settings, channel = held.asked, held.channel
-        folder = Path(settings.save_dir) / held.name if settings.save_dir else None
-        files = self._files.get(held.index)
-        if files is not None and (files.channel is not channel or files.folder != folder):
-            self.drop(held)
-            files = None
-        if channel is None or folder is None:
+        settings, folder = held.asked, _folder(held)
+        earlier = self._saving.get(held.index)
+        if earlier is not None and earlier.files.channel is channel and earlier.files.folder == folder:
+            earlier.files.every, earlier.files.keep = settings.save_every, settings.save_keep
             return None
+        if channel is None or folder is None:
+            self.drop(held)
+            return None
+        heir_of = earlier.files if earlier is not None and earlier.files.folder == folder else None
+        if heir_of is not None and (heir_of.saved or heir_of.channel.newest):
+            raise SpecMismatch(
+                f"{folder} keeps the weights of {held.name!r} as it is, which don't fit those to be loaded: "
+                f"{channel.layout.difference(heir_of.channel.layout)}; expected another save_dir with them"
+            )
+        files = WeightsFiles(channel, folder, every=settings.save_every, keep=settings.save_keep, heir_of=heir_of)
         restored = None
-        if files is None:
-            files = WeightsFiles(channel, folder, every=settings.save_every, keep=settings.save_keep)
-            try:
-                if channel.newest == 0:
-                    with Publisher(channel) as publisher:
-                        restored = files.restore(publisher)
-            except BaseException:
-                files.close()
-                raise
-        with self._turn:
-            files.every, files.keep = settings.save_every, settings.save_keep
-            self._files[held.index], self._held[held.index] = files, held
-            held.saved = files.last_version
+        try:
+            if channel.newest == 0:
+                with Publisher(channel) as publisher:
+                    restored = files.restore(publisher)
+        except BaseException:
+            files.close()
+            raise
+        self.drop(held)
+        self._saving[held.index] = _Saving(held, files)
+        held.saved = files.last_version
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="weights_saver", daemon=True)
             self._thread.start()
@@ -318,54 +348,75 @@ class WeightsSaver:
 
     def drop(self, held: HeldModel) -> None:
         """Save the newest publication of a model that is unloaded, and unlock its folder. No-op without a folder."""
-        with self._turn:
-            self._failing.pop(held.index, None)
-            files = self._files.pop(held.index, None)
-            if files is not None:
-                self._finish(held.name, files)
+        saving = self._saving.pop(held.index, None)
+        if saving is not None:
+            self._endings.append((saving.files, partial(self._finish, saving)))
+
+    def release(self, channel: WeightsChannel | None) -> None:
+        """Close a channel that no model has any more, after its last save."""
+        if channel is None:
+            return
+        if any(files is not None and files.channel is channel for files, _ in tuple(self._endings)):
+            self._endings.append((None, channel.close))
+        else:
+            channel.close()
 
     def close(self) -> None:
         """Stop the thread, save new publications, and unlock the folders."""
         self._stop.set()
         if self._thread is not None:
             self._thread.join()
-        for model, files in self._files.items():
-            self._finish(self._held[model].name, files)
-        self._files.clear()
-
-    def _finish(self, name: str, files: WeightsFiles) -> None:
-        try:
-            if files.channel.newest > files.last_version:
-                files.save(_LAST)
-        except (Error, OSError) as error:
-            self._report("weights not saved", model=name, folder=str(files.folder), error=str(error))
-        finally:
-            files.close()
+        self._end()
+        for saving in self._saving.values():
+            self._finish(saving)
+        self._saving.clear()
 
     def _run(self) -> None:
         while not self._stop.wait(_LOOK):
-            for model in list(self._files):
+            self._end()
+            for model, saving in list(self._saving.items()):
                 if self._stop.is_set():
                     return
-                with self._turn:
-                    if files := self._files.get(model):
-                        try:
-                            self._save(model, files)
-                        except Exception as error:  # noqa: BLE001  one model's files must not end the others' saving
-                            self._failed_to_save(model, files, said(error))
+                if (version := self._save(saving)) and self._saving.get(model) is saving:
+                    saving.held.saved = version
 
-    def _save(self, model: int, files: WeightsFiles) -> None:
-        """Save if due. A failed save is retried, and reported again only when its reason changes."""
+    def _end(self) -> None:
+        while self._endings:
+            self._endings[0][1]()
+            self._endings.popleft()  # only now: until then the folder is `busy`
+
+    def _finish(self, saving: _Saving) -> None:
+        """Save the last publication, and unlock the folder. A failure is reported in any case."""
+        files, saving.failing = saving.files, ""
         try:
-            if (version := files.save_if_due()) is not None:
-                self._held[model].saved = version
-                self._failing.pop(model, None)
+            if files.channel.newest > files.last_version:
+                files.save(_LAST)
+        except Exception as error:  # noqa: BLE001  one model's files must not end the others' saving
+            self._failed_to_save(saving, error)
+        finally:
+            files.close()
+
+    def _save(self, saving: _Saving) -> int:
+        """Save if due, and return the version, else 0. A failed save is repeated."""
+        try:
+            if saving.files.due():
+                version = saving.files.save()
+                saving.failing = ""
+                return version
         except Timeout:
             pass  # the publisher is in the middle of a snapshot, or far ahead: try again at the next check
-        except (Error, OSError) as error:
-            self._failed_to_save(model, files, str(error))
+        except Exception as error:  # noqa: BLE001  one model's files must not end the others' saving
+            self._failed_to_save(saving, error)
+        return 0
 
-    def _failed_to_save(self, model: int, files: WeightsFiles, why: str) -> None:
-        if self._failing.get(model) != why:
-            self._failing[model] = why
-            self._report("weights not saved", model=self._held[model].name, folder=str(files.folder), error=why)
+    def _failed_to_save(self, saving: _Saving, error: Exception) -> None:
+        """Report why a save failed, unless the last one failed for the same reason."""
+        why = str(error) if isinstance(error, (Error, OSError)) else said(error)
+        if saving.failing != why:
+            saving.failing = why
+            self._report("weights not saved", model=saving.held.name, folder=str(saving.files.folder), error=why)
+
+
+def _folder(held: HeldModel) -> Path | None:
+    """Return the folder in which a model's publications are saved, as its settings say."""
+    return Path(held.asked.save_dir) / held.name if held.asked.save_dir else None
