@@ -22,6 +22,7 @@ import time
 import uuid
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from typing import Any
 from urllib.parse import parse_qs
@@ -31,6 +32,7 @@ from numpy.lib import format as npy
 from numpy.typing import NDArray
 
 from jurybox.protocol.errors import Busy, Code, Error, ProtocolMismatch, Refused, SpecMismatch, plain, said
+from jurybox.server.gateway.dialects import json_dialects
 from jurybox.server.gateway.dialects.intake import Intake, Reply, Request, check_rows, listed
 from jurybox.server.gateway.dialects.json_dialects import MEDIA, read
 
@@ -40,6 +42,8 @@ _MOST_KEPT = 4096  # answers, and requests that are being scored
 _MOST_WAITING = 1 << 30  # bytes of pictures that are being scored
 _MOST_LINE = 4 << 20  # bytes of the line of JSON
 _SPOKEN = "expected a line of JSON and a .npy file of uint8 (n, height, width, 3)"
+
+refusal = partial(json_dialects.refusal, key="message")
 
 
 @dataclass(slots=True)
@@ -151,11 +155,6 @@ class Cosmos:
             read = (key for key, one in self._jobs.items() if one.read)
             for key in list(islice(read, _MOST_KEPT // 8)):
                 del self._jobs[key]
-
-
-def refusal(why: str) -> tuple[bytes, str]:
-    """Return the body of an error response, and its media type."""
-    return json.dumps({"message": why}).encode(), MEDIA
 
 
 def _not_yet(why: str) -> Reply:

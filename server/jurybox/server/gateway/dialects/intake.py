@@ -253,16 +253,6 @@ class Intake:
         self._in_hand = 0  # requests in progress
         self._named = {name for name in (juror.get("inputs") or {}).values() if type(name) is str}
 
-    async def score(self, request: Request) -> Scores:
-        """Return the scores of a request's rows.
-
-        Raises:
-            Unscored: a row failed, its picture cannot be decoded, or its score is not finite.
-            Refused (code NOT_READY): rows have no score only for reasons that may pass, so that a retry may succeed.
-            Error: whatever `rows` raises.
-        """
-        return _all_scored(await self.rows(request))
-
     async def rows(self, request: Request) -> Found:
         """Return for each row its score or the reason for none, with the weights version and a panel's parts.
 
@@ -285,7 +275,13 @@ class Intake:
             self._in_hand -= 1
 
     async def answered(self, read: Callable[[bytes], Request], write: Write, body: bytes) -> Reply:
-        """Answer a request like `answered_rows`, but raise like `score` if a row has no score."""
+        """Answer a request like `answered_rows`, but only if every row has a score.
+
+        Raises:
+            Unscored: a row failed, its picture cannot be decoded, or its score is not finite.
+            Refused (code NOT_READY): rows have no score only for reasons that may pass, so that a retry may succeed.
+            Error: whatever `answered_rows` raises.
+        """
         return await self.answered_rows(read, lambda request, found: write(request, _all_scored(found)), body)
 
     async def answered_rows(self, read: Callable[[bytes], Request], write: WriteRows, body: bytes) -> Reply:
@@ -373,10 +369,6 @@ class Intake:
     def takes(self, name: str) -> bool:
         """Return whether the settings map this field to an input of the model; optional fields need that."""
         return name in self._named
-
-    def close(self) -> None:
-        """Release the lane."""
-        self._juror.close()
 
     def _picture(self, given: Any) -> NDArray[np.uint8] | NoPicture:
         """Decode a picture or the frames of a video; return the reason if it cannot be decoded."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from jurybox import native
@@ -74,9 +75,12 @@ def parsed(body: bytes) -> Any:
     return json.loads(body)
 
 
-def refusal(why: str) -> tuple[bytes, str]:
-    """Return the body of an error response, and its media type."""
-    return json.dumps({"error": why}).encode(), MEDIA
+def refusal(why: str, key: str = "error") -> tuple[bytes, str]:
+    """Return the body of an error response, with the reason under `key`, and its media type."""
+    return json.dumps({key: why}).encode(), MEDIA
+
+
+unirl_refusal = partial(refusal, key="detail")
 
 
 async def slime(intake: Intake, body: bytes) -> Reply:
@@ -220,8 +224,3 @@ def _last_turn(intake: Intake, request: Any) -> dict[str, Any]:
     if turn.get("video_b64") is not None or turn.get("video_path") is not None:
         raise ProtocolMismatch("video is not supported, expected image_b64 or text", Code.MALFORMED)
     return turn
-
-
-def unirl_refusal(why: str) -> tuple[bytes, str]:
-    """Return the body of an error response, and its media type."""
-    return json.dumps({"detail": why}).encode(), MEDIA
