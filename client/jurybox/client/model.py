@@ -16,7 +16,7 @@ from jurybox.client.rows import CallRow, Rows
 from jurybox.client.sessions import Sessions
 from jurybox.client.ticket import Pieces, Reply, Seen, Ticket, send_parts, send_rows
 from jurybox.protocol import forks
-from jurybox.protocol.errors import Busy, Code, Refused, ServerGone, SpecMismatch
+from jurybox.protocol.errors import Busy, Code, Refused, ServerGone, SpecMismatch, StaleLease
 from jurybox.protocol.spec import BYTES, ModelSpec
 
 Arrays = NDArray[Any] | Mapping[str, NDArray[Any]]
@@ -78,12 +78,9 @@ class Model(forks.Closing):
                     kept = requests.keep()
                 if kept is not None:
                     return kept.ask(ready, turns.timeout if timeout is None else seconds(timeout))
-        except Taken:
+        except (Taken, StaleLease):
             pass
-        except Refused as error:
-            if error.code != Code.STALE_LEASE:
-                raise
-            # Retry once on a new lane, as in infer. With the full time-out: the first attempt used almost none of it.
+        # On a new lane too, as in infer, with the full time-out: the first attempt used almost none of it.
         outputs = requests.asked(lambda: requests.lane.codec.one(row), timeout, 0).outputs
         return {name: value[0] for name, value in outputs.items()} if isinstance(outputs, dict) else outputs[0]
 
@@ -115,11 +112,8 @@ class Model(forks.Closing):
                     kept.answer = None
                     outputs = kept.ask(ready, seconds(timeout))
                     return Reply(outputs, kept.version)
-        except Taken:
+        except (Taken, StaleLease):
             pass
-        except Refused as error:
-            if error.code != Code.STALE_LEASE:
-                raise
         return requests.asked(lambda: requests.lane.codec.one(row), (deadline - time.monotonic_ns()) / 1e9, 0)
 
     def infer(self, inputs: Arrays, *, timeout: float | None = None, version: int = 0) -> Any:
@@ -169,9 +163,8 @@ class Model(forks.Closing):
         requests.require_stateless()
         try:
             return await requests.answered_async(given, n, deadline, version)
-        except Refused as error:
-            if error.code != Code.STALE_LEASE:
-                raise
+        except StaleLease:
+            pass
         return await requests.answered_async(given, n, deadline, version)
 
     # ---- pipelining
@@ -432,9 +425,8 @@ class Requests:
         self.require_stateless()
         try:
             return self.answered(given, n, deadline, version)
-        except Refused as error:
-            if error.code != Code.STALE_LEASE:
-                raise
+        except StaleLease:
+            pass
         # The server replaced the model's arena. The inputs are still here, so retry once on a new lane.
         return self.answered(given, n, deadline, version)
 

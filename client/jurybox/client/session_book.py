@@ -17,6 +17,7 @@ from jurybox.protocol.errors import (
     RowFailed,
     SessionLost,
     SpecMismatch,
+    StaleLease,
     VersionNotHeld,
 )
 
@@ -168,7 +169,7 @@ class Step:
                 book._lost[those] = self._before
                 book._lost[gone] = True
             raise SessionLost(str(error), sessions=gone.tolist()) from None
-        elif isinstance(error, Refused) and error.code == Code.STALE_LEASE:
+        elif isinstance(error, StaleLease):
             begun = self._steps > 0
             book._lost[those] = self._before | begun
             if begun.any():

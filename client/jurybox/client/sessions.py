@@ -15,12 +15,7 @@ from jurybox.client.row_codec import NO_SHAPE, SESSIONS, Checked, shaped
 from jurybox.client.session_book import Mask, Numbers, SessionBook, require_rows, resets
 from jurybox.client.ticket import Reply, Ticket, rows_come_back, send_rows
 from jurybox.protocol.arena import LOAD, NO_FORWARD, SESSION, STORE
-from jurybox.protocol.errors import (
-    Busy,
-    Code,
-    Refused,
-    SpecMismatch,
-)
+from jurybox.protocol.errors import Busy, Refused, SpecMismatch, StaleLease
 from jurybox.protocol.forks import Closing
 
 if TYPE_CHECKING:
@@ -94,18 +89,14 @@ class Sessions(Closing):
                 with requests.turns.now:
                     if (rows := self._rows()) is not None:
                         return self._asked_in_order(rows, inputs, reset, requests.turns.seconds(timeout))
-            except Taken:
+            except (Taken, StaleLease):
                 pass
-            except Refused as error:
-                if error.code != Code.STALE_LEASE:
-                    raise
         deadline = requests.turns.deadline(timeout)
         ask = partial(self._infer, inputs, session, reset, deadline, version)
         try:
             return requests.turns.run(ask, deadline)
-        except Refused as error:
-            if error.code != Code.STALE_LEASE:
-                raise
+        except StaleLease:
+            pass
         return requests.turns.run(ask, deadline)  # all rows begin a session, so no state was lost with the old lane
 
     def _rows(self) -> CallRow | None:
@@ -177,9 +168,8 @@ class Sessions(Closing):
         ask = partial(self._infer_async, inputs, session, reset, deadline, version)
         try:
             return await ask()
-        except Refused as error:
-            if error.code != Code.STALE_LEASE:
-                raise
+        except StaleLease:
+            pass
         return await ask()
 
     async def _infer_async(
@@ -320,9 +310,8 @@ class Sessions(Closing):
         exchange = partial(self._state_in_turn, ids, flag, state, deadline)
         try:
             return self._requests.turns.run(exchange, deadline)
-        except Refused as error:
-            if error.code != Code.STALE_LEASE:
-                raise
+        except StaleLease:
+            pass
         return self._requests.turns.run(exchange, deadline)  # on a new lane: no state of the old one was needed
 
     def _state_in_turn(
@@ -337,7 +326,7 @@ class Sessions(Closing):
                 self._book.stepping(part, steps, self._requests.max_batch),
                 self._state_sent(lane, part, steps, flag, given, deadline) as ticket,
             ):
-                found.append(ticket.waited_for(deadline).outputs)
+                found.append(ticket._waited_for(deadline).outputs)
         return _concatenated(found)
 
     async def exchange_state_async(
@@ -411,7 +400,7 @@ class Sessions(Closing):
             extents[rows] = 0
         for name, array in state.items():
             columns.state_in[name][rows] = array
-        ticket.send(deadline)
+        ticket._send(deadline, 0)
         return ticket
 
 
@@ -419,12 +408,6 @@ class _StateTicket(Ticket):
     """A ticket whose outputs are the state of its rows after the request. Leaving a ``with`` gives it up."""
 
     __slots__ = ()
-
-    def send(self, deadline: int) -> None:
-        self._send(deadline, 0)
-
-    def waited_for(self, deadline: int) -> Reply:
-        return self._waited_for(deadline)
 
     def _collected(self) -> Reply:
         answer = self._checked()

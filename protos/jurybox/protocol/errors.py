@@ -96,6 +96,12 @@ class Refused(Error):
     code = Code.REFUSED
 
 
+class StaleLease(Refused):
+    """The lane is not leased to the sender any more. The client leases another one and sends the request again."""
+
+    code = Code.STALE_LEASE
+
+
 class VersionNotHeld(Refused):
     """The server does not have the requested weights version; the message names those it has."""
 
@@ -189,7 +195,7 @@ TABLE: dict[Code, Row] = {
     Code.MALFORMED: Row(ProtocolMismatch, 400, _INVALID_ARGUMENT),
     Code.UNAUTHENTICATED: Row(Refused, 401, _UNAUTHENTICATED),
     Code.TOO_LARGE: Row(Refused, 413, _RESOURCE_EXHAUSTED),
-    Code.STALE_LEASE: Row(Refused, 403, _FAILED_PRECONDITION),
+    Code.STALE_LEASE: Row(StaleLease, 403, _FAILED_PRECONDITION),
     Code.UNSUPPORTED: Row(Refused, 501, _UNIMPLEMENTED),
     Code.VERSION_NOT_HELD: Row(VersionNotHeld, 409, _FAILED_PRECONDITION),
     Code.ROW_FAILED: Row(RowFailed, 422, _INVALID_ARGUMENT),
