@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
-from jurybox.training.algorithms.torch_states import as_tensors, optimiser_state, perceptron, restore_optimiser
+from jurybox.training.algorithms.torch_states import Part, as_tensors, perceptron, restore_states, states_of
 
 __all__ = ["DQN", "IQN", "QNetwork", "QuantileNetwork", "ValueSettings"]
 
@@ -99,6 +99,9 @@ class ValueLearner(ABC):
         self.network = network.to(self.device)
         self.target = copy.deepcopy(self.network).requires_grad_(False)
         self.optimiser = torch.optim.Adam(self.network.parameters(), lr=settings.learning_rate)
+        self._parts: dict[str, Part] = {
+            "network": self.network, "target": self.target, "optimiser": self.optimiser, "random": self.generator,
+        }  # fmt: skip
         self.steps = 0
 
     def update(self, batch: Mapping[str, npt.NDArray[Any]]) -> float:
@@ -140,20 +143,11 @@ class ValueLearner(ABC):
 
     def state(self) -> dict[str, Any]:
         """Everything that `restore` needs: arrays, numbers, nested."""
-        return {
-            "network": dict(self.network.state_dict()),
-            "target": dict(self.target.state_dict()),
-            "optimiser": optimiser_state(self.optimiser),
-            "random": self.generator.get_state(),
-            "steps": self.steps,
-        }
+        return {**states_of(self._parts), "steps": self.steps}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Restore what `state` returned."""
-        for network, name in ((self.network, "network"), (self.target, "target")):
-            network.load_state_dict(as_tensors(state[name]))
-        restore_optimiser(self.optimiser, state["optimiser"])
-        self.generator.set_state(as_tensors(state["random"]))
+        restore_states(self._parts, state)
         self.steps = int(state["steps"])
 
 

@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from jurybox.training.algorithms.torch_states import as_tensors, optimiser_state, perceptron, restore_optimiser
+from jurybox.training.algorithms.torch_states import Part, perceptron, restore_states, states_of
 
 __all__ = ["PPO", "ActorCritic", "PPOSettings", "Rollout", "advantages_of"]
 
@@ -212,6 +212,7 @@ class PPO:
         self._optimiser = torch.optim.Adam(
             self.network.parameters(), settings.learning_rate, betas=settings.betas, eps=settings.adam_eps
         )
+        self._parts: dict[str, Part] = {"network": self.network, "optimiser": self._optimiser, "random": self._random}
         self._mean, self._deviation, self._seen = 0.0, 1.0, 0
         self.learner_steps = 0
 
@@ -289,18 +290,14 @@ class PPO:
     def state(self) -> dict[str, Any]:
         """Everything that `restore` needs: copies of tensors, numbers, nested."""
         return {
-            "network": copy.deepcopy(dict(self.network.state_dict())),
-            "optimiser": copy.deepcopy(optimiser_state(self._optimiser)),
-            "random": self._random.get_state(),
+            **copy.deepcopy(states_of(self._parts)),
             "returns": [self._mean, self._deviation, self._seen],
             "learner_steps": self.learner_steps,
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Restore what `state` returned; its arrays may be NumPy's."""
-        self.network.load_state_dict(as_tensors(state["network"]))
-        restore_optimiser(self._optimiser, state["optimiser"])
-        self._random.set_state(as_tensors(state["random"]))
+        restore_states(self._parts, state)
         self._mean, self._deviation, self._seen = state["returns"]
         self.learner_steps = int(state["learner_steps"])
 

@@ -21,7 +21,7 @@ from jurybox.training.algorithms.networks import (
     tanh_correction,
 )
 from jurybox.training.algorithms.td3 import Update
-from jurybox.training.algorithms.torch_states import as_tensors, descend, optimiser_state, restore_optimiser
+from jurybox.training.algorithms.torch_states import Part, as_tensors, descend, restore_states, states_of
 
 __all__ = ["SAC", "SACSettings"]
 
@@ -82,6 +82,11 @@ class SAC:
         self._actor_optimiser = torch.optim.Adam(self.actor.parameters(), s.learning_rate, fused=True)
         self._critic_optimiser = torch.optim.Adam(self.critic.parameters(), s.learning_rate, fused=True)
         self._temperature_optimiser = torch.optim.Adam([self.log_temperature], s.learning_rate)
+        self._parts: dict[str, Part] = {
+            "actor": self.actor, "critic": self.critic, "target": self.target, "random": self._generator,
+            "actor_optimiser": self._actor_optimiser, "critic_optimiser": self._critic_optimiser,
+            "temperature_optimiser": self._temperature_optimiser,
+        }  # fmt: skip
         self._live: list[Tensor] = list(self.critic.parameters())
         self._targets: list[Tensor] = list(self.target.parameters())
 
@@ -132,28 +137,14 @@ class SAC:
 
     def state(self) -> dict[str, Any]:
         """Everything that `restore` needs: arrays, numbers, nested."""
-        return {
-            "actor": dict(self.actor.state_dict()),
-            "critic": dict(self.critic.state_dict()),
-            "target": dict(self.target.state_dict()),
-            "log_temperature": self.log_temperature.detach().clone(),
-            "actor_optimiser": optimiser_state(self._actor_optimiser),
-            "critic_optimiser": optimiser_state(self._critic_optimiser),
-            "temperature_optimiser": optimiser_state(self._temperature_optimiser),
-            "random": self._generator.get_state(),
-            "updates": self.updates,
-        }
+        temperature = self.log_temperature.detach().clone()
+        return {**states_of(self._parts), "log_temperature": temperature, "updates": self.updates}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Restore what `state` returned."""
-        for module, name in ((self.actor, "actor"), (self.critic, "critic"), (self.target, "target")):
-            module.load_state_dict(as_tensors(state[name]))
+        restore_states(self._parts, state)
         with torch.no_grad():
             self.log_temperature.copy_(as_tensors(state["log_temperature"]).reshape(()))
-        restore_optimiser(self._actor_optimiser, state["actor_optimiser"])
-        restore_optimiser(self._critic_optimiser, state["critic_optimiser"])
-        restore_optimiser(self._temperature_optimiser, state["temperature_optimiser"])
-        self._generator.set_state(as_tensors(state["random"]).cpu())
         self.updates = int(state["updates"])
 
 

@@ -19,7 +19,7 @@ from torch.nn import functional
 
 from jurybox.training.algorithms.td3_actor import CLIP, NumpyActor, TD3Settings
 from jurybox.training.algorithms.td3_gradients import ClosedForm
-from jurybox.training.algorithms.torch_states import as_tensors, descend, optimiser_state, perceptron, restore_optimiser
+from jurybox.training.algorithms.torch_states import Part, descend, perceptron, restore_states, states_of
 
 __all__ = ["TD3", "TD3Settings", "Update"]
 
@@ -234,6 +234,11 @@ class TD3:
         # Fused: one call for all parameters instead of a dozen each.
         self._actor_optimizer = torch.optim.Adam(self.actor.parameters(), s.actor_learning_rate, fused=True)
         self._critic_optimizer = torch.optim.Adam(self.critic.parameters(), s.critic_learning_rate, fused=True)
+        self._parts: dict[str, Part] = {
+            "actor": self.actor, "critic": self.critic, "target_actor": self.target_actor,
+            "target_critic": self.target_critic, "actor_optimizer": self._actor_optimizer,
+            "critic_optimizer": self._critic_optimizer, "generator": self._generator,
+        }  # fmt: skip
         self._actor_parameters = list(self.actor.parameters())
         self._critic_parameters = list(self.critic.parameters())
         learned = (self.actor, self.critic, self.target_actor, self.target_critic)
@@ -317,31 +322,12 @@ class TD3:
 
     def state(self) -> dict[str, Any]:
         """Everything that `restore` needs: networks, optimisers, statistics, counters, random state."""
-        return {
-            **{name: dict(network.state_dict()) for name, network in self._networks().items()},
-            "actor_optimizer": optimiser_state(self._actor_optimizer),
-            "critic_optimizer": optimiser_state(self._critic_optimizer),
-            "normaliser": self.normaliser.state_dict(),
-            "updates": self.updates,
-            "generator": self._generator.get_state(),
-        }
+        return {**states_of(self._parts), "normaliser": self.normaliser.state_dict(), "updates": self.updates}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Restore what `state` returned, exactly (on the same kind of device); its arrays may be NumPy's."""
-        for name, network in self._networks().items():
-            network.load_state_dict(as_tensors(state[name]))
-        restore_optimiser(self._actor_optimizer, state["actor_optimizer"])
-        restore_optimiser(self._critic_optimizer, state["critic_optimizer"])
+        restore_states(self._parts, state)
         self.normaliser.load_state_dict(state["normaliser"])
         self.updates = int(state["updates"])
-        self._generator.set_state(as_tensors(state["generator"]).cpu())
         if isinstance(self.policy, Policy):
             self.refresh_normaliser()
-
-    def _networks(self) -> dict[str, nn.Module]:
-        return {
-            "actor": self.actor,
-            "critic": self.critic,
-            "target_actor": self.target_actor,
-            "target_critic": self.target_critic,
-        }

@@ -14,7 +14,10 @@ from jurybox.protocol.errors import SpecMismatch
 from jurybox.protocol.weights import WeightsLayout
 from jurybox.protocol.weights.reader import WeightsReader
 
-__all__ = ["TorchWeights", "as_tensors", "descend", "optimiser_state", "perceptron", "restore_optimiser"]
+__all__ = [
+    "TorchWeights", "as_tensors", "descend", "optimiser_state", "perceptron", "restore_optimiser", "restore_states",
+    "states_of",
+]  # fmt: skip
 
 
 def perceptron(
@@ -83,6 +86,31 @@ def restore_optimiser(optimiser: torch.optim.Optimizer, state: Mapping[str, Any]
     optimiser.load_state_dict(whole)
 
 
+Part = nn.Module | torch.optim.Optimizer | torch.Generator
+
+
+def states_of(parts: Mapping[str, Part]) -> dict[str, Any]:
+    """The states of a learner's modules, optimisers and generators, by their names. Tensors are not copied."""
+    return {name: _state_of(part) for name, part in parts.items()}
+
+
+def _state_of(part: Part) -> Any:
+    if isinstance(part, torch.Generator):
+        return part.get_state()
+    return optimiser_state(part) if isinstance(part, torch.optim.Optimizer) else dict(part.state_dict())
+
+
+def restore_states(parts: Mapping[str, Part], state: Mapping[str, Any]) -> None:
+    """Restore what `states_of` returned, into parts of the same shapes; its arrays may be NumPy's."""
+    for name, part in parts.items():
+        if isinstance(part, torch.optim.Optimizer):
+            restore_optimiser(part, state[name])
+        elif isinstance(part, torch.Generator):
+            part.set_state(as_tensors(state[name]).cpu())
+        else:
+            part.load_state_dict(as_tensors(state[name]))
+
+
 class TorchWeights:
     """Keeps a module at the newest published version.
 
@@ -124,12 +152,7 @@ class TorchWeights:
         block = self._blocks[-1]
         version, extra = self._reader.read_flat(block.numpy(), timeout=timeout)
         with torch.no_grad():
-            for tensor, place in zip(self._tensors, self._reader.layout.places.values(), strict=True):
-                source = (
-                    block[place.offset : place.offset + place.nbytes]
-                    .view(getattr(torch, place.dtype))
-                    .view(place.shape)
-                )
+            for tensor, source in zip(self._tensors, self._reader.layout.tensors(block).values(), strict=True):
                 if self._on_cpu:
                     tensor.data = source
                 else:
