@@ -8,12 +8,14 @@ import time
 import weakref
 from collections.abc import Callable
 from itertools import repeat, starmap
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
 
 from jurybox.protocol.errors import Timeout
 
 if TYPE_CHECKING:
     import asyncio
+
+    from jurybox.client.lane import Lane
 
 T = TypeVar("T")
 
@@ -121,16 +123,6 @@ class Turn:
         self.__exit__ = lock.__exit__
 
 
-class Watched(Protocol):
-    """The part of a lane that `Turns` uses."""
-
-    gone: Any
-
-    def watch(self, loop: asyncio.AbstractEventLoop, arrived: Callable[[], None]) -> None: ...
-
-    def receive_now(self) -> None: ...
-
-
 class Turns:
     """The lock of one model: threads and event loops take turns.
 
@@ -160,7 +152,7 @@ class Turns:
         """Create the lock, also again in a forked child: a thread of the parent may have held it during the fork."""
         self.lock = threading.RLock()
         self.now = Turn(self.lock)
-        self._watched: tuple[Watched, asyncio.AbstractEventLoop] | None = None
+        self._watched: tuple[Lane, asyncio.AbstractEventLoop] | None = None
 
     def run(self, action: Callable[[], T], deadline: int) -> T:
         """Call `action` with the lock held and return its result.
@@ -193,7 +185,7 @@ class Turns:
                 raise self._late()
             await asyncio.sleep(_TURN)
 
-    def watch(self, lane: Watched, loop: asyncio.AbstractEventLoop) -> None:
+    def watch(self, lane: Lane, loop: asyncio.AbstractEventLoop) -> None:
         """Receive the answers that have arrived, and from now on the lane's answers in the running loop."""
         if self._watched is None or self._watched[0] is not lane or self._watched[1] is not loop:
             this, that = weakref.ref(self), weakref.ref(lane)  # the callback must keep neither alive
@@ -207,7 +199,7 @@ class Turns:
             self._watched = (lane, loop)
         lane.receive_now()
 
-    def _arrived(self, lane: Watched, loop: asyncio.AbstractEventLoop, again: Callable[[], None]) -> None:
+    def _arrived(self, lane: Lane, loop: asyncio.AbstractEventLoop, again: Callable[[], None]) -> None:
         try:
             with self.now:
                 if lane.gone is None:

@@ -16,7 +16,7 @@ from jurybox.client.in_flight import LOOK_AFTER, UNSENT, Answer, InFlight
 from jurybox.client.row_codec import codec_of, shaped
 from jurybox.client.transports.transport import Caller, RowPlace, Transport
 from jurybox.protocol import forks
-from jurybox.protocol.arena import Columns
+from jurybox.protocol.arena import Arena, Columns
 from jurybox.protocol.errors import (
     Code,
     Error,
@@ -29,30 +29,15 @@ from jurybox.protocol.errors import (
     TooManyFiles,
     error_for,
 )
-from jurybox.protocol.scoreboard import EngineState, state_of
+from jurybox.protocol.scoreboard import EngineState, Scoreboard, state_of
 
 if TYPE_CHECKING:
     import asyncio
 
+    from jurybox.client.link import OneEngine, RowsHere
+
 _DEATHS = 3  # after this many engine deaths with a ticket in flight, the ticket is assumed to be the cause
 _SERVING = int(EngineState.SERVING)
-
-
-class ScoreboardView(Protocol):
-    """The part of a scoreboard that a lane reads: records of scoreboard.ENGINE, and whether the server is alive."""
-
-    engines: NDArray[Any]
-
-    def server_lives(self) -> bool: ...
-
-
-class RowMemory(Protocol):
-    """The part of an arena that a lane uses."""
-
-    @property
-    def columns(self) -> Columns: ...
-
-    def close(self) -> None: ...
 
 
 class Holder(Protocol):
@@ -83,8 +68,8 @@ class Lane:
     def __init__(
         self,
         model: str,
-        scoreboard: ScoreboardView,
-        arena: RowMemory,
+        scoreboard: Scoreboard | OneEngine,
+        arena: Arena | RowsHere,
         transport: Transport,
         lease: int,
         first: int,
@@ -530,7 +515,7 @@ def row_failed(model: str, errors: dict[int, str], rows: int, outputs: Any, vers
     return RowFailed(message, Code.ROW_FAILED, errors, outputs, version)
 
 
-def _let_go(pid: int, transport: Transport, arena: RowMemory, leave: Callable[[], None]) -> None:
+def _let_go(pid: int, transport: Transport, arena: Arena | RowsHere, leave: Callable[[], None]) -> None:
     """Close a lane's resources. Its lock is released last, when this client can no longer write to the rows."""
     if os.getpid() == pid:
         transport.close()

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Generator, Mapping, Sequence
 from concurrent.futures import CancelledError
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from numpy.typing import NDArray
 
@@ -19,6 +19,8 @@ from jurybox.protocol.errors import Busy, Code, Error, Refused, RowFailed, Timeo
 
 if TYPE_CHECKING:
     import asyncio
+
+    from jurybox.client.model import Requests
 
 _CANCELLED = "this ticket was cancelled"
 
@@ -293,19 +295,6 @@ def _seen(lane: Lane, first: int, rows: int, answer: Answer) -> Seen:
 # A request that may need several tickets: it has more rows than a batch or a lane holds, or than are currently free.
 
 
-class Asked(Protocol):
-    """The part of a model's requests that `Pieces` uses."""
-
-    turns: Turns
-    max_batch: int
-
-    def found(self, lane: Lane, n: int) -> int:
-        """Return the first of n contiguous free rows. Raises Busy."""
-
-    def give_up_kept(self) -> bool:
-        """Release the rows that are reused between calls; return False if there are none."""
-
-
 class Pieces:
     """A request of n checked rows, split into tickets as rows of the lane become free.
 
@@ -317,7 +306,7 @@ class Pieces:
         version: weights version to use; 0: the newest.
     """
 
-    def __init__(self, model: Asked, lane: Lane, given: Checked, n: int, deadline: int, version: int) -> None:
+    def __init__(self, model: Requests, lane: Lane, given: Checked, n: int, deadline: int, version: int) -> None:
         self._model = model
         self._lane = lane
         self._given = given
