@@ -14,7 +14,8 @@ import re
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Final
+from pickletools import opcodes  # only their names; it reads no pickle here
+from typing import Any, Final, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
@@ -58,6 +59,8 @@ _DIMENSIONS = 4  # of an array
 @dataclass(frozen=True, slots=True)
 class _Name:
     name: str  # of _GLOBALS' values
+    takes: int = -1  # arguments of a call; -1: it is never called
+    make: Callable[..., Any] | None = None  # returns what the call would return
 
 
 @dataclass(slots=True, eq=False)
@@ -76,18 +79,6 @@ class _Array:
     value: NDArray[Any] | None = None
 
 
-_GLOBALS: Final = {
-    ("numpy", "ndarray"): _Name("ndarray"),
-    ("numpy", "dtype"): _Name("dtype"),
-    ("numpy.core.multiarray", "_reconstruct"): _Name("_reconstruct"),
-    ("numpy._core.multiarray", "_reconstruct"): _Name("_reconstruct"),
-    ("numpy.core.multiarray", "scalar"): _Name("scalar"),
-    ("numpy._core.multiarray", "scalar"): _Name("scalar"),
-    ("numpy.core.numeric", "_frombuffer"): _Name("_frombuffer"),
-    ("numpy._core.numeric", "_frombuffer"): _Name("_frombuffer"),
-    ("_codecs", "encode"): _Name("encode"),
-    ("__builtin__", "bytes"): _Name("bytes"),
-}
 # Text, booleans, integers and floating-point numbers of fixed size: nothing that contains pointers.
 _KIND = re.compile(r"U[1-9][0-9]{0,6}|b1|[iu][1248]|f[248]")
 # (dtype, version, order, subdtype, names, fields, itemsize, alignment, flags): numpy/core/src/multiarray/descriptor.c
@@ -107,7 +98,7 @@ class _Reader:
         self._memo: dict[int, Any] = {}
 
     def read(self) -> Any:
-        data, size, opcodes = self._data, self._size, _OPCODES
+        data, size, actions = self._data, self._size, _OPCODES
         for _ in range(self._limits.opcodes):
             if self._at >= size:
                 raise NotPlain(f"the pickle ends after {size} bytes without STOP: it is truncated")
@@ -115,9 +106,9 @@ class _Reader:
             self._at += 1
             if opcode == _STOP:
                 break
-            action = opcodes.get(opcode)
+            action = actions.get(opcode)
             if action is None:
-                name = _REFUSED.get(opcode)
+                name = _NAMES.get(opcode)
                 what = f"opcode {name}" if name else f"byte {opcode:#04x}, which is no opcode,"
                 raise NotPlain(f"the pickle has {what} at {self._at - 1}: refused, plain data has none")
             action(self)
@@ -269,7 +260,9 @@ class _Reader:
         arguments, called = self.pop(), self.pop()
         if type(called) is not _Name or type(arguments) is not tuple:
             raise NotPlain(f"the pickle calls a {type(called).__name__.strip('_')} at {self._at} (REDUCE): refused")
-        self.push(_MADE[called.name](*arguments) if len(arguments) == _ARGUMENTS[called.name] else _odd(called.name))
+        if called.make is None or len(arguments) != called.takes:
+            _odd(called.name)
+        self.push(called.make(*arguments))
 
     def build(self) -> None:
         state, made = self.pop(), self.pop()
@@ -284,7 +277,7 @@ class _Reader:
         self.push(made)
 
 
-def _odd(name: str) -> Any:
+def _odd(name: str) -> NoReturn:
     raise NotPlain(f"the pickle calls {name} with arguments that no plain data has: refused")
 
 
@@ -354,16 +347,19 @@ def _encode(text: Any, codec: Any) -> bytes:
         raise NotPlain("the pickle has bytes written as text that is not Latin-1") from error
 
 
-_ARGUMENTS: Final = {
-    "dtype": 3, "_reconstruct": 3, "_frombuffer": 4, "scalar": 2, "encode": 2, "bytes": 0, "ndarray": -1
-}  # fmt: skip
-_MADE: Final[dict[str, Callable[..., Any]]] = {
-    "dtype": _dtype,
-    "_reconstruct": _reconstruct,
-    "_frombuffer": _from_buffer,
-    "scalar": _scalar,
-    "encode": _encode,
-    "bytes": lambda: b"",
+_GLOBALS: Final = {
+    ("numpy", "ndarray"): _Name("ndarray"),
+    ("numpy", "dtype"): _Name("dtype", 3, _dtype),
+    ("_codecs", "encode"): _Name("encode", 2, _encode),
+    ("__builtin__", "bytes"): _Name("bytes", 0, lambda: b""),
+} | {
+    (f"numpy.{core}.{module}", name.name): name
+    for core in ("core", "_core")  # NumPy 1 and 2
+    for module, name in (
+        ("multiarray", _Name("_reconstruct", 3, _reconstruct)),
+        ("multiarray", _Name("scalar", 2, _scalar)),
+        ("numeric", _Name("_frombuffer", 4, _from_buffer)),
+    )
 }
 
 
@@ -449,13 +445,7 @@ _OPCODES: Final[dict[int, Callable[[_Reader], None]]] = {
     ord("R"): _Reader.reduce,
     ord("b"): _Reader.build,
 }
-_REFUSED: Final = {
-    ord("0"): "POP", ord("1"): "POP_MARK", ord("2"): "DUP", ord("F"): "FLOAT", ord("I"): "INT", ord("L"): "LONG",
-    ord("P"): "PERSID", ord("Q"): "BINPERSID", ord("S"): "STRING", ord("T"): "BINSTRING", ord("U"): "SHORT_BINSTRING",
-    ord("V"): "UNICODE", ord("d"): "DICT", ord("g"): "GET", ord("i"): "INST", ord("l"): "LIST", ord("o"): "OBJ",
-    ord("p"): "PUT", 0x81: "NEWOBJ", 0x82: "EXT1", 0x83: "EXT2", 0x84: "EXT4", 0x8B: "LONG4", 0x8F: "EMPTY_SET",
-    0x90: "ADDITEMS", 0x91: "FROZENSET", 0x92: "NEWOBJ_EX", 0x97: "NEXT_BUFFER", 0x98: "READONLY_BUFFER",
-}  # fmt: skip
+_NAMES: Final = {ord(opcode.code): opcode.name for opcode in opcodes}  # of all opcodes, for error messages
 
 
 def loads(data: bytes | bytearray | memoryview, limits: Limits = LIMITS) -> Any:
