@@ -29,6 +29,7 @@ from websockets.asyncio.client import connect as async_websocket
 from websockets.exceptions import ConnectionClosed, InvalidMessage, InvalidStatus
 from websockets.sync.client import connect as websocket
 
+from jurybox.client import Refused
 from jurybox.client.chunks import AsyncChunkPolicy
 from jurybox.server.gateway.robots.msgpack_arrays import packb, unpackb
 
@@ -145,6 +146,11 @@ def observation(state=(1.0, 2.0, 3.0), prompt="lift", fill=10):
 
 def expected(first, second):
     return np.broadcast_to(np.float32([first, second]), (HORIZON, DIMENSION))
+
+
+def test_a_model_is_not_loaded_with_too_few_rows_for_its_robots(server):
+    with server.connect() as client, pytest.raises(Refused, match="rows = 1, expected at least 2: robots.full keep"):
+        client.load("few", {**FEW["few"], "rows": 1})
 
 
 def test_metadata_first_then_a_chunk_for_every_observation(addresses):

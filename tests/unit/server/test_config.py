@@ -468,6 +468,16 @@ def test_a_model_with_too_few_rows_for_all_lanes_is_an_error_with_the_number_to_
     assert load_settings(write(SHARED.format(rows=117)), (), {}).models["photo"].resolve_rows(1) == 117
 
 
+def test_a_configured_model_that_is_loaded_with_settings_has_rows_for_all_lanes_too(write):
+    configured = load_settings(write(SHARED.format(rows=117)), (), {}).models["photo"]
+    given = {"factory": "a:b", "max_batch": 8, "lane_rows": 32}
+    loaded = model_settings_from_json("photo", json.dumps(given), configured)
+    assert loaded.resolve_rows(1 << 30) == 117
+    assert model_settings_from_json("another", json.dumps(given)).resolve_rows(1 << 30) == 32
+    with pytest.raises(Refused, match=r"models.photo.rows = 116, expected at least 117: .* keep a lane"):
+        model_settings_from_json("photo", json.dumps({**given, "rows": 116}), configured)
+
+
 def test_the_default_rows_of_a_model_with_state_are_enough_for_every_client_of_its_robots(write):
     text = PHOTO + '[robots.arm]\nmodel = "photo"\nlisten = "127.0.0.1:8002"\nclients = 500\n'
     settings = load_settings(write(text), (), {}).models["photo"]

@@ -264,6 +264,17 @@ class _Holders:
             rows = needed
         return rows
 
+    def problem(self, name: str, model: ModelSettings) -> str:
+        """Return why the `rows` that a model's settings name are too few for all lanes; empty if they are not."""
+        if not model.rows or (enough := self.enough(model.rows, model)) == model.rows:
+            return ""
+        users = [f"dialects.{one}" for one in self.dialects] + [f"robots.{one}" for one in self.robots]
+        return (
+            f"models.{name}.rows = {model.rows}, expected at least {enough}: {', '.join(users)} keep a lane of it each "
+            f"({model.lane_rows_of(model.rows)} rows, a robot's as many as it has clients), and the gateway one for "
+            f"its other callers (two batches of {model.max_batch}, or half of the rows)"
+        )
+
 
 class ModelSettings(_Strict):
     """[models.NAME]: the source of a model and its batching. docs/operations.md describes each setting."""
@@ -596,14 +607,8 @@ class Settings(_Strict):
         for name, robot in self.robots.items():
             self.models[robot.model]._holders.robots[name] = robot.clients
         for name, model in self.models.items():
-            held = model._holders
-            if model.rows and (enough := held.enough(model.rows, model)) > model.rows:
-                users = [f"dialects.{one}" for one in held.dialects] + [f"robots.{one}" for one in held.robots]
-                raise ValueError(
-                    f"models.{name}.rows = {model.rows}, expected at least {enough}: {', '.join(users)} keep a lane of "
-                    f"it each ({model.lane_rows_of(model.rows)} rows, a robot's as many as it has clients), and the "
-                    f"gateway one for its other callers (two batches of {model.max_batch}, or half of the rows)"
-                )
+            if problem := model._holders.problem(name, model):
+                raise ValueError(problem)
 
     def open_transports(self) -> list[str]:
         """Return the transports that are open to other hosts without protection, each with the settings it lacks."""
@@ -745,8 +750,11 @@ def require_servable(settings: Settings, *, insecure: bool) -> None:
         )
 
 
-def model_settings_from_json(name: str, text: str) -> ModelSettings:
+def model_settings_from_json(name: str, text: str, configured: ModelSettings | None = None) -> ModelSettings:
     """Return the settings of a model that a client loads, from a JSON object with the keys of [models.NAME].
+
+    Args:
+        configured: the configuration's settings of this model, whose dialects and robots keep their lanes of it.
 
     Raises:
         Refused: the settings are invalid; the message names what is wrong.
@@ -758,6 +766,11 @@ def model_settings_from_json(name: str, text: str) -> ModelSettings:
     if "*" in name or (isinstance(given, dict) and "count" in given):
         raise Refused(f"{name!r} with a star, or count, stands for several models: load them one by one")
     try:
-        return Settings.model_validate({"models": {name: given}}).models[name]
+        model = Settings.model_validate({"models": {name: given}}).models[name]
     except ValidationError as error:
         raise Refused("\n".join(problems(error, Settings, lambda key: "load request"))) from error
+    if configured is not None:
+        model._holders = configured._holders
+        if problem := model._holders.problem(name, model):
+            raise Refused(problem)
+    return model

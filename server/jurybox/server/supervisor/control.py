@@ -271,7 +271,8 @@ class ControlHandlers:
     def _load(self, request: pb.LoadRequest) -> pb.ModelMessage:
         """Load or reload a model. The client polls its state with model requests."""
         if request.settings_json:
-            settings = model_settings_from_json(request.model, request.settings_json)
+            configured = self._settings.models.get(request.model)
+            settings = model_settings_from_json(request.model, request.settings_json, configured)
             self._require_publication_settings(request)
             self._require_interpreter(request.model, settings)
             if request.remote:
