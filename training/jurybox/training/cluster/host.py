@@ -84,6 +84,32 @@ class Counters:
             scoreboard.control[self.roles] = control
 
 
+@dataclass(frozen=True, slots=True)
+class TimelineCopy:
+    """The timeline of one role's process.
+
+    Attributes:
+        clock: as in `Counters`.
+        rows: (INTERVALS,), as on the scoreboard; zeros where this process wrote none.
+    """
+
+    clock: int
+    rows: npt.NDArray[Any]
+
+    @classmethod
+    def of(cls, scoreboard: Scoreboard, number: int) -> TimelineCopy:
+        """Return the timeline of a role on `scoreboard`."""
+        return cls(time.monotonic_ns(), scoreboard.timeline[number].copy())
+
+    def write(self, scoreboard: Scoreboard, number: int) -> None:
+        """Add it to the timeline of the role on another machine's scoreboard."""
+        shift, written = time.monotonic_ns() - self.clock, self.rows["end"] != 0
+        rows = self.rows[written]
+        for side in ("start", "end"):
+            rows[side] += shift
+        scoreboard.timeline[number][written] = rows
+
+
 _CLOCK_TICK = 100_000_000  # ns
 
 
@@ -216,6 +242,11 @@ class Host:
     def context(self, counters: Counters) -> None:
         """Prepare the start of a role: its counters continue from the orchestrator's scoreboard."""
         counters.write(self.shared.scoreboard, counters.roles.tolist(), orders=True)
+        self.shared.scoreboard.timeline[counters.roles] = 0  # an earlier process of the role may have been here
+
+    def timeline(self, number: int) -> TimelineCopy:
+        """Return the timeline of a role's process that has ended on this machine."""
+        return TimelineCopy.of(self.shared.scoreboard, number)
 
     def report(self, roles: Collection[int], replays: Sequence[str], files: int = 0) -> HostReport:
         """Return this host's news for the others."""

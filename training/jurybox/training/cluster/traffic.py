@@ -17,7 +17,8 @@ from ray.exceptions import RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from jurybox.training.cluster.actors import HostActor
-from jurybox.training.cluster.host import Counters, Host, HostReport, LocalNames
+from jurybox.training.cluster.connection import failure_of
+from jurybox.training.cluster.host import Counters, Host, HostReport, LocalNames, TimelineCopy
 from jurybox.training.runtime.plan import Plan
 
 PERIOD = 0.01  # least seconds between two polls of a host
@@ -148,10 +149,12 @@ class Traffic:
         return names
 
     async def leave(self, number: int, member: Member) -> None:
-        """Read the last counters of a role's process that has ended."""
+        """Read the last counters and the timeline of a role's process that has ended."""
         if member is not self.own and not member.lost:
             report: HostReport = await member.call("report", {number}, ())
             report.counters.write(self._scoreboard, {number}, orders=False, life=True)
+            copy: TimelineCopy = await member.call("timeline", number)
+            copy.write(self._scoreboard, number)
         member.roles.discard(number)
 
     def handle_loss(self, member: Member) -> None:
@@ -185,7 +188,9 @@ class Traffic:
                     member.missed = report.missed
                 self._transfer(member, report)
                 await asyncio.sleep(max(0.0, self._period - (time.monotonic() - began)))
-        except RayError:
+        except RayError as error:
+            if (why := failure_of(error)) is not None:
+                self._notify(f"the host of node {member.node[:8]} failed, which its roles need: {why}")
             self.handle_loss(member)
 
     async def _poll_local(self) -> None:

@@ -214,11 +214,12 @@ class Scoreboard:
         return Subject(word >> 32), word & 0xFFFF_FFFF
 
     def intervals(self, number: int) -> npt.NDArray[Any]:
-        """The newest entries of a role's timeline, oldest first: start, end, subject (0: busy). A copy."""
-        written = self.words[number][Word.INTERVALS]
-        kept = min(written, INTERVALS)
-        order = np.arange(written - kept, written) % INTERVALS
-        return np.array(self.timeline[number][order])
+        """The newest entries of a role's timeline, oldest first: start, end, subject (0: busy). A copy.
+
+        Those of a process that was lost with its machine are missing.
+        """
+        rows = self.timeline[number][self.timeline[number]["end"] != 0]
+        return np.sort(rows, order="start", kind="stable")
 
     def close(self) -> None:
         """Close the segment; its owner also removes it."""
