@@ -43,7 +43,11 @@ class Nodes:
 
     def segments(self, name: str) -> set[str]:
         """Return the names of the segments in a node's shared memory."""
-        return set(os.listdir(self._folder / name))
+        return set(os.listdir(self.folder(name)))
+
+    def folder(self, name: str) -> Path:
+        """Return the folder of a node's shared memory."""
+        return self._folder / name
 
     def _arguments(self, name: str) -> dict[str, object]:
         (self._folder / name).mkdir(exist_ok=True)

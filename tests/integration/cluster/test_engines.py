@@ -128,6 +128,7 @@ def test_a_served_hockey_run_continues_when_the_engines_node_dies(tmp_path, adop
     assert killed and outcome.end is End.STEPS and outcome.env_steps >= 6000, log
     assert outcome.restarts == 0, "only the engine was on that node, and collectors found it again: " + log
     assert log.count("engine hockey serves on node") == 2, log
+    assert ": engine hockey" not in log, "no role says it"
     assert "looked for again" in (tmp_path / "logs" / "actor-0.log").read_text()
     assert 2 * outcome.env_steps <= rows_of(tmp_path)
     assert adoptions and max(adoptions.values()) == 1, "each publication reached each node once"

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import secrets
+import shutil
+from dataclasses import replace
 
 import numpy as np
 import pytest
-from tests.integration.cluster.clusters import nodes, placed
+from tests.integration.cluster.clusters import nodes, placed, ray
 from tests.unit.runtime.toys import Rows, plan
 
 from jurybox.training.checkpoints import Checkpoints
 from jurybox.training.cluster.launcher import RayLauncher
+from jurybox.training.cluster.traffic import Traffic
 from jurybox.training.replay import Replay
 from jurybox.training.runtime.plan import End, Timeouts
+from jurybox.training.runtime.progress import Timeline
 from jurybox.training.runtime.run import run
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -39,6 +43,10 @@ def test_two_nodes_make_the_steps_of_one_and_share_no_memory(tmp_path):
         "it has its own scoreboard"
     )
     assert any("loss" in values for _, values in rows)
+    lanes = {lane.role: lane for lane in Timeline.read(tmp_path / "timeline.json").lanes}
+    assert all(lane.intervals for lane in lanes.values()), "those of the other node came, too"
+    times = [each for lane in lanes.values() for start, end, _ in lane.intervals for each in (start, end)]
+    assert min(times) == 0.0 and max(times) < outcome.seconds + 1.0, "on one clock"
     for name in ("actor-0", "actor-1", "learner", "judge"):
         assert "begins its life 1" in (tmp_path / "logs" / f"{name}.log").read_text()
     checkpoint = Checkpoints(tmp_path / "checkpoints").latest()
@@ -95,3 +103,51 @@ def test_a_node_dies_with_its_workers_and_the_run_continues_elsewhere(tmp_path, 
         each: (tmp_path / "logs" / f"{name}.log").read_text().count("begins its life") for each, name in names.items()
     }
     assert lives == {role: 2, other: 1}
+
+
+def test_a_host_that_cannot_be_made_is_counted_as_a_failure_and_says_why(tmp_path):
+    timeouts = replace(PATIENT, failures=2)
+    with nodes("away") as cluster, RayLauncher(cluster.address) as launcher:
+        shutil.rmtree(cluster.folder("away"))  # its shared memory, as if there were no room
+        placed_plan = placed(plan(steps=200, timeouts=timeouts), actor="away", learner="head")
+        outcome = run(placed_plan, tmp_path, Rows(), launcher=launcher)
+    log = (tmp_path / "logs" / "run.log").read_text()
+    assert outcome.end is End.FAILED and "2 times in a row" in outcome.text
+    assert "actor-0 failed: " in log and str(cluster.folder("away")) in log and "is gone with its machine" not in log
+    assert "HostActor.__init__" in (tmp_path / "logs" / "actor-0.log").read_text()
+
+
+def test_a_place_that_cannot_be_made_is_counted_as_a_failure_and_says_why(tmp_path, monkeypatch):
+    class Broken:
+        def __init__(self, *_):
+            raise OSError("there is no room for the files of a role")
+
+        def where(self):
+            """Never answers."""
+
+        close = kill = where
+
+    monkeypatch.setattr("jurybox.training.cluster.launcher.RolePlace", Broken)
+    with RayLauncher() as launcher:
+        outcome = run(plan(timeouts=replace(PATIENT, failures=2)), tmp_path, Rows(), launcher=launcher)
+    assert outcome.end is End.FAILED and "2 times in a row" in outcome.text
+    assert "failed: OSError: there is no room for the files of a role" in (tmp_path / "logs" / "run.log").read_text()
+
+
+def test_a_machine_that_is_lost_while_its_replay_is_saved_costs_the_checkpoint_alone(tmp_path, monkeypatch):
+    saves = []
+
+    async def replay_file(self, name):
+        saves.append(name)
+        if len(saves) == 1:
+            raise ray.exceptions.RayActorError
+        return await of_traffic(self, name)
+
+    of_traffic = Traffic.replay_file
+    monkeypatch.setattr(Traffic, "replay_file", replay_file)
+    with RayLauncher() as launcher:
+        slow = plan(steps=400, actor={"pause": 0.005}, save_every=100, timeouts=PATIENT)
+        outcome = run(slow, tmp_path, Rows(), launcher=launcher)
+    assert outcome.end is End.STEPS and outcome.restarts == 0
+    assert "the machine that samples replay 'rows' did not send it" in (tmp_path / "logs" / "run.log").read_text()
+    assert Checkpoints(tmp_path / "checkpoints").latest().env_steps == outcome.env_steps

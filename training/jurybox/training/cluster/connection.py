@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
+from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from jurybox.client import connect as connect_server
 from jurybox.protocol.address import default_address
@@ -24,6 +25,15 @@ NAMESPACE = "jurybox"
 
 class NoCluster(RunError):
     """There is no Ray cluster at that address."""
+
+
+def failure_of(error: RayError) -> str | None:
+    """Return what the code of a call or of an actor's constructor raised; None: the actor or its machine was lost."""
+    if isinstance(error, RayTaskError):
+        return None if isinstance(error.cause, RayError) else f"{type(error.cause).__name__}: {error.cause}"
+    if isinstance(error, RayActorError) and error.actor_init_failed:
+        return str(error).rstrip().rpartition("\n")[2]  # the text ends with the traceback
+    return None
 
 
 def connect(address: str | None) -> None:

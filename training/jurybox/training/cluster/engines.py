@@ -28,7 +28,7 @@ from jurybox.client import Server
 from jurybox.protocol.errors import ServerGone
 from jurybox.training.cluster import endpoints
 from jurybox.training.cluster.actors import LogTail
-from jurybox.training.cluster.connection import NAMESPACE
+from jurybox.training.cluster.connection import NAMESPACE, failure_of
 from jurybox.training.cluster.endpoints import Endpoint, EngineSpec, Feeds, Models, check_name, locks, this_machine
 from jurybox.training.cluster.feeder import Feeder
 from jurybox.training.cluster.host import LocalNames
@@ -282,11 +282,12 @@ class EnginePlacement:
                     endpoints.show(self._registry, self._shown, endpoint)
                     self._notify(f"engine {endpoint.name} serves on node {node[:8]}, for others at {endpoint.grpc}")
                 await self._watch(endpoint, member)
-            except RayTaskError as error:
-                self._notify(f"engine {self._spec.name}: {error.cause}")
-                await asyncio.sleep(_BACK_OFF)
-            except RayError:
-                await asyncio.sleep(_RETRY_SECONDS)  # Ray restarts it, on another node if necessary
+            except RayError as error:
+                if (why := failure_of(error)) is not None:
+                    self._notify(f"engine {self._spec.name}: {why}")
+                    await asyncio.sleep(_BACK_OFF)
+                else:
+                    await asyncio.sleep(_RETRY_SECONDS)  # Ray restarts it, on another node if necessary
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:

@@ -16,7 +16,7 @@ from ray.exceptions import ActorDiedError, RayActorError, RayError
 
 from jurybox.training.checkpoints import Checkpoints
 from jurybox.training.cluster.actors import ProcessOutput, RolePlace
-from jurybox.training.cluster.connection import connect, disconnect
+from jurybox.training.cluster.connection import connect, disconnect, failure_of
 from jurybox.training.cluster.endpoints import REGISTRY, EngineSpec
 from jurybox.training.cluster.engines import EnginePlacement
 from jurybox.training.cluster.host import Host
@@ -163,7 +163,7 @@ class RayLauncher:
         with self._changed:
             self._changed.wait_for(lambda: any(process.has_messages for process in own), timeout)
         while self._notices and own:
-            own[0].inbox.append({"kind": "said", "text": self._notices.popleft()})
+            own[0].inbox.append({"kind": "notice", "text": self._notices.popleft()})
         return [process for process in own if process.has_messages]
 
     def settle(self, timeout: float) -> bool:
@@ -174,7 +174,11 @@ class RayLauncher:
         return True
 
     def save_replay(self, name: str, path: Path) -> None:
-        content = self._call(self._traffic.replay_file(name), 600.0)
+        try:
+            content = self._call(self._traffic.replay_file(name), 600.0)
+        except RayError as error:  # costs the checkpoint, as a full disk does; the roles' places notice it, too
+            why = failure_of(error) or str(error)
+            raise OSError(f"the machine that samples replay {name!r} did not send it: {why}") from error
         if content is None:
             self._shared.replay(name).save(path)
         else:
@@ -238,18 +242,27 @@ class RayLauncher:
             process.pid = await place.start.remote(configured, state)
             status = await self._listen(process, place)
             await self._traffic.leave(number, member)
-        except RayError:
-            process.lost = True
-            if member is not None:
-                member.roles.discard(number)
-                await self._check_member(member)
+        except RayError as error:
+            if (why := failure_of(error)) is not None:
+                status = self._fail(process, why, str(error))
+            else:
+                process.lost = True
+                if member is not None:
+                    member.roles.discard(number)
+                    await self._check_member(member)
         except ValueError as error:
-            self._deliver(process, ProcessOutput(({"kind": "failed", "error": str(error)},), b"", None))
-            status = 1
+            status = self._fail(process, str(error))
         finally:
             if member is not None:
                 member.roles.discard(number)
             self._ended(process, status)
+
+    def _fail(self, process: RayProcess, why: str, log: str = "") -> int:
+        """Report why a process cannot run, and kill it if it does; returns its status."""
+        self._deliver(process, ProcessOutput(({"kind": "failed", "error": why},), f"{log or why}\n".encode(), None))
+        if process.pid:
+            self._places[process.number].kill.remote()
+        return 1
 
     async def _listen(self, process: RayProcess, place: Any) -> int:
         while True:
@@ -264,8 +277,10 @@ class RayLauncher:
             try:
                 node: str = await self._places[number].where.remote()
                 return node
-            except ActorDiedError:
+            except ActorDiedError as error:
                 self._places[number] = self._place(number)
+                if failure_of(error) is not None:
+                    raise
             except RayActorError:  # Ray is restarting it
                 await asyncio.sleep(_RETRY_SECONDS)
 
