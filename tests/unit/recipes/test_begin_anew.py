@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import signal
 import subprocess
 import sys
+from contextlib import ExitStack
 
 import pytest
 from rich.console import Console
@@ -18,8 +21,9 @@ from jurybox.training.checkpoints import CheckpointError
 from jurybox.training.recipes import photo_run, workflow_run
 from jurybox.training.recipes.hockey import train as train_hockey
 from jurybox.training.recipes.progress import Silence
-from jurybox.training.recipes.recorded_run import write_settings
-from jurybox.training.run_folder import RunLog, RunLogError
+from jurybox.training.recipes.training import check_folder
+from jurybox.training.run_folder import RunLog, RunLogError, alone_in, write_settings
+from jurybox.training.runtime.local_server import ServerNotStarted
 
 MARL = [
     "--set",
@@ -111,6 +115,68 @@ def test_so_does_a_hockey_training_and_its_past_selves_are_no_others(tmp_path, c
     train_hockey(s, tmp_path, serial=True, resume=True, console=Console(soft_wrap=True))
     assert "it begins anew" in capsys.readouterr().out
     assert not (tmp_path / "pool" / "000000000017.weights").exists()
+
+
+RUNS = {
+    "photo": (PHOTO, lambda folder: photo_run.run(PHOTO, folder, Silence(), command="", resume=True, serial=True)),
+    "workflow": (WORKFLOW, lambda folder: workflow_run.run(WORKFLOW, folder, resume=True)),
+    "hockey": (hockey_settings(), lambda folder: train_hockey(hockey_settings(), folder, serial=True, resume=True)),
+}
+
+
+@pytest.mark.parametrize("training", RUNS)
+def test_the_files_of_a_run_that_is_going_on_are_left_alone(tmp_path, training):
+    settings, resume = RUNS[training]
+    begun(tmp_path, settings)
+    with alone_in(tmp_path):
+        message = re.escape(f"a run is going on in {tmp_path} (process {os.getpid()})")
+        for refused in (resume, check_folder):
+            with pytest.raises(RunLogError, match=message):
+                refused(tmp_path)
+    assert (tmp_path / "checkpoints" / ".writing-1" / "learner.state").exists()
+    assert (tmp_path / "metrics.csv").exists() and not (tmp_path / "before-1").exists()
+    check_folder(tmp_path)
+
+
+def test_a_killed_run_leaves_its_folder_free(tmp_path):
+    program = (
+        "import pathlib, sys, time; from jurybox.training.run_folder import alone_in\n"
+        "with alone_in(pathlib.Path(sys.argv[1])): print('mine', flush=True); time.sleep(600)"
+    )
+    holder = subprocess.Popen([sys.executable, "-c", program, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    try:
+        assert holder.stdout.readline() == "mine\n"
+        with pytest.raises(RunLogError, match=rf"\(process {holder.pid}\)"), alone_in(tmp_path):
+            pass
+    finally:
+        holder.kill()
+        holder.communicate()
+    with alone_in(tmp_path):
+        pass
+
+
+def test_a_demo_removes_the_files_of_a_demo_only(tmp_path, monkeypatch):
+    def demo(folder):
+        with ExitStack() as resources:
+            photo_run.demo(folder, Silence(), resources, seed=0)
+
+    def not_started(server):
+        raise ServerNotStarted("what comes before is enough")
+
+    monkeypatch.setattr(photo_run.LocalServer, "start", not_started)
+    with pytest.raises(ServerNotStarted):
+        demo(tmp_path / "demo")
+    begun(tmp_path / "demo", PHOTO)
+    begun(tmp_path / "training", PHOTO)
+    (tmp_path / "demo" / "thesis.txt").write_text("mine")
+    with alone_in(tmp_path / "demo"), pytest.raises(RunLogError, match="a run is going on"):
+        demo(tmp_path / "demo")
+    with pytest.raises(ServerNotStarted):
+        demo(tmp_path / "demo")
+    assert [path.name for path in (tmp_path / "demo").iterdir() if not path.name.startswith(".")] == ["thesis.txt"]
+    with pytest.raises(RunLogError, match="holds a run that is not a demo's"):
+        demo(tmp_path / "training")
+    assert (tmp_path / "training" / "metrics.csv").exists()
 
 
 def test_a_run_begun_with_other_settings_is_not_restarted(tmp_path):

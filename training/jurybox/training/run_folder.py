@@ -1,21 +1,165 @@
-"""The files that a training writes to its folder: metrics.csv, TensorBoard files and summary.json."""
+"""The folder of a run: its lock, settings.json, metrics.csv, TensorBoard files and summary.json; and how it resumes."""
 
 from __future__ import annotations
 
 import csv
+import fcntl
 import io
 import json
+import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from jurybox.training.checkpoints import write_atomically
+from jurybox.training.checkpoints import Checkpoint, CheckpointError, Checkpoints, write_atomically
+
+_LOCK = ".lock"
+_SETTINGS = "settings.json"
+# What a run records, in files and folders. Anything else in the folder may be the user's.
+_RECORDED = (
+    *("metrics.csv", "summary.json", "evaluation.csv", "workflows.csv", "report.html", "timeline.json"),
+    *("tensorboard", "checkpoints", "pool"),
+)
 
 
 class RunLogError(RuntimeError):
     """The folder of a run cannot be used as it is; the message contains a remedy."""
+
+
+@contextmanager
+def alone_in(folder: Path) -> Iterator[None]:
+    """Keep other runs out of a folder. Use it in a ``with`` statement.
+
+    The folder is created if it does not exist. The lock ends with the process, also after ``kill -9``.
+
+    Raises:
+        RunLogError: a run is going on in the folder.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / _LOCK).open("a+", encoding="ascii") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            file.seek(0)
+            raise RunLogError(
+                f"a run is going on in {folder} (process {file.read()}): wait for its end, or choose another folder"
+            ) from error
+        except OSError:
+            pass  # a file system without locks, where runs must keep apart themselves
+        file.truncate(0)
+        file.write(str(os.getpid()))
+        file.flush()
+        yield
+
+
+def check_alone(folder: Path) -> None:
+    """Raise RunLogError if a run is going on in a folder. Creates nothing."""
+    if (folder / _LOCK).exists():
+        with alone_in(folder):
+            pass
+
+
+def recorded(folder: Path) -> list[Path]:
+    """Return the files and folders that a run has recorded in its folder."""
+    return [folder / name for name in _RECORDED if (folder / name).exists()]
+
+
+class RunSettings(Protocol):
+    """The settings of a run, such as `jurybox.training.runtime.settings.Settings`."""
+
+    @property
+    def may_change(self) -> Sequence[str] | None:
+        """Names of settings that may differ when the run is resumed; None: all of them."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return flat JSON values."""
+
+
+def write_settings(folder: Path, settings: RunSettings) -> None:
+    """Write settings.json."""
+    write_atomically(folder / _SETTINGS, json.dumps(settings.as_dict(), indent=2) + "\n")
+
+
+def check_same(folder: Path, settings: RunSettings) -> None:
+    """Check that a run is resumed with the settings that it was started with.
+
+    Raises:
+        CheckpointError: a setting differs that may not change (see `may_change`), or the run has settings that this
+            build does not know.
+    """
+    path = folder / _SETTINGS
+    if not path.exists():
+        return
+    now: dict[str, Any] = json.loads(json.dumps(settings.as_dict()))
+    earlier: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    if unknown := earlier.keys() - now.keys():
+        raise CheckpointError(
+            f"{path} has settings that this build does not know: {', '.join(sorted(unknown))}. Resume the run with the "
+            "build that began it, or start anew in another folder"
+        )
+    if settings.may_change is None:
+        return
+    different = [
+        f"{name} was {earlier[name]!r}, is {value!r}"
+        for name, value in now.items()
+        if name not in settings.may_change and name in earlier and earlier[name] != value
+    ]
+    if different:
+        raise CheckpointError(
+            f"{folder} was trained with other settings ({'; '.join(different)}): give the same ones to resume it, or "
+            "another folder to start anew"
+        )
+
+
+def resumed(folder: Path, settings: RunSettings, notify: Callable[[str], None]) -> Checkpoint | None:
+    """Return the newest checkpoint of the run in a folder; None if it has none and starts from the beginning.
+
+    Args:
+        notify: called with a message if the run starts from the beginning.
+
+    Raises:
+        CheckpointError: no run was started in the folder, or one with other settings.
+    """
+    checkpoints = Checkpoints(folder / "checkpoints")
+    checkpoints.sweep()
+    found = checkpoints.latest()
+    if found is None:
+        notify(_begin_anew(folder, settings))
+    else:
+        check_same(folder, settings)
+    return found
+
+
+def _begin_anew(folder: Path, settings: RunSettings) -> str:
+    """Prepare a folder for a restart from the beginning, because its run ended before its first checkpoint.
+
+    What the run recorded is moved to a subfolder ``before-1``, ``before-2``, ...
+
+    Returns:
+        A sentence about what was done.
+
+    Raises:
+        CheckpointError: no run was started in the folder, or one with other settings.
+    """
+    left = recorded(folder)
+    if not left and not (folder / _SETTINGS).exists():
+        raise CheckpointError(f"no checkpoint in {folder}, and no run was begun there: start without --resume")
+    check_same(folder, settings)
+    message = (
+        f"the run in {folder} was ended before its first checkpoint, so there is nothing to go on from: it begins anew"
+    )
+    if not left:
+        return message
+    number = 1
+    while (before := folder / f"before-{number}").exists():
+        number += 1
+    before.mkdir()
+    for path in left:
+        path.rename(before / path.name)
+    return f"{message}; what it had recorded is in {before}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,10 +303,11 @@ class RunLog:
 
 def clear(folder: Path) -> None:
     """Remove the files of an earlier run from a folder."""
-    for name in ("metrics.csv", "summary.json", "settings.json", "evaluation.csv", "report.html", "server.log"):
-        (folder / name).unlink(missing_ok=True)
-    for name in ("checkpoints", "tensorboard"):
-        shutil.rmtree(folder / name, ignore_errors=True)
+    for path in (*recorded(folder), folder / _SETTINGS, folder / "server.log"):
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
 
 
 def read_metrics(path: Path) -> list[dict[str, float]]:

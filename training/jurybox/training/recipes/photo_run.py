@@ -16,7 +16,6 @@ import numpy as np
 
 from jurybox.client import Error, connect
 from jurybox.training import interrupts
-from jurybox.training import run_folder as runlog
 from jurybox.training.checkpoints import write_atomically
 from jurybox.training.environments.photo import PhotoConfig
 from jurybox.training.environments.photo.audit import load_perceptual
@@ -25,10 +24,10 @@ from jurybox.training.recipes.photo import PhotoTraining, check_workers, columns
 from jurybox.training.recipes.photo_evaluation import evaluate_policy, straightening_of
 from jurybox.training.recipes.photo_report import PhotoRun, comparisons, render, verdict_of
 from jurybox.training.recipes.progress import ConsoleProgress, Silence, Watcher
-from jurybox.training.recipes.recorded_run import failed_report, resumed, write_settings
+from jurybox.training.recipes.recorded_run import failed_report
 from jurybox.training.recipes.training import Run, Training, check_server
 from jurybox.training.report.verdict import Verdict, judge
-from jurybox.training.run_folder import RunLog, Tracker
+from jurybox.training.run_folder import RunLog, RunLogError, Tracker, alone_in, clear, recorded, resumed, write_settings
 from jurybox.training.runtime.local_server import LocalServer
 from jurybox.training.runtime.plan import ConfigError
 from jurybox.training.runtime.serving import served_models
@@ -59,14 +58,14 @@ def run(
         resume: resume from the newest checkpoint in `folder`.
         trackers: creates the trackers; called after the folder has been checked.
         before: durations of earlier phases in seconds, by name, for the report.
-        spread, far, serial: see `train`.
+        spread, network_address, serial: see `train`.
         juror: the environment's settings with the juror's actual address; None: as in the settings.
 
     Returns:
         The verdict, which is also in the report and in summary.json.
 
     Raises:
-        RunLogError: the folder holds another run, and `resume` is not set.
+        RunLogError: the folder holds another run and `resume` is not set, or a run is in progress there.
         CheckpointError: there is nothing to resume, or the run was started with other settings.
         ConfigError: the audit's learned distance cannot be loaded.
     """
@@ -74,10 +73,13 @@ def run(
         perceptual = None if settings.perceptual is None else load_perceptual(settings.perceptual)
     except ValueError as error:
         raise ConfigError(f"perceptual: {error}") from error
-    checkpoint = resumed(folder, settings, watcher.log) if resume else None
     took = dict(before or {})
     requested, settings = settings, settings if juror is None else settings.changed(environment=juror)
-    with RunLog(folder, columns(settings.environment), resume_at=checkpoint.env_steps if checkpoint else None) as log:
+    with ExitStack() as held:
+        held.enter_context(alone_in(folder))
+        checkpoint = resumed(folder, requested, watcher.log) if resume else None
+        resume_at = checkpoint.env_steps if checkpoint else None
+        log = held.enter_context(RunLog(folder, columns(settings.environment), resume_at=resume_at))
         write_settings(folder, requested)
         log.add_trackers(trackers())
         began = time.monotonic()
@@ -163,6 +165,7 @@ def _work(settings: PhotoTraining, given: Run) -> str:
         ) as juror,
         spread_named(given.launcher, given.ray_address) as spread,
     ):
+        (given.folder / _DEMO).unlink(missing_ok=True)  # a demo that a training goes on with is one no more
         verdict = run(
             settings,
             given.folder,
@@ -244,6 +247,7 @@ TRAINING = Training("photo", PhotoTraining, _work)
 JUROR = "jurybox.server.jurors:panel"
 STEPS = 5120
 DAMAGES = 24
+_DEMO = ".demo"  # marks a folder whose run the next demo may remove
 # So short a training needs many small updates; with the usual 4000 steps there would be only one.
 _ROLLOUT = 256
 WORKERS = 8
@@ -299,7 +303,8 @@ def demo(
     """Run the demo.
 
     Args:
-        folder: folder for the report and the training's other files; those of an earlier demo are removed.
+        folder: folder for the report and the training's other files; those of an earlier demo are removed. It must not
+            hold another run.
         resources: must be closed by the caller in every case; this stops the server if it is still running.
         seed: seed of the training.
         steps, seconds: limits of the training; it ends when the first of the two is reached.
@@ -309,12 +314,16 @@ def demo(
         replicas: number of engines that serve the juror.
 
     Raises:
+        RunLogError: the folder holds a run that is not a demo's, or a run is in progress there.
         ServerNotStarted: the server failed to start; the message has the end of its log.
         KeyboardInterrupt: the demo was interrupted; `resources` still has to be closed.
     """
     began = time.monotonic()
-    folder.mkdir(parents=True, exist_ok=True)
-    runlog.clear(folder)
+    with alone_in(folder):
+        if recorded(folder) and not (folder / _DEMO).exists():
+            raise RunLogError(f"{folder} holds a run that is not a demo's: choose another folder, or remove this one")
+        clear(folder)
+        (folder / _DEMO).touch()
     rows = 2 * workers + 16  # few: the demo should also run on machines with little shared memory
     models: dict[str, dict[str, str | int]] = {
         "photo": {"factory": juror, "max_batch": 16, "rows": rows, "lane_rows": 1, "deterministic": True}

@@ -216,8 +216,12 @@ def _compared(folder: Path, seeds: Sequence[int]) -> str:
 
 
 def check_folder(folder: Path) -> None:
-    """Raise RunLogError if `folder` cannot be created or written to. Creates nothing."""
-    from jurybox.training.run_folder import RunLogError
+    """Raise RunLogError if `folder` cannot be created or written to, or a run is going on there. Creates nothing.
+
+    A training takes the folder for itself later. This comes before its server, which would write over the log of the
+    other run's.
+    """
+    from jurybox.training.run_folder import RunLogError, check_alone
 
     parent = folder.absolute()
     while not parent.exists() and parent != parent.parent:
@@ -226,6 +230,7 @@ def check_folder(folder: Path) -> None:
         raise RunLogError(f"{parent} is a file: expected a folder for --out, one that is there or can be made")
     if not os.access(parent, os.W_OK | os.X_OK):
         raise RunLogError(f"{parent} cannot be written to by this user: choose another folder with --out")
+    check_alone(folder)
 
 
 def carry_out(start: Callable[..., Outcome], run: Run) -> Outcome:

@@ -22,10 +22,10 @@ from jurybox.training.checkpoints import EVALUATION, Checkpoint, Checkpoints, wr
 from jurybox.training.environments.cage.tables import N_ACTIONS, UNIT_TYPES
 from jurybox.training.recipes.launchers import Spread, spread_named
 from jurybox.training.recipes.progress import ConsoleProgress, Silence, Watcher
-from jurybox.training.recipes.recorded_run import failed_report, resumed, write_settings
+from jurybox.training.recipes.recorded_run import failed_report
 from jurybox.training.recipes.training import Run, Training
 from jurybox.training.recipes.workflow_served import served_policy
-from jurybox.training.run_folder import RunLog, Summary, Tracker
+from jurybox.training.run_folder import RunLog, Summary, Tracker, alone_in, resumed, write_settings
 from jurybox.training.runtime.plan import POLICY_FILE, refuse_unused
 from jurybox.training.search import environments
 from jurybox.training.search.environments import Parts
@@ -132,7 +132,7 @@ def run(
         serial: run all networks in this process.
 
     Raises:
-        RunLogError: the folder holds another run, and `resume` is not set.
+        RunLogError: the folder holds another run and `resume` is not set, or a run is in progress there.
         CheckpointError: there is nothing to resume, or the run was started with other settings.
         ConfigError: a setting is set that would have no effect.
     """
@@ -140,13 +140,13 @@ def run(
     if spread is None and settings.env == "cage":
         why = "our simulator runs in this process (workers are of --env cyborg, or of --launcher ray)"
         refuse_unused(() if settings.workers is None else ("workers",), {"workers": why})
-    found = resumed(folder, settings, watcher.log) if resume else None
-    with (
-        RunLog(folder, METRICS, resume_at=None if found is None else found.env_steps) as log,
-        threadpool_limits(1),  # a second thread slows down so small a network
-        networks(settings, spread, serial=serial) as (env, evaluation, restarts),
-        served_policy(settings, folder / "server.log") as policy,
-    ):
+    with ExitStack() as held:
+        held.enter_context(alone_in(folder))
+        found = resumed(folder, settings, watcher.log) if resume else None
+        log = held.enter_context(RunLog(folder, METRICS, resume_at=None if found is None else found.env_steps))
+        held.enter_context(threadpool_limits(1))  # a second thread slows down so small a network
+        env, evaluation, restarts = held.enter_context(networks(settings, spread, serial=serial))
+        policy = held.enter_context(served_policy(settings, folder / "server.log"))
         trainer = WorkflowTrainer(settings, env, evaluation, policy)
         write_settings(folder, settings)
         log.add_trackers(trackers())
