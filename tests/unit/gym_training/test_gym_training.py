@@ -72,7 +72,7 @@ def test_every_algorithms_defaults_are_stable_baselines3s() -> None:
         ({"algorithm": "sac", "ent_coef": "loud"}, "expected a number above 0"),
         ({"algorithm": "dqn", "gradient_steps": 0}, "nothing would be learned"),
         ({"envs": 3, "workers": 2}, "the same number for each worker"),
-        ({"n_envs": 2}, "n_envs is now envs"),
+        ({"n_envs": 2}, "n_envs is called envs here"),
         ({"algorithm": "a2c"}, "algorithm"),
     ],
 )

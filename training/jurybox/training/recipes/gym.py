@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Unpack
+from typing import TYPE_CHECKING, Any, Literal, Unpack
 
 from pydantic import Field, model_validator
 
@@ -116,6 +116,16 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
 _OF_ALGORITHMS = frozenset(name for defaults in DEFAULTS.values() for name in defaults)
 _ONLY_PICTURES_HIDDEN: Mapping[str, tuple[int, ...]] = {"ppo": (), "dqn": (), "td3": (256, 256), "sac": (256, 256)}
 
+# Names of Stable-Baselines3 for what has another name in all trainings.
+_THEIRS = {
+    "total_timesteps": "steps",
+    "n_envs": "envs",
+    "eval_freq": "evaluate_every",
+    "n_eval_episodes": "evaluation_episodes",
+    "save_freq": "checkpoint_every",
+    "net_arch": "hidden",
+}
+
 
 class GymTraining(ServedSettings):
     """Settings of a gym training; a TOML file and the command line use the same names.
@@ -124,14 +134,6 @@ class GymTraining(ServedSettings):
     """
 
     title = "gym"
-    renamed: ClassVar[Mapping[str, str]] = {
-        "total_timesteps": "steps",
-        "n_envs": "envs",
-        "eval_freq": "evaluate_every",
-        "n_eval_episodes": "evaluation_episodes",
-        "save_freq": "checkpoint_every",
-        "net_arch": "hidden",
-    }
     may_change = (
         *("steps", "seconds", "policy", "server", "server_http", "device", "max_ahead", "publish_interval"),
         *("max_lag", "evaluate_every", "evaluation_episodes", "checkpoint_every", "log_every"),
@@ -213,6 +215,13 @@ class GymTraining(ServedSettings):
         description="Env steps between two checkpoints; none: a tenth of all, at least 10,000; 0: one at the end.",
     )
     log_every: int = Field(1000, ge=1, description="Env steps between two rows of metrics.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_their_names(cls, given: Mapping[str, Any]) -> Mapping[str, Any]:
+        if theirs := _THEIRS.keys() & given.keys():
+            raise ValueError("; ".join(f"{name} is called {_THEIRS[name]} here" for name in sorted(theirs)))
+        return given
 
     @model_validator(mode="after")
     def _check_consistency(self) -> GymTraining:

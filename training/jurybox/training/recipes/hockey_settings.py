@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
 from pydantic import Field, model_validator
 
@@ -39,20 +38,6 @@ class HockeyTraining(ServedSettings):
     """Settings of a hockey training; a TOML file and the command line use the same names."""
 
     title = "hockey"
-    renamed: ClassVar[Mapping[str, str]] = {
-        "minutes": "seconds",
-        "warmup": "learning_starts",
-        "ratio": "gradient_steps learner steps for every train_freq env steps",
-        "batch": "batch_size",
-        "n_step": "n_steps",
-        "discount": "gamma",
-        "capacity": "buffer_size",
-        "envs_per_worker": "envs, of all workers together",
-        "learner.actor_rate": "learner.actor_learning_rate",
-        "learner.critic_rate": "learner.critic_learning_rate",
-        "learner.target_noise": "learner.target_policy_noise",
-        "learner.target_clip": "learner.target_noise_clip",
-    }
     # Settings that may change when a run is resumed: its length, where the work is done, and what is recorded.
     may_change = (
         *("steps", "seconds", "target", "workers", "envs", "policy", "device", "learner_gpus", "engine_gpus"),

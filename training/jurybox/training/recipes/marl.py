@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
@@ -75,22 +75,6 @@ class MarlTraining(ServedSettings):
     """Settings of a multi-agent training; a TOML file and the command line use the same names."""
 
     title = "multi-agent"
-    renamed: ClassVar[Mapping[str, str]] = {
-        "buffer_capacity": "buffer_size",
-        "train_interval": "train_freq",
-        "discount": "gamma",
-        "n_step": "n_steps",
-        "target_interval": "target_update_interval",
-        "epsilon": "exploration_initial_eps, exploration_final_eps and exploration_steps",
-        "checkpoint_interval": "checkpoint_every",
-        "evaluate_interval": "evaluate_every",
-        "evaluate_episodes": "evaluation_episodes",
-        "log_interval": "log_every",
-        "ppo.rollout": "ppo.n_steps",
-        "ppo.epochs": "ppo.n_epochs",
-        "ppo.clip": "ppo.clip_range",
-        "ppo.entropy": "ppo.ent_coef",
-    }
 
     environment: str = Field(TREASURE, description="A PettingZoo environment: package.module:callable.")
     world: dict[str, Any] = Field({}, description="Keyword arguments of the environment.")

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -66,17 +66,6 @@ class PhotoTraining(Settings):
     """
 
     title = "photo"
-    renamed: ClassVar[Mapping[str, str]] = {
-        "single_process": "the option --serial",
-        "per_worker": "workers, the number of processes",
-        "epochs": "n_epochs",
-        "discount": "gamma",
-        "smoothing": "gae_lambda",
-        "clip": "clip_range",
-        "log_deviation": "log_std_init",
-        "environment.seed": "seed",
-        "patience": "server_timeout",
-    }
     # Settings that may differ when a run is resumed. A change of any other would make it a different run.
     may_change = (
         *("steps", "envs", "workers", "checkpoint_every", "server_timeout", "seconds", "damages"),
@@ -116,7 +105,7 @@ class PhotoTraining(Settings):
     @model_validator(mode="after")
     def _one_seed(self) -> PhotoTraining:
         if self.environment.seed:
-            raise ValueError(f"environment.seed is now {self.renamed['environment.seed']}")
+            raise ValueError("environment.seed has no effect: set seed instead")
         taken = {"psnr", self.environment.model} & self.environment.audit.keys()
         if taken:
             raise ValueError(f"audit jurors need names of their own, got {', '.join(sorted(taken))}")

@@ -23,13 +23,11 @@ class Settings(BaseModel):
 
     Class attributes:
         title: what an error calls them: "settings of the {title} training".
-        renamed: names of earlier releases and what stands there now; "part.NAME" for those of parts. They are refused.
         may_change: what may be different when a run is resumed; None: everything may.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
     title: ClassVar[str] = ""
-    renamed: ClassVar[Mapping[str, str]] = {}
     may_change: ClassVar[Sequence[str] | None] = None
 
     seed: int = Field(0, ge=0, description="Seed of every random number generator.")
@@ -37,13 +35,9 @@ class Settings(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _normalise(cls, given: Any) -> Any:
-        """Refuse earlier names. ``part.NAME`` changes it alone: others stay the training's, not the class's."""
+        """``part.NAME`` changes it alone: others stay the training's, not the class's."""
         if not isinstance(given, Mapping):
             return given
-        old = [f"{name} is now {cls.renamed[name]}" for name in flat_names(given) if name in cls.renamed]
-        old += [f"{name} is now {cls.renamed[name]}" for name in given if name in cls.renamed and "." not in name]
-        if old:
-            raise ValueError("; ".join(dict.fromkeys(old)))
         values = dict(given)
         for name, field in cls.model_fields.items():
             part, default = given.get(name), field.default

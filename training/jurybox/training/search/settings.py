@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import combinations, permutations
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -100,20 +100,6 @@ class WorkflowTraining(ServedSettings):
     """
 
     title = "workflow"
-    renamed: ClassVar[Mapping[str, str]] = {
-        "n_envs": "envs",
-        "served": 'policy, "local" or "served"',
-        "min_fixes": "min_judged, judged fixes in all",
-        "no_fix_penalty": "gone: an episode without a fix costs nothing",
-        "strict": "gone: only fixes that end a compromise are judged",
-        "ppo.minibatch": "ppo.batch_size",
-        "ppo.epochs": "ppo.n_epochs",
-        "ppo.clip": "ppo.clip_range",
-        "ppo.entropy": "ppo.ent_coef",
-        "ppo.value_weight": "ppo.vf_coef",
-        "ppo.max_gradient": "ppo.max_grad_norm",
-        "ppo.normalise_advantages": "ppo.normalize_advantage",
-    }
     # Settings that may change when a run is resumed; a change of any other makes it a different run.
     may_change = ("total_episodes", "workers", "policy", "server", "server_http")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from pydantic import Field
 from rich.console import Console
@@ -43,12 +43,6 @@ class Multiprocessing(Settings):
     """Settings in addition to sorrel's. Without `enabled`, sorrel itself runs the experiment."""
 
     title = "sorrel"
-    renamed: ClassVar[Mapping[str, str]] = {
-        "buffer_capacity": "buffer_size",
-        "train_interval": "train_freq",
-        "checkpoint_interval": "checkpoint_every",
-        "log_interval": "log_every",
-    }
 
     enabled: bool = False
     publish_mode: Literal["double_buffer", "snapshot"] = "double_buffer"
