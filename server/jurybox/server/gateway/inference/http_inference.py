@@ -400,23 +400,17 @@ async def _json(request: Request, most: int) -> dict[str, Any]:
 
 
 async def _body(request: Request, most: int) -> bytes:
-    """Read a body, decompress it if needed, and enforce its limit in bytes."""
-    parts, size = [], 0
-    async for part in request.stream():
-        size += len(part)
-        if size > most:
-            raise _too_large(most)
-        parts.append(part)
-    body = b"".join(parts)
+    """Read a body and decompress it if needed; `BodyLimit` (security.http) limits what is received."""
+    body = await request.body()
     encoding = request.headers.get("content-encoding", "identity")
     if encoding == "identity":
         return body
     if encoding not in _WINDOW:
         raise malformed(f"Content-Encoding {encoding[:20]!r}: expected gzip or deflate")
-    return await _unpacked(body, encoding, most, request.scope.get(RESERVATION))
+    return await _unpacked(body, encoding, most, request.scope[RESERVATION])
 
 
-async def _unpacked(body: bytes, encoding: str, most: int, taken: Reservation | None) -> bytes:
+async def _unpacked(body: bytes, encoding: str, most: int, taken: Reservation) -> bytes:
     """Decompress a body in pieces, so that other requests can run in between."""
     decoder = zlib.decompressobj(_WINDOW[encoding])
     parts: list[bytes] = []
@@ -431,15 +425,10 @@ async def _unpacked(body: bytes, encoding: str, most: int, taken: Reservation | 
             raise malformed(f"the body is incomplete {encoding}: it ends early")
         size += len(part)
         if size > most:
-            raise _too_large(most)
-        if taken is not None:
-            taken.take(len(part))
+            raise error_for(Code.TOO_LARGE, f"the body has more than {most} bytes: send fewer rows in a request")
+        taken.take(len(part))
         parts.append(part)
         await asyncio.sleep(0)
     if decoder.unused_data:
         raise malformed(f"{len(decoder.unused_data)} bytes came after the end of the {encoding} body: expected none")
     return b"".join(parts)
-
-
-def _too_large(most: int) -> Exception:
-    return error_for(Code.TOO_LARGE, f"the body has more than {most} bytes: send fewer rows in a request")
