@@ -18,9 +18,8 @@ from numpy.typing import NDArray
 from jurybox import native
 from jurybox.protocol.arena import Columns
 from jurybox.protocol.device_memory import Driver
-from jurybox.protocol.errors import ModelFailed
 from jurybox.server.engine.device_regions import Binding, DeviceRegions
-from jurybox.server.engine.served import Outcome, Served, dtype_of
+from jurybox.server.engine.served import Input, Outcome, Output, Served, dtype_of
 from jurybox.server.models import ServedModel
 
 _ALREADY = 712  # cudaErrorHostMemoryAlreadyRegistered
@@ -249,13 +248,11 @@ class DeviceServed(Served):
         self._report = report
         self._regions = regions
         self._wants_graphs = graphs and self.device.type == "cuda"
-        self.arena_inputs, self.arena_outputs = dict(inputs), dict(outputs)
-        self.arena_tensors = {key: torch.from_numpy(array) for key, array in inputs.items()}
         self._lock = PageLock(memory, self.device)
         if not self._lock.held and self.device.type == "cuda":
             report("arena not page-locked", model=name, reason=self._lock.reason)
         self.forwards = Stream(self.device)
-        self._buffers = [_StagingBuffer(self, max_batch) for _ in range(_BUFFERS)]
+        self._buffers = [_StagingBuffer(self, self._inputs, self._outputs, max_batch) for _ in range(_BUFFERS)]
 
     def begin(self, tickets: NDArray[Any], rows: int, version: int = 0) -> Batch:
         """Queue a batch's copies and its forward; return the batch, to be finished later.
@@ -354,16 +351,19 @@ class Batch:
         self.end.wait()
         if self.on_device:  # the outputs already are in the clients' device memory
             return self.served.refused(self.tickets, {}, self.rows, self.row_errors)
-        for name, array in self.served.arena_outputs.items():
-            native.scatter(array, self.tickets, self.buffer.results[name][: self.rows].numpy())
+        for item in self.buffer.outputs:
+            native.scatter(item.array, self.tickets, self.buffer.results[item.name][: self.rows].numpy())
         return self.served.refused(self.tickets, self.buffer.results, self.rows, self.row_errors)
 
 
 class _StagingBuffer:
     """The buffers and the copy stream of one batch in flight."""
 
-    def __init__(self, served: DeviceServed, max_batch: int) -> None:
+    def __init__(
+        self, served: DeviceServed, inputs: Sequence[Input], outputs: Sequence[Output], max_batch: int
+    ) -> None:
         self._served = served
+        self._arena_inputs, self.outputs = inputs, outputs
         self._max_batch = max_batch
         device, spec = served.device, served.spec
         self.copies = Stream(device)
@@ -392,16 +392,16 @@ class _StagingBuffer:
     def copy_in(self, tickets: NDArray[Any], rows: int, *, direct: bool) -> None:
         """Queue the copies of the tickets' rows to the device, directly from the arena where that is cheaper."""
         runs = neighbours(tickets)
-        for key, arena in self._served.arena_inputs.items():
-            target = self._inputs[key]
-            if direct and pays(runs, self._served.spec.inputs[key].row_bytes):
+        for item in self._arena_inputs:
+            target, staged = self._inputs[item.name], self._staged[item.name]
+            if direct and pays(runs, self._served.spec.inputs[item.name].row_bytes):
                 at = 0
                 for first, n in runs:
-                    target[at : at + n].copy_(self._served.arena_tensors[key][first : first + n], non_blocking=True)
+                    target[at : at + n].copy_(item.rows(first, n), non_blocking=True)
                     at += n
             else:
-                native.gather(arena, tickets, self._staged[key].numpy())
-                target[:rows].copy_(self._staged[key][:rows], non_blocking=True)
+                native.gather(item.array, tickets, staged.numpy())
+                target[:rows].copy_(staged[:rows], non_blocking=True)
 
     def copy_in_bound(self, tickets: NDArray[Any], places: Sequence[Binding | None], driver: Driver) -> None:
         """As `copy_in`, for batches with rows in clients' device memory."""
@@ -411,9 +411,9 @@ class _StagingBuffer:
             if place is not None and place.event and place.event not in waited:
                 waited.add(place.event)
                 driver.wait(place.event, self.copies.pointer)
-            for key, arena in self._served.arena_tensors.items():
-                source = arena[first : first + n] if place is None else place.part(place.inputs, key, first, n)
-                self._inputs[key][at : at + n].copy_(source, non_blocking=True)
+            for item in self._arena_inputs:
+                source = item.rows(first, n) if place is None else place.part(place.inputs, item.name, first, n)
+                self._inputs[item.name][at : at + n].copy_(source, non_blocking=True)
             at += n
 
     def copy_out_bound(
@@ -433,7 +433,7 @@ class _StagingBuffer:
             False if outputs must be copied to the host, too: some rows are not bound, or `host` is set.
         """
         rows = int(tickets["rows"].sum())
-        self._check(results, rows)
+        results = {item.name: item.of(results, rows) for item in self.outputs}
         at = 0
         for place, first, n in zip(places, tickets["first"].tolist(), tickets["rows"].tolist(), strict=True):
             if place is not None:
@@ -457,19 +457,10 @@ class _StagingBuffer:
         Raises:
             ModelFailed: the outputs do not match the spec.
         """
-        self._check(results, rows)
-        for key in self._served.spec.outputs:
-            self.results[key][:rows].copy_(results[key], non_blocking=True)
-            self._keep(results[key])
-
-    def _check(self, results: Mapping[str, torch.Tensor], rows: int) -> None:
-        for key, item in self._served.spec.outputs.items():
-            if key not in results:
-                raise ModelFailed(f"the model gave no output {key!r}; it gave {', '.join(results)}")
-            if results[key].shape != (rows, *item.shape):
-                raise ModelFailed(
-                    f"output {key!r} has shape {list(results[key].shape)}, the spec promises {[rows, *item.shape]}"
-                )
+        for item in self.outputs:
+            result = item.of(results, rows)
+            self.results[item.name][:rows].copy_(result, non_blocking=True)
+            self._keep(result)
 
     def _keep(self, result: torch.Tensor) -> None:
         """Keep the result's memory from being reused on the forwards' stream before the copy on this stream is done."""

@@ -60,7 +60,7 @@ class OpenServed(Served):
         elif self._collate == "pad":
             lengths = [f"{key}_lengths" for key in self._variable]
             self._by_name = self._by_name and takes_names(self.module, lengths)
-        self._fixed = {item.name: item for item in self._inputs}
+        self._fixed = [item.name for item in self._inputs]
         self._states = States(model, columns, lanes, max_batch, self.device) if self.spec.state else None
         # Whether whole batches may be computed as in Served, without handling rows one by one.
         self._whole = (
@@ -108,10 +108,11 @@ class OpenServed(Served):
     def _staged_whole(self, tickets: NDArray[Any], rows: int, found: int) -> dict[str, Any] | None:
         """Return the arguments of one forward for the whole batch; None if its rows cannot be computed together."""
         shape, left = self.shaped(rows), self._max_elements
+        fixed = self._gather(tickets, rows, shape) if self._fixed else {}
         staged: dict[str, Any] = {}
         for key, spec in self.spec.inputs.items():
             if not spec.variable:
-                staged[key] = self._fixed[key].gather(tickets, rows, shape)
+                staged[key] = fixed[key]
                 continue
             variable = self._variable[key]
             values = variable.whole(tickets, rows, self._max_padding, left)
@@ -149,7 +150,7 @@ class OpenServed(Served):
             for row in np.flatnonzero(variable.counts < 0).tolist():
                 spec = self.spec.inputs[key]
                 batch.failed[row] = f"input {key!r} came with sizes {variable.sizes[row].tolist()}, expected {spec}"
-        fixed = {key: item.gather(tickets, rows, rows) for key, item in self._fixed.items()}
+        fixed = self._gather(tickets, rows, rows)
         if self._states is not None:
             self._states.sort(batch, outcome, found)
         for number, wave in enumerate(batch.waves()):
@@ -161,26 +162,22 @@ class OpenServed(Served):
             outcome.refused.setdefault(number, refusal)
         return outcome if outcome.refused or outcome.errors else None
 
-    def warm_up(self, example: Callable[[int], Mapping[str, Any]] | None = None) -> None:
-        """Run the smallest and the largest batch as `Served.warm_up` does."""
-        for rows in self.shapes or sorted({1, self.max_batch}):
-            given = example(rows) if example else {}
-            drawn = {key: given.get(key, spec.zeros(rows)) for key, spec in self.spec.inputs.items()}
-            with torch.inference_mode():
-                staged = self._staged(
-                    np.arange(rows),
-                    {key: torch.as_tensor(drawn[key]) for key in self._fixed},
-                    {key: [_as_tensor(row) for row in drawn[key]] for key in self._variable},
-                )
-                if self._states is not None:
-                    staged |= self._states.initial(rows)
-                results = self._called(staged)
-                self._checked(results, rows)
-                if self._states is not None:
-                    self._states.checked(results, rows)
-        if self.shapes and self.agreeing:
-            # With variable sizes there are too many shapes to compare, so all batches are padded to the largest.
-            self.shapes = self.shapes[-1:] if self._variable else self._agreeing(example)
+    def _try(self, rows: int, given: Mapping[str, Any]) -> None:
+        staged = self._staged(
+            np.arange(rows),
+            {key: torch.as_tensor(given[key]) for key in self._fixed},
+            {key: [_as_tensor(row) for row in given[key]] for key in self._variable},
+        )
+        if self._states is not None:
+            staged |= self._states.initial(rows)
+        results = self._called(staged)
+        self._checked(results, rows)
+        if self._states is not None:
+            self._states.checked(results, rows)
+
+    def _agreeing(self, example: Callable[[int], Mapping[str, Any]] | None) -> tuple[int, ...]:
+        # With variable sizes there are too many shapes to compare, so all batches are padded to the largest.
+        return self.shapes[-1:] if self._variable else super()._agreeing(example)
 
     # ---- which rows go together
 
@@ -270,7 +267,8 @@ class OpenServed(Served):
         batch.failed.update({int(group[row]): reason for row, reason in failed.items()})
         if self._states is not None:
             good = [row for row in range(len(group)) if row not in failed] if failed else None
-            self._states.after(group, good, following, batch)
+            self._states.after(group, good, following)
+            batch.stepped = True
 
     def _called(self, staged: dict[str, Any]) -> Mapping[str, Any]:
         if self.device.type != "cpu":

@@ -106,9 +106,9 @@ class Served:
         self._row_errors: Mapping[int, str] = {}
         self._finite = [key for key, tensor in self.spec.outputs.items() if tensor.finite]
         fixed = {key: tensor for key, tensor in self.spec.inputs.items() if not tensor.variable}
-        self._inputs = [_Input(key, inputs[key], max_batch) for key in fixed]
+        self._inputs = [Input(key, inputs[key], max_batch) for key in fixed]
         self._outputs = [
-            _Output(key, tensor, outputs[key]) for key, tensor in self.spec.outputs.items() if not tensor.variable
+            Output(key, tensor, outputs[key]) for key, tensor in self.spec.outputs.items() if not tensor.variable
         ]
         self._plain_inputs = native.PlainInputs([(item.array, item.staging_rows) for item in self._inputs])
         self._gathered: dict[int, dict[str, torch.Tensor]] = {}  # the inputs' staging rows by name, by their number
@@ -164,7 +164,7 @@ class Served:
             first = tickets["first"].item(0)
             staged = {item.name: item.rows(first, rows) for item in self._inputs}
         else:
-            staged = self._gather(tickets, rows)
+            staged = self._gather(tickets, rows, self.shaped(rows) if self.shapes else rows)
         if self._away:
             staged = {key: value.to(self.device, non_blocking=True) for key, value in staged.items()}
         results = self._returned(staged)
@@ -179,16 +179,15 @@ class Served:
             return self.refused(tickets, self._named(results), rows, self._take_row_errors())
         return None
 
-    def _gather(self, tickets: NDArray[Any], rows: int) -> dict[str, torch.Tensor]:
-        """Return the tickets' rows of all inputs, padded with copies of the last one if forward has fixed shapes."""
-        shape = self.shaped(rows) if self.shapes else rows
+    def _gather(self, tickets: NDArray[Any], rows: int, shape: int) -> dict[str, torch.Tensor]:
+        """Return the tickets' rows of all inputs of fixed shape, padded to `shape` rows with copies of the last one."""
         self._plain_inputs.gather(tickets)
         staged = self._gathered.get(shape)
         if staged is None:
-            staged = self._gathered[shape] = {item.name: item.staging(shape) for item in self._inputs}
+            staged = self._gathered[shape] = {item.name: item.staging[:shape] for item in self._inputs}
         if shape > rows:
-            for item in self._inputs:
-                item.pad(rows, shape)
+            for item in self._inputs:  # not earlier contents: the model might fail on them
+                item.staging_rows[rows:shape] = item.staging_rows[rows - 1]
         return staged
 
     def _in_place(self, tickets: NDArray[Any], rows: int) -> bool:
@@ -256,18 +255,16 @@ class Served:
         """
         for rows in self.shapes or sorted({1, self.max_batch}):
             given = example(rows) if example else {}
-            staged = {
-                key: torch.as_tensor(given[key])
-                if key in given
-                else torch.zeros((rows, *spec.shape), dtype=dtype_of(spec))
-                for key, spec in self.spec.inputs.items()
-            }
             with torch.inference_mode():
-                results = self.forward({key: value.to(self.device) for key, value in staged.items()})
-                for item in self._outputs:
-                    item.checked(results, rows)
+                self._try(rows, {key: given.get(key, spec.zeros(rows)) for key, spec in self.spec.inputs.items()})
         if self.shapes and self.agreeing:
             self.shapes = self._agreeing(example)
+
+    def _try(self, rows: int, given: Mapping[str, Any]) -> None:
+        """Run a batch and check its outputs."""
+        results = self.forward({key: torch.as_tensor(value).to(self.device) for key, value in given.items()})
+        for item in self._outputs:
+            item.checked(results, rows)
 
     def _agreeing(self, example: Callable[[int], Mapping[str, Any]] | None) -> tuple[int, ...]:
         """Return those of the shapes that compute the same bytes for a row as the largest one.
@@ -301,20 +298,16 @@ class Served:
     ) -> dict[str, torch.Tensor] | None:
         """Return rows on which shapes may differ: the example's, or random ones; None if valid rows are unknown."""
         given = example(rows) if example else {}
-        drawn = {}
+        found = {}
         for key, spec in (dict(self.spec.inputs) | dict(self.spec.state)).items():
-            shape, dtype = (rows, *spec.shape), dtype_of(spec)
-            if key in given:
-                drawn[key] = torch.as_tensor(given[key])
-                if bool((drawn[key] != drawn[key].reshape(-1)[0]).any()):
-                    continue  # sums of equal numbers, such as zeros, are the same in any order
-            if spec.dtype.startswith("float"):
-                drawn[key] = torch.randn(shape, generator=generator).to(dtype)
-            elif spec.dtype in ("bool", "uint8"):
-                drawn[key] = torch.randint(2 if spec.dtype == "bool" else 256, shape, generator=generator).to(dtype)
-            else:
-                return None  # perhaps indices into a table of unknown length
-        return {key: value.to(self.device) for key, value in drawn.items()}
+            value = torch.as_tensor(given[key]) if key in given else None
+            # Sums of equal numbers, such as zeros, are the same in any order.
+            if value is None or bool((value == value.reshape(-1)[0]).all()):
+                value = drawn(spec, rows, generator)
+            if value is None:
+                return None
+            found[key] = value.to(self.device)
+        return found
 
     def _probed(self, staged: Mapping[str, torch.Tensor], rows: int) -> dict[str, torch.Tensor]:
         with torch.inference_mode():
@@ -442,7 +435,7 @@ def takes_names(module: torch.nn.Module, names: Sequence[str]) -> bool:
     return set(names) <= {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
 
 
-class _Input:
+class Input:
     """One input's rows in the arena, and the buffer in which a scattered batch is gathered."""
 
     def __init__(self, name: str, array: NDArray[Any], max_batch: int) -> None:
@@ -451,32 +444,14 @@ class _Input:
         self.array = array
         # Reused, because a new buffer costs a page fault every 4 KiB. Allocated by torch for its alignment: kernels
         # are chosen by alignment, so it must be that of the rows with which the shapes were compared.
-        self._staging = torch.empty((max_batch, *array.shape[1:]), dtype=getattr(torch, array.dtype.name))
-        self.staging_rows = self._staging.numpy()
-        self._views: dict[int, torch.Tensor] = {}  # of the staging rows, by length
+        self.staging = torch.empty((max_batch, *array.shape[1:]), dtype=getattr(torch, array.dtype.name))
+        self.staging_rows = self.staging.numpy()
 
     def rows(self, first: int, rows: int) -> torch.Tensor:
         return self._arena[first : first + rows]
 
-    def gather(self, tickets: NDArray[Any], rows: int, shape: int) -> torch.Tensor:
-        """Return the tickets' rows, padded to `shape` rows with copies of the last one."""
-        native.gather(self.array, tickets, self.staging_rows)
-        self.pad(rows, shape)
-        return self.staging(shape)
 
-    def pad(self, rows: int, shape: int) -> None:
-        if shape > rows:  # not earlier contents: the model might fail on them
-            self.staging_rows[rows:shape] = self.staging_rows[rows - 1]
-
-    def staging(self, shape: int) -> torch.Tensor:
-        """Return the first `shape` staging rows."""
-        view = self._views.get(shape)
-        if view is None:
-            view = self._views[shape] = self._staging[:shape]
-        return view
-
-
-class _Output:
+class Output:
     """One output's rows in the arena, and the check against the spec."""
 
     def __init__(self, name: str, spec: TensorSpec, array: NDArray[Any]) -> None:
@@ -487,7 +462,8 @@ class _Output:
         self._dtype = dtype_of(spec)
         self.like = torch.empty((0, *spec.shape), dtype=self._dtype)
 
-    def checked(self, results: Mapping[str, torch.Tensor], rows: int) -> NDArray[Any]:
+    def of(self, results: Mapping[str, torch.Tensor], rows: int) -> torch.Tensor:
+        """Return this output of a batch. Raises ModelFailed if it is missing or has another shape."""
         try:
             tensor = results[self.name]
         except KeyError:
@@ -497,10 +473,25 @@ class _Output:
             raise ModelFailed(
                 f"output {self.name!r} has shape {list(tensor.shape)}, the spec promises {list(shape)} for {rows} rows"
             )
+        return tensor
+
+    def checked(self, results: Mapping[str, torch.Tensor], rows: int) -> NDArray[Any]:
+        """Return this output of a batch in host memory, in the dtype of the spec. Raises ModelFailed as `of` does."""
+        tensor = self.of(results, rows)
         if tensor.dtype != self._dtype or not tensor.is_cpu or not tensor.is_contiguous():
             tensor = tensor.to("cpu", self._dtype).contiguous()  # contiguous, since rows are scattered as bytes
         values: NDArray[Any] = tensor.numpy()
         return values
+
+
+def drawn(spec: TensorSpec, rows: int, generator: torch.Generator) -> torch.Tensor | None:
+    """Return random rows; None if they cannot be drawn: integers may be indices into a table of unknown length."""
+    shape = (rows, *spec.shape)
+    if spec.dtype.startswith("float"):
+        return torch.randn(shape, generator=generator).to(dtype_of(spec))
+    if spec.dtype in ("bool", "uint8"):
+        return torch.randint(2 if spec.dtype == "bool" else 256, shape, generator=generator).to(dtype_of(spec))
+    return None
 
 
 def dtype_of(spec: TensorSpec) -> torch.dtype:

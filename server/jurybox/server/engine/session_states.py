@@ -168,8 +168,7 @@ class States:
                 self._book.save(self._arrays[name], value.contiguous().numpy())
             self._book.step()
         else:
-            rows = np.arange(len(next(iter(following.values()))))
-            self._written(rows if good is None else rows[good], following, good)
+            self.after(np.arange(len(next(iter(following.values())))), good, following)
 
     # ---- rows one by one
 
@@ -208,23 +207,18 @@ class States:
             self._begun(begins, state)
         return state
 
-    def after(
-        self, group: NDArray[np.intp], good: list[int] | None, following: Mapping[str, torch.Tensor], batch: BatchRows
-    ) -> None:
+    def after(self, group: NDArray[np.intp], good: list[int] | None, following: Mapping[str, torch.Tensor]) -> None:
         """Store the next states of rows that were computed; `good`: the rows that did not fail, None: all."""
-        batch.stepped = True
-        self._written(group if good is None else group[good], following, good)
+        rows = group if good is None else group[good]
+        index = torch.from_numpy(self._places[rows]).to(self._device)
+        for name, value in following.items():
+            self._kept[name].index_copy_(0, index, value if good is None else value[good])
+        self._book.step(rows.astype(np.int64, copy=False))
 
     def _begun(self, begins: NDArray[np.bool_], state: Mapping[str, torch.Tensor]) -> None:
         mask = torch.from_numpy(begins).to(self._device)
         for name, start in self._initial.items():
             state[name][mask] = start
-
-    def _written(self, rows: NDArray[np.intp], following: Mapping[str, torch.Tensor], good: list[int] | None) -> None:
-        index = torch.from_numpy(self._places[rows]).to(self._device)
-        for name, value in following.items():
-            self._kept[name].index_copy_(0, index, value if good is None else value[good])
-        self._book.step(rows.astype(np.int64, copy=False))
 
     def checked(self, results: Mapping[str, Any], rows: int) -> dict[str, torch.Tensor]:
         """Return the next states among a module's results. Raises ModelFailed if they do not match the spec."""
@@ -250,7 +244,8 @@ class States:
                 value[torch.from_numpy(loads).to(self._device)] = given
             if (stores := (flags & STORE) != 0).any():
                 self._columns.state_out[name][places[stores]] = value[torch.from_numpy(stores)].cpu().numpy()
-        self.after(group, None, state, batch)
+        self.after(group, None, state)
+        batch.stepped = True
 
     def _refuse(self, batch: BatchRows, outcome: Outcome, lost: NDArray[np.bool_]) -> None:
         """Refuse whole tickets with lost sessions; the reasons in the arena mark the rows concerned."""
