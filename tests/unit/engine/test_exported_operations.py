@@ -8,7 +8,7 @@ import torch
 from tests.serving import serving, wait_until
 
 from jurybox.protocol import TensorSpec
-from jurybox.server.engine.exported import Direct, NotDirect, export, names_of, rows_of, tensors_of
+from jurybox.server.engine.exported import Direct, NotDirect, export, rows_of, tensors_of
 from jurybox.server.engine.model_code import LoadError, ModelOrder, load
 from jurybox.server.engine.served import move
 from jurybox.server.settings.config import ModelSettings
@@ -221,13 +221,13 @@ def program(module, least, most):
 def test_a_program_of_other_batches_is_not_called_without_its_checks(least, most):
     module = Outputs("tensor")
     with pytest.raises(NotDirect, match="expected any number from 1 to 16"):
-        Direct(module, program(module, least, most), ONE, ["x"], MOST, tensors_of(module))
+        Direct(module, program(module, least, most), ONE, MOST, tensors_of(module))
 
 
 def test_a_program_of_rows_of_another_shape_is_not_called_without_its_checks():
     module = Outputs("tensor")
     with pytest.raises(NotDirect, match="rows of shape"):
-        Direct(module, program(module, 1, 64), {"x": TensorSpec("float32", (2, 2))}, ["x"], MOST, tensors_of(module))
+        Direct(module, program(module, 1, 64), {"x": TensorSpec("float32", (2, 2))}, MOST, tensors_of(module))
 
 
 def test_a_program_with_a_step_of_two_rows_is_not_called_without_its_checks():
@@ -235,7 +235,7 @@ def test_a_program_with_a_step_of_two_rows_is_not_called_without_its_checks():
     module = Outputs("tensor")
     pairs = torch.export.export(module, (torch.zeros(4, 4),), dynamic_shapes=({0: 2 * half},))
     with pytest.raises(NotDirect, match="expected any number"):
-        Direct(module, pairs, ONE, names_of(pairs, ["x"]), MOST, tensors_of(module))
+        Direct(module, pairs, ONE, MOST, tensors_of(module))
 
 
 def order(**settings):

@@ -18,7 +18,7 @@ from torch.export.graph_signature import InputKind, OutputKind, TensorArgument
 
 from jurybox.protocol.errors import plain, said
 from jurybox.protocol.spec import TensorSpec
-from jurybox.server.engine.served import takes_names
+from jurybox.server.engine.served import drawn, takes_names
 
 _TRIED = (1, 2, 3)  # numbers of rows, besides the largest batch, on which the function is compared with the module
 _ROWS = 4  # rows that are exported, at most: torch.export does not generalize from one
@@ -40,7 +40,6 @@ class Direct(torch.nn.Module):
         module: kept as `_orig_mod`, the name that torch uses.
         program: the exported module.
         inputs: the inputs' specs, in the order of the module's arguments.
-        names: the input of each of the program's user inputs.
         most: rows of the largest batch.
         tensors: the program's parameters and buffers by name; they belong to the module.
 
@@ -54,11 +53,11 @@ class Direct(torch.nn.Module):
         module: torch.nn.Module,
         program: torch.export.ExportedProgram,
         inputs: Mapping[str, TensorSpec],
-        names: Sequence[str],
         most: int,
         tensors: Mapping[str, torch.Tensor],
     ) -> None:
         super().__init__()
+        names = names_of(program, list(inputs))
         self._orig_mod = module
         self._by_name = takes_names(module, list(inputs))
         _require_any_batch(program, inputs, names, most)
@@ -76,22 +75,25 @@ class Direct(torch.nn.Module):
         device: torch.device,
         example: Callable[[int], Mapping[str, Any]] | None = None,
         compute: torch.dtype | None = None,
-    ) -> None:
-        """Compare with the module on a few batches, of random rows if there is no example.
+    ) -> Direct:
+        """Compare with the module on a few batches, of random rows if there is no example; return itself.
 
         Raises:
-            NotDirect: an output differs in one byte.
-            Exception: any error of the module.
+            NotDirect: an output differs in one byte, or the module raises an error.
         """
         for rows in sorted({min(rows, most) for rows in (*_TRIED, most)}):
-            given = {key: value.to(device) for key, value in rows_of(rows, inputs, example, compute).items()}
             found = []
-            for module in (self._orig_mod, self):
-                copies = {key: value.clone() for key, value in given.items()}
-                with torch.inference_mode():
-                    found.append(flat(module(**copies) if self._by_name else module(*copies.values())))
+            try:
+                given = {key: value.to(device) for key, value in rows_of(rows, inputs, example, compute).items()}
+                for module in (self._orig_mod, self):
+                    copies = {key: value.clone() for key, value in given.items()}
+                    with torch.inference_mode():
+                        found.append(flat(module(**copies) if self._by_name else module(*copies.values())))
+            except Exception as error:
+                raise NotDirect(f"it raised {said(error)}") from error
             if len(found[0]) != len(found[1]) or not all(map(_same, *found)):
                 raise NotDirect(f"with {rows} rows its operations compute something else than its forward")
+        return self
 
 
 def export(
@@ -126,14 +128,7 @@ def export(
     except Exception as error:
         lines = [line.strip() for line in plain(error).splitlines() if line.strip()]
         raise NotDirect(f"torch.export refuses it: {' '.join(lines[:2])[:400]}") from error
-    direct = Direct(module, program, inputs, names_of(program, list(inputs)), most, tensors_of(module))
-    try:
-        direct.compare(inputs, most, device, example, compute)
-    except NotDirect:
-        raise
-    except Exception as error:
-        raise NotDirect(f"it raised {said(error)}") from error
-    return direct
+    return Direct(module, program, inputs, most, tensors_of(module)).compare(inputs, most, device, example, compute)
 
 
 def rows_of(
@@ -147,17 +142,10 @@ def rows_of(
     generator = torch.Generator().manual_seed(rows)
     made = {}
     for key, spec in inputs.items():
-        shape, dtype = (rows, *spec.shape), getattr(torch, spec.numpy_dtype.name)
-        if key in given:
-            made[key] = torch.as_tensor(given[key])
-        elif spec.dtype.startswith("float"):
-            made[key] = torch.randn(shape, generator=generator).to(dtype)
-        elif spec.dtype in ("bool", "uint8"):
-            made[key] = torch.randint(2 if spec.dtype == "bool" else 256, shape, generator=generator).to(dtype)
-        else:
-            made[key] = torch.zeros(shape, dtype=dtype)
-        if compute is not None and made[key].is_floating_point():
-            made[key] = made[key].to(compute)
+        value = torch.as_tensor(given[key]) if key in given else drawn(spec, rows, generator)
+        if value is None:
+            value = torch.as_tensor(spec.zeros(rows))
+        made[key] = value.to(compute) if compute is not None and value.is_floating_point() else value
     return made
 
 

@@ -26,7 +26,7 @@ from jurybox.protocol.errors import Error, plain, said
 from jurybox.protocol.spec import TensorSpec
 from jurybox.protocol.weights import WeightsLayout
 from jurybox.server.engine.compiled import AheadError, Compiled, CompiledAhead
-from jurybox.server.engine.exported import Direct, NotDirect, export, names_of, tensors_of
+from jurybox.server.engine.exported import Direct, NotDirect, export, tensors_of
 from jurybox.server.models import ServedModel
 
 
@@ -124,7 +124,8 @@ def _faster(
         if model.state or any(spec.variable for spec in model.inputs.values()):
             raise NotDirect("it has state or inputs of variable size, expected rows of fixed shape")
         if isinstance(module, _ByName):
-            return module.direct(model.inputs, most, device, compute)
+            direct = Direct(module, module.source, model.inputs, most, tensors_of(module.program))
+            return direct.compare(model.inputs, most, device, compute=compute)
         return export(module, model.inputs, most, device, model.example, compute)
     except NotDirect as error:
         if settings.export:
@@ -367,22 +368,8 @@ class _ByName(torch.nn.Module):
     def __init__(self, program: torch.export.ExportedProgram, positional: list[str]) -> None:
         super().__init__()
         self.program = program.module()
-        self._source = program
+        self.source = program
         self._positional = positional
-
-    def direct(
-        self, inputs: Mapping[str, TensorSpec], most: int, device: torch.device, compute: torch.dtype | None
-    ) -> Direct:
-        """Return the program as a function of its operations. Raises NotDirect."""
-        names = names_of(self._source, list(inputs))
-        direct = Direct(self, self._source, inputs, names, most, tensors_of(self.program))
-        try:
-            direct.compare(inputs, most, device, compute=compute)
-        except NotDirect:
-            raise
-        except Exception as error:
-            raise NotDirect(f"it raised {said(error)}") from error  # the warm-up reports it
-        return direct
 
     def forward(self, **inputs: torch.Tensor) -> Any:
         return self.program(*[inputs.pop(name) for name in self._positional], **inputs)
