@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -9,12 +10,14 @@ import signal
 import subprocess
 import sys
 from contextlib import ExitStack
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
 from tests.serving import START, segments, wait_until
 from tests.unit.hockey.hockey_runs import settings as hockey_settings
 from tests.unit.recipes.test_photo_resume import SMALL as PHOTO
+from tests.unit.runtime import toys
 from tests.unit.search.test_trainer import SETTINGS as WORKFLOW
 
 from jurybox.training.checkpoints import CheckpointError
@@ -24,6 +27,7 @@ from jurybox.training.recipes.progress import Silence
 from jurybox.training.recipes.training import check_folder
 from jurybox.training.run_folder import RunLog, RunLogError, alone_in, write_settings
 from jurybox.training.runtime.local_server import ServerNotStarted
+from jurybox.training.sorrel import experiment as sorrel_experiment
 
 MARL = [
     "--set",
@@ -115,6 +119,27 @@ def test_so_does_a_hockey_training_and_its_past_selves_are_no_others(tmp_path, c
     train_hockey(s, tmp_path, serial=True, resume=True, console=Console(soft_wrap=True))
     assert "it begins anew" in capsys.readouterr().out
     assert not (tmp_path / "pool" / "000000000017.weights").exists()
+
+
+def test_so_does_a_sorrel_experiment(tmp_path, monkeypatch):
+    def experiment(**changes):
+        given = {"enabled": True, "log_dir": str(tmp_path), **changes}
+        env = SimpleNamespace(config={"multiprocessing": given}, agents=[])
+        monkeypatch.setattr(sorrel_experiment, "load", lambda make: lambda: env)
+        return sorrel_experiment.run_experiment("worlds:hunt", serial=True, resume=True, console=console).outcome
+
+    monkeypatch.setattr(sorrel_experiment, "plan", lambda env, settings, *_: toys.plan(steps=40, seed=settings.seed))
+    console = Console(file=io.StringIO(), soft_wrap=True)
+    with pytest.raises(CheckpointError, match="no run was begun there"):
+        experiment()
+    begun(tmp_path, sorrel_experiment.Multiprocessing())
+    with alone_in(tmp_path), pytest.raises(RunLogError, match="a run is going on"):
+        experiment()
+    assert experiment(seed=3).env_steps == 40
+    assert "it begins anew" in console.file.getvalue()
+    assert json.loads((tmp_path / "settings.json").read_text())["seed"] == 3
+    experiment(seed=3)
+    assert console.file.getvalue().count("anew") == 1, "the second time it goes on from the checkpoint at the end"
 
 
 RUNS = {

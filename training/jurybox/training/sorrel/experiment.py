@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -13,7 +14,7 @@ from rich.console import Console
 from jurybox.protocol.weights import WeightsLayout
 from jurybox.training.checkpoints import Checkpoints
 from jurybox.training.replay import Field as ReplayField
-from jurybox.training.run_folder import RunLog
+from jurybox.training.run_folder import RunLog, alone_in, resumed, write_settings
 from jurybox.training.runtime.plan import (
     Budget,
     ChannelSpec,
@@ -112,12 +113,14 @@ def run_experiment(
         make: "package.module:callable" that returns the environment; every process creates its own.
         arguments: keyword arguments of the callable; JSON-serializable.
         serial: run the same roles in this process.
-        resume: resume from the newest checkpoint in the log_dir.
+        resume: resume from the newest checkpoint in the log_dir; if the run ended before its first, it begins anew.
         console: shows the progress.
         sequential: arguments for sorrel: animate, logging, logger, output_dir.
 
     Raises:
         SorrelError: the settings are invalid, or no agent has a model that can be trained.
+        RunLogError: the log_dir holds another run and `resume` is not set, or a run is in progress there.
+        CheckpointError: `resume` is set, and no run was started in the log_dir.
     """
     arguments = dict(arguments or {})
     env = load(make)(**arguments)
@@ -126,11 +129,19 @@ def run_experiment(
         env.run_experiment(**sequential)
         return Experiment(env, None)
     planned, folder = plan(env, settings, make, arguments), settings.log_dir
-    found = Checkpoints(folder / "checkpoints").latest() if resume else None
     names = [channel.name for channel in planned.channels]
     columns = (*COLUMNS, "epsilon", *(f"{what}_{name}" for what in ("loss", "missed") for name in names))
-    with RunLog(folder, columns, resume_at=found.env_steps if found else None) as log:
-        outcome = run(planned, folder, log, serial=serial, resume=resume, console=console)
+
+    def notify(text: str) -> None:
+        if console is not None:
+            console.print(text, highlight=False, markup=False)
+
+    with ExitStack() as held:
+        held.enter_context(alone_in(folder))
+        found = resumed(folder, settings, notify) if resume else None
+        log = held.enter_context(RunLog(folder, columns, resume_at=found.env_steps if found else None))
+        write_settings(folder, settings)
+        outcome = run(planned, folder, log, serial=serial, resume=found is not None, console=console)
     last = Checkpoints(folder / "checkpoints").latest()
     for name, members in learned(env.agents).items():
         state = last.state(f"learner-{name}") if last else None
