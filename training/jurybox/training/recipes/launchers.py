@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -13,8 +13,7 @@ from jurybox.training.runtime.launching import Launcher, Local
 from jurybox.training.runtime.plan import RunError, refuse_unused
 
 if TYPE_CHECKING:
-    from jurybox.training.cluster.connection import ServerAddresses
-    from jurybox.training.cluster.env_workers import EnvWorkers, Needs
+    from jurybox.training.cluster.env_workers import Needs
 
 
 NAMES = ("local", "ray")
@@ -95,30 +94,12 @@ class Spread:
     """A cluster that environment workers run on.
 
     Attributes:
-        needs: resources of each worker.
+        needs: resources of each worker (see `EnvWorkers`); None: one core.
         cores: number of CPU cores for the workers.
     """
 
-    needs: Needs
+    needs: Needs | None
     cores: int
-
-    def workers(
-        self,
-        makers: Sequence[Callable[[], Any]],
-        *,
-        environment: Mapping[str, str] | None = None,
-        timeout: float = 60.0,
-    ) -> EnvWorkers:
-        """Start a worker for each of `makers`; see `EnvWorkers`."""
-        from jurybox.training.cluster.env_workers import EnvWorkers
-
-        return EnvWorkers(makers, self.needs, environment=environment, timeout=timeout)
-
-    def addresses_of(self, address: str | None, network: str | None) -> ServerAddresses:
-        """Return the addresses at which workers reach a server; see `connection.addresses_of`."""
-        from jurybox.training.cluster.connection import addresses_of
-
-        return addresses_of(address, network)
 
 
 @contextmanager
@@ -139,13 +120,12 @@ def spread_named(name: str, address: str | None = None, needs: Needs | None = No
     import ray
 
     from jurybox.training.cluster.connection import connect, disconnect
-    from jurybox.training.cluster.env_workers import Needs as Default
 
     connect(address)
     try:
         own = len(os.sched_getaffinity(0))
         resources: Any = ray.cluster_resources  # Ray does not annotate it
         cores = own if address is None else int(resources().get("CPU", own))
-        yield Spread(needs or Default(), max(1, cores))
+        yield Spread(needs, max(1, cores))
     finally:
         disconnect()

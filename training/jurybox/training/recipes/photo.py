@@ -150,18 +150,19 @@ def make_environments(
 
 
 def _on_cluster(settings: PhotoTraining, spread: Spread, network_address: str | None) -> VecEnv:
-    from jurybox.training.cluster.connection import credentials
+    from jurybox.training.cluster.connection import addresses_of, credentials
+    from jurybox.training.cluster.env_workers import EnvWorkers
     from jurybox.training.cluster.sb3_env import SpreadVecEnv, dealt
     from jurybox.training.recipes.photo_worker import env_group
 
     config, n = settings.config, settings.n_envs
     # With two environments in a worker, one can render while the other waits for its score.
     numbers = dealt(n, 2 if settings.workers is None else -(-n // settings.workers))
-    addresses = None if config.scorer == "local" else spread.addresses_of(config.address, network_address)
+    addresses = None if config.scorer == "local" else addresses_of(config.address, network_address)
     makers = [partial(env_group, config, each, settings.server_timeout, addresses) for each in numbers]
     # A step may wait first for a server that restarts, and then for its score.
     timeout = settings.server_timeout + 2 * config.timeout + 60.0
-    workers = spread.workers(makers, environment=credentials(), timeout=timeout)
+    workers = EnvWorkers(makers, spread.needs, environment=credentials(), timeout=timeout)
     try:
         return SpreadVecEnv(workers, [len(each) for each in numbers], settings.seed)
     except BaseException:

@@ -57,6 +57,7 @@ def networks(
                     held.callback(part.close)
             yield made[0], made[1], lambda: 0
             return
+        from jurybox.training.cluster.env_workers import EnvWorkers
         from jurybox.training.cluster.vector_env import Groups, SpreadVectorEnv
 
         halves = environments.halves(settings)
@@ -69,7 +70,7 @@ def networks(
             [environments.maker(settings, half[worker]) for _ in range(environments.STREAMS) for half in rows]
             for worker in range(count)
         ]
-        workers = held.enter_context(spread.workers([partial(Groups, each) for each in makers]))
+        workers = held.enter_context(EnvWorkers([partial(Groups, each) for each in makers], spread.needs))
         streams: list[Parts] = []
         for stream in range(environments.STREAMS):
             parts = tuple(
