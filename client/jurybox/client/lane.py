@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from jurybox.client.in_flight import LOOK_AFTER, UNSENT, Answer, InFlight
 from jurybox.client.row_codec import codec_of, shaped
-from jurybox.client.transports.transport import Caller, RowPlace, Transport
+from jurybox.client.transports.transport import SERVING, Caller, RowPlace, Transport
 from jurybox.protocol import forks
 from jurybox.protocol.arena import Arena, Columns
 from jurybox.protocol.errors import (
@@ -29,7 +29,7 @@ from jurybox.protocol.errors import (
     TooManyFiles,
     error_for,
 )
-from jurybox.protocol.scoreboard import EngineState, Scoreboard, state_of
+from jurybox.protocol.scoreboard import Scoreboard, state_of
 
 if TYPE_CHECKING:
     import asyncio
@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from jurybox.client.link import OneEngine, RowsHere
 
 _DEATHS = 3  # after this many engine deaths with a ticket in flight, the ticket is assumed to be the cause
-_SERVING = int(EngineState.SERVING)
 
 
 class Holder(Protocol):
@@ -391,9 +390,9 @@ class Lane:
     def _choose_engine(self) -> int | None:
         """Choose a serving engine, at random among those with about the shortest expected wait to spread the load."""
         if self._one_engine:
-            return self._first_engine if self._states.item(self._first_engine) == _SERVING else None
+            return self._first_engine if self._states.item(self._first_engine) == SERVING else None
         states = self._states.tolist()
-        serving = [i for i in self._mine if states[i] == _SERVING]
+        serving = [i for i in self._mine if states[i] == SERVING]
         if not serving:
             return None
         if self.columns.sessions is not None:  # their state is on the first engine used, as long as it is serving

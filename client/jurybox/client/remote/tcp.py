@@ -17,11 +17,15 @@ from jurybox.client.in_flight import LOOK_AFTER, Answer, InFlight
 from jurybox.client.lane import Lane
 from jurybox.client.link import ControlLink, RowsHere, spec_of
 from jurybox.client.remote.connection import IDLE, Connection, DirectConnection, Keys, new_identity, open_socket
-from jurybox.client.transports.direct import HEAD, can_dial
+from jurybox.client.transports.direct import can_dial
 from jurybox.client.transports.transport import (
+    HEAD,
+    NAMED,
     NOT_ANSWERED,
     NOT_FIT,
     NOT_SENT,
+    OK,
+    SERVING,
     RowPlace,
     SocketCaller,
     Transport,
@@ -31,7 +35,6 @@ from jurybox.client.transports.transport import (
 from jurybox.protocol import row_frames
 from jurybox.protocol.control_pb2 import ControlReply, Lease, ReleaseRequest
 from jurybox.protocol.errors import Code, Error, ProtocolMismatch, ServerGone
-from jurybox.protocol.scoreboard import EngineState
 from jurybox.protocol.spec import ModelSpec
 from jurybox.protocol.wire import PACK_TICKET, PREFIX
 
@@ -41,9 +44,6 @@ if TYPE_CHECKING:
     from jurybox.native import Zmtp
 
 _ATTEMPT_AGAIN = 0.02  # seconds to sleep in `receive` while there is no connection to wait for
-_OK = bytes(4)
-_NAMED = len(PREFIX) + 8  # length of a reply's prefix and sequence in bytes
-_SERVING = int(EngineState.SERVING)
 _ATTEMPT = 3.0  # seconds that each connection attempt gets until the server first answers
 
 
@@ -156,11 +156,13 @@ class _RelayTransport(Transport):
     """
 
     def __init__(self, connection: Connection | DirectConnection, rows: RowsHere, lease: int) -> None:
+        self._connection = connection
         self._rows = rows
         self._lease = lease
         self._in_flight: dict[int, tuple[int, int]] = {}  # sequence -> (first row, rows), of this incarnation
         self._incarnation = connection.incarnation
         self._watching: Watching | None = None
+        self._watched = -1  # descriptor that the event loop watches; it may be closed before it is unwatched
 
     def watch(self, loop: asyncio.AbstractEventLoop, arrived: Callable[[], None]) -> None:
         earlier = self._watching
@@ -178,6 +180,14 @@ class _RelayTransport(Transport):
         """Stop watching a connection that is about to be closed."""
         raise NotImplementedError
 
+    def close(self) -> None:
+        if self._watching is not None:
+            self._unwatch(self._watching)
+        self._connection.close()
+
+    def _read(self, bodies: Sequence[Any]) -> Answer | None:
+        return _read(bodies, self._rows, self._in_flight, self._connection.incarnation)
+
     def _meant_for(self, ticket: InFlight) -> None:
         """Forget tickets of earlier incarnations: late answers to them must not be written to rows in use again."""
         if ticket.incarnation != self._incarnation:
@@ -193,10 +203,7 @@ class TcpTransport(_RelayTransport):
     the relay recognizes their sequence numbers and computes none twice.
     """
 
-    def __init__(self, connection: Connection, rows: RowsHere, lease: int) -> None:
-        super().__init__(connection, rows, lease)
-        self._connection = connection
-        self._watched = -1  # descriptor that the event loop watches
+    _connection: Connection
 
     def send(self, ticket: InFlight) -> None:
         self._mend()
@@ -229,7 +236,7 @@ class TcpTransport(_RelayTransport):
                 self._connection.torn = False
                 return answers
             try:
-                answer = self._read(frames)
+                answer = self._read([frames[0].bytes, *(frame.buffer for frame in frames[1:])])
             except ProtocolMismatch:
                 self._connection.torn = False
                 raise
@@ -239,11 +246,6 @@ class TcpTransport(_RelayTransport):
 
     def holds(self, ticket: InFlight) -> bool:
         return ticket.incarnation == self._incarnation and ticket.sequence in self._in_flight
-
-    def close(self) -> None:
-        if self._watching is not None:
-            self._unwatch(self._watching)
-        self._connection.close()
 
     def forked(self) -> None:
         """See Transport.forked. pyzmq closes nothing in a child; the loop's poll set is shared with the parent."""
@@ -266,19 +268,14 @@ class TcpTransport(_RelayTransport):
     def _unwatch(self, watching: Watching) -> None:
         watching.unread(self._watched)
 
-    def _read(self, frames: Sequence[zmq.Frame]) -> Answer | None:
-        """Parse an answer as the module's `_read` does."""
-        bodies = [frames[0].bytes, *(frame.buffer for frame in frames[1:])]
-        return _read(bodies, self._rows, self._in_flight, self._connection.incarnation)
-
 
 class DirectTcpTransport(_RelayTransport):
     """A transport over a DirectConnection, which has no I/O thread. It cannot be interrupted within a message."""
 
+    _connection: DirectConnection
+
     def __init__(self, connection: DirectConnection, rows: RowsHere, lease: int) -> None:
         super().__init__(connection, rows, lease)
-        self._connection = connection
-        self._watched = -1  # descriptor that the event loop watches; its link may be closed before it is unwatched
         # A weak reference, to avoid a cycle: a dropped lane must be closed at once, not by the cycle collector.
         this = weakref.ref(self)
 
@@ -319,11 +316,6 @@ class DirectTcpTransport(_RelayTransport):
         link = self._connection.link
         return ticket.incarnation == self._connection.incarnation and link is not None and link.holds(ticket.sequence)
 
-    def close(self) -> None:
-        if self._watching is not None:
-            self._unwatch(self._watching)
-        self._connection.close()
-
     def forked(self) -> None:
         """See Transport.forked. Only this process's descriptor is closed; the socket belongs to the parent."""
         self._watching = None
@@ -357,9 +349,6 @@ class DirectTcpTransport(_RelayTransport):
             watching.unread(self._watched)
         self._watched = -1
 
-    def _read(self, message: Sequence[Any]) -> Answer | None:
-        return _read(message, self._rows, self._in_flight, self._connection.incarnation)
-
 
 class _DirectCaller(SocketCaller):
     """A caller that sends a row directly from the caller's array and returns the outputs as new arrays."""
@@ -384,7 +373,7 @@ class _DirectCaller(SocketCaller):
 
     def __call__(self, row: Any, sequence: int, seconds: float) -> Any:
         place, connection, link = self._place, self._connection, self._connection.link
-        if self._incarnations.item(0) != place.incarnation or self._states.item(0) != _SERVING:
+        if self._incarnations.item(0) != place.incarnation or self._states.item(0) != SERVING:
             return NOT_SENT
         if link is None or not link.ready or row is None:
             return NOT_SENT
@@ -403,7 +392,7 @@ class _DirectCaller(SocketCaller):
             self._in_flight[sequence] = (place.first, 1)  # the transport will receive its answer
             return NOT_ANSWERED
         reply = self._reply = bytes(message[0])
-        if reply[-4:] == _OK and len(reply) == HEAD and reply[:_NAMED] == ticket[:_NAMED]:
+        if reply[-4:] == OK and len(reply) == HEAD and reply[:NAMED] == ticket[:NAMED]:
             return self._outputs_of(message)
         answer = read_reply(reply, "the server")
         self._message = answer.message

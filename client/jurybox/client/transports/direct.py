@@ -20,11 +20,21 @@ from typing import TYPE_CHECKING, Any
 from numpy.typing import NDArray
 
 from jurybox.client.in_flight import LOOK_AFTER, Answer, InFlight
-from jurybox.client.transports.transport import NOT_ANSWERED, NOT_FIT, NOT_SENT, RowPlace, SocketCaller, read_reply
+from jurybox.client.transports.transport import (
+    HEAD,
+    NAMED,
+    NOT_ANSWERED,
+    NOT_FIT,
+    NOT_SENT,
+    OK,
+    SERVING,
+    RowPlace,
+    SocketCaller,
+    read_reply,
+)
 from jurybox.protocol.descriptors import exhausted, remedy
 from jurybox.protocol.errors import Code, ProtocolMismatch, TooManyFiles
-from jurybox.protocol.scoreboard import EngineState
-from jurybox.protocol.wire import PACK_REPLY, PACK_TICKET, PREFIX, lane_identity
+from jurybox.protocol.wire import PACK_TICKET, PREFIX, lane_identity
 
 try:
     from jurybox import native
@@ -37,10 +47,6 @@ if TYPE_CHECKING:
 _MOST_REPLY = 1 << 20  # bytes; an engine's reply has no outputs, they are in the arena
 _PATIENCE = 0.02  # seconds that a send waits for buffer space if no event loop watches the socket
 _CONNECT = 0.1  # seconds to wait for space in an engine's listen queue
-_SERVING = int(EngineState.SERVING)
-_OK = bytes(4)
-HEAD = len(PREFIX) + PACK_REPLY.size
-_NAMED = len(PREFIX) + 8  # length of a reply's prefix and sequence in bytes
 _COMPUTED = (Code.OK, Code.MODEL_FAILED)
 FRAME = struct.Struct(f"<{len(PREFIX)}s{PACK_TICKET.format[1:]}")  # a ticket with its prefix
 
@@ -275,7 +281,7 @@ class DirectCaller(SocketCaller):
     def __call__(self, row: NDArray[Any] | bytes | None, sequence: int, seconds: float) -> Any:
         engine, place = self._engine, self._place
         link = engine.link
-        if self._incarnations.item(0) != engine.incarnation or self._states.item(0) != _SERVING:
+        if self._incarnations.item(0) != engine.incarnation or self._states.item(0) != SERVING:
             return NOT_SENT
         if link is None or engine.arrived or link.broken:
             return NOT_SENT
@@ -287,7 +293,7 @@ class DirectCaller(SocketCaller):
         if message is None:
             return NOT_ANSWERED
         reply = bytes(message[0])
-        if len(reply) == HEAD and reply[-4:] == _OK and reply[:_NAMED] == frame[:_NAMED]:
+        if len(reply) == HEAD and reply[-4:] == OK and reply[:NAMED] == frame[:NAMED]:
             self._reply = reply
             return place.copied()
         engine.arrived.append(message)

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from jurybox.client.in_flight import Answer, InFlight
 from jurybox.protocol.errors import ProtocolMismatch
+from jurybox.protocol.scoreboard import EngineState
 from jurybox.protocol.spec import TensorSpec
 from jurybox.protocol.wire import PACK_REPLY, PREFIX, prefix_error
 
@@ -23,16 +24,20 @@ NOT_SENT = -1
 NOT_ANSWERED = -2
 NOT_FIT = -3
 
-_HEAD = len(PREFIX) + PACK_REPLY.size
+SERVING = int(EngineState.SERVING)
+# Of a reply's bytes: the length, the length of prefix and sequence, and the last bytes if its code is OK.
+HEAD = len(PREFIX) + PACK_REPLY.size
+NAMED = len(PREFIX) + 8
+OK = bytes(4)
 
 
 def read_reply(frame: bytes, sender: str) -> Answer:
     """Parse a frame of wire.PACK_REPLY. Raises ProtocolMismatch, naming the sender, if it is not a reply."""
-    if len(frame) < _HEAD or frame[: len(PREFIX)] != PREFIX:
+    if len(frame) < HEAD or frame[: len(PREFIX)] != PREFIX:
         wrong = prefix_error(frame) or f"{len(frame)} bytes"
         raise ProtocolMismatch(f"{sender} answered what is no reply: {wrong}")
     sequence, version, incarnation, code = PACK_REPLY.unpack_from(frame, len(PREFIX))
-    return Answer(sequence, code, frame[_HEAD:].decode(errors="replace") if code else "", version, incarnation)
+    return Answer(sequence, code, frame[HEAD:].decode(errors="replace") if code else "", version, incarnation)
 
 
 class Watching:

@@ -19,25 +19,25 @@ from jurybox.client.control import new_socket
 from jurybox.client.in_flight import LOOK_AFTER, Answer, InFlight
 from jurybox.client.transports.direct import DirectCaller, DirectEngine, EngineLink, can_dial
 from jurybox.client.transports.transport import (
+    HEAD,
+    NAMED,
     NOT_ANSWERED,
     NOT_FIT,
     NOT_SENT,
+    OK,
+    SERVING,
     RowPlace,
     SocketCaller,
     Transport,
     Watching,
 )
-from jurybox.protocol.scoreboard import EngineState
-from jurybox.protocol.wire import PACK_REPLY, PREFIX, lane_identity
+from jurybox.protocol.wire import PREFIX, lane_identity
 
 if TYPE_CHECKING:
     import asyncio
 
 _NOBLOCK = int(zmq.NOBLOCK)
-_SERVING = int(EngineState.SERVING)
-_HEAD = len(PREFIX) + PACK_REPLY.size
-_SEQUENCE, _CODE = slice(0, len(PREFIX) + 8), slice(_HEAD - 4, None)  # of a reply's bytes; the former with the prefix
-_OK = bytes(4)
+_SEQUENCE, _CODE = slice(0, NAMED), slice(HEAD - len(OK), None)  # of a reply's bytes; the former with the prefix
 _WAITING = (0,)  # the flags of one blocking receive
 
 
@@ -287,7 +287,7 @@ class _Caller(SocketCaller):
     def __call__(self, row: NDArray[Any] | bytes | None, sequence: int, seconds: float) -> Any:
         engine, place = self._engine, self._place
         incarnation, arrived = engine.incarnation, engine.arrived
-        if self._incarnations.item(0) != incarnation or self._states.item(0) != _SERVING:
+        if self._incarnations.item(0) != incarnation or self._states.item(0) != SERVING:
             return NOT_SENT
         if row is not None and not place.write(row):
             return NOT_FIT
@@ -298,7 +298,7 @@ class _Caller(SocketCaller):
         engine.receive_one()
         if len(arrived) != 1 or arrived[0][_SEQUENCE] != PREFIX + sequence.to_bytes(8, "little"):
             return NOT_ANSWERED  # not yet: the lane reads what arrived while it waits
-        if arrived[0][_CODE] != _OK:
+        if arrived[0][_CODE] != OK:
             for answer in engine.answers():
                 self._message, self._reply = answer.message, answer
                 return answer.code
