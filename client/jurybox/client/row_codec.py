@@ -19,7 +19,7 @@ Checked = dict[str, Any]  # inputs by name, each in its codec's internal form
 
 
 class PlainRows:
-    """Rows of fixed shapes: arrays with a first dimension of n."""
+    """Rows of fixed shapes: arrays with a first dimension of n. Methods that are rarely called take any rows."""
 
     def __init__(self, spec: ModelSpec) -> None:
         self.spec = spec
@@ -37,10 +37,15 @@ class PlainRows:
     def one(self, row: Any) -> tuple[Checked, int]:
         """Like `checked`, for a single row. Raises SpecMismatch; its message describes one row."""
         named = self._named(row)
-        given = {name: np.asarray(named[name]) for name in self.spec.inputs}
+        given: Checked = {}
         for name, spec in self.spec.inputs.items():
-            self._check_row(name, spec, given[name])
-        return {name: value[None] for name, value in given.items()}, 1
+            if spec.variable:
+                given[name] = [self._row(name, spec, named[name], 0)]
+            else:
+                array = np.asarray(named[name])
+                self._check_row(name, spec, array)
+                given[name] = array[None]
+        return given, 1
 
     def put(self, columns: Columns, given: Checked, at: int, n: int, first: int) -> None:
         """Write rows `at` to `at + n` of checked inputs to the lane's rows from `first`."""
@@ -53,7 +58,10 @@ class PlainRows:
 
     def room(self, n: int) -> dict[str, Any]:
         """Allocate the arrays, or lists, for the outputs of n rows."""
-        return {name: np.empty((n, *spec.shape), spec.numpy_dtype) for name, spec in self.spec.outputs.items()}
+        return {
+            name: [None] * n if spec.variable else np.empty((n, *spec.shape), spec.numpy_dtype)
+            for name, spec in self.spec.outputs.items()
+        }
 
     def take_into(self, columns: Columns, first: int, n: int, outputs: dict[str, Any], at: int) -> None:
         """Copy the outputs of n rows to rows `at` and after of `outputs`, which `room` allocated."""
@@ -94,6 +102,30 @@ class PlainRows:
             f"{row.dtype} of shape {row.shape}{hint}"
         )
 
+    def _row(self, name: str, spec: TensorSpec, value: Any, i: int) -> tuple[NDArray[Any], tuple[int, ...]]:
+        if spec.dtype == BYTES:
+            if isinstance(value, str):
+                value = utf8(f"input {name!r} of {self.spec.name!r}, row {i}", value)
+            if not isinstance(value, (bytes, bytearray, memoryview)):
+                raise SpecMismatch(
+                    f"input {name!r} of {self.spec.name!r}, row {i}: expected bytes or str, came {type(value).__name__}"
+                )
+            array = np.frombuffer(value, np.uint8)
+        else:
+            array = np.ascontiguousarray(value)
+            if array.dtype != spec.numpy_dtype:
+                raise SpecMismatch(
+                    f"input {name!r} of {self.spec.name!r}, row {i}: expected {spec.dtype}, came {array.dtype}; "
+                    f"convert it on purpose: array.astype({spec.dtype!r})"
+                )
+        extents = spec.extents_of(array.shape)
+        if extents is None:
+            raise SpecMismatch(
+                f"input {name!r} of {self.spec.name!r}, row {i}: expected {spec}, came shape {array.shape} "
+                f"({array.size} elements)"
+            )
+        return array.reshape(-1), extents
+
 
 class OpenRows(PlainRows):
     """Like PlainRows, for rows of variable size or of sessions.
@@ -121,18 +153,6 @@ class OpenRows(PlainRows):
             raise SpecMismatch(f"inputs of {self.spec.name!r} differ in their numbers of rows: {lengths}")
         return given, next(iter(counts.values()))
 
-    def one(self, row: Any) -> tuple[Checked, int]:
-        named = self._named(row)
-        given: Checked = {}
-        for name, spec in self.spec.inputs.items():
-            if spec.variable:
-                given[name] = [self._row(name, spec, named[name], 0)]
-            else:
-                array = np.asarray(named[name])
-                self._check_row(name, spec, array)
-                given[name] = array[None]
-        return given, 1
-
     def put(self, columns: Columns, given: Checked, at: int, n: int, first: int) -> None:
         for name, rows in given.items():
             if name == SESSIONS:
@@ -155,12 +175,6 @@ class OpenRows(PlainRows):
             for name, spec in self.spec.outputs.items()
         }
 
-    def room(self, n: int) -> dict[str, Any]:
-        return {
-            name: [None] * n if spec.variable else np.empty((n, *spec.shape), spec.numpy_dtype)
-            for name, spec in self.spec.outputs.items()
-        }
-
     def take_into(self, columns: Columns, first: int, n: int, outputs: dict[str, Any], at: int) -> None:
         for name, rows in self.take(columns, first, n).items():
             outputs[name][at : at + n] = rows
@@ -173,30 +187,6 @@ class OpenRows(PlainRows):
                 f"{type(values).__name__}; for a single row call the model itself"
             )
         return [self._row(name, spec, value, i) for i, value in enumerate(values)]
-
-    def _row(self, name: str, spec: TensorSpec, value: Any, i: int) -> tuple[NDArray[Any], tuple[int, ...]]:
-        if spec.dtype == BYTES:
-            if isinstance(value, str):
-                value = utf8(f"input {name!r} of {self.spec.name!r}, row {i}", value)
-            if not isinstance(value, (bytes, bytearray, memoryview)):
-                raise SpecMismatch(
-                    f"input {name!r} of {self.spec.name!r}, row {i}: expected bytes or str, came {type(value).__name__}"
-                )
-            array = np.frombuffer(value, np.uint8)
-        else:
-            array = np.ascontiguousarray(value)
-            if array.dtype != spec.numpy_dtype:
-                raise SpecMismatch(
-                    f"input {name!r} of {self.spec.name!r}, row {i}: expected {spec.dtype}, came {array.dtype}; "
-                    f"convert it on purpose: array.astype({spec.dtype!r})"
-                )
-        extents = spec.extents_of(array.shape)
-        if extents is None:
-            raise SpecMismatch(
-                f"input {name!r} of {self.spec.name!r}, row {i}: expected {spec}, came shape {array.shape} "
-                f"({array.size} elements)"
-            )
-        return array.reshape(-1), extents
 
     def _taken(self, columns: Columns, name: str, spec: TensorSpec, first: int, n: int) -> list[Any]:
         slots = columns.outputs[name]
