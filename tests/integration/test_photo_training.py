@@ -194,11 +194,17 @@ def test_a_juror_with_other_weights_is_loaded_with_them_and_not_confused_with_a_
             pass
 
 
-def test_the_number_of_engines_of_a_shared_server_cannot_be_chosen(tmp_path, server):
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"replicas": 2}, "--juror-replicas is of a private server.* say `replicas` in its configuration"),
+        ({"http": True}, "--server-http is of a private server.* say `http` in its configuration"),
+    ],
+)
+def test_what_a_private_server_has_cannot_be_chosen_for_a_shared_one(tmp_path, server, options, told):
     settings = PhotoTraining(environment=PhotoConfig(address=server.address))
-    with pytest.raises(ConfigError, match="--juror-replicas is of a private server"):
-        with juror_of(settings, tmp_path, replicas=2):
-            pass
+    with pytest.raises(ConfigError, match=told), juror_of(settings, tmp_path, **options):
+        pass
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import torch
 from jurybox.training.environments.photo import PhotoConfig, PhotoLibrary, observation
 from jurybox.training.environments.photo.edits import TOOLS
 from jurybox.training.policies import Policy, choose
-from jurybox.training.recipes.photo import PhotoTraining, _new_model, _save_policy, make_environments, policy_of, train
+from jurybox.training.recipes.photo import PhotoTraining, _new_model, _save_policy, make_environments, train
 from jurybox.training.recipes.photo_imitation import imitate, wanted
 from jurybox.training.recipes.progress import Silence
 from jurybox.training.run_folder import RunLog
@@ -78,8 +78,7 @@ def test_the_target_is_an_even_share_of_the_remaining_correction():
 
 def test_the_policy_imitates_shown_corrections(once):
     model, found, _, _ = once
-    act = policy_of(model)
-    moves = np.stack([act(row) for row in found.seen])
+    moves = np.stack([model.predict(row, deterministic=True)[0] for row in found.seen])
     assert ((moves - found.wanted) ** 2).mean() < 0.75 * (found.wanted**2).mean()
 
 

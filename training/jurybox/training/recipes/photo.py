@@ -234,6 +234,13 @@ def train(
     return model
 
 
+# Settings with the names of PPO's arguments.
+_OF_PPO = (
+    *("batch_size", "n_epochs", "gamma", "gae_lambda", "clip_range", "ent_coef", "vf_coef", "max_grad_norm"),
+    *("normalize_advantage", "target_kl", "seed"),
+)
+
+
 def _new_model(settings: PhotoTraining, environments: VecEnv) -> PPO:
     hidden = list(settings.hidden)
     with warnings.catch_warnings():
@@ -243,23 +250,13 @@ def _new_model(settings: PhotoTraining, environments: VecEnv) -> PPO:
             PhotoActorCritic,
             environments,
             n_steps=steps_per_environment(settings.n_envs, min(settings.rollout, settings.steps)),
-            batch_size=settings.batch_size,
-            n_epochs=settings.n_epochs,
             learning_rate=LinearSchedule(settings.learning_rate, settings.final_learning_rate, 1.0),
-            gamma=settings.gamma,
-            gae_lambda=settings.gae_lambda,
-            clip_range=settings.clip_range,
-            ent_coef=settings.ent_coef,
-            vf_coef=settings.vf_coef,
-            max_grad_norm=settings.max_grad_norm,
-            normalize_advantage=settings.normalize_advantage,
-            target_kl=settings.target_kl,
+            **{name: getattr(settings, name) for name in _OF_PPO},
             policy_kwargs={
                 "net_arch": {"pi": hidden, "vf": hidden},
                 "activation_fn": torch.nn.Tanh,
                 "log_std_init": settings.log_std_init,
             },
-            seed=settings.seed,
             device="cpu",
         )
 
@@ -335,16 +332,6 @@ def _save_policy(settings: PhotoTraining, folder: Path, model: BaseAlgorithm) ->
     state = {name: tensor.detach().cpu() for name, tensor in found.mlp_extractor.policy_net.state_dict().items()}
     write_state(folder / "weights-policy.state", {"state": state, "version": learner_steps(model), "extra": {}})
     write_atomically(folder / POLICY_FILE, json.dumps(description(settings).as_dict(), indent=1))
-
-
-def policy_of(model: PPO) -> Callable[[np.ndarray[Any, Any]], np.ndarray[Any, Any]]:
-    """Return the learned policy without exploration noise: from one observation to an action, both float32 vectors."""
-
-    def act(observation: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        action: np.ndarray[Any, Any] = model.predict(observation, deterministic=True)[0]
-        return action
-
-    return act
 
 
 def steps_per_environment(environments: int, rollout: int = ROLLOUT) -> int:

@@ -20,7 +20,7 @@ from jurybox.training.checkpoints import write_atomically
 from jurybox.training.environments.photo import PhotoConfig
 from jurybox.training.environments.photo.audit import load_perceptual
 from jurybox.training.recipes.launchers import Spread, spread_named
-from jurybox.training.recipes.photo import PhotoTraining, check_workers, columns, policy_of, train
+from jurybox.training.recipes.photo import PhotoTraining, check_workers, columns, train
 from jurybox.training.recipes.photo_evaluation import evaluate_policy, straightening_of
 from jurybox.training.recipes.photo_report import PhotoRun, comparisons, render, verdict_of
 from jurybox.training.recipes.progress import ConsoleProgress, Silence, Watcher
@@ -97,7 +97,11 @@ def run(
         began = time.monotonic()
         try:
             evaluation = evaluate_policy(
-                settings.config, policy_of(model), settings.damages, watcher, perceptual=perceptual
+                settings.config,
+                lambda seen: model.predict(seen, deterministic=True)[0],
+                settings.damages,
+                watcher,
+                perceptual=perceptual,
             )
         except Exception as error:
             trained = f"{model.num_timesteps:,} edit steps were trained; the evaluation on held-out photos failed."
@@ -191,12 +195,12 @@ def juror_of(
     training. If no address is given and no server runs at the default one, a private server is started.
 
     Args:
-        http: see `served_models`.
+        http: serve HTTP from a private server, too.
         replicas: engines of a private server.
 
     Raises:
-        ConfigError: `replicas` is given and the server is not a private one, or ``juror_args`` are given for a juror
-            that the server already has.
+        ConfigError: `http` or `replicas` is given and the server is not a private one, or ``juror_args`` are given for
+            a juror that the server already has.
         NoServer: no server answers at the given address.
         Refused: the server does not have the juror, and its configuration does not allow it to be loaded.
     """
@@ -224,11 +228,12 @@ def juror_of(
             f"environment.juror_args are for a juror that is loaded for this run, and the server at {address} has a "
             f"model {config.model!r} already: say `args` in its configuration, or another --model"
         )
-    if replicas is not None and address is not None:
-        raise ConfigError(
-            f"--juror-replicas is of a private server, and the juror is on the one at {address}: say `replicas` in its "
-            "configuration"
-        )
+    for name, given in {"server-http": http, "juror-replicas": replicas}.items():
+        if given and address is not None:
+            raise ConfigError(
+                f"--{name} is of a private server, and the juror is on the one at {address}: say "
+                f"`{name.partition('-')[2]}` in its configuration"
+            )
     connected = replace(config, address=address)
     if wanted.keys() <= held:
         yield connected
