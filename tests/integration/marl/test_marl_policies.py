@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,7 +10,7 @@ import torch
 from typer.testing import CliRunner
 
 from jurybox.training import interrupts
-from jurybox.training.policies import Description, Policy, PolicyError, choose, play, policies
+from jurybox.training.policies import Policy, PolicyError, choose, play, policies
 from jurybox.training.policy_commands import policy
 from jurybox.training.recipes.marl import MarlTraining, plan
 from jurybox.training.recipes.marl_agent_env import AgentEnv
@@ -122,17 +121,3 @@ def test_a_description_names_all_files_of_a_checkpoint(folder):
         assert all((place / acts["weights"]).is_file() for acts in description["policies"].values())
     with pytest.raises(ConfigError, match="others = 'bold'"):
         AgentEnv("tests.integration.marl.worlds:Kinds", {"kinds": KINDS}, "a", {"a": "a"}, {}, {}, others="bold")
-
-
-def test_a_description_of_an_earlier_build_is_read():
-    current = {
-        "format": 1,
-        "training": "marl",
-        "policies": {"a": {"network": "n", "arguments": {}, "weights": "w", "output": "o", "choose": "best"}},
-        "environment": "jurybox.training.recipes.marl_agent_env:AgentEnv",
-    }
-    current["policies"]["a"]["own_arguments"] = {"agent": "a"}
-    earlier = {**current, "environment": "jurybox.training.recipes.marl_seat:Seat"}
-    earlier["policies"] = {"a": {**current["policies"]["a"], "seat": {"agent": "a"}}}
-    del earlier["policies"]["a"]["own_arguments"]
-    assert Description.of(earlier, Path("policy.json")) == Description.of(current, Path("policy.json"))

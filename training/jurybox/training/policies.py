@@ -59,10 +59,6 @@ _ENVIRONMENTS = (
 )
 _ARGUMENT_MODULES = ("jurybox.training.environments", "jurybox.server.jurors")
 _METADATA = "jurybox-policy"
-_RENAMED = {  # old names in descriptions that earlier builds wrote
-    "seat": "own_arguments",
-    "jurybox.training.recipes.marl_seat:Seat": "jurybox.training.recipes.marl_agent_env:AgentEnv",
-}
 
 Array = npt.NDArray[Any]
 Choose = Literal["box", "tanh", "clip", "best", "draw"]
@@ -140,15 +136,10 @@ class Description:
                 f"{where} has the format {number!r}, this build reads {FORMAT}: use the one that wrote it"
             )
         try:
-            acts = {name: Acts(**_renamed(each)) for name, each in given.pop("policies").items()}
-            given["environment"] = _RENAMED.get(given["environment"], given["environment"])
+            acts = {name: Acts(**each) for name, each in given.pop("policies").items()}
             return cls(policies=acts, **given)
         except (TypeError, KeyError, AttributeError) as error:
             raise PolicyError(f"{where} is no description of a policy: {error}") from error
-
-
-def _renamed(document: Mapping[str, Any]) -> dict[str, Any]:
-    return {_RENAMED.get(name, name): value for name, value in document.items()}
 
 
 class Acting(nn.Module):

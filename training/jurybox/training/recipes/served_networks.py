@@ -125,16 +125,6 @@ def choosing_policy(
     return _served(networks[algorithm](), shape, {"logits" if algorithm == "ppo" else "values": (actions,)}, dtype)
 
 
-class _Mean(nn.Module):
-    def __init__(self, observation: int, action: int, hidden: Sequence[int]) -> None:
-        super().__init__()
-        self.layers = perceptron(observation, hidden, action, activation=nn.Tanh)
-
-    def forward(self, observation: Tensor) -> Tensor:
-        mean: Tensor = self.layers(observation)
-        return mean
-
-
 class PhotoMoves(nn.Module):
     """The moves of a photo policy, which are the means of its actions. One of its two perceptrons only straightens.
 
@@ -192,8 +182,3 @@ def photo_moves(observation: int, action: int, hidden: Sequence[int], **straight
     """A policy from float32 (observation,) to moves (action,) before clipping to [-1, 1]; see `PhotoMoves`."""
     moves = PhotoMoves(observation, action, hidden, **straightening)
     return _served(moves, (observation,), {"action": (action,)})
-
-
-def gaussian_mean(observation: int, action: int, hidden: Sequence[int]) -> ServedModel:
-    """A policy from float32 (observation,) to actions (action,) before clipping to [-1, 1]."""
-    return _served(_Mean(observation, action, hidden), (observation,), {"action": (action,)})

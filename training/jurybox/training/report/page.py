@@ -27,14 +27,6 @@ _FOLDER = Path(__file__).parent
 
 
 @dataclass(frozen=True, slots=True)
-class Note:
-    """A paragraph in small print."""
-
-    kind: ClassVar[str] = "note"
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
 class Table:
     """A table; columns after the first are right-aligned."""
 
@@ -106,7 +98,7 @@ class Gallery:
 
 
 # A string is rendered as a paragraph, a mapping as a list of names and values.
-Part = str | Mapping[str, Any] | Note | Table | Details | Legend | Picture | Gallery | charts.Chart
+Part = str | Mapping[str, Any] | Table | Details | Legend | Picture | Gallery | charts.Chart
 
 
 @dataclass(frozen=True, slots=True)
