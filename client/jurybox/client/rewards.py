@@ -348,20 +348,21 @@ class Juror:
                 self._members = self._jurors(panel)
                 server.close()
                 return None
-            self._check_output(model)
+            self._output = score_output(self.name, self._output, model.spec.outputs)
         except BaseException:
             server.close()
             raise
         self._model, self._server = model, server
         return model
 
-    def _check_output(self, model: Model) -> None:
-        outputs = model.spec.outputs
-        name = self._output or (next(iter(outputs)) if len(outputs) == 1 else "")
-        if name not in outputs or outputs[name].dtype == BYTES or outputs[name].shape not in ((), (1,)):
-            there = ", ".join(f"{key} {spec}" for key, spec in outputs.items())
-            raise SpecMismatch(f"model {self.name!r} gives {there}: name the one number that is the score, output=...")
-        self._output = name
+
+def score_output(model: str, name: str | None, outputs: Mapping[str, TensorSpec]) -> str:
+    """Return the name of the output that is a model's score: `name`, or its only output. Raises SpecMismatch."""
+    name = name or (next(iter(outputs)) if len(outputs) == 1 else "")
+    if name not in outputs or outputs[name].dtype == BYTES or outputs[name].shape not in ((), (1,)):
+        there = ", ".join(f"{key} {spec}" for key, spec in outputs.items())
+        raise SpecMismatch(f"model {model!r} gives {there}: name the one number that is the score, output=...")
+    return name
 
 
 def _work(of: weakref.ref[Juror], waiting: queue.SimpleQueue[list[_Asked] | None]) -> None:

@@ -160,7 +160,7 @@ def _broke(context: dict[str, Any], oip: OpenInference, log: Log) -> None:
         return
     log.error("unexpected", what=context.get("message", ""), error=said(error) if error else "", exc_info=error)
     if "handle" in context:
-        oip.doubt()
+        oip.lanes.doubt()  # an answer may be lost
 
 
 def _loop() -> asyncio.AbstractEventLoop:

@@ -343,11 +343,9 @@ class InferenceServicer:
     ) -> pb.SystemSharedMemoryStatusResponse:
         answer = pb.SystemSharedMemoryStatusResponse()
         for region in self._oip.regions.status(request.name):
-            answer.regions[region.name].MergeFrom(
-                pb.SystemSharedMemoryStatusResponse.RegionStatus(
-                    name=region.name, key=region.key, offset=region.offset, byte_size=region.size
-                )
-            )
+            status = answer.regions[region.name]
+            status.name, status.key = region.name, region.key
+            status.offset, status.byte_size = region.offset, region.size
         return answer
 
     async def SystemSharedMemoryRegister(

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from jurybox.client.rewards import score_output
 from jurybox.protocol.errors import Code, Error, ModelNotFound, Refused, RowFailed, SessionLost, SpecMismatch
 from jurybox.protocol.row_frames import extents_text, joined_strings
 from jurybox.protocol.spec import BYTES, ModelSpec, TensorSpec
@@ -179,7 +180,7 @@ class OpenInference:
             return await self._infer_on_device(request, options)
         if options.steps is None:
             return await self._infer(request, options, None)
-        with self.sequences.turn(request.model, options.steps) as turn:  # before anything is waited for
+        with Turn(self.sequences, request.model, options.steps) as turn:  # before anything is waited for
             try:
                 return await self._infer(request, options, turn)
             except SessionLost as error:
@@ -341,7 +342,7 @@ class OpenInference:
                 "",
                 "",
                 [tensor for tensor in request.inputs if tensor.name in spec.inputs],
-                [RequestedOutput(score_output(member, spec.outputs))],
+                [RequestedOutput(score_output(member["model"], member["output"], spec.outputs))],
                 {**request.parameters, "row_errors": True},
                 request.seconds,
             )
@@ -515,14 +516,9 @@ class OpenInference:
         return [models.statistics(model) for model in found]
 
     async def index(self, repository: str, *, ready: bool) -> list[dict[str, Any]]:
-        """List the models. Raises ModelNotFound if a repository is named: the only one has no name."""
-        if repository:
-            raise ModelNotFound(f"no repository {repository!r}: a server has one, without a name")
+        """List the models. Raises ModelNotFound if a repository is named."""
+        models.only_ours(repository)
         return models.index(await self._source.status(fresh=True), ready=ready)
-
-    def doubt(self) -> None:
-        """Handle an unretrieved exception in the event loop, which may have lost an answer."""
-        self.lanes.doubt()
 
     def close(self) -> None:
         """Release all lanes and regions."""
@@ -536,15 +532,6 @@ async def _kept(answer: Coroutine[Any, Any, InferResponse]) -> InferResponse | E
         return await answer
     except Error as error:
         return error
-
-
-def score_output(member: Mapping[str, Any], outputs: Mapping[str, TensorSpec]) -> str:
-    """Return the name of the output that is a panel member's score. Raises SpecMismatch."""
-    name = member["output"] or (next(iter(outputs)) if len(outputs) == 1 else "")
-    if name not in outputs or outputs[name].dtype == BYTES or outputs[name].shape not in ((), (1,)):
-        there = ", ".join(f"{key} {spec}" for key, spec in outputs.items())
-        raise SpecMismatch(f"member {member['model']!r} gives {there}: name the one number that is the score, output")
-    return str(name)
 
 
 def _require_version(request: InferRequest, version: int, used: int) -> None:

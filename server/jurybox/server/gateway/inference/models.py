@@ -220,7 +220,7 @@ class Repository:
             ModelNotFound: no model of that name is configured. ModelFailed, Timeout: it could not be loaded.
             Refused: the request has other parameters, or settings that the configuration does not allow.
         """
-        _only_ours(repository)
+        only_ours(repository)
         given = dict(parameters)
         if truth("wake", given.pop("wake", False)):
             if given:
@@ -247,7 +247,7 @@ class Repository:
 
     async def unload(self, repository: str, model: str, parameters: Parameters) -> None:
         """Unload a model; if the parameter `sleep` is true, put it to sleep instead. Raises ModelNotFound."""
-        _only_ours(repository)
+        only_ours(repository)
         given = dict(parameters)
         sleeps = truth("sleep", given.pop("sleep", False))
         for name in given:
@@ -269,6 +269,7 @@ class Repository:
         await self._lanes.call(lambda server: server.wake(model, timeout=_LOAD))
 
 
-def _only_ours(repository: str) -> None:
+def only_ours(repository: str) -> None:
+    """Raise ModelNotFound if a request names a repository: the only one has no name."""
     if repository:
         raise ModelNotFound(f"no repository {repository!r}: a server has one, without a name")

@@ -264,10 +264,6 @@ class Sequences:
     def __len__(self) -> int:
         return len(self._known)
 
-    def turn(self, model: str, steps: Steps) -> Turn:
-        """Return the position of a new request in its sequences."""
-        return Turn(self, model, steps)
-
     def over(self, model: str, client: str) -> None:
         """End all sessions of our own client `client`."""
         for key in [key for key in self._known if key[:2] == (model, client) and len(key) == 3]:

@@ -67,7 +67,6 @@ export function ranges(svg, spans, words) {
     put(svg, "line", { x1: x(low), x2: x(high), y1: y, y2: y, class: "range" });
     put(svg, "circle", { cx: x(low), cy: y, r: 4.2, class: "median" });
     put(svg, "circle", { cx: x(high), cy: y, r: 3.2, class: "tail" });
-    const room = x(high) + 100 < right || x(high) < x(low) + 100;
     const label = `${words(low)} – ${words(high)}`;
     put(svg, "text", { x: Math.min(x(low), right - 110), y: y - 9, class: "value" }, label);
   });

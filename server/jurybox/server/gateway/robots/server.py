@@ -8,12 +8,11 @@ open.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import http
 import logging
 import ssl
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -133,12 +132,17 @@ class RobotServer:
         dialect = VllmOmni() if path.rstrip("/") == VLLM_OMNI else Openpi()
         delays = RobotDelays(self.counters)
         try:
-            async with self._policy.episode(_TIMEOUT) as episode, self._counted():
-                await connection.send(self._metadata)
-                async for frame in connection:
-                    if not await self._answer(connection, dialect, episode, delays, frame):
-                        await connection.close(_INTERNAL_ERROR, "the session is lost: connect again")
-                        return
+            async with self._policy.episode(_TIMEOUT) as episode:
+                self.counters.opened += 1
+                self.counters.connected += 1
+                try:
+                    await connection.send(self._metadata)
+                    async for frame in connection:
+                        if not await self._answer(connection, dialect, episode, delays, frame):
+                            await connection.close(_INTERNAL_ERROR, "the session is lost: connect again")
+                            return
+                finally:
+                    self.counters.connected -= 1
         except Busy as error:
             self.counters.refused["full"] += 1
             await connection.close(_TRY_AGAIN_LATER, plain(error, 100))
@@ -147,15 +151,6 @@ class RobotServer:
         except Exception as error:  # noqa: BLE001  a bug must not end the other connections
             _log.error("robots.%s: a connection failed: %s", self._name, said(error), exc_info=error)
             await connection.close(_INTERNAL_ERROR, "the gateway failed; its log says more")
-
-    @contextlib.asynccontextmanager
-    async def _counted(self) -> AsyncIterator[None]:
-        self.counters.opened += 1
-        self.counters.connected += 1
-        try:
-            yield
-        finally:
-            self.counters.connected -= 1
 
     async def _answer(
         self,
