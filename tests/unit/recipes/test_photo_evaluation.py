@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from jurybox.training.environments.photo import PhotoConfig
+from jurybox.training.environments.photo.edits import Degradation, degrade
 from jurybox.training.environments.photo.evaluate import RandomEdits, Straightened
 from jurybox.training.recipes.photo_evaluation import angles_of, evaluate_policy, straightening_of
 from jurybox.training.recipes.progress import Silence
@@ -42,6 +43,12 @@ def test_an_evaluation_on_a_folder_names_the_ignored_files(tmp_path):
 def evaluated():
     config = PhotoConfig(scorer="local", juror=JUROR, steps=1)
     return evaluate_policy(config, RandomEdits(0), 4, Silence())
+
+
+def test_the_original_of_a_case_is_the_crop_that_was_damaged(evaluated):
+    for case in evaluated.cases:
+        damaged = degrade(case.pictures["original"], Degradation(**case.degradation))
+        np.testing.assert_array_equal(damaged, case.pictures["no edits"])
 
 
 def test_every_held_out_photo_is_tilted_to_both_sides_by_the_same_angles(evaluated):

@@ -18,7 +18,7 @@ from jurybox.training.checkpoints import write_atomically
 from jurybox.training.environments.photo import PhotoConfig, PhotoError, Scorer, observation
 from jurybox.training.environments.photo.edits import TOOLS, Edits, apply, apply_full
 from jurybox.training.environments.photo.environment import STEP_SIZES, make_scorer
-from jurybox.training.environments.photo.photos import SIDE, SUFFIXES, Photo, is_cut_off
+from jurybox.training.environments.photo.photos import SIDE, SUFFIXES, Photo, decoded
 from jurybox.training.policies import Policy, PolicyError
 
 SHEET = "contact-sheet.jpg"
@@ -111,7 +111,7 @@ def edit_pictures(
         for file in files:
             interrupts.check()
             try:
-                whole = _read(file)
+                whole = decoded(file, file)
             except PhotoError as error:
                 failed(str(error))
                 continue
@@ -151,23 +151,6 @@ def _recipe(square: Image, policy: Policy, scorer: Scorer, config: PhotoConfig) 
         seen = observation.observe(scorer.buffer, edits, taken / config.steps, level)
         edits = edits.moved(np.clip(policy(seen[None])[0].astype(np.float64), -1.0, 1.0) * STEP_SIZES)
     return edits, scores[0], scores[-1]
-
-
-def _read(file: Path) -> Image:
-    """Read a picture at full resolution as 8-bit RGB, rotated according to its EXIF data."""
-    try:
-        data = file.read_bytes()
-    except OSError as error:
-        raise PhotoError(f"{file}: cannot be read ({error.strerror})") from error
-    if is_cut_off(data):
-        raise PhotoError(f"{file}: the file is cut off")
-    try:
-        decoded = cv2.imdecode(np.frombuffer(data, np.uint8), cv2.IMREAD_COLOR) if data else None
-    except cv2.error as error:
-        raise PhotoError(f"{file}: cannot be decoded ({error.err})") from error
-    if decoded is None:
-        raise PhotoError(f"{file}: not a picture that OpenCV can decode")
-    return np.asarray(cv2.cvtColor(decoded, cv2.COLOR_BGR2RGB), np.uint8)
 
 
 def _write(file: Path, picture: Image) -> None:

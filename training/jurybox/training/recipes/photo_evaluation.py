@@ -14,21 +14,17 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from gymnasium.utils import seeding
 
 from jurybox.client import connect
 from jurybox.training import interrupts
 from jurybox.training.checkpoints import write_atomically
 from jurybox.training.environments.photo import (
     Outcome,
-    Photo,
     PhotoConfig,
-    PhotoEdit,
     RandomEdits,
     evaluate,
 )
 from jurybox.training.environments.photo.audit import Perceptual, measure, registered
-from jurybox.training.environments.photo.edits import Degradation, degrade
 from jurybox.training.environments.photo.environment import Action
 from jurybox.training.environments.photo.evaluate import Policy, Straightened, straighten
 from jurybox.training.environments.photo.observation import Observation
@@ -275,9 +271,7 @@ def evaluate_policy(
                 if seed in angles:
                     whole = evaluate(environment, mend, [seed], intact=True).outcomes
                     turned.extend(straighten(environment, mend, {seed: angles[seed]}))
-                found += [
-                    (*each, _undamaged(environment, each[0])) for each in zip(learned, random, whole, strict=True)
-                ]
+                found += zip(learned, random, whole, strict=True)
                 edited.append(seed)
             return found
         finally:
@@ -300,8 +294,8 @@ def evaluate_policy(
     results.sort(key=lambda result: (result[0].seed, result[0].photo))
     with judge(config) as rate:
         return PhotoEvaluation(
-            tuple(_case(learned, random, original, rate, perceptual) for learned, random, _, original in results),
-            tuple(_intact(whole, perceptual) for _, _, whole, _ in results if whole is not None),
+            tuple(_case(learned, random, rate, perceptual) for learned, random, _ in results),
+            tuple(_intact(whole, perceptual) for _, _, whole in results if whole is not None),
             tuple(sorted(turned, key=lambda each: (each.seed, each.photo, -each.tilt))),
         )
 
@@ -348,17 +342,12 @@ def _locally(scorer: LocalScorer, pictures: Sequence[Picture]) -> npt.NDArray[np
     return np.array(scores)
 
 
-_Edited = tuple[Outcome, Outcome, Outcome | None, Picture]  # learned, random, of the intact photo, the photo
+_Edited = tuple[Outcome, Outcome, Outcome | None]  # learned, random, of the intact photo
 
 
-def _case(
-    learned: Outcome,
-    random: Outcome,
-    original: Picture,
-    rate: Judge,
-    perceptual: Perceptual | None,
-) -> Case:
-    pictures = dict(zip(KINDS, (learned.damaged, random.edited, learned.edited, original), strict=True))
+def _case(learned: Outcome, random: Outcome, rate: Judge, perceptual: Perceptual | None) -> Case:
+    shown = (learned.damaged, random.edited, learned.edited, learned.undamaged)
+    pictures = dict(zip(KINDS, shown, strict=True))
     recipes: dict[str, Mapping[str, float]] = {"no edits": {}, "random edits": random.edits, "learned": learned.edits}
     given = rate(list(pictures.values()))
     marks = {kind: {name: float(values[i]) for name, values in given.items()} for i, kind in enumerate(pictures)}
@@ -367,7 +356,7 @@ def _case(
         jurors = [name for name in scores if name.startswith("audit_")]
         audit[kind] = {name.removeprefix("audit_"): scores.pop(name) for name in jurors}
         if kind in recipes:
-            reference = registered(original, learned.degradation["tilt"], recipes[kind])
+            reference = registered(learned.undamaged, learned.degradation["tilt"], recipes[kind])
             audit[kind] |= measure(pictures[kind], reference, perceptual)
     return Case(learned.photo, learned.seed, pictures, marks, audit, learned.degradation, learned.edits)
 
@@ -376,18 +365,6 @@ def _intact(whole: Outcome, perceptual: Perceptual | None) -> Intact:
     reference = registered(whole.damaged, 0.0, whole.edits)
     audit = measure(whole.edited, reference, perceptual)
     return Intact(whole.photo, whole.seed, whole.damaged, whole.edited, whole.before, whole.after, audit)
-
-
-def _undamaged(environment: PhotoEdit, outcome: Outcome) -> Picture:
-    """Return the crop of an outcome before its degradation. It is drawn again, and checked against the outcome."""
-    photos: dict[str, Photo] = {photo.name: photo for photo in environment.library.of(environment.split)}
-    rng, _ = seeding.np_random(outcome.seed)
-    rng.integers(len(photos))  # the environment draws a photo even if the options name one
-    crop = photos[outcome.photo].crop(rng)
-    damage: dict[str, Any] = dict(outcome.degradation)
-    if not np.array_equal(degrade(crop, Degradation(**damage)), outcome.damaged):
-        raise AssertionError(f"the crop of {outcome.photo} for seed {outcome.seed} is not the one that was damaged")
-    return crop
 
 
 def _unless(stopped: threading.Event, policy: Policy) -> Policy:

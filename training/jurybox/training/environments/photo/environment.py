@@ -196,6 +196,12 @@ class PhotoEdit(gymnasium.Env[observation.Observation, Action]):
             raise RuntimeError("there is no picture yet: call reset() first")
         return apply(self._damaged, self._edits)
 
+    def undamaged(self) -> Image:
+        """A copy of the photo's crop before it was damaged, uint8 (384, 384, 3)."""
+        if self._undamaged is None:
+            raise RuntimeError("there is no picture yet: call reset() first")
+        return self._undamaged.copy()
+
     def moved(self) -> float:
         """Return how far the edits moved the picture in the scorer's buffer from the damaged one.
 

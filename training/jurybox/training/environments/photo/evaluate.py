@@ -27,7 +27,7 @@ class Outcome:
         scores: the damaged photo's score and that after each step.
         edits: the final recipe.
         degradation: what had been done to the photo.
-        damaged, edited: the pictures, uint8 (384, 384, 3).
+        undamaged, damaged, edited: the pictures, uint8 (384, 384, 3).
     """
 
     photo: str
@@ -35,6 +35,7 @@ class Outcome:
     scores: tuple[float, ...]
     edits: Mapping[str, float]
     degradation: Mapping[str, float]
+    undamaged: Image
     damaged: Image
     edited: Image
 
@@ -112,6 +113,7 @@ def _edit(environment: PhotoEdit, policy: Policy, photo: str, seed: int, intact:
         scores=tuple(scores),
         edits=info["edits"],
         degradation=info["degradation"],
+        undamaged=environment.undamaged(),
         damaged=damaged,
         edited=environment.picture(),
     )

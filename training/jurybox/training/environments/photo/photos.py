@@ -238,27 +238,37 @@ def read_photo(path: Path) -> Photo:
     Raises:
         PhotoError: when the file cannot be read, is no picture, is cut off, or is smaller than 96 pixels.
     """
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise PhotoError(f"{path.name}: cannot be read ({error.strerror})") from error
-    if is_cut_off(data):
-        raise PhotoError(f"{path.name}: the file is cut off")
-    try:
-        decoded = cv2.imdecode(np.frombuffer(data, dtype=np.uint8), cv2.IMREAD_COLOR) if data else None
-    except cv2.error as error:
-        raise PhotoError(f"{path.name}: cannot be decoded ({error.err})") from error
-    if decoded is None:
-        raise PhotoError(f"{path.name}: not a picture that OpenCV can decode")
-    height, width = decoded.shape[:2]
+    picture = decoded(path, path.name)
+    height, width = picture.shape[:2]
     if min(height, width) < _SMALLEST_SHORT_SIDE:
         raise PhotoError(f"{path.name}: {width}x{height} pixels, at least {_SMALLEST_SHORT_SIDE} wanted on each side")
     scale = _KEPT_SHORT_SIDE / min(height, width)
     if scale < 1.0:
-        decoded = cv2.resize(decoded, (round(width * scale), round(height * scale)), interpolation=cv2.INTER_AREA)
-    pixels = np.asarray(cv2.cvtColor(decoded, cv2.COLOR_BGR2RGB), dtype=np.uint8)
-    pixels.setflags(write=False)
-    return Photo(path.name, pixels)
+        size = (round(width * scale), round(height * scale))
+        picture = np.asarray(cv2.resize(picture, size, interpolation=cv2.INTER_AREA), np.uint8)
+    picture.setflags(write=False)
+    return Photo(path.name, picture)
+
+
+def decoded(path: Path, shown: object) -> Image:
+    """Decode a picture, as 8-bit RGB (height, width, 3), turned as its EXIF says; `shown` is its name in errors.
+
+    Raises:
+        PhotoError: when the file cannot be read, is no picture, or is cut off.
+    """
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise PhotoError(f"{shown}: cannot be read ({error.strerror})") from error
+    if is_cut_off(data):
+        raise PhotoError(f"{shown}: the file is cut off")
+    try:
+        found = cv2.imdecode(np.frombuffer(data, np.uint8), cv2.IMREAD_COLOR) if data else None
+    except cv2.error as error:
+        raise PhotoError(f"{shown}: cannot be decoded ({error.err})") from error
+    if found is None:
+        raise PhotoError(f"{shown}: not a picture that OpenCV can decode")
+    return np.asarray(cv2.cvtColor(found, cv2.COLOR_BGR2RGB), np.uint8)
 
 
 def is_cut_off(data: bytes) -> bool:
