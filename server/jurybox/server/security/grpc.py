@@ -179,9 +179,9 @@ class Guarding:
         if (direct := self._direct.get(path)) is not None:
             return grpc.unary_unary_rpc_method_handler(self._directly(direct, read, handler.unary_unary, write))
         if handler.request_streaming and handler.response_streaming:
-            return grpc.stream_stream_rpc_method_handler(self._stream_stream(handler.stream_stream), read, write)
+            return grpc.stream_stream_rpc_method_handler(_streaming(handler.stream_stream, _messages), read, write)
         if handler.response_streaming:
-            return grpc.unary_stream_rpc_method_handler(self._unary_stream(handler.unary_stream), read, write)
+            return grpc.unary_stream_rpc_method_handler(_streaming(handler.unary_stream, _message_of), read, write)
         if handler.request_streaming:
             raise NotImplementedError("no service here has a method of many requests and one answer")
         return grpc.unary_unary_rpc_method_handler(self._unary_unary(handler.unary_unary), read, write)
@@ -191,7 +191,8 @@ class Guarding:
 
         async def behave(received: _Received, context: Any) -> Any:
             try:
-                message = _message_of(received, budget)
+                message = _message_of(received)
+                budget.acquire(received.size)
                 try:
                     return await method(message, context)
                 finally:
@@ -217,40 +218,9 @@ class Guarding:
                     call = _AwaitedCall(context)
                     if direct(data, call) and (answer := await call.answer) is not None:
                         return answer
-                    received = read(data)
-                    if received.error is not None:
-                        raise received.error
-                    return write(await method(received.message, context))
+                    return write(await method(_message_of(read(data)), context))
                 finally:
                     budget.release(len(data))
-            except Exception as error:  # noqa: BLE001
-                await _end(context, error)
-
-        return behave
-
-    def _unary_stream(
-        self, method: Callable[[Any, Any], AsyncIterator[Any]]
-    ) -> Callable[[_Received, Any], AsyncIterator[Any]]:
-        async def behave(received: _Received, context: Any) -> AsyncIterator[Any]:
-            try:
-                if received.error is not None:
-                    raise received.error
-                async with aclosing(method(received.message, context)) as answers:  # type: ignore[type-var]
-                    async for answer in answers:
-                        yield answer
-            except Exception as error:  # noqa: BLE001
-                await _end(context, error)
-
-        return behave
-
-    def _stream_stream(
-        self, method: Callable[[AsyncIterator[Any], Any], AsyncIterator[Any]]
-    ) -> Callable[[AsyncIterator[_Received], Any], AsyncIterator[Any]]:
-        async def behave(requests: AsyncIterator[_Received], context: Any) -> AsyncIterator[Any]:
-            try:
-                async with aclosing(method(_messages(requests), context)) as answers:  # type: ignore[type-var]
-                    async for answer in answers:
-                        yield answer
             except Exception as error:  # noqa: BLE001
                 await _end(context, error)
 
@@ -273,19 +243,32 @@ class _Generic(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpc has no typ
         return guarded
 
 
-def _message_of(received: _Received, budget: ByteBudget) -> Any:
-    """Return the message after reserving its bytes. Raises Error if it is refused."""
+def _streaming(
+    method: Callable[[Any, Any], AsyncIterator[Any]], given: Callable[[Any], Any]
+) -> Callable[[Any, Any], AsyncIterator[Any]]:
+    """Wrap a method with many answers; `given` returns what it gets of what was received."""
+
+    async def behave(received: Any, context: Any) -> AsyncIterator[Any]:
+        try:
+            async with aclosing(method(given(received), context)) as answers:  # type: ignore[type-var]
+                async for answer in answers:
+                    yield answer
+        except Exception as error:  # noqa: BLE001
+            await _end(context, error)
+
+    return behave
+
+
+def _message_of(received: _Received) -> Any:
+    """Return the message. Raises Error if it is refused."""
     if received.error is not None:
         raise received.error
-    budget.acquire(received.size)
     return received.message
 
 
 async def _messages(requests: AsyncIterator[_Received]) -> AsyncIterator[Any]:
     async for received in requests:
-        if received.error is not None:
-            raise received.error
-        yield received.message
+        yield _message_of(received)
 
 
 async def _end(context: Any, error: Exception) -> NoReturn:

@@ -60,13 +60,8 @@ def guarded(app: ASGIApp, access: Access, *, loopback: bool, budget: ByteBudget 
             whose name was changed to resolve to this host (DNS rebinding), and is refused.
         budget: limits the bytes of all bodies, if it is shared with others; None: a new one is created.
     """
-    app = BodyLimit(app, access.max_message, budget or access.budget())
-    if (token := access.token) is not None:
-        app = TokenGuard(app, token)
-    app = SameOrigin(app)
-    if loopback:
-        app = LoopbackHost(app)
-    return SecurityHeaders(app)
+    limited = BodyLimit(app, access.max_message, budget or access.budget())
+    return SecurityHeaders(Gate(limited, access.token, loopback=loopback))
 
 
 class SecurityHeaders:
@@ -90,65 +85,45 @@ class SecurityHeaders:
         await self._app(scope, receive, send_marked)
 
 
-class LoopbackHost:
-    """Accepts only requests whose Host is a loopback name or address, against DNS rebinding.
+class Gate:
+    """Admits requests that name this host, come from no page of another site, and have the token.
+
+    A page of another site may only read (cross-site request forgery). Open paths answer without the token, but in less
+    detail.
 
     Starlette's TrustedHostMiddleware is unsuitable: it accepts a list of names, so it would refuse 127.9.9.9 (loopback
     is all of 127.0.0.0/8). It also answers 400 in plain text, but clients of this server expect 421 and JSON with a
     code.
+
+    Args:
+        token: the token to require; None: none.
+        loopback: whether only loopback names and addresses are this host, against DNS rebinding.
     """
 
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handle a request as an ASGI application."""
-        given = _header(scope, b"host")
-        if scope["type"] == "http" and not _names_loopback(given):
-            await _refuse(
-                send, 421, Code.REFUSED, f"Host {given!r} is not this server: expected localhost, 127.0.0.1 or [::1]"
-            )
-            return
-        await self._app(scope, receive, send)
-
-
-class SameOrigin:
-    """Refuses requests from pages of other sites (cross-site request forgery)."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handle a request as an ASGI application."""
-        if scope["type"] == "http" and scope["method"] not in _READING:
-            origin = _header(scope, b"origin")
-            if origin and _netloc_of(origin) != _header(scope, b"host").lower():
-                await _refuse(send, 403, Code.REFUSED, f"pages of {origin!r} may not send requests to this server")
-                return
-        await self._app(scope, receive, send)
-
-
-class TokenGuard:
-    """Accepts only requests with the token; open paths answer without it, but in less detail."""
-
-    def __init__(self, app: ASGIApp, token: Token) -> None:
+    def __init__(self, app: ASGIApp, token: Token | None, *, loopback: bool) -> None:
         self._app = app
         self._token = token
+        self._loopback = loopback
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle a request as an ASGI application."""
-        if scope["type"] != "http" or self._token.is_shown_by(_header(scope, b"authorization")):
+        if scope["type"] != "http":
             await self._app(scope, receive, send)
-        elif scope["path"] in OPEN_PATHS and scope["method"] in _READING:
+            return
+        host, reads = _header(scope, b"host"), scope["method"] in _READING
+        if self._loopback and not _names_loopback(host):
+            why = f"Host {host!r} is not this server: expected localhost, 127.0.0.1 or [::1]"
+            await _refuse(send, 421, Code.REFUSED, why)
+        elif not reads and (origin := _header(scope, b"origin")) and _netloc_of(origin) != host.lower():
+            await _refuse(send, 403, Code.REFUSED, f"pages of {origin!r} may not send requests to this server")
+        elif self._token is None or self._token.is_shown_by(_header(scope, b"authorization")):
+            await self._app(scope, receive, send)
+        elif reads and scope["path"] in OPEN_PATHS:
             await self._app(scope, receive, _without_reasons(send))
         else:
-            await _refuse(
-                send,
-                401,
-                Code.UNAUTHENTICATED,
-                "expected 'Authorization: Bearer TOKEN' with the server's token (server.token_file)",
-                [("WWW-Authenticate", challenge) for challenge in CHALLENGES],
-            )
+            why = "expected 'Authorization: Bearer TOKEN' with the server's token (server.token_file)"
+            challenges = [("WWW-Authenticate", challenge) for challenge in CHALLENGES]
+            await _refuse(send, 401, Code.UNAUTHENTICATED, why, challenges)
 
 
 class BodyLimit:
@@ -243,10 +218,9 @@ async def _answer(send: Send, status: int, content: dict[str, object], headers: 
 
 def _header(scope: Scope, name: bytes) -> str:
     """Return the first header of that name; "" if it is missing. Names are in lower case, as in ASGI."""
-    if scope["type"] == "http":
-        for key, value in scope["headers"]:
-            if key == name:
-                return str(value, "latin-1")
+    for key, value in scope["headers"]:
+        if key == name:
+            return str(value, "latin-1")
     return ""
 
 
