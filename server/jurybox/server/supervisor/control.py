@@ -363,8 +363,8 @@ class ControlHandlers:
         held = self._models.get(name)
         if name in self._settings.models or (held is not None and not held.remote):
             raise Refused(
-                f"model {name!r} is this server's own, and neither settings nor keep are taken from a network for it: "
-                "load it as it is, without them, or another one under a name of its own"
+                f"model {name!r} is this server's own, and its settings are not taken from a network, nor for how "
+                "long it is kept: load it as it is, without settings and keep, or another one under a name of its own"
             )
 
     def _keep(self, request: pb.KeepRequest) -> None:
