@@ -39,7 +39,7 @@ async def serve(control_pipe: ControlPipe, orders: dict[str, Any], log: Log) -> 
     routes: DialectRoutes | None = None
     endpoints = [orders[name] for name in ("http", "grpc") if orders[name]]
     local = all(is_loopback(split_host(endpoint)[0]) for endpoint in endpoints)
-    access = Access.from_order(orders)
+    access = Access(**orders.get("access", {}))
     # Shared memory is off if clients on other hosts can connect, whatever the settings: they could name regions of this
     # host.
     oip = OpenInference(

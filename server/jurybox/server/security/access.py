@@ -10,7 +10,7 @@ import os
 import re
 import stat
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Annotated, Any
@@ -299,15 +299,6 @@ class Access:
             settings.shared_memory_prefix,
             settings.cuda_shared_memory,
         )
-
-    @classmethod
-    def from_order(cls, orders: dict[str, Any]) -> Access:
-        """Create it from what `order` returned; if there is none, only the default limits apply."""
-        return cls(**orders.get("access", {}))
-
-    def order(self) -> dict[str, Any]:
-        """Return the settings for the control pipe, a private socket between two processes."""
-        return {"access": asdict(self)}
 
     def budget(self) -> ByteBudget:
         """Return a new limit for the requests of one transport."""

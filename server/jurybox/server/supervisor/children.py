@@ -8,14 +8,14 @@ import subprocess
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from jurybox.processes import ControlPipe, encode_message, spawn
 from jurybox.protocol.scoreboard import Scoreboard
 from jurybox.server.security.access import Access
-from jurybox.server.settings.config import RobotSettings, ServerSettings
+from jurybox.server.settings.config import Settings
 
 _AGAIN = 10.0  # seconds between two starts of a standby process that ends early
 
@@ -261,50 +261,45 @@ _OF_GRPC = tuple(
 )  # modules that a gateway imports only if it serves gRPC
 
 
-def services(
-    settings: ServerSettings,
-    listening: Mapping[str, Any],
-    dialects: Mapping[str, Any],
-    robots: Mapping[str, RobotSettings],
-    panels: Mapping[str, Any],
-) -> list[Child]:
+def services(settings: Settings, listening: Mapping[str, Any]) -> list[Child]:
     """Return the gateway and the relay, if the settings ask for them.
 
     Args:
         listening: the addresses of "http", "grpc" and "tcp", and those of all "robots" and "dialects" with a port of
             their own: first as configured, later as reported. So a restarted service gets the port that it had, to
             which its clients reconnect.
-        dialects: the dialects that the gateway serves: their settings by name, as JSON values.
-        robots: the robots' settings by name.
-        panels: the panels' members by name, as JSON values.
     """
+    server, robots = settings.server, settings.robots
 
     def gateway() -> dict[str, Any]:
-        given = settings.model_dump(mode="json", include=_BOTH | {"sequence_idle", "grpc_http2"})
-        where: dict[str, Any] = {"http": listening["http"], "grpc": listening["grpc"], "panels": panels}
-        own = listening["dialects"]
-        where["dialects"] = {name: {**dialect, "listen": own.get(name, "")} for name, dialect in dialects.items()}
-        if robots:
-            where["robots"] = {
+        dialects, own = settings.plain_dialects(), listening["dialects"]
+        return {
+            **server.model_dump(mode="json", include=_BOTH | {"sequence_idle", "grpc_http2"}),
+            "http": listening["http"],
+            "grpc": listening["grpc"],
+            "panels": settings.plain_panels(),
+            "dialects": {name: {**dialect, "listen": own.get(name, "")} for name, dialect in dialects.items()},
+            "robots": {
                 name: {**robot.model_dump(mode="json"), "listen": listening["robots"][name]}
                 for name, robot in robots.items()
-            }
-        return {**given, **where, **Access.of(settings).order()}
+            },
+            "access": asdict(Access.of(server)),
+        }
 
     def relay() -> dict[str, Any]:
-        given = settings.model_dump(mode="json", include=_BOTH | {"curve_key", "curve_clients"})
-        return {**given, "tcp": listening["tcp"], "max_message": settings.max_message}
+        given = server.model_dump(mode="json", include=_BOTH | {"curve_key", "curve_clients"})
+        return {**given, "tcp": listening["tcp"], "max_message": server.max_message}
 
     children = []
-    if settings.http or settings.grpc or robots or listening["dialects"]:
+    if server.http or server.grpc or robots or listening["dialects"]:
         # gRPC creates and ends thread pools, which fragments malloc's arenas. With one arena the gateway's memory stays
         # constant over any number of calls; with an arena for each thread it grows for a hundred thousand calls. One
         # arena costs nothing, since the GIL lets only one thread at a time allocate.
         environment = {"MALLOC_ARENA_MAX": os.environ.get("MALLOC_ARENA_MAX", "1")}
-        standby = Standby(_GATEWAY, environment, _OF_GRPC if settings.grpc else ()) if settings.standby else None
+        standby = Standby(_GATEWAY, environment, _OF_GRPC if server.grpc else ()) if server.standby else None
         children.append(Child("gateway", _GATEWAY, gateway, environment, standby))
-    if settings.tcp:
-        children.append(Child("relay", _RELAY, relay, standby=Standby(_RELAY) if settings.standby else None))
+    if server.tcp:
+        children.append(Child("relay", _RELAY, relay, standby=Standby(_RELAY) if server.standby else None))
     return children
 
 

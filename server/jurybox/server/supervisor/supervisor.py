@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import socket
 import time
@@ -19,7 +20,7 @@ from jurybox.protocol.segment import is_locked, segment_name, sweep
 from jurybox.protocol.spec import ModelSpec, specs_from_plain
 from jurybox.protocol.weights import WeightsChannel, WeightsLayout
 from jurybox.server.logs import Log, LogLimiter, traced
-from jurybox.server.settings.config import EngineSettings, Settings, named_factories
+from jurybox.server.settings.config import Settings, named_factories
 from jurybox.server.supervisor.children import Child, ExternalKills, Watchdog, services
 from jurybox.server.supervisor.control import ControlHandlers, ControlSocket, Events
 from jurybox.server.supervisor.engines import Engines
@@ -45,64 +46,13 @@ class Supervisor:
     """Owns all shared resources of a server. Runs until a signal, or until a child can no longer be restarted."""
 
     def __init__(self, settings: Settings, signals: socket.socket, log: Log, events: Events) -> None:
-        self._settings = settings.server
+        self._settings = server = settings.server
         self._signals = signals
         self._log = log
         self._limited = LogLimiter(log.error)  # for events that others can cause at any rate
-        server_id = secrets.token_hex(4)
-        engines = settings.engines()
-        self._segments = SegmentServer(server_id)
-        try:
-            self._make(settings, server_id, engines, events)
-        except BaseException:
-            self._segments.close()
-            raise
-
-    def _make(self, settings: Settings, server_id: str, engines: list[EngineSettings], events: Events) -> None:
-        log, segments = self._log, self._segments
-        self._scoreboard = Scoreboard.create(
-            segment_name(server_id, "scoreboard"), len(engines), time.time(), segments.create
-        )
-        scoreboard = self._scoreboard
-        self._leases = Leases(
-            scoreboard, lambda lane: is_locked(scoreboard.segment.fd, LANE_LOCK + lane), time.monotonic
-        )
-        self._models = Models(server_id, scoreboard, segments.create, [engine.python for engine in engines])
-        for name, model in settings.models.items():
-            self._models.add(name, model)
-        self._weights_saver = WeightsSaver(log.error)
-        self._engines = Engines(
-            settings.server, engines, server_id, scoreboard, self._models, segments, named_factories(settings)
-        )
-        self._control = ControlHandlers(
-            settings,
-            server_id,
-            scoreboard,
-            self._models,
-            self._leases,
-            self._engines,
-            self._weights_saver,
-            events,
-            segments.sizes,
-        )
-        self._services = services(
-            settings.server,
-            self._control.listening,
-            settings.plain_dialects(),
-            settings.robots,
-            settings.plain_panels(),
-        )
-        self._standbys = {child.standby for child in self._children() if child.standby is not None}
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        try:
-            self._control_socket = ControlSocket(
-                self._context, self._settings.address, self._control.handlers, self._limited
-            )
-        except zmq.ZMQError as error:
-            raise Refused(f"cannot bind {self._settings.address}: {error.strerror}") from error
         self._poller = zmq.Poller()
-        self._manager = ServiceManager(log.warning)
         self._external_kills = ExternalKills()
+        self._weights_saver = WeightsSaver(log.error)
         self._computed: dict[int, NDArray[Any]] = {}  # engine -> batches of each model before its current start
         self._postponed: list[tuple[int, dict[str, Any]]] = []  # (engine, "loaded"), until their folder is free
         self._begun: dict[int, tuple[int, int]] = {}  # engine -> (model, load) that its model loader is working on
@@ -111,9 +61,45 @@ class Supervisor:
         self._exit: int | None = None
         self._drain_until: float | None = None
         self._announced = False
-        self._watchdog = Watchdog(
-            scoreboard, self._settings.engine_timeout, self._settings.start_timeout, time.monotonic()
-        )
+        server_id = secrets.token_hex(4)
+        engines = settings.engines()
+        with contextlib.ExitStack() as undo:
+            self._segments = segments = SegmentServer(server_id)
+            undo.callback(segments.close)
+            name = segment_name(server_id, "scoreboard")
+            self._scoreboard = scoreboard = Scoreboard.create(name, len(engines), time.time(), segments.create)
+            self._leases = Leases(
+                scoreboard, lambda lane: is_locked(scoreboard.segment.fd, LANE_LOCK + lane), time.monotonic
+            )
+            self._models = Models(server_id, scoreboard, segments.create, [engine.python for engine in engines])
+            for name, model in settings.models.items():
+                self._models.add(name, model)
+            self._engines = Engines(
+                server, engines, server_id, scoreboard, self._models, segments, named_factories(settings)
+            )
+            self._control = ControlHandlers(
+                settings,
+                server_id,
+                scoreboard,
+                self._models,
+                self._leases,
+                self._engines,
+                self._weights_saver,
+                events,
+                segments.sizes,
+            )
+            self._services = services(settings, self._control.listening)
+            self._standbys = {child.standby for child in self._children() if child.standby is not None}
+            self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+            try:
+                self._control_socket = ControlSocket(
+                    self._context, server.address, self._control.handlers, self._limited
+                )
+            except zmq.ZMQError as error:
+                raise Refused(f"cannot bind {server.address}: {error.strerror}") from error
+            self._manager = ServiceManager(log.warning)
+            self._watchdog = Watchdog(scoreboard, server.engine_timeout, server.start_timeout, time.monotonic())
+            undo.pop_all()
         self._sweep_at = time.monotonic() + _DEAD_BY_THEN
         self._ticked = time.monotonic()
 

@@ -92,7 +92,7 @@ class WeightsFiles:
             )
         self.channel, self.folder, self.every, self.keep = channel, Path(folder), every, keep
         self.folder.mkdir(parents=True, exist_ok=True)
-        self._lock = os.dup(heir_of._lock) if heir_of else _hold(self.folder)
+        self._lock: int = os.dup(heir_of._lock) if heir_of else _hold(self.folder)
         try:
             self.saved = self._manifest()
             self._remove_leftovers()
