@@ -10,11 +10,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from jurybox.protocol import TensorSpec
-from jurybox.server.jurors.ready import SCORE, Preprocessing, answer, folder_of, image_input, package
+from jurybox.server.jurors.ready import SCORE, Preprocessing, answer, folder_of, image_input, package, tensors_in
 from jurybox.server.models import RowErrors, ServedModel
 
 __all__ = ["image_reward"]
@@ -83,9 +82,7 @@ def image_reward(weights: str = "", pixels: int = 1024 * 1024) -> ServedModel:
     """
     folder = folder_of(weights, "image_reward", "*.safetensors", "vocab.txt")
     transformers = package("transformers", "image_reward", "jurors")
-    tensors: dict[str, Tensor] = {}
-    for file in sorted(folder.glob("*.safetensors")):
-        tensors |= load_file(file)
+    tensors = tensors_in(folder)
     vision = {name: value.float() for name, value in _part(tensors, "blip.visual_encoder.").items()}
     text = {name: value.float() for name, value in _part(tensors, "blip.text_encoder.").items()}
     head = _part(tensors, "mlp.layers.")
@@ -163,10 +160,6 @@ def _text(transformers: Any, tensors: Mapping[str, Tensor], vision_width: int) -
     from transformers.models.blip.modeling_blip_text import BlipTextModel
 
     model: nn.Module = BlipTextModel(config, add_pooling_layer=False)
-    found = model.state_dict()
-    model.load_state_dict({**_buffers(found), **{n: v for n, v in tensors.items() if not n.endswith("position_ids")}})
+    buffers = {name: value for name, value in model.state_dict().items() if name.endswith("position_ids")}
+    model.load_state_dict({**buffers, **{n: v for n, v in tensors.items() if not n.endswith("position_ids")}})
     return model
-
-
-def _buffers(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: value for name, value in state.items() if name.endswith("position_ids")}

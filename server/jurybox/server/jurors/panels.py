@@ -122,30 +122,31 @@ def panel(
         ValueError: the size or a weight is out of range.
     """
     weights = {"naturalness": naturalness, "exposure": exposure, "colour": colour, "sharpness": sharpness}
-    return _served(lambda: Panel(weights), size, ("score", *weights))
+    return served(lambda: Panel(weights), size, ("score", *weights))
 
 
 def naturalness(size: int = 384) -> ServedModel:
     """BRISQUE alone: input ``image`` uint8 (size, size, 3), output ``score`` float32 (), 0 (bad) to 1 (good)."""
-    return _served(Naturalness, size, ("score",))
+    return served(Naturalness, size, ("score",))
 
 
 def exposure(size: int = 384) -> ServedModel:
     """Exposure alone: input ``image`` uint8 (size, size, 3), output ``score`` float32 (), 0 (bad) to 1 (good)."""
-    return _served(Exposure, size, ("score",))
+    return served(Exposure, size, ("score",))
 
 
 def colour(size: int = 384) -> ServedModel:
     """Colour alone: input ``image`` uint8 (size, size, 3), output ``score`` float32 (), 0 (bad) to 1 (good)."""
-    return _served(Colour, size, ("score",))
+    return served(Colour, size, ("score",))
 
 
 def sharpness(size: int = 384) -> ServedModel:
     """Sharpness alone: input ``image`` uint8 (size, size, 3), output ``score`` float32 (), 0 (bad) to 1 (good)."""
-    return _served(Sharpness, size, ("score",))
+    return served(Sharpness, size, ("score",))
 
 
-def _served(make: Callable[[], nn.Module], size: int, outputs: tuple[str, ...]) -> ServedModel:
+def served(make: Callable[[], nn.Module], size: int, outputs: tuple[str, ...]) -> ServedModel:
+    """Return a juror of square images with these outputs. Raises ValueError if the size is too small."""
     if size < _SMALLEST_SIZE:
         raise ValueError(f"size is {size}: expected at least {_SMALLEST_SIZE} pixels, 384 by default")
     keep_freed_memory()

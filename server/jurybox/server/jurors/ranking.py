@@ -14,10 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from jurybox.processes import keep_freed_memory
-from jurybox.protocol import TensorSpec
 from jurybox.server.jurors.criteria import CRITERIA
-from jurybox.server.jurors.panels import Panel, example_images
+from jurybox.server.jurors.panels import Panel, served
 from jurybox.server.models import ServedModel
 
 WEIGHTS = Path(__file__).with_name("ranked.safetensors")
@@ -221,7 +219,7 @@ def ranked(trained: bool = True, weights: str | None = None) -> ServedModel:
     Raises:
         ValueError: the file was not found, or its weights do not match.
     """
-    return _served(_trained(weights) if trained else Ranker(), ("score",))
+    return served(lambda: _trained(weights) if trained else Ranker(), _SIDE, ("score",))
 
 
 def jury(share: float = 0.9, weights: str | None = None) -> ServedModel:
@@ -240,14 +238,5 @@ def jury(share: float = 0.9, weights: str | None = None) -> ServedModel:
     """
     if not 0.0 <= share <= 1.0:
         raise ValueError(f"share is {share}: expected 0 to 1")
-    return _served(Jury(share, weights), ("score", "ranked", *(criterion.name for criterion in CRITERIA)))
-
-
-def _served(module: nn.Module, outputs: tuple[str, ...]) -> ServedModel:
-    keep_freed_memory()
-    return ServedModel(
-        module=module.eval(),
-        inputs={"image": TensorSpec("uint8", (_SIDE, _SIDE, 3))},
-        outputs={name: TensorSpec("float32") for name in outputs},
-        example=lambda rows: {"image": example_images(rows, _SIDE)},
-    )
+    outputs = ("score", "ranked", *(criterion.name for criterion in CRITERIA))
+    return served(lambda: Jury(share, weights), _SIDE, outputs)

@@ -113,14 +113,9 @@ def _preprocessing(folder: Path) -> Preprocessing:
     if shortest != square or config.get("resample", 3) != 3 or not config.get("do_center_crop", True):
         raise ValueError(
             f"{file}: expected a bicubic filter (resample 3), and shortest_edge equal to crop_size with "
-            f"do_center_crop, as CLIP's models have it; came {plain_json({'size': size, 'crop_size': crop})}"
+            f"do_center_crop, as CLIP's models have it; came {json.dumps({'size': size, 'crop_size': crop})[:200]}"
         )
     return Preprocessing(square, mean=tuple(config["image_mean"]), std=tuple(config["image_std"]))
-
-
-def plain_json(value: Any) -> str:
-    """Return a setting as a short text for messages."""
-    return json.dumps(value)[:200]
 
 
 def package(name: str, juror: str, extra: str) -> Any:
@@ -154,6 +149,11 @@ def folder_of(weights: str, juror: str, *files: str) -> Path:
     if missing:
         raise FileNotFoundError(f"no {', '.join(missing)} in {weights}: {how}")
     return folder
+
+
+def tensors_in(folder: Path) -> dict[str, Tensor]:
+    """Read every safetensors file of a folder."""
+    return {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
 
 
 def answer(score: Tensor, wrong: dict[int, str]) -> dict[str, Tensor] | RowErrors:
@@ -297,10 +297,7 @@ def hpsv2(weights: str = "", antialias: bool = True, pixels: int = _PIXELS) -> S
     else:
         config = open_clip.get_model_config("ViT-H-14")
     clip = open_clip.model.CLIP(**config)
-    tensors: dict[str, Tensor] = {}
-    for file in sorted(folder.glob("*.safetensors")):
-        tensors |= load_file(file)
-    clip.load_state_dict(tensors)
+    clip.load_state_dict(tensors_in(folder))
     size = int(config["vision_cfg"]["image_size"])
     # Unlike open_clip, hpsv2 converts the image to a tensor before it resizes it.
     prepare = Preprocessing(size, "tensor" if antialias else "tensor-aliased", half="even")
