@@ -32,7 +32,7 @@ from jurybox.training.environments.photo.scorer import LocalScorer
 from jurybox.training.recipes import photo_run
 from jurybox.training.recipes.photo import PhotoTraining, columns, train
 from jurybox.training.recipes.photo_run import juror_of
-from jurybox.training.recipes.progress import Silence
+from jurybox.training.recipes.progress import Watcher
 from jurybox.training.run_folder import RunLog, read_metrics
 from jurybox.training.runtime.local_server import LocalServer, ServerNotStarted
 from jurybox.training.runtime.plan import ConfigError
@@ -111,7 +111,7 @@ def test_without_a_server_the_error_says_how_to_start_one(tmp_path, monkeypatch)
     assert not (tmp_path / "run").exists()
 
 
-class Restarts(Silence):
+class Restarts(Watcher):
     """Replaces the server in the middle of a training."""
 
     def __init__(self, folder, first):
@@ -170,7 +170,7 @@ def test_the_juror_has_as_many_engines_as_requested_on_a_private_server_only(tmp
         pass
     assert seen.pop("config")["replicas"] == 3
     with pytest.raises(ServerNotStarted), ExitStack() as resources:
-        photo_run.demo(tmp_path / "demo", Silence(), resources, seed=0, replicas=2)
+        photo_run.demo(tmp_path / "demo", Watcher(), resources, seed=0, replicas=2)
     assert seen.pop("config")["replicas"] == 2
 
 

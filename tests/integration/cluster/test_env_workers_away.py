@@ -14,7 +14,7 @@ from jurybox.training.environments.photo import PhotoConfig
 from jurybox.training.recipes import workflow_run
 from jurybox.training.recipes.launchers import spread_named
 from jurybox.training.recipes.photo import METRICS, PhotoTraining, make_environments, train
-from jurybox.training.recipes.progress import Silence
+from jurybox.training.recipes.progress import Watcher
 from jurybox.training.run_folder import RunLog
 from jurybox.training.search.settings import WorkflowTraining
 
@@ -37,7 +37,7 @@ def learned(folder):
     return columns(folder, "return_mean", "return_std", "compliance", "fixes", "policy_loss", "value_loss")
 
 
-class Stops(Silence):
+class Stops(Watcher):
     """Interrupts a training after some episodes, as if its process were killed."""
 
     def __init__(self, after):
@@ -70,7 +70,7 @@ def test_a_search_with_its_networks_on_another_node_learns_the_same(tmp_path):
     assert ray["env_worker_restarts"] == 0
 
 
-class KillsOnce(Silence):
+class KillsOnce(Watcher):
     """Kills a node in the middle of a training, and adds another."""
 
     def __init__(self, cluster, doomed, at):

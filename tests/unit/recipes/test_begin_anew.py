@@ -23,7 +23,7 @@ from tests.unit.search.test_trainer import SETTINGS as WORKFLOW
 from jurybox.training.checkpoints import CheckpointError
 from jurybox.training.recipes import photo_run, workflow_run
 from jurybox.training.recipes.hockey import train as train_hockey
-from jurybox.training.recipes.progress import Silence
+from jurybox.training.recipes.progress import Watcher
 from jurybox.training.recipes.training import check_folder
 from jurybox.training.run_folder import RunLog, RunLogError, alone_in, write_settings
 from jurybox.training.runtime.local_server import ServerNotStarted
@@ -57,7 +57,7 @@ def begun(folder, settings):
     (scrap / "learner.state").write_bytes(b"half of it")
 
 
-class Said(Silence):
+class Said(Watcher):
     def __init__(self):
         self.lines = []
 
@@ -143,7 +143,7 @@ def test_so_does_a_sorrel_experiment(tmp_path, monkeypatch):
 
 
 RUNS = {
-    "photo": (PHOTO, lambda folder: photo_run.run(PHOTO, folder, Silence(), command="", resume=True, serial=True)),
+    "photo": (PHOTO, lambda folder: photo_run.run(PHOTO, folder, Watcher(), command="", resume=True, serial=True)),
     "workflow": (WORKFLOW, lambda folder: workflow_run.run(WORKFLOW, folder, resume=True)),
     "hockey": (hockey_settings(), lambda folder: train_hockey(hockey_settings(), folder, serial=True, resume=True)),
 }
@@ -183,7 +183,7 @@ def test_a_killed_run_leaves_its_folder_free(tmp_path):
 def test_a_demo_removes_the_files_of_a_demo_only(tmp_path, monkeypatch):
     def demo(folder):
         with ExitStack() as resources:
-            photo_run.demo(folder, Silence(), resources, seed=0)
+            photo_run.demo(folder, Watcher(), resources, seed=0)
 
     def not_started(server):
         raise ServerNotStarted("what comes before is enough")
@@ -207,14 +207,14 @@ def test_a_demo_removes_the_files_of_a_demo_only(tmp_path, monkeypatch):
 def test_a_run_begun_with_other_settings_is_not_restarted(tmp_path):
     begun(tmp_path, PHOTO)
     with pytest.raises(CheckpointError, match="learning_rate was"):
-        photo_run.run(PHOTO.changed(learning_rate=0.5), tmp_path, Silence(), command="", resume=True, serial=True)
+        photo_run.run(PHOTO.changed(learning_rate=0.5), tmp_path, Watcher(), command="", resume=True, serial=True)
     assert (tmp_path / "metrics.csv").exists()
 
 
 def test_without_a_run_there_is_nothing_to_resume(tmp_path):
     (tmp_path / "thesis.txt").write_text("mine")
     with pytest.raises(CheckpointError, match="start without --resume"):
-        photo_run.run(PHOTO, tmp_path, Silence(), command="", resume=True, serial=True)
+        photo_run.run(PHOTO, tmp_path, Watcher(), command="", resume=True, serial=True)
 
 
 def test_a_line_that_a_killed_run_did_not_finish_is_no_row(tmp_path):

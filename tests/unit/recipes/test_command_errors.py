@@ -21,7 +21,7 @@ from jurybox.training.recipes import photo_run, training, workflow_served
 from jurybox.training.recipes.hockey_settings import HockeyTraining
 from jurybox.training.recipes.marl import MarlTraining
 from jurybox.training.recipes.photo_evaluation import evaluate_policy
-from jurybox.training.recipes.progress import Silence
+from jurybox.training.recipes.progress import Watcher
 from jurybox.training.recipes.recorded_run import recorded_run
 from jurybox.training.recipes.training import RunFailed
 from jurybox.training.recipes.workflow_served import ServedPolicy, WeightsNotAdopted
@@ -133,17 +133,17 @@ def test_a_photo_training_whose_evaluation_fails_leaves_its_report_and_summary(t
 
     with monkeypatch.context() as patched, pytest.raises(ServerGone):
         patched.setattr(photo_run, "evaluate_policy", gone)
-        photo_run.run(PHOTO, tmp_path, Silence(), command="jurybox train photo", serial=True)
+        photo_run.run(PHOTO, tmp_path, Watcher(), command="jurybox train photo", serial=True)
     assert "the server went away" in (tmp_path / "report.html").read_text()
     assert '"env_steps": 32' in (tmp_path / "summary.json").read_text()
     assert photo_run.evaluate_policy is evaluate_policy
-    photo_run.run(PHOTO, tmp_path, Silence(), command="", resume=True, serial=True)
+    photo_run.run(PHOTO, tmp_path, Watcher(), command="", resume=True, serial=True)
     assert "held-out photos" in (tmp_path / "report.html").read_text()
 
 
 def test_a_missing_learned_distance_is_an_error_before_the_training(tmp_path):
     with pytest.raises(ConfigError, match="perceptual: expected 'package.module:function'"):
-        photo_run.run(PHOTO.changed(perceptual="no_such:thing"), tmp_path, Silence(), command="", serial=True)
+        photo_run.run(PHOTO.changed(perceptual="no_such:thing"), tmp_path, Watcher(), command="", serial=True)
     assert not (tmp_path / "metrics.csv").exists()
 
 

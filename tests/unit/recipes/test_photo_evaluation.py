@@ -12,12 +12,12 @@ from jurybox.training.environments.photo import PhotoConfig
 from jurybox.training.environments.photo.edits import Degradation, degrade
 from jurybox.training.environments.photo.evaluate import RandomEdits, Straightened
 from jurybox.training.recipes.photo_evaluation import angles_of, evaluate_policy, straightening_of
-from jurybox.training.recipes.progress import Silence
+from jurybox.training.recipes.progress import Watcher
 
 JUROR = "tests.unit.recipes.cheap_juror:middle_grey"
 
 
-class Lines(Silence):
+class Lines(Watcher):
     """Keeps the lines to print."""
 
     def __init__(self):
@@ -42,7 +42,7 @@ def test_an_evaluation_on_a_folder_names_the_ignored_files(tmp_path):
 @pytest.fixture(scope="module")
 def evaluated():
     config = PhotoConfig(scorer="local", juror=JUROR, steps=1)
-    return evaluate_policy(config, RandomEdits(0), 4, Silence())
+    return evaluate_policy(config, RandomEdits(0), 4, Watcher())
 
 
 def test_the_original_of_a_case_is_the_crop_that_was_damaged(evaluated):

@@ -9,7 +9,7 @@ from jurybox.training.environments.photo.edits import TOOLS
 from jurybox.training.policies import Policy, choose
 from jurybox.training.recipes.photo import PhotoTraining, _new_model, _save_policy, make_environments, train
 from jurybox.training.recipes.photo_imitation import imitate, wanted
-from jurybox.training.recipes.progress import Silence
+from jurybox.training.recipes.progress import Watcher
 from jurybox.training.run_folder import RunLog
 
 SMALL = PhotoTraining(
@@ -53,7 +53,7 @@ def shown(steps=SMALL.imitation):
     model = _new_model(SMALL, environments)
     before = {name: tensor.clone() for name, tensor in model.policy.state_dict().items()}
     watched = Recorded(environments)
-    found = imitate(model, watched, steps, seed=3, episode=4, watcher=Silence())
+    found = imitate(model, watched, steps, seed=3, episode=4, watcher=Watcher())
     environments.close()
     return model, found, before, watched
 

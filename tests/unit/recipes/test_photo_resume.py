@@ -13,7 +13,7 @@ from jurybox.training.environments.photo import PhotoConfig
 from jurybox.training.recipes import recorder
 from jurybox.training.recipes.photo import METRICS, PhotoTraining, _new_model, make_environments, train
 from jurybox.training.recipes.photo_run import run
-from jurybox.training.recipes.progress import Silence
+from jurybox.training.recipes.progress import Watcher
 from jurybox.training.run_folder import RunLog, read_metrics
 
 SMALL = PhotoTraining(
@@ -150,7 +150,7 @@ def test_there_must_be_something_to_resume(tmp_path):
 
 def test_a_run_is_not_resumed_with_other_settings_but_may_get_more_steps(tmp_path):
     def again(settings, resume):
-        return run(settings, tmp_path, Silence(), command="jurybox train photo", resume=resume, serial=True)
+        return run(settings, tmp_path, Watcher(), command="jurybox train photo", resume=resume, serial=True)
 
     again(SMALL, False)
     with pytest.raises(CheckpointError, match=r"learning_rate was 0\.001, is 0\.5"):

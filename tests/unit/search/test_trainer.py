@@ -15,7 +15,7 @@ from jurybox.training.algorithms.ppo import PPOSettings
 from jurybox.training.checkpoints import CheckpointError
 from jurybox.training.environments.cage.tables import UNIT_TYPES
 from jurybox.training.recipes import workflow_run
-from jurybox.training.recipes.progress import Silence
+from jurybox.training.recipes.progress import Watcher
 from jurybox.training.run_folder import RunLogError
 from jurybox.training.search import environments
 from jurybox.training.search.report import conclusion
@@ -228,7 +228,7 @@ def test_the_report_names_the_criterion_and_keeps_the_first_rules_figure(judged,
     assert any("99.0% of 30.0 fixes an episode" in sentence and "can pad" in sentence for sentence in said)
 
 
-class Heard(Silence):
+class Heard(Watcher):
     """A watcher that keeps the reports."""
 
     def __init__(self) -> None:

@@ -38,7 +38,7 @@ from jurybox.training.policies import Acts, Description
 from jurybox.training.recipes.launchers import Spread
 from jurybox.training.recipes.photo_imitation import imitate
 from jurybox.training.recipes.photo_worker import environment_maker
-from jurybox.training.recipes.progress import Silence, Watcher
+from jurybox.training.recipes.progress import Watcher
 from jurybox.training.recipes.recorder import COLUMNS, Recorder, learner_steps, restore
 from jurybox.training.recipes.served_networks import PhotoMoves
 from jurybox.training.run_folder import RunLog, Summary
@@ -196,7 +196,7 @@ def train(
         WorkerFailed: an environment failed, for example because no server came back within `server_timeout`.
         KeyboardInterrupt: the run was interrupted; the checkpoints written so far are complete.
     """
-    watcher = watcher or Silence()
+    watcher = watcher or Watcher()
     torch.set_num_threads(1)  # a second thread slows down so small a network
     environments = make_environments(settings, spread, network_address, serial=serial)
     try:

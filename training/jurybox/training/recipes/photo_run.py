@@ -23,7 +23,7 @@ from jurybox.training.recipes.launchers import Spread, spread_named
 from jurybox.training.recipes.photo import PhotoTraining, check_workers, columns, train
 from jurybox.training.recipes.photo_evaluation import evaluate_policy, straightening_of
 from jurybox.training.recipes.photo_report import PhotoRun, comparisons, render, verdict_of
-from jurybox.training.recipes.progress import ConsoleProgress, Silence, Watcher
+from jurybox.training.recipes.progress import ConsoleProgress, Watcher
 from jurybox.training.recipes.recorded_run import failed_report
 from jurybox.training.recipes.training import Run, Training, check_server
 from jurybox.training.report.verdict import Verdict, judge
@@ -173,7 +173,7 @@ def _work(settings: PhotoTraining, given: Run) -> str:
         verdict = run(
             settings,
             given.folder,
-            ConsoleProgress(given.console) if given.console else Silence(),
+            ConsoleProgress(given.console) if given.console else Watcher(),
             command=given.command,
             resume=given.resume,
             trackers=given.trackers,
@@ -258,30 +258,6 @@ _ROLLOUT = 256
 WORKERS = 8
 
 
-def settings(
-    seed: int,
-    *,
-    steps: int = STEPS,
-    seconds: float | None = None,
-    workers: int = WORKERS,
-    damages: int = DAMAGES,
-    address: str | None = None,
-) -> PhotoTraining:
-    """Return the demo's settings: those of the training, with a rollout of 256 steps instead of 4000."""
-    return PhotoTraining.checked(
-        {
-            "environment": PhotoConfig(address=address),
-            "seed": seed,
-            "steps": steps,
-            "seconds": seconds,
-            "envs": workers,
-            "damages": damages,
-            "rollout": _ROLLOUT,
-            "checkpoint_every": 4 * _ROLLOUT,
-        }
-    )
-
-
 def _demo_command(folder: Path, options: Mapping[str, object], replicas: int) -> str:
     """Return the command that repeats a demo: every option that differs from its default, and always seed and steps."""
     defaults = {"seconds": None, "damages": DAMAGES, "workers": WORKERS, "juror": JUROR, "juror-replicas": 1}
@@ -340,8 +316,20 @@ def demo(
     server.wait()
     started = time.monotonic() - began
     watcher.log(f"the server is ready after {started:.0f} s; while it runs: http://{server.http}/")
+    settings = PhotoTraining.checked(
+        {
+            "environment": PhotoConfig(address=server.address),
+            "seed": seed,
+            "steps": steps,
+            "seconds": seconds,
+            "envs": workers,
+            "damages": damages,
+            "rollout": _ROLLOUT,
+            "checkpoint_every": 4 * _ROLLOUT,
+        }
+    )
     verdict = run(
-        settings(seed, steps=steps, seconds=seconds, workers=workers, damages=damages, address=server.address),
+        settings,
         folder,
         watcher,
         command=_demo_command(

@@ -8,7 +8,7 @@ import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
@@ -18,8 +18,8 @@ from jurybox.training.run_folder import Tracker
 _LINE_EVERY = 10.0  # seconds between two lines if the console is not a terminal
 
 
-class Watcher(Protocol):
-    """An observer of a run's progress."""
+class Watcher:
+    """An observer of a run's progress. This one does nothing; subclasses override what they show."""
 
     def log(self, text: str) -> None:
         """Print a line."""
@@ -34,16 +34,7 @@ class Watcher(Protocol):
         """End the phase."""
 
 
-class Silence:
-    """A watcher that does nothing."""
-
-    def log(self, text: str) -> None: ...
-    def begin(self, what: str, total: int, done: int = 0) -> None: ...
-    def advance(self, done: int, numbers: Mapping[str, float] | None = None) -> None: ...
-    def end(self) -> None: ...
-
-
-class ConsoleProgress:
+class ConsoleProgress(Watcher):
     """A watcher that shows progress on a console: a bar on a terminal, otherwise a line every ten seconds."""
 
     def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:

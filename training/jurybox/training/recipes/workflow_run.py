@@ -21,7 +21,7 @@ from jurybox.training import interrupts
 from jurybox.training.checkpoints import EVALUATION, Checkpoint, Checkpoints, write_atomically, write_state
 from jurybox.training.environments.cage.tables import N_ACTIONS, UNIT_TYPES
 from jurybox.training.recipes.launchers import Spread, spread_named
-from jurybox.training.recipes.progress import ConsoleProgress, Silence, Watcher
+from jurybox.training.recipes.progress import ConsoleProgress, Watcher
 from jurybox.training.recipes.recorded_run import failed_report
 from jurybox.training.recipes.training import Run, Training
 from jurybox.training.recipes.workflow_served import served_policy
@@ -137,7 +137,7 @@ def run(
         CheckpointError: there is nothing to resume, or the run was started with other settings.
         ConfigError: a setting is set that would have no effect.
     """
-    watcher = watcher or Silence()
+    watcher = watcher or Watcher()
     if spread is None and settings.env == "cage":
         why = "our simulator runs in this process (workers are of --env cyborg, or of --launcher ray)"
         refuse_unused(() if settings.workers is None else ("workers",), {"workers": why})
