@@ -235,19 +235,6 @@ class Scoreboard:
 RUNNING = "running.json"
 
 
-def going_on(folder: Path) -> int | None:
-    """The process of the run in `folder`; None if there is none, or it was killed."""
-    try:
-        document = json.loads((folder / RUNNING).read_text(encoding="utf-8"))
-        scoreboard = Scoreboard.attach(document["scoreboard"], keep_alive=False)
-    except (OSError, ValueError, KeyError, ProtocolMismatch):
-        return None
-    try:
-        return int(document["pid"]) if scoreboard.segment.owner_lives() else None
-    finally:
-        scoreboard.close()
-
-
 def debug_state(folder: Path) -> str:
     """The shared state of the run in `folder`, as text.
 
