@@ -34,6 +34,7 @@ _PACKAGES = ("numpy", "pyzmq", "protobuf", "torch", "safetensors", "fastapi", "u
 
 def examine(*, fix: bool = False) -> list[Finding]:
     """Run all checks on this host. With `fix`, remove the shared memory and sockets of dead processes."""
+    room, inodes = host.room(directory())
     checks: tuple[Callable[[], Finding], ...] = (
         lambda: check_python(sys.version_info[:3], sys.platform),
         lambda: check_packages(_installed()),
@@ -42,8 +43,8 @@ def examine(*, fix: bool = False) -> list[Finding]:
         lambda: check_http2(*_nghttp2()),
         lambda: host.check_kernel(os.uname().release),
         lambda: check_memory(*available_memory()),
-        lambda: check_room(*_room(directory()), directory()),
-        lambda: host.check_inodes(*host.inodes(directory()), directory()),
+        lambda: check_room(*room, directory()),
+        lambda: host.check_inodes(*inodes, directory()),
         check_segment,
         check_sealed,
         check_locks,
@@ -306,11 +307,3 @@ def _installed() -> dict[str, str | None]:
         except PackageNotFoundError:
             found[name] = None
     return found
-
-
-def _room(folder: Path) -> tuple[int, int]:
-    try:
-        found = os.statvfs(folder)
-    except OSError:
-        return 0, 0
-    return found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize

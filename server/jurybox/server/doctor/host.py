@@ -103,13 +103,16 @@ _SLOW_CLOCKS = ("acpi_pm", "hpet", "pit", "jiffies")  # each read is a system ca
 _OLDEST, _FULL = (3, 17), (5, 14)  # sealed memory; MADV_POPULATE_WRITE
 
 
-def inodes(folder: Path) -> tuple[int, int]:
-    """Return the number of inodes of a file system, and of free ones; zeros if there is no limit, or on an error."""
+def room(folder: Path) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Return the bytes of a file system and the free ones, and its inodes and the free ones; all zeros on an error.
+
+    Without a limit of inodes they are zeros, too.
+    """
     try:
         found = os.statvfs(folder)
     except OSError:
-        return 0, 0
-    return found.f_files, found.f_favail
+        return (0, 0), (0, 0)
+    return (found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize), (found.f_files, found.f_favail)
 
 
 def check_inodes(total: int, free: int, folder: Path) -> Finding:

@@ -112,12 +112,6 @@ class Engines:
         settings, threads, place = self._settings, self._settings.engine_threads(len(self._places)), self._places[index]
 
         def configure() -> dict[str, Any]:
-            models = [
-                held
-                for held in self._models
-                if not held.quarantined and not held.sleeping and (not held.only or index in held.only)
-            ]
-            loads = [self._models.begin_load(held, index) for held in models]
             return {
                 "index": index,
                 "incarnation": secrets.randbits(62) | 1,
@@ -135,16 +129,19 @@ class Engines:
                 "log_level": settings.log_level,
                 "log_format": settings.log_format,
                 "factories": self._factories,
-                "models": [_load_order(held, load) for held, load in zip(models, loads, strict=True)],
+                "models": [
+                    _load_order(held, self._models.begin_load(held, index))
+                    for held in self._models
+                    if not held.quarantined and not held.sleeping and index in self.of(held)
+                ],
                 "refused": [
-                    {"model": held.index, "reason": held.quarantined, "code": Code.MODEL_FAILED}
+                    {
+                        "model": held.index,
+                        "reason": held.quarantined or str(asleep(held.name)),
+                        "code": Code.MODEL_FAILED if held.quarantined else Code.SLEEPING,
+                    }
                     for held in self._models
-                    if held.quarantined
-                ]
-                + [
-                    {"model": held.index, "reason": str(asleep(held.name)), "code": Code.SLEEPING}
-                    for held in self._models
-                    if held.sleeping
+                    if held.quarantined or held.sleeping
                 ],
             }
 

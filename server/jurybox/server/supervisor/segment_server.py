@@ -83,12 +83,8 @@ class SegmentServer(Closing):
                 self._stop.close()
                 raise
         except OSError as error:
-            if exhausted(error):
-                raise TooManyFiles(f"cannot create the socket {self._path}: {remedy()}") from error
-            raise SharedMemoryError(
-                f"cannot create the socket {self._path}: {error.strerror}; expected a folder that this process may "
-                "write to (elsewhere: JURYBOX_SHM_DIR)"
-            ) from error
+            expected = "; expected a folder that this process may write to (elsewhere: JURYBOX_SHM_DIR)"
+            raise _cannot(f"create the socket {self._path}", error, expected) from error
         self._thread = threading.Thread(target=self._run, name="segments", daemon=True)
         self._thread.start()
 
@@ -100,28 +96,18 @@ class SegmentServer(Closing):
             TooManyFiles: this process may open no more files.
         """
         check_room(name, size)
+        fds: list[int] = []
         try:
-            fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        except OSError as error:
-            if exhausted(error):
-                raise TooManyFiles(f"cannot create shared memory: {remedy()}") from error
-            raise SharedMemoryError(f"cannot create shared memory {name}: {error.strerror} (memfd_create)") from error
-        try:
+            fds.append(fd := os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
             os.posix_fallocate(fd, 0, size)  # else a page that cannot be allocated later is a SIGBUS on access
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
             try_lock(fd, OWNER_LOCK, shared=True)
-            own = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
-        except OSError as error:
-            os.close(fd)
-            if exhausted(error):
-                raise TooManyFiles(f"cannot create shared memory: {remedy()}") from error
-            raise SharedMemoryError(f"cannot create shared memory {name} of {size} bytes: {error.strerror}") from error
-        try:
+            fds.append(own := os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC))
             segment = Segment(name, fd, size, owned=True, withdraw=self._withdraw)
         except OSError as error:
-            os.close(fd)
-            os.close(own)
-            raise SharedMemoryError(f"cannot map shared memory {name} of {size} bytes: {error.strerror}") from error
+            for each in fds:
+                os.close(each)
+            raise _cannot(f"create shared memory {name} of {size} bytes", error) from error
         with self._lock:
             self._held[name], self._sizes[name] = [own], size
         return segment
@@ -138,9 +124,7 @@ class SegmentServer(Closing):
             reading, writing = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         except OSError as error:
             segment.release()
-            if exhausted(error):
-                raise TooManyFiles(f"cannot create the pipe of {name}: {remedy()}") from error
-            raise SharedMemoryError(f"cannot create the pipe of {name}: {error.strerror}") from error
+            raise _cannot(f"create the pipe of {name}", error) from error
         os.close(writing)
         with self._lock:
             self._held[name].append(reading)
@@ -251,6 +235,13 @@ class SegmentServer(Closing):
                 os.close(fd)
             raise
         return fds
+
+
+def _cannot(what: str, error: OSError, expected: str = "") -> SharedMemoryError | TooManyFiles:
+    """Return the error to raise for one of the system's."""
+    if exhausted(error):
+        return TooManyFiles(f"cannot {what}: {remedy()}")
+    return SharedMemoryError(f"cannot {what}: {error.strerror}{expected}")
 
 
 def check_room(name: str, size: int) -> None:

@@ -16,7 +16,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -247,18 +247,12 @@ def _write_whole(path: Path, fill: Callable[[IO[bytes]], _Written]) -> _Written:
     except BaseException:
         aside.unlink(missing_ok=True)
         raise
-    with _opened(path.parent) as folder:
-        os.fsync(folder)
-    return written
-
-
-@contextlib.contextmanager
-def _opened(folder: Path) -> Iterator[int]:
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        yield fd
+        os.fsync(folder)
     finally:
-        os.close(fd)
+        os.close(folder)
+    return written
 
 
 # Saving of published weights: one thread of the supervisor for all models.
