@@ -326,7 +326,7 @@ class Sessions(Closing):
                 self._book.stepping(part, steps, self._requests.max_batch),
                 self._state_sent(lane, part, steps, flag, given, deadline) as ticket,
             ):
-                found.append(ticket._waited_for(deadline).outputs)
+                found.append(ticket.waited_for(deadline).outputs)
         return _concatenated(found)
 
     async def exchange_state_async(
@@ -400,7 +400,7 @@ class Sessions(Closing):
             extents[rows] = 0
         for name, array in state.items():
             columns.state_in[name][rows] = array
-        ticket._send(deadline, 0)
+        ticket.send(deadline)
         return ticket
 
 
@@ -408,6 +408,12 @@ class _StateTicket(Ticket):
     """A ticket whose outputs are the state of its rows after the request. Leaving a ``with`` gives it up."""
 
     __slots__ = ()
+
+    def send(self, deadline: int) -> None:
+        self._send(deadline, 0)
+
+    def waited_for(self, deadline: int) -> Reply:
+        return self._waited_for(deadline)
 
     def _collected(self) -> Reply:
         answer = self._checked()
