@@ -114,7 +114,7 @@ def test_a_host_that_cannot_be_made_is_counted_as_a_failure_and_says_why(tmp_pat
     log = (tmp_path / "logs" / "run.log").read_text()
     assert outcome.end is End.FAILED and "2 times in a row" in outcome.text
     assert "actor-0 failed: " in log and str(cluster.folder("away")) in log and "is gone with its machine" not in log
-    assert "HostActor.__init__" in (tmp_path / "logs" / "actor-0.log").read_text()
+    assert "Host.__init__" in (tmp_path / "logs" / "actor-0.log").read_text()
 
 
 def test_a_place_that_cannot_be_made_is_counted_as_a_failure_and_says_why(tmp_path, monkeypatch):

@@ -1,4 +1,4 @@
-"""Ray actors: the host of a machine and the places of roles. Also follows the log of a process."""
+"""The places of roles, as Ray actors. Also follows the log of a process."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from jurybox.processes import ControlPipe
-from jurybox.training.cluster.host import Host
 from jurybox.training.runtime.launching import start_process, status_of
 from jurybox.training.runtime.plan import Plan
 
@@ -67,14 +66,6 @@ class ProcessOutput:
     status: int | None
 
 
-class HostActor(Host):
-    """A machine's host, as an actor."""
-
-    def ready(self) -> str:
-        """Return the name of its scoreboard."""
-        return self.scoreboard
-
-
 class RolePlace:
     """Holds the resources of a role, and the role's process. It outlives the process, not the machine.
 
@@ -106,10 +97,8 @@ class RolePlace:
             path = Path(self._folder.name) / "restored.state"
             path.write_bytes(state)
             configured = {**configured, "state": str(path)}
-        if configured["evaluated"] is not None:
-            configured = {**configured, "evaluated": self._folder.name}
         known = [*sys.path, *(path for path in configured["path"] if path not in sys.path and Path(path).exists())]
-        return self._parent.submit(self._start, {**configured, "path": known}).result()
+        return self._parent.submit(self._start, {**configured, "path": known, "evaluated": self._folder.name}).result()
 
     def _start(self, configured: dict[str, Any]) -> int:
         self._log.rewind()

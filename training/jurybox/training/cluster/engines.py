@@ -207,11 +207,6 @@ def endpoint(name: str, timeout: float = START) -> Endpoint:
     raise ServerGone(f"engine {name!r} was not found within {timeout:.0f} s: {why or 'Ray did not answer'}")
 
 
-def address(name: str, timeout: float = START) -> str:
-    """As `endpoint`: the address for this process, ipc:// on the engine's machine and grpc:// elsewhere."""
-    return endpoint(name, timeout).address
-
-
 def connect(name: str, timeout: float = START, alive: Callable[[], None] = lambda: None) -> Server:
     """Connect to an engine; waits for one that is starting or moving. As `endpoints.reach`."""
 

@@ -223,7 +223,6 @@ class Host:
         copies = {name: str(Path(self._copies.name) / name) for name in plan.folders} if self._copies else {}
         self.folders = Folders({**plan.folders, **copies})
 
-    @property
     def scoreboard(self) -> str:
         """Name of its scoreboard."""
         return self.shared.scoreboard.segment.name

@@ -36,7 +36,7 @@ _T = TypeVar("_T")
 class RayProcess:
     """A role's process in the cluster. Its messages are kept until the orchestrator reads them."""
 
-    def __init__(self, launcher: RayLauncher, number: int, log: Path, evaluated: Path | None) -> None:
+    def __init__(self, launcher: RayLauncher, number: int, log: Path, evaluated: Path) -> None:
         self.number, self.log, self.evaluated = number, log, evaluated
         self.pid = 0
         self.lost = False
@@ -71,7 +71,6 @@ class RayProcess:
 
     def _store_evaluated(self, message: dict[str, Any]) -> dict[str, Any]:
         """Store weights that were evaluated on another machine in a folder on this one."""
-        assert self.evaluated is not None
         files: dict[str, bytes] = message.pop("kept")
         try:
             folder = Checkpoints(self.evaluated).begin()
@@ -144,9 +143,7 @@ class RayLauncher:
         self._traffic = self._call(begin(), 10.0)
         self._places = {number: self._place(number) for number in range(len(plan.roles))}
 
-    def start(
-        self, number: int, life: int, state: Path | None, log: Path, evaluated: Path | None = None
-    ) -> RoleProcess:
+    def start(self, number: int, life: int, state: Path | None, log: Path, evaluated: Path) -> RoleProcess:
         process = RayProcess(self, number, log, evaluated)
         self._running[number] = process
         log.parent.mkdir(parents=True, exist_ok=True)
@@ -235,8 +232,7 @@ class RayLauncher:
             node = await self._node_of(number)
             member = await self._traffic.member(node)
             names = await self._traffic.context(number, member)
-            kept = None if process.evaluated is None else str(process.evaluated)
-            configured = configuration(self._plan, number, life, member.scoreboard, None, kept)
+            configured = configuration(self._plan, number, life, member.scoreboard, None, process.evaluated)
             configured |= {"replays": names.replays, "folders": names.folders}
             place = self._places[number]
             process.pid = await place.start.remote(configured, state)

@@ -16,12 +16,11 @@ import ray
 from ray.exceptions import RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from jurybox.training.cluster.actors import HostActor
 from jurybox.training.cluster.connection import failure_of
 from jurybox.training.cluster.host import Counters, Host, HostReport, LocalNames, TimelineCopy
 from jurybox.training.runtime.plan import Plan
 
-PERIOD = 0.01  # least seconds between two polls of a host
+_PERIOD = 0.01  # least seconds between two polls of a host
 _CLOSE_SECONDS = 5.0
 
 
@@ -82,11 +81,10 @@ class Traffic:
         node: str,
         lost: Callable[[set[int]], None],
         notify: Callable[[str], None],
-        period: float = PERIOD,
     ) -> None:
-        self._plan, self._lost, self._notify, self._period = plan, lost, notify, period
+        self._plan, self._lost, self._notify = plan, lost, notify
         self._scoreboard = host.shared.scoreboard
-        self.own = Member(node, host.scoreboard, host=host)
+        self.own = Member(node, host.scoreboard(), host=host)
         self.members: dict[str, Member] = {node: self.own}
         self._starting: dict[str, asyncio.Task[Member]] = {}
         self._homes: dict[str, Member] = {}  # by replay, where it is sampled
@@ -110,8 +108,8 @@ class Traffic:
         strategy = NodeAffinitySchedulingStrategy(node, soft=False)
         name = f"{self.own.scoreboard}-{node}"
         options: dict[str, Any] = {"num_cpus": 0, "name": name, "scheduling_strategy": strategy, "get_if_exists": True}
-        actor: Any = ray.remote(HostActor).options(**options).remote(self._plan)
-        member = Member(node, await actor.ready.remote(), actor=actor)
+        actor: Any = ray.remote(Host).options(**options).remote(self._plan)
+        member = Member(node, await actor.scoreboard.remote(), actor=actor)
         for channel in self._plan.channels:
             # Send what was published so far, so that roles that start there need not wait for the next publication.
             if self._newest_local(channel.name):
@@ -187,7 +185,7 @@ class Traffic:
                     )
                     member.missed = report.missed
                 self._transfer(member, report)
-                await asyncio.sleep(max(0.0, self._period - (time.monotonic() - began)))
+                await asyncio.sleep(max(0.0, _PERIOD - (time.monotonic() - began)))
         except RayError as error:
             if (why := failure_of(error)) is not None:
                 self._notify(f"the host of node {member.node[:8]} failed, which its roles need: {why}")
@@ -201,7 +199,7 @@ class Traffic:
                 report: HostReport = self.own.host.report((), away, self.own.reported)
                 self._record(self.own, report)
                 self._transfer(self.own, report)
-            await asyncio.sleep(self._period)
+            await asyncio.sleep(_PERIOD)
 
     def _transfer(self, member: Member, report: HostReport) -> None:
         for name, count in report.rows.items():

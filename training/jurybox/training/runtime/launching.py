@@ -51,14 +51,12 @@ class Launcher(Protocol):
     def begin(self, plan: Plan, shared: SharedResources) -> None:
         """Begin a run, whose shared memory on this machine is `shared`."""
 
-    def start(
-        self, number: int, life: int, state: Path | None, log: Path, evaluated: Path | None = None
-    ) -> RoleProcess:
+    def start(self, number: int, life: int, state: Path | None, log: Path, evaluated: Path) -> RoleProcess:
         """Start the process of role `number`. Doesn't wait for it.
 
         Args:
             state: file of what the role saved.
-            evaluated: folder on this machine for weights that an evaluator likes best; None: they are not kept.
+            evaluated: folder on this machine for weights that an evaluator likes best.
         """
 
     def wait(self, processes: Sequence[RoleProcess], timeout: float) -> Collection[RoleProcess]:
@@ -75,7 +73,7 @@ class Launcher(Protocol):
 
 
 def configuration(
-    plan: Plan, number: int, life: int, scoreboard: str, state: str | None, evaluated: str | None = None
+    plan: Plan, number: int, life: int, scoreboard: str, state: Path | None, evaluated: Path
 ) -> dict[str, Any]:
     """The first message to a role's process, but for its kind."""
     return {
@@ -86,8 +84,8 @@ def configuration(
         "folders": {},
         "number": number,
         "life": life,
-        "state": state,
-        "evaluated": evaluated,
+        "state": None if state is None else str(state),
+        "evaluated": str(evaluated),
     }
 
 
@@ -150,12 +148,9 @@ class Local:
     def begin(self, plan: Plan, shared: SharedResources) -> None:
         self._plan, self._shared = plan, shared
 
-    def start(
-        self, number: int, life: int, state: Path | None, log: Path, evaluated: Path | None = None
-    ) -> LocalProcess:
+    def start(self, number: int, life: int, state: Path | None, log: Path, evaluated: Path) -> LocalProcess:
         scoreboard = self._shared.scoreboard.segment.name
-        files = (None if path is None else str(path) for path in (state, evaluated))
-        configured = configuration(self._plan, number, life, scoreboard, *files)
+        configured = configuration(self._plan, number, life, scoreboard, state, evaluated)
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("ab") as file:
             return LocalProcess(*start_process(self._plan, number, configured, file.fileno()))
@@ -184,20 +179,14 @@ class Child:
         launcher: starts it.
         number: of the role in the plan.
         log: file that it writes to, all its lives in one.
-        evaluated: folder for weights that were evaluated; None: they are not kept.
+        evaluated: folder for weights that were evaluated.
 
     Attributes:
         restart_at: second of the monotonic clock from which it may be started again.
     """
 
     def __init__(
-        self,
-        plan: Plan,
-        number: int,
-        scoreboard: Scoreboard,
-        log: Path,
-        launcher: Launcher,
-        evaluated: Path | None = None,
+        self, plan: Plan, number: int, scoreboard: Scoreboard, log: Path, launcher: Launcher, evaluated: Path
     ) -> None:
         self.spec = plan.roles[number]
         self.name = self.spec.name

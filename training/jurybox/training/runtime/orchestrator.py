@@ -32,8 +32,8 @@ class Orchestrator:
         notify: accepts lines for watchers.
         logs: folder of the processes' logs.
         launcher: starts the processes; `begin` and `end` are called here.
-        checkpoints: where they go; None: none are made.
-        resumed: the checkpoint that `shared` was filled from.
+        checkpoints: where they go.
+        resumed: the checkpoint that `shared` was filled from; None: of none.
 
     Attributes:
         text: more about why the run is over.
@@ -49,8 +49,8 @@ class Orchestrator:
         logs: Path,
         launcher: Launcher,
         *,
-        checkpoints: Checkpoints | None = None,
-        resumed: Checkpoint | None = None,
+        checkpoints: Checkpoints,
+        resumed: Checkpoint | None,
     ) -> None:
         self.text = ""
         self._plan, self._shared, self._metrics, self._notify = plan, shared, metrics, notify
@@ -59,9 +59,8 @@ class Orchestrator:
         self.latest = resumed
         self._checkpoints = checkpoints
         self._rules = Rules(plan, self._scoreboard, plan.pace.slack)
-        evaluated = checkpoints.folder if checkpoints is not None else None
         self._children = [
-            Child(plan, number, self._scoreboard, logs / f"{role.name}.log", launcher, evaluated)
+            Child(plan, number, self._scoreboard, logs / f"{role.name}.log", launcher, checkpoints.folder)
             for number, role in enumerate(plan.roles)
         ]
         # An evaluation takes long and has no state: evaluators are not waited for.
@@ -219,8 +218,6 @@ class Orchestrator:
         self._save_if_due(last=True)
 
     def _save_if_due(self, *, last: bool = False) -> None:
-        if self._checkpoints is None:
-            return
         every, steps = self._plan.save_every, self._scoreboard.env_steps
         late = time.monotonic() - self._saved_when >= self._plan.save_seconds
         due = (every > 0 and (late or steps - self._saved_at >= every)) or last
@@ -230,7 +227,7 @@ class Orchestrator:
         began = self._saved_when = time.monotonic()
         self._unsaved = ""
         try:
-            made = self._save(self._checkpoints, began + self._plan.timeouts.save)
+            made = self._save(began + self._plan.timeouts.save)
         except OSError as error:  # a full disk; or weights were being written, and could not be read whole in time
             made, self._unsaved = False, f"{type(error).__name__}: {error}"
         if made:
@@ -240,13 +237,13 @@ class Orchestrator:
             before = "there is none before" if self.latest is None else f"{self.latest.folder.name} stands"
             self._notify(f"no checkpoint at {self._scoreboard.env_steps} steps ({before}): {why}")
 
-    def _save(self, checkpoints: Checkpoints, until: float) -> bool:
+    def _save(self, until: float) -> bool:
         """Pause all roles, make them save, and continue.
 
         Raises:
             OSError: a file could not be written, or weights not be read whole.
         """
-        scratch = checkpoints.begin()
+        scratch = self._checkpoints.begin()
         try:
             for child in self._savers:
                 child.order(Order.PAUSE)
@@ -263,12 +260,12 @@ class Orchestrator:
                 return False
             document = self._shared.save(self._plan, scratch, self._launcher.save_replay)
             document["gathered"] = self._metrics.state()
-            made = checkpoints.complete(scratch, self._scoreboard.env_steps, document)
+            made = self._checkpoints.complete(scratch, self._scoreboard.env_steps, document)
             self.latest = made
             self._saved_at = made.env_steps
             return True
         finally:
-            checkpoints.abandon(scratch)
+            self._checkpoints.abandon(scratch)
             self._saved_files.clear()
             for child in self._savers:
                 child.order(Order.RUN)

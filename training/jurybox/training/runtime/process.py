@@ -93,7 +93,7 @@ def _serve(control_pipe: ControlPipe, reports: Reports, message: dict[str, Any])
             reports,
             life=message["life"],
             folders=message["folders"],
-            evaluated=Path(message["evaluated"]) if message["evaluated"] else None,
+            evaluated=Path(message["evaluated"]),
             certainly=reports.send_reliably,
         )
         reports.words = context.words

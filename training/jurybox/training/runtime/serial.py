@@ -28,8 +28,8 @@ class Serial:
         shared: of the run.
         metrics: takes the reports.
         notify: accepts lines for watchers.
-        checkpoints: where they go; None: none are made.
-        resumed: the checkpoint that `shared` was filled from.
+        checkpoints: where they go.
+        resumed: the checkpoint that `shared` was filled from; None: of none.
     """
 
     def __init__(
@@ -39,8 +39,8 @@ class Serial:
         metrics: RunMetrics,
         notify: Callable[[str], None],
         *,
-        checkpoints: Checkpoints | None = None,
-        resumed: Checkpoint | None = None,
+        checkpoints: Checkpoints,
+        resumed: Checkpoint | None,
     ) -> None:
         self._plan, self._shared, self._metrics, self._notify = plan, shared, metrics, notify
         self._checkpoints = checkpoints
@@ -52,10 +52,8 @@ class Serial:
             for number in sorted(range(len(plan.roles)), key=lambda n: plan.roles[n].kind is not Kind.LEARNER):
                 orders = shared.scoreboard.orders[number]
                 orders[Control.LIFE] += 1
-                kept = checkpoints.folder if checkpoints is not None else None
-                context = RoleContext(
-                    plan, number, shared, self._handle_message, life=orders[Control.LIFE], evaluated=kept
-                )
+                kept, life = checkpoints.folder, orders[Control.LIFE]
+                context = RoleContext(plan, number, shared, self._handle_message, life=life, evaluated=kept)
                 context.words[Word.LIFE] = context.life
                 # Who takes over from processes that died goes on from what is shared; a learner from its optimiser too.
                 goes_on = resumed and (context.life == 1 or context.spec.kind is Kind.LEARNER)
@@ -106,8 +104,6 @@ class Serial:
 
     def save(self) -> None:
         """Make a checkpoint now; a full disk costs the checkpoint and not the run."""
-        if self._checkpoints is None:
-            return
         self._saved_at = self._shared.scoreboard.env_steps
         savers = [turn for turn in self._turns if turn.context.spec.kind is not Kind.EVALUATOR]
         for turn in self._turns:
