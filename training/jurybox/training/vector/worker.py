@@ -30,7 +30,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from gymnasium import Env
@@ -160,14 +160,7 @@ def read_done(message: bytes) -> tuple[list[int], dict[int, Any]]:
     return numbers, pickle.loads(message[end:]) if len(message) > end else {}
 
 
-class MessageHandler(Protocol):
-    """How a worker answers a message."""
-
-    def answer(self, message: bytes) -> Iterator[bytes]:
-        """Yield the answers; each is sent at once."""
-
-    def failed(self, error: Exception) -> bytes:
-        """Return the answer for an exception in `answer`."""
+# A handler yields the answers to a message, each of which is sent at once, and has one for an exception in between.
 
 
 class CommandHandler:
@@ -298,7 +291,7 @@ def main() -> None:
         functions: list[Callable[[], Env[Any, Any]]] = pickle.loads(config.make)  # from who started this process
         environments += [function() for function in functions]
         pipe.send([(each.observation_space, each.action_space, getattr(each, "metadata", {})) for each in environments])
-        handler: MessageHandler = (
+        handler = (
             CommandHandler(environments[0]) if config.mode is None else SharedMemoryHandler(config, environments, pipe)
         )
     except (EOFError, ConnectionError):
@@ -315,7 +308,7 @@ def main() -> None:
             environment.close()
 
 
-def _serve(pipe: Connection, handler: MessageHandler) -> None:
+def _serve(pipe: Connection, handler: CommandHandler | SharedMemoryHandler) -> None:
     """Answer until the other end is gone."""
     while True:
         try:
