@@ -144,9 +144,7 @@ def spawn(
             group, so that a terminal's Ctrl-C reaches only its parent. None: the parent's output.
     """
     ours, theirs = socket.socketpair()
-    for direction in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
-        # A child that was stopped within a message must not block its parent forever.
-        ours.setsockopt(socket.SOL_SOCKET, direction, struct.pack("@ll", _MESSAGE_SECONDS, 0))
+    set_timeouts(ours, _MESSAGE_SECONDS)  # a child that was stopped within a message must not block its parent forever
     variables = {**os.environ, **(environment or {}), _PARENT: str(os.getpid())}
     with theirs:
         process = subprocess.Popen(
@@ -159,6 +157,21 @@ def spawn(
             env={name: value for name, value in variables.items() if value is not None},
         )
     return process, ControlPipe(ours.detach())
+
+
+def set_timeouts(end: socket.socket, seconds: float) -> None:
+    """Set the time-out of a socket's sends and receives, after which they raise BlockingIOError."""
+    for direction in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+        whole, part = divmod(seconds, 1.0)
+        end.setsockopt(socket.SOL_SOCKET, direction, struct.pack("@ll", int(whole), int(part * 1e6)))
+
+
+def end_with(parent: int) -> None:
+    """Let the kernel kill this process when process `parent` ends, or at once if it has ended already."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:  # it ended before the call took effect
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def exact_sleeps() -> None:
@@ -204,11 +217,7 @@ def attach(fd: int) -> ControlPipe:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     # Passed by `spawn`: after the parent's death getppid would return another process.
-    parent = int(os.environ.pop(_PARENT, os.getppid()))
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() != parent:  # it died before the signal was set up
-            os.kill(os.getpid(), signal.SIGKILL)
+    end_with(int(os.environ.pop(_PARENT, os.getppid())))
     return ControlPipe(fd)
 
 

@@ -13,8 +13,9 @@ from tests.serving import wait_until
 from tests.unit.recipes.worker_environments import Counting, WithOpenCV, broken
 from tests.unit.vector.vector_environments import Counter
 
+from jurybox.processes import set_timeouts
 from jurybox.training.vector.sb3_env import WorkerVecEnv
-from jurybox.training.vector.worker import WorkerFailed, set_timeouts
+from jurybox.training.vector.worker import WorkerFailed
 
 
 @pytest.fixture

@@ -18,8 +18,6 @@ Both ends are of one program and one user, and nothing else can write to the soc
 
 from __future__ import annotations
 
-import ctypes
-import os
 import pickle
 import signal
 import socket
@@ -36,34 +34,15 @@ import numpy as np
 from gymnasium import Env
 from gymnasium.vector import AutoresetMode
 
-from jurybox.processes import thread_limits
+from jurybox.processes import end_with, thread_limits
 from jurybox.protocol.segment import Segment
 from jurybox.training.vector.layout import arrange, put, take
 
 THREAD_LIMITS = thread_limits(1)
-_PR_SET_PDEATHSIG = 1
 
 
 class WorkerFailed(RuntimeError):
     """An environment raised in its worker; the message holds the worker's traceback."""
-
-
-def set_timeouts(end: socket.socket, seconds: float) -> None:
-    """Set the time-out of a socket's sends and receives, after which they raise BlockingIOError."""
-    for direction in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
-        whole, part = divmod(seconds, 1.0)
-        end.setsockopt(socket.SOL_SOCKET, direction, struct.pack("@ll", int(whole), int(part * 1e6)))
-
-
-def bind_to(parent: int) -> None:
-    """Ignore the terminal's signals, and end with the parent."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # blocked from before the first instruction until here
-    if sys.platform == "linux":
-        # A worker that waits for the server does not read its pipe, so the pipe's end alone would come late.
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:  # the parent died before the call took effect
-        os._exit(1)
 
 
 def execute(environment: Any, command: str, data: Any) -> Any:
@@ -279,7 +258,10 @@ def _write_infos(number: int, info: dict[str, Any], fields: dict[str, Any], mask
 def main() -> None:
     """Serve the learner at the other end of the descriptor that is the first argument; the second is its process id."""
     descriptor, parent = map(int, sys.argv[1:])
-    bind_to(parent)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal, which the learner handles
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # blocked from before the first instruction until here
+    # A worker that waits for the server does not read its pipe, so the pipe's end alone would come late.
+    end_with(parent)
     pipe = Connection(descriptor)
     try:
         config: WorkerConfig = pipe.recv()

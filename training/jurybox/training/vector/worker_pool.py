@@ -17,6 +17,7 @@ from typing import Any
 import cloudpickle
 from gymnasium.vector import AutoresetMode
 
+from jurybox.processes import set_timeouts
 from jurybox.protocol.errors import Refused, Timeout
 from jurybox.protocol.segment import Segment
 from jurybox.training import interrupts
@@ -30,7 +31,6 @@ from jurybox.training.vector.worker import (
     WorkerConfig,
     WorkerFailed,
     read_done,
-    set_timeouts,
 )
 
 # Not -m: what a module run as __main__ defines cannot be unpickled here.
