@@ -308,7 +308,7 @@ void bind_replay(nb::module_& m) {
             if (out.nbytes() != rows * f.bytes * count) throw std::invalid_argument("an output array has the wrong size");
             if (valid && (valid->shape(0) != rows || valid->shape(1) != count)) throw std::invalid_argument("a mask has the wrong shape");
             self.capacity = self.request.columns.empty() ? rows : std::min(self.capacity, rows);
-            self.request.columns.push_back(Column{&f, static_cast<std::byte*>(out.data()), f.bytes * count, from, count, ahead, valid ? valid->data() : nullptr});
+            self.request.columns.push_back(Column{f, static_cast<std::byte*>(out.data()), f.bytes * count, from, count, ahead, valid ? valid->data() : nullptr});
             self.memory.push_back(nb::cast(out));
             if (valid) self.memory.push_back(nb::cast(*valid));
         }, nb::arg("ring"), nb::arg("field"), nb::arg("out"), nb::arg("from_") = 0, nb::arg("count") = 1, nb::arg("ahead") = false, nb::arg("valid") = nb::none())
@@ -339,7 +339,7 @@ void bind_replay(nb::module_& m) {
                 throw std::invalid_argument("the reward must be one float32 or float64 a row");
             self.capacity = std::min({self.capacity, returns.shape(0), discount.shape(0)});
             Window& w = self.request.window;
-            w.reward = &f;
+            w.reward = f;
             w.reward_is_double = f.bytes == 8;
             w.gamma = gamma;
             w.returns = returns.data();

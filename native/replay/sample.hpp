@@ -6,6 +6,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <optional>
 #include <vector>
 
 #include "common/thread_pool.hpp"
@@ -16,7 +17,7 @@ namespace jurybox::replay {
 // An array of the output: `count` rows of one field, starting `from` rows after the drawn one (or with `ahead`, after the row
 // that follows the n steps); `stride` bytes between positions.
 struct Column {
-    const Field* field;
+    Field field;  // a copy: the ring that it was read from may be gone
     std::byte* out;
     std::size_t stride;
     std::int32_t from = 0;
@@ -33,7 +34,7 @@ struct Window {
     std::uint32_t length = 0;   // rows of a sequence; 0: none
     bool full_length = false;   // redraw if the episode ends within a sequence
     bool next_needed = false;   // redraw a non-terminal end without its last observation
-    const Field* reward = nullptr;
+    std::optional<Field> reward;
     bool reward_is_double = false;
     double gamma = 1.0;
     float* returns = nullptr;   // (n,): discounted sum of the rewards of the steps
@@ -80,7 +81,7 @@ class Sampler {
             chances_.resize(n);
         }
         std::size_t bytes = 0;
-        for (const Column& c : request_.columns) bytes += c.field->bytes * c.count;
+        for (const Column& c : request_.columns) bytes += c.field.bytes * c.count;
         // A part is at least a quarter of a megabyte, so that waking a thread pays.
         const std::size_t rows_a_part = std::max<std::size_t>(4, (std::size_t{1} << 18) / (bytes == 0 ? 1 : bytes));
         const std::size_t parts = (n + rows_a_part - 1) / rows_a_part;
@@ -183,7 +184,7 @@ class Sampler {
             return false;  // no longer read
         }
         const std::byte* from = ring_.slot(slot);
-        for (const Column& c : request_.columns) take(*c.field, from, c.out + position * c.stride);
+        for (const Column& c : request_.columns) take(c.field, from, c.out + position * c.stride);
         if (ring_.verify && !ring_.still(slot, seen)) return false;
         note(i, slot, is_whole(seen) ? ticket_of(seen) : seen / 2);
         return true;
@@ -263,17 +264,17 @@ class Sampler {
             std::byte* out = c.out + position * c.stride;
             const std::int64_t begin = (c.ahead ? next : 0) + c.from;
             const std::int64_t end = c.ahead ? next + 1 : near.transitions;
-            for (std::uint32_t k = 0; k < c.count; ++k, out += c.field->bytes) {
+            for (std::uint32_t k = 0; k < c.count; ++k, out += c.field.bytes) {
                 const std::int64_t at = begin + k;
                 const bool there = at >= -static_cast<std::int64_t>(near.before) && at < end;
                 if (there)
-                    take(*c.field, ring_.slot(ring_.slot_of(near.self[at])), out);
+                    take(c.field, ring_.slot(ring_.slot_of(near.self[at])), out);
                 else
-                    std::memset(out, 0, c.field->bytes);
+                    std::memset(out, 0, c.field.bytes);
                 if (c.valid != nullptr) c.valid[position * c.count + k] = there;
             }
         }
-        if (w.reward != nullptr) {
+        if (w.reward) {
             double sum = 0.0, factor = 1.0;
             for (std::uint32_t k = 0; k < steps; ++k, factor *= w.gamma) sum += factor * reward(near.self[k]);
             w.returns[position] = static_cast<float>(sum);

@@ -35,7 +35,7 @@ struct Out {
         request.n = n;
         for (const Field& f : ring.fields) {
             columns.emplace_back(n * f.elements);
-            request.columns.push_back(Column{&f, reinterpret_cast<std::byte*>(columns.back().data()), f.bytes});
+            request.columns.push_back(Column{f, reinterpret_cast<std::byte*>(columns.back().data()), f.bytes});
         }
         request.indices = indices.data();
         request.weights = weights.data();
@@ -157,7 +157,7 @@ void test_windows_follow_the_episode_under_lapping_writers() {
         request.key = k;
         request.window.linked = true;
         request.window.length = length;
-        Column column{&heap.ring.fields[0], reinterpret_cast<std::byte*>(values.data()), length * 4, 0, length, false, valid.data()};
+        Column column{heap.ring.fields[0], reinterpret_cast<std::byte*>(values.data()), length * 4, 0, length, false, valid.data()};
         request.columns.push_back(column);
         Sampler sampler(heap.ring, request);
         const Sampled got = sampler.run(nullptr);

@@ -7,7 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from jurybox.training.replay import Field, NotEnoughRows, Replay
+from jurybox.protocol.errors import SpecMismatch
+from jurybox.training.replay import Episodes, Field, NotEnoughRows, Replay, Windows
 
 
 def filled(make, n: int = 100, capacity: int = 100, **options) -> Replay:
@@ -78,6 +79,54 @@ def test_a_larger_sample_than_the_batch_is_refused(make) -> None:
     replay = filled(make)
     with pytest.raises(IndexError, match="shorter"):
         replay.sample(11, replay.batch(10))
+
+
+def test_a_batch_outlives_the_replay_that_made_it(make) -> None:
+    replay = filled(make)
+    attached = Replay.attach(replay.name)
+    batches = [attached.batch(10) for _ in range(20)]
+    attached.close()
+    del attached
+    gc.collect()
+    overwritten = [np.full(size, 0x7FFFFFFF, np.int64) for size in range(8, 40) for _ in range(20)]
+    for batch in batches:
+        assert (replay.sample(10, out=batch)["x"] == batch["n"][:, None]).all()
+    del overwritten
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"x": Field((2,)), "n": Field((), "int64")},
+        {"x": Field((3,), "int32"), "n": Field((), "int64")},
+        {"x": Field((3,), stored="float16"), "n": Field((), "int64")},
+        {"n": Field((), "int64"), "x": Field((3,))},
+    ],
+)
+def test_a_batch_of_other_fields_is_refused(make, fields) -> None:
+    batch = make(100, fields).batch(10)
+    with pytest.raises(SpecMismatch, match="expected a batch for rows of x"):
+        filled(make).sample(10, out=batch)
+
+
+def test_a_batch_for_other_episodes_is_refused(make) -> None:
+    fields = {"x": Field((3,)), "n": Field((), "int64"), "end": Field((), "bool"), "cut": Field((), "bool")}
+    with_ends = make(100, fields, episodes=Episodes(terminated="end"))
+    others = make(100, fields, episodes=Episodes(terminated="end", truncated="cut")), make(100, fields)
+    for replay in (with_ends, *others):
+        replay.extend(x=np.zeros((9, 3)), n=np.arange(9), end=np.zeros(9, bool), cut=np.zeros(9, bool))
+    batch = with_ends.batch(4, Windows(stack=2, stacked=("x",)))
+    for replay in others:
+        with pytest.raises(SpecMismatch, match="expected a batch for"):
+            replay.sample(4, out=batch)
+    assert (with_ends.sample(4, out=batch)["n"] < 9).all()
+
+
+def test_a_batch_without_an_anchor_is_refused_by_a_replay_with_one(make) -> None:
+    replay = make(anchor=10)
+    replay.anchor.add(x=np.zeros(3), n=1)
+    with pytest.raises(SpecMismatch, match="with an anchor"):
+        replay.sample(4, out=make().batch(4))
 
 
 def test_tensors_share_the_batch(make) -> None:

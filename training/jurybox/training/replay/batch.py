@@ -38,6 +38,7 @@ class Batch(Mapping[str, npt.NDArray[Any]]):
     ) -> None:
         self.n = n
         self.windows = windows
+        self._layout = layout
         self.valid: dict[str, npt.NDArray[np.uint8]] = {}
         self._arrays: dict[str, npt.NDArray[Any]] = {}
         self._tensors: dict[str, torch.Tensor] = {}
@@ -108,6 +109,21 @@ class Batch(Mapping[str, npt.NDArray[Any]]):
                 for columns, ring in zip(self.columns, rings, strict=True):
                     columns.add(ring, number, out, start, rows, ahead, mask)
 
+    def check_layout(self, layout: Layout) -> None:
+        """Raises SpecMismatch unless rows of this layout fit the columns."""
+        own = self._layout
+        if own is layout:
+            return
+        if list(own.fields.items()) != list(layout.fields.items()):
+            why = f"expected a batch for rows of {_text(layout)}, came one for {_text(own)}"
+        elif self.windows.any and own.episodes != layout.episodes:
+            why = f"expected a batch for {layout.episodes}, came one for {own.episodes}"
+        elif len(self.columns) < len(layout.parts):
+            why = "expected a batch for a replay with an anchor, came one for a replay without"
+        else:
+            return
+        raise SpecMismatch(f"{why}; make it with batch() of this replay")
+
     def __getitem__(self, name: str) -> npt.NDArray[Any]:
         try:
             return self._arrays[name]
@@ -125,6 +141,10 @@ class Batch(Mapping[str, npt.NDArray[Any]]):
         import torch
 
         return self._tensors or {name: torch.from_numpy(array) for name, array in self._arrays.items()}
+
+
+def _text(layout: Layout) -> str:
+    return ", ".join(f"{name}: {f.dtype}{list(f.shape)} as {f.stored or f.dtype}" for name, f in layout.fields.items())
 
 
 _LARGE = 128 << 10  # bytes; the kernel clears new memory of that size page by page, which costs more than the copy

@@ -243,8 +243,13 @@ class Replay:
             NotEnoughRows: the replay is empty, holds fewer rows than asked for without replacement, or none that
                 fits the windows.
             Timeout: the rate limiter allowed no sample for `timeout` seconds.
+            SpecMismatch: `out` was made by a replay with other fields, or for other episodes.
         """
-        batch = Batch(self.layout, [part.ring for part in self.parts], n, windows) if out is None else out
+        if out is None:
+            batch = Batch(self.layout, [part.ring for part in self.parts], n, windows)
+        else:
+            batch = out
+            batch.check_layout(self.layout)
         prioritized = self.layout.prioritized and not uniform
         if prioritized and not replace:
             raise SpecMismatch("prioritized samples are drawn with replacement: give uniform=True with replace=False")
