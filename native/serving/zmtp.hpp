@@ -264,6 +264,10 @@ class Zmtp {
                 std::string().swap(out_);
             else
                 out_.clear();
+        } else if (sent_ > kChunk && sent_ >= out_.size() / 2) {
+            // A peer that always leaves something unread would otherwise make this memory grow with all bytes ever sent.
+            out_.erase(0, sent_);
+            sent_ = 0;
         }
         wants_room(unsent() > 0);
     }

@@ -3,8 +3,10 @@
 #include <sys/mman.h>
 #include <sys/socket.h>
 
+#include <atomic>
 #include <cstdlib>
 #include <memory>
+#include <new>
 #include <random>
 #include <string>
 #include <thread>
@@ -13,6 +15,16 @@
 #include "serving/zmtp.hpp"
 
 using jurybox::Zmtp;
+
+// The largest allocation, of any thread.
+static std::atomic<std::size_t> largest{0};
+__attribute__((noinline)) void* operator new(std::size_t size) {
+    if (size > largest) largest = size;
+    if (void* memory = std::malloc(size)) return memory;
+    throw std::bad_alloc();
+}
+__attribute__((noinline)) void operator delete(void* memory) noexcept { std::free(memory); }
+__attribute__((noinline)) void operator delete(void* memory, std::size_t) noexcept { std::free(memory); }
 
 namespace {
 
@@ -72,6 +84,22 @@ void test_large_messages_are_kept_until_there_is_room() {
     Zmtp::Message message;
     for (int turn = 0; turn < 10'000 && !router.take(message); ++turn) router.receive(0), dealer.receive(0);
     CHECK(message.size() == 3 && message[1] == large && message[2] == "behind" && dealer.pending() == 0);
+}
+
+void test_bytes_that_were_sent_take_no_memory_while_others_wait() {
+    Pair pair;
+    Zmtp dealer(pair.ends[0], "", kMost, 0), router(pair.ends[1], "", kMost, 0, true);
+    router.receive(0), dealer.receive(0), router.receive(0);
+    const std::string large(500'000, 'z');
+    for (int i = 0; i < 4; ++i) CHECK(send(router, 0, {large}));
+    largest = 0;
+    for (int i = 0; i < 60; ++i) {
+        CHECK(send(router, 0, {large}));
+        Zmtp::Message message;  // the peer reads as much as is sent, but always leaves something
+        for (int turn = 0; turn < 10'000 && !dealer.take(message); ++turn) dealer.receive(0), router.receive(0);
+        CHECK(message.size() == 1 && message[0] == large && router.pending() > 0);
+    }
+    CHECK(largest <= 16 * large.size());
 }
 
 void test_a_peer_that_ends_leaves_nothing_held_but_known() {
@@ -296,6 +324,7 @@ int main() {
     test_messages_go_to_and_fro_and_are_in_flight_until_answered();
     test_an_answer_to_another_stays_for_who_takes_all();
     test_large_messages_are_kept_until_there_is_room();
+    test_bytes_that_were_sent_take_no_memory_while_others_wait();
     test_a_peer_that_ends_leaves_nothing_held_but_known();
     test_a_sign_of_life_is_answered();
     test_a_message_that_is_too_long_ends_the_connection_before_it_is_there();
