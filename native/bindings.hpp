@@ -87,17 +87,27 @@ class Borrowed {
 class Unlocked {
   public:
     Unlocked() : thread_(PyEval_SaveThread()) {}
-    ~Unlocked() {
-        try {
-            PyEval_RestoreThread(thread_);
-        } catch (const abi::__forced_unwind&) {
-            while (true) pause();
-        }
-    }
+    ~Unlocked() { lock(); }
     Unlocked(const Unlocked&) = delete;
     Unlocked& operator=(const Unlocked&) = delete;
 
+    // Run the handlers of signals that have arrived. Return whether one raised an exception, which stays set.
+    bool interrupted() {
+        lock();
+        const bool raised = PyErr_CheckSignals() != 0;
+        thread_ = PyEval_SaveThread();
+        return raised;
+    }
+
   private:
+    void lock() {
+        try {
+            PyEval_RestoreThread(thread_);
+        } catch (const abi::__forced_unwind&) {
+            while (true) ::pause();  // of unistd.h; that of common/wait.hpp would not sleep
+        }
+    }
+
     PyThreadState* thread_;
 };
 

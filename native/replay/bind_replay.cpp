@@ -117,10 +117,10 @@ int sample(PyRing& self, PyColumns& columns, std::size_t n, std::size_t first, b
     Sampled outcome;
     bool in_time = true, interrupted = false;
     {
-        const Unlocked without;
+        Unlocked without;
         if (self.ring.limited())
             in_time = wait_until(self.ring.control->rows, monotonic_seconds() + self.timeout, [&] { return self.ring.may_sample(n); },
-                                 [&] { return interrupted = python_interrupts(); });
+                                 [&] { return interrupted = without.interrupted(); });
         if (in_time) {
             Sampler sampler(self.ring, request);
             outcome = sampler.run(self.threads.get());

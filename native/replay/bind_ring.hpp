@@ -39,11 +39,6 @@ class Copying {
     static inline std::atomic<unsigned> threads_{0};  // the threads of all rings
 };
 
-inline bool python_interrupts() {
-    const nb::gil_scoped_acquire gil;
-    return PyErr_CheckSignals() != 0;
-}
-
 // Several threads may call a ring at once: its memory is written and read without locks, and calls share no other data. The
 // rows of one episode (`stream`) come from one thread; settings are made when it is created.
 struct PyRing {
@@ -111,7 +106,6 @@ struct PyRing {
         const Py_ssize_t given = names == nullptr ? 0 : NB_TUPLE_GET_SIZE(names);
         if (positional != 0) raise_protocol_error("SpecMismatch", "fields are given by name: " + field_names());
         const std::size_t wanted = inputs.size();
-        std::size_t found = 0;
         for (std::size_t f = 0; f < wanted; ++f) {
             PyObject* value = nullptr;
             const PyObject* name = inputs[f].name.ptr();
@@ -124,9 +118,8 @@ struct PyRing {
             }
             if (value == nullptr) raise_protocol_error("SpecMismatch", "field '" + text_of(inputs[f].name) + "' is missing; expected " + field_names());
             source_of(inputs[f], value, lead, f, n, sources[f], held);
-            ++found;
         }
-        if (static_cast<std::size_t>(given) != found) {
+        if (static_cast<std::size_t>(given) != wanted) {
             for (Py_ssize_t k = 0; k < given; ++k) {
                 const nb::object name = nb::borrow(NB_TUPLE_GET_ITEM(names, k));
                 bool known = false;
@@ -178,8 +171,16 @@ struct PyRing {
         return low;
     }
 
+    // What `write` has done, and why it ended early.
+    struct Wrote {
+        std::uint64_t rows = 0;
+        Written outcome = Written::yes;
+        std::size_t field = 0;  // the one that is too dense
+        bool timed_out = false, interrupted = false;
+    };
+
     // Reserve tickets for up to n rows, and wait if the mode requires it. 0: the ring is full, or the time-out has passed.
-    std::uint64_t tickets(std::uint64_t n, Ticket& first, double deadline, bool& interrupted) {
+    std::uint64_t tickets(std::uint64_t n, Ticket& first, double deadline, Unlocked* without, bool& interrupted) {
         std::uint64_t got = 0;
         const auto ready = [&] {
             const std::uint64_t may = admitted(n);
@@ -192,13 +193,13 @@ struct PyRing {
             got = ring.reserve_within(may, first);
             return got != 0 || ring.control->full == Full::drop_newest;
         };
-        wait_until(ring.control->room, deadline, ready, [&] { return interrupted = python_interrupts(); });
+        wait_until(ring.control->room, deadline, ready, [&] { return interrupted = without->interrupted(); });
         return got;
     }
 
-    // Write rows [0, n); `streams`: null, one for all rows, or one per row. Return the number of rows written. Needs no GIL.
-    std::uint64_t write(const Source* sources, std::uint64_t n, Stream* streams, bool stream_a_row, bool final_row, bool& timed_out, bool& interrupted, Written& outcome,
-                        std::size_t& bad) {
+    // Write rows [0, n); `streams`: null, one for all rows, or one per row. `without`: null if the caller holds Python's lock,
+    // which is allowed only in a ring whose writers do not wait.
+    Wrote write(const Source* sources, std::uint64_t n, Stream* streams, bool stream_a_row, bool final_row, Unlocked* without) {
         Writer writer(ring);
         std::optional<SumTree::Update> update;
         const bool prioritized = ring.tree.present();
@@ -209,25 +210,25 @@ struct PyRing {
         }
         const bool simple = ring.control->full == Full::overwrite && !ring.limited();
         const double deadline = simple ? 0.0 : monotonic_seconds() + timeout;
-        std::uint64_t done = 0;
+        Wrote wrote;
+        std::uint64_t& done = wrote.rows;
         std::uint64_t passed = 0;  // consecutive slots that were taken
-        outcome = Written::yes;
         while (done < n) {
             Ticket first = 0;
-            const std::uint64_t got = simple ? (first = ring.reserve(n - done), n - done) : tickets(n - done, first, deadline, interrupted);
+            const std::uint64_t got = simple ? (first = ring.reserve(n - done), n - done) : tickets(n - done, first, deadline, without, wrote.interrupted);
             if (got == 0) {
-                if (ring.control->full == Full::drop_newest && !interrupted && admitted(1) != 0)
+                if (ring.control->full == Full::drop_newest && !wrote.interrupted && admitted(1) != 0)
                     ring.control->dropped.fetch_add(n - done, std::memory_order_relaxed);
                 else
-                    timed_out = true;
+                    wrote.timed_out = true;
                 break;
             }
             for (std::uint64_t i = 0; i < got; ++i) {
                 Stream* stream = streams == nullptr ? nullptr : streams + (stream_a_row ? done : 0);
                 const unsigned end = stream == nullptr || final_row ? 0 : ends(sources, done);
-                outcome = writer.write(first + i, sources, done, stream, end, final_row);
+                const Written outcome = writer.write(first + i, sources, done, stream, end, final_row);
                 if (outcome == Written::yes) {
-                    if (prioritized) update->set(ring.slot_of(writer.last_ticket), top);
+                    if (prioritized) update->set(ring.slot_of(first + i), top);
                     passed = 0, ++done;
                     continue;
                 }
@@ -236,14 +237,13 @@ struct PyRing {
                 const bool on = outcome == Written::taken && ++passed < ring.capacity;
                 ring.control->retried.fetch_add(on ? 1 : got - i, std::memory_order_relaxed);
                 if (on) continue;
-                if (outcome == Written::taken) outcome = Written::no_slot;
-                bad = writer.failed_field;
-                return done;
+                wrote.outcome = outcome == Written::taken ? Written::no_slot : outcome;
+                wrote.field = writer.failed_field;
+                return wrote;
             }
-            outcome = Written::yes;
             if (ring.limited()) announce(ring.control->rows);
         }
-        return done;
+        return wrote;
     }
 
     // Implement add and extend: parse, write, raise errors.
@@ -256,29 +256,27 @@ struct PyRing {
         if (stream_rows != 0 && n != stream_rows)
             raise_protocol_error("SpecMismatch", "expected " + std::to_string(stream_rows) + " rows, one for each stream, came " + std::to_string(n));
         if (ring.links == nullptr) streams = nullptr;
-        bool timed_out = false, interrupted = false;
-        Written outcome = Written::yes;
-        std::size_t bad = 0;
-        std::uint64_t done = 0;
+        std::optional<Copying> counted;
+        std::optional<Unlocked> without;
         const bool waits = ring.limited() || ring.control->full == Full::block;
         if (waits || (n * row_bytes >= kWithoutGil && (n * row_bytes >= kAlwaysWithoutGil || Copying::room()))) {
-            const Copying counted;
-            const Unlocked without;
-            done = write(sources, n, streams, stream_rows != 0, final_row, timed_out, interrupted, outcome, bad);
-        } else {
-            done = write(sources, n, streams, stream_rows != 0, final_row, timed_out, interrupted, outcome, bad);
+            counted.emplace();
+            without.emplace();
         }
-        if (interrupted && PyErr_Occurred() != nullptr) throw nb::python_error();
-        if (outcome == Written::too_dense)
-            raise_protocol_error("SpecMismatch", "field '" + text_of(inputs[bad].name) + "': expected at most " +
-                                                     std::to_string(ring.fields[bad].most) + " non-zero elements in a row, came more; declare it with a larger bound");
-        if (outcome == Written::no_slot)
+        const Wrote wrote = write(sources, n, streams, stream_rows != 0, final_row, without ? &*without : nullptr);
+        without.reset();
+        counted.reset();
+        if (wrote.interrupted && PyErr_Occurred() != nullptr) throw nb::python_error();
+        if (wrote.outcome == Written::too_dense)
+            raise_protocol_error("SpecMismatch", "field '" + text_of(inputs[wrote.field].name) + "': expected at most " +
+                                                     std::to_string(ring.fields[wrote.field].most) + " non-zero elements in a row, came more; declare it with a larger bound");
+        if (wrote.outcome == Written::no_slot)
             raise_protocol_error("Busy", "every slot of the ring is being written or was left by a killed writer; make the replay anew");
-        if (timed_out)
-            raise_protocol_error("Timeout", std::to_string(done) + " of " + std::to_string(n) + " rows were written within " + std::to_string(timeout) +
+        if (wrote.timed_out)
+            raise_protocol_error("Timeout", std::to_string(wrote.rows) + " of " + std::to_string(n) + " rows were written within " + std::to_string(timeout) +
                                                 " s: " + (ring.control->full == Full::block ? "the ring is full and nobody takes or discards rows" : "the rate limiter waits for samples") +
                                                 "; read more, or give a longer timeout");
-        return PyLong_FromUnsignedLongLong(done);
+        return PyLong_FromUnsignedLongLong(wrote.rows);
     }
 
     // Prepare the copy in a forked child: its rows begin new episodes, and its random draws differ from the parent's. The

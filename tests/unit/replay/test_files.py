@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -230,6 +232,31 @@ def test_a_full_disk_keeps_the_old_file(make, tmp_path, monkeypatch) -> None:
             replay.save(path, incremental=incremental)
     assert path.read_bytes() == before
     assert list(tmp_path.iterdir()) == [path]
+
+
+ENDS = """
+import builtins, threading, time
+from jurybox import native
+
+class Late:
+    def __del__(self, sleep=time.sleep, used=time.process_time):
+        sleep(0.2)  # the thread notices that the interpreter ends
+        before = used()
+        sleep(0.5)
+        print("slept" if used() - before < 0.15 else "spun", flush=True)
+
+def check(data=bytes(1 << 16), crc32c=native.crc32c):
+    while True:
+        crc32c(data)
+
+threading.Thread(target=check, daemon=True).start()
+builtins.late = Late()
+"""
+
+
+def test_a_thread_that_outlives_the_interpreter_sleeps() -> None:
+    done = subprocess.run([sys.executable, "-c", ENDS], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "slept\n", "")
 
 
 def test_restore_replaces_the_content(make, tmp_path) -> None:

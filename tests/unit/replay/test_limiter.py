@@ -1,5 +1,9 @@
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
 import threading
 
 import numpy as np
@@ -51,6 +55,67 @@ def test_a_long_extend_goes_in_as_samples_come(make) -> None:
     with pytest.raises(Timeout, match="11 of 100 rows"):
         replay.extend(x=np.zeros((100, 3), np.float32), n=np.arange(100))
     assert len(replay) == 11
+
+
+ENDS = """
+import builtins, threading, time
+from jurybox.training.replay import Field, RateLimiter, Replay
+
+name, fields = {name!r}, {{"x": Field(())}}
+
+class Late:
+    def __del__(self, sleep=time.sleep):
+        sleep(0.5)  # other threads run, while the interpreter ends
+
+def add(replay):
+    while True:
+        replay.add(x=1.0)
+
+kind = {kind!r}
+if kind == "writer":
+    replay = Replay.create(name, 4, fields, full="block", timeout=60.0)
+    threading.Thread(target=add, args=(replay,), daemon=True).start()
+    while replay.counters.added < 4:
+        time.sleep(0.01)
+else:
+    replay = Replay.create(name, 100, fields, limiter=RateLimiter(1.0, 10, 5.0), timeout=60.0)
+    if kind == "prefetch":
+        for _ in range(12):
+            replay.add(x=1.0)
+        batches = replay.prefetch(4)
+        next(batches)
+    else:
+        threading.Thread(target=replay.sample, args=(4,), daemon=True).start()
+time.sleep(0.2)  # so that it waits
+replay.unlink()
+builtins.late = Late()
+print("done", flush=True)
+"""
+
+
+@pytest.mark.parametrize("kind", ["writer", "sampler", "prefetch"])
+def test_a_program_that_ends_while_a_thread_waits_is_not_aborted(kind: str) -> None:
+    program = ENDS.format(name=f"test-{os.getpid()}-ends-{kind}", kind=kind)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "done\n", "")
+
+
+def test_a_signal_handler_ends_a_wait_by_its_exception(make) -> None:
+    replay = make(4, full="block", timeout=60.0)
+    replay.extend(x=np.zeros((4, 3)), n=np.arange(4))
+
+    def handle(*_: object) -> None:
+        raise InterruptedError("by a handler")
+
+    before = signal.signal(signal.SIGUSR1, handle)
+    timer = threading.Timer(0.05, signal.pthread_kill, (threading.main_thread().ident, signal.SIGUSR1))
+    try:
+        with pytest.raises(InterruptedError, match="by a handler"):
+            timer.start()
+            replay.add(x=np.zeros(3), n=4)
+    finally:
+        timer.join()
+        signal.signal(signal.SIGUSR1, before)
 
 
 def test_a_limiter_that_blocks_everything_is_refused() -> None:
