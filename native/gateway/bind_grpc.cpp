@@ -272,7 +272,9 @@ void bind_grpc(nb::module_& m) {
         .def("metadata", metadata, nb::arg("call"))
         .def("trust", [](Peer& self, nb::bytes authorization) { self.authorization.assign(authorization.c_str(), authorization.size()); },
              nb::arg("authorization"), "Pass to lanes only calls that show this value, which was admitted.")
-        .def("taken", [](Peer& self, std::int32_t call, std::size_t size) { self.connection.taken(call, size); }, nb::arg("call"), nb::arg("size"))
+        .def("taken", [](Peer& self, std::int32_t call, std::size_t size, std::size_t messages) { self.connection.taken(call, size, messages); },
+             nb::arg("call"), nb::arg("size"), nb::arg("messages") = 1,
+             "Let the peer send as much more as so many messages of `size` bytes in all, which were processed.")
         .def("send", [](Peer& self, std::int32_t call, nb::bytes message) { return self.connection.answer(call, BytesMessage(std::move(message))); },
              nb::arg("call"), nb::arg("message"))
         .def("finish",

@@ -117,11 +117,11 @@ class GrpcConnection {
         return found == streams_.end() ? nullptr : &found->second->metadata;
     }
 
-    // Record that the program has processed a message of `size` bytes, so that the peer may send as many more.
-    void taken(std::int32_t id, std::size_t size) {
+    // Record that the program has processed so many messages of `size` bytes in all, so that the peer may send as many more.
+    void taken(std::int32_t id, std::size_t size, std::size_t messages = 1) {
         Stream* stream = find(id);
         if (!stream) return;
-        stream->unread -= std::min(stream->unread, size);
+        stream->unread -= std::min(stream->unread, size + messages * kEach);
         if (stream->unread < kUnread && stream->owed) {
             lib_.session_consume_stream(session_, id, std::exchange(stream->owed, 0));
         }
@@ -174,6 +174,7 @@ class GrpcConnection {
     static constexpr std::uint32_t kStreamWindow = 4u << 20, kFrame = 1u << 20;
     static constexpr std::int32_t kConnectionWindow = 16 << 20;
     static constexpr std::size_t kUnread = 4u << 20;  // bytes of messages that the program has not processed
+    static constexpr std::size_t kEach = 256;         // bytes that a message costs beside its own, so that empty ones count
     static constexpr std::size_t kAtOnce = 1u << 20;  // bytes that are allocated for a message before they arrive
     static constexpr std::int64_t kResets = 1000, kResetsASecond = 100;  // calls that a peer may begin and cancel
     static constexpr std::size_t kMostHead = 64u << 10, kContinuations = 32;  // bytes and frames of a head on the wire
@@ -378,7 +379,7 @@ class GrpcConnection {
             if (part) std::memcpy(stream.message.data() + stream.have, data, part);
             stream.have += part, data += part, size -= part;
             if (stream.have < stream.want) return;
-            stream.unread += stream.want;
+            stream.unread += stream.want + kEach;
             stream.prefix_have = 0;
             const GrpcEvent kind = stream.prefix[0] ? GrpcEvent::kCompressed : GrpcEvent::kMessage;
             events_.push_back({kind, stream.id, {}, 0, std::move(stream.message)});

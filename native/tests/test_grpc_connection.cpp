@@ -167,6 +167,28 @@ void messages_that_nobody_takes_hold_up_their_sender() {
     CHECK(came == 40);
 }
 
+void small_messages_that_nobody_takes_hold_up_their_sender() {
+    Client client;
+    Connection server(kLimits);
+    constexpr std::size_t kMany = 1'000'000;
+    std::string many;
+    for (std::size_t i = 0; i < kMany; ++i) many += framed("one");
+    const std::int32_t call = client.ask(many);
+    talk(client, server);
+    std::size_t came = 0, rounds = 0;
+    for (const auto& event : server.events()) came += event.kind == GrpcEvent::kMessage;
+    CHECK(came <= 550'000);  // a window full, and less than a megabyte that may wait
+    for (; came < kMany && rounds < 1000; ++rounds) {
+        std::size_t more = 0;
+        for (const auto& event : server.events()) more += event.kind == GrpcEvent::kMessage;
+        server.events().clear();
+        server.taken(call, 3 * more, more);
+        talk(client, server);
+        for (const auto& event : server.events()) came += event.kind == GrpcEvent::kMessage;
+    }
+    CHECK(came == kMany);
+}
+
 void a_client_that_gives_up_is_told_once() {
     Client client;
     Connection server(kLimits);
@@ -331,6 +353,7 @@ int main() {
     a_call_that_ends_in_the_midst_of_a_message_is_gone();
     what_is_no_call_of_grpc_is_answered_by_http();
     messages_that_nobody_takes_hold_up_their_sender();
+    small_messages_that_nobody_takes_hold_up_their_sender();
     a_client_that_gives_up_is_told_once();
     bytes_that_are_no_http_end_the_connection();
     too_much_metadata_is_refused();

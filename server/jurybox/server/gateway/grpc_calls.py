@@ -464,7 +464,7 @@ class _Connection(asyncio.BufferedProtocol):
             why = f"{behind} bytes came after the end of a message with encoding {encoding!r}: expected none"
             call.refuse(_STATUS.INTERNAL, why)
         else:
-            self.native.taken(number, max(0, len(data) - len(message)))
+            self.native.taken(number, max(0, len(data) - len(message)), messages=0)  # the rest when it is taken
             call.came(message)
 
     def _look(self) -> None:
