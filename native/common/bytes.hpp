@@ -143,7 +143,7 @@ inline void copy_out(std::byte* own, const std::byte* shared, std::size_t bytes,
 
 #endif
 
-// ---- CRC-32C (Castagnoli, RFC 3720 appendix B.4): with the CPU's instruction if it has one, otherwise with a table
+// ---- CRC-32C (Castagnoli, RFC 3720 appendix B.4): on x86-64 with the CPU's instruction if it has one, otherwise with a table
 
 inline std::uint32_t crc32c_by_table(std::uint32_t crc, const std::uint8_t* data, std::size_t n) {
     static constexpr auto table = [] {

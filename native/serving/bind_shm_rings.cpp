@@ -108,7 +108,7 @@ struct Caller {
     }
 };
 
-// A ring may cut a message within a character.
+// Any process of the user can write to the memory, so the text may be no UTF-8.
 nb::str message_of(const ShmRingsClient& rings) {
     PyObject* text = PyUnicode_DecodeUTF8(rings.message(), static_cast<Py_ssize_t>(strnlen(rings.message(), kMessage)), "replace");
     if (text == nullptr) throw nb::python_error();

@@ -2,12 +2,13 @@
 //
 // Each engine has one segment. Every lane has a ring of tickets (its client writes, the engine reads) and a ring of
 // answers (the engine writes, its client reads), so each ring has one writer and one reader, and a killed client leaves
-// nothing half-done that others would wait for. A client that posts a ticket sets its lane's bit; the engine collects
-// tickets from the lanes whose bits are set.
+// nothing half-done in them. A client that posts a ticket sets its lane's bit; the engine collects tickets from the lanes
+// whose bits are set.
 //
 // A sleeper first announces that it sleeps and then checks once more for work; a producer first publishes its work and
 // then checks for an announcement. Both pairs of operations are sequentially consistent, so at least one side sees the
-// other.
+// other. A client that is killed between the announcement, which it clears, and the system call that wakes the engine
+// leaves the engine asleep, with the tickets of all clients, until its wait times out.
 //
 // Thirty-two lanes share the word on which their clients sleep, so that one system call wakes a batch's clients. With a
 // call for each client, the first one would take the core before the second is awake.
@@ -20,6 +21,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <utility>
 #include <vector>
 
 #include "common/wait.hpp"
@@ -30,6 +32,7 @@ namespace jurybox {
 constexpr std::uint32_t kShmRingsLanes = 2048;
 constexpr std::uint32_t kRing = 32;  // tickets in flight on one lane; a power of two
 constexpr std::size_t kMessage = 256;
+constexpr std::uint32_t kWords = kShmRingsLanes / 64;  // of lanes with tickets, a bit per lane
 constexpr std::uint32_t kSleepers = 32;  // lanes per word: the bits of FUTEX_WAKE_BITSET
 
 struct Answer {
@@ -58,13 +61,13 @@ struct ShmRingsMemory {
     // Engine: it sleeps, or is about to, until this many more tickets are posted; clients count it down. 0: it is awake.
     alignas(64) std::atomic<std::uint32_t> sleeping;
     alignas(64) std::atomic<std::uint64_t> summary;   // bit w: word w of `pending` has bits
-    alignas(64) std::atomic<std::uint64_t> pending[kShmRingsLanes / 64];
+    alignas(64) std::atomic<std::uint64_t> pending[kWords];
     struct SleepWord {
         alignas(64) Futex moved;  // engine: changes with every wake-up; clients sleep on it
     } sleep_words[kShmRingsLanes / kSleepers];
     LaneRings lanes[kShmRingsLanes];
 };
-static_assert(kShmRingsLanes / 64 <= 64);
+static_assert(kWords < 64 && kShmRingsLanes / kSleepers <= 64);
 
 // Return whether this was the last ticket that a sleeping engine waits for.
 inline bool count_down(std::atomic<std::uint32_t>& sleeping) {
@@ -149,24 +152,30 @@ class ShmRingsEngine {
         std::size_t n = 0;
         std::uint64_t words = memory_->summary.load(std::memory_order_seq_cst);
         if (words == 0) return 0;
-        words = memory_->summary.exchange(0, std::memory_order_seq_cst);
-        // Begin after the lane that was served last, so that lanes take turns if they do not all fit into one batch.
-        const std::uint32_t start = next_word_;
-        for (std::uint32_t k = 0; k < kShmRingsLanes / 64; ++k) {
-            const std::uint32_t w = (start + k) % (kShmRingsLanes / 64);
+        words = memory_->summary.exchange(0, std::memory_order_seq_cst) & kAllWords;
+        // Begin after the lane that was served last, so that lanes take turns if they do not all fit into one batch. The
+        // earlier lanes of its word come at the end.
+        const std::uint32_t start = next_ / 64;
+        const std::uint64_t earlier = (std::uint64_t{1} << next_ % 64) - 1;
+        std::uint64_t last = 0;
+        for (std::uint32_t k = 0; k <= kWords; ++k) {
+            const std::uint32_t w = (start + k) % kWords;
             if (!(words >> w & 1)) continue;
-            std::uint64_t bits = memory_->pending[w].exchange(0, std::memory_order_seq_cst);
+            std::uint64_t bits = k < kWords ? memory_->pending[w].exchange(0, std::memory_order_seq_cst) : std::exchange(last, 0);
+            if (k == 0) last = bits & earlier, bits &= ~earlier;
             while (bits) {
-                const std::uint32_t bit = static_cast<std::uint32_t>(__builtin_ctzll(bits));
-                if (n == room || !drain(w * 64 + bit, out, room, n)) {
+                const std::uint32_t lane = w * 64 + static_cast<std::uint32_t>(__builtin_ctzll(bits));
+                const bool visited = n < room;
+                if (!visited || !drain(lane, out, room, n)) {
                     memory_->pending[w].fetch_or(bits, std::memory_order_seq_cst);
+                    if (last) memory_->pending[start].fetch_or(last, std::memory_order_seq_cst);
                     memory_->summary.fetch_or(words, std::memory_order_seq_cst);
-                    next_word_ = w;
+                    next_ = (lane + visited) % kShmRingsLanes;
                     return n;
                 }
                 bits &= bits - 1;
             }
-            words &= ~(std::uint64_t{1} << w);
+            if (k > 0 || last == 0) words &= ~(std::uint64_t{1} << w);
         }
         return n;
     }
@@ -192,21 +201,24 @@ class ShmRingsEngine {
             lane.answers[at % kRing] = Answer{tickets[i].sequence, version, code, alone, tickets[i].lease};
             lane.answered.store(answered_[tickets[i].lane] = at + 1, std::memory_order_seq_cst);
         }
-        // Tickets are in the order of their lanes, so those of one word are adjacent.
-        std::uint32_t word = 0, sleepers = 0;
+        // One call wakes a word's clients, in whatever order their tickets were collected.
+        std::uint32_t sleepers[kShmRingsLanes / kSleepers];
+        std::uint64_t words = 0;  // those with sleepers
         for (std::size_t i = 0; i < n; ++i) {
             const std::uint32_t number = tickets[i].lane;
             if (number >= kShmRingsLanes) continue;
             LaneRings& lane = memory_->lanes[number];
             if (!lane.waiting.load(std::memory_order_seq_cst) || !lane.waiting.exchange(0, std::memory_order_seq_cst))
                 continue;
-            if (number / kSleepers != word) {
-                wake(word, sleepers);
-                word = number / kSleepers, sleepers = 0;
-            }
-            sleepers |= std::uint32_t{1} << number % kSleepers;
+            const std::uint32_t word = number / kSleepers;
+            if (!(words >> word & 1)) sleepers[word] = 0;
+            words |= std::uint64_t{1} << word;
+            sleepers[word] |= std::uint32_t{1} << number % kSleepers;
         }
-        wake(word, sleepers);
+        for (; words; words &= words - 1) {
+            const auto word = static_cast<std::uint32_t>(__builtin_ctzll(words));
+            wake(word, sleepers[word]);
+        }
         return dropped;
     }
 
@@ -266,13 +278,12 @@ class ShmRingsEngine {
 
     std::uint32_t lanes_posted() const {
         std::uint32_t n = 0;
-        for (std::uint64_t words = memory_->summary.load(std::memory_order_seq_cst); words; words &= words - 1)
+        for (std::uint64_t words = memory_->summary.load(std::memory_order_seq_cst) & kAllWords; words; words &= words - 1)
             n += __builtin_popcountll(memory_->pending[__builtin_ctzll(words)].load(std::memory_order_seq_cst));
         return n;
     }
 
     void wake(std::uint32_t word, std::uint32_t sleepers) {
-        if (sleepers == 0) return;
         auto& moved = memory_->sleep_words[word].moved;
         moved.fetch_add(1, std::memory_order_seq_cst);  // for clients that have announced to sleep and do not sleep yet
         futex_wake(moved, sleepers);
@@ -302,6 +313,7 @@ class ShmRingsEngine {
     // Consecutive visits to one lane whose tickets have the same number of rows: a gateway with several clients varies it.
     static constexpr std::uint64_t kAlone = 16;
     static constexpr std::int64_t kLoneSpin = 10;    // times the spin for many clients
+    static constexpr std::uint64_t kAllWords = (std::uint64_t{1} << kWords) - 1;  // others may set further bits of the summary
     ShmRingsMemory* memory_;
     std::uint64_t incarnation_;
     std::vector<std::uint32_t> taken_, answered_;
@@ -309,7 +321,7 @@ class ShmRingsEngine {
     Spin lone_spin_;
     std::uint32_t last_lane_ = kShmRingsLanes, last_rows_ = 0;
     std::uint64_t same_lane_ = 0;
-    std::uint32_t next_word_ = 0;
+    std::uint32_t next_ = 0;  // the lane at which `collect` begins
 };
 
 // The client's side: one lane of one engine's rings. It belongs to one thread at a time; other threads may call `wait`,

@@ -1,6 +1,8 @@
 // The shm rings between threads: nothing lost, nothing answered twice, nobody left asleep.
+#include <algorithm>
 #include <chrono>
 #include <cstdio>
+#include <iterator>
 #include <memory>
 #include <string>
 #include <thread>
@@ -172,6 +174,63 @@ void positions_that_are_nonsense_harm_only_their_lane() {
     const std::size_t n = engine.collect(taken.data(), taken.size());
     CHECK(n <= kRing + 1);
     CHECK(taken[0].sequence == 4 && taken[0].lane == 1);
+}
+
+void bits_of_no_lane_are_ignored() {
+    auto rings = memory();
+    Pipe pipe;
+    ShmRingsEngine engine(rings.get(), kIncarnation, 0);
+    pollfd fds[] = {{pipe.ends[0], POLLIN, 0}};
+    constexpr std::uint64_t kWrong = std::uint64_t{1} << 40 | std::uint64_t{1} << 63;
+    rings->sleep_words[1].moved.store(0xFF);  // where the array of pending lanes would have its word 40
+    rings->summary.store(kWrong);
+    const std::int64_t before = monotonic_ns();
+    engine.pause(fds, kSecond / 50, 3);  // no lane has posted: time ends it
+    CHECK(monotonic_ns() - before >= kSecond / 50);
+    ShmRingsClient client(rings.get(), 1, 1, pipe.ends[1], 0);
+    CHECK(client.submit(ticket(1)));
+    Ticket taken[1];
+    CHECK(engine.collect(taken, 0) == 0 && rings->summary.load() == 1);  // what did not fit is there again, and nothing else
+    CHECK(engine.collect(taken, 1) == 1 && rings->sleep_words[1].moved.load() == 0xFF);
+}
+
+void lanes_take_turns_if_they_do_not_fit_into_one_batch() {
+    auto rings = memory();
+    Pipe pipe;
+    ShmRingsEngine engine(rings.get(), kIncarnation, 0);
+    constexpr std::uint32_t kLanes[] = {0, 1, 40, 63, 64, 2047};
+    constexpr std::size_t kN = std::size(kLanes);
+    std::vector<std::unique_ptr<ShmRingsClient>> clients;
+    for (const std::uint32_t lane : kLanes) {
+        clients.push_back(std::make_unique<ShmRingsClient>(rings.get(), lane, 1, pipe.ends[1], 0));
+        CHECK(clients.back()->submit(ticket(1)) && clients.back()->submit(ticket(2)));
+    }
+    std::size_t served[kN] = {};
+    for (std::size_t i = 0; i < 20 * kN; ++i) {
+        Ticket taken;
+        CHECK(engine.collect(&taken, 1) == 1 && engine.reply(&taken, 1, kOk, 1, "", 0) == 0);
+        const std::size_t which = std::find(kLanes, kLanes + kN, taken.lane) - kLanes;
+        ++served[which];
+        Answer answer;
+        CHECK(clients[which]->receive(&answer, 1) == 1 && clients[which]->submit(ticket(taken.sequence + 2)));  // always two
+        CHECK(*std::max_element(served, served + kN) - *std::min_element(served, served + kN) <= 1);
+    }
+}
+
+void one_call_wakes_a_words_clients_in_any_order_of_tickets() {
+    auto rings = memory();
+    Pipe pipe;
+    ShmRingsEngine engine(rings.get(), kIncarnation, 0);
+    std::vector<std::unique_ptr<ShmRingsClient>> clients;
+    std::vector<Ticket> taken;
+    for (const std::uint32_t lane : {5u, 40u, 6u, 2047u, 41u}) {
+        clients.push_back(std::make_unique<ShmRingsClient>(rings.get(), lane, 1, pipe.ends[1], 0));
+        CHECK(clients.back()->submit(ticket(1)) && !clients.back()->arm());
+        CHECK(engine.collect(&taken.emplace_back(), 1) == 1);
+    }
+    CHECK(engine.reply(taken.data(), taken.size(), kOk, 1, "", 0) == 0);
+    for (const auto& client : clients) CHECK(client->arm());
+    CHECK(rings->sleep_words[0].moved.load() == 1 && rings->sleep_words[1].moved.load() == 1 && rings->sleep_words[63].moved.load() == 1);
 }
 
 void a_client_that_never_reads_does_not_stop_the_engine() {
@@ -494,6 +553,9 @@ int main() {
     answers_to_an_earlier_lease_are_skipped();
     a_long_message_is_cut_between_two_characters();
     positions_that_are_nonsense_harm_only_their_lane();
+    bits_of_no_lane_are_ignored();
+    lanes_take_turns_if_they_do_not_fit_into_one_batch();
+    one_call_wakes_a_words_clients_in_any_order_of_tickets();
     a_client_that_never_reads_does_not_stop_the_engine();
     a_client_is_told_whether_it_is_alone();
     an_engine_spins_longer_for_a_client_that_is_alone();
