@@ -182,17 +182,18 @@ struct Source {
     std::ptrdiff_t strides[kMaxDims] = {};
 };
 
-// Copies the elements of a strided row in order, in runs as long as the strides allow.
+// Copies the elements of a strided row in order, in runs as long as the strides allow: copy(at, from, run, n, stride) copies n
+// runs, which are `stride` bytes apart, to the bytes from `at` on.
 template <class Copy>
-inline void walk(const Source& s, const std::byte* row, Copy&& copy) {
-    std::size_t run = s.item;
-    int outer = s.dims;
-    while (outer > 0 && s.strides[outer - 1] == static_cast<std::ptrdiff_t>(run)) run *= s.shape[--outer];
+inline void walk(const Source& s, const std::byte* row, std::size_t run, int outer, Copy&& copy) {
+    std::size_t n = outer > 0 ? s.shape[--outer] : 1;
+    const std::ptrdiff_t stride = s.strides[outer];
+    while (outer > 0 && s.strides[outer - 1] == stride * static_cast<std::ptrdiff_t>(n)) n *= s.shape[--outer];
     std::size_t index[Source::kMaxDims] = {};
     std::size_t written = 0;
     while (true) {
-        copy(written, row, run);
-        written += run;
+        copy(written, row, run, n, stride);
+        written += run * n;
         int d = outer - 1;
         for (; d >= 0; --d) {
             row += s.strides[d];
@@ -204,16 +205,39 @@ inline void walk(const Source& s, const std::byte* row, Copy&& copy) {
     }
 }
 
+// Copies n runs of a size that the compiler knows.
+template <std::size_t Run>
+inline void pack_runs(std::byte* to, const std::byte* from, std::size_t n, std::ptrdiff_t stride) {
+#pragma GCC unroll 8
+    for (std::size_t i = 0; i < n; ++i, from += stride) std::memcpy(to + Run * i, from, Run);
+}
+
 inline bool put_row(const Field& f, const Source& s, std::size_t row, std::byte* slot, bool past_caches) {
     const std::byte* from = s.data + static_cast<std::ptrdiff_t>(row) * s.row_stride;
     if (s.dims == 0) return put(f, from, slot, past_caches);
-    if (f.codec == Codec::raw) {
-        walk(s, from, [&](std::size_t at, const std::byte* in, std::size_t n) { copy_in(slot + f.offset + at, in, n); });
+    std::size_t run = s.item;
+    int outer = s.dims;
+    while (outer > 0 && s.strides[outer - 1] == static_cast<std::ptrdiff_t>(run)) run *= s.shape[--outer];
+    if (f.codec == Codec::raw && run != 1 && run != 2 && run != 4 && run != 8) {
+        walk(s, from, run, outer, [&](std::size_t at, const std::byte* in, std::size_t bytes, std::size_t n, std::ptrdiff_t stride) {
+            for (std::size_t i = 0; i < n; ++i, at += bytes, in += stride) copy_in(slot + f.offset + at, in, bytes);
+        });
         return true;
     }
-    thread_local std::vector<std::byte> packed;  // encoders need contiguous rows
+    // Encoders need contiguous rows. Single elements are packed, too: copied one by one to the slot they take five times as long.
+    thread_local std::vector<std::byte> packed;
     packed.resize(f.bytes);
-    walk(s, from, [&](std::size_t at, const std::byte* in, std::size_t n) { std::memcpy(packed.data() + at, in, n); });
+    walk(s, from, run, outer, [&](std::size_t at, const std::byte* in, std::size_t bytes, std::size_t n, std::ptrdiff_t stride) {
+        std::byte* to = packed.data() + at;
+        switch (bytes) {
+            case 1: return pack_runs<1>(to, in, n, stride);
+            case 2: return pack_runs<2>(to, in, n, stride);
+            case 4: return pack_runs<4>(to, in, n, stride);
+            case 8: return pack_runs<8>(to, in, n, stride);
+            default:
+                for (; n > 0; --n, to += bytes, in += stride) std::memcpy(to, in, bytes);
+        }
+    });
     return put(f, packed.data(), slot, past_caches);
 }
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import threading
 from pathlib import Path
 
@@ -60,6 +61,24 @@ def test_strided_rows_need_no_copy_of_theirs(make) -> None:
     replay.extend(x=big[:, ::2, 2], b=torch.from_numpy(big).permute(0, 1, 2, 3)[:, ::2, 2])
     got = replay.sample(8, replace=False)
     np.testing.assert_array_equal(got["x"][np.argsort(got.indices)][5:], big[:, ::2, 2])
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "int16", "float32", "float64"])
+def test_rows_of_any_strides_are_stored_in_order(make, dtype: str) -> None:
+    shape = (3, 4, 5)
+    replay = make(200, {"x": Field(shape, dtype)})
+    random = np.random.default_rng(0)
+    views = []
+    for order in itertools.permutations(range(3)):
+        sizes = np.array(shape)[list(order)]
+        for step in itertools.product((1, 2, -1), repeat=3):
+            big = random.integers(0, 100, sizes * np.abs(step)).astype(dtype)
+            view = big[tuple(slice(None, None, each) for each in step)]
+            views.append(view.transpose(np.argsort(order)))
+    for view in views:
+        replay.add(x=view)
+    got = replay.sample(len(views), replace=False)
+    np.testing.assert_array_equal(got["x"][np.argsort(got.indices)], np.stack(views))
 
 
 @pytest.mark.parametrize(
