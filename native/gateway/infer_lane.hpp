@@ -114,7 +114,6 @@ class InferLane {
     bool in_flight() const { return in_flight_; }
 
     std::size_t columns(bool inputs) const { return inputs ? inputs_.size() : outputs_.size(); }
-    std::size_t output_bytes(std::size_t column) const { return outputs_[column].row_bytes; }
 
     // Copy a request's rows to the lane, for the next ticket. Return false, and change nothing, if they do not fit now or at all.
     bool accept(const std::shared_ptr<Form>& form, const InferParts& parts, Caller&& caller, std::int32_t call, std::int64_t deadline,

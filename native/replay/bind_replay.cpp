@@ -390,11 +390,7 @@ void bind_replay(nb::module_& m) {
             if (top != 0) r.ring.control->top_priority.store(top, std::memory_order_relaxed);
         }, nb::arg("reserved"), nb::arg("tail"), nb::arg("top_priority"), nb::arg("retried"), nb::arg("sampled"))
         .def_prop_ro("top_priority", [](const PyRing& r) { return r.ring.control->top_priority.load(std::memory_order_relaxed); })
-        .def_prop_ro("total_priority", [](const PyRing& r) { return r.ring.tree.present() ? r.ring.tree.total() : 0; })
-        .def("announce", [](PyRing& r) {
-            announce(r.ring.control->rows);
-            announce(r.ring.control->room);
-        });
+        .def_prop_ro("total_priority", [](const PyRing& r) { return r.ring.tree.present() ? r.ring.tree.total() : 0; });
     add_fast_method<ring_add>(ring, "add", "add(**fields): one row; returns the rows written (0 when full and dropping).");
     add_fast_method<ring_extend>(ring, "extend", "extend(**fields): n rows, in order; returns the rows written.");
 

@@ -71,7 +71,7 @@ class SumTree {
     SumTree() = default;
 
     // Create a tree over words(leaves) words, zeroed or with an existing tree.
-    SumTree(Word* words, std::size_t leaves) : leaves_(leaves) {
+    SumTree(Word* words, std::size_t leaves) {
         std::size_t n = leaves;
         while (true) {
             level_[levels_] = words;
@@ -198,7 +198,6 @@ class SumTree {
   private:
     static std::size_t padded(std::size_t n) { return (n + kFan - 1) / kFan * kFan; }
 
-    std::size_t leaves_ = 0;
     std::size_t levels_ = 0;
     Word* level_[kMaxLevels] = {};
     std::size_t size_[kMaxLevels] = {};

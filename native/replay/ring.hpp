@@ -296,7 +296,6 @@ class Writer {
             stream->last = final_row ? 0 : t + 1;
             stream->ended = ends != 0 || final_row;
         }
-        last_ticket = t;
     }
 
     // Mark the newest row of `stream` as the last of its episode.
@@ -307,7 +306,6 @@ class Writer {
     }
 
     std::size_t failed_field = 0;
-    Ticket last_ticket = 0;
 
   private:
     Ring& ring_;

@@ -97,8 +97,6 @@ class Sampler {
         return Sampled::yes;
     }
 
-    std::uint64_t rows_seen() const { return count_; }
-
   private:
     static constexpr std::size_t kAhead = 8;
     static constexpr std::uint64_t kTries = 20000;

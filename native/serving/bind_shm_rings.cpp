@@ -124,7 +124,6 @@ ShmRingsClient& rings_client(nb::handle client) { return nb::cast<Client&>(clien
 void bind_shm_rings(nb::module_& m) {
     m.attr("RINGS_BYTES") = sizeof(ShmRingsMemory);
     m.attr("RINGS_LANES") = kShmRingsLanes;
-    m.attr("RINGS_RING") = kRing;
     m.attr("RINGS_SLEEPERS") = kSleepers;
     m.attr("NOT_SENT") = kNotSent;
     m.attr("NOT_ANSWERED") = kNotAnswered;
@@ -200,7 +199,7 @@ void bind_shm_rings(nb::module_& m) {
                 return self.rings.submit(Ticket{sequence, 0, deadline, submitted, 0, first, rows, 0, version, {incarnation}});
             },
             nb::arg("sequence"), nb::arg("first"), nb::arg("rows"), nb::arg("submitted"), nb::arg("deadline"),
-            nb::arg("version"), nb::arg("incarnation"), nb::lock_self(), "Post a ticket; False if RINGS_RING are in flight.")
+            nb::arg("version"), nb::arg("incarnation"), nb::lock_self(), "Post a ticket; False if the lane's ring is full.")
         .def(
             "exchange",
             [](Client& self, std::uint64_t sequence, std::uint32_t first, std::uint32_t rows, std::int64_t submitted,
@@ -226,7 +225,7 @@ void bind_shm_rings(nb::module_& m) {
             nb::arg("sequence"), nb::arg("first"), nb::arg("rows"), nb::arg("submitted"), nb::arg("deadline"),
             nb::arg("version"), nb::arg("incarnation"), nb::arg("timeout"), nb::lock_self(),
             "Post a ticket and wait for its answer (code, message, version), dropping others; None when none came in "
-            "time, or RINGS_RING are in flight: `holds` tells.")
+            "time, or the lane's ring is full: `holds` tells.")
         .def(
             "receive",
             [](Client& self, double timeout) {

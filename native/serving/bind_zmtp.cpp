@@ -122,7 +122,6 @@ void bind_zmtp(nb::module_& m) {
         .def_prop_ro("unanswered", [](const Zmtp& self) { return self.unanswered(); }, "Sequence numbers in flight, or those in flight when the connection broke.")
         .def_prop_ro("ready", &Zmtp::ready, "Whether messages can be exchanged: the handshake is complete.")
         .def_prop_ro("broken", &Zmtp::broken, "Whether the connection is broken.")
-        .def_prop_ro("why", &Zmtp::why, "Why the connection is broken.")
         .def_prop_ro("descriptor", &Zmtp::descriptor, "A descriptor that is readable if `receive` would read or send something.")
         .def_prop_ro("silence", [](const Zmtp& self) { return static_cast<double>(self.silence_ns()) * 1e-9; }, "Seconds since the last bytes arrived.")
         .def("ping", &Zmtp::ping, nb::lock_self(), "Send a PING, whose answer ends the silence.")

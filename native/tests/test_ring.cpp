@@ -17,13 +17,15 @@ void write_stamped(Ring& ring, float stamp, std::size_t elements, Stream* stream
     std::vector<Source> sources(ring.fields.size());
     for (auto& s : sources) s.data = reinterpret_cast<const std::byte*>(row.data());
     Writer writer(ring);
+    Ticket t = 0;
     Written outcome = Written::taken;
     while (outcome == Written::taken) {
-        outcome = writer.write(ring.reserve(1), sources.data(), 0, stream, ends, false);
+        t = ring.reserve(1);
+        outcome = writer.write(t, sources.data(), 0, stream, ends, false);
         if (outcome == Written::taken) ring.control->retried.fetch_add(1, std::memory_order_relaxed);
     }
     CHECK(outcome == Written::yes);
-    if (ring.tree.present()) ring.tree.set(ring.slot_of(writer.last_ticket), SumTree::quantised(1.0));
+    if (ring.tree.present()) ring.tree.set(ring.slot_of(t), SumTree::quantised(1.0));
 }
 
 struct Out {
