@@ -16,15 +16,9 @@ using Pieces = nb::ndarray<const std::uint64_t, nb::shape<-1, 6>, nb::c_contig, 
 using File = nb::ndarray<const std::uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu, nb::ro>;
 
 std::uint32_t checksum(nb::handle data) {
-    Py_buffer view;
-    if (PyObject_GetBuffer(data.ptr(), &view, PyBUF_SIMPLE) != 0) throw nb::python_error();
-    std::uint32_t sum = 0;
-    {
-        const Unlocked without;
-        sum = crc32c(view.buf, static_cast<std::size_t>(view.len));
-    }
-    PyBuffer_Release(&view);
-    return sum;
+    const Read given(data);
+    const Unlocked without;
+    return crc32c(given.bytes(), given.size());
 }
 
 std::size_t snapshot_slots(PyRing& self, std::uint64_t first, Bytes out, std::uint64_t newest, std::optional<Bytes> links) {

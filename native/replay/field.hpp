@@ -30,39 +30,30 @@ namespace codec {
 
 // bits: element 8 i + j is bit j of byte i (little end first, as in numpy.packbits(bitorder="little")).
 
-inline void encode_bits(const float* in, std::size_t n, std::uint8_t* out) {
-    std::size_t i = 0;
 #if defined(__x86_64__)
-    const __m128 zero = _mm_setzero_ps();
-    for (; i + 16 <= n; i += 16) {
-        const int a = _mm_movemask_ps(_mm_cmpneq_ps(_mm_loadu_ps(in + i), zero));
-        const int b = _mm_movemask_ps(_mm_cmpneq_ps(_mm_loadu_ps(in + i + 4), zero));
-        const int c = _mm_movemask_ps(_mm_cmpneq_ps(_mm_loadu_ps(in + i + 8), zero));
-        const int d = _mm_movemask_ps(_mm_cmpneq_ps(_mm_loadu_ps(in + i + 12), zero));
-        const auto word = static_cast<std::uint16_t>(a | b << 4 | c << 8 | d << 12);
-        std::memcpy(out + i / 8, &word, 2);
-    }
-#endif
-    for (; i < n; i += 8) {
-        unsigned byte = 0;
-        for (std::size_t j = 0; j < 8 && i + j < n; ++j) byte |= static_cast<unsigned>(in[i + j] != 0.0F) << j;
-        out[i / 8] = static_cast<std::uint8_t>(byte);
-    }
+// Return sixteen elements' bits.
+inline std::uint16_t sixteen_bits(const float* in) {
+    const auto four = [in](std::size_t at) { return _mm_movemask_ps(_mm_cmpneq_ps(_mm_loadu_ps(in + at), _mm_setzero_ps())); };
+    return static_cast<std::uint16_t>(four(0) | four(4) << 4 | four(8) << 8 | four(12) << 12);
 }
+inline std::uint16_t sixteen_bits(const std::uint8_t* in) {
+    const __m128i x = _mm_loadu_si128(reinterpret_cast<const __m128i*>(in));
+    return static_cast<std::uint16_t>(~_mm_movemask_epi8(_mm_cmpeq_epi8(x, _mm_setzero_si128())));
+}
+#endif
 
-inline void encode_bits(const std::uint8_t* in, std::size_t n, std::uint8_t* out) {
+template <class T>
+inline void encode_bits(const T* in, std::size_t n, std::uint8_t* out) {
     std::size_t i = 0;
 #if defined(__x86_64__)
-    const __m128i zero = _mm_setzero_si128();
     for (; i + 16 <= n; i += 16) {
-        const __m128i x = _mm_loadu_si128(reinterpret_cast<const __m128i*>(in + i));
-        const auto word = static_cast<std::uint16_t>(~_mm_movemask_epi8(_mm_cmpeq_epi8(x, zero)));
+        const std::uint16_t word = sixteen_bits(in + i);
         std::memcpy(out + i / 8, &word, 2);
     }
 #endif
     for (; i < n; i += 8) {
         unsigned byte = 0;
-        for (std::size_t j = 0; j < 8 && i + j < n; ++j) byte |= static_cast<unsigned>(in[i + j] != 0) << j;
+        for (std::size_t j = 0; j < 8 && i + j < n; ++j) byte |= static_cast<unsigned>(in[i + j] != T{}) << j;
         out[i / 8] = static_cast<std::uint8_t>(byte);
     }
 }
@@ -239,37 +230,29 @@ struct Field {
 
 // Encode the value of one row, contiguous in `in`. Return false if it does not fit (sparse only).
 inline bool encode(const Field& f, const std::byte* in, std::byte* out) {
+    const auto* floats = reinterpret_cast<const float*>(in);
+    auto* bytes = reinterpret_cast<std::uint8_t*>(out);
     switch (f.codec) {
         case Codec::raw: std::memcpy(out, in, f.bytes); return true;
-        case Codec::bits:
-            codec::encode_bits(reinterpret_cast<const float*>(in), f.elements, reinterpret_cast<std::uint8_t*>(out));
-            return true;
-        case Codec::bits_byte:
-            codec::encode_bits(reinterpret_cast<const std::uint8_t*>(in), f.elements, reinterpret_cast<std::uint8_t*>(out));
-            return true;
-        case Codec::bytes:
-            codec::encode_bytes(reinterpret_cast<const float*>(in), f.elements, static_cast<float>(1.0 / f.scale), reinterpret_cast<std::uint8_t*>(out));
-            return true;
-        case Codec::half:
-            codec::encode_half(reinterpret_cast<const float*>(in), f.elements, reinterpret_cast<std::uint16_t*>(out));
-            return true;
-        case Codec::sparse: return codec::encode_sparse(reinterpret_cast<const float*>(in), f.elements, f.most, out);
+        case Codec::bits: codec::encode_bits(floats, f.elements, bytes); return true;
+        case Codec::bits_byte: codec::encode_bits(reinterpret_cast<const std::uint8_t*>(in), f.elements, bytes); return true;
+        case Codec::bytes: codec::encode_bytes(floats, f.elements, static_cast<float>(1.0 / f.scale), bytes); return true;
+        case Codec::half: codec::encode_half(floats, f.elements, reinterpret_cast<std::uint16_t*>(out)); return true;
+        case Codec::sparse: return codec::encode_sparse(floats, f.elements, f.most, out);
     }
     return false;
 }
 
 inline void decode(const Field& f, const std::byte* in, std::byte* out) {
+    const auto* bytes = reinterpret_cast<const std::uint8_t*>(in);
+    auto* floats = reinterpret_cast<float*>(out);
     switch (f.codec) {
         case Codec::raw: std::memcpy(out, in, f.bytes); return;
-        case Codec::bits: codec::decode_bits(reinterpret_cast<const std::uint8_t*>(in), f.elements, reinterpret_cast<float*>(out)); return;
-        case Codec::bits_byte:
-            codec::decode_bits(reinterpret_cast<const std::uint8_t*>(in), f.elements, reinterpret_cast<std::uint8_t*>(out));
-            return;
-        case Codec::bytes:
-            codec::decode_bytes(reinterpret_cast<const std::uint8_t*>(in), f.elements, static_cast<float>(f.scale), reinterpret_cast<float*>(out));
-            return;
-        case Codec::half: codec::decode_half(reinterpret_cast<const std::uint16_t*>(in), f.elements, reinterpret_cast<float*>(out)); return;
-        case Codec::sparse: codec::decode_sparse(in, f.elements, f.most, reinterpret_cast<float*>(out)); return;
+        case Codec::bits: codec::decode_bits(bytes, f.elements, floats); return;
+        case Codec::bits_byte: codec::decode_bits(bytes, f.elements, reinterpret_cast<std::uint8_t*>(out)); return;
+        case Codec::bytes: codec::decode_bytes(bytes, f.elements, static_cast<float>(f.scale), floats); return;
+        case Codec::half: codec::decode_half(reinterpret_cast<const std::uint16_t*>(in), f.elements, floats); return;
+        case Codec::sparse: codec::decode_sparse(in, f.elements, f.most, floats); return;
     }
 }
 
