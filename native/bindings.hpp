@@ -34,16 +34,8 @@ using Bytes = nanobind::ndarray<std::uint8_t, nanobind::ndim<1>, nanobind::c_con
 using Columns = std::vector<std::pair<Bytes, std::size_t>>;
 
 // Return a lane's columns, which begin at its row `first`.
-template <class Column>
-std::vector<Column> columns_of(const Columns& given, std::uint32_t first, std::uint32_t rows) {
-    std::vector<Column> columns;
-    for (const auto& [memory, row_bytes] : given) {
-        if (row_bytes == 0 || memory.shape(0) / row_bytes < std::size_t{first} + rows)
-            throw std::invalid_argument("a column is smaller than the lane's rows");
-        columns.push_back({reinterpret_cast<std::byte*>(memory.data()) + first * row_bytes, row_bytes});
-    }
-    return columns;
-}
+struct LaneColumn;
+std::vector<LaneColumn> columns_of(const Columns& given, std::uint32_t first, std::uint32_t rows);
 
 // Memory borrowed from a Python object for one call, of any dtype, including structured arrays, which nb::ndarray does not
 // accept. It is also cheaper, since the dtype is not described.

@@ -318,7 +318,7 @@ void bind_grpc(nb::module_& m) {
         .def(
             "__init__",
             [](HeldLane* self, std::uint32_t first, std::uint32_t rows, const Columns& inputs, const Columns& outputs, nb::object wake) {
-                auto lane = std::make_unique<RequestLane>(first, rows, columns_of<RequestLane::Column>(inputs, first, rows), columns_of<RequestLane::Column>(outputs, first, rows));
+                auto lane = std::make_unique<RequestLane>(first, rows, columns_of(inputs, first, rows), columns_of(outputs, first, rows));
                 new (self) HeldLane{std::move(lane), inputs, outputs, {}, {}, std::move(wake)};
             },
             nb::arg("first"), nb::arg("rows"), nb::arg("inputs"), nb::arg("outputs"), nb::arg("wake"),
@@ -363,12 +363,8 @@ void bind_grpc(nb::module_& m) {
         .def(
             "receive",
             [](HeldLane& self) -> nb::object {
-                if (self.lane == nullptr) return nb::none();
-                switch (self.lane->receive()) {
-                    case RequestLane::Received::kAnswer: return nb::make_tuple(0, self.lane->version(), self.lane->rows());
-                    case RequestLane::Received::kFailure: return nb::make_tuple(self.lane->code(), self.lane->version(), self.lane->rows());
-                    default: return nb::none();
-                }
+                if (self.lane == nullptr || !self.lane->receive()) return nb::none();
+                return nb::make_tuple(self.lane->code(), self.lane->version(), self.lane->rows());
             },
             "Return the code, the weights version and the rows of the ticket's answer, or None if it has not arrived.")
         .def("answer", answer, "Answer the requests of an answered ticket; return the `owner` of each, whose connection must be flushed.")

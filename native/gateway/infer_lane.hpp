@@ -72,11 +72,6 @@ struct InferParts {
 template <class Message, class Caller>
 class InferLane {
   public:
-    // A tensor's rows: the address of the lane's first row, and the bytes of each row.
-    struct Column {
-        std::byte* first;
-        std::size_t row_bytes;
-    };
     // What requests have in common: their rows, and the columns of their raw inputs and outputs, in the order of the messages.
     struct Form {
         std::uint32_t rows;
@@ -93,10 +88,9 @@ class InferLane {
         std::uint32_t first;
         Message message;  // kept until it is answered, for `take_back`
     };
-    enum class Received { kNothing, kAnswer, kFailure };
 
     // `first` is the lane's first row in the arena, `rows` their number.
-    InferLane(std::uint32_t first, std::uint32_t rows, std::vector<Column> inputs, std::vector<Column> outputs)
+    InferLane(std::uint32_t first, std::uint32_t rows, std::vector<LaneColumn> inputs, std::vector<LaneColumn> outputs)
         : first_(first), half_(rows / 2), inputs_(std::move(inputs)), outputs_(std::move(outputs)) {}
 
     // Post tickets to these rings, of the engine's `incarnation`, with numbers above `number`. An earlier incarnation has ended,
@@ -123,7 +117,7 @@ class InferLane {
             if (parts.raw[i].size() != form->rows * inputs_[form->inputs[i]].row_bytes) return false;
         const std::uint32_t row = (second_ ? half_ : 0) + used_;
         for (std::size_t i = 0; i < parts.raw.size(); ++i) {
-            const Column& column = inputs_[form->inputs[i]];
+            const LaneColumn& column = inputs_[form->inputs[i]];
             std::memcpy(column.first + row * column.row_bytes, parts.raw[i].data(), parts.raw[i].size());
         }
         used_ += form->rows;
@@ -150,16 +144,17 @@ class InferLane {
     // Wait at most `ns` for the answer.
     bool wait(std::int64_t ns) { return rings_ != nullptr && rings_->wait(ns); }
 
-    // Receive the answer to the ticket in flight. After kAnswer its requests are `sent`, to be answered with `answer`.
-    Received receive() {
+    // Receive the answer to the ticket in flight; return whether it has arrived. If its `code` is kOk, its requests are `sent`, to
+    // be answered with `answer`.
+    bool receive() {
         Answer answer;
         while (rings_ != nullptr && rings_->receive(&answer, 1) == 1) {
             if (!in_flight_ || answer.sequence != number_) continue;
             in_flight_ = false;
             version_ = answer.version, code_ = answer.code;
-            return answer.code == kOk ? Received::kAnswer : Received::kFailure;
+            return true;
         }
-        return Received::kNothing;
+        return false;
     }
     std::uint64_t version() const { return version_; }
     std::uint32_t code() const { return code_; }
@@ -179,7 +174,7 @@ class InferLane {
             to += bytes;
         };
         for (std::size_t i = 0; i < form.outputs.size(); ++i) {
-            const Column& column = outputs_[form.outputs[i]];
+            const LaneColumn& column = outputs_[form.outputs[i]];
             put(form.heads[i].data(), form.heads[i].size());
             put(column.first + request.first * column.row_bytes, form.rows * column.row_bytes);
         }
@@ -201,7 +196,7 @@ class InferLane {
 
   private:
     const std::uint32_t first_, half_;
-    const std::vector<Column> inputs_, outputs_;
+    const std::vector<LaneColumn> inputs_, outputs_;
     ShmRingsClient* rings_ = nullptr;
     const EngineRecord* engine_ = nullptr;
     std::uint64_t incarnation_ = 0, number_ = 0, version_ = 0;

@@ -36,7 +36,7 @@ void bind_relay_lane(nb::module_& m) {
             [](Held* self, nb::object link, nb::object client, nb::object engine, std::uint64_t incarnation, std::uint64_t lease,
                std::uint32_t first, std::uint32_t rows, Columns inputs, Columns outputs) {
                 const Write record(engine);
-                std::vector<RelayLane::Column> in = columns_of<RelayLane::Column>(inputs, first, rows), out = columns_of<RelayLane::Column>(outputs, first, rows);
+                std::vector<LaneColumn> in = columns_of(inputs, first, rows), out = columns_of(outputs, first, rows);
                 Held* held = new (self) Held{link, client, engine, std::move(inputs), std::move(outputs), std::nullopt};
                 held->lane.emplace(nb::cast<Zmtp&>(link), rings_client(client), *record.records<const EngineRecord>(), incarnation,
                                    lease, first, rows, std::move(in), std::move(out));

@@ -191,6 +191,16 @@ class PlainOutputs {
 
 }  // namespace
 
+std::vector<LaneColumn> columns_of(const Columns& given, std::uint32_t first, std::uint32_t rows) {
+    std::vector<LaneColumn> columns;
+    for (const auto& [memory, row_bytes] : given) {
+        if (row_bytes == 0 || memory.shape(0) / row_bytes < std::size_t{first} + rows)
+            throw std::invalid_argument("a column is smaller than the lane's rows");
+        columns.push_back({reinterpret_cast<std::byte*>(memory.data()) + first * row_bytes, row_bytes});
+    }
+    return columns;
+}
+
 void bind_tickets(nb::module_& m) {
     m.def(
         "grant_lane",

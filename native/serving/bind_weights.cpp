@@ -19,11 +19,10 @@ namespace {
 using Parts = nb::ndarray<const std::uint64_t, nb::shape<-1, 5>, nb::c_contig, nb::device::cpu>;
 
 // The slots and their memory, which is kept alive; all accesses are checked to be within it.
-class BoundSlots {
+class BoundSlots : public WeightsSlots {
 public:
     BoundSlots(Bytes memory, std::size_t control, std::size_t data, std::size_t stride, std::size_t weights_bytes, unsigned slots)
-        : memory_(std::move(memory)), weights_bytes_(weights_bytes), slots_count_(slots),
-          slots_(memory_.data() + control, reinterpret_cast<std::byte*>(memory_.data()) + data, stride, weights_bytes, slots) {
+        : WeightsSlots(memory.data() + control, reinterpret_cast<std::byte*>(memory.data()) + data, stride, weights_bytes, slots), memory_(std::move(memory)) {
         const std::size_t size = memory_.shape(0);
         if (slots != 1 && slots != 2) throw std::invalid_argument("a weights channel has one slot or two");
         if (control % 64 || data % 64 || stride % 64 || weights_bytes % 8) throw std::invalid_argument("slots must lie on cache lines");
@@ -39,31 +38,27 @@ public:
         static_cast<void>(madvise(memory_.data(), memory_.shape(0), populate_write));
     }
 
-    std::uint64_t newest() const { return slots_.newest(); }
-    std::uint64_t take_over() { return slots_.take_over(); }
-    unsigned begin() { return slots_.begin(); }
-
     void commit(unsigned slot, std::uint64_t version, nb::bytes extra) {
         check_slot(slot), check_version(version), check_extra(extra);
-        slots_.commit(slot, version, data_of(extra), extra.size());
+        WeightsSlots::commit(slot, version, data_of(extra), extra.size());
     }
 
     std::int64_t publish(Parts parts, nb::bytes extra, std::uint64_t version, bool check) {
         check_parts(parts), check_version(version), check_extra(extra);
         Unlocked unlocked;
-        return slots_.publish(rows(parts), parts.shape(0), data_of(extra), extra.size(), version, check);
+        return WeightsSlots::publish(rows(parts), parts.shape(0), data_of(extra), extra.size(), version, check);
     }
 
     using Read = std::tuple<std::uint64_t, std::uint64_t, std::uint64_t, std::uint64_t>;
 
     Read read(Parts parts, Bytes extra, double seconds, bool verify) const {
         check_parts(parts);
-        if (extra.shape(0) < slots_.extra_room()) throw std::out_of_range("the buffer for the extra is smaller than the channel's room for it");
+        if (extra.shape(0) < extra_room()) throw std::out_of_range("the buffer for the extra is smaller than the channel's room for it");
         std::uint64_t tries = 0;
         WeightsClaim claim;
         {
             Unlocked unlocked;
-            claim = slots_.read(rows(parts), parts.shape(0), reinterpret_cast<std::byte*>(extra.data()), deadline(seconds), verify, tries);
+            claim = WeightsSlots::read(rows(parts), parts.shape(0), reinterpret_cast<std::byte*>(extra.data()), deadline(seconds), verify, tries);
         }
         if (claim.damaged) return {0, 0, 0, 0};
         return {claim.version, claim.extra_bytes, claim.published_ns, tries};
@@ -71,11 +66,8 @@ public:
 
     bool wait_newer(std::uint64_t seen, double seconds) const {
         Unlocked unlocked;
-        return slots_.wait_newer(seen, deadline(seconds));
+        return WeightsSlots::wait_newer(seen, deadline(seconds));
     }
-
-    WeightsClaim claim() const { return slots_.claim(); }
-    bool holds(const WeightsClaim& claim) const { return slots_.holds(claim); }
 
 private:
     static const WeightsPart* rows(const Parts& parts) { return reinterpret_cast<const WeightsPart*>(parts.data()); }
@@ -86,14 +78,14 @@ private:
     }
 
     void check_slot(unsigned slot) const {
-        if (slot >= slots_count_) throw std::out_of_range("no such slot");
+        if (slot >= slots_) throw std::out_of_range("no such slot");
     }
     void check_version(std::uint64_t version) const {
-        if (version <= slots_.newest() || version > std::numeric_limits<std::uint64_t>::max() / 2)
+        if (version <= newest() || version > std::numeric_limits<std::uint64_t>::max() / 2)
             throw std::invalid_argument("versions only grow");
     }
     void check_extra(const nb::bytes& extra) const {
-        if (extra.size() > slots_.extra_room()) throw std::out_of_range("the extra is larger than the channel's room for it");
+        if (extra.size() > extra_room()) throw std::out_of_range("the extra is larger than the channel's room for it");
     }
     void check_parts(const Parts& parts) const {
         const WeightsPart* part = rows(parts);
@@ -104,9 +96,6 @@ private:
     }
 
     Bytes memory_;
-    std::size_t weights_bytes_;
-    unsigned slots_count_;
-    WeightsSlots slots_;
 };
 
 }  // namespace

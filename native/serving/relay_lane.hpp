@@ -19,11 +19,6 @@ namespace jurybox {
 
 class RelayLane {
   public:
-    // A tensor's rows: the address of the lane's first row, and the bytes of each row.
-    struct Column {
-        std::byte* first;
-        std::size_t row_bytes;
-    };
     // A ticket in flight: the client's number, the engine's number, and the client's ticket.
     struct Sent {
         std::uint64_t sequence, number, version, incarnation;
@@ -34,7 +29,7 @@ class RelayLane {
     // `incarnation` is that of the engine to which `rings` belong, `lease` the client's number for the lane, which has `rows`
     // rows of the arena from `first` on. Nothing happens before `take_over`.
     RelayLane(Zmtp& link, ShmRingsClient& rings, const EngineRecord& engine, std::uint64_t incarnation, std::uint64_t lease,
-              std::uint32_t first, std::uint32_t rows, std::vector<Column> inputs, std::vector<Column> outputs)
+              std::uint32_t first, std::uint32_t rows, std::vector<LaneColumn> inputs, std::vector<LaneColumn> outputs)
         : link_(link), rings_(rings), engine_(engine), incarnation_(incarnation), lease_(lease), first_(first), rows_(rows),
           inputs_(std::move(inputs)), outputs_(std::move(outputs)) {
         sent_.reserve(kRing);
@@ -149,7 +144,7 @@ class RelayLane {
     const EngineRecord& engine_;
     const std::uint64_t incarnation_, lease_;
     const std::uint32_t first_, rows_;
-    const std::vector<Column> inputs_, outputs_;
+    const std::vector<LaneColumn> inputs_, outputs_;
     bool mine_ = false;
     std::uint64_t number_ = 0, looked_ = 0;
     std::vector<Sent> sent_;

@@ -42,6 +42,12 @@ struct Lane {
 };
 static_assert(sizeof(Lane) == 32);
 
+// A tensor's rows in a lane: the address of the lane's first row, and the bytes of each row.
+struct LaneColumn {
+    std::byte* first;
+    std::size_t row_bytes;
+};
+
 inline std::atomic<std::uint64_t>& lease_of(Lane& lane) { return reinterpret_cast<std::atomic<std::uint64_t>&>(lane.lease); }
 inline const std::atomic<std::uint64_t>& lease_of(const Lane& lane) {
     return reinterpret_cast<const std::atomic<std::uint64_t>&>(lane.lease);

@@ -88,8 +88,7 @@ class WeightsSlots {
 public:
     // `slots` slots of `stride` bytes each from `data` on; a slot holds `weights_bytes`, then the extra.
     WeightsSlots(void* control, std::byte* data, std::size_t stride, std::size_t weights_bytes, unsigned slots)
-        : control_(static_cast<WeightsControl*>(control)), data_(data), stride_(stride), weights_bytes_(weights_bytes),
-          slots_(slots) {}
+        : weights_bytes_(weights_bytes), slots_(slots), control_(static_cast<WeightsControl*>(control)), data_(data), stride_(stride) {}
 
     std::uint64_t newest() const { return control_->channel.newest.load(std::memory_order_acquire) / 2; }
     std::size_t extra_room() const { return stride_ - weights_bytes_; }
@@ -248,6 +247,10 @@ public:
         }
     }
 
+protected:
+    std::size_t weights_bytes_;
+    unsigned slots_;
+
 private:
     static constexpr std::size_t kBlock = std::size_t{1} << 15;  // fits into the L1 cache
     static constexpr std::uint64_t kOvertaken = 1000;
@@ -273,8 +276,6 @@ private:
     WeightsControl* control_;
     std::byte* data_;
     std::size_t stride_;
-    std::size_t weights_bytes_;
-    unsigned slots_;
 };
 
 }  // namespace jurybox

@@ -46,8 +46,8 @@ struct Relayed {
         rings = std::make_unique<ShmRingsClient>(memory.get(), kLane, 77, pipe[1], spin_ns);
         engine = std::make_unique<ShmRingsEngine>(memory.get(), kLife, 0);
         lane = std::make_unique<RelayLane>(*link, *rings, record, kLife, kLease, kFirst, kRows,
-                                           std::vector<RelayLane::Column>{{input.data() + kFirst * kIn, kIn}, {mask.data() + kFirst * kMask, kMask}},
-                                           std::vector<RelayLane::Column>{{output.data() + kFirst * kOut, kOut}});
+                                           std::vector<LaneColumn>{{input.data() + kFirst * kIn, kIn}, {mask.data() + kFirst * kMask, kMask}},
+                                           std::vector<LaneColumn>{{output.data() + kFirst * kOut, kOut}});
         lane->take_over(100);
     }
     ~Relayed() { ::close(pipe[0]), ::close(pipe[1]); }
