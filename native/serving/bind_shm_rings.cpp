@@ -51,6 +51,7 @@ struct Caller {
     std::vector<std::int64_t> shape;
     std::size_t item;
     std::uint64_t version = 0;
+    std::int64_t deadline = 0;  // of the last ticket
 
     nb::object call(nb::handle row, std::uint64_t sequence, double seconds) {
         const int code = ask(row, sequence, seconds);
@@ -75,7 +76,8 @@ struct Caller {
         Unlocked release;
         if (size > 0) std::memcpy(input, from, size);
         const std::int64_t now = monotonic_ns(), ns = static_cast<std::int64_t>(seconds * 1e9);
-        if (!rings->submit(Ticket{sequence, 0, now + ns, now, 0, first, rows, 0, 0, {incarnation}})) return kNotSent;
+        deadline = now + ns;
+        if (!rings->submit(Ticket{sequence, 0, deadline, now, 0, first, rows, 0, 0, {incarnation}})) return kNotSent;
         Answer answer;
         if (!rings->answer_to(sequence, ns < most_ns ? ns : most_ns, answer)) return kNotAnswered;
         version = answer.version;
@@ -331,6 +333,7 @@ void bind_shm_rings(nb::module_& m) {
              "outputs, or a failure's code; NOT_FIT where the row does not fit its place; NOT_SENT where the engine serves "
              "no more; NOT_ANSWERED where the ticket is still in flight.")
         .def_prop_ro("version", [](const Caller& self) { return self.version; }, "The weights version of the last answer.")
+        .def_prop_ro("deadline", [](const Caller& self) { return self.deadline; }, "The deadline of the last ticket, ns of CLOCK_MONOTONIC.")
         .def("message", [](Caller& self) { return message_of(*self.rings); }, "The message of the lane's last failure.");
 }
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from jurybox.client.in_flight import LOOK_AFTER, Answer, InFlight, Turns
+from jurybox.client.in_flight import Answer, InFlight, Turns
 from jurybox.client.lane import Lane, row_failed
 from jurybox.client.row_codec import Checked, shaped
 from jurybox.client.transports.transport import NOT_ANSWERED, NOT_FIT, NOT_SENT, RowPlace
@@ -256,7 +256,7 @@ class CallRow:
         if code == NOT_ANSWERED:
             self._renew()
             ticket.submitted = time.monotonic_ns()
-            ticket.deadline = ticket.submitted + int((seconds - min(seconds, LOOK_AFTER)) * 1e9)
+            ticket.deadline = call.deadline
             return self._answered(lane.wait(ticket, ticket.deadline))
         del lane.in_flight[ticket.sequence]
         if code == NOT_FIT:

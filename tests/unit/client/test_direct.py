@@ -2,8 +2,10 @@
 
 import asyncio
 import contextlib
+import mmap
 import os
 import resource
+import signal
 import socket
 import struct
 import time
@@ -14,15 +16,17 @@ import pytest
 import zmq
 from tests.serving import wait_until
 
-from jurybox.client.in_flight import Answer, InFlight
+from jurybox import native
+from jurybox.client.in_flight import LOOK_AFTER, Answer, InFlight
 from jurybox.client.link import RowsHere
 from jurybox.client.remote.connection import DirectConnection
 from jurybox.client.remote.tcp import DirectTcpTransport
-from jurybox.client.transports.direct import DirectEngine, dial
+from jurybox.client.transports import zmq as libzmq
+from jurybox.client.transports.direct import DirectCaller, DirectEngine, dial
 from jurybox.client.transports.transport import NOT_ANSWERED, RowPlace
 from jurybox.protocol import ModelSpec, TensorSpec
 from jurybox.protocol.errors import Code, TooManyFiles
-from jurybox.protocol.scoreboard import EngineState
+from jurybox.protocol.scoreboard import ENGINE, EngineState
 from jurybox.protocol.wire import PACK_REPLY, PACK_TICKET, PREFIX, lane_identity
 from jurybox.server.relay.open_front import OpenFront
 from jurybox.server.relay.remote_clients import HeldLane, InlineTicket
@@ -249,6 +253,46 @@ def test_an_answer_that_takes_longer_than_a_check_is_received(router):
     assert rows.columns.outputs["y"][0].tolist() == [3.0, 3.0]
     assert not transport.holds(waiting)
     transport.close()
+
+
+@pytest.fixture
+def signals():
+    """A signal with a handler that does nothing, again and again."""
+    before = signal.signal(signal.SIGALRM, lambda *_: None)
+    signal.setitimer(signal.ITIMER_REAL, 0.01, 0.01)
+    yield
+    signal.setitimer(signal.ITIMER_REAL, 0.0)
+    signal.signal(signal.SIGALRM, before)
+
+
+def check_deadline(call, row):
+    """A call without an answer, which a signal may end early, names the deadline of its ticket."""
+    before = time.monotonic_ns()
+    assert call(row, 5, 0.08) == NOT_ANSWERED
+    assert before <= call.deadline - 80_000_000 <= time.monotonic_ns()
+
+
+def test_a_caller_names_its_deadline_if_a_signal_ends_its_wait(router, engine, signals):
+    states = np.zeros(1, ENGINE)
+    states["incarnation"], states["state"] = LIFE, EngineState.SERVING
+    wait_until(lambda: (engine.receive(), engine.link.ready)[1], 20, "it is connected")
+    place = RowPlace(0, 1, None, None, None, None, states, LIFE, 0)
+    check_deadline(DirectCaller(engine, place), None)
+
+    with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
+        dealer.setsockopt(zmq.LINGER, 0)
+        dealer.connect(router.getsockopt_string(zmq.LAST_ENDPOINT))
+        check_deadline(libzmq._Caller(libzmq._Attached(dealer, LANE, LEASE, LIFE), place), None)
+
+    connection, rows, transport = connected(router)
+    check_deadline(transport.caller(row_place(connection, rows)), np.ones(2, np.float32))
+    transport.close()
+
+    memory = np.frombuffer(mmap.mmap(-1, native.RINGS_BYTES), np.uint8)
+    wake = os.eventfd(0, os.EFD_NONBLOCK)
+    client = native.ShmRingsClient(memory, 0, LEASE, wake, 0)
+    check_deadline(native.ShmRingsCaller(client, None, None, states, 0, 1, LIFE, LOOK_AFTER), None)
+    os.close(wake)
 
 
 async def test_a_loop_is_notified_of_the_connection_after_a_closed_one(router):

@@ -11,6 +11,8 @@ import pytest
 from jurybox.client.in_flight import Answer
 from jurybox.client.lane import Lane
 from jurybox.client.link import ControlLink
+from jurybox.client.rows import CallRow
+from jurybox.client.transports.transport import NOT_ANSWERED
 from jurybox.protocol import ModelSpec, TensorSpec
 from jurybox.protocol.arena import Columns
 from jurybox.protocol.errors import Busy, Code, Error, Refused, ServerGone, Timeout
@@ -87,3 +89,33 @@ def test_a_wait_for_rows_ends_with_its_reason_even_if_the_last_answer_is_late(mo
     with pytest.raises(Error) as caught:
         ControlLink(lambda wires: None)._grant("m", 4, deadline, 0.2)
     assert type(caught.value) is told
+
+
+@pytest.mark.parametrize("seconds", [0.05, 20.0])
+def test_a_wait_that_a_signal_ended_early_goes_on_until_the_deadline(seconds):
+    """At a signal, a native call returns before its time-out; what is left of it is waited for by the lane."""
+    waited = []
+
+    def wait(ticket, deadline):
+        waited.append(deadline)
+        return Answer(ticket.sequence, int(Code.OK), "", 1, 0)
+
+    def call(row, sequence, seconds):
+        call.deadline = time.monotonic_ns() + int(seconds * 1e9)
+        return NOT_ANSWERED
+
+    nothing = SimpleNamespace(inputs={}, outputs={}, input_extents={})
+    lane = SimpleNamespace(
+        hold=lambda holder: None,
+        columns=nothing,
+        codec=SimpleNamespace(spec=nothing),
+        engine=np.zeros(1, ENGINE),
+        first_engine=0,
+        caller=lambda place: (call, 1),
+        in_flight={},
+        sequence=0,
+        wait=wait,
+    )
+    before = time.monotonic_ns()
+    assert CallRow(lane, 0).ask(None, seconds) == {}
+    assert waited == [call.deadline] and waited[0] >= before + int(seconds * 1e9)

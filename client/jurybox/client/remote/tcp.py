@@ -383,9 +383,9 @@ class _DirectCaller(SocketCaller):
         assert like is not None
         if type(row) is not np.ndarray or row.shape != like.shape or row.dtype != like.dtype:
             return NOT_FIT
-        ticket = PREFIX + PACK_TICKET.pack(
-            sequence, self._lease, max(1, int(seconds * 1e9)), 0, 0, place.first, 1, 0, 0, place.incarnation
-        )
+        left = max(1, int(seconds * 1e9))
+        self.deadline = time.monotonic_ns() + left
+        ticket = PREFIX + PACK_TICKET.pack(sequence, self._lease, left, 0, 0, place.first, 1, 0, 0, place.incarnation)
         message = link.exchange(sequence, (ticket, row), seconds if seconds < LOOK_AFTER else LOOK_AFTER)
         if message is None:
             place.write(row)  # in case it must be sent again

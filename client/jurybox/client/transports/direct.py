@@ -288,7 +288,8 @@ class DirectCaller(SocketCaller):
         if row is not None and not place.write(row):
             return NOT_FIT
         now = time.monotonic_ns()
-        frame = engine.frame(sequence, place.first, place.rows, now, now + int(seconds * 1e9), 0)
+        self.deadline = deadline = now + int(seconds * 1e9)
+        frame = engine.frame(sequence, place.first, place.rows, now, deadline, 0)
         message = link.exchange(sequence, (frame,), seconds if seconds < LOOK_AFTER else LOOK_AFTER)
         if message is None:
             return NOT_ANSWERED

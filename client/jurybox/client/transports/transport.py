@@ -141,8 +141,12 @@ class Caller(Protocol):
         Returns:
             The result of RowPlace.copied, or an int if there are no outputs: a failure's code, NOT_FIT if the row's
             shape does not match, NOT_SENT if the engine is no longer serving, or NOT_ANSWERED if no answer arrived in
-            time.
+            time, or a signal or the end of the connection ended the wait.
         """
+
+    @property
+    def deadline(self) -> int:
+        """The deadline of the last ticket that was sent, ns of CLOCK_MONOTONIC."""
 
     @property
     def version(self) -> int:
@@ -154,6 +158,8 @@ class Caller(Protocol):
 
 class SocketCaller(Caller):
     """The common part of callers that read replies from a socket: the engine's record and the last reply."""
+
+    deadline: int = 0
 
     def __init__(self, place: RowPlace, engine: NDArray[Any]) -> None:
         self._place = place

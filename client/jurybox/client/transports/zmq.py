@@ -292,7 +292,8 @@ class _Caller(SocketCaller):
         if row is not None and not place.write(row):
             return NOT_FIT
         now = time.monotonic_ns()
-        engine.send(sequence, place.first, place.rows, now, now + int(seconds * 1e9), 0)
+        self.deadline = deadline = now + int(seconds * 1e9)
+        engine.send(sequence, place.first, place.rows, now, deadline, 0)
         if seconds < LOOK_AFTER and not self._socket.poll(int(seconds * 1000 + 0.999)):
             return NOT_ANSWERED
         engine.receive_one()
