@@ -51,7 +51,7 @@ class Stops(Watcher):
 def test_a_search_with_its_networks_on_another_node_learns_the_same(tmp_path):
     with nodes("away") as cluster, spread_named("ray", cluster.address, AWAY) as spread:
         for name, settings in (("whole", SEARCH), ("halves", SEARCH.changed(halves=True))):
-            workflow_run.run(settings, tmp_path / name / "local")
+            workflow_run.run(settings.changed(workers=None), tmp_path / name / "local")
             workflow_run.run(settings, tmp_path / name / "ray", spread=spread)
             local, ray = (learned(tmp_path / name / launcher) for launcher in ("local", "ray"))
             assert len(local) == 10 and local == ray
@@ -59,8 +59,9 @@ def test_a_search_with_its_networks_on_another_node_learns_the_same(tmp_path):
         with pytest.raises(InterruptedError):  # there is a checkpoint after ten updates
             workflow_run.run(longer, tmp_path / "first here", Stops(72), spread=spread)
         assert learned(tmp_path / "whole" / "local") != learned(tmp_path / "halves" / "local")
-    workflow_run.run(longer, tmp_path / "first here", resume=True)
-    workflow_run.run(longer, tmp_path / "at once")
+    here = longer.changed(workers=None)
+    workflow_run.run(here, tmp_path / "first here", resume=True)
+    workflow_run.run(here, tmp_path / "at once")
     assert len(learned(tmp_path / "at once")) == 15
     assert learned(tmp_path / "at once") == learned(tmp_path / "first here"), "begun on a cluster, ended without"
     local, ray = (
