@@ -91,6 +91,16 @@ def test_insecure_lets_others_in(run, served, tmp_path):
     assert run("serve", str(tmp_path / "server.toml"), "--insecure", "--set", "server.http=0.0.0.0:80").exit_code == 4
 
 
+def test_without_torch_serve_says_what_to_install_and_starts_nothing(run, served, monkeypatch, tmp_path):
+    (tmp_path / "server.toml").write_text(MODEL)
+    find = commands.importlib.util.find_spec
+    monkeypatch.setattr(commands.importlib.util, "find_spec", lambda name: None if name == "torch" else find(name))
+    result = run("serve", str(tmp_path / "server.toml"))
+    assert (result.exit_code, served) == (2, [])
+    assert "torch is not installed" in result.stderr
+    assert "pip install 'jurybox[server]'" in result.stderr
+
+
 @pytest.mark.parametrize("arguments", [["serve", "--log-format", "xml"], ["serv"], ["status", "--jason"]])
 def test_wrong_usage_is_exit_status_2(run, arguments):
     assert run(*arguments).exit_code == 2

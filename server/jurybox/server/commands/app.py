@@ -204,6 +204,15 @@ def serve(
     except ConfigError as error:
         typer.echo(f"jurybox serve: wrong configuration\n{error}", err=True)
         raise typer.Exit(_CONFIG) from error
+    # The server's own engines need it, also if every model has an interpreter of its own. An engine could only report
+    # a traceback, and would be started again.
+    if importlib.util.find_spec("torch") is None:
+        typer.echo(
+            "jurybox serve: torch is not installed, and engines need it. Install it with: pip install "
+            "'jurybox[server]' (from a clone: pip install '.[server]')",
+            err=True,
+        )
+        raise typer.Exit(_CONFIG)
 
     from jurybox.server.supervisor.run import run
 
