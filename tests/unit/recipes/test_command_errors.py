@@ -94,6 +94,22 @@ def test_senseless_settings_are_errors_before_the_start(tmp_path, arguments):
     assert not (tmp_path / "out" / "metrics.csv").exists()
 
 
+@pytest.mark.parametrize(
+    ("device", "devices", "said"),
+    [
+        ("cuda", 0, "torch finds 0 CUDA devices"),
+        ("cuda:2", 2, '"cuda:0" to "cuda:1"'),
+        ("gpu", 1, "no device of torch"),
+    ],
+)
+def test_a_missing_device_is_an_error_before_the_start(tmp_path, monkeypatch, device, devices, said):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: devices > 0)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: devices)
+    done = CliRunner().invoke(commands, ["gym", "--set", f'device = "{device}"', "--out", str(tmp_path / "out")])
+    assert done.exit_code == 2 and said in done.output, done.output
+    assert not (tmp_path / "out").exists()
+
+
 def test_settings_that_go_together_are_taken():
     settings = HockeyTraining.read(
         None, changes_of(["league.weighting = 'hard'", "league.hardness = 3.0", "alpha = 0.5"], {})

@@ -131,6 +131,7 @@ def test_a_role_that_always_fails_ends_the_run_with_its_reason(tmp_path):
     outcome = run(plan(actor={"fail_at": 30}, timeouts=timeouts), tmp_path, Rows())
     assert outcome.end is End.FAILED
     assert "actor-0" in outcome.text and "2 times in a row" in outcome.text
+    assert "told to fail" in outcome.text and str(tmp_path / "logs" / "actor-0.log") in outcome.text
     assert "told to fail" in (tmp_path / "logs" / "actor-0.log").read_text()
     assert "told to fail" in (tmp_path / "logs" / "run.log").read_text()
 
@@ -142,7 +143,7 @@ def test_a_failed_run_continues_serially_if_requested(tmp_path):
     assert outcome.env_steps == 150 and outcome.learner_steps == 65
     assert outcome.text == End.STEPS.value, "the failure is over"
     log = (tmp_path / "logs" / "run.log").read_text()
-    assert "1 are too many" in log and log.endswith(f"the run is over: {End.STEPS.value}\n")
+    assert "1 times in a row (limit: 1)" in log and log.endswith(f"the run is over: {End.STEPS.value}\n")
 
 
 class Noticing(Local):

@@ -175,6 +175,8 @@ def train(
         check_folder(folder)
         if run.serial:
             run.refuse({"--launcher": "--serial runs in this process"})
+        if run.launcher == "local":  # Ray places a learner on a machine with GPUs, which this one may not have
+            check_device(getattr(settings, "device", "cpu"))
         return f"{found.work(settings, run)}\n\nreport: {folder / 'report.html'}"
 
     until_interrupted(work, out, message="stopping; --resume goes on from the newest checkpoint")
@@ -231,6 +233,29 @@ def check_folder(folder: Path) -> None:
     if not os.access(parent, os.W_OK | os.X_OK):
         raise RunLogError(f"{parent} cannot be written to by this user: choose another folder with --out")
     check_alone(folder)
+
+
+def check_device(device: str) -> None:
+    """Raise ConfigError if torch has no such device on this machine. "cpu" needs no import of torch."""
+    if device == "cpu":
+        return
+    import torch
+
+    from jurybox.training.runtime.plan import ConfigError
+
+    try:
+        wanted = torch.device(device)
+    except RuntimeError as error:
+        raise ConfigError(f'device = "{device}" is no device of torch, expected "cpu", "cuda" or "cuda:0"') from error
+    if wanted.type != "cuda":
+        return
+    there = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if (wanted.index or 0) >= there:
+        found = f"torch finds {there} CUDA device{'' if there == 1 else 's'} on this machine"
+        others = f' or "cuda:0" to "cuda:{there - 1}"' if there else ""
+        raise ConfigError(
+            f'device = "{device}": {found}, expected "cpu"{others} (`jurybox doctor` shows what torch has)'
+        )
 
 
 def carry_out(start: Callable[..., Outcome], run: Run) -> Outcome:

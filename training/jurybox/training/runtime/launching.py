@@ -192,7 +192,8 @@ class Child:
         self.name = self.spec.name
         self.number = number
         self.restart_at = 0.0
-        self._plan, self._log, self._launcher, self._evaluated = plan, log, launcher, evaluated
+        self.log = log
+        self._plan, self._launcher, self._evaluated = plan, launcher, evaluated
         self._words, self._orders = scoreboard.words[number], scoreboard.orders[number]
         self._condemned = False
         self.process: RoleProcess | None = None
@@ -222,7 +223,7 @@ class Child:
         self._orders[Control.STARTED_AT] = int(now * 1e9)
         self._orders[Control.ORDER] = Order.RUN
         self._words[Word.STATE] = State.STARTING
-        self.process = self._launcher.start(self.number, self._orders[Control.LIFE], state, self._log, self._evaluated)
+        self.process = self._launcher.start(self.number, self._orders[Control.LIFE], state, self.log, self._evaluated)
 
     def order(self, order: Order) -> None:
         """Give the role an order, which it reads between two steps."""

@@ -69,6 +69,7 @@ class Orchestrator:
         self._saved_when = time.monotonic()
         self._saved_files: set[str] = set()
         self._unsaved = ""  # why no checkpoint could be made
+        self._errors: dict[int, str] = {}  # by role, the error that its dying process reported
         self._watched = self._closed_at = 0.0
         self._given_up = False
         self._at_once: Callable[[], bool] = lambda: False
@@ -139,7 +140,8 @@ class Orchestrator:
             case "notice":  # of the launcher, about no role
                 self._notify(str(message["text"]))
             case "failed":
-                self._notify(f"{child.name} failed: {message['error']}; its log says more")
+                self._errors[child.number] = str(message["error"])
+                self._notify(f"{child.name} failed: {message['error']} (traceback: {child.log})")
             case "saved":
                 self._saved_files.add(str(message["file"]))
             case "unsaved":
@@ -153,18 +155,19 @@ class Orchestrator:
             child.finish(1.0)
             return
         how = child.reap(time.monotonic())
+        error = self._errors.pop(child.number, "")
         most = self._plan.timeouts.failures
         if not lost and (child.failures >= most or not child.spec.restarts):
             self._given_up = True
-            bound = (
-                f"{child.failures} times in a row; {most} are too many" if child.spec.restarts else "which ends the run"
-            )
-            self.text = f"{child.name} (process {pid}) {how}, {bound}"
+            bound = f"{child.failures} times in a row (limit: {most})" if child.spec.restarts else "which ends the run"
+            # This may be the only line that a user reads, so it repeats the cause.
+            cause = f": {error}" if error else ""
+            self.text = f"{child.name} (process {pid}) {how}, {bound}{cause} (log: {child.log})"
             self._notify(self.text)
             return
         delay = max(0.0, child.restart_at - time.monotonic())
         self._notify(
-            f"{child.name} (process {pid}) {how}; it begins again in {delay:.1f} s ({child.failures} in a row)"
+            f"{child.name} (process {pid}) {how}; restarting it in {delay:.1f} s (failures in a row: {child.failures})"
         )
 
     def _restart_due(self) -> None:
