@@ -130,22 +130,52 @@ def presupposed() -> dict[str, Any]:
     }  # fmt: skip
 
 
+def files_of(page: str) -> dict[str, str]:
+    """Return the Python files that a page shows, by name."""
+    shown = [block.text for block in of("python") if block.page == page]
+    return {file[1]: text for text in shown if (file := re.match(r"# (\w+\.py)\n", text))}
+
+
+def models_of(page: str) -> dict[str, dict[str, object]]:
+    """Return the models of a page's first configuration, if their factories are in files that the page shows."""
+    models = next((tomllib.loads(one.text).get("models", {}) for one in of("toml") if one.page == page), {})
+    modules = [str(model.get("factory", "")).partition(":")[0] for model in models.values()]
+    return models if any(f"{module}.py" in files_of(page) for module in modules) else {}
+
+
+@pytest.mark.parametrize("page", ["docs/serve.md", "docs/write_a_juror.md"])
+def test_a_page_that_shows_a_model_of_its_own_is_run_with_that_model(page) -> None:
+    assert models_of(page)
+
+
 @pytest.mark.parametrize("page", sorted({block.page for block in of("python")}))
 def test_the_python_of_a_page_runs_and_leaves_nothing_behind(page, server, tmp_path, monkeypatch) -> None:
-    monkeypatch.setenv("JURYBOX_ADDRESS", server.address)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
+    for name, text in files_of(page).items():
+        (tmp_path / name).write_text(text)
     before, files = segments(), set(directory().iterdir())
-    names = presupposed()
+    if models := models_of(page):
+        path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+        with tempfile.TemporaryDirectory(prefix="jb") as sockets:  # pytest's folders are too long for a socket
+            with serving(Path(sockets), models, {"PYTHONPATH": path}) as own:
+                run_python(page, own, monkeypatch)
+    else:
+        run_python(page, server, monkeypatch)
+    assert segments() - before == set()
+    assert set(directory().iterdir()) - files == set()
+
+
+def run_python(page: str, server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JURYBOX_ADDRESS", server.address)
+    names, grpc = presupposed(), server.listening("grpc")
     for block in of("python"):
         if block.page != page:
             continue
         code = block.text
-        if file := re.match(r"# (\w+\.py)\n", code):
-            (tmp_path / file[1]).write_text(code)
         for shown, used in {
-            "localhost:8001": server.listening("grpc"),
-            '"grpcs://server-host:8001", token="..."': f'"grpc://{server.listening("grpc")}"',
+            "localhost:8001": grpc,
+            '"grpcs://server-host:8001", token="..."': f'"grpc://{grpc}"',
             'resident("cuda"': 'resident("cuda"' if torch.cuda.is_available() else 'resident("cpu"',
         }.items():
             code = code.replace(shown, used)
@@ -154,16 +184,15 @@ def test_the_python_of_a_page_runs_and_leaves_nothing_behind(page, server, tmp_p
         replay.unlink()  # a replay stays while a process has it open, and this process does
         replay.close()
     names.clear()
-    assert segments() - before == set()
-    assert set(directory().iterdir()) - files == set()
 
 
 def test_the_readmes_client_gets_the_same_scores_by_every_call(server, monkeypatch, capsys) -> None:
     monkeypatch.setenv("JURYBOX_ADDRESS", server.address)
     names = presupposed()
     exec(next(block for block in of("python") if block.page == "README.md").text, names)
-    assert names["scores"]["score"].shape == (4,)
-    assert names["reply"].outputs["score"] == pytest.approx(names["scores"]["score"], abs=1e-4)
+    assert names["scores"].shape == (4,)
+    assert names["scores"][0] == pytest.approx(names["score"], abs=1e-4)
+    assert names["reply"].outputs["score"] == pytest.approx(names["scores"], abs=1e-4)
     assert 0 < float(capsys.readouterr().out) < 1
 
 
