@@ -197,7 +197,7 @@ def test_each_misfit_of_an_interpreter_is_one_sentence(tmp_path):
         ({"torch": "2.0.1"}, "torch 2.0.1 is installed there, expected 2.1 or newer"),
         ({"torch": None}, "torch is not installed there, expected 2.1 or newer"),
         ({"numpy": "1.25.2"}, "numpy 1.25.2 is installed there, expected 1.26 or newer"),
-        ({"jurybox": None}, "jurybox is not installed there: pip install 'jurybox[engine]=="),
+        ({"jurybox": None}, "jurybox is not installed there: install jurybox[engine] "),
         ({"jurybox": "0.0.9"}, "jurybox 0.0.9 is installed there, expected"),
         ({"broken": "ImportError: no native"}, "native part cannot be imported there (ImportError: no native)"),
         ({"protocol": 1}, "speaks protocol 1, expected 2"),

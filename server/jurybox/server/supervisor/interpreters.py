@@ -96,7 +96,10 @@ def _unfit(installed: dict[str, Any]) -> Collection[str]:
         return [f"it is Python {_dotted(python)}, expected {_dotted(_PYTHON)} or newer"]
     found = []
     if installed["jurybox"] is None:
-        found.append(f"jurybox is not installed there: pip install 'jurybox[engine]=={build_version()}'")
+        found.append(
+            f"jurybox is not installed there: install jurybox[engine] {build_version()}, from a wheel for that Python "
+            "(docs/serve.md)"
+        )
     elif installed["jurybox"] != build_version():
         found.append(f"jurybox {installed['jurybox']} is installed there, expected {build_version()} as the server's")
     elif broken := installed.get("broken"):
