@@ -162,6 +162,17 @@ def test_variables_of_others_are_left_alone():
         (PHOTO + "max_bach = 8\n", ":3: models.photo.max_bach: no such setting; did you mean 'max_batch'"),
         (PHOTO + "http = 'x'\n", ":3: models.photo.http: no such setting; it is a setting of [server]"),
         ("[server]\nmax_batch = 8\n", ":2: server.max_batch: no such setting; it is a setting of [models.NAME]"),
+        ("[model.photo]\nfactory = 'a:b'\n", ":1: model: no such setting; did you mean 'models'?"),
+        ("http = 'x'\n", ":1: http: no such setting; it is a setting of [server]"),
+        ("timeout = 1\n", ":1: timeout: no such setting; there are: dialects, models, panels, robots, server"),
+        ("[server]\nport = 8000\n", """:2: server.port: no such setting; expected http = "host:port","""),
+        (PHOTO + "input = {}\n", ":3: models.photo.input: no such setting; did you mean 'inputs'?"),
+        (PHOTO + "[dialects.trl]\nmodel = 'photo'\n", ":3: [dialects.trl] speaks 'trl', expected speaks = one of"),
+        (PHOTO + "\n[dialects.slime]\nmodel = 'foto'\n", ":4: [dialects.slime] is bound to model 'foto', which is not"),
+        (PHOTO + "[panels.photo]\nmembers = {photo = 1.0}\n", ":3: [panels.photo]: a model has that name, too"),
+        (PHOTO + "[robots.arm]\nmodel = 'x'\nlisten = 'a:1'\n", ":3: robots.arm.model = 'x' is not configured"),
+        (PHOTO + "rows = 1\n[robots.arm]\nmodel = 'photo'\nlisten = 'a:1'\n", ":1: models.photo.rows = 1, expected at"),
+        (PHOTO + "[robots.arm]\nmodel = 'photo'\nlisten = '127.0.0.1:8000'\n", "toml: '127.0.0.1:8000' is listened on"),
         (PHOTO + "channels_last = 1\n", ":3: models.photo.channels_last = 1: expected true or false"),
         (PHOTO + "min_batch = 8\nmax_batch = 4\n", ":1: models.photo: min_batch = 8, expected at most max_batch = 4"),
         (PHOTO + "min_batch = 8\n", "min_batch = 8 is never waited for, expected max_wait_us above 0 with it"),
@@ -212,6 +223,26 @@ def test_every_wrong_setting_is_named_at_once(write):
     assert "--set models.photo.max_batch=0: models.photo.max_batch = 0: expected greater than or equal to 1" in said
 
 
+def test_wrong_flags_and_variables_hide_neither_each_other_nor_the_file(write):
+    sets = ["model.photo.rows=3", "htpp=3", "models.photo.max_batch.x=1", "server.replicas=2"]
+    environ = {"JURYBOX_HTPP": "x", "JURYBOX_MODELS__FOTO__ROWS": "1"}
+    said = wrong(write(PHOTO + "max_bach = 3\nmax_batch = 4\n"), sets, environ).splitlines()
+    for begin in [*(f"--set {text}: " for text in sets[:3]), *(f"environment variable {name}: " for name in environ)]:
+        assert sum(line.startswith(begin) for line in said) == 1, begin
+    assert sum("server.toml:3: models.photo.max_bach" in line for line in said) == 1
+    assert len(said) == 6
+    assert wrong(write(PHOTO), ["htpp=3"], {"JURYBOX_HTPP": "x"}).count("\n") == 1
+
+
+def test_every_table_can_be_set_on_the_command_line(write):
+    text = PHOTO + '[dialects.slime]\nmodel = "photo"\n[panels.jury]\nmembers = {photo = 1.0}\n'
+    sets = ["dialects.slime.model=jury", "panels.jury.members.photo=0.5", "robots.arm.model=photo"]
+    settings = load_settings(write(text), [*sets, "robots.arm.listen=127.0.0.1:0"], {})
+    assert settings.dialects["slime"].model == "jury"
+    assert settings.panels["jury"].members["photo"].weight == 0.5
+    assert settings.robots["arm"].model == "photo"
+
+
 def test_a_wrong_value_is_blamed_on_the_source_that_won(write):
     path = write("[server]\nreplicas = 0\n")
     environ = {"JURYBOX_REPLICAS": "none"}
@@ -246,6 +277,10 @@ def test_a_misspelt_variable_is_an_error_and_not_ignored(write, variable, messag
         ("model.photo.rows=1", "no such table 'model'; did you mean 'models'?"),
         ("models.photo=1", "expected server.KEY=VALUE or models.NAME.KEY=VALUE"),
         ("models.photo.max_batch.x=1", "models.photo.max_batch is 4 at"),
+        ("models.foto.max_batch=1", "no model 'foto' is configured; did you mean 'photo'?"),
+        ("htpp=3", "no such table 'htpp'; did you mean 'server.http'?"),
+        ("max_batch=3", "no such table 'max_batch'; did you mean 'models.NAME.max_batch'?"),
+        ("dialects.slime=1", "expected dialects.NAME.KEY=VALUE"),
         ("server.'http=1", "expected KEY=VALUE"),
     ],
 )

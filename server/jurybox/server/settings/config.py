@@ -22,6 +22,7 @@ from pydantic import (
     ValidationError,
     model_validator,
 )
+from pydantic_core import PydanticCustomError
 
 from jurybox.protocol.address import default_address, is_loopback, local_address
 from jurybox.protocol.errors import Refused
@@ -32,7 +33,7 @@ from jurybox.server.doctor.host import torch_has_cuda, visible_cuda_devices
 from jurybox.server.security.access import FILES as _SECURITY_FILES
 from jurybox.server.security.access import SecuritySettings, too_open
 from jurybox.server.settings.endpoints import check_address, check_host_port, check_listen, split_host
-from jurybox.server.settings.sources import ConfigError, Sources, parse_flags, problems
+from jurybox.server.settings.sources import ConfigError, Sources, did_you_mean, parse_flags, problems
 
 __all__ = ["ConfigError", "ModelSettings", "ServerSettings", "Settings", "load_settings", "model_settings_from_json"]
 
@@ -484,6 +485,14 @@ class PanelSettings(_Strict):
     members: Annotated[dict[ModelName, MemberSettings], Field(min_length=1, max_length=32)]
 
 
+def _wrong_table(message: str, *key: str) -> PydanticCustomError:
+    """Return the error of a check across tables, for a validator to raise; `key` is the table that it names.
+
+    pydantic reports the error of a validator of all settings without a key, so the error carries one.
+    """
+    return PydanticCustomError("wrong_table", "{message}", {"message": message, "key": key})
+
+
 class Settings(_Strict):
     """All settings of a server."""
 
@@ -502,9 +511,10 @@ class Settings(_Strict):
         for name, model in self.models.items():
             first, python = groups.setdefault(model.group or f" {name}", (name, model.python))
             if python != model.python:
-                raise ValueError(
+                raise _wrong_table(
                     f"models {first!r} and {name!r} of group {model.group!r} have python = {python!r} and "
-                    f"{model.python!r}: one engine computes a group, expected the same"
+                    f"{model.python!r}: one engine computes a group, expected the same",
+                    *("models", name),
                 )
         for python in self.pythons():
             memory = {m.gpu_memory_fraction for m in self.models.values() if m.python == python} - {None}
@@ -542,33 +552,42 @@ class Settings(_Strict):
     @model_validator(mode="after")
     def _panels_have_members(self) -> Settings:
         for name, panel in self.panels.items():
+            table = ("panels", name)
             if name in self.models:
-                raise ValueError(f"[panels.{name}]: a model has that name, too")
+                raise _wrong_table(f"[panels.{name}]: a model has that name, too", *table)
             if "score" in panel.members:
-                raise ValueError(f"[panels.{name}] has a member 'score', which is the total's name: expected another")
+                raise _wrong_table(
+                    f"[panels.{name}] has a member 'score', which is the total's name: expected another", *table
+                )
             for member, one in panel.members.items():
                 model = one.plain(member)["model"]
                 if model not in self.models:
-                    raise ValueError(f"[panels.{name}] has the member {model!r}, which is no configured model")
+                    raise _wrong_table(
+                        f"[panels.{name}] has the member {model!r}, which is no configured model", *table
+                    )
         return self
 
     @model_validator(mode="after")
     def _dialects_can_be_spoken(self) -> Settings:
         for name, dialect in self.dialects.items():
             speaks = dialect.speaks or name
-            at = f"[dialects.{name}]"
+            at, table = f"[dialects.{name}]", ("dialects", name)
             if speaks not in _SPOKEN:
-                raise ValueError(f"{at} speaks {speaks!r}, expected speaks = one of {', '.join(_SPOKEN)}")
+                raise _wrong_table(f"{at} speaks {speaks!r}, expected speaks = one of {', '.join(_SPOKEN)}", *table)
             if dialect.model not in self.models and dialect.model not in self.panels:
-                raise ValueError(f"{at} is bound to model {dialect.model!r}, which is not configured")
+                there = did_you_mean(dialect.model, [*self.models, *self.panels])
+                raise _wrong_table(f"{at} is bound to model {dialect.model!r}, which is not configured{there}", *table)
             if not self.server.http and not dialect.listen:
-                raise ValueError(f"{at} is spoken over HTTP, expected server.http with it, or a port of its own")
+                raise _wrong_table(
+                    f"{at} is spoken over HTTP, expected server.http with it, or a port of its own", *table
+                )
             for setting, where in (("server.http", self.server.http), (f"dialects.{name}.host", dialect.listen)):
                 open_to_others = where and not is_loopback(split_host(where)[0])
                 if speaks in _PICKLED and open_to_others and not dialect.pickles_from_elsewhere:
-                    raise ValueError(
+                    raise _wrong_table(
                         f'{at} takes pickles, and {setting} = "{where}" is open to other hosts: expected a '
-                        "loopback host, or pickles_from_elsewhere = true (they are read without being unpickled)"
+                        "loopback host, or pickles_from_elsewhere = true (they are read without being unpickled)",
+                        *table,
                     )
         return self
 
@@ -579,7 +598,9 @@ class Settings(_Strict):
         for name, robot in self.robots.items():
             if robot.model not in self.models:
                 there = ", ".join(sorted(self.models)) or "none"
-                raise ValueError(f"robots.{name}.model = {robot.model!r} is not configured; there are: {there}")
+                raise _wrong_table(
+                    f"robots.{name}.model = {robot.model!r} is not configured; there are: {there}", "robots", name
+                )
         robots = [robot.listen for robot in self.robots.values()]
         dialects = [dialect.listen for dialect in self.dialects.values()]
         taken = [*robots, *dialects, self.server.http, self.server.grpc, self.server.tcp]
@@ -608,7 +629,7 @@ class Settings(_Strict):
             self.models[robot.model]._holders.robots[name] = robot.clients
         for name, model in self.models.items():
             if problem := model._holders.problem(name, model):
-                raise ValueError(problem)
+                raise _wrong_table(problem, "models", name)
 
     def open_transports(self) -> list[str]:
         """Return the transports that are open to other hosts without protection, each with the settings it lacks."""
@@ -707,23 +728,22 @@ def load_settings(path: Path | None, sets: Sequence[str] = (), environ: Mapping[
     sources = Sources()
     if path is not None:
         sources.add_file(path, _PATHS, _SECURITY_FILES)
-    flags = parse_flags(sets, server_keys)
+    flags, wrong = parse_flags(sets, list(Settings.model_fields), server_keys, model_keys)
     from_flags = {key[1] for key, _, _ in flags if key[0] == "models"}
-    sources.add_environment(os.environ if environ is None else environ, server_keys, model_keys, from_flags)
-    for key, value, place in flags:
-        sources.put(key, value, place)
+    wrong += sources.add_environment(os.environ if environ is None else environ, server_keys, model_keys, from_flags)
+    wrong += sources.add_flags(flags)
     try:
         settings = Settings.model_validate(sources.tree)
     except ValidationError as error:
-        raise ConfigError("\n".join(problems(error, Settings, sources.place))) from error
-    missing = [
+        raise ConfigError("\n".join([*wrong, *problems(error, Settings, sources.place)])) from error
+    wrong += [
         f"{sources.place(('models', name, key))}: models.{name}.{key} = {file!r}: there is no such file"
         for name, model in settings.models.items()
         for key in _FILES
         if (file := getattr(model, key)) is not None and not Path(file).is_file()
     ]
-    if broken := [*missing, *settings.server.broken_secrets()]:
-        raise ConfigError("\n".join(broken))
+    if wrong := [*wrong, *settings.server.broken_secrets()]:
+        raise ConfigError("\n".join(wrong))
     in_file = path is not None and settings.server.token and sources.place(("server", "token")).startswith(f"{path}:")
     if path is not None and in_file and (why := too_open(path)):
         raise ConfigError(f"server.token is in a file that others can read: {why}, or set server.token_file")

@@ -34,10 +34,14 @@ def problems(error: ValidationError, model: type[BaseModel], place: Callable[[Ke
         model: the settings class that was validated.
         place: returns the source of a key.
     """
-    return [
-        _line(tuple(map(str, detail["loc"])), detail["type"], detail["msg"], detail["input"], model, place)
-        for detail in error.errors(include_url=False)
-    ]
+    lines = []
+    for detail in error.errors(include_url=False):
+        key, message = tuple(map(str, detail["loc"])), detail["msg"]
+        if not key:  # of a check across tables, whose message names them
+            lines.append(f"{place(detail.get('ctx', {}).get('key', ()))}: {_expected(message)}")
+        else:
+            lines.append(_line(key, detail["type"], message, detail["input"], model, place))
+    return lines
 
 
 def _line(key: Key, kind: str, message: str, value: object, model: type[BaseModel], place: Callable[[Key], str]) -> str:
@@ -46,11 +50,7 @@ def _line(key: Key, kind: str, message: str, value: object, model: type[BaseMode
         return f"{place(key)}: {shown(key)}: {_expected(message)}"
     at = f"{place(key)}: {shown(key)}"
     if kind == "extra_forbidden":
-        *table, name = key
-        known = _fields_at(model, table)
-        elsewhere = [other for other in _tables(model) if name in _fields_at(model, other)]
-        where = f"; it is a setting of [{shown((*elsewhere[0],))}]" if elsewhere else did_you_mean(name, known)
-        return f"{at}: no such setting{where}"
+        return f"{at}: no such setting{_suggestion(key, model)}"
     if kind == "missing":
         return f"{at}: is missing"
     if isinstance(value, dict):  # an error of a whole table: its message names the values
@@ -65,6 +65,20 @@ def _line(key: Key, kind: str, message: str, value: object, model: type[BaseMode
         near = difflib.get_close_matches(value.lower(), [choice.strip("'") for choice in choices], n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
     return f"{at} = {given}: {_expected(message)}{hint}"
+
+
+def _suggestion(key: Key, model: type[BaseModel]) -> str:
+    """Return what may have been meant by an unknown key: a name much like it in its table, or its place elsewhere."""
+    *table, name = key
+    known = _fields_at(model, table)
+    if table == ["server"] and name in ("host", "port"):
+        return '; expected http = "host:port", grpc = "host:port" or tcp = "host:port"'
+    if not difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.75):
+        tables = _tables(model) if table else [("server",)]  # [model] has no more to do with a dialect's `model`
+        for other in tables:
+            if name in _fields_at(model, other):
+                return f"; it is a setting of [{shown(other)}]"
+    return did_you_mean(name, known)
 
 
 def _expected(message: str) -> str:
@@ -257,70 +271,108 @@ class Sources:
         Args:
             more_models: models that a later source names.
 
-        Raises:
-            ConfigError: a variable is not a setting.
+        Returns:
+            What is wrong: a line for each variable that is not a setting.
         """
         server = {f"JURYBOX_{key.upper()}": key for key in server_keys}
+        wrong = []
         for variable, text in sorted(environ.items()):
             if not variable.startswith("JURYBOX_") or variable in RESERVED_VARIABLES:
                 continue
             place = f"environment variable {variable}"
-            if variable in server:
-                # An empty address means the default one, as in the client; an empty http or grpc means off.
-                name = server[variable]
-                if text or name not in ("address", "token"):
-                    self.put(("server", name), text if name == "token" else parse_value(text), place)
-            elif variable.startswith(_MODELS):
-                models = self.tree.get("models")
-                known = {*(models if isinstance(models, dict) else ()), *more_models}
-                key = _model_key(variable, known, model_keys, environ)
-                self.put(key, parse_value(text), place)
-            elif not _SERVICE_LINK.fullmatch(variable):
-                guess = f"JURYBOX_{variable.removeprefix('JURYBOX_SERVER').lstrip('_')}"
-                hint = (
-                    f"; did you mean {guess!r}?"
-                    if guess in server
-                    else did_you_mean(variable, [*server, *RESERVED_VARIABLES])
-                )
-                raise ConfigError(
-                    f"{place}: no such setting{hint} (a model's setting is JURYBOX_MODELS__NAME__KEY, "
-                    "with two underscores between the parts)"
-                )
+            try:
+                if variable in server:
+                    # An empty address means the default one, as in the client; an empty http or grpc means off.
+                    name = server[variable]
+                    if text or name not in ("address", "token"):
+                        self.put(("server", name), text if name == "token" else parse_value(text), place)
+                elif variable.startswith(_MODELS):
+                    models = self.tree.get("models")
+                    known = {*(models if isinstance(models, dict) else ()), *more_models}
+                    key = _model_key(variable, known, model_keys, environ)
+                    self.put(key, parse_value(text), place)
+                elif not _SERVICE_LINK.fullmatch(variable):
+                    guess = f"JURYBOX_{variable.removeprefix('JURYBOX_SERVER').lstrip('_')}"
+                    hint = (
+                        f"; did you mean {guess!r}?"
+                        if guess in server
+                        else did_you_mean(variable, [*server, *RESERVED_VARIABLES])
+                    )
+                    raise ConfigError(
+                        f"{place}: no such setting{hint} (a model's setting is JURYBOX_MODELS__NAME__KEY, "
+                        "with two underscores between the parts)"
+                    )
+            except ConfigError as error:
+                wrong.append(str(error))
+        return wrong
+
+    def add_flags(self, flags: Sequence[Flag]) -> list[str]:
+        """Set the values of the command line; return what is wrong, a line for each flag."""
+        models = self.tree.get("models")
+        # A model may be defined by flags alone, but a misspelt name must not become one.
+        named = {*(models if isinstance(models, dict) else ())}
+        named |= {key[1] for key, _, _ in flags if key[0] == "models" and key[2] in ("factory", "exported")}
+        wrong = []
+        for key, value, place in flags:
+            try:
+                if key[0] == "models" and key[1] not in named:
+                    raise ConfigError(f"{place}: no model {key[1]!r} is configured{did_you_mean(key[1], named)}")
+                self.put(key, value, place)
+            except ConfigError as error:
+                wrong.append(str(error))
+        return wrong
 
 
-def parse_flags(sets: Sequence[str], server_keys: Collection[str]) -> list[tuple[Key, Any, str]]:
-    """Return key, value and place of every --set.
+Flag = tuple[Key, Any, str]  # key, value and place
 
-    Raises:
-        ConfigError: a text is not ``KEY=VALUE``, or its table does not exist.
+
+def parse_flags(
+    sets: Sequence[str], tables: Collection[str], server_keys: Collection[str], model_keys: Collection[str]
+) -> tuple[list[Flag], list[str]]:
+    """Parse every --set.
+
+    Args:
+        tables: the tables of a configuration.
+
+    Returns:
+        The key, the value and the place of each, and a line for each that is wrong.
     """
-    parsed = []
+    parsed, wrong = [], []
     for text in sets:
-        if re.match(r"\s*[\"']?server[\"']?\s*\.\s*[\"']?token[\"']?\s*=", text):
-            raise ConfigError(
-                "--set server.token=...: a command line is there for every user of this host to read; set "
-                "server.token_file, or the environment variable JURYBOX_TOKEN"
-            )
-        place = f"--set {text}"
-        # A quoted part of the key may contain an equals sign.
-        match = re.match(r"""((?:[^"'=]|"[^"]*"|'[^']*')*)=(.*)""", text, re.DOTALL)
-        if match is None:
-            raise ConfigError(f"{place}: expected KEY=VALUE, such as models.photo.max_batch=32")
         try:
-            key = parse_key(match[1])
-        except ValueError as error:
-            raise ConfigError(f"{place}: {error}") from error
-        if len(key) < {"server": 2, "models": 3, "robots": 3}.get(key[0], 0):
-            raise ConfigError(f"{place}: expected server.KEY=VALUE or models.NAME.KEY=VALUE")
-        if key[0] not in ("server", "models", "robots"):
-            hint = (
-                f"; did you mean 'server.{key[0]}'?"
-                if key[0] in server_keys
-                else did_you_mean(key[0], ["server", "models", "robots"])
-            )
-            raise ConfigError(f"{place}: no such table {key[0]!r}{hint}")
-        parsed.append((key, parse_value(match[2]), place))
-    return parsed
+            parsed.append(_parse_flag(text, tables, server_keys, model_keys))
+        except ConfigError as error:
+            wrong.append(str(error))
+    return parsed, wrong
+
+
+def _parse_flag(text: str, tables: Collection[str], server_keys: Collection[str], model_keys: Collection[str]) -> Flag:
+    if re.match(r"\s*[\"']?server[\"']?\s*\.\s*[\"']?token[\"']?\s*=", text):
+        raise ConfigError(
+            "--set server.token=...: a command line is there for every user of this host to read; set "
+            "server.token_file, or the environment variable JURYBOX_TOKEN"
+        )
+    place = f"--set {text}"
+    # A quoted part of the key may contain an equals sign.
+    match = re.match(r"""((?:[^"'=]|"[^"]*"|'[^']*')*)=(.*)""", text, re.DOTALL)
+    if match is None:
+        raise ConfigError(f"{place}: expected KEY=VALUE, such as models.photo.max_batch=32")
+    try:
+        key = parse_key(match[1])
+    except ValueError as error:
+        raise ConfigError(f"{place}: {error}") from error
+    if key[0] not in tables:
+        whole = {name: f"models.NAME.{name}" for name in model_keys} | {name: f"server.{name}" for name in server_keys}
+        whole |= {table: table for table in tables}
+        near = difflib.get_close_matches(key[0].lower(), list(whole), n=1)
+        hint = f"; did you mean {whole[near[0]]!r}?" if near else did_you_mean(key[0], tables)
+        raise ConfigError(f"{place}: no such table {key[0]!r}{hint}")
+    if len(key) < (2 if key[0] == "server" else 3):
+        expected = "server.KEY=VALUE or models.NAME.KEY=VALUE"
+        if key[0] not in ("server", "models"):
+            expected = f"{key[0]}.NAME.KEY=VALUE"
+        raise ConfigError(f"{place}: expected {expected}")
+    return key, parse_value(match[2]), place
 
 
 def _model_key(variable: str, known: Collection[str], model_keys: Collection[str], environ: Mapping[str, str]) -> Key:
