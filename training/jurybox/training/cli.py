@@ -47,7 +47,7 @@ _COMMON: dict[str, tuple[Any, Any, typer.models.OptionInfo]] = {
     "changes": (
         list[str] | None,
         None,
-        typer.Option("--set", metavar="NAME=VALUE", help="Set one setting, VALUE as in TOML; repeatable."),
+        typer.Option("--set", metavar="NAME=VALUE", help="Set one setting, VALUE as TOML or text; repeatable."),
     ),
     "seeds": (
         str | None,

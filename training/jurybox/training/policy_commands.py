@@ -28,7 +28,7 @@ Seed = Annotated[int, typer.Option("--seed", min=0, help="Seed of the first epis
 Sets = Annotated[
     list[str] | None,
     typer.Option(
-        "--set", metavar="NAME=VALUE", help="Set an argument of the environment, VALUE as in TOML; repeatable."
+        "--set", metavar="NAME=VALUE", help="Set an argument of the environment, VALUE as TOML or text; repeatable."
     ),
 ]
 Trust = Annotated[

@@ -8,10 +8,13 @@ has one: ``learning_rate``, ``gamma``, ``batch_size``, ``buffer_size``, ``learni
 from __future__ import annotations
 
 import dataclasses
+import difflib
+import json
+import re
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, Self, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -53,16 +56,27 @@ class Settings(BaseModel):
             ConfigError: the file cannot be read, or a setting is unknown, out of its bounds or without effect.
         """
         try:
-            values = merged(tomllib.loads(path.read_text(encoding="utf-8")) if path else {}, changes)
-        except (OSError, tomllib.TOMLDecodeError) as error:
-            raise ConfigError(f"{path} cannot be read: {error}") from error
-        settings = cls.checked(values)
+            text = path.read_text(encoding="utf-8") if path else ""
+            values = merged(tomllib.loads(text), changes)
+        except (OSError, ValueError) as error:  # text that is neither UTF-8 nor TOML is a ValueError
+            raise ConfigError(f"{path} cannot be read: {error}; expected a TOML file") from error
+
+        def place(key: Sequence[str]) -> str:
+            found: Any = changes
+            for part in key:
+                found = found.get(part) if isinstance(found, Mapping) else None
+            return "" if path is None or found is not None else f"{path}{_line_of(text, key)}: "
+
+        settings = cls.checked(values, place)
         refuse_unused(flat_names(values), settings.unused())
         return settings
 
     @classmethod
-    def checked(cls, values: Mapping[str, Any]) -> Self:
+    def checked(cls, values: Mapping[str, Any], place: Callable[[Sequence[str]], str] = lambda key: "") -> Self:
         """The settings of these names and values.
+
+        Args:
+            place: where a setting comes from, for messages: "train.toml:3: ".
 
         Raises:
             ConfigError: one is unknown or out of its bounds; the message names it.
@@ -70,11 +84,13 @@ class Settings(BaseModel):
         try:
             return cls(**values)
         except ValidationError as error:
-            problems = "; ".join(
-                ": ".join(filter(None, (".".join(map(str, each["loc"])), each["msg"].removeprefix("Value error, "))))
-                for each in error.errors()
-            )
-            raise ConfigError(f"settings of the {cls.title} training: {problems}") from error
+            problems = []
+            for each in error.errors():
+                key, message = tuple(map(str, each["loc"])), each["msg"].removeprefix("Value error, ")
+                if each["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
+                    message = f"no such setting{_did_you_mean(key[-1], _names_in(cls, key[:-1]))}"
+                problems.append(f"{place(key)}{': '.join(filter(None, ('.'.join(key), message)))}")
+            raise ConfigError(f"settings of the {cls.title} training: {'; '.join(problems)}") from error
 
     def unused(self) -> Mapping[str, str]:
         """Settings that have no effect beside the others, and why; parts as ``part.NAME``."""
@@ -128,15 +144,14 @@ def flat_names(values: Mapping[str, Any]) -> list[str]:
 def changes_of(changes: Iterable[str], given: Mapping[str, Any]) -> dict[str, Any]:
     """Settings of ``NAME=VALUE`` strings, then of options that were given (not None).
 
+    A value that is not TOML is text, as for `jurybox serve`: a shell takes the quotes of ``device="cuda"``.
+
     Raises:
         ConfigError: a string is of another form.
     """
     changed: dict[str, Any] = {}
     for change in changes:
-        try:
-            changed = merged(changed, tomllib.loads(change))
-        except tomllib.TOMLDecodeError as error:
-            raise ConfigError(f"--set {change!r}: expected NAME=VALUE with a value as in TOML ({error})") from error
+        changed = merged(changed, _change_of(change))
     for name, value in given.items():
         if value is not None:
             first, _, inner = name.partition(".")
@@ -151,3 +166,47 @@ def merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any
         before = found.get(name)
         found[name] = merged(before, value) if isinstance(before, dict) and isinstance(value, dict) else value
     return found
+
+
+def _change_of(change: str) -> dict[str, Any]:
+    """The setting of a ``NAME=VALUE`` string, as a nested dict. Raises ConfigError."""
+    try:
+        return tomllib.loads(change)
+    except tomllib.TOMLDecodeError as error:
+        # A quoted part of the name may contain an equals sign.
+        match = re.fullmatch(r"""((?:[^"'=]|"[^"]*"|'[^']*')+)=(.*)""", change, re.DOTALL)
+        try:
+            if match is None:
+                raise error
+            return tomllib.loads(f"{match[1]} = {json.dumps(match[2].strip(), ensure_ascii=False)}")
+        except tomllib.TOMLDecodeError:
+            raise ConfigError(f"--set {change!r}: expected NAME=VALUE, such as seed=3 ({error})") from error
+
+
+def _names_in(settings: Any, table: Sequence[str]) -> list[str]:
+    """The names of the settings in a table of a settings class; empty if they are not known."""
+    for part in table:
+        fields: Mapping[str, Any] = getattr(settings, "model_fields", None) or get_type_hints(settings)
+        found = fields.get(part)
+        settings = getattr(found, "annotation", found)
+    if isinstance(settings, type) and issubclass(settings, BaseModel):
+        return list(settings.model_fields)
+    return [field.name for field in dataclasses.fields(settings)] if dataclasses.is_dataclass(settings) else []
+
+
+def _did_you_mean(given: str, known: Sequence[str]) -> str:
+    """A suggestion for an unknown name: the most similar known ones, or else all."""
+    near = difflib.get_close_matches(given.lower(), known, n=3)
+    if near:
+        return f"; did you mean {' or '.join(map(repr, near))}?"
+    return f"; there are: {', '.join(sorted(known))}" if known else ""
+
+
+def _line_of(text: str, key: Sequence[str]) -> str:
+    """The line that sets a key, as ":3"; empty if several lines, or none, could be it."""
+    if not key:
+        return ""
+    name = re.escape(key[-1])
+    named = re.compile(rf"""\s*(?:[\w"'-]+\s*\.\s*)*["']?{name}["']?\s*=|\s*\[\s*{name}\s*\]""")
+    lines = [number for number, line in enumerate(text.splitlines(), 1) if named.match(line)]
+    return f":{lines[0]}" if len(lines) == 1 else ""
