@@ -2,6 +2,7 @@
 
 import gc
 import os
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -56,6 +57,7 @@ def test_a_server_whose_models_all_fail_does_not_start_and_reports_each_reason(t
     why = {
         "tests.models:broken": "this factory never works",
         "tests.nothing:x": "cannot import",
+        "not_there:x": str(Path.cwd()),
         "tests.models:nothing": "has no 'nothing'",
         "tests.models:Two": "ServedModel",
     }

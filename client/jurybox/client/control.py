@@ -153,7 +153,7 @@ class Control:
                 self._reopen()  # a late reply must not reach the next call or stay in a queue forever
                 raise ServerGone(
                     f"no answer from {self.address} within {timeout:.1f} s: is a server running there? "
-                    f"Start one with 'jurybox serve', or set JURYBOX_ADDRESS{out_of_reach(self.address)}"
+                    f"Start one with 'jurybox serve FILE.toml', or set JURYBOX_ADDRESS{out_of_reach(self.address)}"
                 )
             if self._socket.poll(min(_SLICE_MS, max(1, int(left * 1000)))):
                 frames = self._socket.recv_multipart()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import sys
 import time
 import weakref
@@ -57,7 +58,7 @@ def connect(
         ServerGone: no server answered in time.
         ProtocolMismatch: the server has another protocol version.
         Refused: the token is missing or wrong, or a key file does not exist.
-        ValueError: the transport or the address scheme is unknown.
+        ValueError: the transport is unknown, or the address is of no known form.
     """
     if transport not in TRANSPORTS:
         raise ValueError(f"transport={transport!r}: expected one of {', '.join(map(repr, TRANSPORTS))}")
@@ -72,6 +73,8 @@ def connect(
     if transport != "auto":
         raise ValueError(f"transport={transport!r} is for ipc:// addresses: {where} chooses its own")
     if where.startswith("tcp://"):
+        if not re.fullmatch(r"tcp://[^/]+:\d{1,5}", where):
+            raise _no_address(where)
         from jurybox.client.remote.connection import keys
         from jurybox.client.remote.tcp import TcpLink
 
@@ -82,7 +85,17 @@ def connect(
         except ModuleNotFoundError as error:
             raise Refused("grpc:// addresses need grpcio, not installed here: pip install 'jurybox[grpc]'") from error
         return Server(where, GrpcLink(where, token, timeout, tls_ca), timeout)
-    raise ValueError(f"{where!r} is no address: expected ipc:///path, tcp://host:port, grpc://host:port or grpcs://")
+    raise _no_address(where)
+
+
+def _no_address(where: str) -> ValueError:
+    """Return the error for an address that is of no form that clients use."""
+    hint = ""
+    if re.match(r"https?://|[\w.-]+:\d+$", where):
+        hint = '; HTTP is for other programs: Python connects to the gRPC port, such as "grpc://127.0.0.1:8001"'
+    return ValueError(
+        f"{where!r} is no address: expected ipc:///path, tcp://host:port, grpc://host:port or grpcs://host:port{hint}"
+    )
 
 
 class Server(Closing):

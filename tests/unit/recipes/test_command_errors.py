@@ -85,6 +85,8 @@ def test_an_error_is_one_sentence(tmp_path, capsys, error, status, said):
         ["marl", "--ray-address", "auto"],
         ["photo", "--network-address", "tcp://host:1"],
         ["photo", "--workers", "3", "--envs", "8"],
+        ["photo", "--server", "localhost:8000"],
+        ["gym", "--policy", "served", "--server", "localhost:8000"],
     ],
 )
 def test_senseless_settings_are_errors_before_the_start(tmp_path, arguments):

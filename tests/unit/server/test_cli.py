@@ -209,10 +209,20 @@ def test_a_missing_server_is_a_message_and_exit_status_1(run, monkeypatch, comma
     assert (result.exit_code, result.stderr) == (1, f"jurybox: {error}\n")
 
 
-def test_an_address_that_is_none_is_exit_status_2(run):
-    result = run("status", "--address", "nonsense")
+@pytest.mark.parametrize(
+    ("address", "said"),
+    [
+        ("nonsense", "expected ipc:///path, tcp://host:port"),
+        ("tcp://127.0.0.1", "expected ipc:///path, tcp://host:port"),
+        ("http://127.0.0.1:8000", '"grpc://127.0.0.1:8001"'),
+        ("localhost:8000", '"grpc://127.0.0.1:8001"'),
+    ],
+)
+def test_an_address_that_is_none_is_exit_status_2(run, address, said):
+    result = run("status", "--address", address)
     assert result.exit_code == 2
-    assert "'nonsense' is no address" in result.stderr
+    assert f"{address!r} is no address" in result.stderr and said in result.stderr
+    assert result.stderr.count("is no address") == 1
 
 
 @pytest.mark.parametrize(

@@ -176,7 +176,10 @@ def reaching(address: str | None) -> Iterator[str]:
     except Error as error:
         typer.echo(f"jurybox: {error}", err=True)
         raise typer.Exit(_FAILED) from error
-    except (ZMQError, ValueError) as error:
+    except ValueError as error:
+        typer.echo(f"jurybox: {error}", err=True)
+        raise typer.Exit(_USAGE) from error
+    except ZMQError as error:
         typer.echo(f"jurybox: {where!r} is no address ({error}): expected such as ipc:///run/jurybox/engine", err=True)
         raise typer.Exit(_USAGE) from error
 

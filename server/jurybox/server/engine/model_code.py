@@ -151,7 +151,10 @@ def _from_factory(name: str, settings: ModelOrder, named: Collection[str] | None
         module = _imported(module_name)
         factory: Callable[..., Any] = getattr(module, attribute)
     except ImportError as error:
-        raise LoadError(f"{where}: cannot import {module_name!r}: {plain(error)}") from error
+        # A module in a folder is found only if the server was started there, which a newcomer may not expect.
+        missing = isinstance(error, ModuleNotFoundError) and error.name == module_name.partition(".")[0]
+        hint = f"; expected it to be installed, or in {Path.cwd()}, where the server was started" if missing else ""
+        raise LoadError(f"{where}: cannot import {module_name!r}: {plain(error)}{hint}") from error
     except AttributeError as error:
         raise LoadError(f"{where}: module {module_name!r} has no {attribute!r}") from error
     except BaseException as error:  # including SystemExit, if the module tries to exit the process

@@ -398,11 +398,14 @@ class NoServer(RuntimeError):
 
 
 def check_server(address: str, model: str) -> bool:
-    """Return whether the server has the model. Raises NoServer if no server answers."""
+    """Return whether the server has the model. Raises NoServer if no server answers, ConfigError for no address."""
     from jurybox.client import Error, connect
+    from jurybox.training.runtime.plan import ConfigError
 
     try:
         with connect(address, timeout=2.0) as server:
             return model in server.models()
+    except ValueError as error:  # it is no address
+        raise ConfigError(str(error)) from error
     except Error as error:
         raise NoServer(_NO_SERVER.format(error=error, model=model)) from error

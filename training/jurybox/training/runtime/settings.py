@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self, get_type_hints
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from jurybox.training.runtime.plan import ConfigError, refuse_unused
 
@@ -123,6 +123,16 @@ class ServedSettings(Settings):
         None, description="Address (ipc:// or grpc://) of the server of a served policy; none: a private server starts."
     )
     server_http: bool = Field(False, description="Serve HTTP from the private server, too, on a free port.")
+
+    @field_validator("server")
+    @classmethod
+    def _is_an_address(cls, server: str | None) -> str | None:
+        if server is not None and not server.startswith(("ipc://", "grpc://", "grpcs://")):
+            raise ValueError(
+                f'{server!r} is no address of a server that takes weights, expected "ipc:///path", "grpc://host:port" '
+                'or "grpcs://host:port", such as "grpc://127.0.0.1:8001"'
+            )
+        return server
 
     def unused(self) -> dict[str, str]:
         unused: dict[str, str] = {}
