@@ -139,7 +139,7 @@ TRAININGS = {
             Flag(
                 "environment.address",
                 str,
-                "Address of the server; without it JURYBOX_ADDRESS, or a private server.",
+                "Address of the server; without it JURYBOX_ADDRESS, the default address, or a private server.",
                 "--server",
             ),
             Flag("+server_http", bool, "Serve HTTP from the private server, too."),
