@@ -100,10 +100,10 @@ def test_a_dry_run_reports_what_it_tried_and_not_that_it_serves(tmp_path, nothin
         return ended(running, 90)
 
     code, text = tried({"affine": {"factory": "tests.models:affine"}})
-    assert (code, "tried, all is well" in text, "supervisor serving" in text) == (0, True, False)
+    assert (code, "dry run done, all models work" in text, "supervisor serving" in text) == (0, True, False)
     code, text = tried({"affine": MODELS["affine"], "broken": {"factory": "tests.models:broken"}})
     assert (code, "supervisor serving" in text) == (3, False)
-    assert "tried, with models that failed" in text and "failed=broken" in text and "broken (" not in text
+    assert "dry run done, some models failed" in text and "failed=broken" in text and "broken (" not in text
 
 
 def test_a_server_that_serves_without_some_models_reports_it(server):

@@ -55,7 +55,7 @@ def test_a_users_plan_is_run_in_processes_recorded_and_resumed(train, tmp_path):
 
 def test_the_error_of_an_invalid_plan_is_one_sentence(train, tmp_path):
     for options, message in (
-        ((), "say which with --plan"),
+        ((), "name one with --plan"),
         (("--plan", "nowhere:plan"), "cannot be had"),
         (("--plan", "bandit:Player"), "cannot be called with"),
         (("--plan", "bandit:np.zeros", "--set", "arguments.shape = 1"), "expected a jurybox.training.runtime.Plan"),

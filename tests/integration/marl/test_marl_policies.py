@@ -60,7 +60,7 @@ def command(monkeypatch):
 def test_a_run_has_a_policy_for_each_group_and_needs_its_name(folder, command):
     assert {each.name for each in policies(folder)} == {"a", "b+c", "d"}
     assert all(name in command("list", folder) for name in ("a", "b+c", "d"))
-    assert "say which with --name" in command("evaluate", folder, status=2)
+    assert "name one with --name" in command("evaluate", folder, status=2)
 
 
 @pytest.mark.parametrize("name", ["a", "b+c", "d"])

@@ -242,7 +242,7 @@ def choose(run: Path, which: str = "best", name: str | None = None) -> Found:
     found = policies(run)
     names = list(dict.fromkeys(each.name for each in found))
     if name is None and len(names) > 1:
-        raise PolicyError(f"{run} has the policies {', '.join(names)}: say which with --name")
+        raise PolicyError(f"{run} has the policies {', '.join(names)}: name one with --name")
     matching = [each for each in found if name in (None, each.name)]
     if which == "best":
         matching = matching[:1]

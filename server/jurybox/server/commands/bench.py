@@ -27,7 +27,7 @@ _MOST_CLIENTS = 512
 
 def bench(
     model: Annotated[
-        str | None, typer.Argument(metavar="MODEL", help="Name of the model; not needed where there is one alone.")
+        str | None, typer.Argument(metavar="MODEL", help="Name of the model; optional if there is only one.")
     ] = None,
     clients: Annotated[str, typer.Option(help="Client processes, one measurement for each number.")] = "1,4,16",
     rows: Annotated[int, typer.Option(min=1, help="Rows in a request.")] = 1,

@@ -464,7 +464,7 @@ class Supervisor:
             memory = sum(held.arena.segment.size for held in self._models if held.arena) + self._scoreboard.segment.size
             missing = {"failed": ", ".join(broken)} if broken else {}
             (self._log.warning if broken else self._log.info)(
-                ("tried, with models that failed" if broken else "tried, all is well")
+                ("dry run done, some models failed" if broken else "dry run done, all models work")
                 if dry_run
                 else ("serving, without models that failed" if broken else "serving"),
                 address=self._settings.address,

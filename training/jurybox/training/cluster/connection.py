@@ -122,7 +122,7 @@ class ServerAddresses:
         """
         if self.node in ("", node):
             return self.local
-        advice = "let it listen there (docs/security.md), and say where with --network-address grpcs://HOST:PORT"
+        advice = "let it listen there (docs/security.md), and give the address with --network-address grpcs://HOST:PORT"
         if not self.network:
             raise NoAddress(
                 f"an env worker on {host} cannot reach the server at {self.local}, which has no gRPC: {advice}"

@@ -42,7 +42,7 @@ def plan_of(settings: PlanTraining) -> Plan:
         PlanError: the function does not exist, or the plan contradicts itself.
     """
     if not settings.plan:
-        raise ConfigError("no plan: say which with --plan module:function, a function that gives a Plan")
+        raise ConfigError("no plan: name one with --plan module:function, a function that returns a Plan")
     if (here := str(Path.cwd())) not in sys.path:
         sys.path.insert(0, here)  # like `python -m`; the roles' processes get the same path
     try:

@@ -226,12 +226,12 @@ def juror_of(
     if config.juror_args and config.model in held:
         raise ConfigError(
             f"environment.juror_args are for a juror that is loaded for this run, and the server at {address} has a "
-            f"model {config.model!r} already: say `args` in its configuration, or another --model"
+            f"model {config.model!r} already: set `args` in its configuration, or choose another --model"
         )
     for name, given in {"server-http": http, "juror-replicas": replicas}.items():
         if given and address is not None:
             raise ConfigError(
-                f"--{name} is of a private server, and the juror is on the one at {address}: say "
+                f"--{name} is of a private server, and the juror is on the one at {address}: set "
                 f"`{name.partition('-')[2]}` in its configuration"
             )
     connected = replace(config, address=address)

@@ -194,7 +194,7 @@ def _seeds_of(text: str, given: Mapping[str, Any], changes: Sequence[str]) -> li
     if not all(number.isdecimal() for number in named) or len({int(number) for number in named}) < len(named):
         raise ConfigError(f"--seeds {text!r}: expected different whole numbers with commas between them, 0,1,2")
     if given.get("seed") is not None or any(change.partition("=")[0].strip() == "seed" for change in changes):
-        raise ConfigError("--seed and --seeds together: say the seeds in one of the two")
+        raise ConfigError("--seed and --seeds together: give the seeds in one of the two")
     return [int(number) for number in named]
 
 
