@@ -64,7 +64,7 @@ def needed_interpreter(version: str) -> str:
     if found is None:
         pytest.skip(
             f"Python {version} is not here: uv python install {version}, or name its folder in MATRIX_PYTHONS "
-            "(docs/install.md)"
+            "(CONTRIBUTING.md)"
         )
     return found
 
