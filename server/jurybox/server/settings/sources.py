@@ -265,7 +265,7 @@ class Sources:
         server_keys: Collection[str],
         model_keys: Collection[str],
         more_models: Collection[str] = (),
-    ) -> None:
+    ) -> list[str]:
         """Read all JURYBOX_ variables: JURYBOX_KEY of [server], JURYBOX_MODELS__NAME__KEY of [models.NAME].
 
         Args:
