@@ -10,14 +10,15 @@ import pytest
 import torch
 
 from jurybox.training import policies
-from jurybox.training.algorithms.networks import acting_network, outputs_of
+from jurybox.training.algorithms.networks import acting_network, features_of, outputs_of
 from jurybox.training.algorithms.ppo import advantages_of
+from jurybox.training.algorithms.td3 import Normaliser
 from jurybox.training.algorithms.torch_states import as_tensors
 from jurybox.training.checkpoints import Checkpoints, read_state
 from jurybox.training.environments.gymnasium_env import Actions, make_environment
 from jurybox.training.recipes.gym import DEFAULTS, GymTraining, network_of, plan, spaces_of, train
 from jurybox.training.recipes.gym_actor import Choice, log_softmax
-from jurybox.training.recipes.gym_learner import PacedDQN, rollout
+from jurybox.training.recipes.gym_learner import PacedDQN, RolloutLearner, rollout
 from jurybox.training.run_folder import read_metrics
 from jurybox.training.runtime.plan import ConfigError
 
@@ -131,6 +132,46 @@ def test_dqns_target_moves_when_the_environments_have_made_so_many_steps() -> No
         dqn.learn({**batch, "discount": torch.ones(2)})
     # Rounds are at 14, 18, 22, 26 and 30 env steps; 16 and 24 lie before the second and the fourth.
     assert moved == [2, 6]
+
+
+@pytest.mark.parametrize(("envs", "moves"), [(1, 10), (4, 10), (16, 10), (64, 16)])
+def test_dqns_target_moves_as_often_with_more_environments(envs, moves) -> None:
+    s = settings("dqn", envs=envs, learning_starts=1, train_freq=1, gradient_steps=1, target_update_interval=100)
+    network = {"algorithm": "dqn", "numbers": 1, "pictures": [], "normalise": False, "discrete": True}
+    dqn = PacedDQN(s, {**network, "actions": 2, "hidden": [1]}, 0)
+    moved = []
+    dqn.move_target = lambda tau: moved.append(dqn.steps)  # type: ignore[method-assign]
+    rows = torch.zeros(1, 1)
+    batch = {"observation": rows, "next_observation": rows, "action": torch.zeros(1), "reward": torch.ones(1)}
+    for _ in range(1024 // envs):
+        dqn.learn({**batch, "discount": torch.ones(1)})
+    assert len(moved) == moves, "every 100 of 1,024 env steps, in whole steps of all environments"
+
+
+def test_rows_of_many_environments_do_not_hold_up_their_learner(tmp_path) -> None:
+    s = settings("dqn", envs=16, n_steps=10, steps=320)
+    assert s.pace.warmup + s.pace.collect < (s.n_steps + 1) * s.envs, "the pace stops before the learner may begin"
+    assert train(s, tmp_path, serial=True).learner_steps > 0
+
+
+def test_a_restarted_ppo_learner_keeps_the_statistics_of_observations() -> None:
+    def learner():
+        made = RolloutLearner.__new__(RolloutLearner)
+        made.acting = acting_network("ppo", 1, (), True, True, 2, (8,))
+        made._features, made._normaliser = features_of(made.acting), Normaliser(1)
+        made.updates = 0
+        return made
+
+    before, after, rng = learner(), learner(), np.random.default_rng(0)
+    before.see(rng.normal(0, 10, (5000, 1)).astype(np.float32), before._features)
+    network, extra = before.publication()
+    state = {name: value.numpy().copy() for name, value in network.state_dict().items()}
+    after.adopt(SimpleNamespace(read=lambda: (state, 1, extra)))
+    rollout = rng.normal(30, 0.5, (100, 1)).astype(np.float32)
+    for each in (before, after):
+        each.see(rollout, each._features)
+    np.testing.assert_allclose(after._normaliser.mean, before._normaliser.mean, rtol=1e-4)
+    np.testing.assert_allclose(after._normaliser.std, before._normaliser.std, rtol=1e-4)
 
 
 class Values:

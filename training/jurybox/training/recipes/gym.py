@@ -181,7 +181,7 @@ class GymTraining(ServedSettings):
     gradient_steps: int | None = Field(None, ge=-1, description="Learner steps per round; -1: as many as env steps.")
     tau: float | None = Field(None, gt=0, le=1, description="Coefficient of the soft update of target networks.")
     target_update_interval: int | None = Field(
-        None, ge=1, description="Between two target updates: DQN counts steps per environment, SAC learner steps."
+        None, ge=1, description="Between two target updates: DQN counts env steps, SAC learner steps."
     )
     exploration_fraction: float | None = Field(
         None, gt=0, le=1, description="Fraction of all steps over which epsilon falls to its final value."

@@ -52,7 +52,8 @@ class PacedDQN(DQN):
         chosen = _setting_values(s, "learning_rate", "n_steps", "max_grad_norm")
         super().__init__(made, ValueSettings(gamma=s.gamma, target_update_interval=0, **chosen), s.device, seed)
         self._pace, self._tau = s.pace, s.of("tau")
-        self._interval = s.of("target_update_interval") * s.envs
+        # All environments step together, so the interval is a multiple of their number.
+        self._interval = max(s.of("target_update_interval") // s.envs, 1) * s.envs
 
     def learn(self, batch: Batch) -> torch.Tensor:
         # The target moves before the first learner step of a round if the round's env steps reached an interval's end.
@@ -126,7 +127,8 @@ class _Publishing(Learner):
         torch.set_flush_denormal(True)
 
     def publication(self) -> tuple[Any, dict[str, Any] | None]:
-        return self.acting, {"updates": self.updates}
+        seen = 0 if self._normaliser is None else self._normaliser.count
+        return self.acting, {"updates": self.updates, "seen": seen}
 
     def close(self) -> None:
         torch.set_flush_denormal(False)  # in a serial run this is the caller's thread
@@ -251,6 +253,9 @@ class RolloutLearner(_Publishing):
     def adopt(self, published: WeightsReader) -> None:
         state, _, extra = published.read()
         self.acting.load_state_dict(as_tensors(state))
+        if self._normaliser is not None:  # the weights contain the statistics, otherwise one rollout would replace them
+            own = self._features[0]
+            self._normaliser.adopt(int(extra["seen"]), own.mean.cpu().numpy(), own.scale.cpu().numpy())
         # The previous process may have trained on everything up to its last publication.
         self.updates = self._oldest_use = int(extra["updates"])
         self._held = {}
