@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from tests.unit.runtime.toys import HERE, Rows, plan
+from tests.unit.runtime.toys import HERE, Rows, Summer, plan
 
 from jurybox.training.checkpoints import Checkpoints
 from jurybox.training.replay import Replay
@@ -73,6 +73,25 @@ def test_a_deadlock_is_reported_with_what_each_process_waits_for(tmp_path):
     roles = (stuck.roles[0], RoleSpec("learner", Kind.LEARNER, f"{HERE}:Waiter", samples=("rows",)))
     with pytest.raises(Deadlock, match="learner for steps, actor-0 for weights"):
         run(Plan(roles, stuck.replays, stuck.channels, stuck.pace, stuck.budget), tmp_path, Rows(), serial=True)
+
+
+def test_actors_do_not_wait_for_a_learner_that_waits_for_their_rows(tmp_path):
+    # The learner needs 8 rows, and the pace stops after 2 without it.
+    outcome = run(plan(steps=40, collect=1, warmup=1), tmp_path, Rows(), serial=True)
+    assert outcome.end is End.STEPS and outcome.learner_steps == 39
+
+
+def test_weights_are_published_before_the_step_that_made_them_is_counted(tmp_path, monkeypatch):
+    shown, publication = [], Summer.publication
+
+    def watched(self):
+        shown.append((self.context.scoreboard.learner_steps, self.context.own_steps))
+        return publication(self)
+
+    monkeypatch.setattr(Summer, "publication", watched)
+    run(plan(steps=60), tmp_path, Rows(), serial=True)
+    # The first one is that of new weights. Actors that wait for a step go on as soon as it is counted.
+    assert shown[1:] == [(steps - 1, steps) for steps in range(5, 21, 5)]
 
 
 @pytest.mark.parametrize(

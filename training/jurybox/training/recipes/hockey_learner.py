@@ -78,6 +78,10 @@ class HockeyLearner(Learner):
 
             self._served = self._resources.enter_context(PastSelves(context.plan.server.address, past, sizes[0]))
 
+    def ready(self) -> bool:
+        # The newest rows of each game have no successor yet.
+        return bool(self._replay.added > self._settings.unsampled)
+
     def step(self) -> None:
         s, own = self._settings, self.context.own_steps
         # The sampler is seeded with the step, so that checkpoints need not contain its state.

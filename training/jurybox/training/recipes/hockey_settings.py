@@ -132,8 +132,12 @@ class HockeyTraining(ServedSettings):
 
         Then three in four can be sampled: all but the newest `n_steps` of each game.
         """
-        sides = 2 if self.both_sides else 1
-        return 4 * self.workers * self.envs_per_worker * sides * (self.n_steps + 1)
+        return 4 * self.unsampled
+
+    @property
+    def unsampled(self) -> int:
+        """The most rows that a replay can hold of which none can be sampled: the newest of each game."""
+        return self.workers * self.envs_per_worker * (2 if self.both_sides else 1) * (self.n_steps + 1)
 
     def unused(self) -> dict[str, str]:
         """Return the settings that have no effect with the others, and why; those of parts are ``league.NAME``."""

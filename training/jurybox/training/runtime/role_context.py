@@ -108,6 +108,7 @@ class RoleContext:
         self._folders = {**plan.folders, **(folders or {})}
         self.scoreboard = shared.scoreboard
         self.words = self.scoreboard.words[number]
+        self.uncounted = 0  # steps of a learner that the scoreboard does not show yet
         self.followed: list[tuple[str, WeightsReader, Refreshable]] = []
         self._orders = self.scoreboard.orders[number]
         self._send, self._send_reliably = send, certainly or send
@@ -154,7 +155,7 @@ class RoleContext:
     @property
     def own_steps(self) -> int:
         """Steps of this role, over all restarts: environment steps of an actor, learner steps of a learner."""
-        return self.words[Word.ENV_STEPS] or self.words[Word.LEARNER_STEPS]
+        return self.words[Word.ENV_STEPS] or self.words[Word.LEARNER_STEPS] + self.uncounted
 
     def episode(self, *, total: float, length: int, **numbers: float) -> None:
         """Report an episode with its return; further numbers get columns of their own."""
@@ -222,7 +223,7 @@ class RoleContext:
         self._mark = self._busy_from = time.monotonic_ns()
         self.words[Word.READY_AT] = self._mark
         self.words[Word.WAITS_FOR] = Subject.NOTHING
-        self.words[Word.DONE] = 0
+        self.words[Word.DONE] = self.words[Word.UNREADY] = 0
         self.enter(State.RUNNING)
 
     def enter(self, state: State) -> None:

@@ -55,6 +55,7 @@ class Word(IntEnum):
     READY_AT = 18  # when this life's role was made
     DONE = 19  # 1 + the environment steps of a run that collects no more, from all of which this learner has learned
     MOVED_AT = 20  # when its steps last became more
+    UNREADY = 21  # 1: steps of this learner are due, and it waits for more rows
 
 
 class Control(IntEnum):

@@ -52,8 +52,10 @@ class Rules:
         """Whether another environment step is allowed by the learners' progress."""
         if self._slack is None or not self._learners:
             return True
-        slowest = min(self._scoreboard.words[number][Word.LEARNER_STEPS] for number in self._learners)
-        return self._scoreboard.env_steps < self._pace.env_steps(slowest, self._slack)
+        words = [self._scoreboard.words[number] for number in self._learners]
+        # Actors do not wait for a learner that waits for their rows.
+        made = [each[Word.LEARNER_STEPS] for each in words if not each[Word.UNREADY]]
+        return not made or self._scoreboard.env_steps < self._pace.env_steps(min(made), self._slack)
 
     def may_learn(self, number: int) -> bool:
         """Whether there are unused environment steps for learner `number`."""
@@ -194,7 +196,9 @@ class LearnerTurn(Turn):
         over = self.rules.collected()
         steps = self.context.env_steps if over else -1
         due = self.rules.may_learn(self.context.number)
-        if due and self._learner.ready():
+        ready = due and self._learner.ready()
+        self.context.words[Word.UNREADY] = due and not ready
+        if ready:
             return True
         # If no rows will be added any more, a learner without enough of them is done.
         self.context.words[Word.DONE] = steps + 1
@@ -203,10 +207,13 @@ class LearnerTurn(Turn):
     def take(self) -> None:
         self._learner.step()
         words = self.context.words
+        # Before the step is counted, so that actors that wait for it go on with the weights that it made.
+        if self._every and (words[Word.LEARNER_STEPS] + 1) % self._every == 0:
+            self.context.uncounted = 1
+            self._publish()
+            self.context.uncounted = 0
         words[Word.LEARNER_STEPS] += 1
         words[Word.MOVED_AT] = time.monotonic_ns()
-        if self._every and words[Word.LEARNER_STEPS] % self._every == 0:
-            self._publish()
 
     def close(self) -> None:
         if self._served is not None:
