@@ -156,6 +156,16 @@ def test_episodes_that_need_not_end_are_truncated() -> None:
     assert [env.step(np.zeros(1, np.float32))[3] for _ in range(3)] == [False, False, True]
 
 
+def test_episodes_may_be_longer_than_the_environment_is_registered_with() -> None:
+    env = make_environment("Pendulum-v1", max_episode_steps=300)
+    env.reset(seed=0)
+    ends = [env.step(np.zeros(1, np.float32))[3] for _ in range(300)]
+    assert ends.index(True) == 299
+    limited = make_environment("tests.unit.gym_training.gym_worlds:mixed", max_episode_steps=1)
+    limited.reset(seed=0)
+    assert limited.step(0)[3], "what a function makes is limited, too"
+
+
 def test_a_module_of_the_folder_that_one_is_in_is_found(tmp_path, monkeypatch) -> None:
     (tmp_path / "my_worlds_here.py").write_text("import gymnasium\ndef make(): return gymnasium.make('CartPole-v1')\n")
     monkeypatch.chdir(tmp_path)

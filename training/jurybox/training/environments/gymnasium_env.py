@@ -58,7 +58,7 @@ def make_environment(
         name: registered with Gymnasium ("CartPole-v1"), of a module that registers it ("ale_py:ALE/Pong-v5"), or
             "package.module:factory", a callable that returns an environment.
         arguments: keyword arguments of the factory, or of ``gymnasium.make``.
-        max_episode_steps: truncate an episode after this number of steps.
+        max_episode_steps: truncate an episode after this number of steps; None: as the environment is registered.
 
     Raises:
         EnvironmentUnusable: it cannot be made.
@@ -67,7 +67,12 @@ def make_environment(
     module, colon, attribute = name.partition(":")
     try:
         factory = getattr(_imported(module), attribute, None) if colon else None
-        made = factory(**given) if callable(factory) else gymnasium.make(name, **given)
+        if callable(factory):
+            made = factory(**given)
+            if max_episode_steps is not None and isinstance(made, gymnasium.Env):
+                made = TimeLimit(made, max_episode_steps)
+        else:  # which has a limit of its own, and replaces it
+            made = gymnasium.make(name, max_episode_steps=max_episode_steps, **given)
     except ModuleNotFoundError as error:
         hint = ", neither in this folder nor on PYTHONPATH" if error.name == module else ""
         raise EnvironmentUnusable(f"{name!r} cannot be made: {error}{hint}") from error
@@ -81,7 +86,7 @@ def make_environment(
             f"{name!r} gave a {type(made).__module__}.{type(made).__qualname__}: expected a gymnasium.Env of one "
             "environment (`envs` says how many there are to be)"
         )
-    return made if max_episode_steps is None else TimeLimit(made, max_episode_steps)
+    return made
 
 
 def _imported(module: str) -> ModuleType:
