@@ -5,16 +5,21 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+from types import SimpleNamespace
+from typing import ClassVar
 
 import numpy as np
 import pytest
+from gymnasium import spaces
+from pettingzoo import ParallelEnv
+from pettingzoo.utils.conversions import parallel_to_aec
 from tests.integration.marl.worlds import SPACES, Kinds
 
 from jurybox.training.checkpoints import Checkpoints
 from jurybox.training.recipes.marl import ConfigError, MarlTraining, plan
-from jurybox.training.recipes.marl_roles import TurnTaker
+from jurybox.training.recipes.marl_roles import PlayingEvaluator, TurnTaker
 from jurybox.training.recipes.marl_run import train
-from jurybox.training.recipes.marl_worlds import AgentSpaces, ObservationEncoder, WorldError
+from jurybox.training.recipes.marl_worlds import AgentSpaces, ObservationEncoder, WorldError, agent_spaces, encoders
 from jurybox.training.replay import Replay, Windows
 from jurybox.training.runtime.plan import End
 from jurybox.training.runtime.run import run
@@ -241,3 +246,42 @@ def test_an_agent_that_returns_starts_fresh(tmp_path, monkeypatch, base, says):
     if says:
         assert set(now[~goes_on][:, 1].tolist()) == {3.0}, "its visits end with its third turn"
     assert goes_on[now[:, 1] < 3].all()
+
+
+class Corridor(ParallelEnv):
+    """Action 1 ends the episode; it has 20 steps at most."""
+
+    metadata: ClassVar = {"name": "corridor", "render_modes": []}
+    render_mode = None
+
+    def __init__(self):
+        self.possible_agents, self.seeds = ["a"], []
+
+    def observation_space(self, agent):
+        return spaces.Box(0, 1, (1,), np.float32)
+
+    def action_space(self, agent):
+        return spaces.Discrete(2)
+
+    def reset(self, seed=None, options=None):
+        self.seeds.append(seed)
+        self.agents, self.steps = ["a"], 0
+        return {"a": np.zeros(1, np.float32)}, {"a": {}}
+
+    def step(self, actions):
+        self.steps += 1
+        ends, late = actions["a"] == 1, self.steps >= 20
+        if ends or late:
+            self.agents = []
+        return {"a": np.zeros(1, np.float32)}, {"a": 1.0}, {"a": ends}, {"a": late}, {"a": {}}
+
+
+def test_evaluations_play_the_same_episodes_whatever_the_policy_does():
+    env, evaluator = Corridor(), PlayingEvaluator.__new__(PlayingEvaluator)
+    world = parallel_to_aec(env)
+    evaluator.context = SimpleNamespace(plan=SimpleNamespace(seed=0), alive=lambda: None)
+    evaluator._env, evaluator._encoders, evaluator._spaces = world, encoders(world), agent_spaces(world)
+    evaluator._frames, evaluator._policies, evaluator._episodes = {"a": ((1, 1), "float32")}, {"a": None}, 4
+    for often in (0.1, 0.5, 1.0):
+        evaluator._play(lambda agent, seen, random, often=often: int(random.random() < often))
+    assert env.seeds[:4] == env.seeds[4:8] == env.seeds[8:] and len(set(env.seeds)) == 4

@@ -76,6 +76,18 @@ def test_all_orders_are_trained_at_once_and_half_of_the_networks_continue_so() -
     assert own.sum() == 100 and (orders[own] == it.order).all() and len(np.unique(orders[~own], axis=0)) > 40
 
 
+def test_a_final_policy_is_kept_by_the_returns_of_its_own_workflow(monkeypatch) -> None:
+    it = trainer(envs=20, total_episodes=2000)
+    it.phase, it.best = FINAL, ORDERS[0]
+    _, own = it._orders()
+    own_from_start = own & (it._head_starts() == 0)
+    assert 0 < own_from_start.sum() < (it._head_starts() == 0).sum(), "or this proves nothing"
+    kept = []
+    monkeypatch.setattr(it, "_keep", lambda judged, shown: kept.append((len(judged.returns), len(shown.returns))))
+    it.advance()
+    assert kept == [(own.sum(), own_from_start.sum())]
+
+
 def test_an_update_may_follow_a_part_of_an_episode_and_values_what_follows_it() -> None:
     found = trainer(update_every_steps=5)
     parts = []

@@ -69,7 +69,7 @@ class Normaliser:
         return self.mean.astype(np.float32), (1.0 / self.std).astype(np.float32)
 
     def adopt(self, count: int, shift: npt.ArrayLike, scale: npt.ArrayLike) -> None:
-        """Continue from what `shift_and_scale` gave after `count` observations. It does not tell constants from std 1."""
+        """Continue from what `shift_and_scale` gave after `count` observations; constants count as std 1."""
         self.count, self.mean = count, np.array(shift, np.float64)
         self._squares = count / np.asarray(scale, np.float64) ** 2
 

@@ -170,11 +170,16 @@ class PlayingEvaluator(Evaluator):
         return {"return": float(np.mean(list(learned.values()))), **numbers}
 
     def _play(self, choose: Callable[[str, Observation, np.random.Generator], int]) -> dict[str, float]:
-        """Return the mean returns over the episodes, by agent."""
-        random = np.random.default_rng(self.context.plan.seed)
+        """Return the mean returns over the episodes, by agent.
+
+        The episodes are the same whatever is chosen in them: the seeds of both an environment and its actions are drawn
+        in advance.
+        """
+        seeds = np.random.default_rng(self.context.plan.seed).integers(2**31, size=(self._episodes, 2))
         totals = dict.fromkeys(self._policies, 0.0)
-        for _ in range(self._episodes):
-            self._env.reset(seed=int(random.integers(2**31)))
+        for world, actions in seeds.tolist():
+            self._env.reset(seed=world)
+            random = np.random.default_rng(actions)
             seen = {agent: FrameStack(*frames) for agent, frames in self._frames.items()}
             for agent in self._env.agent_iter():
                 observation, reward, terminated, truncated, _ = self._env.last()

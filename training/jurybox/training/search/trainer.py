@@ -172,7 +172,8 @@ class WorkflowTrainer:
             learn_every=settings.update_every_steps,
             learn=self._learn,
         )
-        from_start = head_starts == 0
+        # Returns of other workflows, and of networks that the attacker entered before, are not comparable.
+        from_start = own & (head_starts == 0)
         shown = played.of(from_start if from_start.any() else own)
         judged = played.of(own)
         if self.phase == FINAL:
