@@ -164,6 +164,17 @@ class GlobalRandom:
             self._states = _states()
             _set_states(before)
 
+    def state(self) -> dict[str, Any]:
+        """The states, for a checkpoint."""
+        python, numpy_state, torch_state = self._states
+        return {"python": list(python), "numpy": list(numpy_state), "torch": torch_state}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Continue where `state` was taken."""
+        version, numbers, gauss = state["python"]
+        torch_state = torch.from_numpy(np.array(state["torch"], np.uint8))
+        self._states = (version, tuple(numbers), gauss), tuple(state["numpy"]), torch_state
+
 
 def _states() -> tuple[Any, Any, Any]:
     return random.getstate(), np.random.get_state(), torch.get_rng_state()

@@ -68,10 +68,11 @@ class SorrelActor(Actor):
     def save(self) -> dict[str, Any]:
         # In general a world cannot be saved, so the current epoch is restarted.
         self._runs = False
-        return {"epoch": self._epoch}
+        return {"epoch": self._epoch, "random": self._random.state()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         self._epoch = int(state["epoch"])
+        self._random.restore(state["random"])
 
     def _begin(self) -> None:
         self.env.reset()
@@ -157,12 +158,14 @@ class SorrelLearner(Learner):
             "model": dict(self.model.state_dict()),
             "optimiser": {} if optimiser is None else optimiser_state(optimiser),
             "epsilon": float(self.model.epsilon),
+            "random": self._random.state(),
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
         put_back(self.model, state)
         if state["optimiser"]:
             restore_optimiser(self.model.optimizer, state["optimiser"])
+        self._random.restore(state["random"])
 
     def _read_rows(self) -> None:
         missed = self._rows.missed
