@@ -745,6 +745,32 @@ def test_our_client_reports_the_numbers_of_lost_sessions(ours):
         )
 
 
+def test_a_step_whose_http_client_hung_up_loses_its_sequence(gateway):
+    http = Http(gateway, binary=False)
+    engine = gateway.server.pids()["engine-0"]
+    try:
+        assert http.one("sum", {"x": numbers(1)}, sequence_id="hung up", sequence_start=True)[0] == 1
+        os.kill(engine, signal.SIGSTOP)
+        try:
+            with pytest.raises(httpx.TimeoutException):
+                httpx.post(
+                    f"http://{gateway.http}/v2/models/sum/infer",
+                    json={
+                        "inputs": [{"name": "x", "shape": [1, 1], "datatype": "FP32", "data": [10]}],
+                        "parameters": {"sequence_id": "hung up"},
+                    },
+                    timeout=0.5,
+                )
+            time.sleep(0.2)  # the gateway notices
+        finally:
+            os.kill(engine, signal.SIGCONT)
+        with pytest.raises(Failed, match="no state here"):  # the client cannot know whether the 10 was added
+            http.infer("sum", {"x": numbers(10)}, sequence_id="hung up")
+        assert http.one("sum", {"x": numbers(2)}, sequence_id="hung up", sequence_start=True)[0] == 2
+    finally:
+        http.close()
+
+
 def test_a_killed_engine_loses_its_states_and_no_answer_is_wrong(raw, ours, gateway):
     ones = np.ones((2, 1), np.float32)
     with ours.model("sum").sessions(2) as sessions:

@@ -16,7 +16,7 @@ import numpy as np
 from fastapi import APIRouter, Request, Response
 from numpy.typing import NDArray
 
-from jurybox.protocol.errors import Code, ModelNotFound, Refused, error_for
+from jurybox.protocol.errors import Code, ModelNotFound, Refused, ServerGone, error_for
 from jurybox.server.gateway.app import AnyText
 from jurybox.server.gateway.inference import models
 from jurybox.server.gateway.inference.inference import (
@@ -242,13 +242,37 @@ def _models(paths: APIRouter, oip: OpenInference, most: int) -> None:
         _model(paths, prefix, oip, most)
 
 
+async def _while_connected(request: Request, oip: OpenInference, asked: InferRequest) -> InferResponse:
+    """Infer a step of a sequence, which is lost if the client hangs up meanwhile: it may send the step again.
+
+    Raises:
+        ServerGone: the client has hung up. Nobody receives this error.
+    """
+    work = asyncio.ensure_future(oip.infer(asked))
+    gone = asyncio.ensure_future(request.receive())  # the body was read, so this returns when the client has hung up
+    try:
+        await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
+        if not gone.done():
+            return work.result()
+    finally:
+        gone.cancel()
+        work.cancel()  # which loses the sequence
+        await asyncio.wait((work, gone))
+    if not work.cancelled() and work.exception() is None:  # the step was computed, and its answer will not arrive
+        oip.sequences.lose(asked.model, asked.parameters["sequence_id"])
+    raise ServerGone("the client has hung up")
+
+
 def _model(paths: APIRouter, prefix: str, oip: OpenInference, most: int) -> None:
     @paths.post(prefix + "/infer")
     async def infer(request: Request, name: str, version: str = "") -> Response:
         """Infer: JSON, or JSON and binary tensors (header Inference-Header-Content-Length)."""
         body = await _body(request, most)
         asked, binary, all_binary = request_of(name, version, body, request.headers.get(LENGTH))
-        answer = await oip.infer(asked)
+        if "sequence_id" in asked.parameters:
+            answer = await _while_connected(request, oip, asked)
+        else:
+            answer = await oip.infer(asked)
         content, length = body_of(answer, binary, all_binary=all_binary)
         if length is None:
             return Response(content, media_type="application/json")
