@@ -68,6 +68,7 @@ def test_binary_tensors_follow_the_json(curl):
         ({"shape": [0, 4], "data": []}, 422, "expected shape [n, 4]"),
         ({"shape": [-1, 4]}, 422, "expected shape [n, 4]"),
         ({"shape": [1.0, 4]}, 422, "expected shape [n, 4]"),
+        ({"shape": [1, 4.0]}, 422, "expected shape [n, 4]"),
         ({"shape": [10**9, 4]}, 422, "expected 4000000000 values"),
         ({"shape": [[1], 4]}, 422, "expected shape [n, 4]"),
         ({"shape": "1,4"}, 400, "expected a list of whole numbers"),

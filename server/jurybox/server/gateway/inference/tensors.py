@@ -75,7 +75,8 @@ def checked_shape(name: str, datatype: str, shape: Sequence[Any], spec: TensorSp
         if fits and given[0] > MOST_ROWS:
             raise SpecMismatch(f"input {name!r}: {given[0]} rows came, expected at most {MOST_ROWS} in a request")
     else:
-        fits = given[1:] == spec.shape and bool(given) and type(given[0]) is int and given[0] > 0
+        # JSON may hold 2.0 or true, which Python compares as equal to sizes.
+        fits = given[1:] == spec.shape and all(type(size) is int for size in given) and bool(given) and given[0] > 0
     if not fits:
         expected = f"[{', '.join(map(str, ('n', *spec.shape)))}]"
         if spec.variable and spec.dtype != BYTES:
