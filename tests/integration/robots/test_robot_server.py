@@ -366,6 +366,27 @@ def test_another_session_id_begins_another_episode_and_an_ended_one_never_contin
         assert ask(step | {"session_id": "b"})[0, 1] == 3
 
 
+@pytest.mark.parametrize("path", ["/", VLLM])
+def test_a_session_never_continues_from_observations_without_a_name(addresses, path):
+    step = {"state": np.array([1.0])}
+
+    def total(ask, more):
+        answer = ask(step | more)
+        return (answer["actions"] if isinstance(answer, dict) else answer)[0, 1]
+
+    with robot(addresses["counter"], path) as ask:
+        assert [total(ask, more) for more in ({}, {}, {"session_id": "a"}, {"session_id": "a"})] == [1, 2, 1, 2]
+
+
+def test_a_reset_is_true_or_false(addresses):
+    step = {"state": np.array([1.0])}
+    with robot(addresses["counter"]) as ask:
+        assert [ask(step)["actions"][0, 1] for _ in range(2)] == [1, 2]
+        assert ask(step | {"reset": np.array(True)})["actions"][0, 1] == 1
+        assert "reset: expected true or false" in ask(step | {"reset": 1})
+        assert ask(step | {"reset": False})["actions"][0, 1] == 2
+
+
 def test_metrics_count_what_robots_do(guarded):
     def metrics():
         request = urllib.request.Request(f"http://{guarded['http']}/metrics", headers=KNOWN)

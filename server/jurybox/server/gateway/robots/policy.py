@@ -122,6 +122,10 @@ class RobotPolicy:
         self._counters.sessions += begins
         return {name: value[0] for name, value in outputs.items()}
 
+    def takes(self, name: str) -> bool:
+        """Return whether the model has an input of this name; before it is leased, it may have any."""
+        return self._model is None or name in self._model.spec.inputs
+
     def _require_known(self, place: int, begins: bool) -> None:
         """Raise SessionLost if it is not known which steps a session has taken."""
         if begins:
@@ -183,6 +187,10 @@ class Episode:
         self._session = ""
         self._ended: dict[str, None] = {}
 
+    def takes(self, name: str) -> bool:
+        """Return whether the model has an input of this name, as far as is known."""
+        return self._policy.takes(name)
+
     def reset(self) -> None:
         """Begin a new episode with the next observation."""
         self._begins = True
@@ -204,7 +212,7 @@ class Episode:
             self._ended[self._session] = None
             if len(self._ended) > _MOST_ENDED:
                 del self._ended[next(iter(self._ended))]
-            self._begins = True
+        self._begins = True  # also after observations without a name
         self._session = session
 
     async def infer(self, observation: Mapping[str, Any], within: float | None = None) -> dict[str, NDArray[Any]]:

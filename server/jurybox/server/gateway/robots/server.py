@@ -225,6 +225,10 @@ class Openpi:
             raise SpecMismatch("session_id: expected text of at most 500 characters")
         if session:
             episode.name(session)
+        if isinstance(reset, np.bool_) or (isinstance(reset, np.ndarray) and reset.shape == () and reset.dtype == bool):
+            reset = bool(reset)
+        if reset is not None and not isinstance(reset, bool) and not episode.takes("reset"):
+            raise SpecMismatch(f"reset: expected true or false, came {plain(repr(reset), 80)}")
         if endpoint == "reset" or reset is True:
             episode.reset()
         if endpoint == "reset":
