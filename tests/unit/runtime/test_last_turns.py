@@ -29,6 +29,18 @@ def scene():
         turn.close()
 
 
+def test_successors_draw_other_numbers_also_in_a_resumed_run(scene):
+    turn, _, act = scene
+
+    def seed(life):
+        context = turn.context
+        return RoleContext(context.plan, 0, context.shared, lambda message: None, life=life).seed
+
+    first, second = seed(1), seed(2)
+    act(10)  # then the run is resumed, which counts lives from 1 again: a role that goes on restores its generator
+    assert seed(1) == first and len({first, second, seed(2), seed(3)}) == 4
+
+
 def learn(turn):
     while turn.may():
         turn.take()

@@ -290,8 +290,9 @@ class HockeyActor(Actor):
                 policies,
                 number=context.number,
                 workers=s.workers,
-                # Each earlier process of this role left at most one unfinished match in each of its games.
-                begun=context.words[Word.EPISODES] + (context.life - 1) * len(games),
+                # At least as many as earlier processes of this role have begun, since a match takes a step or more; and
+                # each of these processes left at most one in each of its games that took none.
+                begun=0 if context.life == 1 else context.words[Word.ENV_STEPS] + context.life * len(games),
             )
             self._resources = undo.pop_all()
 

@@ -83,7 +83,8 @@ class RoleContext:
         spec: the role's part of the plan.
         name: of the role.
         life: as above.
-        seed: derived from the plan's seed, the role and its life; who comes after a killed one does not repeat it.
+        seed: derived from the plan's seed, the role and its life; who comes after a killed one does not repeat it, also
+            in a resumed run.
     """
 
     def __init__(
@@ -103,11 +104,13 @@ class RoleContext:
         self.spec: RoleSpec = plan.roles[number]
         self.name = self.spec.name
         self.life = life
-        self.seed = int(np.random.SeedSequence([plan.seed, number, life]).generate_state(1, np.uint64)[0] >> 1)
         self.shared = shared
         self._folders = {**plan.folders, **(folders or {})}
         self.scoreboard = shared.scoreboard
         self.words = self.scoreboard.words[number]
+        # Lives are counted anew when a run is resumed, the steps are not.
+        lived = [] if life == 1 else [int(self.words[Word.ENV_STEPS])]
+        self.seed = int(np.random.SeedSequence([plan.seed, number, life, *lived]).generate_state(1, np.uint64)[0] >> 1)
         self.uncounted = 0  # steps of a learner that the scoreboard does not show yet
         self.followed: list[tuple[str, WeightsReader, Refreshable]] = []
         self._orders = self.scoreboard.orders[number]
