@@ -77,6 +77,7 @@ def test_binary_tensors_follow_the_json(curl):
         ({"data": [1, 2, 3, True]}, 422, "expected values of FP32, came 'True'"),
         ({"data": [1, 2, 3, None]}, 422, "expected values of FP32"),
         ({"data": [1, 2, 3, {"a": 1}]}, 422, "expected values of FP32"),
+        ({"data": [1, 2, 3, 1e39]}, 422, "the value 1e+39 does not fit FP32"),
         ({"data": 1}, 400, "expected a list of numbers"),
         ({"name": "picture"}, 422, "input 'picture' is not the model's; model 'affine' takes observation"),
         ({"name": 7}, 400, "name is int, expected a string"),

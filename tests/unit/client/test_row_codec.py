@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from jurybox.client import SpecMismatch
 from jurybox.client.rewards import _fitted
@@ -56,6 +57,14 @@ def test_a_reward_is_not_of_a_number_that_the_models_dtype_cannot_hold(dtype, gi
     spec = TensorSpec(dtype, np.shape(given))
     with pytest.raises(SpecMismatch, match=rf"^image is .* has the value {value}, .*{dtype} cannot hold"):
         _fitted("image", spec, given)
+
+
+@pytest.mark.parametrize("mode", ["I;16", "I", "F"])
+def test_a_reward_is_not_of_a_picture_that_would_be_clipped_to_bytes(mode):
+    picture = Image.new(mode, (4, 3))
+    with pytest.raises(SpecMismatch, match=f"image is a picture of mode '{mode}', expected 8 bits a channel"):
+        _fitted("image", TensorSpec("uint8", (3, 4, 3)), picture)
+    assert _fitted("image", TensorSpec("uint8", (3, 4, 3)), Image.new("L", (4, 3), 7)).tolist() == [[[7] * 3] * 4] * 3
 
 
 def test_a_reward_is_of_every_number_that_the_models_dtype_holds():

@@ -182,9 +182,16 @@ class TypedData(InputData):
         kinds: set[type] = {bool} if dtype.kind == "b" else {int} if dtype.kind in "iu" else {int, float}
         self._check_kinds(flat, kinds, datatype)
         try:
-            return np.array(flat, dtype).reshape(shape)
+            with np.errstate(over="ignore"):
+                array = np.array(flat, dtype)
         except (OverflowError, ValueError) as error:
             raise SpecMismatch(f"input {self._name!r}: a value does not fit {datatype}: {error}") from error
+        if dtype.kind == "f" and (infinite := np.isinf(array)).any():
+            wrong = infinite & np.isfinite(np.array(flat, np.float64))
+            if wrong.any():
+                value = flat[int(np.flatnonzero(wrong)[0])]
+                raise SpecMismatch(f"input {self._name!r}: the value {value} does not fit {datatype}")
+        return array.reshape(shape)
 
     def strings(self, n: int, spec: TensorSpec) -> list[bytes]:
         """Return the elements, which are text (encoded as UTF-8) or bytes, as n byte strings. Raises SpecMismatch."""
