@@ -179,6 +179,46 @@ def test_a_value_that_is_not_finite_is_an_error_if_finite_values_are_promised(se
     np.testing.assert_array_equal(failed.value.outputs[[0, 2]], [1, 0.5])
 
 
+class Thousandfold(nn.Module):
+    """1000 times each row, which may differ in size."""
+
+    def forward(self, x):
+        return [1000 * row for row in x] if isinstance(x, list) else 1000 * x
+
+
+def test_a_value_that_the_outputs_dtype_cannot_hold_is_not_finite(served):
+    half = TensorSpec("float16", finite=True)
+    model = served(ServedModel(Thousandfold(), {"x": TensorSpec("float32")}, {"y": half}))
+    with pytest.raises(RowFailed) as failed:
+        model.infer(np.array([1, 100], np.float32))
+    assert failed.value.errors == {1: "output 'y' is not finite"}
+
+
+def test_finite_values_of_rows_that_differ_in_size_may_be_promised(served):
+    rows, finite = TensorSpec("float32", (-1,), capacity=8), TensorSpec("float32", (-1,), capacity=8, finite=True)
+    model = served(ServedModel(Thousandfold(), {"x": rows}, {"y": finite}))
+    np.testing.assert_array_equal(model.infer([np.ones(3, np.float32)])[0], [1000] * 3)
+    with pytest.raises(RowFailed) as failed:
+        model.infer([np.ones(2, np.float32), np.full(1, 3e38, np.float32)])
+    assert failed.value.errors == {1: "output 'y' is not finite"}
+
+
+class Accumulator(nn.Module):
+    """Writes to its state in place."""
+
+    def forward(self, x, total):
+        total += x + 1
+        return total.clone(), total
+
+
+def test_a_module_that_writes_to_its_state_begins_every_session_at_the_initial_one(served):
+    number = TensorSpec("float32")
+    model = served(ServedModel(Accumulator(), {"x": number}, {"y": number}, state={"total": number}), max_batch=1)
+    for _ in range(2):
+        with model.sessions(1) as sessions:
+            assert [float(sessions.infer(np.ones(1, np.float32))[0]) for _ in range(2)] == [2, 4]
+
+
 def test_a_module_is_called_by_position_if_its_parameters_have_other_names(served):
     net = nn.Sequential(nn.Linear(3, 2))
     model = served(ServedModel(net, {"observation": TensorSpec("float32", (3,))}, {"y": TensorSpec("float32", (2,))}))

@@ -365,8 +365,12 @@ class Served:
         """Return the reasons of failed rows: those the model reported, and outputs that are not finite."""
         failed = {int(row): plain(reason) for row, reason in row_errors.items() if 0 <= int(row) < rows}
         for name in self._finite:
-            wrong = ~torch.isfinite(results[name][:rows].reshape(rows, -1)).all(dim=1)
-            for row in torch.nonzero(wrong).flatten().tolist():
+            values, dtype = results[name][:rows], dtype_of(self.spec.outputs[name])  # a narrower one may overflow
+            if isinstance(values, list):  # rows that differ in size
+                wrong = [not torch.isfinite(torch.as_tensor(value).to(dtype)).all() for value in values]
+            else:
+                wrong = (~torch.isfinite(values.to(dtype).reshape(rows, -1)).all(dim=1)).tolist()
+            for row in np.flatnonzero(wrong).tolist():
                 failed.setdefault(row, f"output {name!r} is not finite")
         return failed
 

@@ -131,8 +131,8 @@ class States:
         self._book.forget(lease)
 
     def initial(self, rows: int) -> dict[str, torch.Tensor]:
-        """Return the initial state of `rows` sessions."""
-        return {name: value.expand(rows, *value.shape) for name, value in self._initial.items()}
+        """Return the initial state of `rows` sessions, a copy, since a module may write to it."""
+        return {name: value.repeat(rows, *[1] * value.dim()) for name, value in self._initial.items()}
 
     def read(self, tickets: NDArray[Any]) -> int:
         """Read a batch's session records, once. Return the flags of native.SessionBook.read, which describe them."""
