@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from jurybox.client.remote.weights import _host_array
 from jurybox.protocol.errors import Refused, SpecMismatch, Timeout
 from jurybox.protocol.weights import WeightsChannel
 from jurybox.protocol.weights.layout import DTYPES
@@ -169,6 +170,20 @@ def test_a_claim_lets_an_engine_copy_in_its_own_way(make, arrays):
     assert channel.holds(claim)
     publisher.publish(arrays)
     assert not channel.holds(claim)
+
+
+def test_lazy_conjugates_and_negatives_publish_as_their_values(make):
+    torch = pytest.importorskip("torch")
+    numbers = torch.tensor([1 + 2j, 3 - 4j])
+    weights = {"conjugate": numbers.conj(), "negative": numbers.conj().imag}
+    assert weights["conjugate"].is_conj() and weights["negative"].is_neg()
+    channel = make(weights)
+    Publisher(channel).publish(weights)
+    state = WeightsReader(channel).read().state
+    np.testing.assert_array_equal(state["conjugate"], [1 - 2j, 3 + 4j])
+    np.testing.assert_array_equal(state["negative"], [-2, 4])
+    for name, place in channel.layout.places.items():  # as they are published over gRPC
+        np.testing.assert_array_equal(_host_array(weights[name], place), state[name])
 
 
 def test_modules_and_torch_tensors_publish_as_they_are(make):

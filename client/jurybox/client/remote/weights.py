@@ -360,7 +360,7 @@ def _host_array(tensor: Any, place: TensorPlace) -> np.ndarray[Any, Any] | None:
         return array.view(place.stored)  # an extension of NumPy may have a bfloat16 of its own
     if tuple(tensor.shape) != place.shape or dtype_name(tensor) not in (place.dtype, place.stored.name):
         return None
-    whole = tensor.detach().cpu().contiguous()
+    whole = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
     array = np.empty(place.shape, place.stored)
     ctypes.memmove(array.ctypes.data, whole.data_ptr(), place.nbytes)
     return array

@@ -267,7 +267,7 @@ def _locate(
     if hasattr(tensor, "data_ptr"):
         if tuple(tensor.shape) != place.shape or str(tensor.dtype) not in of_torch:
             return None
-        whole = tensor.detach().contiguous()
+        whole = tensor.detach().resolve_conj().resolve_neg().contiguous()
         return int(whole.data_ptr()), whole
     if (
         type(tensor) is np.ndarray
