@@ -11,7 +11,9 @@ from torch import nn
 
 from jurybox.client import ModelFailed, Refused, RowFailed, SessionLost, SpecMismatch
 from jurybox.protocol import TensorSpec
+from jurybox.protocol.arena import Columns
 from jurybox.protocol.errors import Code
+from jurybox.server.engine.open_served import OpenServed
 from jurybox.server.inproc import InprocServer
 from jurybox.server.models import RowErrors, ServedModel
 from tests import open_models
@@ -211,12 +213,13 @@ class Accumulator(nn.Module):
         return total.clone(), total
 
 
-def test_a_module_that_writes_to_its_state_begins_every_session_at_the_initial_one(served):
+@pytest.mark.parametrize("max_batch", [1, 4])
+def test_a_module_that_writes_to_its_state_does_not_change_the_initial_one(max_batch):
     number = TensorSpec("float32")
-    model = served(ServedModel(Accumulator(), {"x": number}, {"y": number}, state={"total": number}), max_batch=1)
-    for _ in range(2):
-        with model.sessions(1) as sessions:
-            assert [float(sessions.infer(np.ones(1, np.float32))[0]) for _ in range(2)] == [2, 4]
+    model = ServedModel(Accumulator(), {"x": number}, {"y": number}, state={"total": number})
+    served = OpenServed("m", model, Columns.here(model.spec("m"), 8), max_batch)
+    served.warm_up(None)
+    assert served._states.initial(2)["total"].tolist() == [0, 0]
 
 
 def test_a_module_is_called_by_position_if_its_parameters_have_other_names(served):
