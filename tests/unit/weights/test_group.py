@@ -5,6 +5,8 @@ from __future__ import annotations
 import queue
 import threading
 import uuid
+from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -393,6 +395,37 @@ def test_only_models_that_differ_in_nothing_but_weights_share_a_group():
     other.mean = torch.zeros(5)
     with pytest.raises(CannotGroup, match=r"its 'mean' is torch.float32\[5\], the group's first model has .*\[4\]"):
         require_alike("b", "g", one, other)
+
+
+class Changed(torch.nn.Module):
+    """A linear layer whose result is scaled by something that is no weight."""
+
+    def __init__(self, kind, scale):
+        super().__init__()
+        self.layer, self.layers = torch.nn.Linear(4, 3), []
+        self.layers.append(self.layer)  # a reference to a module of its own, whose weights may differ
+        if kind == "buffer":
+            self.register_buffer("scale", torch.tensor(scale), persistent=False)
+        else:
+            self.scale = {
+                "tensor": lambda: torch.tensor(scale),
+                "array": lambda: np.array([scale, np.nan]),
+                "list": lambda: [[scale]],
+                "dict": lambda: {"by": scale},
+                "closure": lambda: lambda x: x * scale,
+                "default": lambda: lambda x, by=scale: x * by,
+                "partial": lambda: partial(torch.mul, scale),
+                "object": lambda: SimpleNamespace(by=scale),
+            }[kind]()
+
+
+@pytest.mark.parametrize(
+    "kind", ["buffer", "tensor", "array", "list", "dict", "closure", "default", "partial", "object"]
+)
+def test_whatever_a_model_computes_with_besides_its_weights_must_be_the_same(kind):
+    require_alike("b", "g", Changed(kind, 2.0), Changed(kind, 2.0))
+    with pytest.raises(CannotGroup, match="its scale is .*, the group's first model has .*: only weights may differ"):
+        require_alike("b", "g", Changed(kind, 2.0), Changed(kind, 3.0))
 
 
 @pytest.mark.parametrize(

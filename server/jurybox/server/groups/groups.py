@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from types import CellType, FunctionType, MethodType
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from jurybox.protocol.errors import Error, Refused
+from jurybox.protocol.errors import Error, Refused, plain
 from jurybox.protocol.spec import TensorSpec
 from jurybox.server.engine.batches import Counters, Slot
 from jurybox.server.engine.core import Engine
@@ -105,14 +107,58 @@ def require_alike(name: str, group: str, first: torch.nn.Module, module: torch.n
         had, came = (f"{at[key].dtype}{list(at[key].shape)}" if key in at else "nothing" for at in (expected, tensors))
         if had != came:
             raise CannotGroup(f"{where}: its {key!r} is {came}, the group's first model has {had}")
+    # Weights may differ, and references of a model to its own modules do: their attributes are compared below.
+    alike = {(id(part), id(theirs[path])) for path, part in ours.items()}
     for path, part in ours.items():
-        for key, value in vars(part).items():
-            other = vars(theirs[path]).get(key)
-            if isinstance(value, (bool, int, float, str, tuple)) and value != other:
+        mine, others = _attributes_of(part), _attributes_of(theirs[path])
+        for key in {**others, **mine}:
+            if key not in mine or key not in others or not _alike(mine[key], others[key], alike):
+                came, had = (plain(repr(at.get(key, "nothing")), 200) for at in (mine, others))
                 raise CannotGroup(
-                    f"{where}: its {'.'.join(filter(None, (path, key)))} is {value!r}, the group's first model has "
-                    f"{other!r}: only weights may differ"
+                    f"{where}: its {'.'.join(filter(None, (path, key)))} is {came}, the group's first model has "
+                    f"{had}: only weights may differ"
                 )
+
+
+def _attributes_of(module: torch.nn.Module) -> dict[str, Any]:
+    """Return what a module computes with besides its parameters, persistent buffers and modules."""
+    kept = {key: value for key, value in vars(module).items() if "_hook" not in key}
+    for key in ("_parameters", "_modules", "_buffers", "_non_persistent_buffers_set"):
+        kept.pop(key, None)
+    return kept | {key: module._buffers[key] for key in sorted(module._non_persistent_buffers_set)}
+
+
+def _alike(one: Any, other: Any, alike: set[tuple[int, int]]) -> bool:
+    """Return whether two values have the same effect; pairs of ids in `alike` have. Unknown types are compared by ==."""
+    if one is other or (id(one), id(other)) in alike:
+        return True
+    if type(one) is not type(other):
+        return False
+    alike.add((id(one), id(other)))  # until found otherwise, for values that refer to themselves
+    if isinstance(one, torch.Tensor):
+        return one.dtype == other.dtype and torch.equal(one, other)
+    if isinstance(one, np.ndarray):
+        return (one.dtype, one.shape, one.tobytes()) == (other.dtype, other.shape, other.tobytes())
+    if isinstance(one, Mapping):
+        return one.keys() == other.keys() and all(_alike(one[key], other[key], alike) for key in one)
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(_alike(a, b, alike) for a, b in zip(one, other, strict=True))
+    if isinstance(one, CellType):
+        return _alike(one.cell_contents, other.cell_contents, alike)
+    if isinstance(one, FunctionType):
+        parts = ("__code__", "__closure__", "__defaults__", "__kwdefaults__")
+        return all(_alike(getattr(one, at), getattr(other, at), alike) for at in parts)
+    if isinstance(one, MethodType):
+        return one.__func__ is other.__func__ and _alike(one.__self__, other.__self__, alike)
+    if isinstance(one, partial):
+        return all(_alike(getattr(one, at), getattr(other, at), alike) for at in ("func", "args", "keywords"))
+    equality: Any = type(one).__eq__
+    if equality is object.__eq__ and hasattr(one, "__dict__"):
+        return _alike(vars(one), vars(other), alike)
+    try:
+        return bool(one == other)
+    except Exception:  # noqa: BLE001  such as a dataclass of tensors
+        return False
 
 
 def _questions(spec: TensorSpec, members: int, example: Any) -> torch.Tensor:
