@@ -129,7 +129,7 @@ def _attributes_of(module: torch.nn.Module) -> dict[str, Any]:
 
 
 def _alike(one: Any, other: Any, alike: set[tuple[int, int]]) -> bool:
-    """Return whether two values have the same effect; pairs of ids in `alike` have. Unknown types are compared by ==."""
+    """Return whether two values have the same effect; pairs of ids in `alike` have. Others are compared by ==."""
     if one is other or (id(one), id(other)) in alike:
         return True
     if type(one) is not type(other):
