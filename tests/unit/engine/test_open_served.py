@@ -181,6 +181,32 @@ def test_a_value_that_is_not_finite_is_an_error_if_finite_values_are_promised(se
     np.testing.assert_array_equal(failed.value.outputs[[0, 2]], [1, 0.5])
 
 
+class Normalised(nn.Module):
+    """The means of images that are normalised in place, as torchvision's transforms can do."""
+
+    def forward(self, image, image_lengths=None):
+        if isinstance(image, list):
+            return torch.stack([one.sub_(0.5).div_(0.25).mean() for one in image])
+        return image.sub_(0.5).div_(0.25).mean(dim=(1, 2, 3))
+
+
+@pytest.mark.parametrize("sizes", [(3, 64, 64), (3, -1, -1)])
+@pytest.mark.parametrize("collate", ["list", "pad"])
+def test_a_module_that_writes_to_its_inputs_does_not_change_the_clients_rows(served, sizes, collate):
+    image = TensorSpec("float32", sizes, capacity=3 * 64 * 64 if -1 in sizes else 0)
+    model = served(ServedModel(Normalised(), {"image": image}, {"y": TensorSpec("float32")}, collate=collate))
+    served.servers[0].engine.slots[0].served.warm_up()
+    with model.rows(2) as rows:
+        for row in range(2):
+            if -1 in sizes:
+                rows.place("image", row, (3, 64, 64))[:] = 1
+            else:
+                rows.inputs["image"][row] = 1
+        for _ in range(3):
+            rows.infer()
+            assert rows.outputs["y"].tolist() == [2, 2]
+
+
 class Thousandfold(nn.Module):
     """1000 times each row, which may differ in size."""
 

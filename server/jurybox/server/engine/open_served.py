@@ -163,14 +163,17 @@ class OpenServed(Served):
         return outcome if outcome.refused or outcome.errors else None
 
     def _try(self, rows: int, given: Mapping[str, Any]) -> None:
-        staged = self._staged(
-            np.arange(rows),
-            {key: torch.as_tensor(given[key]) for key in self._fixed},
-            {key: [_as_tensor(row) for row in given[key]] for key in self._variable},
-        )
-        if self._states is not None:
-            staged |= self._states.initial(rows)
-        results = self._called(staged)
+        with torch.inference_mode(False):  # inference tensors do not count writes
+            inputs = self._staged(
+                np.arange(rows),
+                {key: torch.as_tensor(given[key]) for key in self._fixed},
+                {key: [_as_tensor(row) for row in given[key]] for key in self._variable},
+            )
+        staged = inputs | self._states.initial(rows) if self._states is not None else inputs
+        results = self._watched(self._called, staged, inputs)
+        if self._writes:
+            for variable in self._variable.values():
+                variable.never_in_place()
         self._checked(results, rows)
         if self._states is not None:
             self._states.checked(results, rows)
@@ -236,7 +239,8 @@ class OpenServed(Served):
         padding = np.repeat(group[-1:], shape - len(group))  # its outputs are cut off
         group_in = np.concatenate((group, padding)) if len(padding) else group
         try:
-            whole = len(group_in) == batch.rows and not self._variable and bool((group_in[1:] > group_in[:-1]).all())
+            ordered = len(group_in) == batch.rows and bool((group_in[1:] > group_in[:-1]).all())
+            whole = ordered and not self._variable and not self._writes
             chosen = fixed if whole else {key: value[torch.from_numpy(group_in)] for key, value in fixed.items()}
             values = {key: variable.rows(group_in) for key, variable in self._variable.items()}
             staged = self._staged(group_in, chosen, values)

@@ -114,6 +114,7 @@ class Served:
         self._gathered: dict[int, dict[str, torch.Tensor]] = {}  # the inputs' staging rows by name, by their number
         self._plain_outputs = native.PlainOutputs([(item.name, item.array, item.like) for item in self._outputs])
         self._away = self.device.type != "cpu"  # whether the weights are on a device
+        self._writes = False  # whether forward writes to its inputs, which must then be copies of the clients' rows
         self._large = any(tensor.row_bytes >= LARGE_ROW for tensor in self.spec.inputs.values())
         self._row_bytes = sum(tensor.row_bytes for tensor in self.spec.inputs.values())
 
@@ -192,6 +193,8 @@ class Served:
 
     def _in_place(self, tickets: NDArray[Any], rows: int) -> bool:
         """Return whether forward reads the tickets' rows where they are, without a copy."""
+        if self._writes:
+            return False
         if len(tickets) == 1:
             return rows * self._row_bytes >= _LARGE_TICKET
         return self._large and _is_one_run(tickets)
@@ -262,9 +265,22 @@ class Served:
 
     def _try(self, rows: int, given: Mapping[str, Any]) -> None:
         """Run a batch and check its outputs."""
-        results = self.forward({key: torch.as_tensor(value).to(self.device) for key, value in given.items()})
+        with torch.inference_mode(False):  # inference tensors do not count writes
+            staged = {key: torch.as_tensor(value).to(self.device) for key, value in given.items()}
+        results = self._watched(self.forward, staged, staged)
         for item in self._outputs:
             item.checked(results, rows)
+
+    def _watched(
+        self, call: Callable[..., Mapping[str, Any]], staged: dict[str, Any], inputs: Mapping[str, Any]
+    ) -> Mapping[str, Any]:
+        """Call with `staged`, and notice whether `inputs` are written to: tensors, or lists of rows."""
+        values = [each for value in inputs.values() for each in (value if isinstance(value, list) else [value])]
+        tensors = [value for value in values if isinstance(value, torch.Tensor) and not value.is_inference()]
+        before = [tensor._version for tensor in tensors]
+        results = call(staged)
+        self._writes |= before != [tensor._version for tensor in tensors]
+        return results
 
     def _agreeing(self, example: Callable[[int], Mapping[str, Any]] | None) -> tuple[int, ...]:
         """Return those of the shapes that compute the same bytes for a row as the largest one.

@@ -71,6 +71,10 @@ class VariableInput:
             view = self._views[first, rows, sizes] = flat.view(rows, *self._spec.measured(sizes))
         return view
 
+    def never_in_place(self) -> None:
+        """Copy large rows, too, since forward writes to them."""
+        self._in_place = False
+
     def lengths(self, rows: int) -> torch.Tensor:
         """Return the sizes of the rows that `whole` returned, int64 (n,) or (n, k)."""
         view = self._lengths.get(rows)
