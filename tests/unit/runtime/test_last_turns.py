@@ -29,6 +29,20 @@ def scene():
         turn.close()
 
 
+def test_an_evaluation_that_was_due_before_the_last_step_is_not_the_last_one(scene):
+    learner, rules, act = scene
+    context = learner.context
+    evaluator = make_turn(RoleContext(context.plan, 2, context.shared, lambda message: None), rules, None)
+    act(95)
+    assert evaluator.may()
+    act(5)
+    evaluator.take()
+    learn(learner)
+    assert evaluator.may(), "the learner's last weights are still to be evaluated"
+    evaluator.take()
+    assert not evaluator.may()
+
+
 def test_successors_draw_other_numbers_also_in_a_resumed_run(scene):
     turn, _, act = scene
 

@@ -237,6 +237,7 @@ class EvaluatorTurn(Turn):
         super().__init__(role, context, rules)
         self._evaluator = role
         self._sync = WeightsSync(context)
+        self._due_at = 0
 
     def may(self) -> bool:
         steps, at, every = (
@@ -248,6 +249,8 @@ class EvaluatorTurn(Turn):
         due = self.rules.over() and at < steps if self.rules.collected() else every and steps // every > at // every
         if not due:
             return self._set_waiting(Subject.WORK)
+        # Not what they are when it begins: it would count as the last one if the run's last step came in between.
+        self._due_at = steps
         if (missing := self._sync.missing()) is not None:
             return self._set_waiting(Subject.WEIGHTS, missing)
         return True
@@ -255,7 +258,7 @@ class EvaluatorTurn(Turn):
     def take(self) -> None:
         self._sync.at_once()
         self._sync.sync()
-        steps = self.context.env_steps
+        steps = self._due_at
         numbers = {name: float(value) for name, value in self._evaluator.evaluate().items()}
         # Reported first: once the scoreboard shows the last one, the run may end.
         self.context.evaluated(steps, numbers)
