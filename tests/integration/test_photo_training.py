@@ -197,8 +197,8 @@ def test_a_juror_with_other_weights_is_loaded_with_them_and_not_confused_with_a_
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ({"replicas": 2}, "--juror-replicas is of a private server.* say `replicas` in its configuration"),
-        ({"http": True}, "--server-http is of a private server.* say `http` in its configuration"),
+        ({"replicas": 2}, "--juror-replicas is of a private server.* set `replicas` in its configuration"),
+        ({"http": True}, "--server-http is of a private server.* set `http` in its configuration"),
     ],
 )
 def test_what_a_private_server_has_cannot_be_chosen_for_a_shared_one(tmp_path, server, options, told):

@@ -35,7 +35,7 @@ def folder(tmp_path_factory):
         hidden=(16,),
         ppo={"n_steps": 64},
         learning_rate=0.01,
-        evaluation_episodes=1,
+        evaluation_episodes=3,  # the best policy is kept, and one episode says little
         evaluate_every=480,
         checkpoint_every=480,
     )

@@ -172,12 +172,13 @@ class WorkflowTrainer:
             learn_every=settings.update_every_steps,
             learn=self._learn,
         )
-        # Returns of other workflows, and of networks that the attacker entered before, are not comparable.
-        from_start = own & (head_starts == 0)
+        from_start = head_starts == 0
         shown = played.of(from_start if from_start.any() else own)
         judged = played.of(own)
         if self.phase == FINAL:
-            self._keep(judged, shown)
+            # Returns of other workflows, and of networks that the attacker entered before, are not comparable.
+            comparable = own & from_start
+            self._keep(judged, played.of(comparable if comparable.any() else own))
         metrics = self._learn(rollout.part(settings.last_update_from, settings.episode_length, rollout.last_values))
         self.episodes += settings.envs
         self.env_steps += settings.envs * settings.episode_length
@@ -361,11 +362,11 @@ class WorkflowTrainer:
         self.tried.append(TriedWorkflow(**asdict(trial), episodes=spent, verdict=verdict, evaluated=found))
         self._proposal = None
 
-    def _keep(self, judged: Episodes, shown: Episodes) -> None:
+    def _keep(self, judged: Episodes, comparable: Episodes) -> None:
         """Keep the current policy if it is the best that obeys."""
         if self.verdict(int(judged.judged.sum()), int(judged.obeyed.sum())) != "passed":
             return
-        returns = float(shown.returns.mean())
+        returns = float(comparable.returns.mean())
         if self._kept is None or returns > self._kept[0]:
             self._kept = (returns, copy.deepcopy(self.learner.network.state_dict()))
 
