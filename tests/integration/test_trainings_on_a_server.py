@@ -81,7 +81,7 @@ def test_two_concurrent_runs_over_both_transports_end_with_reports_and_leave_no_
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ([*WORKFLOW, "--server", "tcp://127.0.0.1:1"], "carries rows and no weights"),
+        ([*WORKFLOW, "--server", "tcp://127.0.0.1:1"], "is no address of a server that takes weights"),
         ([*WORKFLOW, "--server", "ipc:///nowhere/engine"], "is a server running there"),
         (["marl", "--server", "ipc:///nowhere/engine"], 'policy is "local"'),
     ],
