@@ -162,6 +162,7 @@ class Sampler {
             slots[i % kAhead] = slot;
             const std::byte* line = ring_.slot(slot);
             for (std::size_t at = 0; at < fetched; at += 64) __builtin_prefetch(line + at);
+            if (request_.window.linked) __builtin_prefetch(ring_.links + slot);
         };
         for (std::size_t i = from; i < std::min(from + kAhead, to); ++i) draw(i);
         for (std::size_t i = from; i < to; ++i) {
