@@ -1,5 +1,7 @@
 """Batches on a device of its own: begun, overlapped, finished. On the CPU, where every stream is done at once."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
@@ -219,6 +221,80 @@ def test_weights_are_adopted_on_the_modules_device(arena):
         weights_updater.join()
         publisher.close()
         owner.close()
+
+
+def test_a_publication_waits_for_the_copies_of_outputs_that_are_views_of_weights(arena):
+    class Deferred(torch.overrides.TorchFunctionMode):
+        """A stream's copies, which are done when somebody waits for them, as late as on a busy device."""
+
+        def __init__(self):
+            super().__init__()
+            self.copies = []
+
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            call = partial(function, *args, **(kwargs or {}))
+            return self.copies.append(call) if function is torch.Tensor.copy_ else call()
+
+        def query(self):
+            return not self.copies
+
+        def synchronize(self):
+            while self.copies:
+                self.copies.pop(0)()
+
+    class Late(Stream):
+        def __init__(self, device):
+            super().__init__(device)
+            self.deferred = Deferred()
+
+        def running(self):
+            return self.deferred
+
+        def mark(self):
+            return Mark(self.deferred)
+
+    class Head(torch.nn.Module):
+        """Answers with its weights."""
+
+        def __init__(self):
+            super().__init__()
+            self.bias = torch.nn.Parameter(torch.ones(1))
+
+        def forward(self, observation):
+            return self.bias.expand_as(observation)
+
+    module = Head()
+    model = served(arena, module)
+    model.forwards.after = lambda mark: mark.wait()
+    for buffer in model._buffers:
+        buffer.copies = Late(CPU)
+    with (
+        WeightsChannel.create(segment_name("viewtest", "weights"), WeightsLayout.of(module.state_dict())) as channel,
+        Publisher(channel) as publisher,
+    ):
+        updater = model.weights_updater = WeightsUpdater(
+            channel,
+            module,
+            CPU,
+            0,
+            lambda action: action(),
+            lambda version, _: None,
+            model.forwards,
+            before=model.after_outputs,
+        )
+        try:
+            updater.start()
+            with torch.inference_mode():
+                first = model.begin(tickets((0, 2)), 2)
+                publisher.publish({"bias": np.full(1, 100, np.float32)})
+                wait_until(lambda: updater.version == 1, 10, "adoption")
+                second = model.begin(tickets((2, 2)), 2)
+                first.finish()
+                second.finish()
+        finally:
+            model.close()
+            updater.join()
+    assert arena.outputs["action"][:4, 0].tolist() == [1, 1, 100, 100]
 
 
 def test_an_engine_keeps_to_its_share_of_a_device(monkeypatch):

@@ -283,6 +283,11 @@ class DeviceServed(Served):
                 buffer.copy_out(results, rows)
         return Batch(self, buffer, tickets, rows, buffer.copies.mark(), self._take_row_errors(), on_device)
 
+    def after_outputs(self) -> None:
+        """Make what is queued on `forwards` from now on run after the copies of all outputs so far."""
+        for buffer in self._buffers:
+            self.forwards.after(buffer.copies.mark())
+
     def run(self, tickets: NDArray[Any], rows: int, version: int = 0) -> Outcome | None:
         """As `Served.run`: begin a batch and finish it."""
         return self.begin(tickets, rows, version).finish()

@@ -249,6 +249,7 @@ class ModelLoader:
                 return
             if channel is not None:
                 module = unplaced.model.module
+                overlaps = served if isinstance(served, DeviceServed) else None
                 served.weights_updater = WeightsUpdater(
                     channel,
                     getattr(module, "_orig_mod", module),  # behind torch.compile's wrapper
@@ -256,8 +257,9 @@ class ModelLoader:
                     settings.keep_versions,
                     self._later,
                     counters.adopted,
-                    served.forwards if isinstance(served, DeviceServed) else None,
+                    overlaps.forwards if overlaps else None,
                     self._report,
+                    overlaps.after_outputs if overlaps else None,
                 )
                 served.weights_updater.start()
             clean = undo.pop_all()

@@ -121,6 +121,8 @@ class WeightsUpdater:
         forwards: the stream on which the module computes. The weights then keep their addresses, as CUDA graphs
             require, and are overwritten between two forwards. None: the module is pointed at another copy.
         report: called with (event, fields) for log events.
+        before: called before weights are overwritten on `forwards`. It must make them wait for the copies of earlier
+            outputs, since an output may be a view of a weight.
     """
 
     def __init__(
@@ -133,8 +135,10 @@ class WeightsUpdater:
         adopted: Callable[[int, float], None],
         forwards: Stream | None = None,
         report: Callable[..., None] = lambda event, **fields: None,
+        before: Callable[[], None] | None = None,
     ) -> None:
         self._report = report
+        self._before = before
         self.channel = channel
         self._reader = WeightsReader(channel)
         self._module = module
@@ -253,6 +257,8 @@ class WeightsUpdater:
         self._adopted(copy.version, age)
 
     def _point(self, copy: Copy) -> None:
+        if self._before is not None:
+            self._before()
         for name, tensor in copy.tensors.items():
             if self._forwards is not None:
                 self._targets[name].data.copy_(tensor, non_blocking=True)
