@@ -161,6 +161,7 @@ def test_episodes_may_be_longer_than_the_environment_is_registered_with() -> Non
     env.reset(seed=0)
     ends = [env.step(np.zeros(1, np.float32))[3] for _ in range(300)]
     assert ends.index(True) == 299
+    assert make_environment("Pendulum-v1", {"max_episode_steps": 300}).spec.max_episode_steps == 300
     limited = make_environment("tests.unit.gym_training.gym_worlds:mixed", max_episode_steps=1)
     limited.reset(seed=0)
     assert limited.step(0)[3], "what a function makes is limited, too"

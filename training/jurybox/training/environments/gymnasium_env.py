@@ -71,8 +71,10 @@ def make_environment(
             made = factory(**given)
             if max_episode_steps is not None and isinstance(made, gymnasium.Env):
                 made = TimeLimit(made, max_episode_steps)
-        else:  # which has a limit of its own, and replaces it
-            made = gymnasium.make(name, max_episode_steps=max_episode_steps, **given)
+        else:
+            if max_episode_steps is not None:  # a further wrapper could only shorten the registered limit
+                given["max_episode_steps"] = max_episode_steps
+            made = gymnasium.make(name, **given)
     except ModuleNotFoundError as error:
         hint = ", neither in this folder nor on PYTHONPATH" if error.name == module else ""
         raise EnvironmentUnusable(f"{name!r} cannot be made: {error}{hint}") from error
