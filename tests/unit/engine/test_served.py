@@ -91,9 +91,10 @@ class ByShape(nn.Module):
         return rows.float().sum(dim=1) * (1.0 if len(x) > 2 else 1.0 + 2e-7)
 
 
-def agreed(module, dtype, example=None):
+def agreed(module, dtype, example=None, published=False):
     model = ServedModel(module, {"x": TensorSpec(dtype, (3,))}, {"y": NUMBER}, example=example)
     served, _ = asked(model, shapes=(1, 2, 4, 8))
+    served.published = published
     served.warm_up(example)
     return served.shapes
 
@@ -101,6 +102,26 @@ def agreed(module, dtype, example=None):
 @pytest.mark.parametrize("dtype", ["float32", "uint8", "bool"])
 def test_shapes_are_compared_on_distinct_rows(dtype):
     assert agreed(ByShape(), dtype) == (4, 8)
+
+
+def test_shapes_are_compared_with_other_weights_if_weights_are_published():
+    class Head(ByShape):
+        """Answers zero until it is trained."""
+
+        def __init__(self):
+            super().__init__()
+            self.weight, self.scale = nn.Parameter(torch.zeros(3, 1)), nn.Parameter(torch.ones(1))
+            self.register_buffer("variance", torch.ones(1))
+
+        def forward(self, x):
+            if bool(self.variance < 0):
+                raise ValueError("no variance")
+            return (super().forward(x @ self.weight)) * self.scale
+
+    head = Head()
+    assert agreed(head, "float32") == (1, 2, 4, 8)
+    assert agreed(head, "float32", published=True) == (4, 8)
+    assert [value.flatten().tolist() for value in head.state_dict().values()] == [[0, 0, 0], [1], [1]]
 
 
 def test_a_linear_layer_over_bytes_answers_a_row_the_same_in_any_company():

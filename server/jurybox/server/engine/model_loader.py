@@ -224,6 +224,7 @@ class ModelLoader:
                     )
                 if not served.shapes:
                     served.shapes, served.agreeing = tuple(ladder(settings.max_batch)), False
+            served.published = bool(weights)
             served.warm_up(unplaced.model.example)
             if isinstance(unplaced.model.module, Compiled):
                 unplaced.model.module.seal()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -78,6 +79,7 @@ class Served:
 
     Attributes:
         agreeing: whether warm-up keeps only the shapes that compute the same bytes for a row.
+        published: whether weights will be published. Warm-up then compares the shapes with random weights, too.
     """
 
     def __init__(
@@ -100,6 +102,7 @@ class Served:
         self.columns = columns
         self.shapes = tuple(shapes)
         self.agreeing = True
+        self.published = False
         self._compute = compute
         self._by_name = takes_names(self.module, [*self.spec.inputs, *self.spec.state])
         self._names = (*self.spec.outputs, *self.spec.state)
@@ -293,21 +296,29 @@ class Served:
         largest = self.shapes[-1]
         agree = set(self.shapes)
         generator = torch.Generator().manual_seed(0)
-        for _ in range(_TRIALS):
-            rows = self._random(largest, example, generator)
-            if rows is None:
-                return (largest,)
-            try:
-                whole = self._probed(rows, largest)
-                for shape in sorted(agree - {largest}):
-                    for first in range(0, largest - shape + 1, shape):
-                        part = self._probed({key: value[first : first + shape] for key, value in rows.items()}, shape)
-                        if any(not torch.equal(part[key], whole[key][first : first + shape]) for key in whole):
-                            agree.discard(shape)
-                            break
-            except Exception:  # noqa: BLE001  the model does not accept random rows
-                return (largest,)
+        # Initial weights of zeros, as many heads have, would hide the difference.
+        for other in (False, True) if self.published else (False,):
+            with _random_weights(self.module, generator) if other else contextlib.nullcontext():
+                for _ in range(_TRIALS):
+                    rows = self._random(largest, example, generator)
+                    if rows is None:
+                        return (largest,)
+                    try:
+                        agree -= self._differing(rows, agree - {largest}, largest)
+                    except Exception:  # noqa: BLE001  the model does not accept random rows
+                        return (largest,)
         return tuple(sorted(agree))
+
+    def _differing(self, rows: Mapping[str, torch.Tensor], shapes: set[int], largest: int) -> set[int]:
+        """Return those of the shapes that compute other bytes for one of the rows than the largest."""
+        whole, differing = self._probed(rows, largest), set()
+        for shape in sorted(shapes):
+            for first in range(0, largest - shape + 1, shape):
+                part = self._probed({key: value[first : first + shape] for key, value in rows.items()}, shape)
+                if any(not torch.equal(part[key], whole[key][first : first + shape]) for key in whole):
+                    differing.add(shape)
+                    break
+        return differing
 
     def _random(
         self, rows: int, example: Callable[[int], Mapping[str, Any]] | None, generator: torch.Generator
@@ -512,6 +523,31 @@ def drawn(spec: TensorSpec, rows: int, generator: torch.Generator) -> torch.Tens
     if spec.dtype in ("bool", "uint8"):
         return torch.randint(2 if spec.dtype == "bool" else 256, shape, generator=generator).to(dtype_of(spec))
     return None
+
+
+@contextlib.contextmanager
+def _random_weights(module: torch.nn.Module, generator: torch.Generator) -> Iterator[None]:
+    """Give a module's weights and buffers of floating-point numbers random values, until the end of the block."""
+    module = getattr(module, "_orig_mod", module)  # behind torch.compile's wrapper
+    named = module.state_dict(keep_vars=True).values()
+    tensors = [value.data for value in named if isinstance(value, torch.Tensor) and value.is_floating_point()]
+    before = [tensor.clone() for tensor in tensors]
+    changed = getattr(module, "weights_changed", lambda: None)
+    try:
+        with torch.inference_mode():
+            for tensor in tensors:
+                noise = torch.rand(tensor.shape, generator=generator)
+                if tensor.dim() > 1:  # as layers are initialised, so that no activation saturates
+                    tensor.copy_((2 * noise - 1) * (3 * tensor.shape[0] / max(1, tensor.numel())) ** 0.5)
+                else:  # only a little more, since it may be a variance
+                    tensor.copy_(tensor + 0.1 * noise.to(tensor.device, tensor.dtype))
+        changed()
+        yield
+    finally:
+        with torch.inference_mode():
+            for tensor, value in zip(tensors, before, strict=True):
+                tensor.copy_(value)
+        changed()
 
 
 def dtype_of(spec: TensorSpec) -> torch.dtype:
