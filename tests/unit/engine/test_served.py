@@ -159,6 +159,26 @@ def test_rows_are_aligned_as_those_with_which_shapes_were_compared(spec):
     assert places == [0] * 8
 
 
+@pytest.mark.parametrize("collate", ["list", lambda rows: {"x": [row["x"] for row in rows]}], ids=["list", "callable"])
+def test_a_module_that_pads_its_rows_itself_answers_each_as_if_it_were_alone(collate):
+    class Padded(nn.Module):
+        def forward(self, x):
+            longest = max(map(len, x))
+            return torch.tensor([float(row.sum()) * (1 + 1e-3 * (longest - len(row))) for row in x])
+
+    model = ServedModel(Padded(), {"x": TensorSpec("float32", (-1,), capacity=9)}, {"y": NUMBER}, collate=collate)
+    columns = Columns.here(model.spec("m"), 8)
+    served = OpenServed("m", model, columns, 8, shapes=(1, 2, 4, 8))
+    served.warm_up()
+    columns.inputs["x"][:] = 1
+    columns.input_extents["x"][:3] = [[3], [9], [5]]
+    tickets = np.zeros(2, TICKET)
+    tickets["rows"], tickets["first"] = [2, 1], [0, 2]
+    with torch.inference_mode():
+        assert served.run(tickets, 3) is None
+    assert columns.outputs["y"][:3].tolist() == [3, 9, 5]
+
+
 @pytest.mark.parametrize("dtype", ["int8", "int32", "int64", "uint16"])
 def test_inputs_of_unseen_sizes_are_computed_in_one_shape(dtype):
     """Which of them a model takes is not known: they may be places in a table."""

@@ -50,6 +50,7 @@ class OpenServed(Served):
         self._collate = model.collate
         self._max_padding = model.max_padding
         self._max_elements = model.max_elements
+        self._alone = False  # whether each row has a forward of its own
         self._variable = {
             key: VariableInput(key, t, columns, max_batch, pads=self._collate == "pad")
             for key, t in self.spec.inputs.items()
@@ -179,13 +180,19 @@ class OpenServed(Served):
             self._states.checked(results, rows)
 
     def _agreeing(self, example: Callable[[int], Mapping[str, Any]] | None) -> tuple[int, ...]:
+        if callable(self._collate) or (self._variable and self._collate == "list"):
+            self._alone = True  # otherwise the module may pad rows to the longest, and so change their bytes
+            return (1,)
         # With variable sizes there are too many shapes to compare, so all batches are padded to the largest.
         return self.shapes[-1:] if self._variable else super()._agreeing(example)
 
     # ---- which rows go together
 
     def _groups(self, wave: NDArray[np.intp], batch: BatchRows) -> list[NDArray[np.intp]]:
-        """Split rows into groups for one forward each, within max_elements; padded rows are grouped by size."""
+        """Split rows into groups for one forward each, within max_elements; padded rows are grouped by size.
+
+        Rows that the module itself collates are computed one by one if the model is deterministic.
+        """
         wave = wave[[int(row) not in batch.failed for row in wave]] if batch.failed else wave
         idle = batch.idle
         if idle is not None:
@@ -193,6 +200,8 @@ class OpenServed(Served):
                 assert self._states is not None
                 self._states.without_forward(still, batch)
             wave = wave[~idle[wave]]
+        if self._alone:
+            return [wave[at : at + 1] for at in range(len(wave))]
         if not self._variable or not len(wave):
             return [wave] if len(wave) else []
         costs = sum(variable.costs(wave) for variable in self._variable.values())
