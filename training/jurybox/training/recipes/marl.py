@@ -418,9 +418,11 @@ def _learner(settings: MarlTraining, number: int, group: str, network: Mapping[s
         make, publish_every = f"{_LEARNERS}:OnPolicyLearner", min(1, settings.publish_interval)
     else:
         options |= {"n_steps": settings.n_steps, "target_update_interval": settings.target_update_interval}
+        # The newest rows of each agent in each world have no successor yet.
+        unsampled = settings.n_envs * len(group.split("+")) * (settings.n_steps + 1)
         made |= {
             "batch_size": settings.batch_size,
-            "first": settings.learning_starts,
+            "first": max(settings.learning_starts, unsampled + 1),
             "epsilon": (
                 settings.exploration_initial_eps,
                 settings.exploration_final_eps,
