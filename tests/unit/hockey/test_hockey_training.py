@@ -63,6 +63,13 @@ def test_a_resumed_serial_run_is_bit_for_bit_the_same(tmp_path: Path, prioritize
     assert (whole.folder / "weights-policy.state").read_bytes() == (halves.folder / "weights-policy.state").read_bytes()
 
 
+def test_the_learner_waits_until_rows_of_many_games_can_be_sampled(tmp_path: Path) -> None:
+    s = settings(envs=32, learning_starts=32, steps=640)
+    assert s.learning_starts * 2 < s.unsampled, "the first step is due before any row has its successors"
+    outcome = run(plan(s, tmp_path), tmp_path, Nothing(), serial=True)
+    assert outcome.learner_steps == (outcome.env_steps - 32) // 10
+
+
 def test_a_training_leaves_everything_that_a_curve_needs_and_no_shared_memory(tmp_path: Path) -> None:
     before = set(os.listdir(directory()))
     s = settings(steps=1300, evaluate_every=1000, matrix_games=1, film_games=1)
