@@ -148,6 +148,20 @@ def test_dqns_target_moves_as_often_with_more_environments(envs, moves) -> None:
     assert len(moved) == moves, "every 100 of 1,024 env steps, in whole steps of all environments"
 
 
+def test_dqns_target_moves_once_for_each_interval_of_a_round() -> None:
+    changes = {"learning_starts": 8, "train_freq": 4, "gradient_steps": 1, "target_update_interval": 2, "tau": 0.5}
+    s = settings("dqn", envs=2, **changes)
+    network = {"algorithm": "dqn", "numbers": 1, "pictures": [], "normalise": False, "discrete": True}
+    dqn = PacedDQN(s, {**network, "actions": 2, "hidden": [1]}, 0)
+    moved = []
+    dqn.move_target = moved.append  # type: ignore[method-assign]
+    rows = torch.zeros(1, 1)
+    batch = {"observation": rows, "next_observation": rows, "action": torch.zeros(1), "reward": torch.ones(1)}
+    for _ in range(2):
+        dqn.learn({**batch, "discount": torch.ones(1)})
+    assert moved == [1 - 0.5**4] * 2, "four steps of both environments, each of which halves the distance"
+
+
 def test_rows_of_many_environments_do_not_hold_up_their_learner(tmp_path) -> None:
     s = settings("dqn", envs=16, n_steps=10, steps=320)
     assert s.pace.warmup + s.pace.collect < (s.n_steps + 1) * s.envs, "the pace stops before the learner may begin"

@@ -56,11 +56,11 @@ class PacedDQN(DQN):
         self._interval = max(s.of("target_update_interval") // s.envs, 1) * s.envs
 
     def learn(self, batch: Batch) -> torch.Tensor:
-        # The target moves before the first learner step of a round if the round's env steps reached an interval's end.
+        # The target moves before the first learner step of a round, once for each interval's end among its env steps.
         first, pace = self.steps % self._pace.learn == 0, self._pace
         reached = pace.warmup + (self.steps // pace.learn + 1) * pace.collect
-        if first and reached // self._interval > (reached - pace.collect) // self._interval:
-            self.move_target(self._tau)
+        if first and (ends := reached // self._interval - (reached - pace.collect) // self._interval):
+            self.move_target(1.0 - (1.0 - self._tau) ** ends)  # the network is the same at all of them
         return super().learn(batch)
 
 
