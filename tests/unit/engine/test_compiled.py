@@ -13,7 +13,7 @@ from tests.unit.engine.test_device_served import CPU, ROWS, Arena, tickets
 
 from jurybox.protocol import TensorSpec
 from jurybox.protocol.segment import segment_name
-from jurybox.protocol.weights import WeightsChannel
+from jurybox.protocol.weights import WeightsChannel, WeightsLayout
 from jurybox.protocol.weights.publisher import Publisher
 from jurybox.server.engine import compiled as compiled_module
 from jurybox.server.engine.compiled import Compiled
@@ -106,6 +106,43 @@ def test_other_weights_and_other_threads_compile_nothing_anew(counted):
     thread.join()
     assert module.graphs == 1
     torch.testing.assert_close(results[0], torch.tanh(torch.full((2, 4), 5.0)))
+
+
+def test_a_publication_keeps_channels_last_so_that_compiled_code_is_still_used():
+    torch._dynamo.reset()
+    net = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3)).to(memory_format=torch.channels_last).eval()
+    ran = []
+
+    def backend(graph, examples):
+        def call(*args):
+            ran.append(graph)
+            return graph.forward(*args)
+
+        return call
+
+    module, images = Compiled(net, backend), torch.ones(2, 3, 8, 8)
+    with torch.inference_mode():
+        module(images)
+    module.seal()
+    ran.clear()
+    twice = {name: 2 * value for name, value in net.state_dict().items()}
+    with (
+        WeightsChannel.create(segment_name("lasttest", "weights"), WeightsLayout.of(twice)) as channel,
+        Publisher(channel) as publisher,
+    ):
+        publisher.publish(twice)
+        updater = WeightsUpdater(channel, net, CPU, 0, lambda action: action(), lambda version, age: None)
+        try:
+            updater.start()
+            updater.use(0)
+            with torch.inference_mode():
+                module(images)
+        finally:
+            updater.stop()
+            updater.join()
+    assert len(ran) == 1
+    assert net[0].weight.is_contiguous(memory_format=torch.channels_last)
+    torch.testing.assert_close(net[0].weight.data, twice["0.weight"], rtol=0, atol=0)
 
 
 def test_without_torchs_stance_retraced_code_is_not_compiled(counted, monkeypatch):

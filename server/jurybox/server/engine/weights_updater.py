@@ -71,7 +71,8 @@ class Copy:
         self.tensors: dict[str, torch.Tensor] = {}
         for name, target in module.state_dict(keep_vars=True).items():
             host = self._host[name]
-            same = host.dtype == target.dtype and target.is_cpu
+            # Other strides, such as those of channels_last, are kept: compiled code and kernels depend on them.
+            same = target.is_cpu and (host.dtype, host.stride()) == (target.dtype, target.stride())
             self.tensors[name] = host if same else torch.empty_like(target.data)
 
     def fill(self, timeout: float) -> float:
