@@ -9,7 +9,9 @@ import os
 import pickle
 import re
 import signal
+import socket
 import threading
+from http.client import HTTPResponse
 from pathlib import Path
 
 import httpx
@@ -168,6 +170,19 @@ def bad_pictures():
         "white, whose score is NaN": picture(255),
         "larger than the model takes": picture(51, 300),
     }
+
+
+@pytest.mark.parametrize("own_port", [False, True])
+def test_a_body_that_is_too_large_gets_a_pickled_error(server, own_port):
+    where = server.listening("dialects")["flow_grpo"] if own_port else server.listening("http")
+    host, port = where.rsplit(":", 1)
+    with socket.create_connection((host, int(port)), timeout=20) as connection:
+        path = "/" if own_port else "/dialects/flow_grpo"
+        connection.sendall(f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {1 << 30}\r\n\r\n".encode())
+        answer = HTTPResponse(connection)
+        answer.begin()
+        status, error = answer.status, pickle.loads(answer.read())
+    assert status == 413 and list(error) == ["error"] and "max_message_mib" in error["error"]
 
 
 @pytest.mark.parametrize("name", bad_pictures())

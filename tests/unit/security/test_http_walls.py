@@ -9,7 +9,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse
 from starlette.routing import Route
 
-from jurybox.server.security.access import Access
+from jurybox.protocol.errors import Code
+from jurybox.server.security.access import Access, ByteBudget
 from jurybox.server.security.http import guarded
 
 TOKEN = "0123456789abcdef"
@@ -125,3 +126,48 @@ def test_a_lying_length_changes_nothing():
         return [message["status"] for message in sent if message["type"] == "http.response.start"]
 
     assert asyncio.run(go()) == [413]
+
+
+def pickled(error):
+    return 503 if error.code == Code.BUSY else 413, [("Content-Type", "x/y"), ("Retry-After", "2")], b"as its clients"
+
+
+def test_a_path_with_refusals_of_its_own_gets_them_for_bodies_that_are_refused():
+    async def go(path, *contents):
+        budget = ByteBudget(1000)
+        app = guarded(APP, Access(max_message=MOST), loopback=True, budget=budget, refusals={"/echo": pickled})
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://127.0.0.1:8000") as http:
+            return [await http.post(path, content=content) for content in contents]
+
+    async def pieces():
+        for _ in range(17):
+            yield b"x" * (64 << 10)
+
+    large, endless, busy, small = asyncio.run(go("/echo", b"x" * (MOST + 1), pieces(), b"x" * 1001, b"x" * 1000))
+    assert [answer.status_code for answer in (large, endless, busy, small)] == [413, 503, 503, 200]
+    for answer in (large, busy):
+        assert (answer.headers["content-type"], answer.content) == ("x/y", b"as its clients")
+        assert answer.headers["retry-after"] == "2" and answer.headers["x-content-type-options"] == "nosniff"
+    assert [answer.json()["code"] for answer in asyncio.run(go("/nothing", b"x" * (MOST + 1)))] == ["TOO_LARGE"]
+
+
+def test_such_a_path_says_busy_when_the_client_has_sent_all_and_can_read_it():
+    async def go():
+        sent, parts, budget = [], [b"x" * 600] * 5, ByteBudget(1000)
+
+        async def receive():
+            return {"type": "http.request", "body": parts.pop(), "more_body": bool(parts)}
+
+        async def send(message):
+            sent.append((message["type"], len(parts), budget._held))
+
+        scope = {
+            "type": "http", "method": "POST", "path": "/echo", "raw_path": b"/echo", "query_string": b"",
+            "headers": [(b"host", b"localhost")], "http_version": "1.1", "scheme": "http",
+            "server": ("127.0.0.1", 1), "client": ("127.0.0.1", 2), "root_path": "",
+        }  # fmt: skip
+        access = Access(max_message=MOST)
+        await guarded(APP, access, loopback=True, budget=budget, refusals={"/echo": pickled})(scope, receive, send)
+        return sent
+
+    assert asyncio.run(go()) == [("http.response.start", 0, 0), ("http.response.body", 0, 0)]

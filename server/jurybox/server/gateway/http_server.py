@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import errno
 import socket
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from typing import Any
 
 import uvicorn
@@ -18,7 +18,7 @@ from starlette.types import ASGIApp
 
 from jurybox.protocol.address import is_loopback
 from jurybox.server.security.access import Access, ByteBudget
-from jurybox.server.security.http import guarded
+from jurybox.server.security.http import Refusal, guarded
 from jurybox.server.settings.endpoints import split_host
 
 _BACKLOG = 512
@@ -207,6 +207,7 @@ class HttpServer:
         setting: the setting that the address comes from; see `listen`.
         protocol: class of the connections, instead of `Connection`.
         budget: limits the bytes of all bodies; pass it if the protocol reserves bytes from it, too.
+        refusals: write the refusals of bodies, by path; see `guarded`.
 
     Attributes:
         bound: the address that it really listens on.
@@ -223,13 +224,14 @@ class HttpServer:
         setting: str = "http",
         protocol: type[asyncio.Protocol] | None = None,
         budget: ByteBudget | None = None,
+        refusals: Mapping[str, Refusal] | None = None,
     ) -> None:
         self._listener = listen(address, setting)
         host, self.port = self._listener.getsockname()[:2]
         self.bound = bound_name(host, self.port)
         self._uvicorn = _Uvicorn(
             uvicorn.Config(
-                guarded(app, access, loopback=is_loopback(split_host(address)[0]), budget=budget),
+                guarded(app, access, loopback=is_loopback(split_host(address)[0]), budget=budget, refusals=refusals),
                 # Explicit: uvicorn would choose a protocol by what is installed, and that one may have no limits.
                 http=protocol or Connection,
                 ws="none",

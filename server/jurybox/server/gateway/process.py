@@ -68,12 +68,13 @@ async def serve(control_pipe: ControlPipe, orders: dict[str, Any], log: Log) -> 
             protocol = protocol_of(oip, budget)
             if routes is not None:
                 protocol = with_dialects(protocol, budget, access.max_message)
-            http = HttpServer(orders["http"], whole, access, protocol=protocol, budget=budget)
+            refusals = None if routes is None else routes.refusals
+            http = HttpServer(orders["http"], whole, access, protocol=protocol, budget=budget, refusals=refusals)
         dialects = {}
-        for name, its_app in (routes.ports if routes else {}).items():
+        for name, (its_app, refusals) in (routes.ports if routes else {}).items():
             budget, listen = access.budget(), orders["dialects"][name]["listen"]
             protocol = with_dialects(protocol_of(oip, budget), budget, access.max_message)
-            dialects[name] = HttpServer(listen, its_app, access, f"dialects.{name}", protocol, budget)
+            dialects[name] = HttpServer(listen, its_app, access, f"dialects.{name}", protocol, budget, refusals)
         rpc = _grpc_server(orders, oip, source, access) if orders["grpc"] else None
         for robot in robots.values():
             await robot.start()

@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+from collections.abc import Callable, Mapping
+from typing import TypeAlias
 from urllib.parse import urlsplit
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jurybox.protocol.address import is_loopback
-from jurybox.protocol.errors import Code, Refused
+from jurybox.protocol.errors import TABLE, Code, Error, Refused, error_for
 from jurybox.server.security.access import CHALLENGES, Access, ByteBudget, Token
 
 # Probes of orchestrators and load balancers send no token. Without a token these paths answer yes or no, not why.
@@ -32,6 +34,8 @@ _READING = ("GET", "HEAD", "OPTIONS")
 
 
 RESERVATION = "jurybox.reservation"  # in a request's scope
+# Returns the status, headers and body of the response that reports an error.
+Refusal: TypeAlias = Callable[[Error], tuple[int, list[tuple[str, str]], bytes]]
 
 
 class Reservation:
@@ -52,15 +56,23 @@ class Reservation:
         self._size = 0
 
 
-def guarded(app: ASGIApp, access: Access, *, loopback: bool, budget: ByteBudget | None = None) -> ASGIApp:
+def guarded(
+    app: ASGIApp,
+    access: Access,
+    *,
+    loopback: bool,
+    budget: ByteBudget | None = None,
+    refusals: Mapping[str, Refusal] | None = None,
+) -> ASGIApp:
     """Wrap the application in all middlewares.
 
     Args:
         loopback: whether it listens on loopback only; then a request that names another host comes from a web page
             whose name was changed to resolve to this host (DNS rebinding), and is refused.
         budget: limits the bytes of all bodies, if it is shared with others; None: a new one is created.
+        refusals: write the refusals of bodies in the form that a path's clients expect, by path; default: none.
     """
-    limited = BodyLimit(app, access.max_message, budget or access.budget())
+    limited = BodyLimit(app, access.max_message, budget or access.budget(), refusals or {})
     return SecurityHeaders(Gate(limited, access.token, loopback=loopback))
 
 
@@ -130,12 +142,18 @@ class BodyLimit:
     """Limits the actual size of each body, and of all bodies together.
 
     The scope holds a `Reservation` under RESERVATION; the application reserves bytes for a decompressed body with it.
+
+    Args:
+        most: largest body, bytes.
+        budget: limits the bytes of all bodies.
+        refusals: see `guarded`.
     """
 
-    def __init__(self, app: ASGIApp, most: int, budget: ByteBudget) -> None:
+    def __init__(self, app: ASGIApp, most: int, budget: ByteBudget, refusals: Mapping[str, Refusal]) -> None:
         self._app = app
         self._most = most
         self._budget = budget
+        self._refusals = refusals
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle a request as an ASGI application."""
@@ -145,41 +163,54 @@ class BodyLimit:
         says = f"a body may have at most {self._most} bytes: send less, or raise server.max_message_mib"
         claimed = _header(scope, b"content-length")
         if claimed.isascii() and claimed.isdigit() and (len(claimed) > 20 or int(claimed) > self._most):
-            await _refuse(send, 413, Code.TOO_LARGE, says)
+            await self._refuse(scope, send, error_for(Code.TOO_LARGE, says))
             return
-        came, started, refused = 0, False, False
+        came, more, started = 0, True, False
+        failure: Error | None = None
         taken = scope[RESERVATION] = Reservation(self._budget)
 
         async def counted() -> Message:
-            nonlocal came, refused
+            nonlocal came, more, failure
             message = await receive()
-            size = len(message.get("body", b""))
+            size, more = len(message.get("body", b"")), message.get("more_body", False)
             came += size
             try:
-                if came <= self._most and not refused:
+                if came <= self._most and failure is None:
                     taken.take(size)
                     return message
-                status, code, why = 413, Code.TOO_LARGE, says
+                failure = failure or error_for(Code.TOO_LARGE, says)
             except Refused as error:
-                status, code, why = 429, Code.BUSY, str(error)
-            if not started and not refused:
-                refused = True
-                await _refuse(send, status, code, why)
+                failure = error
             return {"type": "http.disconnect"}
 
         async def noted(message: Message) -> None:
             nonlocal started
-            if not refused:
+            if failure is None:
                 started = True
                 await send(message)
 
         try:
             await self._app(scope, counted, noted)
         except Exception:
-            if not refused:  # after a refusal the application sees a disconnect, and may raise an error for it
+            if failure is None:  # after a refusal the application sees a disconnect, and may raise an error for it
                 raise
         finally:
             taken.give()
+        if failure is None or started:
+            return
+        if failure.code == Code.BUSY and scope["path"] in self._refusals:
+            # A client that is still sending would see a reset connection instead of the answer, and when to try again.
+            while more and came <= self._most:
+                await counted()
+        await self._refuse(scope, send, failure)
+
+    async def _refuse(self, scope: Scope, send: Send, error: Error) -> None:
+        written = self._refusals.get(scope["path"])
+        if written is None:
+            await _refuse(send, TABLE[error.code].http, error.code, str(error))
+        else:
+            status, headers, body = written(error)
+            await _send(send, status, [*headers, ("Connection", "close")], body)
 
 
 def _without_reasons(send: Send) -> Send:
@@ -206,13 +237,12 @@ async def _refuse(send: Send, status: int, code: Code, why: str, headers: list[t
 async def _answer(send: Send, status: int, content: dict[str, object], headers: list[tuple[str, str]]) -> None:
     body = json.dumps(content).encode()
     all_headers = [("Content-Type", "application/json"), ("Content-Length", str(len(body))), *headers]
-    await send(
-        {
-            "type": "http.response.start",
-            "status": status,
-            "headers": [(name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in all_headers],
-        }
-    )
+    await _send(send, status, all_headers, body)
+
+
+async def _send(send: Send, status: int, headers: list[tuple[str, str]], body: bytes) -> None:
+    encoded = [(name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in headers]
+    await send({"type": "http.response.start", "status": status, "headers": encoded})
     await send({"type": "http.response.body", "body": body})
 
 

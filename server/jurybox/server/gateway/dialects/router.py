@@ -20,7 +20,7 @@ from jurybox.server.gateway.dialects import chat, cosmos, json_dialects, pickle_
 from jurybox.server.gateway.dialects.intake import Intake, Reply, ThreadPool
 from jurybox.server.gateway.dialects.known_paths import ANSWERED, NEVER_CACHED, Endpoint
 from jurybox.server.logs import Log
-from jurybox.server.security.http import DATA_ONLY
+from jurybox.server.security.http import DATA_ONLY, Refusal
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,13 +100,15 @@ class DialectRoutes(NamedTuple):
     Attributes:
         paths: the routes of all dialects, for `create_app`.
         endpoints: the endpoints for `DialectPaths`, by path.
-        ports: the applications of the dialects with their own port, by name.
+        refusals: write the refusals of bodies that the dialects do not receive, by path.
+        ports: the applications of the dialects with their own port, with their refusals, by name.
         intakes: the intakes of all dialects.
     """
 
     paths: APIRouter
     endpoints: dict[str, Endpoint]
-    ports: dict[str, ASGIApp]
+    refusals: dict[str, Refusal]
+    ports: dict[str, tuple[ASGIApp, dict[str, Refusal]]]
     intakes: list[Intake]
 
 
@@ -120,7 +122,8 @@ def applications(dialects: Mapping[str, Mapping[str, Any]], address: str, log: L
     """
     paths = APIRouter(tags=["dialects"])
     endpoints: dict[str, Endpoint] = {}
-    ports: dict[str, ASGIApp] = {}
+    refusals: dict[str, Refusal] = {}
+    ports: dict[str, tuple[ASGIApp, dict[str, Refusal]]] = {}
     intakes: list[Intake] = []
     pool = ThreadPool(len(dialects))
     for name, settings in dialects.items():
@@ -139,15 +142,18 @@ def applications(dialects: Mapping[str, Mapping[str, Any]], address: str, log: L
         intakes.append(intake)
         dialect = _DIALECTS[settings["speaks"] or name]
         answers = dialect.answers(intake, _reporter(log, name))
-        endpoints |= _add(paths, f"/dialects/{name}", name, dialect, intake, answers, log)
+        refusal = partial(_refusal, name, dialect, log)
+        its = _add(paths, f"/dialects/{name}", name, dialect, intake, answers, log)
+        endpoints |= its
+        refusals |= dict.fromkeys(its, refusal)
         if settings["port"] is not None:
             own = APIRouter()
             its = _add(own, "", name, dialect, intake, answers, log)
             app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
             app.add_middleware(NeverCached)
             app.include_router(own)
-            ports[name] = DialectPaths(app, its)
-    return DialectRoutes(paths, endpoints, ports, intakes)
+            ports[name] = DialectPaths(app, its), dict.fromkeys(its, refusal)
+    return DialectRoutes(paths, endpoints, refusals, ports, intakes)
 
 
 def _add(
@@ -183,12 +189,21 @@ async def _answered(name: str, dialect: Dialect, answer: Endpoint, log: Log, bod
     except Exception as error:  # some clients retry a 500 for a day and a half
         log.error("a dialect failed", dialect=name, error=said(error), exc_info=error)
         failure = ModelFailed(f"the gateway failed at this request ({said(error, 200)}); its log says more")
+    return _refused(name, dialect, log, failure)
+
+
+def _refused(name: str, dialect: Dialect, log: Log, failure: Error) -> Reply:
     log.warning("no reward", dialect=name, reason=said(failure, 300))
     body, media = dialect.refusal(said(failure, 1000))
     if failure.code in _PASSING:
         return Reply(body, media, 503, headers=(("retry-after", _AGAIN),))
     status = TABLE[failure.code].http
     return Reply(body, media, dialect.status or (status if status < 500 else 422))
+
+
+def _refusal(name: str, dialect: Dialect, log: Log, failure: Error) -> tuple[int, list[tuple[str, str]], bytes]:
+    reply = _refused(name, dialect, log, failure)
+    return reply.status, reply.fields(), reply.body
 
 
 async def _body(receive: Receive) -> bytes:
