@@ -331,6 +331,28 @@ def test_sessions_keep_their_state_apart(served):
         np.testing.assert_array_equal(sessions.infer(x[:1], session=[1]), [8])
 
 
+class Given(nn.Module):
+    """Answers with its state; the input is the next one."""
+
+    def forward(self, x, last):
+        return last, x
+
+
+@pytest.mark.parametrize("dtype", ["uint16", "uint32", "uint64"])
+def test_a_state_may_have_any_dtype_of_whole_numbers(served, dtype):
+    spec, largest = TensorSpec(dtype), np.iinfo(dtype).max
+    start = torch.tensor(np.array(largest, dtype))
+    model = served(ServedModel(Given(), {"x": spec}, {"y": spec}, state={"last": spec}, initial_state={"last": start}))
+    x = np.array([largest - 1, 5], dtype)
+    with model.sessions(2) as sessions:
+        assert sessions.infer(x).tolist() == [largest, largest]
+        assert sessions.infer(x, reset=[False, True]).tolist() == [largest - 1, largest]
+        sessions.set_state({"last": x[::-1].copy()})
+        assert sessions.get_state()["last"].tolist() == [5, largest - 1]
+        tickets = [sessions.submit(x[:1], session=[i]) for i in (1, 1)]  # one by one
+        assert [ticket.result().outputs.item() for ticket in tickets] == [largest - 1, largest - 1]
+
+
 def test_a_model_with_state_wants_sessions(served):
     model = served(open_models.running_sum())
     with pytest.raises(Refused, match=r"keeps state \(total\): open sessions"):

@@ -21,6 +21,12 @@ _LOST = (
     "the state of this session is gone: its engine was started again, an earlier request of it was lost, or it was "
     "never begun. Begin its episode anew, with reset"
 )
+# torch has no indexed writes for these dtypes; a view in the other one has the same bytes.
+_SIGNED = {
+    getattr(torch, f"u{name}"): getattr(torch, name)
+    for name in ("int16", "int32", "int64")
+    if hasattr(torch, f"u{name}")
+}
 _TWICE = "session {} stands in this request twice: its second step needs the first one's answer"
 
 
@@ -155,7 +161,7 @@ class States:
             self._places[rows:shape] = self._places[rows - 1]
             index = self._index[:shape].to(self._device)
             for name, kept in self._kept.items():
-                torch.index_select(kept, 0, index, out=state[name])
+                torch.index_select(_writable(kept), 0, index, out=_writable(state[name]))
         if found & native.SESSION_BEGINS:
             self._records[rows:shape] = self._records[rows - 1]
             self._begun(self._records["step"][:shape] == 0, state)
@@ -201,7 +207,7 @@ class States:
         """Return the states with which these rows are computed."""
         assert batch.records is not None
         index = torch.from_numpy(batch.slots[group]).to(self._device)
-        state = {name: kept[index] for name, kept in self._kept.items()}
+        state = {name: _writable(kept)[index].view(kept.dtype) for name, kept in self._kept.items()}
         begins = batch.records["step"][group] == 0
         if begins.any():
             self._begun(begins, state)
@@ -212,13 +218,14 @@ class States:
         rows = group if good is None else group[good]
         index = torch.from_numpy(self._places[rows]).to(self._device)
         for name, value in following.items():
-            self._kept[name].index_copy_(0, index, value if good is None else value[good])
+            value = _writable(value)  # noqa: PLW2901
+            _writable(self._kept[name]).index_copy_(0, index, value if good is None else value[good])
         self._book.step(rows.astype(np.int64, copy=False))
 
     def _begun(self, begins: NDArray[np.bool_], state: Mapping[str, torch.Tensor]) -> None:
         mask = torch.from_numpy(begins).to(self._device)
         for name, start in self._initial.items():
-            state[name][mask] = start
+            _writable(state[name])[mask] = _writable(start)
 
     def checked(self, results: Mapping[str, Any], rows: int) -> dict[str, torch.Tensor]:
         """Return the next states among a module's results. Raises ModelFailed if they do not match the spec."""
@@ -241,7 +248,7 @@ class States:
         for name, value in state.items():
             if loads.any():
                 given = torch.from_numpy(self._columns.state_in[name][places[loads]]).to(self._device)
-                value[torch.from_numpy(loads).to(self._device)] = given
+                _writable(value)[torch.from_numpy(loads).to(self._device)] = _writable(given)
             if (stores := (flags & STORE) != 0).any():
                 self._columns.state_out[name][places[stores]] = value[torch.from_numpy(stores)].cpu().numpy()
         self.after(group, None, state)
@@ -255,3 +262,9 @@ class States:
             first = tickets["first"].item(number)
             self._columns.refuse(first, len(mine), dict.fromkeys(np.flatnonzero(lost[mine]).tolist(), "lost"))
             outcome.refused[number] = Code.SESSION_LOST, _LOST
+
+
+def _writable(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a view of a tensor in a dtype that torch can index and write in part."""
+    signed = _SIGNED.get(tensor.dtype)
+    return tensor if signed is None else tensor.view(signed)
