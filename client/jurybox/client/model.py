@@ -264,6 +264,7 @@ class Model(forks.Closing):
 
         Args:
             pin_version: compute all requests of a session with the weights version of its first one, until it is reset.
+                `Sessions.submit` then needs a version.
 
         Example:
             with policy.sessions(8) as sessions:

@@ -87,6 +87,10 @@ class SessionBook:
         self.next[ids] = steps + 1
         self._lost[ids] = False
 
+    def lose(self, ids: NDArray[np.intp]) -> None:
+        """Record that these sessions have lost their state."""
+        self._lost[ids] = self._some_lost = True
+
     # ---- a request of all sessions in order: only a flag marks it as in flight
 
     def begin_all(self, reset: Mask | None) -> NDArray[np.uint32]:

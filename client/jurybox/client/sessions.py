@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -11,11 +12,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jurybox.client.in_flight import Taken
+from jurybox.client.lane import row_failed
 from jurybox.client.row_codec import NO_SHAPE, SESSIONS, Checked, shaped
 from jurybox.client.session_book import Mask, Numbers, SessionBook, require_rows, resets
 from jurybox.client.ticket import Reply, Ticket, rows_come_back, send_rows
 from jurybox.protocol.arena import LOAD, NO_FORWARD, SESSION, STORE
-from jurybox.protocol.errors import Busy, Refused, SpecMismatch, StaleLease
+from jurybox.protocol.errors import (
+    Busy,
+    Error,
+    Refused,
+    RowFailed,
+    ServerGone,
+    SessionLost,
+    SpecMismatch,
+    StaleLease,
+    Timeout,
+)
 from jurybox.protocol.forks import Closing
 
 if TYPE_CHECKING:
@@ -143,15 +155,13 @@ class Sessions(Closing):
     def _infer(self, inputs: Any, session: Numbers | None, reset: Mask | None, deadline: int, version: int) -> Any:
         requests = self._requests
         given, ids, steps = self._prepared(inputs, session, reset)
-        replies = []
+        answers = _Answers(requests.name, self._book, ids)
         for part, wanted in self._by_version(ids, steps, version):
-            if len(part) == len(ids):
-                with self._book.stepping(ids, steps, self._requests.max_batch):
-                    replies.append((part, requests.answered(given, len(ids), deadline, wanted)))
-                continue
-            with self._book.stepping(ids[part], steps[part], requests.max_batch):
-                replies.append((part, requests.answered(_of(given, part), len(part), deadline, wanted)))
-        return self._joined(len(ids), ids, replies)
+            whole = len(part) == len(ids)
+            part_ids, part_steps = (ids, steps) if whole else (ids[part], steps[part])
+            with answers.expecting(part), self._book.stepping(part_ids, part_steps, requests.max_batch):
+                answers.came = requests.answered(_of(given, part), len(part), deadline, wanted)
+        return self._joined(answers)
 
     async def infer_async(
         self,
@@ -177,11 +187,11 @@ class Sessions(Closing):
     ) -> Any:
         requests = self._requests
         given, ids, steps = await requests.turns.alone(lambda: self._prepared(inputs, session, reset), deadline)
-        replies = []
+        answers = _Answers(requests.name, self._book, ids)
         for part, wanted in self._by_version(ids, steps, version):
-            with self._book.stepping(ids[part], steps[part], requests.max_batch):
-                replies.append((part, await requests.answered_async(_of(given, part), len(part), deadline, wanted)))
-        return self._joined(len(ids), ids, replies)
+            with answers.expecting(part), self._book.stepping(ids[part], steps[part], requests.max_batch):
+                answers.came = await requests.answered_async(_of(given, part), len(part), deadline, wanted)
+        return self._joined(answers)
 
     def submit(
         self,
@@ -196,6 +206,10 @@ class Sessions(Closing):
 
         Several of them may be in flight. If one fails, the later ones of its sessions, and all requests after them,
         raise SessionLost.
+
+        Raises:
+            Refused: the sessions have `pin_version`, and no `version` was given; or as in `Model.submit`.
+            Busy, SessionLost, SpecMismatch, ServerGone: as in `infer`.
         """
         deadline = self._requests.turns.deadline(timeout)
         return self._requests.turns.run(lambda: self._submitted(inputs, session, reset, deadline, version), deadline)
@@ -208,9 +222,16 @@ class Sessions(Closing):
         n = len(ids)
         if n > requests.max_batch:
             raise SpecMismatch(f"a ticket holds 1 to {requests.max_batch} rows, got {n}; infer() splits them")
+        if self._pinned is not None and not version:
+            raise Refused(
+                "submit() cannot pin sessions: the version of their first step is known only with its answer. Call "
+                "infer(), give submit() a version, or open the sessions without pin_version"
+            )
         lane = requests.usable()
         ticket = send_rows(requests.turns, lane, given, 0, n, requests.found(lane, n), deadline, version)
         self._book.stepped(ids, steps)
+        if self._pinned is not None:
+            self._pinned[ids] = version
         return ticket
 
     def get_state(self, session: Numbers | None = None, *, timeout: float | None = None) -> dict[str, NDArray[Any]]:
@@ -281,27 +302,38 @@ class Sessions(Closing):
     def _by_version(
         self, ids: NDArray[np.intp], steps: NDArray[np.uint32], version: int
     ) -> list[tuple[NDArray[np.intp], int]]:
-        """Group the rows by weights version: return the row indices of each group and its version."""
+        """Group the rows by weights version: return the row indices of each group and its version.
+
+        The oldest version comes first, the newest (0) last: a version that is no longer held is refused before any
+        session has advanced.
+        """
         everything = self._all[: len(ids)]
         if self._pinned is None or version:
             return [(everything, version)]
         wanted = np.where(steps == 0, 0, self._pinned[ids])
-        return [(everything[wanted == each], int(each)) for each in np.unique(wanted)]
+        versions = sorted(np.unique(wanted).tolist(), key=lambda each: (each == 0, each))
+        return [(everything[wanted == each], each) for each in versions]
 
-    def _joined(self, n: int, ids: NDArray[np.intp], replies: list[tuple[NDArray[np.intp], Reply]]) -> Any:
+    def _joined(self, answers: _Answers) -> Any:
+        """Pin the sessions and return the outputs of all rows. Raises RowFailed if rows failed."""
+        ids, replies = answers.ids, answers.replies
         if self._pinned is not None:
             for part, reply in replies:
-                self._pinned[ids[part]] = reply.version
+                self._pinned[ids[[row for row in part if row not in answers.errors]]] = reply.version
         self.version = min(reply.version for _, reply in replies)
         if len(replies) == 1:
-            return replies[0][1].outputs
-        whole = self._requests.lane.codec.room(n)
-        for part, reply in replies:
-            for name, rows in whole.items():
-                came = reply.outputs[name] if len(whole) > 1 else reply.outputs
-                for at, row in zip(part, came, strict=True):
-                    rows[at] = row
-        return shaped(whole)
+            outputs = replies[0][1].outputs
+        else:
+            whole = self._requests.lane.codec.room(len(ids))
+            for part, reply in replies:
+                for name, rows in whole.items():
+                    came = reply.outputs[name] if len(whole) > 1 else reply.outputs
+                    for at, row in zip(part, came, strict=True):
+                        rows[at] = row
+            outputs = shaped(whole)
+        if answers.errors:
+            raise row_failed(self._requests.name, answers.errors, len(ids), outputs, self.version)
+        return outputs
 
     def _state(
         self, ids: NDArray[np.intp], flag: int, state: Mapping[str, NDArray[Any]], timeout: float | None
@@ -402,6 +434,49 @@ class Sessions(Closing):
             columns.state_in[name][rows] = array
         ticket.send(deadline)
         return ticket
+
+
+class _Answers:
+    """The answers to a request of some sessions, one for each weights version.
+
+    If one fails after others came, the sessions of the others have advanced, but the caller does not get their
+    outputs: they are lost, so that a repeated request cannot apply their inputs twice.
+    """
+
+    def __init__(self, model: str, book: SessionBook, ids: NDArray[np.intp]) -> None:
+        self.ids = ids
+        self.replies: list[tuple[NDArray[np.intp], Reply]] = []  # each with the indices of its rows
+        self.errors: dict[int, str] = {}  # why rows failed
+        self.came: Reply | None = None
+        self._model = model
+        self._book = book
+
+    @contextmanager
+    def expecting(self, part: NDArray[np.intp]) -> Iterator[None]:
+        """Wait for the answer of some rows; the caller sets `came`. Rows may fail: `errors` then holds the reasons."""
+        try:
+            yield
+        except RowFailed as error:
+            self.came = Reply(error.outputs, error.version)
+            self.errors.update({int(part[row]): reason for row, reason in error.errors.items()})
+        except BaseException as error:
+            self._lose_advanced(error)
+            raise
+        assert self.came is not None
+        self.replies.append((part, self.came))
+
+    def _lose_advanced(self, error: BaseException) -> None:
+        if not self.replies:
+            return
+        rows = [row for part, _ in self.replies for row in part if row not in self.errors]
+        self._book.lose(advanced := self.ids[rows])
+        if isinstance(error, Error) and not isinstance(error, (Timeout, ServerGone)):
+            gone = sorted({*advanced.tolist(), *(error.sessions if isinstance(error, SessionLost) else ())})
+            raise SessionLost(
+                f"sessions {gone} of {self._model!r} have lost their state: a later part of their request failed "
+                f"({error}). Reset them",
+                sessions=gone,
+            ) from error
 
 
 class _StateTicket(Ticket):

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 
 import numpy as np
 import pytest
+import torch
+from torch import nn
 
-from jurybox.client import ModelFailed, SessionLost, SpecMismatch
+from jurybox.client import ModelFailed, Refused, RowFailed, SessionLost, SpecMismatch
+from jurybox.protocol import TensorSpec
+from jurybox.protocol.errors import VersionNotHeld
 from jurybox.server.inproc import InprocServer
+from jurybox.server.models import RowErrors, ServedModel
 from tests import open_models
 
 N = 4
@@ -90,3 +96,108 @@ def test_requests_in_order_and_by_number_with_and_without_resets_see_one_book(se
         kept[ids] = expected
         if rng.random() < 0.1:
             np.testing.assert_array_equal(sessions.get_state()["total"], kept)
+
+
+class Versioned(nn.Module):
+    """The weights version that computes each row; the state counts the steps. Negative numbers fail, alone or all."""
+
+    def __init__(self):
+        super().__init__()
+        self.version = 1
+
+    def forward(self, x, n):
+        if (x == -2).any():
+            raise ValueError("minus two")
+        outputs = torch.full_like(x, self.version), n + 1
+        wrong = {row: "negative" for row, value in enumerate(x.tolist()) if value < 0}
+        return RowErrors(wrong, outputs) if wrong else outputs
+
+
+class Updater:
+    """Stands in for the engine's weights updater."""
+
+    def __init__(self, module):
+        self.module, self.version, self.held = module, 1, {1}
+
+    def publish(self, version, *, keep=()):
+        self.version, self.held = version, {version, *keep}
+
+    def use(self, version):
+        if (version or self.version) not in self.held:
+            raise VersionNotHeld(f"version {version} is not held")
+        self.module.version = version or self.version
+
+    def stop(self):
+        pass
+
+    join = stop
+
+
+@pytest.fixture
+def versioned():
+    module = Versioned()
+    number = TensorSpec("float32")
+    model = ServedModel(module, {"x": number}, {"version": number}, state={"n": number})
+    with InprocServer({"m": model}, max_batch=4, rows=32) as server:
+        updater = server.engine.slots[0].served.weights_updater = Updater(module)
+        yield server.model("m", rows=1), updater
+
+
+def asked(sessions, given, *args):
+    """As `infer` and as `infer_async`."""
+    return sessions.infer(given, *args), asyncio.run(sessions.infer_async(given, *args))
+
+
+def test_a_submitted_step_is_computed_by_the_pinned_version_or_refused(versioned):
+    model, updater = versioned
+    one = np.ones(1, np.float32)
+    with model.sessions(1, pin_version=True) as sessions:
+        with pytest.raises(Refused, match="give submit\\(\\) a version"):
+            sessions.submit(one)
+        assert sessions.submit(one, version=1).result().version == 1
+        updater.publish(2, keep=[1])
+        assert asked(sessions, one) == (1, 1)
+        assert sessions.infer(one, reset=[True]) == 2
+
+
+def test_a_pinned_version_that_is_no_longer_held_is_refused_before_any_session_advances(versioned):
+    model, updater = versioned
+    two = np.ones(2, np.float32)
+    with model.sessions(2, pin_version=True) as sessions:
+        sessions.infer(two[:1], [1])
+        updater.publish(2)
+        for ask in (sessions.infer, lambda given: asyncio.run(sessions.infer_async(given))):
+            with pytest.raises(VersionNotHeld):
+                ask(two)
+            np.testing.assert_array_equal(sessions.get_state()["n"], [0, 1])
+        np.testing.assert_array_equal(sessions.infer(two, reset=[False, True]), [2, 2])
+
+
+@pytest.mark.parametrize("as_coroutine", [False, True])
+def test_sessions_that_advanced_before_a_later_version_failed_are_lost(versioned, as_coroutine):
+    model, updater = versioned
+    three = np.ones(3, np.float32)
+    with model.sessions(3, pin_version=True) as sessions:
+        sessions.infer(three[:2], [0, 2])
+        updater.publish(2, keep=[1])
+        given = np.array([1, -2, 1], np.float32)
+        with pytest.raises(SessionLost, match="minus two") as lost:
+            asyncio.run(sessions.infer_async(given)) if as_coroutine else sessions.infer(given)
+        assert lost.value.sessions == [0, 2]
+        with pytest.raises(SessionLost):
+            sessions.infer(three)
+        np.testing.assert_array_equal(sessions.infer(three, reset=[True, False, True]), [2, 2, 2])
+        np.testing.assert_array_equal(sessions.get_state()["n"], [1, 1, 1])
+
+
+def test_failed_rows_are_named_by_their_place_in_the_request_and_the_others_are_pinned(versioned):
+    model, updater = versioned
+    with model.sessions(3, pin_version=True) as sessions:
+        with pytest.raises(RowFailed):
+            sessions.infer(np.array([1, -1], np.float32), [0, 1])
+        updater.publish(2, keep=[1])
+        with pytest.raises(RowFailed) as failed:
+            sessions.infer(np.array([1, 1, -1], np.float32))
+        assert failed.value.errors == {2: "negative"}
+        np.testing.assert_array_equal(failed.value.outputs[:2], [1, 2])
+        np.testing.assert_array_equal(sessions.get_state()["n"], [2, 1, 0])
