@@ -19,6 +19,7 @@ import pytest
 from google.protobuf import descriptor_pb2
 
 from jurybox import native
+from jurybox.client.remote.grpc_channel import open_channel
 from jurybox.protocol.errors import Code, error_for
 from jurybox.server.gateway.grpc_server import GrpcServer, Service
 from jurybox.server.security.access import Access
@@ -34,12 +35,19 @@ class Methods:
         self.cancelled = threading.Event()
         self.began = threading.Event()
         self.slept = 0
+        self.refused = []
 
     async def echo(self, request, context):
         return request
 
     async def fail(self, request, context):
         raise error_for(Code.BUSY, "no room: 100% full, ä")
+
+    async def refuse(self, request, context):
+        self.refused.append(Code[request.decode()])
+        if self.refused.count(self.refused[-1]) == 1:
+            raise error_for(self.refused[-1], "not now")
+        return b"now"
 
     async def broken(self, request, context):
         raise KeyError
@@ -69,11 +77,12 @@ class Methods:
         as_it_is = {"request_deserializer": lambda data: data, "response_serializer": lambda data: data}
         handlers = {
             name: grpc.unary_unary_rpc_method_handler(getattr(self, name), **as_it_is)
-            for name in ("broken", "echo", "fail", "sleep")
+            for name in ("broken", "echo", "fail", "refuse", "sleep")
         }
         handlers["count"] = grpc.unary_stream_rpc_method_handler(self.count, **as_it_is)
         handlers["double"] = grpc.stream_stream_rpc_method_handler(self.double, **as_it_is)
-        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("t.T", handlers),))
+        for name in ("t.T", "inference.GRPCInferenceService"):  # our client repeats calls of the second
+            server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(name, handlers),))
 
 
 async def ready():
@@ -143,6 +152,16 @@ def status(call, *arguments, **named):
 
 def test_the_server_names_its_library(served):
     assert served.server.http2.startswith(("libnghttp2 1.", "grpcio 1."))
+
+
+def test_our_client_repeats_calls_only_if_the_reason_may_pass_by_itself(served):
+    with open_channel(f"grpc://{served.bound}") as ours:
+        call = ours.unary_unary("/inference.GRPCInferenceService/refuse")
+        for code in (Code.SLEEPING, Code.DRAINING):
+            assert status(call, code.name.encode()) == grpc.StatusCode.UNAVAILABLE
+            assert served.methods.refused.count(code) == 1
+        for code in (Code.NOT_READY, Code.SERVER_GONE):
+            assert call(code.name.encode(), timeout=20) == b"now"
 
 
 def test_messages_of_any_size_are_returned_unchanged(channel):

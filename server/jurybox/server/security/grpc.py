@@ -24,6 +24,9 @@ OPEN_METHODS = frozenset(
 )
 UNAUTHENTICATED = "expected metadata 'authorization: Bearer TOKEN' with the server's token (server.token_file)"
 CODE = "jurybox-code"  # trailing metadata: several codes of errors.Code map to the same gRPC status
+# These do not pass by themselves, so trailing metadata tell gRPC's clients not to retry a call despite UNAVAILABLE.
+_LASTING = (Code.SLEEPING, Code.DRAINING)
+_NO_RETRY = ("grpc-retry-pushback-ms", "-1")
 MOST_METADATA = 16 << 10  # bytes
 _MOST_DETAILS = 1000  # characters of an error: they are sent as metadata, in up to twelve bytes each
 MOST_STREAMS = 1024  # calls in progress on one connection
@@ -78,7 +81,8 @@ def status_of(error: Error) -> tuple[Any, str, tuple[tuple[str, str], ...]]:
     """Return the status code of an error, its details, and the trailing metadata of the call."""
     row = TABLE.get(error.code)
     code = _STATUS[row.grpc] if row else grpc.StatusCode.UNKNOWN
-    return code, said(error, _MOST_DETAILS), ((CODE, str(int(error.code))),)
+    trailing = ((CODE, str(int(error.code))),)
+    return code, said(error, _MOST_DETAILS), (*trailing, _NO_RETRY) if error.code in _LASTING else trailing
 
 
 def failure(error: BaseException) -> Error:
