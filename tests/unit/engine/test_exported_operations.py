@@ -167,6 +167,34 @@ def test_a_module_that_cannot_be_called_so_is_refused_with_the_reason(module, sa
         export(module, ONE, MOST, CPU)
 
 
+class Attends(torch.nn.Module):
+    """Attention, which can drop out by itself."""
+
+    def __init__(self, dropout):
+        super().__init__()
+        self.dropout = dropout
+
+    def forward(self, x):
+        rows = x[:, None, :, None]
+        return torch.nn.functional.scaled_dot_product_attention(rows, rows, rows, dropout_p=self.dropout).flatten(1)
+
+
+@pytest.mark.parametrize(
+    "layer", [torch.nn.Dropout(0.5), torch.nn.AlphaDropout(0.5), Attends(0.0)], ids=lambda layer: type(layer).__name__
+)
+def test_dropout_and_attention_in_evaluation_mode_draw_nothing_and_are_called(layer):
+    module = torch.nn.Sequential(torch.nn.Linear(4, 4), layer).eval()
+    direct = export(module, ONE, MOST, CPU)
+    x = torch.randn(3, 4)
+    assert torch.equal(module(x), direct(x))
+
+
+@pytest.mark.parametrize("layer", [torch.nn.Dropout(0.5).train(), Attends(0.5)], ids=["dropout", "attention"])
+def test_dropout_that_is_in_use_is_refused(layer):
+    with pytest.raises(NotDirect, match="draws random numbers"):
+        export(layer, ONE, MOST, CPU)
+
+
 @pytest.mark.parametrize("name", ["a b", "class", "call"])
 def test_an_input_may_have_any_name(name):
     module = torch.nn.Linear(4, 2)

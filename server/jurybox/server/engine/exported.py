@@ -263,7 +263,7 @@ def _function(
         elif node.op == "call_function":
             over = [value for value in node.all_input_nodes if last[value] is node and value.op == "call_function"]
             places_over = [slots.of[value] for value in over]
-            slots.of[node] = slots.step(_called(node.target), node.args, node.kwargs, places_over)
+            slots.of[node] = slots.step(_called(node), node.args, node.kwargs, places_over)
         elif node.op == "output":
             results = _results(program, [slots.of[value] for value in node.args[0]])
         else:
@@ -326,16 +326,26 @@ def _sources(
     return sources
 
 
-def _called(target: Any) -> Callable[..., Any]:
+def _called(node: torch.fx.Node) -> Callable[..., Any]:
     """Return the function to call for an operation; that of an overload is called without its Python wrapper."""
+    target: Any = node.target
     if isinstance(target, _OVERLOAD):
-        if torch.Tag.nondeterministic_seeded in target.tags:  # to seed them would seed other models' draws, too
+        if _draws(node, target):  # to seed them would seed other models' draws, too
             raise NotDirect(f"it draws random numbers ({target}), so that results cannot be compared")
         function: Callable[..., Any] = getattr(target, "_op", target)
         return function
     if any(target is known for known in _OPERATORS):  # arithmetic with the number of rows, parts of a result
         return target  # type: ignore[no-any-return]
     raise NotDirect(f"it calls {target}, expected operations of torch")
+
+
+def _draws(node: torch.fx.Node, target: Any) -> bool:
+    """Return whether an operation draws random numbers; dropout does not in evaluation mode."""
+    if torch.Tag.nondeterministic_seeded not in target.tags:
+        return False
+    given: dict[str, Any] = {each.name: each.default_value for each in target._schema.arguments}
+    given |= dict(zip(given, node.args, strict=False)) | node.kwargs
+    return all(given.get(name) not in (0, False) for name in ("train", "training", "dropout", "dropout_p"))
 
 
 def _results(program: torch.export.ExportedProgram, places: Sequence[int]) -> Callable[[list[Any]], Any]:
