@@ -5,12 +5,17 @@ import random
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 from tests.serving import serving, wait_until
 
 from jurybox.protocol import TensorSpec
+from jurybox.protocol.segment import segment_name
+from jurybox.protocol.weights import WeightsChannel
+from jurybox.protocol.weights.publisher import Publisher
 from jurybox.server.engine.exported import Direct, NotDirect, export, rows_of, tensors_of
 from jurybox.server.engine.model_code import LoadError, ModelOrder, load
 from jurybox.server.engine.served import move
+from jurybox.server.engine.weights_updater import WeightsUpdater
 from jurybox.server.settings.config import ModelSettings
 
 CPU = torch.device("cpu")
@@ -285,6 +290,32 @@ def test_a_file_of_torch_export_is_called_directly_where_that_is_possible(tmp_pa
         if direct:
             given = rows_of(5, IN)
             same(module(**given), loaded.module(**given))
+
+
+@pytest.mark.parametrize("most", [4, MOST], ids=["called directly", "through torch"])
+def test_a_files_tensors_have_the_names_of_the_module_that_was_exported(tmp_path, most):
+    module, other = (torch.nn.Sequential(torch.nn.Linear(4, 2), torch.nn.BatchNorm1d(2)).eval() for _ in range(2))
+    torch.export.save(program(module, 1, 4), path := tmp_path / "model.pt2")
+    save_file(other.state_dict(), weights := tmp_path / "weights.safetensors")
+    settings = order(exported=str(path), weights=str(weights), publish="double_buffer", max_batch=most)
+    loaded = load("m", settings, CPU)
+    assert isinstance(loaded.model.module, Direct) is (most == 4)
+    assert list(loaded.layout.places) == list(module.state_dict())
+    rows = torch.randn(3, 4)
+    (name,) = loaded.model.inputs
+    assert torch.equal(other(rows), loaded.model.module(**{name: rows}))
+    with WeightsChannel.create(segment_name("exptest", "weights"), loaded.layout) as channel:
+        with Publisher(channel) as publisher:
+            publisher.publish(module)
+        served = getattr(loaded.model.module, "_orig_mod", loaded.model.module)
+        updater = WeightsUpdater(channel, served, CPU, 0, lambda action: action(), lambda version, age: None)
+        try:
+            updater.start()
+            updater.use(0)
+            assert torch.equal(module(rows), loaded.model.module(**{name: rows}))
+        finally:
+            updater.stop()
+            updater.join()
 
 
 def test_a_factorys_module_that_cannot_be_exported_is_refused_with_the_setting():

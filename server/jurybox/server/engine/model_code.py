@@ -381,6 +381,15 @@ class _ByName(torch.nn.Module):
         """Do nothing: an exported program has no training and evaluation modes."""
         return self
 
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        """Return the tensors by the names that they have in the module that was exported."""
+        state: dict[str, Any] = self.program.state_dict(*args, **kwargs)
+        return state
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Take the tensors by those names."""
+        return self.program.load_state_dict(*args, **kwargs)
+
 
 def _spec_of(where: str, name: str, value: object) -> TensorSpec:
     if not isinstance(value, torch.Tensor) or value.dim() == 0:
