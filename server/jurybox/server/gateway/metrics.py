@@ -214,23 +214,26 @@ def _build(snapshot: Snapshot) -> Samples:
 
 TABLE = (
     Metric(
-        "requests", _COUNTER, _MODEL, "Requests answered by the model, on every transport.",
-        "Its rate is the throughput. Failed requests are not included.", counted("requests"),
+        "requests", _COUNTER, _MODEL, "Tickets answered by the model, on every transport.",
+        "A ticket is a request of a client on this host. One of the gateway carries all requests that arrived "
+        "together, and more rows than fit into one are sent as several, so use `rows` for the throughput. Failed "
+        "tickets are not included.", counted("requests"),
         like="nv_inference_request_success, vllm:request_success_total",
     ),
     Metric(
-        "request_failures", _COUNTER, ("model", "reason"), "Requests that got an error from the engine.",
+        "request_failures", _COUNTER, ("model", "reason"), "Tickets that got an error from the engine.",
         "`failed`: the model raised or broke its spec, see the engine's log. `expired`: the deadline passed while the "
-        "request waited, so the server is too slow for its clients' time-outs. `refused`: rows outside the lane.",
+        "ticket waited, so the server is too slow for its clients' time-outs. `refused`: rows outside the lane.",
         _failures, like="nv_inference_request_failure",
     ),
     Metric(
-        "versions_not_held", _COUNTER, _MODEL, "Requests for a weights version that was not kept, or no longer.",
+        "versions_not_held", _COUNTER, _MODEL, "Tickets for a weights version that was not kept, or no longer.",
         "Not a failure of the model: the client requested a version too late, or one that was never published. "
         "`keep_versions` sets how many are kept.", counted("not_held"),
     ),
     Metric(
-        "rows", _COUNTER, _MODEL, "Rows computed.", "The work of the device; a request has one row or more.",
+        "rows", _COUNTER, _MODEL, "Rows computed.",
+        "The throughput, and the work of the device; a request has one row or more.",
         counted("rows"), "rows", like="nv_inference_count",
     ),
     Metric(
@@ -239,14 +242,15 @@ TABLE = (
         counted("batches"), like="nv_inference_exec_count",
     ),
     Metric(
-        "request_duration_seconds", _HISTOGRAM, _MODEL, "From a client's submission to the engine's reply.",
-        "The latency that clients see. If it grows while `forward_duration_seconds` does not, requests queue.",
+        "request_duration_seconds", _HISTOGRAM, _MODEL, "From a ticket's submission to the engine's reply.",
+        "The latency that clients on this host see. Requests over HTTP and gRPC also wait in the gateway for the "
+        "ticket before theirs. If it grows while `forward_duration_seconds` does not, tickets queue.",
         distributed("request_ns", "request_total_ns", _NS), "seconds",
         like="nv_inference_request_duration_us, vllm:e2e_request_latency_seconds", buckets=_SHORT,
     ),
     Metric(
-        "queue_wait_seconds", _HISTOGRAM, _MODEL, "From a client's submission to the start of its batch.",
-        "Up to one forward is normal: a request waits for the batch that is computing. Much more: raise `max_batch`, "
+        "queue_wait_seconds", _HISTOGRAM, _MODEL, "From a ticket's submission to the start of its batch.",
+        "Up to one forward is normal: a ticket waits for the batch that is computing. Much more: raise `max_batch`, "
         "add replicas, or connect fewer clients.",
         distributed("queue_ns", "queue_total_ns", _NS), "seconds",
         like="nv_inference_queue_duration_us, vllm:request_queue_time_seconds", buckets=_SHORT,
@@ -263,8 +267,9 @@ TABLE = (
         distributed("batch_rows", "rows", 1.0), "rows", buckets=_ROWS,
     ),
     Metric(
-        "rows_waiting", _GAUGE, _MODEL, "Rows that wait for a batch.",
-        "Above `max_batch` for long: the engine is saturated.",
+        "rows_waiting", _GAUGE, _MODEL, "Rows of tickets that wait for a batch.",
+        "Above `max_batch` for long: the engine is saturated. Rows that wait in the gateway for their ticket are not "
+        "included.",
         counted("waiting"), "rows", like="nv_inference_pending_request_count, vllm:num_requests_waiting",
     ),
     Metric(
@@ -353,7 +358,7 @@ TABLE = (
         "The log has the reason of each increase.", by_engine(lambda record, _, __: float(record["restarts"])),
     ),
     Metric(
-        "engine_requests", _COUNTER, _ENGINE, "Requests answered by the engine, of all models.",
+        "engine_requests", _COUNTER, _ENGINE, "Tickets answered by the engine, of all models.",
         "Replicas of equal speed get about equal load.",
         by_engine(lambda _, snapshot, index: float(snapshot.counters["requests"][index].sum())),
     ),

@@ -146,10 +146,12 @@ def _data_type(dtype: str) -> str:
 def statistics(model: dict[str, Any]) -> dict[str, Any]:
     """Return a model's counters since the server's start, of all clients, not only of the gateway.
 
-    Counts are exact. The scoreboard's histograms of times have buckets in powers of two, so a sum of nanoseconds is an
-    estimate: it uses each bucket's middle on the logarithmic scale, which is off by at most a factor of 1.42.
+    Counts are exact, but the engines count tickets, not requests: one of the gateway's may carry many requests, and a
+    request with more rows than a batch takes several. The scoreboard's histograms of times have buckets in powers of
+    two, so a sum of nanoseconds is an estimate: it uses each bucket's middle on the logarithmic scale, which is off by
+    at most a factor of 1.42.
     """
-    batches, requests = model["batches"], model["requests"]
+    batches, tickets = model["batches"], model["requests"]
     histograms = model["histograms"]
     queue, forward, whole = (_sum_ns(histograms[name]) for name in ("queue_ns", "forward_ns", "request_ns"))
     return {
@@ -159,12 +161,12 @@ def statistics(model: dict[str, Any]) -> dict[str, Any]:
         "inference_count": model["rows"],
         "execution_count": batches,
         "inference_stats": {
-            "success": {"count": requests, "ns": whole},
+            "success": {"count": tickets, "ns": whole},
             "fail": {"count": model["failed"] + model["expired"] + model["refused"], "ns": 0},
-            "queue": {"count": requests, "ns": queue},
-            "compute_input": {"count": requests, "ns": 0},
+            "queue": {"count": tickets, "ns": queue},
+            "compute_input": {"count": tickets, "ns": 0},
             "compute_infer": {"count": batches, "ns": forward},
-            "compute_output": {"count": requests, "ns": 0},
+            "compute_output": {"count": tickets, "ns": 0},
             "cache_hit": {"count": 0, "ns": 0},
             "cache_miss": {"count": 0, "ns": 0},
         },
