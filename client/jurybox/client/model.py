@@ -404,9 +404,11 @@ class Requests:
             lane.look_after()
             first = lane.find(n)
         if first is None:
+            remedy = f"collect results, or ask for a larger lane with model({self.name!r}, rows=...)"
+            if lane.columns.sessions is not None:
+                remedy = "collect results first; n sessions have n rows, one for each session in flight"
             raise Busy(
-                f"{n} neighbouring rows were asked for, {lane.largest} of this lane's {lane.rows} are free: "
-                f"collect results, or ask for a larger lane with model({self.name!r}, rows=...)"
+                f"{n} neighbouring rows were asked for, {lane.largest} of this lane's {lane.rows} are free: {remedy}"
             )
         return first
 

@@ -169,9 +169,8 @@ class Step:
             book._lost[those] = self._before & failed
         elif isinstance(error, SessionLost):
             gone = self._ids[np.asarray(error.sessions, np.intp)]
-            if one_ticket:
-                book._lost[those] = self._before
-                book._lost[gone] = True
+            book._lost[those] = self._before
+            book._lost[gone] = True
             raise SessionLost(str(error), sessions=gone.tolist()) from None
         elif isinstance(error, StaleLease):
             begun = self._steps > 0

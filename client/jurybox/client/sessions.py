@@ -204,8 +204,9 @@ class Sessions(Closing):
     ) -> Ticket:
         """Send one row of each session, as `Model.submit` does. Requests of one session are computed in order.
 
-        Several of them may be in flight. If one fails, the later ones of its sessions, and all requests after them,
-        raise SessionLost.
+        n sessions have n rows, so the requests in flight, and answers that are not yet collected, have n rows together:
+        send the next request of one half of the sessions while the other half is computed. If one fails, the later
+        ones of its sessions, and all requests after them, raise SessionLost.
 
         Raises:
             Refused: the sessions have `pin_version`, and no `version` was given; or as in `Model.submit`.

@@ -14,8 +14,9 @@ from numpy.typing import NDArray
 
 from jurybox.client.in_flight import LOOK_AFTER, Answer, InFlight, Turns
 from jurybox.client.lane import Lane, row_failed
-from jurybox.client.row_codec import Checked, shaped
-from jurybox.protocol.errors import Busy, Code, Error, Refused, RowFailed, Timeout, VersionNotHeld
+from jurybox.client.row_codec import SESSIONS, Checked, shaped
+from jurybox.client.session_book import not_computed
+from jurybox.protocol.errors import Busy, Code, Error, Refused, RowFailed, SessionLost, Timeout, VersionNotHeld
 
 if TYPE_CHECKING:
     import asyncio
@@ -201,6 +202,13 @@ class Ticket:
             raise self._lane.lost()
         return self._sent
 
+    @property
+    def _may_advance(self) -> bool:
+        """Whether the request may have advanced sessions, or may advance them yet."""
+        if self._failure is not None or self._sent is None:
+            return False
+        return self._sent.answer is None or self._sent.answer.code in (Code.OK, Code.ROW_FAILED)
+
     @staticmethod
     def _settled(sent: InFlight) -> bool:
         return sent.answer is not None
@@ -299,7 +307,8 @@ class Pieces:
     """A request of n checked rows, split into tickets as rows of the lane become free.
 
     If one batch could hold the rows, all of them are computed by one weights version, however they are split: pieces
-    computed by an older version are sent again. A larger request may mix versions.
+    computed by an older version are sent again. A larger request may mix versions. So may a request of sessions: each
+    of its pieces is sent once, because it makes their step. If one fails, SessionLost names the rows of the others.
 
     Args:
         deadline: ns of CLOCK_MONOTONIC.
@@ -311,6 +320,7 @@ class Pieces:
         self._lane = lane
         self._given = given
         self._n = n
+        self._of_sessions = SESSIONS in given
         self._deadline = deadline
         self._wanted = self._version = version
         self._outputs = lane.codec.room(n)
@@ -323,7 +333,7 @@ class Pieces:
         """Send all rows and wait for the answers; the reply's version is the oldest. Call with the model's lock held.
 
         Raises:
-            RowFailed, Timeout, Busy, ModelFailed, Refused, ServerGone.
+            RowFailed, SessionLost, Timeout, Busy, ModelFailed, Refused, ServerGone.
         """
         lane, deadline = self._lane, self._deadline
         try:
@@ -347,6 +357,9 @@ class Pieces:
                     self._begin_again()
                     continue
                 self._in_flight.popleft()
+        except Error as error:
+            self._lose_advanced(error)
+            raise
         finally:
             self._give_up()
         return self._whole()
@@ -378,6 +391,9 @@ class Pieces:
                     self._in_flight.popleft()
                 elif self._unsent:
                     await rows_come_back(self._model.turns, lane, deadline)
+        except Error as error:
+            self._lose_advanced(error)
+            raise
         finally:
             self._give_up()
         return self._whole()
@@ -387,8 +403,8 @@ class Pieces:
 
         If one batch could hold the rows, queue the pieces of older versions than the newest again.
         """
-        if self._unsent or self._in_flight:
-            return True
+        if self._unsent or self._in_flight or self._of_sessions:
+            return bool(self._unsent or self._in_flight)
         if self._n <= self._model.max_batch and len(versions := set(self._answered.values())) > 1:
             self._version = max(versions)
             for (at, rows), version in list(self._answered.items()):
@@ -440,6 +456,26 @@ class Pieces:
         if self._errors:
             raise row_failed(self._lane.model, self._errors, self._n, outputs, version)
         return Reply(outputs, version)
+
+    def _lose_advanced(self, error: Error) -> None:
+        """If a piece of a request of sessions failed, raise SessionLost for the rows of the pieces that did not.
+
+        An error that says that nothing was computed is otherwise left as it is.
+        """
+        if not self._of_sessions or not (isinstance(error, SessionLost) or not_computed(error)):
+            return
+        failed = next((at for at, ticket in self._in_flight if ticket._failure is error), 0)
+        lost = {failed + row for row in error.sessions} if isinstance(error, SessionLost) else set()
+        sent = [(at, ticket.rows) for at, ticket in self._in_flight if ticket._may_advance]
+        advanced = {row for at, n in [*self._answered, *sent] for row in range(at, at + n)} - self._errors.keys()
+        why = str(error)
+        if advanced:
+            why = (
+                f"a part of a request for sessions of {self._lane.model!r} failed after others had made their step "
+                f"({why}): reset the sessions of the others"
+            )
+        if advanced or (failed and lost):
+            raise SessionLost(why, sessions=sorted(lost | advanced)) from error
 
     def _give_up(self) -> None:
         for _, ticket in self._in_flight:

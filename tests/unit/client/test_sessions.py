@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from jurybox.client import ModelFailed, Refused, RowFailed, SessionLost, SpecMismatch
+from jurybox.client import Busy, ModelFailed, Refused, RowFailed, SessionLost, SpecMismatch
 from jurybox.protocol import TensorSpec
 from jurybox.protocol.errors import VersionNotHeld
 from jurybox.server.inproc import InprocServer
@@ -201,3 +201,56 @@ def test_failed_rows_are_named_by_their_place_in_the_request_and_the_others_are_
         assert failed.value.errors == {2: "negative"}
         np.testing.assert_array_equal(failed.value.outputs[:2], [1, 2])
         np.testing.assert_array_equal(sessions.get_state()["n"], [2, 1, 0])
+
+
+def in_two_pieces(sessions, ahead):
+    """Leave free rows for three sessions that do not adjoin, and fill the next batch but for two rows."""
+    one = np.ones(1, np.float32)
+    sessions.infer(np.ones(6, np.float32))
+    tickets = [sessions.submit(one, [5]) for _ in range(6)]  # row i belongs to ticket i until it is collected
+    for ticket in tickets[:2] + tickets[4:5]:
+        ticket.result()
+    return [*tickets[2:4], tickets[5], ahead.submit(np.ones(2, np.float32))]
+
+
+@pytest.mark.parametrize("as_coroutine", [False, True])
+def test_a_request_in_pieces_makes_one_step_also_if_the_weights_change_between_them(versioned, as_coroutine):
+    model, updater = versioned
+    with model.sessions(6) as sessions, model.sessions(2) as ahead:
+        uncollected = in_two_pieces(sessions, ahead)
+        versions = iter(range(2, 20))
+        use = updater.use
+        updater.use = lambda version: (updater.publish(next(versions)), use(version))
+        three = np.ones(3, np.float32)
+        given = three, [0, 1, 2]
+        came = asyncio.run(sessions.infer_async(*given)) if as_coroutine else sessions.infer(*given)
+        assert len(set(came.tolist())) == 2
+        del uncollected
+        np.testing.assert_array_equal(sessions.get_state([0, 1, 2])["n"], [2, 2, 2])
+
+
+@pytest.mark.parametrize("as_coroutine", [False, True])
+def test_sessions_of_the_pieces_that_advanced_before_one_failed_are_lost(versioned, as_coroutine):
+    model, _ = versioned
+    with model.sessions(6) as sessions, model.sessions(2) as ahead:
+        uncollected = in_two_pieces(sessions, ahead)
+        given = np.array([1, 1, -2], np.float32), [0, 1, 2]
+        with pytest.raises(SessionLost, match="minus two") as lost:
+            asyncio.run(sessions.infer_async(*given)) if as_coroutine else sessions.infer(*given)
+        assert lost.value.sessions == [0, 1]
+        del uncollected
+        np.testing.assert_array_equal(sessions.get_state([2, 3])["n"], [1, 1])
+        sessions.infer(np.ones(3, np.float32), [0, 1, 2], reset=[True, True, False])
+        np.testing.assert_array_equal(sessions.get_state([0, 1, 2])["n"], [1, 1, 2])
+
+
+def test_requests_beyond_the_sessions_rows_are_refused_with_the_remedy(versioned):
+    model, _ = versioned
+    with model.sessions(2) as sessions:
+        ticket = sessions.submit(np.ones(2, np.float32))
+        with pytest.raises(Busy, match="collect results first; n sessions have n rows"):
+            sessions.submit(np.ones(2, np.float32))
+        ticket.result()
+        halves = [sessions.submit(np.ones(1, np.float32), [half]) for half in (0, 1)]
+        assert [half.result().version for half in halves] == [1, 1]
+        np.testing.assert_array_equal(sessions.get_state()["n"], [2, 2])
