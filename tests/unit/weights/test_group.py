@@ -18,6 +18,7 @@ from tests.serving import wait_until  # noqa: E402
 
 from jurybox.client import ModelFailed, ModelNotFound, Refused, RowFailed  # noqa: E402
 from jurybox.protocol import TensorSpec  # noqa: E402
+from jurybox.protocol.errors import Code  # noqa: E402
 from jurybox.protocol.segment import segment_name  # noqa: E402
 from jurybox.protocol.weights import WeightsChannel, WeightsLayout  # noqa: E402
 from jurybox.protocol.weights.publisher import Publisher  # noqa: E402
@@ -199,6 +200,25 @@ def test_a_member_that_fails_does_not_fail_the_others(make):
     for i in (0, 1, 3):
         assert_its_own(tickets[i].result(), grouped.own[i], rows(2, i))
     assert grouped.server.engine.scoreboard.counters["failed"][0, :4].tolist() == [0, 0, 1, 0]
+
+
+def test_an_error_is_answered_with_its_members_version(make, monkeypatch):
+    grouped = make(3, max_batch=6)
+    Publisher(grouped.channels[2]).publish(grouped.own[2])
+    grouped.wait_for(2, 1)
+    batches, answers = grouped.server.engine._batches, []
+    answer = batches._answer
+
+    def noted(tickets, code, version, message):
+        answers.append((tickets["model"].tolist(), code, version))
+        answer(tickets, code, version, message)
+
+    monkeypatch.setattr(batches, "_answer", noted)
+    models = [grouped.server.model(f"agent{i}") for i in range(3)]
+    for ticket in [models[2].submit(rows(6)), models[1].submit(rows(6))]:
+        with pytest.raises(ModelFailed, match="too many rows"):
+            ticket.result()
+    assert sorted(answers) == [([1], Code.MODEL_FAILED, 0), ([2], Code.MODEL_FAILED, 1)]
 
 
 def test_more_rows_than_a_members_batch_holds_are_more_forwards(make):

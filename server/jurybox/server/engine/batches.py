@@ -329,11 +329,11 @@ class Batches:
             self._compute(slot, part, int(part["rows"].sum()), version)
 
     def _fail(self, slot: Slot, tickets: NDArray[Any], error: BaseException) -> None:
-        name, version = slot.name(tickets), slot.served.version
+        name = slot.name(tickets)
         if isinstance(error, VersionNotHeld):  # the requested version is missing: not a failure of the model
             slot.counters.add("not_held", tickets)
             self._report("weights version not held", model=name, error=said(error), tickets=len(tickets))
-            self._answer(tickets, error.code, version, said(error))
+            self._refuse(slot, tickets, error.code, said(error))
             return
         message = plain(error) if isinstance(error, ModelFailed) else f"model {name!r} raised {said(error)}"
         slot.counters.add("failed", tickets)
@@ -344,7 +344,12 @@ class Batches:
             fields["exception"] = traced(error)
         self._report("model failed", **fields)
         # Never the error's own code: one that the model has set could be Code.OK.
-        self._answer(tickets, Code.MODEL_FAILED, version, message)
+        self._refuse(slot, tickets, Code.MODEL_FAILED, message)
+
+    def _refuse(self, slot: Slot, tickets: NDArray[Any], code: int, message: str) -> None:
+        """Answer tickets with an error and the newest version, which is another one for each member of a group."""
+        for answered, newest in slot.answers(tickets, 0):
+            self._answer(answered, code, newest, message)
 
 
 # ----
