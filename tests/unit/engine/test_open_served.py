@@ -390,6 +390,28 @@ def test_a_request_that_fails_leaves_the_state_and_a_later_one_in_flight_is_not_
         )
 
 
+def test_sessions_that_stepped_in_a_request_that_failed_are_lost_and_named(served):
+    class Sums(nn.Module):
+        def forward(self, x, x_lengths, total):
+            if bool((x < 0).any()):
+                raise ValueError("negative")
+            total = total + x.sum(dim=1)
+            return total, total
+
+    number = TensorSpec("float32")
+    inputs = {"x": TensorSpec("float32", (-1,), capacity=64)}
+    model = served(ServedModel(Sums(), inputs, {"y": number}, state={"total": number}, collate="pad", max_padding=0.0))
+    x = [np.ones(n, np.float32) for n in (1, 64, 4)]
+    with model.sessions(3) as sessions:
+        assert sessions.infer(x).tolist() == [1, 64, 4]
+        with pytest.raises(ModelFailed, match="negative"):
+            sessions.infer([x[0], -x[1], x[2]])
+        with pytest.raises(SessionLost) as lost:
+            sessions.infer(x)
+        assert lost.value.sessions == [0, 2]
+        assert sessions.infer(x, reset=[True, False, True]).tolist() == [1, 128, 4]
+
+
 def test_a_batch_whose_later_rows_are_too_many_for_the_memory_loses_no_session(served):
     class Hungry(open_models.RunningSum):
         """Has memory for one row of 9 or more, and for none of 99."""
