@@ -216,6 +216,7 @@ def _weights(held: HeldModel, counters: NDArray[Any], monotonic_ns: int) -> dict
         "lag": max(0, newest - version),
         "age": max(0.0, (monotonic_ns - int(adopted.min())) / 1e9) if len(adopted) else None,
         "max_lag": held.settings.max_lag or None,
+        "publications": held.channel.publications if held.channel is not None else 0,
         "published_per_second": held.published.per_second,
         "saved": held.saved or None,
     }

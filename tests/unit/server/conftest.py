@@ -32,7 +32,7 @@ def document() -> dict[str, Any]:
                 "requests": 1000, "rows": 4000, "batches": 100, "failed": 0,
                 "expired": 3, "refused": 0, "updates": 1, "waiting": 0, "mean_batch": 40.0,
                 "weights": {"digest": "cafe", "version": 5, "newest": 6, "lag": 1, "age": 2.5, "max_lag": 4,
-                            "published_per_second": 2.5, "saved": 3},
+                            "publications": 4, "published_per_second": 2.5, "saved": 3},
                 "latency": {"queue": latency, "forward": latency, "request": latency, "adopt": latency},
                 "histograms": {},
             },

@@ -149,7 +149,7 @@ def test_weights_are_those_of_the_serving_engine_that_is_furthest_behind(scene):
     scene.count(1, version=5, newest=9, adopted=NOW - 4 * SECOND)
     assert scene.document()["models"][0]["weights"] == {
         "digest": "cafe", "version": 5, "newest": 9, "lag": 4, "age": 4.0, "max_lag": None,
-        "published_per_second": 0.0, "saved": None,
+        "publications": 0, "published_per_second": 0.0, "saved": None,
     }  # fmt: skip
     scene.model.engines[1] = "loading"  # it computes nothing, so it delays no client
     weights = scene.document()["models"][0]["weights"]

@@ -38,6 +38,16 @@ def test_published_weights_are_read(make, arrays, mode):
     publisher.close()
 
 
+@MODES
+def test_publications_are_counted_whatever_their_versions(make, mode):
+    channel = make({"w": np.zeros(100)}, mode=mode)
+    publisher = Publisher(channel)
+    for n, version in enumerate((1000, None, None, 2000), 1):
+        publisher.publish({"w": np.zeros(100)}, version=version)
+        assert channel.publications == n
+    assert channel.newest == 2000
+
+
 def test_a_state_read_stays_as_it_is_and_out_is_filled_in_place(make):
     channel = make({"w": np.zeros(100)})
     publisher, reader = Publisher(channel), WeightsReader(channel)

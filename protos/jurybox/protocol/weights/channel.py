@@ -217,6 +217,12 @@ class WeightsChannel(forks.Closing):
         """The newest version; 0 if nothing has been published. One load from memory, without a system call."""
         return self.slots.newest
 
+    @property
+    def publications(self) -> int:
+        """The number of publications since the channel was created or last restored; versions may skip numbers."""
+        sequences = self._words[8:].reshape(-1, 8)[: SLOTS[self.mode], 0]
+        return int((sequences >> np.uint64(1)).sum())  # each publication makes its slot's sequence odd, then even again
+
     def claim(self) -> WeightsClaim:
         """Return the newest publication: version (0: nothing can be read now), slot, published_ns (monotonic)."""
         return self.slots.claim()

@@ -320,9 +320,9 @@ TABLE = (
         by_model(lambda snapshot, at: float(snapshot.weights(at)[1] - snapshot.weights(at)[0])), "versions",
     ),
     Metric(
-        "weights_publications", _COUNTER, _MODEL, "Versions published.",
+        "weights_publications", _COUNTER, _MODEL, "Publications of weights, whatever their versions.",
         "Constant while a training runs: the learner has stopped.",
-        by_model(lambda snapshot, at: float(snapshot.weights(at)[1])),
+        by_model(lambda snapshot, at: float(snapshot.models[at]["weights"]["publications"])),
     ),
     Metric(
         "weights_updates", _COUNTER, _MODEL, "Updates to published weights, summed over all engines.",

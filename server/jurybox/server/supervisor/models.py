@@ -27,11 +27,11 @@ class PublicationRate:
     def __init__(self) -> None:
         self._seen: deque[tuple[float, int]] = deque()
 
-    def look(self, version: int, now: float) -> None:
-        """Record the newest version; `now` in seconds of a monotonic clock."""
-        if self._seen and version < self._seen[-1][1]:
-            self._seen.clear()  # the version is that of another channel
-        self._seen.append((now, version))
+    def look(self, publications: int, now: float) -> None:
+        """Record the number of publications; `now` in seconds of a monotonic clock."""
+        if self._seen and publications < self._seen[-1][1]:
+            self._seen.clear()  # the number is that of another channel
+        self._seen.append((now, publications))
         while len(self._seen) > 2 and self._seen[1][0] <= now - _WINDOW:
             self._seen.popleft()
 
@@ -402,7 +402,7 @@ class Models:
             if held.channel is not None:
                 if held.channel.restore():
                     damaged.append(held.name)
-                held.published.look(held.channel.newest, now)
+                held.published.look(held.channel.publications, now)
         return damaged
 
     def replaced(self, held: HeldModel) -> None:
