@@ -35,6 +35,12 @@ def client(server, request):
         yield connection
 
 
+def ready(client, name):
+    """Return how often the model was loaded, by the server's last log lines."""
+    events = client.status()["events"]
+    return sum(event["event"] == "model ready" and event["fields"].get("model") == name for event in events)
+
+
 def test_a_client_anywhere_loads_uses_keeps_and_unloads_what_the_configuration_allows(client):
     client.load("mine", LOADED, keep=30.0)
     assert (client.model("mine", rows=2).infer(X) == 4.0).all()
@@ -86,8 +92,10 @@ def test_a_client_elsewhere_brings_no_more_than_that_and_touches_nothing_of_the_
             client.keep("own", 5.0)
         with pytest.raises(Refused, match="stays until it is unloaded"):
             client.keep("local", 5.0)
+        loads = ready(here, "local")
         with pytest.raises(Refused, match="is this server's own|stays until it is unloaded"):
             client.load("local", keep=5.0)
+        assert ready(here, "local") == loads  # it was refused before anything was loaded
         here.unload("local")
         assert client.models() == ["own"]
 

@@ -112,9 +112,9 @@ class GrpcLink(Link):
         if settings_json:
             request.parameters["settings"].string_param = settings_json
             request.parameters["keep"].int64_param = math.ceil(keep)
+        elif keep:  # of its own, because a request whose only parameter is keep loads nothing
+            self.keep(name, keep, timeout)  # first: if it is refused, nothing is loaded
         self._call("RepositoryModelLoad", request, max(timeout, _LOAD))
-        if keep and not settings_json:  # in one request with a load, keep would be its only parameter, and load nothing
-            self.keep(name, keep, timeout)
 
     def keep(self, name: str, seconds: float, timeout: float) -> None:
         request = pb.RepositoryModelLoadRequest(model_name=name)
