@@ -16,6 +16,7 @@ from jurybox.protocol.segment import segment_name
 from jurybox.protocol.weights import WeightsChannel, WeightsLayout
 from jurybox.protocol.weights.publisher import Publisher
 from jurybox.protocol.wire import TICKET
+from jurybox.server.engine import weights_updater
 from jurybox.server.engine.batches import Batches, Counters, Slot
 from jurybox.server.engine.device import DeviceServed, Mark, Stream, bound_device_memory, ladder, neighbours, pays, rung
 from jurybox.server.engine.queues import Queue
@@ -198,14 +199,14 @@ def test_weights_are_adopted_on_the_modules_device(arena):
     layout = WeightsLayout.of(module.state_dict())
     owner = WeightsChannel.create(segment_name("adopttest", "weights"), layout)
     model, adopted = served(arena, module), []
-    weights_updater = WeightsUpdater(
+    updater = WeightsUpdater(
         owner, module, CPU, 1, lambda action: action(), lambda version, _: adopted.append(version), model.forwards
     )
-    model.weights_updater = weights_updater
+    model.weights_updater = updater
     address = module.bias.data_ptr()
     publisher = Publisher(owner)
     try:
-        weights_updater.start()
+        updater.start()
         for version in (1, 2, 3):
             publisher.publish({"bias": np.full(1, 100 * version, np.float32)})
             wait_until(lambda version=version: adopted[-1:] == [version], 10, "adoption")
@@ -218,7 +219,7 @@ def test_weights_are_adopted_on_the_modules_device(arena):
         assert module.bias.data_ptr() == address  # where a captured graph looks for it
     finally:
         model.close()
-        weights_updater.join()
+        updater.join()
         publisher.close()
         owner.close()
 
@@ -295,6 +296,38 @@ def test_a_publication_waits_for_the_copies_of_outputs_that_are_views_of_weights
             model.close()
             updater.join()
     assert arena.outputs["action"][:4, 0].tolist() == [1, 1, 100, 100]
+
+
+def test_a_damaged_channel_is_reported_once_and_not_at_every_attempt(monkeypatch):
+    monkeypatch.setattr(weights_updater, "_SLICE", 0.01)
+    monkeypatch.setattr(weights_updater, "_AGAIN", 3600.0)
+    module, reports, attempts = Plus(), [], []
+    fill = weights_updater.Copy.fill
+
+    def noted(self, timeout):
+        attempts.append(timeout)
+        return fill(self, timeout)
+
+    with WeightsChannel.create(segment_name("damagetest", "weights"), WeightsLayout.of(module.state_dict())) as channel:
+        updater = WeightsUpdater(
+            channel,
+            module,
+            CPU,
+            0,
+            lambda action: action(),
+            lambda version, age: None,
+            report=lambda event, **_: reports.append(event),
+        )
+        updater.start()
+        try:
+            monkeypatch.setattr(weights_updater.Copy, "fill", noted)
+            words = channel._words
+            words[9], words[11], words[0] = 1, 1 << 40, 2  # a version 1 whose extra is larger than its slot
+            wait_until(lambda: len(attempts) > 5, 10, "attempts")
+        finally:
+            updater.stop()
+            updater.join()
+    assert reports == ["weights not adopted"]
 
 
 def test_an_engine_keeps_to_its_share_of_a_device(monkeypatch):

@@ -21,6 +21,7 @@ from jurybox.server.engine.device_regions import PublishedOnDevice
 _SLICE = 0.25  # seconds between two checks whether to stop
 _LOOKS = 3  # attempts to copy from the learner's device before a publication is copied from the host
 _PARTING = 30.0  # seconds to wait for the end of a copy in progress
+_AGAIN = 10.0  # seconds between two reports of the same error
 _NO_NEWS = 5.0  # seconds to wait for the first publication
 
 
@@ -46,6 +47,23 @@ def in_loop(later: Callable[[Callable[[], None]], None], action: Callable[[], No
         pass
     if raised:
         raise raised[0]
+
+
+def seldom(report: Callable[..., None]) -> Callable[..., None]:
+    """Return a function that reports events, but a repeated error only once in a while.
+
+    A damaged channel gives the same error at every attempt, several times a second.
+    """
+    last: dict[tuple[str, object], tuple[object, float]] = {}  # by event and model: the error, and when to repeat it
+
+    def reported(event: str, **fields: object) -> None:
+        key, error, now = (event, fields.get("model")), fields.get("error"), time.monotonic()
+        before, again = last.get(key, (None, now))
+        if error != before or now >= again:
+            last[key] = error, now + _AGAIN
+            report(event, **fields)
+
+    return reported
 
 
 class Copy:
@@ -138,7 +156,7 @@ class WeightsUpdater:
         report: Callable[..., None] = lambda event, **fields: None,
         before: Callable[[], None] | None = None,
     ) -> None:
-        self._report = report
+        self._report = seldom(report)
         self._before = before
         self.channel = channel
         self._reader = WeightsReader(channel)

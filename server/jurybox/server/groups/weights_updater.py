@@ -12,7 +12,7 @@ import torch
 from jurybox.protocol.errors import Error, Timeout, said
 from jurybox.protocol.weights import WeightsChannel
 from jurybox.protocol.weights.reader import WeightsReader
-from jurybox.server.engine.weights_updater import in_loop
+from jurybox.server.engine.weights_updater import in_loop, seldom
 from jurybox.server.groups.group import Grouped, Member, Stacks
 
 _SLICE = 0.25  # seconds between two checks whether to stop
@@ -33,7 +33,7 @@ class GroupWeightsUpdater:
         later: Callable[[Callable[[], None]], None],
         report: Callable[..., None] = lambda event, **fields: None,
     ) -> None:
-        self._report = report
+        self._report = seldom(report)
         self._grouped = grouped
         self._later = later
         self._readers: dict[int, _Reader] = {}  # by model
