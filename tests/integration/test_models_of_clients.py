@@ -45,6 +45,7 @@ def test_a_client_anywhere_loads_uses_keeps_and_unloads_what_the_configuration_a
     client.load("mine", LOADED, keep=30.0)
     assert (client.model("mine", rows=2).infer(X) == 4.0).all()
     client.keep("mine", 60.0)
+    client.load("mine", keep=30.0)  # again, as it is
     client.unload("mine")
     with pytest.raises(ModelNotFound):
         client.describe("mine")
