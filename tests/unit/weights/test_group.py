@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 import uuid
+from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
 
@@ -417,6 +418,19 @@ def test_only_models_that_differ_in_nothing_but_weights_share_a_group():
         require_alike("b", "g", one, other)
 
 
+@dataclass
+class Data:
+    scale: torch.Tensor
+    function: object
+
+
+class Slots:
+    __slots__ = ("scale",)
+
+    def __init__(self, scale):
+        self.scale = scale
+
+
 class Changed(torch.nn.Module):
     """A linear layer whose result is scaled by something that is no weight."""
 
@@ -435,12 +449,21 @@ class Changed(torch.nn.Module):
                 "closure": lambda: lambda x: x * scale,
                 "default": lambda: lambda x, by=scale: x * by,
                 "partial": lambda: partial(torch.mul, scale),
-                "object": lambda: SimpleNamespace(by=scale),
+                "object": lambda: SimpleNamespace(by=scale, at=torch.ones(2)),
+                "dataclass": lambda: Data(torch.full((2,), scale), lambda x: x),
+                "slots": lambda: Slots(scale),
+                "generator": lambda: torch.Generator().manual_seed(int(scale)),
+                "numpy generator": lambda: np.random.default_rng(int(scale)),
+                "nan": lambda: [torch.tensor([scale, np.nan]), float("nan")],
             }[kind]()
 
 
 @pytest.mark.parametrize(
-    "kind", ["buffer", "tensor", "array", "list", "dict", "closure", "default", "partial", "object"]
+    "kind",
+    [
+        *("buffer", "tensor", "array", "list", "dict", "closure", "default", "partial", "object"),
+        *("dataclass", "slots", "generator", "numpy generator", "nan"),
+    ],
 )
 def test_whatever_a_model_computes_with_besides_its_weights_must_be_the_same(kind):
     require_alike("b", "g", Changed(kind, 2.0), Changed(kind, 2.0))

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import is_dataclass
 from functools import partial
-from types import CellType, FunctionType, MethodType
+from types import CellType, FunctionType, MethodType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -108,7 +109,7 @@ def require_alike(name: str, group: str, first: torch.nn.Module, module: torch.n
         if had != came:
             raise CannotGroup(f"{where}: its {key!r} is {came}, the group's first model has {had}")
     # Weights may differ, and references of a model to its own modules do: their attributes are compared below.
-    alike = {(id(part), id(theirs[path])) for path, part in ours.items()}
+    alike = {(id(part), id(theirs[path])): (part, theirs[path]) for path, part in ours.items()}
     for path, part in ours.items():
         mine, others = _attributes_of(part), _attributes_of(theirs[path])
         for key in {**others, **mine}:
@@ -128,15 +129,20 @@ def _attributes_of(module: torch.nn.Module) -> dict[str, Any]:
     return kept | {key: module._buffers[key] for key in sorted(module._non_persistent_buffers_set)}
 
 
-def _alike(one: Any, other: Any, alike: set[tuple[int, int]]) -> bool:
-    """Return whether two values have the same effect; pairs of ids in `alike` have. Others are compared by ==."""
+def _alike(one: Any, other: Any, alike: dict[tuple[int, int], tuple[Any, Any]]) -> bool:
+    """Return whether two values have the same effect. Unknown types are compared by ==, or by their attributes.
+
+    Args:
+        alike: pairs that have, by their ids; it keeps the values, so that no other gets their ids.
+    """
     if one is other or (id(one), id(other)) in alike:
         return True
     if type(one) is not type(other):
         return False
-    alike.add((id(one), id(other)))  # until found otherwise, for values that refer to themselves
+    alike[id(one), id(other)] = one, other  # until found otherwise, for values that refer to themselves
     if isinstance(one, torch.Tensor):
-        return one.dtype == other.dtype and torch.equal(one, other)
+        same = (one.dtype, one.device, one.shape) == (other.dtype, other.device, other.shape)
+        return same and bool(((one == other) | (one.isnan() & other.isnan())).all())
     if isinstance(one, np.ndarray):
         return (one.dtype, one.shape, one.tobytes()) == (other.dtype, other.shape, other.tobytes())
     if isinstance(one, Mapping):
@@ -153,11 +159,14 @@ def _alike(one: Any, other: Any, alike: set[tuple[int, int]]) -> bool:
     if isinstance(one, partial):
         return all(_alike(getattr(one, at), getattr(other, at), alike) for at in ("func", "args", "keywords"))
     equality: Any = type(one).__eq__
-    if equality is object.__eq__ and hasattr(one, "__dict__"):
-        return _alike(vars(one), vars(other), alike)
+    by_parts = equality is object.__eq__ or is_dataclass(one) or isinstance(one, SimpleNamespace)
     try:
-        return bool(one == other)
-    except Exception:  # noqa: BLE001  such as a dataclass of tensors
+        if not by_parts:
+            return bool(one == other) or bool(one != one and other != other)  # noqa: PLR0124  not a number
+        if hasattr(one, "__dict__"):
+            return _alike(vars(one), vars(other), alike)
+        return all(_alike(a, b, alike) for a, b in zip(one.__reduce_ex__(2), other.__reduce_ex__(2), strict=True))
+    except Exception:  # noqa: BLE001  such as a lock, which has no comparable state
         return False
 
 
