@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections import Counter
 
 import pytest
 from tests.serving import serving
@@ -74,7 +75,8 @@ def spans(address: str, transport: str, model: str, *kinds: str, traces: str = "
 
 @pytest.fixture(scope="module")
 def traced(tmp_path_factory):
-    with serving(tmp_path_factory.mktemp("traced"), MODELS, traces=True) as running:
+    ports = {"tcp": "127.0.0.1:0", "grpc": "127.0.0.1:0"}
+    with serving(tmp_path_factory.mktemp("traced"), MODELS, traces=True, **ports) as running:
         yield running
 
 
@@ -109,6 +111,16 @@ def test_a_ticket_is_one_span_with_queue_batch_and_reply_inside(client_spans, ki
         assert batch["attributes"]["jurybox.engine"] == 0
         assert batch["attributes"]["jurybox.batch.rows"] >= span["attributes"]["jurybox.rows"]
         assert span["attributes"]["jurybox.model"] == "affine"
+
+
+@pytest.mark.parametrize("scheme", ["tcp", "grpc"])
+def test_a_server_elsewhere_gives_only_the_outer_spans(traced, scheme):
+    found = spans(f"{scheme}://{traced.listening(scheme)}", "auto", "affine", *TICKETS)
+    steps = {span["id"]: span["name"] for span in found if span["parent"] is None}
+    outer = [span for span in found if span["parent"] is not None]
+    assert sorted(steps.values()) == sorted(TICKETS)
+    assert {span["name"] for span in outer} == {"infer affine"} and not any(span["error"] for span in outer)
+    assert Counter(steps[span["parent"]] for span in outer) == TICKETS
 
 
 def test_a_failed_ticket_is_a_span_in_error(traced):

@@ -14,6 +14,7 @@ import numpy as np
 
 from jurybox.client.control import Control, Wires
 from jurybox.client.lane import Lane
+from jurybox.client.transports.transport import Transport
 from jurybox.protocol import control_pb2 as pb
 from jurybox.protocol import forks
 from jurybox.protocol.arena import Columns
@@ -314,6 +315,34 @@ def described(message: pb.ModelMessage) -> ModelDescription:
         bool(message.weights),
         message.max_lag,
     )
+
+
+def wants_traces() -> bool:
+    """Return whether JURYBOX_TRACES asks for traces of tickets. Raises ValueError if it is neither true nor false."""
+    text = os.environ.get("JURYBOX_TRACES", "false")
+    if text not in ("true", "false"):
+        raise ValueError(f"JURYBOX_TRACES={text!r}: expected true or false")
+    return text == "true"
+
+
+def traced(transport: Transport, model: str, scoreboard: str | None = None, lane: int | None = None) -> Transport:
+    """Wrap the transport to trace its tickets. OpenTelemetry is imported only here, if it is wanted.
+
+    Args:
+        scoreboard: the name of the server's scoreboard; None: the server is elsewhere, and there are only outer spans.
+        lane: the number of the lane; None: it has none.
+
+    Raises:
+        Refused: OpenTelemetry is missing.
+    """
+    try:
+        from jurybox.client.tracing import traced
+    except ImportError as error:
+        raise Refused(
+            f"JURYBOX_TRACES is true, but OpenTelemetry is missing ({error}): install it with "
+            "pip install 'jurybox[otel]', or unset the variable"
+        ) from error
+    return traced(transport, model, scoreboard, lane)
 
 
 def spec_of(message: pb.ModelMessage) -> ModelSpec:

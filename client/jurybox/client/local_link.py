@@ -15,7 +15,7 @@ import numpy as np
 
 from jurybox.client.control import Control
 from jurybox.client.lane import Lane
-from jurybox.client.link import POLL, ControlLink, Transfer, spec_of
+from jurybox.client.link import POLL, ControlLink, Transfer, spec_of, traced, wants_traces
 from jurybox.client.transports.transport import Transport
 from jurybox.client.transports.zmq import ZmqTransport
 from jurybox.protocol.arena import Arena, ArenaLayout
@@ -59,7 +59,7 @@ class LocalLink(ControlLink):
         self._address = address
         self._transport = transport
         self._spin_us = _spin_us()
-        self._traces = _wants_traces()
+        self._traces = wants_traces()
         self.scoreboard: Scoreboard | None = None
         self._channels: weakref.WeakSet[WeightsChannel] = weakref.WeakSet()  # each belongs to a publisher or reader
         self._info = ServerMessage()
@@ -239,7 +239,7 @@ class LocalLink(ControlLink):
             transport = self._open_transport(scoreboard, lease)
             undo.callback(transport.close)
             if self._traces:
-                transport = _traced(transport, lease.model.name, scoreboard.segment.name, lease.lane)
+                transport = traced(transport, lease.model.name, scoreboard.segment.name, lease.lane)
             lane = Lane(
                 lease.model.name,
                 scoreboard,
@@ -316,22 +316,3 @@ def _spin_us() -> int:
     if not text.isdigit():
         raise ValueError(f"JURYBOX_SPIN_US={text!r}: expected microseconds, a whole number of 0 or more")
     return int(text)
-
-
-def _wants_traces() -> bool:
-    text = os.environ.get("JURYBOX_TRACES", "false")
-    if text not in ("true", "false"):
-        raise ValueError(f"JURYBOX_TRACES={text!r}: expected true or false")
-    return text == "true"
-
-
-def _traced(transport: Transport, model: str, scoreboard: str, lane: int) -> Transport:
-    """Wrap the transport to trace its tickets. OpenTelemetry is imported only here, if it is wanted."""
-    try:
-        from jurybox.client.tracing import traced
-    except ImportError as error:
-        raise Refused(
-            f"JURYBOX_TRACES is true, but OpenTelemetry is missing ({error}): install it with "
-            "pip install 'jurybox[otel]', or unset the variable"
-        ) from error
-    return traced(transport, model, scoreboard, lane)

@@ -6,12 +6,13 @@
     `- reply             until the client received the answer
 
 The client creates the child spans as well, from the times that the engine records in jurybox.protocol.timings: the
-engine's loop exports nothing and has no spans. If the server records no times (server.traces is false), there is only
-the outer span.
+engine's loop exports nothing and has no spans. If the server records no times (server.traces is false), or is connected
+to over tcp:// or grpc://, there is only the outer span.
 """
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
@@ -32,18 +33,18 @@ if TYPE_CHECKING:
 _MOST_OPEN = 4096  # spans; if there are more, the oldest is ended, as its caller no longer waits for the answer
 
 
-def traced(transport: Transport, model: str, scoreboard: str, lane: int) -> Transport:
+def traced(transport: Transport, model: str, scoreboard: str | None, lane: int | None) -> Transport:
     """Wrap a transport to trace its tickets. Spans go to the process's tracer provider.
 
     If the process has no provider, one is set up that exports by OTLP over HTTP, configured by the OTEL_ variables.
-    `scoreboard` is the name of the server's scoreboard.
+    `scoreboard` is the name of the server's scoreboard; None: its memory is not on this host.
     """
     if isinstance(trace.get_tracer_provider(), ProxyTracerProvider):
         _export()
-    try:
-        timings: Timings | None = Timings.attach(sibling(scoreboard, "timings"))
-    except SharedMemoryError:
-        timings = None
+    timings: Timings | None = None
+    if scoreboard is not None:
+        with contextlib.suppress(SharedMemoryError):
+            timings = Timings.attach(sibling(scoreboard, "timings"))
     return TracedTransport(transport, model, lane, timings, trace.get_tracer("jurybox", build_version()))
 
 
@@ -52,11 +53,13 @@ class TracedTransport(Transport):
 
     Args:
         model: the model's name, for the spans.
-        lane: the number of the lane.
+        lane: the number of the lane; None: it has none.
         timings: the times that the engines record; None if they record none.
     """
 
-    def __init__(self, transport: Transport, model: str, lane: int, timings: Timings | None, tracer: Tracer) -> None:
+    def __init__(
+        self, transport: Transport, model: str, lane: int | None, timings: Timings | None, tracer: Tracer
+    ) -> None:
         self._transport = transport
         self._model = model
         self._lane = lane
@@ -111,9 +114,10 @@ class TracedTransport(Transport):
         attributes: dict[str, str | int] = {
             "jurybox.model": self._model,
             "jurybox.rows": ticket.rows,
-            "jurybox.lane": self._lane,
             "jurybox.sequence": str(ticket.sequence),  # 64 bits unsigned, too large for an int attribute
         }
+        if self._lane is not None:
+            attributes["jurybox.lane"] = self._lane
         began = ticket.submitted + offset
         span = self._tracer.start_span(f"infer {self._model}", kind=SpanKind.CLIENT, attributes=attributes,
                                        start_time=began)  # fmt: skip
@@ -128,7 +132,9 @@ class TracedTransport(Transport):
             return
         span, ticket, offset = known
         now = time.monotonic_ns()
-        timing = self._timings.read(self._lane, answer.sequence) if self._timings is not None else None
+        timing = None
+        if self._timings is not None and self._lane is not None:
+            timing = self._timings.read(self._lane, answer.sequence)
         if timing is not None:
             inside = set_span_in_context(span)
             began, ended = int(timing["began"]), int(timing["ended"])

@@ -11,7 +11,7 @@ from typing import Any
 import grpc
 
 from jurybox.client.lane import Lane
-from jurybox.client.link import POLL, Link, OneEngine, RowsHere, Transfer, spec_of
+from jurybox.client.link import POLL, Link, OneEngine, RowsHere, Transfer, spec_of, traced, wants_traces
 from jurybox.client.remote.grpc_channel import CORE, CallThread, open_channel, raised, token_metadata
 from jurybox.client.remote.grpc_transport import GrpcTransport
 from jurybox.client.remote.weights import RemotePublisher, RemoteWeightsReader
@@ -53,6 +53,7 @@ class GrpcLink(Link):
     def __init__(self, address: str, token: str | None, timeout: float, tls_ca: str | bytes | None = None) -> None:
         self._address = address
         self._metadata = token_metadata(address, token)
+        self._traces = wants_traces()
         self._channel = open_channel(address, tls_ca)
         self._stub: Any = GRPCInferenceServiceStub(self._channel)  # type: ignore[no-untyped-call]
         self._status_stub: Any = ServerStatusStub(self._channel)  # type: ignore[no-untyped-call]
@@ -167,7 +168,8 @@ class GrpcLink(Link):
         spec = spec_of(message)
         memory = RowsHere(spec, rows or message.max_batch)
         transport = GrpcTransport(self._call_thread, self._stub.ModelInfer, self._metadata, spec, memory)
-        lane = Lane(name, OneEngine(), memory, transport, 0, 0, memory.rows, transport.end_sessions, far=True)
+        carrier = traced(transport, name) if self._traces else transport
+        lane = Lane(name, OneEngine(), memory, carrier, 0, 0, memory.rows, transport.end_sessions, far=True)
         return lane, spec, message.max_batch
 
     def _index(self, timeout: float) -> Any:

@@ -15,7 +15,7 @@ import zmq
 from jurybox.client.control import Control, Wires
 from jurybox.client.in_flight import LOOK_AFTER, Answer, InFlight
 from jurybox.client.lane import Lane
-from jurybox.client.link import ControlLink, RowsHere, spec_of
+from jurybox.client.link import ControlLink, RowsHere, spec_of, traced, wants_traces
 from jurybox.client.remote.connection import IDLE, Connection, DirectConnection, Keys, new_identity, open_socket
 from jurybox.client.transports.direct import can_dial
 from jurybox.client.transports.transport import (
@@ -59,6 +59,7 @@ class TcpLink(ControlLink):
     def __init__(self, address: str, keys: Keys | None, timeout: float) -> None:
         self._address = address
         self._keys = keys
+        self._traces = wants_traces()
         self._left: deque[ReleaseRequest] = deque()  # leases to release: their lanes were dropped without `close`
         super().__init__(self._control_anew())
         self._greet_first(timeout)
@@ -74,13 +75,15 @@ class TcpLink(ControlLink):
                 memory = RowsHere(spec, lease.rows)
                 assert self._wires is not None
                 connection: Connection | DirectConnection
-                transport: TcpTransport | DirectTcpTransport
+                transport: Transport
                 if self._keys is None and can_dial(self._address):
                     connection = DirectConnection(self._address)
                     transport = DirectTcpTransport(connection, memory, lease.lease)
                 else:
                     connection = Connection(self._wires.context, self._address, self._keys)
                     transport = TcpTransport(connection, memory, lease.lease)
+                if self._traces:
+                    transport = traced(transport, name, lane=lease.lane)
                 lane = Lane(
                     name,
                     connection,
