@@ -111,17 +111,19 @@ def test_shapes_are_compared_with_other_weights_if_weights_are_published():
         def __init__(self):
             super().__init__()
             self.weight, self.scale = nn.Parameter(torch.zeros(3, 1)), nn.Parameter(torch.ones(1))
-            self.register_buffer("variance", torch.ones(1))
+            self.register_buffer("variance", torch.ones(1).expand(3))
 
         def forward(self, x):
-            if bool(self.variance < 0):
+            if bool((self.variance < 0).any()):
                 raise ValueError("no variance")
             return (super().forward(x @ self.weight)) * self.scale
 
     head = Head()
+    places = [value.data_ptr() for value in head.state_dict().values()]
     assert agreed(head, "float32") == (1, 2, 4, 8)
     assert agreed(head, "float32", published=True) == (4, 8)
-    assert [value.flatten().tolist() for value in head.state_dict().values()] == [[0, 0, 0], [1], [1]]
+    assert [value.flatten().tolist() for value in head.state_dict().values()] == [[0, 0, 0], [1], [1, 1, 1]]
+    assert [value.data_ptr() for value in head.state_dict().values()] == places
 
 
 def test_a_linear_layer_over_bytes_answers_a_row_the_same_in_any_company():

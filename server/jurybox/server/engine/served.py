@@ -527,26 +527,26 @@ def drawn(spec: TensorSpec, rows: int, generator: torch.Generator) -> torch.Tens
 
 @contextlib.contextmanager
 def _random_weights(module: torch.nn.Module, generator: torch.Generator) -> Iterator[None]:
-    """Give a module's weights and buffers of floating-point numbers random values, until the end of the block."""
+    """Point a module's weights and buffers of floating-point numbers at random values, until the end of the block."""
     module = getattr(module, "_orig_mod", module)  # behind torch.compile's wrapper
     named = module.state_dict(keep_vars=True).values()
-    tensors = [value.data for value in named if isinstance(value, torch.Tensor) and value.is_floating_point()]
-    before = [tensor.clone() for tensor in tensors]
+    tensors = [value for value in named if isinstance(value, torch.Tensor) and value.is_floating_point()]
+    before = [tensor.data for tensor in tensors]
     changed = getattr(module, "weights_changed", lambda: None)
     try:
-        with torch.inference_mode():
-            for tensor in tensors:
-                noise = torch.rand(tensor.shape, generator=generator)
-                if tensor.dim() > 1:  # as layers are initialised, so that no activation saturates
-                    tensor.copy_((2 * noise - 1) * (3 * tensor.shape[0] / max(1, tensor.numel())) ** 0.5)
+        with torch.inference_mode(False), torch.no_grad():
+            for tensor, value in zip(tensors, before, strict=True):
+                noise = torch.rand(value.shape, generator=generator)
+                if value.dim() > 1:  # as layers are initialised, so that no activation saturates
+                    noise = (2 * noise - 1) * (3 * value.shape[0] / max(1, value.numel())) ** 0.5
                 else:  # only a little more, since it may be a variance
-                    tensor.copy_(tensor + 0.1 * noise.to(tensor.device, tensor.dtype))
+                    noise = value.to("cpu", torch.float32) + 0.1 * noise
+                tensor.data = torch.empty_like(value).copy_(noise)
         changed()
         yield
     finally:
-        with torch.inference_mode():
-            for tensor, value in zip(tensors, before, strict=True):
-                tensor.copy_(value)
+        for tensor, value in zip(tensors, before, strict=True):
+            tensor.data = value
         changed()
 
 
