@@ -77,10 +77,10 @@ class SessionBook:
                 sessions=lost.tolist(),
             )
 
-    def stepping(self, ids: NDArray[np.intp], steps: NDArray[np.uint32], most: int) -> Step:
-        """Return a context manager for a request of some sessions; a ticket holds at most `most` rows."""
+    def stepping(self, ids: NDArray[np.intp], steps: NDArray[np.uint32]) -> Step:
+        """Return a context manager for a request of some sessions."""
         # For all sessions in order use a slice, which NumPy reads and writes without fancy indexing.
-        return Step(self, slice(None) if ids is self.all else ids, ids, steps, most)
+        return Step(self, slice(None) if ids is self.all else ids, ids, steps)
 
     def stepped(self, ids: NDArray[np.intp], steps: NDArray[np.uint32]) -> None:
         """Record that a request of these sessions was sent and will advance them."""
@@ -115,9 +115,9 @@ class SessionBook:
             self._lost[:] = self._some_lost = False
         self._asking = False
 
-    def fail_all(self, most: int) -> None:
+    def fail_all(self) -> None:
         """Record that the request failed, and re-raise the exception being handled, or SessionLost in its place."""
-        with self.stepping(self.all, self._steps.copy(), most):
+        with self.stepping(self.all, self._steps.copy()):
             self._asking = False
             raise  # noqa: PLE0704  called in an ``except`` block
 
@@ -134,21 +134,15 @@ class SessionBook:
 class Step:
     """A context manager around a request; when it exits, each session has advanced, has not, or is lost."""
 
-    __slots__ = ("_before", "_book", "_ids", "_most", "_steps", "_those")
+    __slots__ = ("_before", "_book", "_ids", "_steps", "_those")
 
     def __init__(
-        self,
-        book: SessionBook,
-        those: slice | NDArray[np.intp],
-        ids: NDArray[np.intp],
-        steps: NDArray[np.uint32],
-        most: int,
+        self, book: SessionBook, those: slice | NDArray[np.intp], ids: NDArray[np.intp], steps: NDArray[np.uint32]
     ) -> None:
         self._book = book
         self._those = those
         self._ids = ids
         self._steps = steps
-        self._most = most
         self._before = book._lost[those].copy()
 
     def __enter__(self) -> None:
@@ -161,7 +155,6 @@ class Step:
             book.next[those] = self._steps + 1
             book._lost[those] = False
             return
-        one_ticket = len(self._ids) <= self._most  # if there are several, some may have been computed
         if isinstance(error, RowFailed):
             failed = np.zeros(len(self._ids), np.bool_)
             failed[list(error.errors)] = True
@@ -181,7 +174,7 @@ class Step:
                     "episodes with reset",
                     sessions=self._ids[begun].tolist(),
                 ) from error
-        elif one_ticket and not_computed(error):
+        elif not_computed(error):  # no part of it: otherwise SessionLost came
             book._lost[those] = self._before
 
 

@@ -146,7 +146,7 @@ class Sessions(Closing):
         try:
             outputs = rows.ask(inputs, left)
         except BaseException:
-            book.fail_all(self._requests.max_batch)
+            book.fail_all()
             raise
         book.end_all()
         self.version = rows.version
@@ -159,7 +159,7 @@ class Sessions(Closing):
         for part, wanted in self._by_version(ids, steps, version):
             whole = len(part) == len(ids)
             part_ids, part_steps = (ids, steps) if whole else (ids[part], steps[part])
-            with answers.expecting(part), self._book.stepping(part_ids, part_steps, requests.max_batch):
+            with answers.expecting(part), self._book.stepping(part_ids, part_steps):
                 answers.came = requests.answered(_of(given, part), len(part), deadline, wanted)
         return self._joined(answers)
 
@@ -189,7 +189,7 @@ class Sessions(Closing):
         given, ids, steps = await requests.turns.alone(lambda: self._prepared(inputs, session, reset), deadline)
         answers = _Answers(requests.name, self._book, ids)
         for part, wanted in self._by_version(ids, steps, version):
-            with answers.expecting(part), self._book.stepping(ids[part], steps[part], requests.max_batch):
+            with answers.expecting(part), self._book.stepping(ids[part], steps[part]):
                 answers.came = await requests.answered_async(_of(given, part), len(part), deadline, wanted)
         return self._joined(answers)
 
@@ -356,7 +356,7 @@ class Sessions(Closing):
         lane, found = self._requests.usable(), []
         for part, steps, given in self._state_parts(lane, ids, flag, state):
             with (
-                self._book.stepping(part, steps, self._requests.max_batch),
+                self._book.stepping(part, steps),
                 self._state_sent(lane, part, steps, flag, given, deadline) as ticket,
             ):
                 found.append(ticket.waited_for(deadline).outputs)
@@ -382,7 +382,7 @@ class Sessions(Closing):
 
         lane, found = await requests.turns.alone(first_look, deadline), []
         for part, steps, given in self._state_parts(lane, numbers, flag, state or {}, begin):
-            with self._book.stepping(part, steps, self._requests.max_batch):
+            with self._book.stepping(part, steps):
                 send = partial(self._state_sent, lane, part, steps, flag, given, deadline)
                 while True:
                     try:

@@ -202,13 +202,6 @@ class Ticket:
             raise self._lane.lost()
         return self._sent
 
-    @property
-    def _may_advance(self) -> bool:
-        """Whether the request may have advanced sessions, or may advance them yet."""
-        if self._failure is not None or self._sent is None:
-            return False
-        return self._sent.answer is None or self._sent.answer.code in (Code.OK, Code.ROW_FAILED)
-
     @staticmethod
     def _settled(sent: InFlight) -> bool:
         return sent.answer is not None
@@ -328,6 +321,7 @@ class Pieces:
         self._in_flight: deque[tuple[int, Ticket]] = deque()  # each with the index of its first row among the n
         self._answered: dict[tuple[int, int], int] = {}  # the weights version of each piece
         self._errors: dict[int, str] = {}
+        self._failures: list[tuple[int, Error]] = []  # of pieces of sessions, each with the index of its first row
 
     def answered(self) -> Reply:
         """Send all rows and wait for the answers; the reply's version is the oldest. Call with the model's lock held.
@@ -338,28 +332,24 @@ class Pieces:
         lane, deadline = self._lane, self._deadline
         try:
             while self._left():
-                self._send_some()
-                if not self._in_flight:
-                    if not lane.wait_for_rows(deadline):
-                        self._model.found(lane, 1)  # raises Busy with the reason, unless a row has become free
-                    continue
-                at, ticket = self._in_flight[0]
-                waited = ticket._in_flight()
-                assert waited is not None
-                lane.wait(waited, deadline)
                 try:
+                    self._send_some()
+                    if not self._in_flight:
+                        if not lane.wait_for_rows(deadline):
+                            self._model.found(lane, 1)  # raises Busy with the reason, unless a row has become free
+                        continue
+                    at, ticket = self._in_flight[0]
+                    waited = ticket._in_flight()
+                    assert waited is not None
+                    lane.wait(waited, deadline)
                     self._answered[at, ticket.rows] = ticket._into(self._outputs, at)
                 except RowFailed as error:
                     self._take_part(at, ticket.rows, error)
-                except VersionNotHeld:
-                    if self._wanted:
+                except Error as error:
+                    if not self._goes_on_after(error):
                         raise
-                    self._begin_again()
                     continue
                 self._in_flight.popleft()
-        except Error as error:
-            self._lose_advanced(error)
-            raise
         finally:
             self._give_up()
         return self._whole()
@@ -369,31 +359,27 @@ class Pieces:
         lane, turns, deadline = self._lane, self._model.turns, self._deadline
         try:
             while self._left():
-                await turns.alone(self._send_some, deadline)
-                if self._in_flight:
-                    at, ticket = self._in_flight[0]
-                    try:
-                        reply = await ticket.result_async((deadline - time.monotonic_ns()) / 1e9)
-                    except RowFailed as error:
-                        if ticket.rows == self._n:
-                            raise
-                        self._take_part(at, ticket.rows, error)
-                    except VersionNotHeld:
-                        if self._wanted:
-                            raise
-                        self._begin_again()
+                try:
+                    await turns.alone(self._send_some, deadline)
+                    if not self._in_flight:
+                        await rows_come_back(turns, lane, deadline)
                         continue
-                    else:
-                        if ticket.rows == self._n:
-                            return reply
-                        lane.codec.place(self._outputs, at, ticket.rows, reply.outputs)
-                        self._answered[at, ticket.rows] = reply.version
-                    self._in_flight.popleft()
-                elif self._unsent:
-                    await rows_come_back(self._model.turns, lane, deadline)
-        except Error as error:
-            self._lose_advanced(error)
-            raise
+                    at, ticket = self._in_flight[0]
+                    reply = await ticket.result_async((deadline - time.monotonic_ns()) / 1e9)
+                except RowFailed as error:
+                    if ticket.rows == self._n:
+                        raise
+                    self._take_part(at, ticket.rows, error)
+                except Error as error:
+                    if not self._goes_on_after(error):
+                        raise
+                    continue
+                else:
+                    if ticket.rows == self._n:
+                        return reply
+                    lane.codec.place(self._outputs, at, ticket.rows, reply.outputs)
+                    self._answered[at, ticket.rows] = reply.version
+                self._in_flight.popleft()
         finally:
             self._give_up()
         return self._whole()
@@ -413,6 +399,42 @@ class Pieces:
                     del self._answered[at, rows]
                     self._errors = {row: why for row, why in self._errors.items() if not at <= row < at + rows}
         return bool(self._unsent)
+
+    def _goes_on_after(self, error: Error) -> bool:
+        """Return whether to wait for further answers after an error; the rest of a sessions' request is not sent.
+
+        Its other pieces in flight may still make their step: only their answers tell which sessions have advanced.
+        """
+        if not self._of_sessions:
+            if again := isinstance(error, VersionNotHeld) and not self._wanted:
+                self._begin_again()
+            return again
+        if not (isinstance(error, SessionLost) or not_computed(error)):
+            return False
+        at, ticket = self._in_flight[0] if self._in_flight else (0, None)
+        if ticket is not None:
+            if ticket._failure is not error:
+                return False
+            self._in_flight.popleft()
+        self._failures.append((at, error))
+        self._unsent.clear()
+        return True
+
+    def _failure(self) -> Error:
+        """Return the exception for a request of sessions of which pieces failed.
+
+        If no piece made its step, it is the first piece's error. Otherwise SessionLost names the rows that did, too.
+        """
+        advanced = {row for at, n in self._answered for row in range(at, at + n)} - self._errors.keys()
+        lost = {at + row for at, error in self._failures if isinstance(error, SessionLost) for row in error.sessions}
+        first = next((error for _, error in self._failures if isinstance(error, SessionLost)), self._failures[0][1])
+        if not advanced:
+            return SessionLost(str(first), sessions=sorted(lost)) if lost else first
+        return SessionLost(
+            f"a part of a request for sessions of {self._lane.model!r} failed after others had made their step "
+            f"({first}): reset the sessions of the others",
+            sessions=sorted(lost | advanced),
+        )
 
     def _begin_again(self) -> None:
         """Send all rows again: the server no longer holds the version that the other pieces have."""
@@ -451,31 +473,13 @@ class Pieces:
         self._answered[at, n] = error.version
 
     def _whole(self) -> Reply:
-        """Return the reply of all pieces. Raises RowFailed if rows failed."""
+        """Return the reply of all pieces. Raises RowFailed if rows failed, and SessionLost."""
+        if self._failures:
+            raise self._failure()
         version, outputs = min(self._answered.values(), default=0), shaped(self._outputs)
         if self._errors:
             raise row_failed(self._lane.model, self._errors, self._n, outputs, version)
         return Reply(outputs, version)
-
-    def _lose_advanced(self, error: Error) -> None:
-        """If a piece of a request of sessions failed, raise SessionLost for the rows of the pieces that did not.
-
-        An error that says that nothing was computed is otherwise left as it is.
-        """
-        if not self._of_sessions or not (isinstance(error, SessionLost) or not_computed(error)):
-            return
-        failed = next((at for at, ticket in self._in_flight if ticket._failure is error), 0)
-        lost = {failed + row for row in error.sessions} if isinstance(error, SessionLost) else set()
-        sent = [(at, ticket.rows) for at, ticket in self._in_flight if ticket._may_advance]
-        advanced = {row for at, n in [*self._answered, *sent] for row in range(at, at + n)} - self._errors.keys()
-        why = str(error)
-        if advanced:
-            why = (
-                f"a part of a request for sessions of {self._lane.model!r} failed after others had made their step "
-                f"({why}): reset the sessions of the others"
-            )
-        if advanced or (failed and lost):
-            raise SessionLost(why, sessions=sorted(lost | advanced)) from error
 
     def _give_up(self) -> None:
         for _, ticket in self._in_flight:

@@ -244,6 +244,29 @@ def test_sessions_of_the_pieces_that_advanced_before_one_failed_are_lost(version
         np.testing.assert_array_equal(sessions.get_state([0, 1, 2])["n"], [1, 1, 2])
 
 
+@pytest.mark.parametrize("as_coroutine", [False, True])
+def test_a_request_of_several_batches_that_is_refused_leaves_every_state_as_it_was(versioned, as_coroutine):
+    model, updater = versioned
+    six = np.ones(6, np.float32)
+
+    def ask(given, **more):
+        return asyncio.run(sessions.infer_async(given, **more)) if as_coroutine else sessions.infer(given, **more)
+
+    with model.sessions(6) as sessions:
+        ask(six)
+        updater.publish(2)
+        with pytest.raises(VersionNotHeld):
+            ask(six, version=1)
+        with pytest.raises(ModelFailed):
+            ask(-2 * six)
+        np.testing.assert_array_equal(sessions.get_state()["n"], [1] * 6)
+        with pytest.raises(SessionLost, match="minus two") as lost:  # the second batch is computed
+            ask(np.array([-2, 1, 1, 1, 1, 1], np.float32))
+        assert lost.value.sessions == [4, 5]
+        np.testing.assert_array_equal(ask(six, reset=[False] * 4 + [True] * 2), [2] * 6)
+        np.testing.assert_array_equal(sessions.get_state()["n"], [2] * 4 + [1] * 2)
+
+
 def test_requests_beyond_the_sessions_rows_are_refused_with_the_remedy(versioned):
     model, _ = versioned
     with model.sessions(2) as sessions:
