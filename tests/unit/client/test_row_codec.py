@@ -59,6 +59,29 @@ def test_a_reward_is_not_of_a_number_that_the_models_dtype_cannot_hold(dtype, gi
         _fitted("image", spec, given)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "value", "reason"),
+    [
+        ("uint8", 300, "the value 300 does not fit UINT8"),
+        ("uint8", -1, "the value -1 does not fit UINT8"),
+        ("int8", -129, "the value -129 does not fit INT8"),
+        ("int32", 2**31, "the value 2147483648 does not fit INT32"),
+        ("uint64", -1, "value .*does not fit UINT64"),
+        ("float32", 1e39, r"the value 1e\+39 does not fit FP32"),
+    ],
+)
+def test_a_typed_value_that_the_models_dtype_cannot_hold_is_refused_with_every_numpy(dtype, value, reason):
+    with pytest.raises(SpecMismatch, match=f"input 'x': .*{reason}"):
+        TypedData("x", [0, value]).elements((2,), TensorSpec(dtype))
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "int8", "int16", "uint32", "int64", "uint64"])
+def test_a_typed_value_may_be_every_number_that_the_models_dtype_holds(dtype):
+    ends = [int(np.iinfo(dtype).min), int(np.iinfo(dtype).max)]
+    array = TypedData("x", [ends]).elements((1, 2), TensorSpec(dtype, (2,)))
+    assert array.dtype == dtype and array.tolist() == [ends]
+
+
 @pytest.mark.parametrize("mode", ["I;16", "I", "F"])
 def test_a_reward_is_not_of_a_picture_that_would_be_clipped_to_bytes(mode):
     picture = Image.new(mode, (4, 3))

@@ -181,17 +181,24 @@ class TypedData(InputData):
         flat = self._flat(shape)
         kinds: set[type] = {bool} if dtype.kind == "b" else {int} if dtype.kind in "iu" else {int, float}
         self._check_kinds(flat, kinds, datatype)
+        in_int64 = dtype.kind in "iu" and dtype != np.uint64
         try:
             with np.errstate(over="ignore"):
-                array = np.array(flat, dtype)
+                array = np.array(flat, np.int64 if in_int64 else dtype)
         except (OverflowError, ValueError) as error:
             raise SpecMismatch(f"input {self._name!r}: a value does not fit {datatype}: {error}") from error
-        if dtype.kind == "f" and (infinite := np.isinf(array)).any():
-            wrong = infinite & np.isfinite(np.array(flat, np.float64))
-            if wrong.any():
-                value = flat[int(np.flatnonzero(wrong)[0])]
-                raise SpecMismatch(f"input {self._name!r}: the value {value} does not fit {datatype}")
-        return array.reshape(shape)
+        wrong: Any = False
+        if dtype.kind == "f":
+            if (infinite := np.isinf(array)).any():
+                wrong = infinite & np.isfinite(np.array(flat, np.float64))
+        elif in_int64:  # NumPy 1 would reduce them to the dtype's bits
+            wrong = (array < np.iinfo(dtype).min) | (array > np.iinfo(dtype).max)
+        elif dtype.kind == "u":
+            wrong = [value < 0 for value in flat]
+        if np.any(wrong):
+            value = flat[int(np.flatnonzero(wrong)[0])]
+            raise SpecMismatch(f"input {self._name!r}: the value {value} does not fit {datatype}")
+        return array.astype(dtype, copy=False).reshape(shape)
 
     def strings(self, n: int, spec: TensorSpec) -> list[bytes]:
         """Return the elements, which are text (encoded as UTF-8) or bytes, as n byte strings. Raises SpecMismatch."""
