@@ -313,7 +313,13 @@ class Sessions(Closing):
             return [(everything, version)]
         wanted = np.where(steps == 0, 0, self._pinned[ids])
         versions = sorted(np.unique(wanted).tolist(), key=lambda each: (each == 0, each))
-        return [(everything[wanted == each], each) for each in versions]
+        parts = []
+        for each in versions:
+            rows = everything[wanted == each]
+            # Batches of sessions that begin may differ in their version, and each session is pinned to its own.
+            most = len(rows) if each else self._requests.max_batch
+            parts += [(rows[at : at + most], each) for at in range(0, len(rows), most)]
+        return parts
 
     def _joined(self, answers: _Answers) -> Any:
         """Pin the sessions and return the outputs of all rows. Raises RowFailed if rows failed."""

@@ -245,6 +245,27 @@ def test_sessions_of_the_pieces_that_advanced_before_one_failed_are_lost(version
 
 
 @pytest.mark.parametrize("as_coroutine", [False, True])
+def test_sessions_that_begin_in_several_batches_are_pinned_to_the_version_of_their_own(versioned, as_coroutine):
+    model, updater = versioned
+    six = np.ones(6, np.float32)
+
+    def ask():
+        return (asyncio.run(sessions.infer_async(six)) if as_coroutine else sessions.infer(six)).tolist()
+
+    with model.sessions(6, pin_version=True) as sessions:
+        use = updater.use
+
+        def publish_and_use(version):
+            updater.publish(updater.version + 1, keep=updater.held)
+            use(version)
+
+        updater.use = publish_and_use
+        began = ask()
+        assert began == [2, 2, 2, 2, 3, 3]
+        assert ask() == began
+
+
+@pytest.mark.parametrize("as_coroutine", [False, True])
 def test_a_request_of_several_batches_that_is_refused_leaves_every_state_as_it_was(versioned, as_coroutine):
     model, updater = versioned
     six = np.ones(6, np.float32)
