@@ -63,7 +63,7 @@ Inputs = Mapping[str, "str | Callable[[Mapping[str, Any]], Sequence[Any]]"]
 Members = Mapping[str, "float | Mapping[str, Any]"]  # a panel's members: each one's weight, or its settings as a dict
 Missing = Literal["raise", "nan"]
 _LOG = logging.getLogger("jurybox.rewards")
-_MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK", "YCbCr")  # of Pillow, with 8 bits a channel
+PICTURE_MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK", "YCbCr")  # of Pillow, with 8 bits a channel
 _GRACE = 2.0  # seconds a call waits beyond its time-out for the server's own error
 _TOGETHER = 4096  # rows at which no further calls join a request
 _MOST = float(np.finfo(np.float32).max)
@@ -540,7 +540,7 @@ def _fitted(name: str, spec: TensorSpec, value: Any) -> Any:
     if isinstance(value, (list, tuple)) and len(value) == 1 and hasattr(value[0], "getbands"):
         value = value[0]  # TRL's columns contain a list with the prompt's image
     if hasattr(value, "convert") and hasattr(value, "getbands"):  # a Pillow image
-        if value.mode not in _MODES:  # others would be clipped to 8 bits
+        if value.mode not in PICTURE_MODES:  # others would be clipped to 8 bits
             raise SpecMismatch(f"{name} is a picture of mode {value.mode!r}, expected 8 bits a channel")
         value = value.convert("RGB")
     elif hasattr(value, "detach"):  # a torch tensor

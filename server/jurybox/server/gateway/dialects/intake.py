@@ -30,13 +30,12 @@ from numpy.typing import NDArray
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 from jurybox import native
-from jurybox.client.rewards import Juror, Passing
+from jurybox.client.rewards import PICTURE_MODES, Juror, Passing
 from jurybox.client.rewards import Scores as Found
 from jurybox.protocol.errors import Code, Error, Refused, SpecMismatch, said
 
 VERSION_HEADER = "x-jurybox-weights-version"
 _FORMATS = ("JPEG", "PNG", "WEBP")
-_MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK", "YCbCr")
 MOST_PIXELS = 1 << 25  # of one picture, about 100 MB decoded
 _MOST_ROWS = 4096  # of one request
 _WORKERS = max(2, os.cpu_count() or 1)
@@ -453,7 +452,7 @@ def decoded(data: bytes, size: tuple[int, int] | None = None) -> NDArray[np.uint
             _check_pixels(*_webp_size(data))
         with Image.open(io.BytesIO(data), formats=_FORMATS) as image:
             _check_pixels(*image.size)
-            if image.mode not in _MODES:
+            if image.mode not in PICTURE_MODES:
                 raise SpecMismatch(f"a picture of mode {image.mode!r}, expected 8 bits a channel")
             ImageOps.exif_transpose(image, in_place=True)  # otherwise it copies pictures that need no rotation
             rgb = image if image.mode == "RGB" else image.convert("RGB")
