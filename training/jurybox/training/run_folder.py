@@ -301,6 +301,29 @@ class RunLog:
             return [row for row in reader if int(row["env_steps"]) <= resume_at]
 
 
+@contextmanager
+def recording(
+    folder: Path, columns: Sequence[str], settings: RunSettings, notify: Callable[[str], None], *, resume: bool
+) -> Iterator[tuple[RunLog, Checkpoint | None]]:
+    """Begin or resume the run in a folder. Use it in a ``with`` statement, at whose end the folder is free again.
+
+    It yields the log, and the checkpoint to go on from; None: the run starts from the beginning.
+
+    Args:
+        columns: columns of metrics.csv, see `RunLog`.
+        notify: called with a message if a resumed run starts from the beginning.
+        resume: go on from the newest checkpoint.
+
+    Raises:
+        RunLogError: the folder holds another run and `resume` is not set, or a run is going on there.
+        CheckpointError: `resume` is set, and no run was started in the folder, or one with other settings.
+    """
+    with alone_in(folder):
+        found = resumed(folder, settings, notify) if resume else None
+        with RunLog(folder, columns, resume_at=None if found is None else found.env_steps) as log:
+            yield log, found
+
+
 def clear(folder: Path) -> None:
     """Remove the files of an earlier run from a folder."""
     for path in (*recorded(folder), folder / _SETTINGS, folder / "server.log"):

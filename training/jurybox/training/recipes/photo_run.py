@@ -27,7 +27,7 @@ from jurybox.training.recipes.progress import ConsoleProgress, Watcher
 from jurybox.training.recipes.recorded_run import failed_report
 from jurybox.training.recipes.training import Run, Training, check_server
 from jurybox.training.report.verdict import Verdict, judge
-from jurybox.training.run_folder import RunLog, RunLogError, Tracker, alone_in, clear, recorded, resumed, write_settings
+from jurybox.training.run_folder import RunLogError, Tracker, alone_in, clear, recorded, recording, write_settings
 from jurybox.training.runtime.local_server import LocalServer
 from jurybox.training.runtime.plan import ConfigError
 from jurybox.training.runtime.serving import served_models
@@ -75,11 +75,8 @@ def run(
         raise ConfigError(f"perceptual: {error}") from error
     took = dict(before or {})
     requested, settings = settings, settings if juror is None else settings.changed(environment=juror)
-    with ExitStack() as held:
-        held.enter_context(alone_in(folder))
-        checkpoint = resumed(folder, requested, watcher.log) if resume else None
-        resume_at = checkpoint.env_steps if checkpoint else None
-        log = held.enter_context(RunLog(folder, columns(settings.environment), resume_at=resume_at))
+    names = columns(settings.environment)
+    with recording(folder, names, requested, watcher.log, resume=resume) as (log, checkpoint):
         write_settings(folder, requested)
         log.add_trackers(trackers())
         began = time.monotonic()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
@@ -13,7 +12,7 @@ from jurybox.protocol.wire import build_version
 from jurybox.training.checkpoints import write_atomically
 from jurybox.training.interrupts import Signals
 from jurybox.training.report import page
-from jurybox.training.run_folder import RunLog, Summary, Tracker, alone_in, resumed, write_settings
+from jurybox.training.run_folder import Summary, Tracker, recording, write_settings
 from jurybox.training.runtime.launching import Launcher
 from jurybox.training.runtime.plan import Outcome, Plan
 from jurybox.training.runtime.run import run
@@ -67,11 +66,8 @@ def recorded_run(
         if console is not None:
             console.print(text, highlight=False, markup=False)
 
-    with ExitStack() as held:
-        held.enter_context(alone_in(folder))
-        found = resumed(folder, settings, notify) if resume else None
+    with recording(folder, columns, settings, notify, resume=resume) as (log, found):
         options["resume"] = found is not None
-        log = held.enter_context(RunLog(folder, columns, resume_at=found.env_steps if found else None))
         write_settings(folder, settings)
         log.add_trackers(trackers())
         outcome = run(planned, folder, log, **options)

@@ -25,7 +25,7 @@ from jurybox.training.recipes.progress import ConsoleProgress, Watcher
 from jurybox.training.recipes.recorded_run import failed_report
 from jurybox.training.recipes.training import Run, Training
 from jurybox.training.recipes.workflow_served import served_policy
-from jurybox.training.run_folder import RunLog, Summary, Tracker, alone_in, resumed, write_settings
+from jurybox.training.run_folder import RunLog, Summary, Tracker, recording, write_settings
 from jurybox.training.runtime.plan import POLICY_FILE, refuse_unused
 from jurybox.training.search import environments
 from jurybox.training.search.environments import Parts
@@ -142,9 +142,7 @@ def run(
         why = "our simulator runs in this process (workers are of --env cyborg, or of --launcher ray)"
         refuse_unused(() if settings.workers is None else ("workers",), {"workers": why})
     with ExitStack() as held:
-        held.enter_context(alone_in(folder))
-        found = resumed(folder, settings, watcher.log) if resume else None
-        log = held.enter_context(RunLog(folder, METRICS, resume_at=None if found is None else found.env_steps))
+        log, found = held.enter_context(recording(folder, METRICS, settings, watcher.log, resume=resume))
         held.enter_context(threadpool_limits(1))  # a second thread slows down so small a network
         env, evaluation, restarts = held.enter_context(networks(settings, spread, serial=serial))
         policy = held.enter_context(served_policy(settings, folder / "server.log"))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -14,7 +13,7 @@ from rich.console import Console
 from jurybox.protocol.weights import WeightsLayout
 from jurybox.training.checkpoints import Checkpoints
 from jurybox.training.replay import Field as ReplayField
-from jurybox.training.run_folder import RunLog, alone_in, resumed, write_settings
+from jurybox.training.run_folder import recording, write_settings
 from jurybox.training.runtime.plan import (
     Budget,
     ChannelSpec,
@@ -136,10 +135,7 @@ def run_experiment(
         if console is not None:
             console.print(text, highlight=False, markup=False)
 
-    with ExitStack() as held:
-        held.enter_context(alone_in(folder))
-        found = resumed(folder, settings, notify) if resume else None
-        log = held.enter_context(RunLog(folder, columns, resume_at=found.env_steps if found else None))
+    with recording(folder, columns, settings, notify, resume=resume) as (log, found):
         write_settings(folder, settings)
         outcome = run(planned, folder, log, serial=serial, resume=found is not None, console=console)
     last = Checkpoints(folder / "checkpoints").latest()
