@@ -9,7 +9,7 @@ it may have lone surrogates, which cannot be encoded, be megabytes long, or rais
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
@@ -242,6 +242,20 @@ def said(error: BaseException, most: int = MOST_TEXT) -> str:
     if isinstance(error, Error):
         return plain(error, most)
     return plain(f"{type(error).__name__}: {plain(error, most)}", most)
+
+
+def did_you_mean(given: str, known: Collection[str]) -> str:
+    """The end of a message about an unknown name: the most similar known names, or else all; empty if there are none.
+
+    >>> did_you_mean("learning_rat", ["learning_rate", "gamma"])
+    "; did you mean 'learning_rate'?"
+    """
+    import difflib
+
+    lowered = {word.lower(): word for word in known}
+    if near := difflib.get_close_matches(given.lower(), list(lowered), n=3, cutoff=0.6):
+        return "; did you mean " + " or ".join(repr(lowered[word]) for word in near) + "?"
+    return f"; there are: {', '.join(sorted(known))}" if known else ""
 
 
 def cut(text: str, most: int) -> bytes:

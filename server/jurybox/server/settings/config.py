@@ -25,7 +25,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from jurybox.protocol.address import default_address, is_loopback, local_address
-from jurybox.protocol.errors import Refused
+from jurybox.protocol.errors import Refused, did_you_mean
 from jurybox.protocol.scoreboard import MAX_ENGINES, MAX_MODELS
 from jurybox.protocol.spec import OIP_NAMES, TensorSpec
 from jurybox.protocol.wire import MAX_NAME
@@ -33,7 +33,7 @@ from jurybox.server.doctor.host import torch_has_cuda, visible_cuda_devices
 from jurybox.server.security.access import FILES as _SECURITY_FILES
 from jurybox.server.security.access import SecuritySettings, too_open
 from jurybox.server.settings.endpoints import check_address, check_host_port, check_listen, split_host
-from jurybox.server.settings.sources import ConfigError, Sources, did_you_mean, parse_flags, problems
+from jurybox.server.settings.sources import ConfigError, Sources, parse_flags, problems
 
 __all__ = ["ConfigError", "ModelSettings", "ServerSettings", "Settings", "load_settings", "model_settings_from_json"]
 

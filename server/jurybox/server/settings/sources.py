@@ -12,6 +12,8 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
+from jurybox.protocol.errors import did_you_mean
+
 if sys.version_info >= (3, 11):  # engines also run with 3.10; they read no files
     import tomllib
 
@@ -146,14 +148,6 @@ _MODELS = "JURYBOX_MODELS__"
 
 class ConfigError(Exception):
     """The configuration is invalid; the message names each wrong setting and what was expected."""
-
-
-def did_you_mean(given: str, known: Collection[str]) -> str:
-    """Return a suggestion for an unknown name: the most similar known ones, or else all."""
-    lowered = {word.lower(): word for word in known}
-    if near := difflib.get_close_matches(given.lower(), list(lowered), n=3, cutoff=0.6):
-        return "; did you mean " + " or ".join(repr(lowered[word]) for word in near) + "?"
-    return f"; there are: {', '.join(sorted(known))}" if known else ""
 
 
 def parse_value(text: str) -> Any:

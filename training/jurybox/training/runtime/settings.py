@@ -8,7 +8,6 @@ has one: ``learning_rate``, ``gamma``, ``batch_size``, ``buffer_size``, ``learni
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import json
 import re
 import tomllib
@@ -18,6 +17,7 @@ from typing import Any, ClassVar, Literal, Self, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from jurybox.protocol.errors import did_you_mean
 from jurybox.training.runtime.plan import ConfigError, refuse_unused
 
 
@@ -88,7 +88,7 @@ class Settings(BaseModel):
             for each in error.errors():
                 key, message = tuple(map(str, each["loc"])), each["msg"].removeprefix("Value error, ")
                 if each["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
-                    message = f"no such setting{_did_you_mean(key[-1], _names_in(cls, key[:-1]))}"
+                    message = f"no such setting{did_you_mean(key[-1], _names_in(cls, key[:-1]))}"
                 problems.append(f"{place(key)}{': '.join(filter(None, ('.'.join(key), message)))}")
             raise ConfigError(f"settings of the {cls.title} training: {'; '.join(problems)}") from error
 
@@ -202,14 +202,6 @@ def _names_in(settings: Any, table: Sequence[str]) -> list[str]:
     if isinstance(settings, type) and issubclass(settings, BaseModel):
         return list(settings.model_fields)
     return [field.name for field in dataclasses.fields(settings)] if dataclasses.is_dataclass(settings) else []
-
-
-def _did_you_mean(given: str, known: Sequence[str]) -> str:
-    """A suggestion for an unknown name: the most similar known ones, or else all."""
-    near = difflib.get_close_matches(given.lower(), known, n=3)
-    if near:
-        return f"; did you mean {' or '.join(map(repr, near))}?"
-    return f"; there are: {', '.join(sorted(known))}" if known else ""
 
 
 def _line_of(text: str, key: Sequence[str]) -> str:
