@@ -19,7 +19,7 @@ from jurybox.protocol.errors import Code, Error, ProtocolMismatch, Refused, Serv
 from jurybox.protocol.weights import WeightsLayout
 from jurybox.protocol.weights.channel import decode_extra, encode_extra
 from jurybox.protocol.weights.layout import TensorPlace, dtype_name
-from jurybox.protocol.weights.publisher import layout_mismatch, tensors_of
+from jurybox.protocol.weights.publisher import array_of, layout_mismatch, tensors_of
 from jurybox.protocol.weights.reader import State, Weights
 from jurybox.protocol.weights.transfer import PUBLISH, READ, Assembly, Flat, chunks, narrow, transfer_layout
 
@@ -352,12 +352,8 @@ class RemoteWeightsReader(_Remote):
 def _host_array(tensor: Any, place: TensorPlace) -> np.ndarray[Any, Any] | None:
     """Return a tensor's values in host memory in the stored dtype; None if its shape or dtype does not match."""
     if not hasattr(tensor, "data_ptr"):
-        array = np.asarray(tensor)
-        if array.shape != place.shape or array.dtype.name not in (place.dtype, place.stored.name):
-            return None
-        if not array.dtype.isnative:
-            array = array.astype(array.dtype.newbyteorder("="))
-        return array.view(place.stored)  # an extension of NumPy may have a bfloat16 of its own
+        given = array_of(tensor, place)
+        return None if given is None else given.view(place.stored)  # an extension of NumPy may have its own bfloat16
     if tuple(tensor.shape) != place.shape or dtype_name(tensor) not in (place.dtype, place.stored.name):
         return None
     whole = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()

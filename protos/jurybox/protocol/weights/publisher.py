@@ -276,12 +276,16 @@ def _locate(
         and tensor.flags.c_contiguous
     ):
         return int(tensor.__array_interface__["data"][0]), tensor  # usually; the rest takes several times as long
-    array: npt.NDArray[Any] = np.ascontiguousarray(tensor).reshape(np.shape(tensor))
-    if array.shape != place.shape or array.dtype.name not in (place.dtype, stored.name):
+    array = array_of(tensor, place)
+    return None if array is None else (int(array.__array_interface__["data"][0]), array)
+
+
+def array_of(values: Any, place: TensorPlace) -> npt.NDArray[Any] | None:
+    """Return values as a contiguous array in the host's byte order; None if shape or dtype does not match."""
+    array: npt.NDArray[Any] = np.ascontiguousarray(values).reshape(np.shape(values))
+    if array.shape != place.shape or array.dtype.name not in (place.dtype, place.stored.name):
         return None
-    if not array.dtype.isnative:
-        array = array.astype(array.dtype.newbyteorder("="))
-    return int(array.__array_interface__["data"][0]), array
+    return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
 
 
 # Publication from a device: tensors are gathered there, then copied in one transfer.
