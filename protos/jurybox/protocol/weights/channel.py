@@ -196,7 +196,7 @@ class WeightsChannel(forks.Closing):
             if self.segment.buffer[at : at + len(kept)] != kept:
                 self.segment.buffer[at : at + len(kept)] = kept
                 damaged = True
-        slots = self._words[8:].reshape(-1, 8)[: SLOTS[self.mode]]
+        slots = self._slot_words
         newest = int(self._words[0])
         # The newest of two slots is never written to. A single one may be partly written, if its publisher was killed.
         sequence, version = map(int, slots[newest % len(slots)][:2])
@@ -220,8 +220,12 @@ class WeightsChannel(forks.Closing):
     @property
     def publications(self) -> int:
         """The number of publications since the channel was created or last restored; versions may skip numbers."""
-        sequences = self._words[8:].reshape(-1, 8)[: SLOTS[self.mode], 0]
-        return int((sequences >> np.uint64(1)).sum())  # each publication makes its slot's sequence odd, then even again
+        # Each publication makes its slot's sequence odd, then even again.
+        return int((self._slot_words[:, 0] >> np.uint64(1)).sum())
+
+    @property
+    def _slot_words(self) -> npt.NDArray[np.uint64]:
+        return self._words[8:].reshape(-1, 8)[: SLOTS[self.mode]]
 
     def claim(self) -> WeightsClaim:
         """Return the newest publication: version (0: nothing can be read now), slot, published_ns (monotonic)."""
