@@ -109,11 +109,10 @@ class OpenServed(Served):
     def _staged_whole(self, tickets: NDArray[Any], rows: int, found: int) -> dict[str, Any] | None:
         """Return the arguments of one forward for the whole batch; None if its rows cannot be computed together."""
         shape, left = self.shaped(rows), self._max_elements
-        fixed = self._gather(tickets, rows, shape) if self._fixed else {}
         staged: dict[str, Any] = {}
         for key, spec in self.spec.inputs.items():
             if not spec.variable:
-                staged[key] = fixed[key]
+                staged[key] = None  # its place among the arguments
                 continue
             variable = self._variable[key]
             values = variable.whole(tickets, rows, self._max_padding, left)
@@ -125,6 +124,8 @@ class OpenServed(Served):
                 staged[key] = list(values.unbind())
             else:
                 staged[key], staged[f"{key}_lengths"] = values, variable.lengths(rows)
+        if self._fixed:
+            staged |= self._gather(tickets, rows, shape)
         return staged | self._states.whole(rows, shape, found) if self._states is not None else staged
 
     def _run_whole(self, staged: dict[str, Any], tickets: NDArray[Any], rows: int) -> Outcome | None:
