@@ -128,9 +128,9 @@ class CudaRegions(Registry[CudaRegion]):
                             self._bindings.pop(key, None)
                         raise
                     return rows, binding.rows.version
+        except Timeout:
+            raise
         except TimeoutError as error:
-            if isinstance(error, Error):
-                raise
             raise Timeout(
                 f"model {spec.name!r} did not answer within {seconds:g} s with tensors in CUDA regions: send a longer "
                 "timeout, or fewer rows"
