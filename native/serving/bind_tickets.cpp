@@ -401,6 +401,7 @@ void bind_tickets(nb::module_& m) {
     nb::class_<ArrivalTracker>(m, "ArrivalTracker", "Predicts which clients are about to send again; see engine/batches.py.")
         .def(nb::init<std::size_t>(), nb::arg("lanes"))
         .def_prop_ro("away", &ArrivalTracker::away, nb::lock_self(), "Quick clients that were answered and have not sent again.")
+        .def_prop_ro("overdue", &ArrivalTracker::overdue, nb::lock_self(), "Those of them that were answered before the last batch.")
         .def(
             "came",
             [](ArrivalTracker& self, nb::handle tickets, std::int64_t now, std::int64_t quick_ns) {
@@ -415,8 +416,8 @@ void bind_tickets(nb::module_& m) {
                 const Read these(tickets);
                 self.answered(these.records<const Ticket>(), these.rows(), now);
             },
-            nb::arg("tickets"), nb::arg("now"), nb::lock_self(), "Record tickets that were answered.")
-        .def("stays_away", &ArrivalTracker::stays_away, nb::lock_self(), "Stop waiting for the clients that are away now, until they are quick again.");
+            nb::arg("tickets"), nb::arg("now"), nb::lock_self(), "Record tickets that were answered, as the last batch.")
+        .def("stays_away", &ArrivalTracker::stays_away, nb::lock_self(), "Stop waiting for the overdue clients, until they are quick again.");
 }
 
 }  // namespace jurybox

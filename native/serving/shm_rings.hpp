@@ -122,7 +122,8 @@ class ShmRingsEngine {
           taken_(kShmRingsLanes),
           answered_(kShmRingsLanes),
           spin_(spin_ns),
-          lone_spin_(kLoneSpin * spin_ns) {}
+          lone_spin_(kLoneSpin * spin_ns),
+          pause_spin_(spin_ns) {}
 
     // Restore positions of the engine that were overwritten, and set the bits of lanes with tickets. Return the number of
     // lanes that were overwritten. Tickets in their rings may be lost: after `renew` their clients send them again.
@@ -251,12 +252,18 @@ class ShmRingsEngine {
         return posted() || (other && tickets_only(fds, n_fds));
     }
 
-    // Sleep, to leave the core to the clients, until `tickets` lanes have tickets or the time-out has passed.
+    // Wait until `tickets` lanes have tickets or the time-out has passed. The wait is short as a rule, and a sleep of that
+    // length costs as much as it lasts, so the engine first spins; a longer wait leaves the core to the clients.
     void pause(pollfd* pipe, std::int64_t timeout_ns, std::uint32_t tickets) {
+        const std::int64_t until = monotonic_ns() + timeout_ns, budget = pause_spin_.budget(timeout_ns);
+        const bool found = spin_until(budget, [&] { return lanes_posted() >= tickets; });
+        if (budget < timeout_ns) pause_spin_.ended(found, budget);
+        const std::int64_t left = until - monotonic_ns();
+        if (found || left <= 0) return;
         memory_->sleeping.store(tickets, std::memory_order_seq_cst);
         // Count earlier postings; one that is being made may count twice, which only ends the pause early.
         for (std::uint32_t came = lanes_posted(); came; --came) count_down(memory_->sleeping);
-        if (memory_->sleeping.load(std::memory_order_seq_cst)) sleep(pipe, 1, timeout_ns);
+        if (memory_->sleeping.load(std::memory_order_seq_cst)) sleep(pipe, 1, left);
         memory_->sleeping.store(0, std::memory_order_seq_cst);
     }
 
@@ -319,6 +326,7 @@ class ShmRingsEngine {
     std::vector<std::uint32_t> taken_, answered_;
     Spin spin_;
     Spin lone_spin_;
+    Spin pause_spin_;
     std::uint32_t last_lane_ = kShmRingsLanes, last_rows_ = 0;
     std::uint64_t same_lane_ = 0;
     std::uint32_t next_ = 0;  // the lane at which `collect` begins

@@ -275,6 +275,9 @@ class ArrivalTracker {
     // The number of quick clients that were answered and have not sent again.
     std::size_t away() const { return away_; }
 
+    // How many of them were answered before the last batch, so that they have had its whole time to send.
+    std::size_t overdue() const { return away_ - recent_; }
+
     // Record tickets that have arrived. A client is quick if it sends within `quick_ns` of its last answer.
     void came(const Ticket* tickets, std::size_t n, std::int64_t now, std::int64_t quick_ns) {
         for (std::size_t i = 0; i < n; ++i) {
@@ -282,37 +285,44 @@ class ArrivalTracker {
             Pace& pace = lanes_[tickets[i].lane];
             pace.quick = now - pace.answered <= quick_ns;
             away_ -= pace.away;
+            recent_ -= pace.away && pace.batch == batch_;
             pace.away = false;
         }
     }
 
-    // Record tickets that were answered.
+    // Record tickets that were answered, as the last batch.
     void answered(const Ticket* tickets, std::size_t n, std::int64_t now) {
+        ++batch_;
+        recent_ = 0;
         for (std::size_t i = 0; i < n; ++i) {
             if (tickets[i].lane >= lanes_.size()) continue;
             Pace& pace = lanes_[tickets[i].lane];
             pace.answered = now;
+            recent_ += pace.quick && !(pace.away && pace.batch == batch_);  // a lane may have several tickets in a batch
+            pace.batch = batch_;
             away_ += std::size_t{pace.quick} - std::size_t{pace.away};
             pace.away = pace.quick;
         }
     }
 
-    // Stop waiting for the clients that are away now, until they are quick again.
+    // Stop waiting for the clients that are overdue now, until they are quick again.
     void stays_away() {
         for (Pace& pace : lanes_) {
-            if (pace.away) pace.quick = pace.away = false;
+            if (pace.away && pace.batch != batch_) pace.quick = pace.away = false;
         }
-        away_ = 0;
+        away_ = recent_;
     }
 
   private:
     struct Pace {
         std::int64_t answered = 0;
+        std::uint64_t batch = 0;  // the one that answered it last
         bool quick = false;
         bool away = false;
     };
     std::vector<Pace> lanes_;
-    std::size_t away_ = 0;
+    std::size_t away_ = 0, recent_ = 0;  // `recent_` of `away_` were answered with the last batch
+    std::uint64_t batch_ = 0;
 };
 
 }  // namespace jurybox

@@ -51,11 +51,27 @@ def test_clients_that_stay_away_are_not_expected_until_they_are_quick_again():
     tracker = ArrivalTracker(8)
     tracker.came(tickets(1, 2), 0, QUICK * BATCH)
     tracker.answered(tickets(1, 2), 10)
+    tracker.answered(tickets(3), 20)
     tracker.stays_away()
     assert tracker.away == 0
     tracker.came(tickets(1), 50 * BATCH, QUICK * BATCH)
     tracker.answered(tickets(1), 51 * BATCH)
     assert tracker.away == 0
+
+
+def test_a_client_is_overdue_when_it_has_had_a_whole_batch_to_return():
+    tracker = ArrivalTracker(8)
+    tracker.came(tickets(1, 2, 3), 0, QUICK * BATCH)
+    tracker.answered(tickets(1, 1), 10)
+    assert (tracker.away, tracker.overdue) == (1, 0)
+    tracker.answered(tickets(2, 3), 20)
+    assert (tracker.away, tracker.overdue) == (3, 1)
+    tracker.came(tickets(2), 30, QUICK * BATCH)
+    assert (tracker.away, tracker.overdue) == (2, 1)
+    tracker.stays_away()  # only 1 has had its time
+    assert (tracker.away, tracker.overdue) == (1, 0)
+    tracker.answered(tickets(2), 40)
+    assert (tracker.away, tracker.overdue) == (2, 1)
 
 
 def test_the_fixed_cost_of_a_batch_is_distinguished_from_that_of_its_rows():
@@ -141,6 +157,14 @@ def test_a_lone_client_is_never_kept_waiting(world):
     lone = world([5_000])
     lone.run(50)
     assert lone.pauses == []
+
+
+@pytest.mark.parametrize("clients", [3, 5])
+def test_clients_that_return_during_the_next_batch_are_not_waited_for(world, clients):
+    few = world([60_000 + 10_000 * i for i in range(clients)])  # a batch takes 100,000
+    began = few.now
+    few.run(100)
+    assert sum(few.sizes) / (few.now - began) > 0.95 * clients / (2 * BATCH)  # the engine is never idle, and two batches serve all
 
 
 def test_two_halves_of_a_crowd_in_closed_loop_take_turns(world):

@@ -357,13 +357,14 @@ class Batches:
 #
 # On few cores an engine that starts at once on whatever has arrived takes the core from the clients whose tickets
 # would have filled its batch. So it waits briefly, but only for clients that recently sent again right after their
-# answer, and only under one rule: it waits for one more ticket as long as that ticket is expected to arrive sooner
-# than one ticket's share of the batch's common cost so far, which is the time waited plus the batch's fixed cost. If a
-# model's cost is purely per row, there is no common cost and the engine does not wait. It also waits for at most half
-# of these clients: the two halves alternate, and while one half's batch is computed the other half's clients run. A
-# batch of all clients would leave all other cores idle. The engine never waits for a lone client, because no other
-# client is missing when its ticket arrives. A client that fails to return in time is not waited for again until it has
-# shown that it is quick. native.ArrivalTracker keeps this record.
+# answer and have had a whole batch's time to do so: those answered with the last batch run while the next one is
+# computed, and waiting for them would leave the engine idle instead. It waits for one more ticket as long as that
+# ticket is expected to arrive sooner than one ticket's share of the batch's common cost so far, which is the time
+# waited plus the batch's fixed cost. If a model's cost is purely per row, there is no common cost and the engine does
+# not wait. It also waits for at most half of these clients: the two halves alternate, and while one half's batch is
+# computed the other half's clients run. A batch of all clients would leave all other cores idle. The engine never
+# waits for a lone client, because no other client is missing when its ticket arrives. A client that fails to return in
+# time is not waited for again until it has shown that it is quick. native.ArrivalTracker keeps this record.
 
 
 QUICK = 4  # a closed-loop client is quick if it sends again within the time of this many batches

@@ -292,7 +292,7 @@ class Engine:
             self._computing[0] = 0
             return False
         queue, served = slot.queue, slot.served
-        if self._tracker.away and self._pause is not None and not self._batches.under_way:
+        if self._tracker.overdue and self._pause is not None and not self._batches.under_way:
             self._wait_for_more(slot, now)
         if (late := queue.expired(now)) is not None:
             slot.counters.add("expired", late)
@@ -314,15 +314,15 @@ class Engine:
         return True
 
     def _wait_for_more(self, slot: Slot, began: int) -> None:
-        """Wait for half of the quick clients as long as that pays (batches.py explains the rule)."""
+        """Wait for overdue clients, up to half of the quick ones, as long as that pays (batches.py explains the rule)."""
         assert self._pause is not None
-        queue = slot.queue
-        while self._tracker.away > len(queue) and queue.rows < queue.max_batch:
+        queue, tracker = slot.queue, self._tracker
+        while (overdue := tracker.overdue) and tracker.away > len(queue) and queue.rows < queue.max_batch:
             shared = self._clock() - began + slot.cost.fixed
-            more = (self._tracker.away - len(queue) + 1) // 2  # a client that sends is no longer counted in `away`
-            self._pause(shared / len(queue) / 1e9, more)
+            more = (tracker.away - len(queue) + 1) // 2  # a client that sends is no longer counted in `away`
+            self._pause(shared / len(queue) / 1e9, min(more, overdue))
             if not self._take_in():
-                self._tracker.stays_away()
+                tracker.stays_away()
 
     def ready_in(self) -> int | None:
         """Return the nanoseconds until a held-back batch is due; None if no tickets wait."""
