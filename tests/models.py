@@ -105,6 +105,12 @@ def paced(seconds: float, slow: str) -> ServedModel:
     return ServedModel(Paced(seconds), VECTOR, {"action": TensorSpec("float32", (4,))})
 
 
+def loads_once(taken: str) -> ServedModel:
+    """Only the first engine that creates the file `taken` can load it."""
+    Path(taken).touch(exist_ok=False)
+    return affine()
+
+
 def big() -> ServedModel:
     """Some megabytes of weights."""
     module = torch.nn.Linear(4, 600_000)

@@ -69,3 +69,14 @@ def test_a_dead_replicas_tickets_go_to_a_living_one(uneven):
         for _ in range(20):
             assert all(one.infer(X, timeout=30)[0, 0] == 3 for one in served)
         wait_until(lambda: all(e["state"] == "serving" for e in zmq.status()["engines"]), 60, "recovery")
+
+
+def test_a_replica_that_could_not_load_a_model_gets_no_requests_for_it(tmp_path, transport):
+    """It computes nothing, so it seems to be the one with the shortest wait."""
+    models = {"only": {"factory": "tests.models:loads_once", "args": {"taken": str(tmp_path / "taken")}}}
+    with serving(tmp_path, models, replicas=2) as server, server.connect(transport=transport) as client:
+        wait_until(lambda: all(e["state"] == "serving" for e in client.status()["engines"]), 60, "both engines")
+        model = client.model("only")
+        assert all(model.infer(X, timeout=20)[0, 0] == 3 for _ in range(50))
+        computed = client._link.scoreboard.counters["requests"][:, client.status()["models"][0]["index"]]
+        assert sorted(computed.tolist()) == [0, 50]

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from jurybox.client.link import OneEngine, RowsHere
 
 _DEATHS = 3  # after this many engine deaths with a ticket in flight, the ticket is assumed to be the cause
+_WITHOUT = 1.0  # seconds without tickets for an engine that did not have the model
 
 
 class Holder(Protocol):
@@ -106,6 +107,7 @@ class Lane:
         self._one_engine = len(self._mine) == 1
         self._first_engine = self._mine[0]
         self._stays = -1  # the engine of this lane's sessions
+        self._without: dict[int, float] = {}  # engines without the model, and until when they get no ticket, s
         self._looked = 0.0
         self._unsent_because = ""
         self._row_waiters: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = []
@@ -241,7 +243,7 @@ class Lane:
             ticket.engine, self._unsent_because, answer = UNSENT, str(error), None  # `look_after` sends it
         if answer is None:
             return ticket
-        if answer.sequence != sequence or answer.code == Code.STALE_LEASE:
+        if answer.sequence != sequence or answer.code in (Code.STALE_LEASE, Code.MODEL_NOT_FOUND):
             self._settle((answer,))
             return ticket
         del self.in_flight[sequence]
@@ -395,6 +397,9 @@ class Lane:
         serving = [i for i in self._mine if states[i] == SERVING]
         if not serving:
             return None
+        if self._without:
+            now = time.monotonic()
+            serving = [i for i in serving if self._without.get(i, 0.0) <= now] or serving
         if self.columns.sessions is not None:  # their state is on the first engine used, as long as it is serving
             if self._stays not in serving:
                 self._stays = random.choice(serving)
@@ -402,6 +407,20 @@ class Lane:
         waits = self._waits.tolist()
         bound = 1.5 * max(0, min(waits[i] for i in serving))  # negative: another process corrupted it
         return random.choice([i for i in serving if waits[i] <= bound])
+
+    def _send_elsewhere(self, ticket: InFlight) -> bool:
+        """Send a ticket again whose engine does not have the model: it could not load it, or has not done so yet.
+
+        Return False if no other engine may have it.
+        """
+        now = time.monotonic()
+        self._without[ticket.engine] = now + _WITHOUT
+        states = self._states.tolist()
+        if not any(states[i] == SERVING and self._without.get(i, 0.0) <= now for i in self._mine):
+            return False
+        self._stays = -1
+        self._send(ticket)
+        return True
 
     def _settle(self, answers: Iterable[Answer]) -> None:
         """Assign answers to their tickets. The tickets' rows become free unless they have a holder."""
@@ -415,6 +434,8 @@ class Lane:
                 continue  # already answered by the engine that it was sent to before
             if answer.incarnation != ticket.incarnation and not self._far:
                 continue  # from an engine that is dead; another engine writes to these rows now, maybe by other weights
+            if answer.code == Code.MODEL_NOT_FOUND and not self._one_engine and self._send_elsewhere(ticket):
+                continue
             if answer.code == Code.STALE_LEASE:
                 self.gone = error_for(answer.code, answer.message)
             ticket.answer = answer
