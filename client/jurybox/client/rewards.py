@@ -544,7 +544,8 @@ def _fitted(name: str, spec: TensorSpec, value: Any) -> Any:
             raise SpecMismatch(f"{name} is a picture of mode {value.mode!r}, expected 8 bits a channel")
         value = value.convert("RGB")
     elif hasattr(value, "detach"):  # a torch tensor
-        value = value.detach().cpu().numpy()
+        value = value.detach().cpu()
+        value = (value.float() if str(value.dtype) == "torch.bfloat16" else value).numpy()  # NumPy has no bfloat16
     array = np.asarray(value)
     if spec.shape[-1:] == (3,) and array.ndim == 3 and array.shape[0] == 3 != array.shape[2]:
         array = array.transpose(1, 2, 0)  # from torch's channels-first order

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 from jurybox.client import SpecMismatch
@@ -40,6 +41,11 @@ def test_half_a_surrogate_pair_is_no_observation_no_reward_and_no_request_either
         _text("text", TEXT, np.array(HALF))
     with pytest.raises(SpecMismatch, match=WHAT_TO_DO):
         TypedData("text", [HALF]).strings(1, TEXT)
+
+
+def test_a_reward_takes_tensors_in_bfloat16_which_numpy_does_not_have():
+    given = torch.tensor([[0.5, 1.0], [1.5, 2.0]], dtype=torch.bfloat16, requires_grad=True)
+    np.testing.assert_array_equal(_fitted("latent", TensorSpec("float32", (2, 2)), given), [[0.5, 1.0], [1.5, 2.0]])
 
 
 @pytest.mark.parametrize(
