@@ -257,7 +257,7 @@ class ShmRingsEngine {
     void pause(pollfd* pipe, std::int64_t timeout_ns, std::uint32_t tickets) {
         const std::int64_t until = monotonic_ns() + timeout_ns, budget = pause_spin_.budget(timeout_ns);
         const bool found = spin_until(budget, [&] { return lanes_posted() >= tickets; });
-        if (budget < timeout_ns) pause_spin_.ended(found, budget);
+        if (found || budget < timeout_ns) pause_spin_.ended(found, budget);  // else no sleep follows, which it would have saved
         const std::int64_t left = until - monotonic_ns();
         if (found || left <= 0) return;
         memory_->sleeping.store(tickets, std::memory_order_seq_cst);

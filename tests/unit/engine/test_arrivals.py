@@ -164,7 +164,8 @@ def test_clients_that_return_during_the_next_batch_are_not_waited_for(world, cli
     few = world([60_000 + 10_000 * i for i in range(clients)])  # a batch takes 100,000
     began = few.now
     few.run(100)
-    assert sum(few.sizes) / (few.now - began) > 0.95 * clients / (2 * BATCH)  # the engine is never idle, and two batches serve all
+    # The engine is never idle, and two batches serve all.
+    assert sum(few.sizes) / (few.now - began) > 0.95 * clients / (2 * BATCH)
 
 
 def test_two_halves_of_a_crowd_in_closed_loop_take_turns(world):

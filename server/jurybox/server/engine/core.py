@@ -314,7 +314,7 @@ class Engine:
         return True
 
     def _wait_for_more(self, slot: Slot, began: int) -> None:
-        """Wait for overdue clients, up to half of the quick ones, as long as that pays (batches.py explains the rule)."""
+        """Wait for overdue clients, up to half of the quick ones, as long as that pays (see batches.py)."""
         assert self._pause is not None
         queue, tracker = slot.queue, self._tracker
         while (overdue := tracker.overdue) and tracker.away > len(queue) and queue.rows < queue.max_batch:
