@@ -251,7 +251,7 @@ void import_rows(PyRing& self, Flags slots, Indices within, Words before, Flags 
             }
             ring.commit(t);
             if (ring.links != nullptr && last != 0 && ring.holds(last - 1)) ring.links[ring.slot_of(last - 1)].after.store(t + 1, std::memory_order_release);
-            if (update) update->set(at, top);
+            if (update) update->set(at, (flags.data()[i] & Link::kFinal) != 0 ? 0 : top);
             tickets.data()[i] = t;
         }
     }

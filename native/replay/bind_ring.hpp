@@ -228,7 +228,7 @@ struct PyRing {
                 const unsigned end = stream == nullptr || final_row ? 0 : ends(sources, done);
                 const Written outcome = writer.write(first + i, sources, done, stream, end, final_row);
                 if (outcome == Written::yes) {
-                    if (prioritized) update->set(ring.slot_of(first + i), top);
+                    if (prioritized) update->set(ring.slot_of(first + i), final_row ? 0 : top);  // 0: never drawn
                     passed = 0, ++done;
                     continue;
                 }

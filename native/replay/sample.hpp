@@ -162,7 +162,7 @@ class Sampler {
             slots[i % kAhead] = slot;
             const std::byte* line = ring_.slot(slot);
             for (std::size_t at = 0; at < fetched; at += 64) __builtin_prefetch(line + at);
-            if (request_.window.linked) __builtin_prefetch(ring_.links + slot);
+            if (ring_.links != nullptr) __builtin_prefetch(ring_.links + slot);
         };
         for (std::size_t i = from; i < std::min(from + kAhead, to); ++i) draw(i);
         for (std::size_t i = from; i < to; ++i) {
@@ -182,6 +182,7 @@ class Sampler {
         } else if (ticket_of(seen) < tail_) {
             return false;  // no longer read
         }
+        if (ring_.links != nullptr && (ring_.links[slot].before.load(std::memory_order_relaxed) & Link::kFinal) != 0) return false;
         const std::byte* from = ring_.slot(slot);
         for (const Column& c : request_.columns) take(c.field, from, c.out + position * c.stride);
         if (ring_.verify && !ring_.still(slot, seen)) return false;

@@ -77,6 +77,34 @@ def test_windows_agree_with_a_list_of_episodes(episodes, n_step: int, stack: int
             assert seen == {(e, s) for e, length in enumerate(lengths) for s in range(length)}
 
 
+@pytest.mark.parametrize("on", ["host", "device"])
+@pytest.mark.parametrize("options", [{}, {"prioritized": True}])
+def test_last_observations_are_never_drawn_themselves(make, options, on) -> None:
+    replay = make(100, FIELDS, episodes=EPISODES, **options)
+    play(replay, [1] * 20, ["truncated"] * 20)  # half of the rows are last observations
+    source = replay if on == "host" else replay.resident("cpu", seed=1)
+    if on == "device":
+        source.refresh()
+    ways = [{}, {"uniform": True}, {"windows": Windows(n_step=1, next="observation")}]
+    for batch in (source.sample(64, **way) for way in ways):
+        assert all(step == 0 for _, step in np.asarray(batch["observation"]).tolist())
+        assert np.all(np.asarray(batch["reward"]) == 1)
+    once = source.sample(20, replace=False, uniform=True)
+    assert sorted(episode for episode, _ in np.asarray(once["observation"]).tolist()) == list(range(20))
+    with pytest.raises(NotEnoughRows):
+        source.sample(21, replace=False, uniform=True)
+
+
+def test_last_observations_have_no_priority(make) -> None:
+    replay = make(100, FIELDS, episodes=EPISODES, prioritized=True, alpha=1.0)
+    play(replay, [1] * 20, ["truncated"] * 20)
+    batch = replay.sample(200)
+    replay.update_priorities(batch.indices, np.full(200, 1e-6))
+    before = replay.counters.redrawn
+    replay.sample(64)
+    assert replay.counters.redrawn == before == 0
+
+
 def test_sequences_end_with_their_episode(make) -> None:
     replay = make(100, FIELDS, episodes=EPISODES)
     play(replay, [3, 8, 5], ["terminated", "truncated", "terminated"])

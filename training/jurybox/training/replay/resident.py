@@ -277,6 +277,7 @@ class Resident:
             torch.zeros(capacity, dtype=torch.float64, device=self.device) if layout.prioritized else None
         )
         self._top = 1.0
+        self._finals = False  # whether last observations were among the rows: they are not drawn
         forks.register(self)
 
     def _after_fork_in_child(self) -> None:
@@ -306,10 +307,15 @@ class Resident:
         for piece in self._new.take(self._staging.numpy()):
             positions = piece.positions
             self.rows.put(positions, self._staging[: len(piece)])
+            final = np.zeros(len(piece), np.bool_)
             if linked:
                 self.rows.link(positions, piece.before, piece.after, piece.flags)
+                final = (piece.flags & FINAL) != 0
+                self._finals = self._finals or bool(final.any())
             if self._priorities is not None:
                 self._priorities[torch.from_numpy(positions % self.capacity).to(self.device)] = self._top
+                if final.any():
+                    self._priorities[torch.from_numpy(positions[final] % self.capacity).to(self.device)] = 0.0
         if linked:
             self.rows.end(self._new.ended())
         if self._layout.full != "overwrite":
@@ -346,13 +352,13 @@ class Resident:
         low = self.taken - len(self)
         if not replace:
             order = low + torch.randperm(len(self), generator=self._generator, device=self.device)
-            if windows.any:
+            if windows.any or self._finals:
                 order = order[self.rows.fits(order, windows, self.taken)]
             if len(order) < n:
                 raise NotEnoughRows(f"only {len(order)} different rows fit, expected {n}")
             return order[:n]
         drawn = self._candidates(n, prioritized=prioritized)
-        if not windows.any:
+        if not windows.any and not self._finals:
             return drawn
         for _ in range(_TRIES):
             unfit = ~self.rows.fits(drawn, windows, self.taken)
@@ -386,6 +392,7 @@ class Resident:
         if self._priorities is None:
             raise Refused("this replay is not prioritized: make it with prioritized=True")
         ring = self._part.ring
+        indices = indices.to(self.device)
         priorities = (errors.detach().to(self.device, torch.float64).abs() + ring.epsilon) ** ring.alpha
         fresh = indices >= self.taken - self.capacity
         slots = indices % self.capacity
