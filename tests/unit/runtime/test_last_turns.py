@@ -46,13 +46,16 @@ def test_an_evaluation_that_was_due_before_the_last_step_is_not_the_last_one(sce
 def test_successors_draw_other_numbers_also_in_a_resumed_run(scene):
     turn, _, act = scene
 
-    def seed(life):
-        context = turn.context
-        return RoleContext(context.plan, 0, context.shared, lambda message: None, life=life).seed
+    def marks(life):
+        context = RoleContext(turn.context.plan, 0, turn.context.shared, lambda message: None, life=life)
+        return context.seed, context.incarnation
 
-    first, second = seed(1), seed(2)
+    first, second = marks(1), marks(2)
     act(10)  # then the run is resumed, which counts lives from 1 again: a role that goes on restores its generator
-    assert seed(1) == first and len({first, second, seed(2), seed(3)}) == 4
+    assert marks(1) == first
+    for numbers in zip(first, second, marks(2), marks(3), strict=True):
+        assert len(set(numbers)) == 4
+    assert first[1] == 0 < second[1] < 1 << 23
 
 
 def learn(turn):

@@ -20,7 +20,7 @@ Array = npt.NDArray[Any]
 Outputs = Mapping[str, Array]
 
 _SEED = 1_000_003  # makes the episodes of evaluations different from those of the training
-_STEP_BITS = 40  # low bits of a moment; the bits above count the worker's restarts
+_STEP_BITS = 40  # low bits of a moment; the bits above are its incarnation
 _ADOPTED = 30.0  # seconds to wait for newer weights: an engine that restarts imports torch before it adopts them
 _ENDLESS = 1_000_000  # steps after which an evaluation's episode counts as endless
 _SIDE_BY_SIDE = 10  # maximum number of parallel environments of the evaluator
@@ -269,7 +269,7 @@ class GymActor(Actor):
         self._streams = context.replay(ROWS).streams(n)
         self._first = context.number * n  # environments are numbered over all workers
         self._totals, self._lengths = np.zeros(n), np.zeros(n, np.int64)
-        self._moments = np.full(n, (context.life - 1) << _STEP_BITS, np.int64)
+        self._moments = np.full(n, context.incarnation << _STEP_BITS, np.int64)
         self._playing = False
 
     def _epsilon(self) -> float:

@@ -16,7 +16,7 @@ from jurybox.training.recipes.marl_policies import ON_POLICY, FrameStack, Observ
 from jurybox.training.recipes.marl_worlds import Environment, agent_spaces, encoders, make_world
 from jurybox.training.runtime.role_context import Actor, Evaluator, RoleContext
 
-_STEP_BITS = 40  # low bits of a moment; the bits above count the actor's restarts
+_STEP_BITS = 40  # low bits of a moment; the bits above are its incarnation
 
 
 class TurnTaker(Actor):
@@ -60,7 +60,7 @@ class TurnTaker(Actor):
         self._totals = dict.fromkeys(groups, 0.0)
         self._gaps = dict.fromkeys(groups, 0)  # added to an agent's moments: one for each time that it left
         self._turns = 0
-        self._moment = (context.life - 1) << _STEP_BITS  # so that no row follows one of an earlier process
+        self._moment = context.incarnation << _STEP_BITS  # so that no row follows one of an earlier process
         self._playing = False
 
     def step(self) -> int:

@@ -85,6 +85,7 @@ class RoleContext:
         life: as above.
         seed: derived from the plan's seed, the role and its life; who comes after a killed one does not repeat it, also
             in a resumed run.
+        incarnation: 0 in the first life, then 23 bits of the seed, to mark rows that do not follow another life's.
     """
 
     def __init__(
@@ -111,6 +112,7 @@ class RoleContext:
         # Lives are counted anew when a run is resumed, the steps are not.
         lived = [] if life == 1 else [int(self.words[Word.ENV_STEPS])]
         self.seed = int(np.random.SeedSequence([plan.seed, number, life, *lived]).generate_state(1, np.uint64)[0] >> 1)
+        self.incarnation = 0 if life == 1 else self.seed % (1 << 23)
         self.uncounted = 0  # steps of a learner that the scoreboard does not show yet
         self.followed: list[tuple[str, WeightsReader, Refreshable]] = []
         self._orders = self.scoreboard.orders[number]
