@@ -46,6 +46,14 @@ def shared_memory_of_our_own():
     shutil.rmtree(folder)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def stable_baselines_logs():
+    """A folder for Stable-Baselines3's logs, which would otherwise leave one for each of its runs."""
+    with tempfile.TemporaryDirectory(prefix="jurybox-sb3-") as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SB3_LOGDIR", folder)
+        yield
+
+
 @pytest.fixture
 def empty_shared_memory(shared_memory_of_our_own):
     """A folder in shared memory for one test: processes that another test killed may leave files in the run's."""
