@@ -10,7 +10,7 @@ import lz4.block
 import numpy as np
 import pytest
 
-from jurybox.protocol.errors import Refused, SharedMemoryError
+from jurybox.protocol.errors import Refused, SharedMemoryError, SpecMismatch
 from jurybox.training.replay import Damaged, Episodes, Field, RateLimiter, Replay, Windows
 from jurybox.training.replay import save as saving
 from jurybox.training.replay.archive import CODECS, RECORD_BYTES, Archive, Kind, record_head
@@ -267,6 +267,73 @@ def test_restore_replaces_the_content(make, tmp_path) -> None:
     add(replay, 60, 100)
     replay.restore(tmp_path / "b")
     assert content(replay) == was and replay.added == 60
+
+
+def test_an_incremental_save_after_a_restore_writes_everything(make, loaded, tmp_path) -> None:
+    replay = make(100, FIELDS)
+    add(replay, 0, 20)
+    replay.save(tmp_path / "older")
+    add(replay, 20, 30)
+    replay.save(tmp_path / "newer")
+    replay.restore(tmp_path / "older")
+    add(replay, 500, 30)  # under the tickets, and so with the sequence words, of the rows that were saved last
+    assert replay.save(tmp_path / "newer", incremental=True).rows == 50
+    assert content(loaded(tmp_path / "newer")) == content(replay)
+    add(replay, 530, 5)
+    assert replay.save(tmp_path / "newer", incremental=True).rows == 5, "the next one builds on it again"
+
+
+LINKED = {"o": Field(), "reward": Field(), "terminated": Field((), "bool")}
+
+
+@pytest.mark.parametrize("writer", ["add", "extend", "stream", "streams", "anchor"])
+def test_a_row_after_a_restore_follows_no_row_of_what_was_replaced(make, tmp_path, writer) -> None:
+    def adder(replay):
+        if writer in ("add", "extend"):
+            return getattr(replay, writer)
+        made = {"stream": replay.stream, "streams": lambda: replay.streams(1), "anchor": lambda: replay.anchor}
+        streams[replay.name] = made[writer]()
+        return streams[replay.name].add
+
+    def add(write, first: float, end: float) -> None:
+        for o in np.arange(first, end, dtype=np.float32):
+            row = {"o": o, "reward": 1.0, "terminated": False}
+            many = writer in ("extend", "streams")
+            write(**{name: np.array([value]) for name, value in row.items()} if many else row)
+
+    streams = {}
+    saved, replay = (make(100, LINKED, episodes=Episodes(), anchor=50) for _ in range(2))
+    add(adder(saved), 0, 10)
+    saved.save(tmp_path / "b")
+    write = adder(replay)
+    add(write, 100, 105)
+    replay.restore(tmp_path / "b")
+    add(write, 200, 203)
+    ratio = float(writer == "anchor")
+    batch = replay.sample(400, windows=Windows(n_step=1, gamma=1.0, next="o", stack=2, stacked="o"), anchor_ratio=ratio)
+    before, now, ahead = batch["o"][:, 0], batch["o"][:, 1], batch["next_o"][:, 1]
+    assert set(zip(now.tolist(), ahead.tolist(), strict=True)) == {
+        *((o, o + 1.0) for o in range(9)), (200.0, 201.0), (201.0, 202.0)
+    }  # fmt: skip
+    first = (now == 200) | (now == 0)
+    assert first.any() and not batch.valid["o"][first, 0].any(), "they begin episodes"
+    assert (before[~first] == now[~first] - 1).all()
+
+
+def test_a_refused_restore_leaves_the_replay_its_rows_and_their_episodes(make, tmp_path) -> None:
+    other = make(7, LINKED, episodes=Episodes())
+    other.save(tmp_path / "other")
+    replay = make(100, LINKED, episodes=Episodes())
+    stream = replay.stream()
+    for o in range(3):
+        stream.add(o=o, reward=1.0, terminated=False)
+    replay.save(tmp_path / "own")
+    with pytest.raises(SpecMismatch, match="use Replay.load"):
+        replay.restore(tmp_path / "other")
+    stream.add(o=3, reward=1.0, terminated=False)
+    batch = replay.sample(100, windows=Windows(n_step=1, next="o"))
+    assert set(batch["o"].tolist()) == {0.0, 1.0, 2.0} and (batch["next_o"] == batch["o"] + 1).all()
+    assert replay.save(tmp_path / "own", incremental=True).rows == 2, "the new row, and the one that it follows"
 
 
 def test_retries_and_samples_are_counted_on_after_load_and_restore(make, loaded, tmp_path) -> None:

@@ -59,8 +59,11 @@ def load(
         archive.close()
 
 
-def restore(replay: Parts, path: Path, *, recover: bool) -> None:
+def restore(replay: Parts, path: Path, *, recover: bool, replacing: Callable[[], None] = lambda: None) -> None:
     """Replace the rows of a replay by those of the file at `path`; no process may write or sample meanwhile.
+
+    Args:
+        replacing: called once the file is known to be of such a replay, before the first row is replaced.
 
     Raises:
         Damaged: the file is not what was written; with recover=False it is then left half restored, without rows.
@@ -72,6 +75,7 @@ def restore(replay: Parts, path: Path, *, recover: bool) -> None:
             raise SpecMismatch(
                 f"{path} holds {archive.layout.as_json()}, this replay is {replay.layout.as_json()}; use Replay.load"
             )
+        replacing()
         for part in replay.parts:
             part.sequences[:] = 0
             part.ring.adopt(0, 0, 0, 0, 0)

@@ -57,7 +57,7 @@ class Replay:
             themselves: a Python frame in between would double the price of a small row.
         extend: writes n rows, in order: every value has a leading dimension n.
         parts: the pool, and the anchor where there is one.
-        saved: what the last `save` wrote; the next incremental one builds on it.
+        saved: what the last `save` wrote; the next incremental one builds on it. None: it will write everything.
     """
 
     def __init__(
@@ -76,6 +76,7 @@ class Replay:
         self.parts = open_parts(segment, layout, threads=threads, seed=seed, timeout=timeout)
         self._pool = self.parts[0]
         self.saved: Saved | None = None
+        self._streams: weakref.WeakSet[Streams] = weakref.WeakSet()
         self.add: Adding = self._pool.ring.add
         self.extend: Adding = self._pool.ring.extend
         forks.register(self)
@@ -189,11 +190,11 @@ class Replay:
 
     def stream(self) -> Streams:
         """A writer of one environment's episodes."""
-        return Streams(self._pool, 1, group=False)
+        return self._remembered(Streams(self._pool, 1, group=False))
 
     def streams(self, n: int) -> Streams:
         """A writer for n environments: `add` takes n rows, one for each."""
-        return Streams(self._pool, n, group=True)
+        return self._remembered(Streams(self._pool, n, group=True))
 
     def end_episode(self) -> None:
         """End the episode of the last row that this object's `add` or `extend` wrote."""
@@ -208,7 +209,7 @@ class Replay:
         """
         if len(self.parts) == 1:
             raise Refused("this replay has no anchor: make it with anchor=<rows>")
-        return Streams(self.parts[1], 1, group=False)
+        return self._remembered(Streams(self.parts[1], 1, group=False))
 
     def discard(self, rows: int) -> int:
         """Discard the `rows` oldest rows, to make room in a full replay that blocks or drops; returns their number."""
@@ -323,8 +324,12 @@ class Replay:
         return loading.load(Path(path), name, opened, recover=recover)
 
     def restore(self, path: str | Path, *, recover: bool = False) -> None:
-        """Replace the rows of this replay by those of a file; no other process may use it meanwhile."""
-        loading.restore(self, Path(path), recover=recover)
+        """Replace the rows of this replay by those of a file; no other process may use it meanwhile.
+
+        What this object and its streams add next begins new episodes, and its next incremental save writes everything.
+        Streams and saves of other `Replay` objects do not know of it: make them anew.
+        """
+        loading.restore(self, Path(path), recover=recover, replacing=self._begin_anew)
 
     @property
     def capacity(self) -> int:
@@ -353,6 +358,18 @@ class Replay:
         """Recompute the sums of the priorities, after a process was killed while setting some; for an unused replay."""
         for part in self.parts:
             part.ring.rebuild_sums()
+
+    def _remembered(self, streams: Streams) -> Streams:
+        self._streams.add(streams)
+        return streams
+
+    def _begin_anew(self) -> None:
+        # Tickets go on from those of the file. So a row added after it may have the ticket, and the sequence word, of
+        # another row: one that the last save wrote, or one that a stream would take for its predecessor.
+        self.saved = None
+        self.end_episode()
+        for streams in self._streams:
+            streams.begin_anew()
 
     def _after_fork_in_child(self) -> None:
         for part in self.parts:

@@ -107,8 +107,12 @@ class Streams:
         self.extend: Adding = self._native.extend
         forks.register(self)
 
-    def _after_fork_in_child(self) -> None:
+    def begin_anew(self) -> None:
+        """Begin new episodes: no row follows one that was added before. The last ones stay as they are."""
         self._native.after_fork()
+
+    def _after_fork_in_child(self) -> None:
+        self.begin_anew()
 
     def __len__(self) -> int:
         return len(self._native)
