@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import select
 import signal
+import threading
+from contextlib import contextmanager
 from functools import partial
 
 import gymnasium
@@ -138,6 +140,71 @@ def test_an_environments_exception_is_raised_here_with_its_traceback() -> None:
             env.step(np.array([0, 0, 8]))
         env.reset(seed=2)
         assert env.step(np.zeros(3, int))[1].tolist() == [1.0] * 3
+
+
+@contextmanager
+def interrupted_after(seconds: float):
+    """A KeyboardInterrupt in the block, as Ctrl-C raises it."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGUSR1, interrupt)
+    timer = threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGUSR1))
+    timer.start()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            yield
+    finally:
+        timer.join()
+        signal.signal(signal.SIGUSR1, before)
+
+
+@pytest.mark.parametrize("error", [False, True])
+def test_a_call_after_one_that_was_interrupted_gets_its_own_answer(error) -> None:
+    with ProcessVectorEnv([partial(Counter, name) for name in range(3)], workers=2) as env:
+        env.reset(seed=1)
+        for _ in range(2):
+            with interrupted_after(0.2):
+                env.call("nap", 1.0, error)
+        assert [member.busy_since for member in env._pool._members] == [None, None], "a later step has all its time"
+        assert env.get_attr("name") == (0, 1, 2)
+        with interrupted_after(0.2):
+            env.call("nap", 1.0, error)
+        assert env.step(np.zeros(3, int))[1].tolist() == [1.0] * 3
+        assert env.call("nap", 0.0) == ("slept",) * 3
+        assert env._pool.restarts == 0
+
+
+@pytest.mark.parametrize("side", ["send_bytes", "recv_bytes"])
+def test_a_worker_with_whom_a_message_was_interrupted_is_replaced(monkeypatch, side) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt  # with some of its bytes on their way
+
+    with ProcessVectorEnv([Counter]) as env:
+        env.reset(seed=1)
+        with monkeypatch.context() as patch:
+            patch.setattr(type(env._pool._members[0].pipe), side, interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                env.get_attr("name")
+        with pytest.raises(WorkerFailed, match="it was replaced"):
+            env.get_attr("name")
+        assert env.get_attr("name") == (0,) and env._pool.restarts == 1
+
+
+@pytest.mark.parametrize("error", [False, True])
+def test_a_call_of_stable_baselines_workers_after_one_that_was_interrupted_gets_its_own_answer(error) -> None:
+    env = WorkerVecEnv([partial(Counter, name) for name in range(2)])
+    try:
+        env.reset()
+        with interrupted_after(0.2):
+            env.env_method("nap", 1.0, error)
+        assert env.get_attr("name") == [0, 1]
+        with interrupted_after(0.2):
+            env.env_method("nap", 1.0, error)
+        assert env.step([0, 0])[1].tolist() == [1.0] * 2
+    finally:
+        env.close()
 
 
 def test_environments_that_cannot_be_created_or_differ_are_errors() -> None:

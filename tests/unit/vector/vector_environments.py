@@ -43,6 +43,12 @@ class Counter(gymnasium.Env):
     def pid(self):
         return os.getpid()
 
+    def nap(self, seconds, error=False):
+        time.sleep(seconds)
+        if error:
+            raise ValueError("a bad dream")
+        return "slept"
+
     def _seen(self):
         return np.array([self.name, self.seed_of, self.episode, self.now], float)
 

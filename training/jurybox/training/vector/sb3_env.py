@@ -26,6 +26,7 @@ class Remote:
         self.member = member
         self._timeout = timeout
         self._pid = os.getpid()
+        self._sent = 0  # commands; each is answered under its number
 
     def send(self, message: Any) -> None:
         if os.getpid() != self._pid:
@@ -34,13 +35,16 @@ class Remote:
                 "its parent's answers: make environments in the process that steps them"
             )
         try:
-            self.member.pipe.send(message)
+            self._sent += 1
+            self.member.pipe.send((self._sent, message))
         except (BrokenPipeError, ConnectionResetError, BlockingIOError) as error:
             raise self._ended() from error
 
     def recv(self) -> Any:
         try:
-            answer = self.member.pipe.recv()
+            number = 0
+            while number != self._sent:  # else the answer to a command whose caller left before it came, by Ctrl-C
+                number, answer = self.member.pipe.recv()
         except BlockingIOError as error:
             raise WorkerFailed(
                 f"worker {self.member.index} (process {self.member.pid}) has not answered for {self._timeout:g} s: its "

@@ -7,11 +7,14 @@ learner:
 
       to the worker                                     from it
       S  environments' numbers (int32): step them       D  numbers (int32), rest: infos of no fixed shape, pickled
-      E  the same, each answered soon after it is done       V  a value, pickled
-      R  pickled: seeds by number, options              X  what was raised, pickled
-      C  pickled: call, get or set an attribute
+      E  the same, each answered soon after it is done       V  number of the call (uint64), a value, pickled
+      R  pickled: seeds by number, options              X  number of the call or 0, what was raised, pickled
+      C  number of the call (uint64), pickled: call, get or set an attribute
+
+  A learner that left a call early (Ctrl-C) knows by the number that the answer to its next one is not that answer.
 
 - `CommandHandler`, for `WorkerVecEnv`: the pickled commands of Stable-Baselines3's SubprocVecEnv, one environment.
+  Commands and answers are numbered as well.
 
 Both ends are of one program and one user, and nothing else can write to the socket: pickle is safe here.
 """
@@ -105,6 +108,7 @@ def worker_error(error: Exception) -> WorkerFailed:
 STEP, STEP_EACH, RESET, CALL = b"S", b"E", b"R", b"C"
 DONE, VALUE, RAISED = b"D", b"V", b"X"
 _COUNT = struct.Struct("<I")
+_CALL = struct.Struct("<Q")
 _REPORT_SECONDS = 100e-6  # seconds; steps shorter than that are reported together
 
 
@@ -139,6 +143,21 @@ def read_done(message: bytes) -> tuple[list[int], dict[int, Any]]:
     return numbers, pickle.loads(message[end:]) if len(message) > end else {}
 
 
+def call_message(number: int, request: bytes) -> bytes:
+    """The message that makes a call, whose number is 1 or more."""
+    return CALL + _CALL.pack(number) + request
+
+
+def number_of(message: bytes) -> int:
+    """The number of the call that a message makes or answers; 0 for answers to others."""
+    return int(_CALL.unpack_from(message, 1)[0]) if message[:1] in (CALL, VALUE, RAISED) else 0
+
+
+def content_of(message: bytes) -> bytes:
+    """What is pickled in such a message."""
+    return message[1 + _CALL.size :]
+
+
 # A handler yields the answers to a message, each of which is sent at once, and has one for an exception in between.
 
 
@@ -147,12 +166,14 @@ class CommandHandler:
 
     def __init__(self, environment: Any) -> None:
         self._environment = environment
+        self._number = 0  # of the command that is being answered
 
     def answer(self, message: bytes) -> Iterator[bytes]:
-        yield pickle.dumps(execute(self._environment, *pickle.loads(message)))
+        self._number, command = pickle.loads(message)
+        yield pickle.dumps((self._number, execute(self._environment, *command)))
 
     def failed(self, error: Exception) -> bytes:
-        return pickle.dumps(worker_error(error))
+        return pickle.dumps((self._number, worker_error(error)))
 
 
 class SharedMemoryHandler:
@@ -162,6 +183,7 @@ class SharedMemoryHandler:
         self._environments = dict(enumerate(environments, config.first))
         self._mode = config.mode
         self._extras: dict[int, Any] = {}
+        self._call_number = 0  # of the message that is being answered
         n, fields, size = pipe.recv()
         with socket.socket(fileno=pipe.fileno()) as channel:
             _, (memory,), _, _ = socket.recv_fds(channel, 1, 1)
@@ -173,6 +195,7 @@ class SharedMemoryHandler:
 
     def answer(self, message: bytes) -> Iterator[bytes]:
         kind = message[:1]
+        self._call_number = number_of(message)
         if kind in (STEP, STEP_EACH):
             numbers = np.frombuffer(message, np.int32, offset=1).tolist()
             reported_at = time.perf_counter()
@@ -191,10 +214,11 @@ class SharedMemoryHandler:
                 self._reset(number, seed, options)
             yield self._done_message(list(seeds))
         else:
-            yield VALUE + pickle.dumps(self._call(*pickle.loads(message[1:])))
+            found = pickle.dumps(self._call(*pickle.loads(content_of(message))))
+            yield VALUE + _CALL.pack(self._call_number) + found
 
     def failed(self, error: Exception) -> bytes:
-        return RAISED + pickle.dumps(worker_error(error))
+        return RAISED + _CALL.pack(self._call_number) + pickle.dumps(worker_error(error))
 
     def _done_message(self, numbers: list[int]) -> bytes:
         extras, self._extras = self._extras, {}

@@ -23,13 +23,15 @@ from jurybox.protocol.segment import Segment
 from jurybox.training import interrupts
 from jurybox.training.vector.layout import InfoFields
 from jurybox.training.vector.worker import (
-    CALL,
     DONE,
     RAISED,
     THREAD_LIMITS,
     VALUE,
     WorkerConfig,
     WorkerFailed,
+    call_message,
+    content_of,
+    number_of,
     read_done,
 )
 
@@ -57,10 +59,12 @@ class WorkerProcess:
         self._timeout = timeout
         self.busy_since: float | None = None
         self._config = config
+        self._torn = False  # whether Ctrl-C came within a message: its rest would be taken for the next one
         self._process: subprocess.Popen[bytes] | None = None
         self._pipe: Connection | None = None
 
     def start(self) -> None:
+        self._torn = False
         parent_end, child_end = socket.socketpair()
         set_timeouts(parent_end, self._timeout)
         with child_end, interrupts.blocked_for_children():
@@ -115,20 +119,30 @@ class WorkerProcess:
         return self.process.pid
 
     def send(self, message: bytes) -> bool:
-        """Send a message; return False if the worker is gone."""
+        """Send a message; return False if the worker is gone, or no message can reach it any more."""
+        if self._torn:
+            return False
         try:
             self.pipe.send_bytes(message)
         except OSError:
             return False
+        except BaseException:
+            self._torn = True
+            raise
         self.busy_since = self.busy_since or time.monotonic()
         return True
 
     def receive(self) -> bytes | None:
-        """Return the worker's next message; None if it is gone."""
+        """Return the worker's next message; None if it is gone, or its messages cannot be told apart any more."""
+        if self._torn:
+            return None
         try:
             message = self.pipe.recv_bytes()
         except (EOFError, OSError):
             return None
+        except BaseException:
+            self._torn = True
+            raise
         self.busy_since = time.monotonic()
         return message
 
@@ -194,6 +208,7 @@ class WorkerPool:
         self._selector = selectors.DefaultSelector()
         self._members: list[WorkerProcess] = []
         self._deaths = [0] * workers
+        self._calls = itertools.count(1)
         self._memory: tuple[int, InfoFields, Segment] | None = None
         self.pending: list[set[int]] = [set() for _ in range(workers)]
         self.owner: list[int] = []
@@ -243,12 +258,11 @@ class WorkerPool:
             raise RuntimeError("expected no step under way, got some: receive their results first")
         values: dict[int, Any] = {}
         kind, *rest = request
+        call = next(self._calls)
         for index in sorted({self.owner[number] for number in numbers}):
             member, part = self._members[index], [n for n in numbers if self.owner[n] == index]
-            member.send(CALL + cloudpickle.dumps((kind, part, *rest)))
-            message = member.receive() if member.pipe.poll(self._timeout) else b""
-            member.busy_since = None
-            if not message:
+            message = self._answer(member, call, cloudpickle.dumps((kind, part, *rest)))
+            if message is None:
                 description = member.description()
                 self._replace(member)
                 raise WorkerFailed(
@@ -257,8 +271,22 @@ class WorkerPool:
             if message[:1] == RAISED:
                 raise _remote_error(member, message)
             assert message[:1] == VALUE
-            values.update(pickle.loads(message[1:]))
+            values.update(pickle.loads(content_of(message)))
         return [values[number] for number in numbers]
+
+    def _answer(self, member: WorkerProcess, call: int, request: bytes) -> bytes | None:
+        """Return a worker's answer to this call; None if it is gone or silent."""
+        try:
+            if not member.send(call_message(call, request)):
+                return None
+            while member.pipe.poll(self._timeout):
+                message = member.receive()
+                # Another number is that of a call that was left before its answer came, by Ctrl-C.
+                if message is None or number_of(message) == call:
+                    return message
+            return None
+        finally:
+            member.busy_since = None  # also after Ctrl-C: the time of a later step does not begin here
 
     def wait(self, until: float | None) -> Iterator[tuple[list[int], dict[int, Any], bool]]:
         """Wait for news until that moment; yields environments, their infos of no fixed shape, and whether they are
@@ -285,7 +313,7 @@ class WorkerPool:
                 self._deaths[member.index] = 0
                 self._settle(member, numbers)
                 yield numbers, extras, False
-            elif message[:1] == RAISED:
+            elif message[:1] == RAISED and number_of(message) == 0:  # not of a call that was left early
                 self._settle(member, list(self.pending[member.index]))
                 raise _remote_error(member, message)
         if not events:
@@ -342,4 +370,4 @@ class WorkerPool:
 
 
 def _remote_error(member: WorkerProcess, message: bytes) -> WorkerFailed:
-    return WorkerFailed(f"worker {member.index}: {pickle.loads(message[1:])}")
+    return WorkerFailed(f"worker {member.index}: {pickle.loads(content_of(message))}")
