@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
+
 import numpy as np
 import pytest
 from tests.integration.marl.test_marl_training import SMALL, Nothing, rows
@@ -56,16 +58,13 @@ def test_processes_make_the_same_trajectory_as_one_process_when_publication_is_f
     assert all(np.array_equal(one[name], two[name]) for name in one)
 
 
-@pytest.fixture
-def contexts():
-    """A run's shared memory, its learner's turn, and a writer of the actor's transitions."""
+@contextmanager
+def one_agent(fill=lambda shared, act: None, state=None):
+    """The turn of a run's learner, before which `fill` may use the shared memory, and a writer of the actor's rows."""
     settings = MarlTraining(**{**PPO, "agents": 1, "buffer_size": 64})
     planned = plan(settings)
     messages = []
     with SharedResources.create(planned) as shared:
-        (number,) = planned.of_kind(Kind.LEARNER)
-        context = RoleContext(planned, number, shared, messages.append)
-        turn = make_turn(context, Rules(planned, shared.scoreboard, None), None)
         stream, rng, moment = shared.replay("agent_0").stream(), np.random.default_rng(0), iter(range(10**6))
 
         def act(count, version):
@@ -81,8 +80,18 @@ def contexts():
                     moment=next(moment),
                 )
 
+        fill(shared, act)
+        (number,) = planned.of_kind(Kind.LEARNER)
+        context = RoleContext(planned, number, shared, messages.append)
+        turn = make_turn(context, Rules(planned, shared.scoreboard, None), state)
         yield turn, act
         turn.close()
+
+
+@pytest.fixture
+def contexts():
+    with one_agent() as made:
+        yield made
 
 
 def test_transitions_of_an_old_policy_are_dropped_and_counted(contexts):
@@ -143,6 +152,42 @@ def test_a_restarted_learner_does_not_learn_twice_from_the_same_transitions(cont
         )
         restarted.take()
         assert restarted.role.updates == 2 and restarted.role.stale == 21, "only transitions of the published policy"
+    finally:
+        restarted.close()
+
+
+def test_a_resumed_learner_takes_the_transitions_that_the_actor_added_before_it_was_ready(contexts, tmp_path):
+    turn, act = contexts
+    act(70, version=0)  # more than the ring holds
+    state = turn.role.save()  # which skips them: the actor ends its episodes, too
+    turn.context.shared.replay("agent_0").save(tmp_path / "rows")
+
+    def resumed(shared, act):
+        shared.replay("agent_0").restore(tmp_path / "rows")
+        act(21, version=0)
+
+    with one_agent(resumed, state) as (second, act):
+        learned = []
+        second.role.learner.update = lambda rollout, **_: learned.append(len(rollout.rewards)) or {}
+        second.take()
+        assert learned == [20], "all that was added since, and nothing from before the checkpoint"
+        act(20, version=1)
+        second.take()
+        assert learned == [20, 20]
+
+
+def test_a_restarted_learner_takes_the_transitions_since_its_checkpoint(contexts):
+    turn, act = contexts
+    act(11, version=0)
+    state = turn.role.save()
+    act(21, version=0)  # killed before it had trained on them
+    context = turn.context
+    turn.close()
+    again = RoleContext(context.plan, context.number, context.shared, lambda message: None, life=2)
+    restarted = make_turn(again, Rules(context.plan, context.scoreboard, None), state)
+    try:
+        restarted.take()
+        assert restarted.role.updates == 1 and restarted.role.stale == 0
     finally:
         restarted.close()
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from jurybox.training.algorithms import ppo
 from jurybox.training.algorithms.ppo import PPO, PPOSettings, Rollout, advantages_of
 
 SETTINGS = PPOSettings(batch_size=64, hidden=(16,))
@@ -176,3 +177,16 @@ def test_a_last_batch_size_of_one_row_leaves_the_network_finite() -> None:
         )
     )
     assert all(bool(each.isfinite().all()) for each in learner.network.parameters())
+
+
+def test_long_computations_give_signs_of_life(monkeypatch) -> None:
+    signs = []
+    learner = PPO(2, 3, replace(SETTINGS, n_epochs=3, target_kl=None), 0, alive=lambda: signs.append(1))
+    learner.update(rollout(100, 2))
+    assert len(signs) == 3 * 4, "one for each minibatch"
+    seen = np.random.default_rng(0).normal(size=(100, 2)).astype(np.float32)
+    together = learner.values(seen)
+    signs.clear()
+    monkeypatch.setattr(ppo, "_ROWS_AT_ONCE", 30)
+    np.testing.assert_allclose(learner.values(seen), together, rtol=1e-5)
+    assert len(signs) == 4 and learner.values(seen[:0]).shape == (0,)

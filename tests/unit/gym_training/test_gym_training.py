@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from contextlib import ExitStack
+from itertools import count
 from types import SimpleNamespace
 
 import numpy as np
@@ -18,9 +20,13 @@ from jurybox.training.checkpoints import Checkpoints, read_state
 from jurybox.training.environments.gymnasium_env import Actions, make_environment
 from jurybox.training.recipes.gym import DEFAULTS, GymTraining, network_of, plan, spaces_of, train
 from jurybox.training.recipes.gym_actor import Choice, log_softmax
-from jurybox.training.recipes.gym_learner import PacedDQN, RolloutLearner, rollout
+from jurybox.training.recipes.gym_learner import PacedDQN, ReplayLearner, RolloutLearner, rollout
 from jurybox.training.run_folder import read_metrics
 from jurybox.training.runtime.plan import ConfigError
+from jurybox.training.runtime.role_context import RoleContext
+from jurybox.training.runtime.scoreboard import Word
+from jurybox.training.runtime.shared_resources import SharedResources
+from jurybox.training.runtime.turns import Rules, make_turn
 
 MIXED = {"env": "tests.unit.gym_training.gym_worlds:mixed"}
 # fmt: off
@@ -73,6 +79,8 @@ def test_every_algorithms_defaults_are_stable_baselines3s() -> None:
         ({"algorithm": "sac", "ent_coef": "loud"}, "expected a number above 0"),
         ({"algorithm": "dqn", "gradient_steps": 0}, "nothing would be learned"),
         ({"envs": 3, "workers": 2}, "the same number for each worker"),
+        ({"algorithm": "dqn", "n_steps": 3, "envs": 4, "buffer_size": 16}, "expected 17 rows.*raise buffer_size"),
+        ({"algorithm": "sac", "buffer_size": 2}, "buffer_size=2 with n_steps=1 and envs=1: expected 3"),
         ({"n_envs": 2}, "n_envs is called envs here"),
         ({"algorithm": "a2c"}, "algorithm"),
     ],
@@ -168,6 +176,12 @@ def test_rows_of_many_environments_do_not_hold_up_their_learner(tmp_path) -> Non
     assert train(s, tmp_path, serial=True).learner_steps > 0
 
 
+@pytest.mark.parametrize("algorithm", ["dqn", "td3"])
+def test_the_smallest_replay_that_is_not_refused_is_learned_from(tmp_path, algorithm) -> None:
+    s = settings(algorithm, envs=4, n_steps=3, buffer_size=17, steps=320)
+    assert train(s, tmp_path, serial=True).learner_steps > 0
+
+
 def test_a_restarted_ppo_learner_keeps_the_statistics_of_observations() -> None:
     def learner():
         made = RolloutLearner.__new__(RolloutLearner)
@@ -186,6 +200,121 @@ def test_a_restarted_ppo_learner_keeps_the_statistics_of_observations() -> None:
         each.see(rollout, each._features)
     np.testing.assert_allclose(after._normaliser.mean, before._normaliser.mean, rtol=1e-4)
     np.testing.assert_allclose(after._normaliser.std, before._normaliser.std, rtol=1e-4)
+
+
+@pytest.fixture
+def ppo_run():
+    """Make a run's shared memory: returns it, a maker of its learner's turn, and a writer of a worker's rows."""
+    planned = plan(settings("ppo"))
+    number = [role.name for role in planned.roles].index("learner")
+    with ExitStack() as resources:
+
+        def make():
+            shared = resources.enter_context(SharedResources.create(planned))
+            rng, moments = np.random.default_rng(0), count()
+
+            def learner(state=None, life=1):
+                context = RoleContext(planned, number, shared, lambda message: None, life=life)
+                turn = make_turn(context, Rules(planned, shared.scoreboard, 0), state)
+                resources.callback(turn.close)
+                return turn
+
+            def act(rows, updates):
+                for _ in range(rows):
+                    shared.replay("rows").add(
+                        observation=rng.normal(size=4).astype(np.float32), action=int(rng.integers(2)), reward=1.0,
+                        terminated=False, next_observation=np.zeros(4, np.float32), log_prob=float(np.log(0.5)),
+                        over=False, environment=0, moment=next(moments), updates=updates,
+                    )  # fmt: skip
+
+            return shared, learner, act
+
+        yield make
+
+
+def test_a_resumed_ppo_learner_takes_the_rows_that_workers_added_before_it_was_ready(ppo_run, tmp_path) -> None:
+    shared, learner, act = ppo_run()
+    turn = learner()
+    act(5, updates=0)
+    state = turn.role.save()  # which holds them
+    act(2, updates=0)  # a worker's last rows, before the replay itself was saved
+    shared.replay("rows").save(tmp_path / "rows")
+    shared, learner, act = ppo_run()
+    shared.replay("rows").restore(tmp_path / "rows")
+    act(9, updates=0)
+    resumed = learner(state).role
+    assert resumed._cursor.at == state["at"] == 5
+    seen = []
+    resumed.learner.update = lambda rollout, **_: seen.append(len(rollout.rewards)) or {}
+    resumed.step()
+    assert seen == [16] and resumed.updates == 1
+
+
+def test_a_ppo_learner_gives_signs_of_life_during_an_update(ppo_run) -> None:
+    shared, learner, act = ppo_run()
+    turn = learner()
+    act(16, updates=0)
+    beats, loss = [], turn.role.learner._loss
+
+    def slow(batch):
+        beats.append(int(turn.context.words[Word.HEARTBEAT]))
+        return loss(batch)
+
+    turn.role.learner._loss = slow
+    turn.take()
+    assert len(beats) == 2 and beats[0] < beats[1], "one before each minibatch"
+
+
+@pytest.mark.parametrize("checkpoint", [False, True])
+def test_a_restarted_ppo_learner_takes_the_rows_that_its_predecessor_left(ppo_run, checkpoint) -> None:
+    shared, learner, act = ppo_run()
+    first = learner()
+    act(16, updates=0)
+    first.take()
+    act(3, updates=1)
+    state = first.role.save() if checkpoint else None
+    act(13, updates=1)
+    first.role._take_rows()
+    first.close()  # killed before it had trained on them
+    steps = first.context.words[Word.LEARNER_STEPS]
+    second = learner(state, life=2)
+    assert second.role.updates == 1
+    second.take()
+    assert second.role.updates == 2, "its first step is no empty one"
+    assert second.context.words[Word.LEARNER_STEPS] == steps + 1
+    trained = second.role.learner.learner_steps - (state["learner"]["learner_steps"] if checkpoint else 0)
+    assert trained == 2, "of 16 rows, in one minibatch for each epoch: none of those that were trained on"
+
+
+@pytest.mark.parametrize("algorithm", ["dqn", "td3"])
+def test_a_batch_is_filled_again_only_after_its_copies_to_the_gpu(algorithm, monkeypatch) -> None:
+    done = []
+
+    class Column:
+        def to(self, device, non_blocking=False):
+            done.append(f"copied to {device}" + " later" * non_blocking)
+            return self
+
+    class Event:
+        def record(self, stream):
+            done.append(f"recorded on {stream}")
+
+        def synchronize(self):
+            done.append("waited")
+
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"the stream of {device}")
+    made = ReplayLearner.__new__(ReplayLearner)
+    made.settings = settings(algorithm, device="cuda:1")
+    made.context = SimpleNamespace(own_steps=0, metrics=lambda **_: None)
+    made.seed = made.updates = 0
+    made._normaliser, made._batch, made._tensors, made._copied = None, None, {"reward": Column()}, Event()
+    made._replay = SimpleNamespace(seed=lambda seed: None, sample=lambda n, out: done.append("filled"))
+    made.learner = PacedDQN.__new__(PacedDQN) if algorithm == "dqn" else SimpleNamespace()
+    made.learner.learn = lambda batch: done.append("learned") or 0.0
+    made.learner.update = lambda batch: SimpleNamespace(metrics={"loss": made.learner.learn(batch)})
+    for _ in range(2):
+        made.step()
+    assert done == 2 * ["waited", "filled", "copied to cuda:1 later", "recorded on the stream of cuda:1", "learned"]
 
 
 class Values:

@@ -5,26 +5,32 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from tests.unit.hockey.hockey_runs import Nothing, settings
 
 from jurybox.protocol.segment import directory
 from jurybox.training.algorithms.td3 import TD3
 from jurybox.training.algorithms.td3_actor import NumpyActor
-from jurybox.training.checkpoints import CheckpointError, Checkpoints
+from jurybox.training.checkpoints import CheckpointError, Checkpoints, read_state, write_state
 from jurybox.training.environments.hockey import HockeyGame, make_opponent
 from jurybox.training.recipes.hockey import plan, train
 from jurybox.training.recipes.hockey_actor import Collector, evaluate, fields, name_of, number_of, shaped
+from jurybox.training.recipes.hockey_learner import HockeyLearner
 from jurybox.training.recipes.hockey_opponents import Pool
 from jurybox.training.recipes.hockey_settings import LEAVING, HockeyTraining, Shaping
 from jurybox.training.replay import Episodes, Replay, Windows
 from jurybox.training.replay.part import ANCHOR_MARK
 from jurybox.training.runtime.plan import ConfigError
+from jurybox.training.runtime.role_context import RoleContext
 from jurybox.training.runtime.run import run
 from jurybox.training.runtime.settings import changes_of
+from jurybox.training.runtime.shared_resources import SharedResources
 
 
 def same(one, two, where=""):
@@ -337,6 +343,95 @@ def test_a_resumed_run_has_the_past_selves_of_its_checkpoint_and_no_others(tmp_p
     first = state["league"]["pool"][0]
     for name, value in Pool(folder).actor(first).state.items():
         np.testing.assert_array_equal(value, state["past"][first][name])
+
+
+class Served:
+    """The server of past selves."""
+
+    def __init__(self) -> None:
+        self.kept: dict[str, dict] = {}
+
+    def keep(self, name: str, state) -> None:
+        self.kept[name] = state
+
+
+@contextmanager
+def hockey_learner(folder: Path, state=None, life=1, first=lambda shared: None, **changes):
+    """A learner with a served policy; `first` may use the run's shared memory before it is made."""
+    planned = plan(settings(**changes), folder)
+    number = [role.name for role in planned.roles].index("learner")
+    with SharedResources.create(planned) as shared:
+        first(shared)
+        context = RoleContext(planned, number, shared, lambda message: None, life=life)
+        learner = HockeyLearner(context, **planned.roles[number].settings)
+        try:
+            learner._served = Served()
+            if state is not None:
+                learner.restore(state)
+            yield learner
+        finally:
+            learner.close()
+
+
+@pytest.mark.parametrize("life", [1, 2])
+def test_a_learner_takes_the_past_selves_of_its_checkpoint_whose_files_are_gone(tmp_path: Path, life: int) -> None:
+    with hockey_learner(tmp_path) as learner:
+        for version in (10, 20):
+            name, _ = learner.league.add(version)
+            learner._pool.keep(name, learner.learner.numpy_actor())
+        write_state(tmp_path / "learner.state", learner.save())
+        # Both left the league after the checkpoint.
+        learner._pool.keep("pool:30", learner.learner.numpy_actor())
+        learner._pool.retain(["pool:30"])
+    state = read_state(tmp_path / "learner.state")
+    with hockey_learner(tmp_path, state, life) as learner:
+        assert list(learner._served.kept) == ["pool:10", "pool:20"]
+        same(dict(learner._served.kept["pool:10"]), state["past"]["pool:10"])
+        same(learner.save()["past"], state["past"])  # of their files, which collectors read, too
+        assert ("pool:30" in learner._pool.names()) == (life == 2), "other collectors may play against it"
+
+
+def test_a_resumed_learner_counts_the_results_that_collectors_added_before_it_was_ready(tmp_path: Path) -> None:
+    def played(shared, games=3) -> None:
+        results = shared.replay("results")
+        for _ in range(games):
+            results.add(opponent=-1, winner=1)  # the first anchor
+
+    def resumed(shared) -> None:
+        shared.replay("results").restore(tmp_path / "results")
+        played(shared, 4)
+
+    with hockey_learner(tmp_path) as learner:
+        anchor = learner.league.anchors[0]
+        played(learner.context.shared)
+        state = learner.save()
+        assert learner.league.games(anchor) == pytest.approx(3, rel=0.1)
+        learner.context.shared.replay("results").save(tmp_path / "results")
+    with hockey_learner(tmp_path, state, first=resumed) as learner:
+        learner._take_results()
+        assert learner.league.games(anchor) == pytest.approx(7, rel=0.1)
+
+
+def test_a_batch_is_filled_again_only_after_its_copies_to_the_gpu(tmp_path: Path, monkeypatch) -> None:
+    done = []
+
+    class Event:
+        def record(self, stream) -> None:
+            done.append("recorded")
+
+        def synchronize(self) -> None:
+            done.append("waited")
+
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    with hockey_learner(tmp_path, prioritized=False) as learner:
+        monkeypatch.setattr(learner, "_copied", Event())
+        monkeypatch.setattr(learner, "_update_league", lambda: None)
+        monkeypatch.setattr(learner._replay, "sample", lambda *_, **__: done.append("filled"))
+        update = SimpleNamespace(metrics={})
+        monkeypatch.setattr(learner.learner, "update", lambda *_: done.append("learned") or update)
+        for _ in range(2):
+            learner.step()
+    assert done == 2 * ["waited", "filled", "recorded", "learned"]
 
 
 def test_a_pool_holds_so_many_in_memory_and_reads_the_others_again(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jurybox.training.replay import Field, Replay
-from jurybox.training.replay.cursor import Cursor
+from jurybox.training.replay.cursor import Cursor, NewRows
 
 
 @pytest.fixture
@@ -88,3 +88,45 @@ def test_rows_of_more_than_one_number_come_as_they_were_written():
         taken = cursor.take()
         for name in fields:
             np.testing.assert_array_equal(taken[name], np.stack([row[name] for row in rows[-8:]]))
+
+
+@pytest.mark.parametrize("before", [3, 20])
+def test_after_a_restore_a_cursor_resumes_where_another_stood_at_the_save(replay, tmp_path, before):
+    cursor = Cursor(replay)
+    for a in range(before):
+        replay.add(a=a)
+    cursor.take()
+    replay.add(a=100)  # added and not taken when the replay was saved
+    replay.save(tmp_path / "rows")
+    with Replay.create(f"tail-again-{os.getpid()}", 8, {"a": Field((), "int64")}) as again:
+        again.restore(tmp_path / "rows")
+        again.add(a=101)  # by a process that was ready first
+        resumed = Cursor(again)
+        resumed.resume(cursor.at)
+        assert resumed.take()["a"].tolist() == [100, 101]
+        again.add(a=102)
+        assert resumed.take()["a"].tolist() == [102]
+
+
+def test_a_cursor_resumes_behind_the_rows_of_a_replay_that_was_not_restored(replay):
+    replay.add(a=0)
+    cursor = Cursor(replay)
+    cursor.resume(1000)
+    replay.add(a=1)
+    assert cursor.take()["a"].tolist() == [1]
+
+
+@pytest.mark.parametrize("before", [3, 20])
+def test_the_position_of_a_ticket_is_that_of_the_first_row_since(replay, before):
+    staging = np.zeros((4, replay.parts[0].slots.shape[1]), np.uint8)
+    for a in range(before):
+        replay.add(a=a)
+    rows = NewRows(replay.parts[0])
+    assert sum(map(len, rows.take(staging))) == rows.taken == min(before, 8)
+    at = rows.at
+    assert rows.position_of(at) == rows.taken, "there is none so far"
+    for a in range(2):
+        replay.add(a=a)
+    list(rows.take(staging))
+    assert (rows.position_of(at), rows.position_of(at + 1)) == (rows.taken - 2, rows.taken - 1)
+    assert rows.position_of(0) == rows.taken - min(rows.taken, 8) and rows.position_of(at + 2) == rows.taken

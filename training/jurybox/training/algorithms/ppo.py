@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,6 +67,8 @@ def masked(logits: Tensor, mask: Tensor | None) -> Tensor:
 
 
 Floats = npt.NDArray[np.float32]
+
+_ROWS_AT_ONCE = 4096  # observations whose values are computed together: more pictures would take gigabytes, and seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,6 +193,7 @@ class PPO:
         seed: of its weights, its actions and the order of its minibatches.
         network: used with its weights instead of a new network of these sizes.
         device: where updates are computed.
+        alive: called between the parts of a long computation, several times a minute, such as a role's heartbeat.
     """
 
     def __init__(
@@ -202,8 +205,10 @@ class PPO:
         *,
         network: ActorCritic | None = None,
         device: str | torch.device = "cpu",
+        alive: Callable[[], None] = lambda: None,
     ) -> None:
         self.settings = settings
+        self._alive = alive
         self.device = torch.device(device)
         self._random = torch.Generator().manual_seed(seed)
         with torch.random.fork_rng(devices=[]):
@@ -242,7 +247,12 @@ class PPO:
     @torch.inference_mode()
     def values(self, observations: npt.NDArray[Any]) -> Floats:
         """Values float32 (n,) of observations (n, inputs)."""
-        return self._in_rewards(self.network.value(torch.from_numpy(observations).to(self.device)).cpu().numpy())
+        found = np.empty(len(observations), np.float32)
+        for first in range(0, len(observations), _ROWS_AT_ONCE):
+            self._alive()
+            rows = torch.from_numpy(observations[first : first + _ROWS_AT_ONCE]).to(self.device)
+            found[first : first + len(rows)] = self.network.value(rows).cpu().numpy()
+        return self._in_rewards(found)
 
     def update(self, rollout: Rollout) -> dict[str, float]:
         """Learn from a rollout of this policy; returns mean losses and diagnostics."""
@@ -269,6 +279,7 @@ class PPO:
         for _ in range(settings.n_epochs):
             order = torch.randperm(count, generator=self._random)
             for first in range(0, count, settings.batch_size):
+                self._alive()
                 chosen = order[first : first + settings.batch_size]
                 loss, metrics = self._loss({name: each[chosen].to(self.device) for name, each in batch.items()})
                 if settings.target_kl is not None and metrics["approx_kl"] > 1.5 * settings.target_kl:

@@ -231,6 +231,16 @@ class GymTraining(ServedSettings):
             raise ValueError(f"ent_coef={self.ent_coef!r}: ppo takes a number")
         if self.gradient_steps == 0:
             raise ValueError("gradient_steps=0: nothing would be learned; expected 1 or more, or -1")
+        if self.algorithm != ON_POLICY and self.buffer_size is not None:
+            # The newest n_steps transitions of each environment have no successors yet, and the row before them may be
+            # the last observation of an episode, which is no transition.
+            least = (self.of("n_steps") + 1) * self.envs + 1
+            if self.buffer_size < least:
+                raise ValueError(
+                    f"buffer_size={self.buffer_size} with n_steps={self.of('n_steps')} and envs={self.envs}: expected "
+                    f"{least} rows or more, since the newest n_steps + 1 of each environment cannot be sampled; raise "
+                    "buffer_size, or lower n_steps or envs"
+                )
         if self.algorithm == "sac":
             from jurybox.training.algorithms.sac import first_temperature
 

@@ -161,6 +161,8 @@ class ReplayLearner(_Publishing):
         windows = Windows(n_step=s.of("n_steps"), gamma=s.gamma, next=("observation",))
         self._batch = self._replay.batch(s.of("batch_size"), windows, pinned=s.device != "cpu")
         self._tensors = self._batch.torch()
+        # The last copies of the batch to the GPU; None for other devices.
+        self._copied = torch.cuda.Event() if s.device.startswith("cuda") else None  # type: ignore[no-untyped-call]
         self._restored = False
 
     def ready(self) -> bool:
@@ -174,15 +176,22 @@ class ReplayLearner(_Publishing):
         if self._normaliser is not None and own % _UPDATE_EVERY == 0:
             rows = _FIRST_SAMPLE_ROWS if self._normaliser.count == 0 else _SAMPLE_ROWS
             self.see(self._replay.sample(rows, uniform=True)["observation"], self._features)
+        if self._copied is not None:
+            self._copied.synchronize()  # of the last step: the memory that they read is about to be filled again
         self._replay.sample(s.of("batch_size"), self._batch)
-        tensors = self._tensors
-        if s.device != "cpu":
-            tensors = {name: tensor.to(s.device, non_blocking=True) for name, tensor in tensors.items()}
-        learner = self.learner
+        tensors, learner = self._on_device(), self.learner
         metrics = {"loss": learner.learn(tensors)} if isinstance(learner, PacedDQN) else learner.update(tensors).metrics
         self.updates += 1
         if own % _REPORT_EVERY == _REPORT_EVERY - 1:
             self.context.metrics(**{name: float(value) for name, value in metrics.items()})
+
+    def _on_device(self) -> Batch:
+        device = self.settings.device
+        if self._copied is None:
+            return {name: tensor.to(device) for name, tensor in self._tensors.items()}
+        moved = {name: tensor.to(device, non_blocking=True) for name, tensor in self._tensors.items()}
+        self._copied.record(torch.cuda.current_stream(device))
+        return moved
 
     def adopt(self, published: WeightsReader) -> None:
         state, _, extra = published.read()
@@ -229,9 +238,11 @@ class RolloutLearner(_Publishing):
             clip_value=False,
             **_setting_values(s, *same, "normalize_advantage", "target_kl"),
         )
-        self.learner = PPO(0, 0, settings, self.seed, network=made, device=s.device)
+        self.learner = PPO(0, 0, settings, self.seed, network=made, device=s.device, alive=context.alive)
         self._features = features_of(made)
         self._cursor = Cursor(context.replay(ROWS))
+        if context.life > 1:  # the previous process may have ended before it trained on the newest rows
+            self._cursor.resume(0)
         self._least = max(2, context.plan.pace.collect // 2)
         self._held: dict[str, npt.NDArray[Any]] = {}
         self._oldest_use = self.stale = 0
@@ -256,9 +267,8 @@ class RolloutLearner(_Publishing):
         if self._normaliser is not None:  # the weights contain the statistics, otherwise one rollout would replace them
             own = self._features[0]
             self._normaliser.adopt(int(extra["seen"]), own.mean.cpu().numpy(), own.scale.cpu().numpy())
-        # The previous process may have trained on everything up to its last publication.
+        # The previous process may have trained on all rows of weights before its last publication.
         self.updates = self._oldest_use = int(extra["updates"])
-        self._held = {}
 
     def save(self) -> dict[str, Any]:
         self._take_rows()
@@ -268,6 +278,7 @@ class RolloutLearner(_Publishing):
             "updates": self.updates,
             "stale": self.stale,
             "held": dict(self._held),
+            "at": self._cursor.at,
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -275,7 +286,7 @@ class RolloutLearner(_Publishing):
         self.put_back(state["statistics"])
         self.updates, self.stale = int(state["updates"]), int(state["stale"])
         self._held = {name: np.array(column) for name, column in state["held"].items()}
-        self._cursor.take()  # skip the rows of the checkpoint's replay, which `held` contains
+        self._cursor.resume(state["at"])  # workers may have added rows since, before this process was ready
 
     def _take_rows(self) -> None:
         columns = self._cursor.take()

@@ -66,6 +66,8 @@ class HockeyLearner(Learner):
         windows = Windows(n_step=s.n_steps, gamma=s.gamma, next=("observation",))
         self._batch = self._replay.batch(s.batch_size, windows, pinned=s.device != "cpu")
         self._tensors = self._batch.torch()
+        # The last copies of the batch to the GPU; None for other devices.
+        self._copied = torch.cuda.Event() if s.device.startswith("cuda") else None  # type: ignore[no-untyped-call]
         self._weights = None if self._batch.weights is None else torch.from_numpy(self._batch.weights)
         self._mirrors = mirrors(*sizes) if s.mirror else None
         self._resources = ExitStack()
@@ -88,6 +90,8 @@ class HockeyLearner(Learner):
         self._replay.seed(s.seed * 1_000_003 + 2 * own)
         if own % _UPDATE_EVERY == 0:
             self._update_league()
+        if self._copied is not None:
+            self._copied.synchronize()  # of the last step: the memory that they read is about to be filled again
         self._replay.sample(s.batch_size, self._batch, beta=s.beta, anchor_ratio=self._anchor_ratio())
         if self._mirrors is not None:
             observation, action = self._mirrors  # every second row, since the rows from the replay's anchor come first
@@ -127,6 +131,7 @@ class HockeyLearner(Learner):
             "league": self.league.state_dict(),
             "snapshot_at": self._snapshot_at,
             "past": {name: dict(self._pool.actor(name).state) for name in self.league.pool},
+            "results_at": self._results.at,
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -134,14 +139,18 @@ class HockeyLearner(Learner):
         self.league = League.from_state_dict(state["league"])
         self._snapshot_at = int(state["snapshot_at"])
         self._restored = True
-        if self.context.life == 1 and "past" in state:
-            # The run was resumed: the folder may contain past selves from after the checkpoint.
+        if self.context.life == 1:
+            # The run was resumed: the folder may contain past selves from after the checkpoint, and collectors may have
+            # added results since. In a later life, the published league contains the results.
             self._pool.retain(())
-            for name, actor in state["past"].items():
+            self._results.resume(state["results_at"])
+        # The files of past selves that have left the league since the checkpoint are gone.
+        there = set(self._pool.names())
+        for name, actor in state["past"].items():
+            if name not in there:
                 self._pool.keep(name, NumpyActor(actor))
-        if self._served is not None:
-            for name in self.league.pool:
-                self._served.keep(name, self._pool.actor(name).state)
+            if self._served is not None:
+                self._served.keep(name, actor)
 
     def close(self) -> None:
         self._resources.close()
@@ -177,9 +186,12 @@ class HockeyLearner(Learner):
             self.league.record(name_of(opponent, self.league.anchors), winner)
 
     def _on_device(self) -> Mapping[str, torch.Tensor]:
-        if self.learner.device.type == "cpu":
-            return self._tensors
-        return {name: tensor.to(self.learner.device, non_blocking=True) for name, tensor in self._tensors.items()}
+        device = self.learner.device
+        if self._copied is None:
+            return {name: tensor.to(device) for name, tensor in self._tensors.items()}
+        moved = {name: tensor.to(device, non_blocking=True) for name, tensor in self._tensors.items()}
+        self._copied.record(torch.cuda.current_stream(device))
+        return moved
 
     def _weights_on_device(self) -> torch.Tensor | None:
         return self._weights if self._weights is None else self._weights.to(self.learner.device)

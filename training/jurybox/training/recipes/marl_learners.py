@@ -127,7 +127,7 @@ class OnPolicyLearner(Learner):
         self._group, self._least, self._max_stale = group, max(2, rollout // 2), max_stale
         inputs = int(np.prod(network["shape"]))
         ppo_settings = PPOSettings(**{**settings, "hidden": tuple(network["hidden"])})
-        self.learner = PPO(inputs, int(network["actions"]), ppo_settings, _seed(context))
+        self.learner = PPO(inputs, int(network["actions"]), ppo_settings, _seed(context), alive=context.alive)
         self._scale = float(network["scale"])
         self._windows = Windows(next=("observation",), stack=network["shape"][0], stacked=("observation",))
         # A copy of the replay's rows in this process's memory, in order.
@@ -165,24 +165,24 @@ class OnPolicyLearner(Learner):
         self.updates = self._published = self._oldest_use = int(found.extra["updates"])
 
     def save(self) -> dict[str, Any]:
-        self._skip_rows()
+        # Skip the rows so far, because a checkpoint ends the current episodes.
+        self._resident.refresh()
+        self._looked_at = self._resident.taken
+        self._held = self._open = torch.empty(0, dtype=torch.int64)
         return {
             **self.learner.state(),
             "updates": [self.updates, self._published],
             "stale": self.stale,
+            "at": self._resident.at,
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
         self.learner.restore(state)
         self.updates, self._published = state["updates"]
         self.stale = int(state["stale"])
-        self._skip_rows()
-
-    def _skip_rows(self) -> None:
-        """Skip the rows so far, because a checkpoint ends the current episodes."""
+        # Skip the checkpoint's rows, and none that actors have added since, before this process was ready.
         self._resident.refresh()
-        self._looked_at = self._resident.taken
-        self._held = self._open = torch.empty(0, dtype=torch.int64)
+        self._looked_at = self._resident.position_of(state["at"])
 
     def _new_transitions(self) -> dict[str, torch.Tensor] | None:
         """Return the transitions to train on, ordered by agent and time; None if there are too few."""

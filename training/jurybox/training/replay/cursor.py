@@ -36,6 +36,15 @@ class Cursor:
         self._offsets = replay.layout.slot.offsets
         self.at = int(self._part.ring.reserved)
 
+    def resume(self, at: int) -> None:
+        """Continue where another cursor stood, `at`, when the replay was saved whose rows were restored here.
+
+        Rows that were added since the restore come next, even those that were added before this cursor was made. A
+        replay that was not restored, or not under its old tickets, has issued fewer: its rows so far are skipped.
+        """
+        issued = int(self._part.ring.reserved)
+        self.at = at if at <= issued else issued
+
     def take(self) -> dict[str, npt.NDArray[np.generic]]:
         """The new rows since the last call, by field: (n, *shape)."""
         part, ring = self._part, self._part.ring
@@ -127,6 +136,18 @@ class NewRows(ForkGuard):
         self._position_at = np.full(part.capacity, -1, np.int64)
         self._links = np.zeros((0, 16), np.uint8)
         super().__init__()
+
+    @property
+    def at(self) -> int:
+        """The ticket of the next row; one of a row that is still being written may be lower."""
+        return self._next
+
+    def position_of(self, ticket: int) -> int:
+        """The position of the first row taken that has this ticket or a later one; that of the next row if none has.
+
+        Exact as long as the ring holds that row.
+        """
+        return self.taken - int((self._ticket_at >= ticket).sum())
 
     @property
     def waiting(self) -> int:

@@ -296,6 +296,15 @@ class Resident:
         return self._new.missed
 
     @property
+    def at(self) -> int:
+        """The ticket of the next row of the shared replay, see `NewRows.at`."""
+        return self._new.at
+
+    def position_of(self, ticket: int) -> int:
+        """The position of the first row with this ticket or a later one, see `NewRows.position_of`."""
+        return self._new.position_of(ticket)
+
+    @property
     def nbytes(self) -> int:
         """Bytes on the device."""
         extra = 0 if self._priorities is None else self._priorities.nbytes

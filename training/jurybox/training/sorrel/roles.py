@@ -159,6 +159,8 @@ class SorrelLearner(Learner):
             "optimiser": {} if optimiser is None else optimiser_state(optimiser),
             "epsilon": float(self.model.epsilon),
             "random": self._random.state(),
+            "at": self._rows.at,
+            "waiting": self._rows.taken - max(self._old, self._taken - len(self._queue)),  # rows before `at`
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -166,6 +168,9 @@ class SorrelLearner(Learner):
         if state["optimiser"]:
             restore_optimiser(self.model.optimizer, state["optimiser"])
         self._random.restore(state["random"])
+        if self.context.life == 1:
+            # Rows that the actor has added since, before this process was ready, are new, as are those that waited.
+            self._old = max(0, self._rows.position_of(state["at"]) - int(state["waiting"]))
 
     def _read_rows(self) -> None:
         missed = self._rows.missed
