@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -16,13 +15,13 @@ from jurybox import native
 from jurybox.protocol.arena import Columns
 from jurybox.protocol.errors import Code, ModelFailed, VersionNotHeld, plain
 from jurybox.protocol.spec import ModelSpec, TensorSpec
+from jurybox.server.engine.batch_shapes import agreeing, dtype_of
 from jurybox.server.models import RowErrors, ServedModel
 
 # Above this many bytes per row, checking whether a batch is one contiguous run is cheaper than copying it.
 LARGE_ROW = 4096
 _LARGE_TICKET = 32_768  # bytes: below, copying a ticket's rows takes less time than creating a tensor on them
 OUT_OF_MEMORY: type[BaseException] = getattr(torch, "OutOfMemoryError", torch.cuda.OutOfMemoryError)  # before torch 2.5
-_TRIALS = 2  # batches in which shapes are compared
 
 
 class WeightsSource(Protocol):
@@ -286,62 +285,8 @@ class Served:
         return results
 
     def _agreeing(self, example: Callable[[int], Mapping[str, Any]] | None) -> tuple[int, ...]:
-        """Return those of the shapes that compute the same bytes for a row as the largest one.
-
-        Libraries choose their kernels by shape, so the last bits of a row's results depend on the number of rows in its
-        batch. Within one shape they depend neither on the row's position nor on the other rows
-        (tests/integration/test_deterministic.py). Which shapes agree depends on the machine and the model, so it is
-        measured here. Only the largest remains if there are no rows to measure with, or the model fails on them.
-        """
-        largest = self.shapes[-1]
-        agree = set(self.shapes)
-        generator = torch.Generator().manual_seed(0)
-        # Initial weights of zeros, as many heads have, would hide the difference.
-        for other in (False, True) if self.published else (False,):
-            with _random_weights(self.module, generator) if other else contextlib.nullcontext():
-                for _ in range(_TRIALS):
-                    rows = self._random(largest, example, generator)
-                    if rows is None:
-                        return (largest,)
-                    try:
-                        agree -= self._differing(rows, agree - {largest}, largest)
-                    except Exception:  # noqa: BLE001  the model does not accept random rows
-                        return (largest,)
-        return tuple(sorted(agree))
-
-    def _differing(self, rows: Mapping[str, torch.Tensor], shapes: set[int], largest: int) -> set[int]:
-        """Return those of the shapes that compute other bytes for one of the rows than the largest."""
-        whole, differing = self._probed(rows, largest), set()
-        for shape in sorted(shapes):
-            for first in range(0, largest - shape + 1, shape):
-                part = self._probed({key: value[first : first + shape] for key, value in rows.items()}, shape)
-                if any(not torch.equal(part[key], whole[key][first : first + shape]) for key in whole):
-                    differing.add(shape)
-                    break
-        return differing
-
-    def _random(
-        self, rows: int, example: Callable[[int], Mapping[str, Any]] | None, generator: torch.Generator
-    ) -> dict[str, torch.Tensor] | None:
-        """Return rows on which shapes may differ: the example's, or random ones; None if valid rows are unknown."""
-        given = example(rows) if example else {}
-        found = {}
-        for key, spec in (dict(self.spec.inputs) | dict(self.spec.state)).items():
-            value = torch.as_tensor(given[key]) if key in given else None
-            # Sums of equal numbers, such as zeros, are the same in any order.
-            if value is None or bool((value == value.reshape(-1)[0]).all()):
-                value = drawn(spec, rows, generator)
-            if value is None:
-                return None
-            found[key] = value.to(self.device)
-        return found
-
-    def _probed(self, staged: Mapping[str, torch.Tensor], rows: int) -> dict[str, torch.Tensor]:
-        with torch.inference_mode():
-            # A copy with the alignment of a gathered batch, since kernels are chosen by alignment, too.
-            results = self.forward({key: value.clone() for key, value in staged.items()})
-        names = [item.name for item in self._outputs] + list(self.spec.state)
-        return {key: results[key][:rows].cpu().reshape(rows, -1).contiguous().view(torch.uint8) for key in names}
+        """Return those of the shapes that compute the same bytes for a row."""
+        return agreeing(self, example)
 
     def _use(self, version: int) -> None:
         if self.weights_updater is not None:
@@ -513,47 +458,6 @@ class Output:
             tensor = tensor.to("cpu", self._dtype).contiguous()  # contiguous, since rows are scattered as bytes
         values: NDArray[Any] = tensor.numpy()
         return values
-
-
-def drawn(spec: TensorSpec, rows: int, generator: torch.Generator) -> torch.Tensor | None:
-    """Return random rows; None if they cannot be drawn: integers may be indices into a table of unknown length."""
-    shape = (rows, *spec.shape)
-    if spec.dtype.startswith("float"):
-        return torch.randn(shape, generator=generator).to(dtype_of(spec))
-    if spec.dtype in ("bool", "uint8"):
-        return torch.randint(2 if spec.dtype == "bool" else 256, shape, generator=generator).to(dtype_of(spec))
-    return None
-
-
-@contextlib.contextmanager
-def _random_weights(module: torch.nn.Module, generator: torch.Generator) -> Iterator[None]:
-    """Point a module's weights and buffers of floating-point numbers at random values, until the end of the block."""
-    module = getattr(module, "_orig_mod", module)  # behind torch.compile's wrapper
-    named = module.state_dict(keep_vars=True).values()
-    tensors = [value for value in named if isinstance(value, torch.Tensor) and value.is_floating_point()]
-    before = [tensor.data for tensor in tensors]
-    changed = getattr(module, "weights_changed", lambda: None)
-    try:
-        with torch.inference_mode(False), torch.no_grad():
-            for tensor, value in zip(tensors, before, strict=True):
-                noise = torch.rand(value.shape, generator=generator)
-                if value.dim() > 1:  # as layers are initialised, so that no activation saturates
-                    noise = (2 * noise - 1) * (3 * value.shape[0] / max(1, value.numel())) ** 0.5
-                else:  # only a little more, since it may be a variance
-                    noise = value.to("cpu", torch.float32) + 0.1 * noise
-                tensor.data = torch.empty_like(value).copy_(noise)
-        changed()
-        yield
-    finally:
-        for tensor, value in zip(tensors, before, strict=True):
-            tensor.data = value
-        changed()
-
-
-def dtype_of(spec: TensorSpec) -> torch.dtype:
-    """Return the torch dtype of a spec; bytes are uint8."""
-    dtype: torch.dtype = getattr(torch, spec.numpy_dtype.name)
-    return dtype
 
 
 def _is_one_run(tickets: NDArray[Any]) -> bool:

@@ -14,7 +14,8 @@ from jurybox import native
 from jurybox.protocol.arena import LOAD, NO_FORWARD, SESSION, STORE, Columns
 from jurybox.protocol.errors import Code, ModelFailed
 from jurybox.protocol.scoreboard import LANE
-from jurybox.server.engine.served import Outcome, dtype_of
+from jurybox.server.engine.batch_shapes import dtype_of
+from jurybox.server.engine.served import Outcome
 from jurybox.server.models import ServedModel
 
 _LOST = (

@@ -14,7 +14,8 @@ from jurybox import native
 from jurybox.protocol.arena import Columns
 from jurybox.protocol.row_frames import elements
 from jurybox.protocol.spec import BYTES, TensorSpec
-from jurybox.server.engine.served import LARGE_ROW, dtype_of
+from jurybox.server.engine.batch_shapes import dtype_of
+from jurybox.server.engine.served import LARGE_ROW
 
 _VIEWS = 256  # cached views of gathered rows
 
