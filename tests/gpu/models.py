@@ -40,3 +40,59 @@ def vector() -> ServedModel:
 def image() -> ServedModel:
     torch.manual_seed(0)
     return ServedModel(Juror(), {"image": TensorSpec("uint8", (384, 384, 3))}, {"score": TensorSpec("float32")})
+
+
+class Waits(nn.Module):
+    """Reads a result on the host, which no capture of a CUDA graph allows."""
+
+    def __init__(self):
+        super().__init__()
+        self.one = nn.Parameter(torch.ones(()))
+
+    def forward(self, x):
+        return x * self.one if float(x.sum()) >= 0 else x - self.one
+
+
+class Draws(nn.Module):
+    """Draws random numbers on its device."""
+
+    def __init__(self):
+        super().__init__()
+        self.one = nn.Parameter(torch.ones(()))
+
+    def forward(self, x):
+        return x + self.one * torch.rand_like(x)
+
+
+class Table(nn.Module):
+    """Looks numbers up; one that is not there is a failed assertion in a kernel."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(4, 4)
+
+    def forward(self, number):
+        return self.table(number)
+
+
+def waits() -> ServedModel:
+    return ServedModel(Waits(), {"x": TensorSpec("float32", (4,))}, {"y": TensorSpec("float32", (4,))})
+
+
+def draws() -> ServedModel:
+    return ServedModel(Draws(), {"x": TensorSpec("float32", (4,))}, {"y": TensorSpec("float32", (4,))})
+
+
+def table() -> ServedModel:
+    return ServedModel(Table(), {"number": TensorSpec("int64")}, {"y": TensorSpec("float32", (4,))})
+
+
+class Places(nn.Module):
+    """Names its device in its operations."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.layer(x) + torch.arange(4, device=x.device)

@@ -81,10 +81,16 @@ def test_weights_stay_on_the_device_and_are_never_torn(client):
     model = client.model("heavy", rows=4)
     with client.publisher("heavy", device=0) as publisher:
         state = {f"parts.{i}": torch.zeros(256 * 2**18 // 16, device="cuda:0") for i in range(16)}
-        for _ in range(20):
+
+        def publish():
             for tensor in state.values():
                 tensor.fill_(publisher.version + 1)
-            version = publisher.publish(state)
+            return publisher.publish(state)
+
+        first = publish()  # the weights before it may be those of another test, which are not all their version
+        wait_until(lambda: model.infer_reply(ROW).version == first, 30, "the first publication")
+        for _ in range(20):
+            version = publish()
             for _ in range(3):
                 reply = model.infer_reply(ROW)
                 assert reply.outputs["low"][0] == reply.outputs["high"][0] == reply.version

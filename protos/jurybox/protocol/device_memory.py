@@ -9,6 +9,7 @@ and lifetimes. So the protocol can be tested without a GPU.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import mmap
@@ -99,6 +100,41 @@ class DeviceArray:
             "version": 3,
             "stream": None,
         }
+
+
+def as_tensor(torch: Any, array: Any, pointer: int, device: Any) -> Any:
+    """Return an array of `Driver.array`, which begins at `pointer`, as a tensor on a device, without a copy.
+
+    Args:
+        torch: the module, which is not imported here.
+
+    Raises:
+        Refused: the memory is on another device: torch refuses it, or silently copies it.
+    """
+    try:
+        tensor = torch.as_tensor(array, device=device)
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise Refused(f"torch cannot use memory at {pointer:#x} on {device}: {error}") from error
+    if tensor.numel() and tensor.data_ptr() != pointer:
+        raise Refused(f"the memory at {pointer:#x} is not on {device}")
+    return tensor
+
+
+def page_lock(torch: Any, address: int, size: int, device: Any) -> int:
+    """Lock host memory, so that a device can access it by DMA (cudaHostRegister); return CUDA's status, 0 if it did.
+
+    Args:
+        torch: the module, which is not imported here.
+    """
+    runtime = torch.cuda.cudart()
+    status = int(runtime.cudaHostRegister(address, size, 0))
+    if status:  # it is also this thread's last error, which torch would take for that of the next kernel
+        if hasattr(runtime, "cudaGetLastError"):
+            runtime.cudaGetLastError()
+        else:
+            with contextlib.suppress(RuntimeError):  # so this kernel takes it, and torch clears what it raises
+                torch.ones(1, device=device)
+    return status
 
 
 class CudaDriver(Driver):

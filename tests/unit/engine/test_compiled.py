@@ -291,6 +291,21 @@ def test_a_package_for_another_device_or_torch_is_refused(package, monkeypatch):
         load("ahead", settings(), CPU)
 
 
+@pytest.mark.parametrize(("device", "index"), [(CPU, -1), (torch.device("cuda", 1), 1)])
+def test_a_package_is_loaded_to_its_device_and_without_synchronisation_for_threads(package, monkeypatch, device, index):
+    made, _ = package
+    seen = []
+
+    def load_package(path, run_single_threaded=False, device_index=-1):
+        seen.append((run_single_threaded, device_index))
+        return made(path)
+
+    made.device = device.type
+    monkeypatch.setattr(torch._inductor, "aoti_load_package", load_package)
+    compiled_module.CompiledAhead("model.pt2", ["observation"], device)
+    assert seen == [(True, index)]
+
+
 def test_a_package_without_other_weights_keeps_its_compiled_ones(package):
     _, settings = package
     loaded = load("ahead", settings(weights=None), CPU)

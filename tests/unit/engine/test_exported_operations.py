@@ -12,6 +12,7 @@ from jurybox.protocol import TensorSpec
 from jurybox.protocol.segment import segment_name
 from jurybox.protocol.weights import WeightsChannel
 from jurybox.protocol.weights.publisher import Publisher
+from jurybox.server.engine import model_code
 from jurybox.server.engine.exported import Direct, NotDirect, export, rows_of, tensors_of
 from jurybox.server.engine.model_code import LoadError, ModelOrder, load
 from jurybox.server.engine.served import move
@@ -343,3 +344,29 @@ def test_an_exported_factory_answers_with_the_weights_that_are_published(tmp_pat
         client.publisher("m").publish({"scale": torch.tensor(7.0), "offset": torch.tensor(5.0)})
         wait_until(lambda: not np.array_equal(model.infer(x), before), 20, "the published weights")
         np.testing.assert_array_equal(model.infer(x), 7 * x + 5)
+
+
+class Placed(torch.nn.Module):
+    """Names the device on which it is exported: new tensors, conversions, and a constant."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 4)
+        self.constant = torch.arange(4.0)
+
+    def forward(self, x):
+        places = torch.arange(4, device=x.device)
+        return self.layer(x.float()) + self.constant + places + torch.ones(4).to(x.device)
+
+
+def test_a_program_computes_on_another_device_than_that_on_which_it_was_exported(tmp_path):
+    file, meta = tmp_path / "placed.pt2", torch.device("meta")
+    batch = torch.export.Dim("batch")
+    torch.export.save(torch.export.export(Placed(), (torch.ones(2, 4),), dynamic_shapes=({0: batch},)), file)
+    order = ModelOrder.of(ModelSettings(exported=str(file)).model_dump(mode="json"))
+    model = model_code._from_exported("placed", order, meta)  # it is also probed there
+    assert model.module(x=torch.ones(3, 4, device=meta)).device == meta
+    named = [node.kwargs.get("device", meta) for node in model.module.source.graph.nodes]
+    assert len(named) > 3 and set(map(str, named)) == {"meta"}
+    on_host = model_code._from_exported("placed", order, CPU)
+    assert on_host.outputs == model.outputs and on_host.module(x=torch.ones(3, 4)).device == CPU

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from jurybox.protocol import forks
-from jurybox.protocol.device_memory import Driver
+from jurybox.protocol.device_memory import Driver, as_tensor, page_lock
 from jurybox.protocol.errors import Refused, ServerGone, SpecMismatch
 from jurybox.protocol.segment import try_lock
 from jurybox.protocol.weights import TensorPlace, WeightsChannel, WeightsLayout
@@ -110,7 +110,8 @@ class Publisher(forks.Closing):
             SpecMismatch: the layout differs (the message names the difference), or `extra` is of a wrong kind or too
                 large.
             Refused: a value is not finite, with `check_finite`; the version is not larger than the last one, or not
-                below 2**63; the publisher was closed, or created before a fork.
+                below 2**63; the publisher was closed, or created before a fork, or is that of another device than the
+                tensors'.
             ServerGone: the owner of the channel is gone.
         """
         tensors = tensors_of(source)
@@ -350,18 +351,35 @@ class DeviceStage:
             self._channel.device["versions"][0, slot] = version
 
     def _share(self, driver: Driver, slots: int) -> list[Any]:
-        """Return exported device memory for each slot; stages of the same size share it."""
+        """Return exported device memory for each slot; stages of the same size share it.
+
+        Raises:
+            Refused: the driver's device is not that of the publications.
+        """
         key = driver.fake, str(self.device), self._channel.name
-        if key not in _SHARED:
+        new = key not in _SHARED
+        if new:
             _SHARED[key] = [driver.allocate(max(1, self._channel.layout.nbytes)) for _ in range(slots)]
         record = self._channel.device
         record["generation"] = 0
+        shape, dtype = (self._channel.layout.nbytes,), np.dtype(np.uint8)
+        try:
+            tensors = [
+                as_tensor(self._torch, driver.array(pointer, shape, dtype), pointer, self.device)
+                for pointer in _SHARED[key]
+            ]
+        except Refused as error:
+            if new:  # no other process has it open, since it was not exported
+                for pointer in _SHARED.pop(key):
+                    driver.free(pointer)
+            raise Refused(
+                f"the publisher's GPU is not {self.device}, which holds the published tensors: open it with that "
+                f"device, or without one ({error})"
+            ) from error
         for slot, pointer in enumerate(_SHARED[key]):
             record["handles"][0, slot] = np.frombuffer(driver.export(pointer), np.uint8)
         record["generation"] = secrets.randbits(62) | 1
-        shape, dtype = (self._channel.layout.nbytes,), np.dtype(np.uint8)
-        arrays = [driver.array(pointer, shape, dtype) for pointer in _SHARED[key]]
-        return [self._torch.as_tensor(array, device=self.device) for array in arrays]
+        return tensors
 
     def close(self) -> None:
         """Undo the page-locking, which must happen before the memory is unmapped."""
@@ -374,4 +392,4 @@ class DeviceStage:
             return False
         # Without page-locking (locked-memory limit, no support in the driver) transfers are only slower: they use
         # CUDA's internal page-locked buffer.
-        return int(self._torch.cuda.cudart().cudaHostRegister(target.data_ptr(), target.numel(), 0)) == 0
+        return page_lock(self._torch, target.data_ptr(), target.numel(), self.device) == 0

@@ -8,14 +8,15 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from jurybox import native
-from jurybox.protocol.errors import Code, ModelFailed, Refused, VersionNotHeld, plain, said
+from jurybox.protocol.errors import Code, Error, ModelFailed, Refused, VersionNotHeld, plain, said
 from jurybox.protocol.scoreboard import TIME_BUCKETS
 from jurybox.protocol.spec import ModelSpec
 from jurybox.server.batch_cost import BatchCost
-from jurybox.server.engine.device import Batch, DeviceServed
+from jurybox.server.engine.device import Batch, DeviceLost, DeviceServed, device_error, forget_frames
 from jurybox.server.engine.device_regions import DeviceRegions
 from jurybox.server.engine.queues import Queue
 from jurybox.server.engine.served import OUT_OF_MEMORY, Outcome, Served
@@ -119,9 +120,9 @@ class Slot:
     def answers(self, tickets: NDArray[Any], version: int) -> Iterable[tuple[NDArray[Any], int]]:
         """Split a computed batch by the weights version of its answers.
 
-        `version` is the requested version, or 0 for the newest.
+        `version` is the one that they were computed with; a group's members have one each.
         """
-        return ((tickets, version or self.served.version),)
+        return ((tickets, version),)
 
     def parts(self, tickets: NDArray[Any]) -> Sequence[NDArray[Any]]:
         """Return the parts of a batch that can fail independently."""
@@ -177,6 +178,7 @@ class Batches:
         clock: returns the time in nanoseconds.
         report: logs an event, called with (event, fields).
         interruptible: see `Engine`.
+        device: the device of the models.
 
     Attributes:
         mean_ns: the smoothed duration of a batch.
@@ -192,8 +194,10 @@ class Batches:
         report: Callable[..., None],
         *,
         interruptible: bool = False,
+        device: torch.device = torch.device("cpu"),  # noqa: B008  immutable
     ) -> None:
         self.mean_ns = 0.0
+        self._device = device
         self.regions: DeviceRegions | None = None
         self._answer = answer
         self._tracker = tracker
@@ -206,7 +210,11 @@ class Batches:
         self.under_way = 0
 
     def run(self, slot: Slot, tickets: NDArray[Any], rows: int, version: int) -> None:
-        """Compute and answer a batch. On a device, begin it, and answer the oldest one if enough are in flight."""
+        """Compute and answer a batch. On a device, begin it, and answer the oldest one if enough are in flight.
+
+        Raises:
+            DeviceLost: the device cannot be used any more. Batches in flight are not answered.
+        """
         if isinstance(slot.served, DeviceServed):
             self._begin(slot, slot.served, tickets.copy(), rows, version)
         else:
@@ -217,21 +225,24 @@ class Batches:
 
         Args:
             wait: wait for the batch instead of returning while it is still being computed.
+
+        Raises:
+            DeviceLost: see `run`.
         """
         if not self._flights:
             return False
-        flight = self._flights[0]
-        if not wait and not flight.batch.done():
-            return True
+        flight, outcome, failure = self._flights[0], None, None
+        try:
+            if not wait and not flight.batch.done():
+                return True
+            outcome = flight.batch.finish()
+        except BaseException as error:  # noqa: BLE001  a model may raise anything: its callers get it, others continue
+            failure = error
+            self._require_device(flight.slot, flight.tickets, error)
         self._flights.popleft()
         self.under_way = len(self._flights)
-        try:
-            outcome = flight.batch.finish()
-        except BaseException as error:  # a model may raise anything: its callers get the error, other batches continue
-            self.land_all()  # the recovery uses the staging buffers, also those of the batch in flight
-            self._recover(flight.slot, flight.tickets, flight.rows, flight.asked, error)
-            if isinstance(error, self._mine):
-                raise
+        if failure is not None:
+            self._failed(flight.slot, flight.tickets, flight.rows, flight.asked, failure)
         else:
             # Count the batch's time from when the device was free for it.
             began = max(flight.began, self._landed)
@@ -250,22 +261,22 @@ class Batches:
             if self.regions and not isinstance(slot.served, DeviceServed) and self.regions.of(tickets) is not None:
                 raise Refused("this model reads no device memory any more: it was loaded anew. Take rows again")
             outcome = slot.served.run(tickets, rows, version)
-        except BaseException as error:
-            self._recover(slot, tickets, rows, version, error)
-            if isinstance(error, self._mine):
-                raise
+        except BaseException as error:  # noqa: BLE001  see `land`
+            failure = error
+        else:
+            self._computed(slot, tickets, rows, version or slot.served.version, began, outcome)
             return
-        self._computed(slot, tickets, rows, version, began, outcome)
+        self._failed(slot, tickets, rows, version, failure)
 
     def _begin(self, slot: Slot, served: DeviceServed, tickets: NDArray[Any], rows: int, version: int) -> None:
         began = self._clock()
+        failure = None
         try:
             batch = served.begin(tickets, rows, version)
-        except BaseException as error:
-            self.land_all()
-            self._recover(slot, tickets, rows, version, error)
-            if isinstance(error, self._mine):
-                raise
+        except BaseException as error:  # noqa: BLE001  see `land`
+            failure = error
+        if failure is not None:
+            self._failed(slot, tickets, rows, version, failure)
             return
         self._flights.append(_Flight(slot, tickets, rows, version, version or served.version, began, batch))
         self.under_way = len(self._flights)
@@ -295,6 +306,7 @@ class Batches:
             left = [number for number in numbers if others[number] and number not in outcome.refused]
             others[left] = False
             if left:
+                self._require_device(slot, tickets[left], error)
                 self._fail(slot, tickets[left].copy(), error)
         for number, (code, message) in outcome.refused.items():
             if others[number]:
@@ -304,6 +316,33 @@ class Batches:
                 for answered, used in slot.answers(one, version):
                     self._answer(answered, code, used, message)
         return tickets[others].copy()
+
+    def _failed(self, slot: Slot, tickets: NDArray[Any], rows: int, version: int, error: BaseException) -> None:
+        """Recover from the error of a batch.
+
+        Call it outside of the `except` block: inside, Python itself keeps the batch's tensors alive.
+        """
+        self._require_device(slot, tickets, error)
+        self.land_all()  # the recovery uses the staging buffers, also those of the batch in flight
+        self._recover(slot, tickets, rows, version, error)
+        if isinstance(error, self._mine):
+            raise error
+        forget_frames(error)  # the caller's frame refers to the error: only the garbage collector would free the two
+
+    def _require_device(self, slot: Slot, tickets: NDArray[Any], error: BaseException) -> None:
+        """Raise DeviceLost if a model's error leaves a GPU that fails every call. Then nothing could be computed again.
+
+        The error may be that of an earlier batch, since a device computes after the call has returned: the oldest
+        batch in flight is named.
+        """
+        if isinstance(error, (OUT_OF_MEMORY, Error)) or (lost := device_error(self._device)) is None:
+            return
+        if self._flights:
+            slot, tickets = self._flights[0].slot, self._flights[0].tickets
+        raise DeviceLost(
+            f"{self._device} fails every call since model {slot.name(tickets)!r} was computed: {said(error)}",
+            slot.shown or int(tickets["model"][0]) + 1,
+        ) from lost
 
     def _recover(self, slot: Slot, tickets: NDArray[Any], rows: int, version: int, error: BaseException) -> None:
         """Recover from a batch that was not computed.
@@ -315,6 +354,7 @@ class Batches:
             slot.queue.max_batch = max(rows // 2, int(tickets["rows"].max()))
             name = slot.served.spec.name
             self._report("out of memory, batches halved", model=name, max_batch=slot.queue.max_batch)
+            forget_frames(error)
             slot.served.free_memory()
             half = len(tickets) // 2
             parts: Sequence[NDArray[Any]] = (tickets[:half].copy(), tickets[half:].copy())
@@ -348,7 +388,7 @@ class Batches:
 
     def _refuse(self, slot: Slot, tickets: NDArray[Any], code: int, message: str) -> None:
         """Answer tickets with an error and the newest version, which is another one for each member of a group."""
-        for answered, newest in slot.answers(tickets, 0):
+        for answered, newest in slot.answers(tickets, slot.served.version):
             self._answer(answered, code, newest, message)
 
 

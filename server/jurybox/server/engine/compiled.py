@@ -8,6 +8,7 @@ of them. Afterwards, any code that would need compilation runs eagerly.
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -175,8 +176,12 @@ class CompiledAhead(torch.nn.Module):
         load = getattr(_inductor, "aoti_load_package", None)
         if load is None:
             raise AheadError(f"torch {torch.__version__} cannot load packages of AOTInductor, expected 2.6 or newer")
+        # Only one thread calls a package at a time. Without synchronisation for several it can be captured in a graph.
+        # Without an index it would be loaded to the first GPU. Older versions of torch take neither.
+        index = -1 if self._device.index is None else self._device.index
+        options, taken = {"run_single_threaded": True, "device_index": index}, inspect.signature(load).parameters
         try:
-            package = load(str(self._file))
+            package = load(str(self._file), **{name: value for name, value in options.items() if name in taken})
             wanted, made_for = set(package.get_constant_fqns()), package.get_metadata().get(_PLATFORM, "")
         except Exception as error:
             raise AheadError(f"not an AOTInductor package for this machine: {plain(error)}; {_HOW}") from error

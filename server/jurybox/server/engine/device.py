@@ -17,9 +17,10 @@ from numpy.typing import NDArray
 
 from jurybox import native
 from jurybox.protocol.arena import Columns
-from jurybox.protocol.device_memory import Driver
+from jurybox.protocol.device_memory import Driver, page_lock
+from jurybox.server.engine.batch_shapes import dtype_of
 from jurybox.server.engine.device_regions import Binding, DeviceRegions
-from jurybox.server.engine.served import Input, Outcome, Output, Served, dtype_of
+from jurybox.server.engine.served import OUT_OF_MEMORY, Input, Outcome, Output, Served
 from jurybox.server.models import ServedModel
 
 _ALREADY = 712  # cudaErrorHostMemoryAlreadyRegistered
@@ -39,7 +40,7 @@ class PageLock:
         self._address = memory.ctypes.data
         if device.type != "cuda":
             return
-        status = int(torch.cuda.cudart().cudaHostRegister(self._address, memory.nbytes, 0))  # type: ignore[no-untyped-call]
+        status = page_lock(torch, self._address, memory.nbytes, device)
         self.held = status == 0
         if status:
             self.reason = f"cudaHostRegister returned {status}" + (", already registered" if status == _ALREADY else "")
@@ -113,6 +114,10 @@ class Stream:
 #
 # A graph has fixed shapes and addresses, so a batch is computed by the graph of the next larger rung, on static inputs
 # whose rows beyond the batch hold stale values. Models compute each row independently, so those rows have no effect.
+#
+# Graphs are captured in the model loader's thread while the loop serves other models. The warm-ups run beside it; for
+# the capture itself, about as long as one forward, the loop is held between two turns. Calls of other threads cannot
+# break the capture ("thread_local"), but older versions of torch refuse random numbers to other models meanwhile.
 
 
 Tensors = Mapping[str, torch.Tensor]
@@ -137,25 +142,30 @@ class Graphs:
         inputs: static inputs of max_batch rows, by name; their addresses must not change.
         forward: computes the outputs, by name, of the inputs' first rows.
         stream: the stream to capture on.
+        alone: returns a context manager in which no other thread computes.
     """
 
     def __init__(
-        self, inputs: Tensors, forward: Callable[[Tensors], Tensors], stream: torch.cuda.Stream, max_batch: int
+        self,
+        inputs: Tensors,
+        forward: Callable[[Tensors], Tensors],
+        stream: torch.cuda.Stream,
+        max_batch: int,
+        alone: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext,
     ) -> None:
         self._rungs = ladder(max_batch)
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensors]] = {}
-        pool = None
-        for rows in reversed(self._rungs):  # the largest first: the others reuse its memory pool
-            part = {name: tensor[:rows] for name, tensor in inputs.items()}
-            with torch.cuda.stream(stream):
+        stream.wait_stream(torch.cuda.current_stream(stream.device))  # there weights and inputs were written
+        pool = torch.cuda.graph_pool_handle()
+        # torch.cuda.graph leaves the thread on the stream if a capture fails; this block does not.
+        with torch.cuda.stream(stream):
+            for rows in reversed(self._rungs):  # the largest first: the others reuse its memory pool
+                part = {name: tensor[:rows] for name, tensor in inputs.items()}
                 for _ in range(_WARM_UPS):
                     forward(part)
-            stream.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool, stream=stream):
-                outputs = forward(part)
-            pool = pool or graph.pool()
-            self._graphs[rows] = (graph, outputs)
+                stream.synchronize()
+                with alone():
+                    self._graphs[rows] = _captured(forward, part, stream, pool)
 
     def run(self, rows: int) -> Tensors:
         """Compute the first `rows` rows of the static inputs; return their outputs, by name."""
@@ -164,11 +174,92 @@ class Graphs:
         return {name: tensor[:rows] for name, tensor in outputs.items()}
 
 
+_failed: list[torch.cuda.CUDAGraph] = []  # kept: torch's allocator of host memory may refer to them
+
+
+def _captured(
+    forward: Callable[[Tensors], Tensors], part: Tensors, stream: torch.cuda.Stream, pool: Any
+) -> tuple[torch.cuda.CUDAGraph, Tensors]:
+    """Capture one forward; return the graph and its static outputs."""
+    graph = torch.cuda.CUDAGraph()
+    try:
+        # Other threads use the device: by default whatever they call during a capture would fail, or break it.
+        with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+            outputs = forward(part)
+    except BaseException:
+        _release(graph, stream, pool)
+        raise
+    return graph, outputs
+
+
+def _release(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream, pool: Any) -> None:
+    """Let torch's allocator end a failed capture. Otherwise it keeps the pool, and delays the reuse of other memory."""
+    try:
+        graph.pool()
+    except RuntimeError:  # the capture has not ended, so the graph would not release its share of the pool
+        _failed.append(graph)
+        private = getattr(torch, "_C", None)  # torch has no public name for it; without these the pool is kept
+        end, release = (getattr(private, f"_cuda_{name}", None) for name in ("endAllocateToPool", "releasePool"))
+        if end is not None and release is not None:
+            with contextlib.suppress(RuntimeError):  # it had not begun: there is nothing to release
+                end(stream.device.index, pool)
+                release(stream.device.index, pool)
+
+
+def _mend_random_numbers(device: torch.device) -> None:
+    """Let models draw random numbers on a device again, which older versions of torch refuse after a failed capture."""
+    try:
+        torch.rand(1, device=device)
+    except RuntimeError:
+        generator = torch.cuda.default_generators[device.index or 0]
+        if hasattr(generator, "graphsafe_set_state"):  # torch 2.4 and newer
+            generator.graphsafe_set_state(generator.clone_state())
+
+
 # ----
-# The engine's device memory: its limit, and its use on the scoreboard.
+# The engine's device, and its memory: the limit, and the use on the scoreboard.
 
 
 _EVERY = 1.0  # seconds between two queries: each takes torch's allocator tens of microseconds, outside the loop
+
+
+def engine_device(name: str) -> torch.device:
+    """Return the device of this name, with an index: "cuda" is the first GPU. A limit of its memory needs the index."""
+    device = torch.device(name)
+    return torch.device("cuda", 0) if device.type == "cuda" and device.index is None else device
+
+
+def use_device(device: torch.device) -> None:
+    """Make a GPU the current one of this thread. Otherwise some calls would occupy memory of the first GPU, too."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+
+
+class DeviceLost(Exception):
+    """A GPU fails every call of this process, as after a failed assertion in a kernel: another process must go on.
+
+    Attributes:
+        shown: the model to which this is charged, as the scoreboard's `computing` shows it.
+    """
+
+    def __init__(self, message: str, shown: int) -> None:
+        super().__init__(message)
+        self.shown = shown
+
+
+def device_error(device: torch.device) -> Exception | None:
+    """Return the error with which a GPU fails every call of this process; None if it works, and for a CPU."""
+    if device.type == "cuda":
+        try:
+            torch.cuda.synchronize(device)
+        except Exception as error:  # noqa: BLE001  returned
+            return error
+    return None
+
+
+def forget_frames(error: BaseException) -> None:
+    """Drop the frames of an error after which memory is to be freed: they hold the tensors that did not fit."""
+    error.__traceback__ = error.__context__ = error.__cause__ = None
 
 
 def bound_device_memory(device: torch.device, mib: int, fraction: float = 1.0) -> None:
@@ -226,6 +317,7 @@ class DeviceServed(Served):
         regions: the rows that clients have bound to device memory.
         graphs: capture CUDA graphs during warm-up; a model that cannot be captured runs without them.
         report: logs an event, called with (event, fields).
+        alone: returns a context manager in which no other thread computes.
     """
 
     def __init__(
@@ -243,16 +335,22 @@ class DeviceServed(Served):
         columns: Columns | None = None,
         report: Callable[..., None] = lambda event, **fields: None,
         regions: DeviceRegions | None = None,
+        alone: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext,
     ) -> None:
         super().__init__(name, model, inputs, outputs, max_batch, device, compute, columns)
         self._report = report
+        self._alone = alone
         self._regions = regions
         self._wants_graphs = graphs and self.device.type == "cuda"
         self._lock = PageLock(memory, self.device)
         if not self._lock.held and self.device.type == "cuda":
             report("arena not page-locked", model=name, reason=self._lock.reason)
-        self.forwards = Stream(self.device)
-        self._buffers = [_StagingBuffer(self, self._inputs, self._outputs, max_batch) for _ in range(_BUFFERS)]
+        try:
+            self.forwards = Stream(self.device)
+            self._buffers = [_StagingBuffer(self, self._inputs, self._outputs, max_batch) for _ in range(_BUFFERS)]
+        except BaseException:
+            self._lock.release()
+            raise
 
     def begin(self, tickets: NDArray[Any], rows: int, version: int = 0) -> Batch:
         """Queue a batch's copies and its forward; return the batch, to be finished later.
@@ -306,6 +404,8 @@ class DeviceServed(Served):
     def _prepare(self) -> None:
         for buffer in self._buffers:
             buffer.wake()
+        if self.device.type == "cuda":  # the loop reads weights and inputs on other streams than this thread wrote them
+            torch.cuda.current_stream(self.device).synchronize()
         self._capture()
 
     def _capture(self) -> None:
@@ -314,11 +414,14 @@ class DeviceServed(Served):
         try:
             with torch.inference_mode():
                 for buffer in self._buffers:
-                    buffer.capture()
+                    buffer.capture(self._alone)
         except Exception as error:  # noqa: BLE001  a model that cannot be captured runs without graphs
             for buffer in self._buffers:
                 buffer.graphs = None
+            # It would fail again whenever the model wakes, unless memory has been freed.
+            self._wants_graphs = isinstance(error, OUT_OF_MEMORY)
             torch.cuda.synchronize(self.device)
+            _mend_random_numbers(self.device)
             self._report("no CUDA graphs", model=self.spec.name, reason=f"{type(error).__name__}: {error}")
         finally:
             self._take_row_errors()  # discard them: replaying a graph does not call the forward that reports them
@@ -472,10 +575,10 @@ class _StagingBuffer:
         if result.is_cuda and self.graphs is None:
             result.record_stream(torch.cuda.current_stream(result.device))
 
-    def capture(self) -> None:
+    def capture(self, alone: Callable[[], AbstractContextManager[object]]) -> None:
         """Capture the graphs over this buffer's inputs."""
         stream = torch.cuda.Stream(self._served.device)  # type: ignore[no-untyped-call]
-        self.graphs = Graphs(self._inputs, self._served.forward, stream, self._max_batch)
+        self.graphs = Graphs(self._inputs, self._served.forward, stream, self._max_batch, alone)
 
 
 def neighbours(tickets: NDArray[Any]) -> list[tuple[int, int]]:

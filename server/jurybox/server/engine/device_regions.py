@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from jurybox.protocol.device_memory import Driver, driver
+from jurybox.protocol.device_memory import Driver, as_tensor, driver
 from jurybox.protocol.errors import Error, Refused, said
 from jurybox.protocol.spec import TensorSpec
 from jurybox.protocol.weights import WeightsChannel
@@ -102,8 +102,7 @@ class PublishedOnDevice:
                 if pointer - base + layout.nbytes > size:
                     raise Refused(f"the exported memory has {size} bytes, the weights take {layout.nbytes}")
                 array = self._driver.array(pointer, (layout.nbytes,), np.dtype(np.uint8))
-                flat = torch.as_tensor(array, device=self._device)
-                slots.append(layout.tensors(flat))
+                slots.append(layout.tensors(as_tensor(torch, array, pointer, self._device)))
         except Error:  # on another device, or the learner is gone: the same weights are in host memory
             self.close()
             self._generation = generation  # it is not tried again
@@ -221,7 +220,8 @@ class DeviceRegions:
                 f"{dtype.itemsize}"
             )
         array = self.driver.array(pointer + offset, shape, dtype)
-        return torch.from_numpy(array) if isinstance(array, np.ndarray) else torch.as_tensor(array, device=self._device)
+        tensor: torch.Tensor = as_tensor(torch, array, pointer + offset, self._device)
+        return tensor
 
     def _release(self, lease: int, binding: Binding) -> None:
         binding.inputs, binding.outputs = {}, {}

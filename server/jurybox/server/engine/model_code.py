@@ -95,7 +95,7 @@ def load(name: str, settings: ModelOrder, device: torch.device, factories: Colle
     """
     if settings.aot:
         return _from_package(name, settings, device)
-    model = _from_factory(name, settings, factories) if settings.factory else _from_exported(name, settings)
+    model = _from_factory(name, settings, factories) if settings.factory else _from_exported(name, settings, device)
     if settings.weights:
         _load_weights(name, model.module, Path(settings.weights))
     layout = WeightsLayout.of(model.module.state_dict()) if settings.publish else None
@@ -283,7 +283,7 @@ def _stamp(file: str) -> tuple[int, int] | None:
 # ---- exported programs
 
 
-def _from_exported(name: str, settings: ModelOrder) -> ServedModel:
+def _from_exported(name: str, settings: ModelOrder, device: torch.device) -> ServedModel:
     path = Path(str(settings.exported))
     where = f"models.{name}.exported = {str(path)!r}"
     if not path.is_file():
@@ -294,6 +294,7 @@ def _from_exported(name: str, settings: ModelOrder) -> ServedModel:
             program = torch.export.load(path)
     except Exception as error:
         raise LoadError(f"{where}: not a program of torch.export: {plain(error)}") from error
+    program = _on_device(program, device)
     arguments, keywords = program.example_inputs or ((), {})
     names = [str(name) for name in program.graph_signature.user_inputs]
     examples = dict(zip(names, arguments, strict=False)) | dict(keywords)
@@ -301,8 +302,22 @@ def _from_exported(name: str, settings: ModelOrder) -> ServedModel:
     module = _ByName(program, list(inputs)[: len(arguments)])
     if not inputs:
         raise LoadError(f"{where} has no example inputs: set models.{name}.inputs and .outputs in the config")
-    outputs = settings.outputs or _probe_outputs(where, module, inputs)
+    outputs = settings.outputs or _probe_outputs(where, module, inputs, device)
     return ServedModel(module, inputs, outputs)
+
+
+def _on_device(program: torch.export.ExportedProgram, device: torch.device) -> torch.export.ExportedProgram:
+    """Move a program to a device, with the devices that its operations name: those on which it was exported.
+
+    Without this, its module moves parameters and buffers only. That is enough for most programs, so an error here, such
+    as of a torch that cannot move programs, is none: a program that needs it fails at its first batch.
+    """
+    if device.type != "cpu":
+        with contextlib.suppress(Exception):
+            from torch.export.passes import move_to_device_pass  # torch 2.6 and newer
+
+            return move_to_device_pass(program, device)
+    return program
 
 
 def _from_package(name: str, settings: ModelOrder, device: torch.device) -> Loaded:
@@ -397,11 +412,14 @@ def _spec_of(where: str, name: str, value: object) -> TensorSpec:
     return TensorSpec(str(value.dtype).removeprefix("torch."), tuple(value.shape[1:]))
 
 
-def _probe_outputs(where: str, module: torch.nn.Module, inputs: Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:
+def _probe_outputs(
+    where: str, module: torch.nn.Module, inputs: Mapping[str, TensorSpec], device: torch.device
+) -> dict[str, TensorSpec]:
     """Run two rows, then three, to find the outputs' names and shapes and to check that the batch size may vary."""
     for rows in (2, 3):
         zeros = {
-            key: torch.zeros((rows, *spec.shape), dtype=getattr(torch, spec.dtype)) for key, spec in inputs.items()
+            key: torch.zeros((rows, *spec.shape), dtype=getattr(torch, spec.dtype), device=device)
+            for key, spec in inputs.items()
         }
         try:
             with torch.inference_mode():

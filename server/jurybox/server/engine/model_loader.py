@@ -12,7 +12,7 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +26,7 @@ from jurybox.protocol.spec import plain_specs
 from jurybox.protocol.weights import WeightsChannel
 from jurybox.server.engine.compiled import Compiled
 from jurybox.server.engine.core import Engine
-from jurybox.server.engine.device import DeviceServed, ladder
+from jurybox.server.engine.device import DeviceLost, DeviceServed, device_error, ladder, use_device
 from jurybox.server.engine.device_regions import DeviceRegions
 from jurybox.server.engine.model_code import LoadError, ModelOrder
 from jurybox.server.engine.model_code import load as load_model
@@ -37,6 +37,34 @@ from jurybox.server.groups.group import Member
 from jurybox.server.groups.groups import Groups
 from jurybox.server.logs import traced
 from jurybox.server.models import ServedModel
+
+_HELD = 5.0  # seconds for which the loop is held at most, and for which this thread waits for that
+
+
+@contextlib.contextmanager
+def held(later: Callable[[Callable[[], None]], None], finish: Callable[[], None]) -> Iterator[None]:
+    """Hold the engine's loop between two turns during the block, with no batch in flight.
+
+    Neither side waits for the other longer than _HELD: the block then runs beside the loop.
+
+    Args:
+        later: runs an action in the loop's thread between two turns.
+        finish: answers the batches in flight; called in the loop's thread.
+    """
+    reached, left = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        if not left.is_set():
+            finish()
+            reached.set()
+            left.wait(_HELD)
+
+    later(hold)
+    reached.wait(_HELD)
+    try:
+        yield
+    finally:
+        left.set()
 
 
 @dataclass(slots=True)
@@ -122,7 +150,11 @@ class ModelLoader:
                 moved = served.sleep()
             except BaseException as error:  # noqa: BLE001  some tensors may be on the host: move all of them back
                 self._report("sleep failed", model=model, error=said(error), exception=traced(error))
-                served.wake()
+                try:
+                    served.wake()
+                except BaseException as again:  # noqa: BLE001  then it is asleep, and could not be woken
+                    self._turned("awake", model, load, reason=f"{said(error)}; then {said(again)}")
+                    return
                 self._later(lambda: self._engine.resume(model))
                 self._turned("asleep", model, load, reason=said(error))
             else:
@@ -146,8 +178,12 @@ class ModelLoader:
                 moved = served.wake()
             except BaseException as error:  # noqa: BLE001  some tensors may be on the device: move all back to the host
                 self._report("wake failed", model=model, error=said(error), exception=traced(error))
-                served.sleep()
-                self._turned("awake", model, load, reason=said(error))
+                reason = said(error)
+                try:
+                    served.sleep()
+                except BaseException as again:  # noqa: BLE001  it is suspended in any case
+                    reason = f"{reason}; then {said(again)}"
+                self._turned("awake", model, load, reason=reason)
                 return
 
             def resume() -> None:
@@ -171,6 +207,7 @@ class ModelLoader:
         self._jobs.put((model, 0, lambda: self._left(model)))
 
     def _work(self) -> None:
+        use_device(self._device)
         while True:
             model, load, job = self._jobs.get()
             with contextlib.suppress(OSError):  # the supervisor is gone, and this process will end
@@ -183,8 +220,20 @@ class ModelLoader:
                     elif not load:
                         job()
                 except BaseException as error:  # noqa: BLE001  whatever it raises, only this model has failed
+                    if (lost := device_error(self._device)) is not None:
+                        self._end_loop(model, error, lost)
+                        return
                     self._failed(model, load, error)
                     self._tell("ends")
+
+    def _end_loop(self, model: int, error: BaseException, lost: Exception) -> None:
+        """Raise DeviceLost in the loop. Without "ends", the supervisor charges the engine's death to this model."""
+
+        def end() -> None:
+            raise DeviceLost(f"{self._device} fails every call since a model was loaded: {said(error)}", model + 1)
+
+        self._report("load failed", model=model, error=said(error), exception=traced(error), device=said(lost))
+        self._later(end)
 
     def _load(self, model: int, load: int, name: str, settings: ModelOrder) -> None:
         loaded = load_model(name, settings, self._device, self._factories)
@@ -271,6 +320,8 @@ class ModelLoader:
                 return
             try:
                 self._engine.install(model, served, settings.min_batch, settings.max_wait_us * 1000, number)
+            except DeviceLost:
+                raise
             except BaseException as error:  # noqa: BLE001  it runs in the loop, which must not end
                 clean.close()
                 self._failed(model, load, error)
@@ -308,6 +359,7 @@ class ModelLoader:
             columns=columns,
             report=self._report,
             regions=self.regions,
+            alone=lambda: held(self._later, self._engine.finish),
         )
 
     def _left(self, model: int) -> None:

@@ -17,6 +17,7 @@ from jurybox import native
 from jurybox.protocol.arena import Columns
 from jurybox.protocol.errors import ModelFailed, plain
 from jurybox.protocol.spec import BYTES
+from jurybox.server.engine.device import forget_frames
 from jurybox.server.engine.served import OUT_OF_MEMORY, Outcome, Served, refuse_rows, takes_names
 from jurybox.server.engine.session_states import BatchRows, States
 from jurybox.server.engine.variable_rows import VariableInput, flattened, padded
@@ -245,44 +246,57 @@ class OpenServed(Served):
     def _compute_group(
         self, group: NDArray[np.intp], fixed: Mapping[str, torch.Tensor], batch: BatchRows, outcome: Outcome
     ) -> None:
+        try:
+            failed, following = self._computed_group(group, fixed, batch)
+        except Exception as error:
+            if isinstance(error, OUT_OF_MEMORY) and not batch.stepped:
+                raise
+            failure = error
+        else:
+            batch.failed.update({int(group[row]): reason for row, reason in failed.items()})
+            if self._states is not None:
+                good = [row for row in range(len(group)) if row not in failed] if failed else None
+                self._states.after(group, good, following)
+                batch.stepped = True
+            return
+        if isinstance(failure, OUT_OF_MEMORY):
+            # The whole batch cannot be computed again, since some sessions have made their step.
+            forget_frames(failure)
+            self.free_memory()
+        numbers = batch.tickets_of(group)
+        if len(numbers) == 1:
+            outcome.errors.append((numbers, failure))
+        del failure  # it refers to this frame, so that only the garbage collector would free the two
+        if len(numbers) == 1:
+            return
+        # The model may fail on one ticket only, or on too many rows: halving answers the others.
+        halves = np.isin(batch.owner[group], numbers[: len(numbers) // 2])
+        for half in (group[halves], group[~halves]):
+            self._compute_group(half, fixed, batch, outcome)
+
+    def _computed_group(
+        self, group: NDArray[np.intp], fixed: Mapping[str, torch.Tensor], batch: BatchRows
+    ) -> tuple[dict[int, str], Any]:
+        """Compute rows and write their outputs; return the reasons of failed rows, and the sessions' next states."""
         shape = self.shaped(len(group))
         padding = np.repeat(group[-1:], shape - len(group))  # its outputs are cut off
         group_in = np.concatenate((group, padding)) if len(padding) else group
-        try:
-            ordered = len(group_in) == batch.rows and bool((group_in[1:] > group_in[:-1]).all())
-            whole = ordered and not self._variable and not self._writes
-            chosen = fixed if whole else {key: value[torch.from_numpy(group_in)] for key, value in fixed.items()}
-            values = {key: variable.rows(group_in) for key, variable in self._variable.items()}
-            staged = self._staged(group_in, chosen, values)
-            if self._states is not None:
-                staged |= self._states.before(group_in, batch)
-            results = self._called(staged)
-            if shape > len(group):
-                results = {key: value[: len(group)] for key, value in results.items()}
-            checked = self._checked(results, len(group))
-            following = self._states.checked(results, len(group)) if self._states is not None else {}
-            row_errors = self._take_row_errors()
-            failed = self.failures(results, len(group), row_errors) if row_errors or self._finite else {}
-            failed |= self._write(checked, group, batch, failed)
-        except Exception as error:
-            if isinstance(error, OUT_OF_MEMORY):
-                if not batch.stepped:
-                    raise
-                self.free_memory()  # the whole batch cannot be computed again, since some sessions have made their step
-            numbers = batch.tickets_of(group)
-            if len(numbers) == 1:
-                outcome.errors.append((numbers, error))
-                return
-            # The model may fail on one ticket only, or on too many rows: halving answers the others.
-            halves = np.isin(batch.owner[group], numbers[: len(numbers) // 2])
-            for half in (group[halves], group[~halves]):
-                self._compute_group(half, fixed, batch, outcome)
-            return
-        batch.failed.update({int(group[row]): reason for row, reason in failed.items()})
+        ordered = len(group_in) == batch.rows and bool((group_in[1:] > group_in[:-1]).all())
+        whole = ordered and not self._variable and not self._writes
+        chosen = fixed if whole else {key: value[torch.from_numpy(group_in)] for key, value in fixed.items()}
+        values = {key: variable.rows(group_in) for key, variable in self._variable.items()}
+        staged = self._staged(group_in, chosen, values)
         if self._states is not None:
-            good = [row for row in range(len(group)) if row not in failed] if failed else None
-            self._states.after(group, good, following)
-            batch.stepped = True
+            staged |= self._states.before(group_in, batch)
+        results = self._called(staged)
+        if shape > len(group):
+            results = {key: value[: len(group)] for key, value in results.items()}
+        checked = self._checked(results, len(group))
+        following = self._states.checked(results, len(group)) if self._states is not None else {}
+        row_errors = self._take_row_errors()
+        failed = self.failures(results, len(group), row_errors) if row_errors or self._finite else {}
+        failed |= self._write(checked, group, batch, failed)
+        return failed, following
 
     def _called(self, staged: dict[str, Any]) -> Mapping[str, Any]:
         if self.device.type != "cpu":

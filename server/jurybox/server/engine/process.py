@@ -23,7 +23,13 @@ from jurybox.protocol.scoreboard import EngineState, Scoreboard
 from jurybox.protocol.timings import Timings
 from jurybox.server.engine.batches import Batches, Slot
 from jurybox.server.engine.core import Engine, Transport
-from jurybox.server.engine.device import bound_device_memory, show_device_memory
+from jurybox.server.engine.device import (
+    DeviceLost,
+    bound_device_memory,
+    engine_device,
+    show_device_memory,
+    use_device,
+)
 from jurybox.server.engine.device_regions import DeviceRegions
 from jurybox.server.engine.model_loader import ModelLoader
 from jurybox.server.engine.served import Outcome
@@ -131,9 +137,11 @@ class EngineProcess:
 
     def __init__(self, control_pipe: ControlPipe, orders: dict[str, Any]) -> None:
         torch.set_num_threads(orders["threads"])
-        if orders["device"] == "cpu":  # page faults would otherwise take half of an image model's time
+        self._device = engine_device(orders["device"])
+        if self._device.type == "cpu":  # page faults would otherwise take half of an image model's time
             keep_freed_memory()
-        bound_device_memory(torch.device(orders["device"]), orders["device_memory_mib"], orders["memory"])
+        use_device(self._device)
+        bound_device_memory(self._device, orders["device_memory_mib"], orders["memory"])
         index, incarnation = orders["index"], orders["incarnation"]
         self._log = configure(f"engine-{index}", orders["log_level"], orders["log_format"])
         self._control_pipe = control_pipe
@@ -149,14 +157,14 @@ class EngineProcess:
         self._timings = Timings.attach(orders["timings"], writable=True) if orders["timings"] else None
         self._engine = self._new_engine(index)
         self._loader = ModelLoader(
-            torch.device(orders["device"]),
+            self._device,
             self._tell,
             self._callbacks.put,
             self._engine,
             self._log.warning,
             orders["factories"],
         )
-        self._regions = DeviceRegions(torch.device(orders["device"]))
+        self._regions = DeviceRegions(self._device)
         self._loader.regions = self._regions
         for order in orders["bindings"]:
             self._engine.regions = self._regions
@@ -167,7 +175,7 @@ class EngineProcess:
         self._record = self._scoreboard.engines[index : index + 1]
         self._incarnation, self._state_and_pid = incarnation, 0
         self._state(EngineState.LOADING)
-        show_device_memory(torch.device(orders["device"]), self._scoreboard.engines[index : index + 1])
+        show_device_memory(self._device, self._scoreboard.engines[index : index + 1])
         # The engine gets clients once every model of the configuration is ready or has failed.
         self._loading = {order["model"] for order in orders["models"]}
         for order in orders["models"]:
@@ -182,20 +190,32 @@ class EngineProcess:
 
     def _new_engine(self, index: int) -> Engine:
         transports: list[Transport] = [self._shm, self._zmq]
-        batches = Batches if self._timings is None else partial(TracedBatches, self._timings, index)
+        kind = Batches if self._timings is None else partial(TracedBatches, self._timings, index)
+        batches = partial(kind, device=self._device)
         return Engine(self._scoreboard, index, transports, pause=self._shm.pause, report=self._report, batches=batches)
 
     def _report(self, event: str, **fields: Any) -> None:
         (self._warnings if event in _MILD else self._errors)(event, **fields)
 
     def _went_wrong(self, error: BaseException) -> None:
+        if isinstance(error, DeviceLost):
+            raise error
         self._log.error("an action failed", error=said(error), exception=traced(error))
 
     def serve(self) -> None:
-        """Serve until the control pipe is closed or the order "stop" arrives."""
+        """Serve until the control pipe is closed or the order "stop" arrives.
+
+        Raises:
+            DeviceLost: this process cannot use its device any more. Another one, which the supervisor starts, can.
+        """
         exact_sleeps()
-        with torch.inference_mode():
-            self._loop()
+        try:
+            with torch.inference_mode():
+                self._loop()
+        except DeviceLost as lost:
+            self._record["computing"] = lost.shown  # the death counts for this model
+            self._log.error("device lost, the engine ends", error=said(lost), exception=traced(lost))
+            raise
         self._engine.stop_updaters()
         self._regions.close()
         self._state(EngineState.STOPPED)
@@ -243,6 +263,8 @@ class EngineProcess:
                 break
             try:
                 self._carry_out(order)
+            except DeviceLost:
+                raise
             except Exception as error:  # noqa: BLE001  a failed order is reported; it must not end the engine
                 self._refuse(order, error)
         self._callbacks.run()
@@ -384,5 +406,8 @@ def run(control_pipe: ControlPipe) -> int:
     The first message configures it. For an engine on standby it may arrive late.
     """
     if (orders := configuration(control_pipe)) is not None:
-        EngineProcess(control_pipe, orders).serve()
+        try:
+            EngineProcess(control_pipe, orders).serve()
+        except DeviceLost:
+            return 1
     return 0
