@@ -1,5 +1,6 @@
 """kill -9 of an engine: its clients' tickets are answered by its successor."""
 
+import contextlib
 import os
 import signal
 import threading
@@ -109,3 +110,23 @@ def test_every_answer_is_right_while_the_engine_is_killed_again_and_again(server
             thread.join(60)
     assert not wrong
     assert not any(thread.is_alive() for thread in threads)
+
+
+def test_an_engine_is_restarted_though_a_process_that_its_model_forked_keeps_its_pipe_open(tmp_path, nothing_left):
+    """The supervisor would read the end of the pipe only when that process ends, too."""
+    pids = tmp_path / "pids"
+    pids.touch()
+    models = {"forking": {"factory": "tests.faults.reloaded_models:forking", "args": {"pids": str(pids)}}}
+    try:
+        with serving(tmp_path, models) as server, server.connect() as client:
+            x = np.ones((2, 4), np.float32)
+            np.testing.assert_array_equal(client.model("forking").infer(x), 2 * x + 1)
+            (forked,) = map(int, pids.read_text().split())
+            os.kill(server.pids()["engine-0"], signal.SIGKILL)
+            np.testing.assert_array_equal(client.model("forking").infer(x, timeout=40), 2 * x + 1)
+            os.kill(forked, 0)  # it still had the pipe
+            assert client.status()["engines"][0]["restarts"] == 1
+    finally:
+        for pid in map(int, pids.read_text().split()):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)

@@ -150,6 +150,11 @@ class Child:
         return self._process.pid if self._process else 0
 
     @property
+    def exited(self) -> bool:
+        """Whether the process has ended. Its pipe may still be open, in a process that a model has forked."""
+        return self._process is not None and self._process.poll() is not None
+
+    @property
     def orders_waiting(self) -> int:
         """The number of orders that could not be sent yet, or only in part."""
         return len(self._orders)
