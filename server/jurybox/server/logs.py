@@ -5,6 +5,9 @@
 Values are escaped, so that a newline in a name cannot start a new line.
 
 `Log` replaces structlog, whose import took 0.08 s of CPU in each process of a server; the used part of it is 60 lines.
+
+No process waits for a reader of its log: if standard error is a pipe or a terminal that nobody reads, lines are
+dropped, and counted in the first line that can be written again.
 """
 
 from __future__ import annotations
@@ -12,12 +15,18 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import os
+import select
+import socket
+import stat
 import sys
 import threading
 import time
 import traceback
+import weakref
 from collections.abc import Callable, Mapping
 from datetime import datetime, timezone
+from functools import partial
 from typing import Any, TextIO
 
 from jurybox.protocol.errors import plain
@@ -26,6 +35,9 @@ _LONGEST = 20_000  # characters of a value in a line
 _TRACEBACK = 6000  # characters of a traceback; of a longer one, the end is kept
 _KINDS = 256
 _EVERY = 1.0  # seconds
+_PATIENCE = 0.2  # seconds that a line waits for a reader
+_NAP = 0.005  # seconds
+_HASTE = 10.0  # seconds after a dropped line in which none waits: together, the waits of a slow reader would be long
 
 LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
 _NAMES = {number: name for name, number in LEVELS.items()} | {logging.CRITICAL: "critical"}
@@ -55,7 +67,7 @@ class Log:
         self._role = role
         self._level = level
         self._render = render
-        self._stream = stream
+        self._lines = _Lines(stream)
         self._keep = keep
         self._one_at_a_time = threading.RLock()  # reentrant: a finalizer may log while this thread writes a line
 
@@ -80,24 +92,102 @@ class Log:
         if level < self._level:
             return
         raised = fields.pop("exc_info", None)
-        now = datetime.now(timezone.utc).replace(tzinfo=None)
+        timestamp = datetime.now(timezone.utc).replace(tzinfo=None).isoformat(timespec="microseconds") + "Z"
         line = {
             **fields,
             "event": event,
             "level": _NAMES[level],
-            "timestamp": now.isoformat(timespec="microseconds") + "Z",
+            "timestamp": timestamp,
             "process": self._role,
         }
         if isinstance(raised, BaseException):
             line["exception"] = "".join(traceback.format_exception(raised)).rstrip("\n")
         if self._keep is not None:
             self._keep({**line})
-        text = self._render(line) + "\n"
-        # Each line is a single write, so that lines of processes which share standard error do not mix.
+        text = self._render(line)
         # A full disk or a closed pipe ends no process.
         with self._one_at_a_time, contextlib.suppress(OSError, ValueError):
-            self._stream.write(text)
+            if dropped := self._lines.dropped:
+                missing = {"event": "log lines dropped, nobody read them", "level": "warning", "lines": dropped}
+                if not self._lines.write(self._render({**missing, "timestamp": timestamp, "process": self._role})):
+                    self._lines.dropped += 1
+                    return
+                self._lines.dropped = 0
+            if not self._lines.write(text):
+                self._lines.dropped += 1
+
+
+class _Lines:
+    """Writes lines to a stream without waiting long for its reader.
+
+    Each line is a single write, so that lines of processes which share standard error do not mix. Only one that is
+    longer than the room in the pipe takes several; if the reader stops meanwhile it is cut, and the next begins anew.
+
+    Attributes:
+        dropped: the number of lines that could not be written, or only in part; the caller counts them.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self.dropped = 0
+        self._stream = stream
+        self._send = self._sender()
+        self._patient_from = 0.0  # s of the monotonic clock
+        self._cut = False
+
+    def write(self, line: str) -> bool:
+        """Write a line; return False if there was no room for all of it. Raises OSError, ValueError."""
+        if self._send is None:
+            self._stream.write(line + "\n")
             self._stream.flush()
+            return True
+        encoding = getattr(self._stream, "encoding", None) or "utf-8"
+        rest = memoryview((("\n" if self._cut else "") + line + "\n").encode(encoding, "backslashreplace"))
+        size, now = len(rest), time.monotonic()
+        until = now + _PATIENCE if now >= self._patient_from else now
+        while rest:
+            try:
+                rest = rest[self._send(rest) :]
+            except BlockingIOError:
+                if time.monotonic() >= until:
+                    break
+                time.sleep(_NAP)  # not poll(2): it also calls a terminal writable that has room for a part of the line
+        if rest:
+            self._patient_from = time.monotonic() + _HASTE
+        if len(rest) < size:
+            self._cut = bool(rest)
+        return not rest
+
+    def _sender(self) -> Callable[[memoryview], int] | None:
+        """Return a function that writes what there is room for, or raises BlockingIOError; None if nothing ever waits.
+
+        That is so for files and for text in memory.
+        """
+        try:
+            mode = os.fstat(fd := self._stream.fileno()).st_mode
+        except (OSError, ValueError, AttributeError):
+            return None
+        if stat.S_ISSOCK(mode):  # of the journal, under systemd
+            journal = socket.socket(fileno=os.dup(fd))
+            weakref.finalize(self, journal.close).atexit = False
+            return lambda data: journal.send(data, socket.MSG_DONTWAIT)
+        if not (stat.S_ISFIFO(mode) or stat.S_ISCHR(mode)):
+            return None
+        try:
+            # Opened anew, since the flag holds for all processes that share an open file.
+            own = os.open(f"/proc/self/fd/{fd}", os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+        except OSError:  # another user's
+            return partial(_send_polled, fd)
+        weakref.finalize(self, os.close, own).atexit = False  # other threads may log until the end
+        return partial(os.write, own)
+
+
+def _send_polled(fd: int, data: memoryview) -> int:
+    """Write to a descriptor that waits when it is full. A pipe that is writable has room for PIPE_BUF bytes."""
+    poll = select.poll()
+    poll.register(fd, select.POLLOUT)
+    if not poll.poll(0):
+        raise BlockingIOError
+    return os.write(fd, data[: select.PIPE_BUF])
 
 
 def configure(

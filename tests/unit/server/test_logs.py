@@ -5,9 +5,16 @@ from __future__ import annotations
 import io
 import json
 import logging
+import os
+import pty
+import select
+import socket
+import termios
+import threading
 
 import pytest
 
+from jurybox.server import logs
 from jurybox.server.logs import configure
 
 
@@ -116,3 +123,137 @@ def test_text_that_cannot_be_encoded_and_values_without_text_are_logged(tmp_path
             log = configure("engine-0", "info", format, sink)
             log.error("model failed", error="half \ud800 a pair", what=Speechless())
         assert "half" in path.read_text() and "Speechless" in path.read_text()
+
+
+class Unread:
+    """A pipe, terminal or socket as standard error, and its other end. Nobody reads it; `read` gets what is there."""
+
+    def __init__(self, kind):
+        if kind == "terminal":
+            self.far, near = pty.openpty()
+            attributes = termios.tcgetattr(near)
+            attributes[1] &= ~termios.OPOST  # newlines stay as they are
+            termios.tcsetattr(near, termios.TCSANOW, attributes)
+        elif kind == "socket":
+            self.far, near = (end.detach() for end in socket.socketpair())
+        else:
+            self.far, near = os.pipe()
+        self.near = near
+        self.stream = os.fdopen(near, "w")
+        os.set_blocking(self.far, False)
+
+    def fill(self):
+        os.set_blocking(self.near, False)
+        room = select.poll()
+        room.register(self.near, select.POLLOUT)
+        for size in (4096, 1):  # a terminal that is not writable may have room for a line all the same
+            written = True
+            while written or room.poll(200):  # it also makes room while it passes on what was written
+                try:
+                    written = bool(os.write(self.near, b"." * size))
+                except BlockingIOError:
+                    written = False
+        os.set_blocking(self.near, True)
+
+    def read(self):
+        text = b""
+        while True:
+            poll = select.poll()
+            poll.register(self.far, select.POLLIN)
+            if not poll.poll(200):
+                return text.decode()
+            try:
+                text += os.read(self.far, 1 << 20)
+            except BlockingIOError:
+                continue
+
+
+KINDS = ["pipe", "another user's pipe", "terminal", "socket"]
+
+
+@pytest.fixture(params=KINDS)
+def unread(request, monkeypatch):
+    if request.param.startswith("another"):
+
+        def refuse(*_):
+            raise PermissionError
+
+        monkeypatch.setattr(logs.os, "open", refuse)
+    unread = Unread(request.param)
+    yield unread
+    os.close(unread.far)  # first: whoever waits in a write gets an error
+    unread.stream.close()
+
+
+def in_time(action):
+    """Run an action that must not wait for a reader."""
+    thread = threading.Thread(target=action, daemon=True)
+    thread.start()
+    thread.join(20)
+    assert not thread.is_alive(), "it waits for somebody who reads the log"
+
+
+def test_a_process_does_not_wait_for_a_reader_of_its_log_and_counts_the_lines_that_it_dropped(unread):
+    log = configure("engine-0", "info", "json", unread.stream)
+    log.info("before")
+    assert '"before"' in unread.read()
+    unread.fill()
+    in_time(lambda: [log.info("dropped", number=number) for number in range(100)])
+    assert unread.read().strip(".") == ""
+    in_time(lambda: [log.info("after"), log.info("the next")])
+    lines = [json.loads(line) for line in unread.read().strip(".\n").splitlines()]
+    assert [line["event"] for line in lines] == ["log lines dropped, nobody read them", "after", "the next"]
+    assert (lines[0]["lines"], lines[0]["level"], lines[0]["process"]) == (100, "warning", "engine-0")
+    assert os.get_blocking(unread.near)  # other processes share it
+
+
+def test_a_line_that_is_longer_than_a_pipe_is_cut_and_the_next_one_begins_anew(unread):
+    log = configure("engine-0", "info", "text", unread.stream)
+    in_time(lambda: log.error("long", **{f"field{number}": "x" * 20_000 for number in range(50)}))
+    cut = unread.read()
+    assert cut.split(" ", 1)[1].startswith("error engine-0 long field0=xxx") and "\n" not in cut
+    in_time(lambda: log.info("after"))
+    blank, count, after = unread.read().splitlines()
+    assert (blank, count.split("Z ")[1], after.split("Z ")[1]) == (
+        "",
+        "warning engine-0 log lines dropped, nobody read them lines=1",
+        "info engine-0 after",
+    )
+
+
+def test_a_long_line_arrives_whole_if_somebody_reads(unread):
+    log, text = configure("engine-0", "info", "text", unread.stream), []
+    done = threading.Event()
+
+    def read():
+        while not done.is_set():
+            text.append(unread.read())
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    try:
+        in_time(lambda: log.error("long", **{f"field{number}": "x" * 10_000 for number in range(20)}))
+    finally:
+        done.set()
+        reader.join()
+    assert (
+        "".join([*text, unread.read()]).split("Z ")[1]
+        == "error engine-0 long " + " ".join(f"field{number}={'x' * 10_000}" for number in range(20)) + "\n"
+    )
+
+
+def test_a_stopped_terminal_stops_no_process():
+    unread = Unread("terminal")
+    try:
+        log = configure("engine-0", "info", "text", unread.stream)
+        termios.tcflow(unread.near, termios.TCOOFF)  # as Ctrl-S does
+        in_time(lambda: log.info("dropped"))
+        termios.tcflow(unread.near, termios.TCOON)
+        log.info("after")
+        assert [line.split("Z ")[1] for line in unread.read().splitlines()] == [
+            "warning engine-0 log lines dropped, nobody read them lines=1",
+            "info engine-0 after",
+        ]
+    finally:
+        os.close(unread.far)
+        unread.stream.close()
