@@ -23,6 +23,7 @@ class Engines:
         self.asked = 0
         self.leased = True
         self.full_until = 0.0
+        self.unknown = False  # an engine answers that it has no such model
 
     async def hold(self, name, *, trying):
         if time.monotonic() < self.full_until:
@@ -33,6 +34,8 @@ class Engines:
 
     async def probe(self, held, seconds, version):
         self.asked += 1
+        if self.unknown:
+            raise Refused("this engine serves no model of that number", Code.MODEL_NOT_FOUND)
         try:
             await asyncio.wait_for(self.back.wait(), seconds)
         except TimeoutError:
@@ -50,7 +53,9 @@ class Source:
         return {
             "server": {"state": state},
             "engines": [{"index": 0, "state": self.engine, "hung": False, "restarts": 1}],
-            "models": [{"name": "affine", "state": self.model, "reason": "it broke", "configured": True}],
+            "models": [{"name": "affine", "state": self.model, "reason": "it broke", "configured": True}]
+            if self.model
+            else [],
         }
 
 
@@ -123,3 +128,42 @@ async def test_health_waits_for_the_rows_of_a_gateway_that_died_as_requests_do(e
     (reason,) = await SelfTest(Source("serving", "ready"), engines).reasons()
     assert "no 1 neighbouring rows are free" in reason
     assert 1.0 < time.monotonic() - began < 10.0
+
+
+async def test_a_model_that_an_engine_does_not_know_is_ill_if_the_server_should_serve_it(engines):
+    """Another engine has it, so it counts as ready; requests that go to this one fail."""
+    engines.unknown = True
+    for state in ("ready", "loading"):
+        reasons = await SelfTest(Source("serving", state), engines).reasons()
+        assert "serves no model of that number" in reasons[-1]
+
+
+@pytest.mark.parametrize("state", ["sleeping", "failed", None])
+async def test_a_model_that_was_unloaded_during_the_check_is_not_ill(engines, state):
+    engines.unknown = True
+    source = Source("serving", "ready")
+    probe = engines.probe
+
+    async def unload(held, seconds, version):
+        source.model = state
+        await probe(held, seconds, version)
+
+    engines.probe = unload
+    test = SelfTest(source, engines)
+    assert await test.reasons() == []
+    assert engines.asked == 1
+
+
+async def test_a_model_that_no_engine_knows_is_ill_while_the_supervisor_cannot_say_why(engines):
+    engines.unknown = True
+    source = Source("serving", "ready")
+    test = SelfTest(source, engines)
+    status = source.status
+
+    async def silent(*, fresh=False):
+        if fresh:
+            raise Timeout("the server did not answer")
+        return await status()
+
+    source.status = silent
+    assert "serves no model of that number" in (await test.reasons())[-1]

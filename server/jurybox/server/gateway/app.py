@@ -116,11 +116,7 @@ class SelfTest:
         if document["server"]["state"] == "draining":
             return not_ready(document)
         # Probe even if no engine serves according to the document: the probe, like a request, waits for the next one.
-        asked = [
-            model["name"]
-            for model in document["models"]
-            if model["state"] == "ready" or (model["state"] == "loading" and model.get("configured", True))
-        ]
+        asked = [model["name"] for model in document["models"] if _should_answer(model)]
         silent = [why for why in await asyncio.gather(*(self.silent(name) for name in asked)) if why]
         broken = any(model["state"] not in ("ready", "loading", "sleeping") for model in document["models"])
         return not_ready(document) + silent if silent or broken or not asked else []
@@ -159,13 +155,26 @@ class SelfTest:
                 tries -= 1
                 if error.code == Code.STALE_LEASE and tries:
                     continue  # the model has just been reloaded
-                if error.code == Code.MODEL_NOT_FOUND and not version:
-                    return ""  # the model has just been unloaded
+                if error.code == Code.MODEL_NOT_FOUND and not version and await self._was_unloaded(name):
+                    return ""
                 return f"model {name!r} does not answer: {error}"
             except Exception as error:  # noqa: BLE001  a probe reports every kind of failure
                 return f"model {name!r} does not answer: {said(error)}"
             self._answered[name] = self._clock()
             return ""
+
+    async def _was_unloaded(self, name: str) -> bool:
+        """Return whether a model that an engine does not know need not answer: otherwise that engine fails requests."""
+        try:
+            document = await self._source.status(fresh=True)
+        except Error:
+            return False
+        return not any(model["name"] == name and _should_answer(model) for model in document["models"])
+
+
+def _should_answer(model: dict[str, Any]) -> bool:
+    """Return whether requests to a model of the status document should be answered, perhaps by the next engine."""
+    return model["state"] == "ready" or (model["state"] == "loading" and bool(model.get("configured", True)))
 
 
 _UNAVAILABLE = 503
