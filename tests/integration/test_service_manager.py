@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import socket
 
+import numpy as np
 from tests.serving import serving
 
 
@@ -24,3 +27,27 @@ def test_the_service_manager_is_notified_of_readiness_life_and_the_end(tmp_path)
             while (last := manager.recv(4096)) == b"WATCHDOG=1":
                 pass
             assert last.startswith(b"STOPPING=1")
+
+
+def test_the_service_manager_is_asked_for_more_time_as_long_as_the_last_weights_are_being_saved(tmp_path) -> None:
+    models = {"affine": {"factory": "tests.models:affine", "publish": "double_buffer", "save_dir": "kept"}}
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
+        manager.bind(str(tmp_path / "notify"))
+        manager.settimeout(60)
+        with serving(tmp_path, models, {"NOTIFY_SOCKET": manager.getsockname()}) as server:
+            slow_disk = tmp_path / "kept" / "affine" / ".weights-000000000001.safetensors.aside"
+            os.mkfifo(slow_disk)  # a file that can be opened only when somebody reads it
+            with server.connect() as client, client.publisher("affine") as publisher:
+                publisher.publish({"scale": np.array(3, np.float32), "offset": np.array(0, np.float32)})
+            server.process.send_signal(signal.SIGTERM)
+            while not manager.recv(4096).startswith(b"STOPPING=1"):
+                pass
+            for _ in range(4):  # draining alone, which is over at once, takes one of them
+                assert manager.recv(4096) == b"EXTEND_TIMEOUT_USEC=30000000\nSTATUS=draining"
+            assert server.process.poll() is None
+            reader = os.open(slow_disk, os.O_RDONLY | os.O_NONBLOCK)
+            try:
+                assert server.process.wait(30) == 0
+            finally:
+                os.close(reader)
+        assert (tmp_path / "kept" / "affine" / "weights-000000000001.safetensors").is_file()

@@ -188,6 +188,22 @@ def test_a_model_that_cannot_be_moved_stays_and_the_error_says_why(server, clien
     assert client.model("reluctant", rows=4).infer(X)[0, 0] == 3
 
 
+def test_a_model_that_can_be_moved_in_neither_direction_sleeps_until_it_can(server, client):
+    model = client.model("reluctant", rows=4)
+    for name in ("no sleep", "no wake"):
+        (server.orders / name).touch()
+    try:
+        client.sleep("reluctant")
+        description = client.describe("reluctant")
+        assert (description.state, description.settled) == ("sleeping", True)
+        assert "no room on the host" in description.reason and "no room on the device" in description.reason
+    finally:
+        for name in ("no sleep", "no wake"):
+            (server.orders / name).unlink()
+    client.wake("reluctant")
+    assert model.infer(X)[0, 0] == 3
+
+
 # ---- paused engines, for a trainer that needs the device
 
 

@@ -57,12 +57,49 @@ def test_no_lane_is_granted_while_an_engine_computes_in_an_earlier_arena():
     assert held.state == "ready"
 
 
-def test_a_load_whose_weights_are_refused_changes_nothing_of_the_model(models):
-    held = models.add("m", ModelSettings.model_validate({"factory": "tests.models:affine", "publish": "snapshot"}))
-    vector = {"x": TensorSpec("float32", (4,))}
+PUBLISHED = ModelSettings.model_validate({"factory": "tests.models:affine", "publish": "snapshot"})
+OTHER = ModelSettings.model_validate({"factory": "tests.models:other", "publish": "snapshot"})
+VECTOR = {"x": TensorSpec("float32", (4,))}
 
-    def layout(size):
-        return WeightsLayout([("w", "float32", (size,))])
+
+def layout(size):
+    return WeightsLayout([("w", "float32", (size,))])
+
+
+def adopt(models, held, engine, size, keep=lambda channel: None):
+    """What an engine loaded gets its arena and channel."""
+    return models.adopt(held, engine, ModelSpec("m", VECTOR, VECTOR), f"digest {size}", layout(size), keep)
+
+
+def serve(models, held, engine):
+    """The engine's load is ready; return whether the model's channel changed."""
+    changed = models.take_over(held, engine)
+    held.ready(engine, held.arena_number)
+    return changed
+
+
+def load(models, held, settings, engines=(0, 1)):
+    models.add("m", settings)
+    for engine in engines:
+        models.begin_load(held, engine)
+
+
+@pytest.fixture
+def published(models):
+    """A model that two engines serve, with a weights channel."""
+    held = models.add("m", PUBLISHED)
+    load(models, held, PUBLISHED)
+    for engine in (0, 1):
+        adopt(models, held, engine, 4)
+        models.take_over(held, engine)
+    for engine in (0, 1):
+        assert not serve(models, held, engine)
+    yield held
+    models.close()
+
+
+def test_a_load_whose_weights_are_refused_changes_nothing_of_the_model(models, published):
+    held = published
 
     def refuse(channel):
         assert channel.layout == layout(5) and not channel.closed
@@ -70,14 +107,98 @@ def test_a_load_whose_weights_are_refused_changes_nothing_of_the_model(models):
         raise SpecMismatch("these weights don't fit the saved ones")
 
     refused = []
-    assert not models.adopt(held, ModelSpec("m", vector, vector), "first", layout(4))
-    before = (held.spec, held.arena, held.arena_number, held.channel, held.digest)
+    before = (held.spec, held.arena, held.arena_number, held.channel, held.digest, held.others, held.placed)
     with pytest.raises(SpecMismatch):
-        models.adopt(held, ModelSpec("m", {**vector, "y": vector["x"]}, vector), "second", layout(5), refuse)
-    assert (held.spec, held.arena, held.arena_number, held.channel, held.digest) == before
+        models.adopt(held, 0, ModelSpec("m", {**VECTOR, "y": VECTOR["x"]}, VECTOR), "second", layout(5), refuse)
+    assert (held.spec, held.arena, held.arena_number, held.channel, held.digest, held.others, held.placed) == before
     assert not held.channel.closed and refused[0].closed
     models.close()
     assert held.channel.closed
+
+
+def test_a_reload_with_other_weights_has_a_channel_of_its_own_until_it_serves(models, published):
+    held, first = published, published.channel
+    load(models, held, OTHER)
+    assert not adopt(models, held, 0, 5) and not adopt(models, held, 1, 5)
+    second = held.placed[0].channel
+    assert (held.channel, held.digest, held.message().weights) == (first, "digest 4", first.name)
+    assert held.placed[1].channel is second and held.others == [second] and models.unused(held) == []
+    assert serve(models, held, 0)
+    assert (held.channel, held.digest, held.settings, held.others) == (second, "digest 5", OTHER, [first])
+    assert models.unused(held) == [first] and held.others == []
+    first.close()
+    assert not serve(models, held, 1)
+    assert (held.state, held.reason, held.cut_off) == ("ready", "", set())
+
+
+def test_the_channel_of_a_reload_that_no_engine_can_serve_is_given_up(models, published):
+    held, first = published, published.channel
+    load(models, held, OTHER)
+    for engine in (0, 1):
+        adopt(models, held, engine, 5)
+    (second,) = held.others
+    held.failed(0, "why")
+    assert models.unused(held) == []  # the other engine may still serve it
+    held.failed(1, "why")
+    assert models.unused(held) == [second]
+    second.close()
+    assert (held.channel, held.digest, held.settings, held.asked) == (first, "digest 4", PUBLISHED, PUBLISHED)
+    assert (held.state, held.engines) == ("ready", {0: "ready", 1: "ready"})
+
+
+@pytest.mark.parametrize("fails_first", [False, True])
+def test_of_two_engines_the_one_that_cannot_load_other_weights_does_not_count_as_ready(models, published, fails_first):
+    held = published
+    load(models, held, OTHER)
+    for engine in (0, 1):
+        adopt(models, held, engine, 5)
+    if fails_first:
+        held.failed(1, "why")
+        assert held.engines[1] == "ready" and serve(models, held, 0)
+    else:
+        assert serve(models, held, 0)
+        held.failed(1, "why")
+    assert (held.engines, held.state, held.reason) == ({0: "ready", 1: "failed"}, "ready", "why")
+    assert (held.settings, held.asked, held.channel.layout) == (OTHER, OTHER, layout(5))
+    held.engine_died(1)
+    models.begin_load(held, 1)  # its successor loads what is in service
+    adopt(models, held, 1, 5)
+    assert not serve(models, held, 1)
+    assert set(held.engines.values()) == {"ready"} and not held.cut_off
+    for channel in models.unused(held):
+        channel.close()
+
+
+def test_an_engine_that_dies_during_a_reload_gives_up_its_channel_and_no_more(models, published):
+    held, first = published, published.channel
+    load(models, held, OTHER, [0])
+    adopt(models, held, 0, 5)
+    held.engine_died(0)
+    (second,) = models.unused(held)
+    second.close()
+    assert held.channel is first and not first.closed
+    models.begin_load(held, 0)
+    adopt(models, held, 0, 5)
+    assert serve(models, held, 0) and held.others == [first]
+    assert models.unused(held) == [first]
+    first.close()
+
+
+def test_a_load_with_earlier_settings_is_outdated_once_another_engine_serves_the_new_ones(models, published):
+    held = published
+    load(models, held, OTHER)
+    adopt(models, held, 0, 5)
+    held.failed(1, "why")
+    held.engine_died(1)
+    models.begin_load(held, 1)  # with the settings that were known to work
+    adopt(models, held, 1, 4)
+    assert serve(models, held, 0)
+    assert held.outdated() == [1] and held.asked is OTHER
+    assert models.unused(held) == []  # the channel of the outdated load is still open
+    models.begin_load(held, 1)
+    assert held.outdated() == []
+    for channel in models.unused(held):
+        channel.close()
 
 
 def test_every_load_has_its_own_number(models):

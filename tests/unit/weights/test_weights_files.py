@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -20,7 +21,7 @@ import safetensors.torch  # noqa: E402
 from jurybox.server import safetensors_file  # noqa: E402
 from jurybox.server.safetensors_file import DamagedFile  # noqa: E402
 from jurybox.server.settings.config import ModelSettings  # noqa: E402
-from jurybox.server.supervisor.models import HeldModel  # noqa: E402
+from jurybox.server.supervisor.models import HeldModel, Placed  # noqa: E402
 from jurybox.server.supervisor.weights_saver import WeightsFiles, WeightsSaver  # noqa: E402
 from jurybox.training.algorithms.torch_states import TorchWeights  # noqa: E402
 
@@ -196,6 +197,24 @@ def held(index, folder, **settings):
     return HeldModel(index, f"m{index}", ModelSettings.model_validate(given))
 
 
+def keep(saver, model, channel):
+    """Save the publications of a load, as if it served at once."""
+    restored = saver.prepare(model, channel, model.asked)
+    saver.take_over(model, channel, model.asked)
+    return restored
+
+
+def two_rounds(saver, channel, folder):
+    """Wait until the saver has looked at every other model once more, at least."""
+    model = held(9, folder)
+    keep(saver, model, channel)
+    with Publisher(channel) as publisher:
+        for version in (1, 2):
+            publisher.publish(channel.layout.views(np.zeros(channel.layout.nbytes, np.uint8)))
+            wait_until(lambda: model.saved == version, what="the save of another model")  # noqa: B023
+    saver.drop(model)
+
+
 def test_publications_before_a_save_dir_was_set_are_saved_and_not_taken_for_an_earlier_runs(
     make, state, saver, tmp_path
 ):
@@ -205,7 +224,7 @@ def test_publications_before_a_save_dir_was_set_are_saved_and_not_taken_for_an_e
     save(earlier, tmp_path / "m0")
     with Publisher(live) as publisher:
         publisher.publish(state, version=50)
-        assert saver.keep(model, live) is None and model.saved == 0
+        assert keep(saver, model, live) is None and model.saved == 0
         wait_until(lambda: model.saved == 50, what="the save of what was already published")
         publisher.publish(state)
         wait_until(lambda: model.saved == 51, what="the save of the next publication")
@@ -218,14 +237,14 @@ def test_publications_before_a_save_dir_was_set_are_saved_and_not_taken_for_an_e
 
 def test_weights_that_do_not_fit_the_folder_change_nothing_of_what_is_saved(make, state, saver, reports, tmp_path):
     model, channel = held(0, tmp_path), make(state)
-    saver.keep(model, channel)
+    keep(saver, model, channel)
     with pytest.raises(SpecMismatch, match="safetensors cannot store"):
-        saver.keep(model, make({"z": torch.zeros(2, dtype=torch.complex128)}))
+        keep(saver, model, make({"z": torch.zeros(2, dtype=torch.complex128)}))
     with Publisher(channel) as publisher:
         publisher.publish(state)
         wait_until(lambda: model.saved == 1)
         with pytest.raises(SpecMismatch, match=r"m0 keeps .* 'w': .*; expected another save_dir"):
-            saver.keep(model, make({**state, "w": torch.zeros(2)}))
+            keep(saver, model, make({**state, "w": torch.zeros(2)}))
         publisher.publish(state)
         wait_until(lambda: model.saved == 2, what="the save after the refusals")
     assert reports == []
@@ -233,9 +252,9 @@ def test_weights_that_do_not_fit_the_folder_change_nothing_of_what_is_saved(make
 
 def test_a_folder_without_weights_passes_to_a_channel_of_another_layout(make, state, saver, tmp_path):
     model, other = held(0, tmp_path), make({"w": torch.zeros(2)})
-    saver.keep(model, make(state))
-    saver.keep(model, other)
-    wait_until(lambda: not saver.busy(model))
+    keep(saver, model, make(state))
+    keep(saver, model, other)
+    wait_until(lambda: not saver.busy(model, model.asked))
     with pytest.raises(Refused, match="another server keeps weights"):
         WeightsFiles(other, tmp_path / "m0")
     with Publisher(other) as publisher:
@@ -243,11 +262,73 @@ def test_a_folder_without_weights_passes_to_a_channel_of_another_layout(make, st
     wait_until(lambda: model.saved == 1)
 
 
+def test_a_save_that_fails_is_not_repeated_at_once(make, state, saver, reports, tmp_path, monkeypatch):
+    model, channel, tries = held(0, tmp_path), make(state), []
+    save_files = WeightsFiles.save
+
+    def full(files, timeout=1.0):
+        if files.folder != tmp_path / "m0" or len(tries) == 2:
+            return save_files(files, timeout)
+        tries.append(time.monotonic())
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(WeightsFiles, "save", full)
+    monkeypatch.setattr("jurybox.server.supervisor.weights_saver._AGAIN", 3600.0)
+    keep(saver, model, channel)
+    with Publisher(channel) as publisher:
+        publisher.publish(state)
+        wait_until(lambda: tries, what="the first try")
+        two_rounds(saver, make(state), tmp_path / "another")
+        assert len(tries) == len(reports) == 1
+        monkeypatch.setattr("jurybox.server.supervisor.weights_saver._AGAIN", 0.0)
+        saver._saving[0].again = 0.0  # the hour is over
+        wait_until(lambda: model.saved == 1, what="the third try")
+    assert len(tries) == 2 and len(reports) == 1  # the same failure is reported once
+
+
+def test_a_load_that_fails_leaves_the_folder_to_the_one_before_it(make, state, saver, reports, tmp_path):
+    model, channel, other = held(0, tmp_path), make(state), make({"w": torch.zeros(2)})
+    elsewhere = held(0, tmp_path / "elsewhere").asked
+    keep(saver, model, channel)
+    saver.prepare(model, other, model.asked)
+    saver.prepare(model, channel, elsewhere)
+    model.placed = {0: Placed(other, "", model.asked), 1: Placed(channel, "", elsewhere)}
+    saver.discard(model)
+    with Publisher(channel) as publisher:
+        publisher.publish(state)
+        two_rounds(saver, make(state), tmp_path / "another")
+        assert model.saved == 0  # the other channel's load has found the folder empty, and may yet take it over
+        model.placed.clear()
+        saver.discard(model)
+        wait_until(lambda: model.saved == 1, what="the save after the failed load")
+    WeightsFiles(other, tmp_path / "elsewhere" / "m0").close()  # it is unlocked
+    with pytest.raises(Refused, match="another server keeps weights"):
+        WeightsFiles(channel, tmp_path / "m0")
+    assert reports == []
+
+
+def test_what_is_published_before_another_channel_takes_a_folder_over_is_not_saved_there(make, state, saver, tmp_path):
+    model, channel, other = held(0, tmp_path), make(state), make({"w": torch.zeros(2)})
+    keep(saver, model, channel)
+    saver.prepare(model, other, model.asked)
+    model.placed = {0: Placed(other, "", model.asked)}
+    with Publisher(channel) as publisher:
+        publisher.publish(state)
+    saver.take_over(model, other, model.asked)
+    with Publisher(other) as publisher:
+        publisher.publish({"w": torch.zeros(2)})
+    wait_until(lambda: model.saved == 1, what="the save of the channel that took over")
+    saver.close()
+    files = WeightsFiles(other, tmp_path / "m0")
+    assert [saved.layout_hash for saved in files.saved] == [other.layout.hash]
+    files.close()
+
+
 def test_no_unloading_waits_for_the_disk(make, state, saver, reports, tmp_path, monkeypatch):
     slow, quick = held(0, tmp_path), held(1, tmp_path)
     channels = (slow, make(state)), (quick, make(state))
     for model, channel in channels:
-        saver.keep(model, channel)
+        keep(saver, model, channel)
     writing, may_write, write = threading.Event(), threading.Event(), safetensors_file.write
 
     def write_slowly(*arguments):
@@ -264,16 +345,41 @@ def test_no_unloading_waits_for_the_disk(make, state, saver, reports, tmp_path, 
         for model, channel in channels:  # these would wait for ever
             saver.drop(model)
             saver.release(channel)
-            assert saver.busy(model) and not channel.closed
+            assert saver.busy(model, model.asked) and not channel.closed
         unsaved = make(state)
         saver.release(unsaved)
         assert unsaved.closed
     finally:
         may_write.set()
     wait_until(lambda: all(channel.closed for _, channel in channels), what="the end of the last saves")
-    assert not saver.busy(slow) and not saver.busy(quick) and reports == []
+    assert not saver.busy(slow, slow.asked) and not saver.busy(quick, quick.asked) and reports == []
     files = WeightsFiles(make(state), tmp_path / "m0")
     assert [saved.version for saved in files.saved] == [1, 2]
+    files.close()
+
+
+def test_the_end_waits_for_the_last_saves_and_says_so_meanwhile(make, state, saver, tmp_path, monkeypatch):
+    model, channel, may_write, write = held(0, tmp_path), make(state), threading.Event(), safetensors_file.write
+
+    def write_slowly(*arguments):
+        assert may_write.wait(60)
+        return write(*arguments)
+
+    monkeypatch.setattr(safetensors_file, "write", write_slowly)
+    keep(saver, model, channel)
+    calls = []
+
+    def waiting():
+        calls.append(saver._thread.is_alive())
+        if len(calls) == 3:
+            may_write.set()
+
+    with Publisher(channel) as publisher:
+        publisher.publish(state)
+        saver.close(waiting)
+    assert len(calls) >= 3 and calls[:3] == [True] * 3
+    files = WeightsFiles(channel, tmp_path / "m0")  # it is unlocked
+    assert [saved.version for saved in files.saved] == [1]
     files.close()
 
 

@@ -15,7 +15,7 @@ from jurybox.protocol.device_memory import FAKE
 from jurybox.protocol.errors import Error, Timeout, VersionNotHeld, said
 from jurybox.protocol.weights import WeightsChannel
 from jurybox.protocol.weights.reader import WeightsReader
-from jurybox.server.engine.device import Mark, Stream, staging
+from jurybox.server.engine.device import Mark, Stream, staging, use_device
 from jurybox.server.engine.device_regions import PublishedOnDevice
 
 _SLICE = 0.25  # seconds between two checks whether to stop
@@ -185,11 +185,21 @@ class WeightsUpdater:
         return self._copies[-1].version if self._copies else 0
 
     def start(self) -> None:
-        """Load the newest publication, if there is one, and start the thread; called before the model serves."""
+        """Load the newest publication, if there is one, and start the thread; called before the model serves.
+
+        A snapshot whose publisher was killed in the middle cannot be loaded: the model then serves with its own
+        weights until the next publication.
+        """
+        try:
+            self._load_newest()
+        except Timeout as error:
+            self._report("weights not adopted", error=said(error))
+        self._thread.start()
+
+    def _load_newest(self) -> None:
         if self._reader.newer_than(0):
             age = self._copies[0].fill(_NO_NEWS)
             self._switch(age)
-        self._thread.start()
 
     def use(self, version: int) -> None:
         """Compute with a version until the next call; 0: the newest.
@@ -237,7 +247,8 @@ class WeightsUpdater:
         self._thread = self._new_thread()
         self._make_copies()
         self._used = 0
-        self.start()
+        self._load_newest()
+        self._thread.start()
 
     def _make_copies(self) -> None:
         stream = Stream(self._device)
@@ -249,6 +260,7 @@ class WeightsUpdater:
         return threading.Thread(target=self._follow, args=(self._stopped,), name="weights", daemon=True)
 
     def _follow(self, stopped: threading.Event) -> None:
+        use_device(self._device)
         while not stopped.is_set():
             try:
                 if not self._reader.wait_newer_than(self.version, _SLICE):

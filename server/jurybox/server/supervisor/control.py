@@ -423,6 +423,14 @@ class ControlHandlers:
             self.forget(lane)
         self._engines.order("unload", model=held.index)
         self._models.replaced(held)
+        held.placed.clear()
         self._weights_saver.drop(held)
         channel, held.channel = held.channel, None
         self._weights_saver.release(channel)
+        self.let_go_of_loads(held)
+
+    def let_go_of_loads(self, held: HeldModel) -> None:
+        """Close the weights channels, and unlock the folders, of loads that are not the model's any more."""
+        self._weights_saver.discard(held)
+        for channel in self._models.unused(held):
+            self._weights_saver.release(channel)

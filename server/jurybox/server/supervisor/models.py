@@ -47,6 +47,15 @@ class PublicationRate:
 _FAILED = 32  # models that could not be loaded whose errors are kept
 
 
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """A load that has its arena and weights channel, and does not serve yet: the channel, its digest and settings."""
+
+    channel: WeightsChannel | None
+    digest: str
+    settings: ModelSettings
+
+
 @dataclass(slots=True)
 class HeldModel:
     """One model across all engines.
@@ -58,11 +67,17 @@ class HeldModel:
         configured: whether the server's configuration names it; otherwise a client added it.
         served: whether an engine has ever been ready with it.
         arena_number: the number of its arena; engines refuse tickets from lanes of another.
+        channel: the weights channel of the load in service. That of a reload replaces it only when the reload serves,
+            so after a failed one the earlier load still gets its publications.
+        others: weights channels of loads that are not in service, not yet or not any more.
         saved: the newest version on disk; 0: none.
         engines: engine -> loading, ready, reloading, sleeping, failed or quarantined.
         sleeping: whether it was put to sleep; an engine that dies meanwhile loads it on wake-up.
         moving: engines that have been ordered to move its weights and have not answered.
         loads: engine -> number of its current load; messages about other loads are outdated.
+        orders: engine -> the settings of its current load.
+        placed: engine -> its current load, from when it has a weights channel until it serves or has failed.
+        cut_off: engines that serve an earlier load, whose weights channel is not the model's any more.
         arenas: engine -> number of the arena that it computes in.
         reasons: engine -> why a load, or a move of weights, failed there.
         deaths: engine -> its consecutive deaths that are charged to this model.
@@ -83,11 +98,15 @@ class HeldModel:
     arena: Arena | None = None
     arena_number: int = 0
     channel: WeightsChannel | None = None
+    others: list[WeightsChannel] = field(default_factory=list)
     published: PublicationRate = field(default_factory=PublicationRate)
     saved: int = 0
     digest: str = ""
     engines: dict[int, str] = field(default_factory=dict)
     loads: dict[int, int] = field(default_factory=dict)
+    orders: dict[int, ModelSettings] = field(default_factory=dict)
+    placed: dict[int, Placed] = field(default_factory=dict)
+    cut_off: set[int] = field(default_factory=set)
     arenas: dict[int, int] = field(default_factory=dict)
     reasons: dict[int, str] = field(default_factory=dict)
     deaths: dict[int, int] = field(default_factory=dict)
@@ -131,21 +150,47 @@ class HeldModel:
         """Record that an engine begins to load the model. During a reload it keeps serving."""
         self.engines[engine] = "reloading" if self.engines.get(engine) in ("ready", "reloading") else "loading"
         self.loads[engine] = load
+        self.orders[engine] = self.asked
+        self.placed.pop(engine, None)
         self.reasons.pop(engine, None)
 
     def ready(self, engine: int, arena: int, warm_up: dict[str, Any] | None = None) -> None:
         """Record that an engine serves the model, in the arena of that number."""
         self.warm_up = warm_up or {}
         self.engines[engine], self.arenas[engine] = "ready", arena
-        self.settings, self.served = self.asked, True
+        self.placed.pop(engine, None)
+        self.cut_off.discard(engine)
+        # Not `asked`: if the load failed in another engine, that is an earlier one again.
+        self.settings = self.asked = self.orders.get(engine, self.asked)
+        self.served = True
 
     def failed(self, engine: int, reason: str) -> None:
-        """Record that a load failed. After a failed reload the earlier load serves, if its arena still exists."""
+        """Record that a load failed.
+
+        After a failed reload the earlier load serves, if its arena and its weights channel still are the model's.
+        """
         serves = self.engines.get(engine) == "reloading" and self.arenas.get(engine) == self.arena_number
-        self.engines[engine] = "ready" if serves else "failed"
+        self.engines[engine] = "ready" if serves and engine not in self.cut_off else "failed"
+        self.placed.pop(engine, None)
         self.reasons[engine] = reason
         if self.served:
             self.asked = self.settings  # a restarted engine must load settings that are known to work
+
+    def cut_off_others(self, engine: int) -> None:
+        """Record that the model has the weights channel of this engine's load: loads in other engines have another."""
+        for other in self.arenas.keys() - {engine}:
+            self.cut_off.add(other)
+            if self.engines.get(other) == "ready":
+                self.engines[other] = "failed"
+                self.reasons.setdefault(other, "it serves an earlier load, which gets no publications: load it again")
+
+    def outdated(self) -> list[int]:
+        """Return the engines that are loading the model with other settings than those in service."""
+        return [
+            engine
+            for engine, settings in self.orders.items()
+            if settings is not self.settings and self.engines.get(engine) in ("loading", "reloading")
+        ]
 
     def fall_asleep(self) -> dict[int, int]:
         """Put the model to sleep; return the engines that must get the order, each with the number of its load."""
@@ -200,8 +245,9 @@ class HeldModel:
 
     def engine_died(self, engine: int) -> None:
         """Record that an engine died, and with it its copy of the model."""
-        self.arenas.pop(engine, None)
-        self.loads.pop(engine, None)
+        for of_its_process in (self.arenas, self.loads, self.orders, self.placed):
+            of_its_process.pop(engine, None)
+        self.cut_off.discard(engine)
         self.moving.discard(engine)
         if not self.quarantined and engine in self.engines:
             self.engines[engine] = "sleeping" if self.sleeping else "loading"
@@ -331,6 +377,7 @@ class Models:
     def adopt(
         self,
         held: HeldModel,
+        engine: int,
         spec: ModelSpec,
         digest: str,
         layout: WeightsLayout | None,
@@ -338,30 +385,29 @@ class Models:
     ) -> bool:
         """Record what an engine loaded, and create its arena and weights channel.
 
-        An arena of the same spec is kept, and so is a channel of the same layout, with its publication. After an
-        exception the model is as it was before.
+        An arena of the same spec is kept, and so is a channel of the same layout, with its publication. Another channel
+        is the load's alone until `take_over`. After an exception the model is as it was before.
 
         Args:
             layout: the layout of its weights; None: it takes no publications.
             keep: called with the channel before anything is replaced; it may refuse the channel by raising.
 
         Returns:
-            Whether an arena of another spec was replaced, so that the model's lanes must be revoked. The caller closes
-            a channel that was replaced.
+            Whether an arena of another spec was replaced, so that the model's lanes must be revoked.
 
         Raises:
             SharedMemoryError: there is not enough memory for the new arena or channel.
         """
+        settings = held.orders.get(engine, held.asked)
         arena = held.arena if held.spec == spec else None
-        channel = held.channel
-        if channel is not None and channel.layout != layout:
-            channel = None
+        there = held.others if held.channel is None else [held.channel, *held.others]
+        channel = next((channel for channel in there if channel.layout == layout), None)
         with ExitStack() as undo:
             if arena is None:
-                arena = self._new_arena(held, spec)
+                arena = self._new_arena(settings, spec)
                 undo.callback(arena.close)
             if layout is not None and channel is None:
-                channel = self._new_channel(held, layout)
+                channel = self._new_channel(settings, layout)
                 undo.callback(channel.close)
             keep(channel)
             undo.pop_all()
@@ -369,23 +415,49 @@ class Models:
         if held.arena is not arena:
             self.replaced(held)
             held.arena, held.spec, held.arena_number = arena, spec, self._arenas_made
-        if held.channel is not channel:
-            held.channel = channel
-            held.published.look(0, time.monotonic())  # so that publications before the first tick count
-        held.digest = digest
+        if channel is not None and channel not in there:
+            held.others.append(channel)
+        held.placed[engine] = Placed(channel, digest, settings)
         return replaces
 
-    def _new_arena(self, held: HeldModel, spec: ModelSpec) -> Arena:
-        rows = held.asked.resolve_rows(spec.row_bytes, state=bool(spec.state))
+    def take_over(self, held: HeldModel, engine: int) -> bool:
+        """Make the weights channel of an engine's load the model's; return whether it had another one, or none.
+
+        The earlier channel is then one of `others`.
+        """
+        placed = held.placed.get(engine)
+        if placed is None:
+            return False
+        held.digest = placed.digest
+        if placed.channel is held.channel:
+            return False
+        if placed.channel is not None:
+            held.others.remove(placed.channel)
+        if held.channel is not None:
+            held.others.append(held.channel)
+        held.channel = placed.channel
+        held.published.look(0, time.monotonic())  # so that publications before the first tick count
+        held.cut_off_others(engine)
+        return True
+
+    def unused(self, held: HeldModel) -> list[WeightsChannel]:
+        """Remove the weights channels that neither the model nor a load has any more; the caller closes them."""
+        used = [placed.channel for placed in held.placed.values()]
+        unused = [channel for channel in held.others if channel not in used]
+        held.others = [channel for channel in held.others if channel in used]
+        return unused
+
+    def _new_arena(self, settings: ModelSettings, spec: ModelSpec) -> Arena:
+        rows = settings.resolve_rows(spec.row_bytes, state=bool(spec.state))
         self._arenas_made += 1
         name = segment_name(self._server_id, "arena", self._arenas_made)
         return Arena.create(name, ArenaLayout(spec, rows), self._make)
 
-    def _new_channel(self, held: HeldModel, layout: WeightsLayout) -> WeightsChannel:
-        assert held.asked.publish is not None
+    def _new_channel(self, settings: ModelSettings, layout: WeightsLayout) -> WeightsChannel:
+        assert settings.publish is not None
         self._channels_made += 1
         name = segment_name(self._server_id, "weights", self._channels_made)
-        return WeightsChannel.create(name, layout, held.asked.publish, make=self._make)
+        return WeightsChannel.create(name, layout, settings.publish, make=self._make)
 
     def given_up(self, now: float) -> list[HeldModel]:
         """Return the models whose client has stopped asking to keep them; `now` as `HeldModel.until`."""
@@ -426,6 +498,7 @@ class Models:
         """Remove all arenas and weights channels."""
         for held in self._by_name.values():
             self.replaced(held)
-            if held.channel is not None:
-                held.channel.close()
+            for channel in (held.channel, *held.others):
+                if channel is not None:
+                    channel.close()
         self.close_replaced(())

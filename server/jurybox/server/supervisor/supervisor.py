@@ -20,7 +20,7 @@ from jurybox.protocol.segment import is_locked, segment_name, sweep
 from jurybox.protocol.spec import ModelSpec, specs_from_plain
 from jurybox.protocol.weights import WeightsChannel, WeightsLayout
 from jurybox.server.logs import Log, LogLimiter, traced
-from jurybox.server.settings.config import Settings, named_factories
+from jurybox.server.settings.config import ModelSettings, Settings, named_factories
 from jurybox.server.supervisor.children import Child, ExternalKills, Watchdog, services
 from jurybox.server.supervisor.control import ControlHandlers, ControlSocket, Events
 from jurybox.server.supervisor.engines import Engines
@@ -166,6 +166,9 @@ class Supervisor:
             for child, why in self._watchdog.hanging(self._engines.engines, self._services, now):
                 self._log.error("child hangs, killing it", role=child.role, why=why)
                 child.kill()
+        for child in self._children():
+            if child.alive and child.exited:
+                self._hear(child, over=True)
         if self._drain_until is None:
             for child in self._children():
                 if not child.alive and now >= child.restart_at:
@@ -186,6 +189,8 @@ class Supervisor:
         for held in self._models.given_up(now):
             self._log.info("no client keeps this model any more, unloading it", model=held.name)
             self._control.let_go(held)
+        for held in self._models:
+            self._control.let_go_of_loads(held)
         self._models.close_replaced({lane.model for lane in self._leases.in_use() if lane.retiring is not None})
         postponed, self._postponed = self._postponed, []
         for index, message in postponed:
@@ -198,6 +203,10 @@ class Supervisor:
             return  # the manager's watchdog begins with READY
         if self._drain_until is not None:
             self._manager.draining()
+        self._manager.alive()
+
+    def _tell_stopping(self) -> None:
+        self._manager.draining()
         self._manager.alive()
 
     def _sweep_again(self) -> None:
@@ -235,7 +244,8 @@ class Supervisor:
             except OSError as error:
                 self._log.warning("cannot start a standby process yet", error=str(error))
 
-    def _hear(self, child: Child) -> None:
+    def _hear(self, child: Child, *, over: bool = False) -> None:
+        """Handle a child's messages; `over`: its process has ended, so these are the last."""
         fd = child.fileno()
         try:
             for message in child.messages():
@@ -252,6 +262,8 @@ class Supervisor:
                         error=said(error),
                         exception=traced(error),
                     )
+            if over:
+                raise EOFError
         except EOFError:
             self._poller.unregister(fd)
             self._on_death(child)
@@ -327,6 +339,7 @@ class Supervisor:
             f"it. It is served again once it is loaded again, server.load({held.name!r}); see the server's log"
         )
         held.engines = dict.fromkeys(self._engines.of(held), "quarantined")
+        held.placed.clear()
         self._engines.order("refuse", model=held.index, reason=held.quarantined)
         self._log.error("model in quarantine", model=held.name, deaths=deaths)
 
@@ -379,25 +392,27 @@ class Supervisor:
         held = self._reported_model(index, message)
         if held is None:
             return
-        if self._weights_saver.busy(held):
+        settings = held.orders[index]
+        if self._weights_saver.busy(held, settings):
             self._postponed.append((index, message))
             return
-        channel = held.channel
+        self._control.let_go_of_loads(held)  # of earlier loads, whose folder this one may need
         try:
             spec = ModelSpec(held.name, *(specs_from_plain(message[kind]) for kind in ("inputs", "outputs", "state")))
             weights = [(name, dtype, tuple(shape)) for name, dtype, shape in message["weights"]]
             layout = WeightsLayout(weights) if weights else None
-            keep = partial(self._keep_weights, held)
-            replaces = self._models.adopt(held, spec, plain(message["digest"], 100), layout, keep)
+            keep = partial(self._prepare_saving, held, settings)
+            replaces = self._models.adopt(held, index, spec, plain(message["digest"], 100), layout, keep)
         except Exception as error:  # noqa: BLE001  a model's spec may be anything: only this model fails
             self._engines.engines[index].send("abandon", model=held.index, load=message["load"], reason=said(error))
             return
-        if held.channel is not channel:
-            self._weights_saver.release(channel)
+        if not held.served:  # no load is in service that needs its own
+            self._take_over(held, index)
         if replaces:
             for lane in self._leases.revoke(held.index, self._engines.living()):
                 self._control.forget(lane)
         assert held.arena is not None
+        channel = held.placed[index].channel
         self._engines.engines[index].send(
             "arena",
             model=held.index,
@@ -405,14 +420,24 @@ class Supervisor:
             segment=held.arena.segment.name,
             number=held.arena_number,
             rows=held.arena.rows,
-            weights=held.channel.name if held.channel else "",
+            weights=channel.name if channel else "",
         )
 
-    def _keep_weights(self, held: HeldModel, channel: WeightsChannel | None) -> None:
-        """Save a model's publications from now on, and publish the last saved weights."""
-        restored = self._weights_saver.keep(held, channel)
+    def _prepare_saving(self, held: HeldModel, settings: ModelSettings, channel: WeightsChannel | None) -> None:
+        """Prepare to save the publications of a load, and publish the last saved weights in its channel."""
+        restored = self._weights_saver.prepare(held, channel, settings)
         if restored is not None:
-            self._log.info("weights restored", model=held.name, version=restored, folder=str(held.asked.save_dir))
+            self._log.info("weights restored", model=held.name, version=restored, folder=str(settings.save_dir))
+
+    def _take_over(self, held: HeldModel, index: int) -> bool:
+        """Make the weights channel of an engine's load the model's; return whether it had another one, or none."""
+        placed = held.placed.get(index)
+        if placed is None:
+            return False
+        replaces = self._models.take_over(held, index)
+        self._weights_saver.take_over(held, placed.channel, placed.settings)
+        self._control.let_go_of_loads(held)
+        return replaces
 
     def _on_settled(self, index: int, message: dict[str, Any]) -> None:
         held = self._reported_model(index, message)
@@ -421,12 +446,16 @@ class Supervisor:
         role = self._engines.engines[index].role
         if message["kind"] == "ready":
             warm_up = message["warm_up"]
+            replaces = self._take_over(held, index)
             held.ready(index, message["arena"], warm_up)
+            if replaces:  # a load with other settings would bring the earlier channel back
+                self._engines.load(held, held.outdated())
             compiled = {"compiled": warm_up["graphs"]} if warm_up["graphs"] else {}
             self._log.info("model ready", model=held.name, role=role, warm_up=round(warm_up["seconds"], 3), **compiled)
             return
         reason = plain(message["reason"]) or "no reason was given"
         held.failed(index, reason)
+        self._control.let_go_of_loads(held)
         self._log.error("model failed", model=held.name, role=role, reason=reason)
         if held.state == "failed" and not held.configured and not held.served:
             # A client loaded it: keep the error for the client's next request, and remove the model.
@@ -514,7 +543,7 @@ class Supervisor:
             standby.close()
         self._control_socket.close()
         self._context.term()
-        self._weights_saver.close()
+        self._weights_saver.close(self._tell_stopping)  # the last saves may take longer than the stop time-out
         self._models.close()
         self._engines.close()
         self._scoreboard.close()

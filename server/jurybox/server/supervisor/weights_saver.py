@@ -31,6 +31,7 @@ from jurybox.protocol.weights.publisher import Publisher
 from jurybox.protocol.weights.reader import WeightsReader
 from jurybox.server import safetensors_file
 from jurybox.server.safetensors_file import DamagedFile
+from jurybox.server.settings.config import ModelSettings
 from jurybox.server.supervisor.models import HeldModel
 
 log = logging.getLogger(__name__)
@@ -262,6 +263,7 @@ def _write_whole(path: Path, fill: Callable[[IO[bytes]], _Written]) -> _Written:
 
 
 _LOOK = 0.1  # seconds between two checks of the channels, so at most the delay until a publication is saved
+_AGAIN = 5.0  # seconds until a failed save is repeated: the disk may be full, and each attempt fills what others need
 _LAST = 2.0  # seconds that the last save waits for a publisher in the middle of a snapshot
 
 
@@ -272,10 +274,15 @@ class _Saving:
     held: HeldModel
     files: WeightsFiles
     failing: str = ""  # why the last save failed, as reported
+    again: float = 0.0  # no save before then, s of the monotonic clock
+    passed_on: bool = False  # its folder has passed to another channel, so it is not written to any more
 
 
 class WeightsSaver:
     """Saves publications of the models whose settings ask for it. No method but `close` waits for a save.
+
+    A load prepares the saving of its channel. That begins when the load serves and takes over; if it fails, it is
+    discarded, and nothing has changed for the load in service.
 
     Args:
         report: called with (event, fields) for what should be logged.
@@ -284,23 +291,24 @@ class WeightsSaver:
     def __init__(self, report: Callable[..., None]) -> None:
         self._report = report
         self._saving: dict[int, _Saving] = {}  # by model
+        self._prepared: dict[tuple[WeightsChannel, Path], _Saving] = {}  # for loads that do not serve yet
         # What the thread does about models that are no longer saved, in this order; with the files that it ends.
         self._endings: deque[tuple[WeightsFiles | None, Callable[[], None]]] = deque()
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
-    def busy(self, held: HeldModel) -> bool:
+    def busy(self, held: HeldModel, settings: ModelSettings) -> bool:
         """Return whether the folder of a model's settings is still in use for a model that is no longer saved."""
-        folder = _folder(held)
+        folder = _folder(held, settings)
         return any(files is not None and files.folder == folder for files, _ in tuple(self._endings))
 
-    def keep(self, held: HeldModel, channel: WeightsChannel | None) -> int | None:
-        """Begin to save a model's publications, as its settings say, and restore its channel if it is empty.
+    def prepare(self, held: HeldModel, channel: WeightsChannel | None, settings: ModelSettings) -> int | None:
+        """Prepare to save the publications of a load, as its settings say, and restore its channel if it is empty.
 
-        After an exception they are saved as before. Must not be called while `busy`.
+        Must not be called while `busy`.
 
         Args:
-            channel: the channel that the model will have; None: it takes no publications.
+            channel: the channel of the load; None: it takes no publications.
 
         Returns:
             The version that was restored; None if none was.
@@ -309,15 +317,18 @@ class WeightsSaver:
             Error: another server uses the folder, or its files have another layout, or all are damaged.
             OSError: the folder cannot be created or opened.
         """
-        settings, folder = held.asked, _folder(held)
-        earlier = self._saving.get(held.index)
-        if earlier is not None and earlier.files.channel is channel and earlier.files.folder == folder:
-            earlier.files.every, earlier.files.keep = settings.save_every, settings.save_keep
-            return None
+        folder = _folder(held, settings)
         if channel is None or folder is None:
-            self.drop(held)
             return None
-        heir_of = earlier.files if earlier is not None and earlier.files.folder == folder else None
+        there = [saving for saving in self._prepared.values() if saving.held is held]
+        if (current := self._saving.get(held.index)) is not None:
+            there.insert(0, current)
+        there = [saving for saving in there if saving.files.folder == folder]
+        for saving in there:
+            if saving.files.channel is channel:
+                saving.files.every, saving.files.keep = settings.save_every, settings.save_keep
+                return None
+        heir_of = there[0].files if there else None
         if heir_of is not None and (heir_of.saved or heir_of.channel.newest):
             raise SpecMismatch(
                 f"{folder} keeps the weights of {held.name!r} as it is, which don't fit those to be loaded: "
@@ -332,13 +343,34 @@ class WeightsSaver:
         except BaseException:
             files.close()
             raise
-        self.drop(held)
-        self._saving[held.index] = _Saving(held, files)
-        held.saved = files.last_version
+        self._prepared[channel, folder] = _Saving(held, files)
+        return restored
+
+    def take_over(self, held: HeldModel, channel: WeightsChannel | None, settings: ModelSettings) -> None:
+        """Save the publications of a load from now on, as prepared, and no longer those of the load before it."""
+        current, folder = self._saving.get(held.index), _folder(held, settings)
+        if current is not None and current.files.channel is channel and current.files.folder == folder:
+            return
+        saving = self._prepared.pop((channel, folder), None) if channel is not None and folder is not None else None
+        if current is not None:
+            current.passed_on = saving is not None and current.files.folder == folder
+            del self._saving[held.index]
+            self._endings.append((current.files, partial(self._finish, current)))
+        if saving is None:
+            return
+        self._saving[held.index] = saving
+        held.saved = saving.files.last_version
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="weights_saver", daemon=True)
             self._thread.start()
-        return restored
+
+    def discard(self, held: HeldModel) -> None:
+        """Unlock the folders that were prepared for loads of a model that have failed or are outdated."""
+        wanted = [(placed.channel, _folder(held, placed.settings)) for placed in held.placed.values()]
+        for key, saving in list(self._prepared.items()):
+            if saving.held is held and key not in wanted:
+                del self._prepared[key]
+                saving.files.close()
 
     def drop(self, held: HeldModel) -> None:
         """Save the newest publication of a model that is unloaded, and unlock its folder. No-op without a folder."""
@@ -355,24 +387,32 @@ class WeightsSaver:
         else:
             channel.close()
 
-    def close(self) -> None:
-        """Stop the thread, save new publications, and unlock the folders."""
+    def close(self, waiting: Callable[[], None] = lambda: None) -> None:
+        """Save new publications, unlock the folders, and end the thread.
+
+        Args:
+            waiting: called several times a second until then.
+        """
         self._stop.set()
-        if self._thread is not None:
-            self._thread.join()
-        self._end()
-        for saving in self._saving.values():
-            self._finish(saving)
-        self._saving.clear()
+        while self._thread is not None and self._thread.is_alive():
+            self._thread.join(_LOOK)
+            waiting()
+        for saving in self._prepared.values():
+            saving.files.close()
+        self._prepared.clear()
 
     def _run(self) -> None:
         while not self._stop.wait(_LOOK):
             self._end()
             for model, saving in list(self._saving.items()):
                 if self._stop.is_set():
-                    return
+                    break
                 if (version := self._save(saving)) and self._saving.get(model) is saving:
                     saving.held.saved = version
+        self._end()
+        for saving in self._saving.values():
+            self._finish(saving)
+        self._saving.clear()
 
     def _end(self) -> None:
         while self._endings:
@@ -383,7 +423,7 @@ class WeightsSaver:
         """Save the last publication, and unlock the folder. A failure is reported in any case."""
         files, saving.failing = saving.files, ""
         try:
-            if files.channel.newest > files.last_version:
+            if files.channel.newest > files.last_version and not saving.passed_on:
                 files.save(_LAST)
         except Exception as error:  # noqa: BLE001  one model's files must not end the others' saving
             self._failed_to_save(saving, error)
@@ -391,9 +431,9 @@ class WeightsSaver:
             files.close()
 
     def _save(self, saving: _Saving) -> int:
-        """Save if due, and return the version, else 0. A failed save is repeated."""
+        """Save if due, and return the version, else 0. A failed save is repeated after _AGAIN."""
         try:
-            if saving.files.due():
+            if time.monotonic() >= saving.again and saving.files.due() and not self._passes_on(saving):
                 version = saving.files.save()
                 saving.failing = ""
                 return version
@@ -403,14 +443,20 @@ class WeightsSaver:
             self._failed_to_save(saving, error)
         return 0
 
+    def _passes_on(self, saving: _Saving) -> bool:
+        """Return whether the folder is about to pass to the channel of a load, which has found it without weights."""
+        folder = saving.files.folder
+        return any(one.held is saving.held and one.files.folder == folder for one in tuple(self._prepared.values()))
+
     def _failed_to_save(self, saving: _Saving, error: Exception) -> None:
         """Report why a save failed, unless the last one failed for the same reason."""
+        saving.again = time.monotonic() + _AGAIN
         why = str(error) if isinstance(error, (Error, OSError)) else said(error)
         if saving.failing != why:
             saving.failing = why
             self._report("weights not saved", model=saving.held.name, folder=str(saving.files.folder), error=why)
 
 
-def _folder(held: HeldModel) -> Path | None:
-    """Return the folder in which a model's publications are saved, as its settings say."""
-    return Path(held.asked.save_dir) / held.name if held.asked.save_dir else None
+def _folder(held: HeldModel, settings: ModelSettings) -> Path | None:
+    """Return the folder in which a model's publications are saved with these settings."""
+    return Path(settings.save_dir) / held.name if settings.save_dir else None
