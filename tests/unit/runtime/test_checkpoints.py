@@ -18,6 +18,8 @@ from jurybox.training.runtime import serial
 from jurybox.training.runtime.plan import End
 from jurybox.training.runtime.process import Reports
 from jurybox.training.runtime.run import run
+from jurybox.training.runtime.scoreboard import Word
+from jurybox.training.runtime.shared_resources import counted
 
 
 class Killed(BaseException):
@@ -121,6 +123,38 @@ def test_a_full_disk_costs_a_serial_run_its_checkpoints_only(tmp_path, monkeypat
     outcome = run(plan(steps=100, save_every=50), tmp_path, Rows(), serial=True)
     assert outcome.end is End.STEPS and list((tmp_path / "checkpoints").iterdir()) == []
     assert "no checkpoint at 50 steps: [Errno 28] No space left" in (tmp_path / "logs" / "run.log").read_text()
+
+
+def newest(folder):
+    found = Checkpoints(folder / "checkpoints").latest()
+    return found.env_steps, counted(found, Word.LEARNER_STEPS)
+
+
+@pytest.mark.parametrize("slack", [1000, None])
+def test_the_last_checkpoint_has_the_learner_steps_that_followed_the_last_environment_step(tmp_path, slack):
+    outcome = run(plan(steps=100, learner={"pause": 0.01}, slack=slack, save_every=1), tmp_path, Rows())
+    assert outcome.end is End.STEPS and newest(tmp_path) == (outcome.env_steps, outcome.learner_steps)
+
+
+@pytest.mark.parametrize("serial", [True, False])
+def test_a_run_whose_last_periodic_checkpoint_failed_tries_once_more_at_its_end(tmp_path, monkeypatch, serial):
+    complete, failed = Checkpoints.complete, []
+
+    def full_once(self, scratch, env_steps, document):
+        if env_steps == 100 and not failed:
+            failed.append(env_steps)
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return complete(self, scratch, env_steps, document)
+
+    monkeypatch.setattr(Checkpoints, "complete", full_once)
+    run(plan(steps=100, learner={"pause": 0.01}, save_every=50), tmp_path, Rows(), serial=serial)
+    assert failed and newest(tmp_path) == (100, 40)
+
+
+def test_the_last_checkpoint_has_the_last_evaluation(tmp_path):
+    run(plan(steps=100, save_every=50, evaluate=10**9), tmp_path, Rows(), serial=True)
+    gathered = Checkpoints(tmp_path / "checkpoints").latest().document["gathered"]
+    assert gathered["evaluation"]["eval_version"] == 9
 
 
 def test_weights_that_cannot_be_saved_are_reported_and_the_next_good_ones_saved(tmp_path, monkeypatch):

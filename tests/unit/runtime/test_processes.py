@@ -5,18 +5,26 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
-from tests.serving import segments
+from tests.serving import START, segments, wait_until
 from tests.unit.runtime.toys import Rows, plan
 
 from jurybox.training.interrupts import Signals
+from jurybox.training.replay import Replay
 from jurybox.training.report.charts import timeline
 from jurybox.training.runtime.launching import Local
 from jurybox.training.runtime.plan import Budget, End, NotRunning, Timeouts
 from jurybox.training.runtime.progress import Timeline
 from jurybox.training.runtime.run import run
-from jurybox.training.runtime.scoreboard import Word, debug_state
+from jurybox.training.runtime.scoreboard import RUNNING, Control, Scoreboard, State, Word, debug_state
+
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture(autouse=True)
@@ -174,6 +182,106 @@ def test_a_role_that_hangs_is_restarted_and_named(tmp_path):
     # More restarts where the machine gives one of the others no turn for so long.
     assert outcome.end is End.STEPS and outcome.env_steps == 150 and outcome.restarts >= 1
     assert "actor-0 has given no sign of life" in (tmp_path / "logs" / "run.log").read_text()
+
+
+def test_a_role_that_hangs_in_every_life_ends_the_run(tmp_path):
+    signals = Signals()
+
+    def watch(shared):
+        if shared.scoreboard.control[:, Control.RESTARTS].sum() > 4:
+            signals.ask()  # the time in which it hung passes for work, and this would go on for ever
+
+    # Silent for longer than what makes a role settled.
+    timeouts = Timeouts(actor=1.0, settled=0.2, failures=2, back_off=(0.0,))
+    planned = plan(actor={"hang_at": 0, "hangs": 100}, timeouts=timeouts)
+    outcome = run(planned, tmp_path, Rows(), watch=watch, signals=signals)
+    assert outcome.end is End.FAILED and "2 times in a row" in outcome.text
+
+
+def test_a_dead_role_is_noticed_while_a_child_that_it_forked_lives(tmp_path):
+    signals, began, child = Signals(), time.monotonic(), tmp_path / "child"
+
+    def watch(shared):
+        if time.monotonic() - began > 60.0:
+            signals.ask()
+
+    planned = plan(steps=100, actor={"fork_at": 40, "child": str(child)})
+    try:
+        outcome = run(planned, tmp_path, Rows(), watch=watch, signals=signals)
+        os.kill(int(child.read_text()), 0)  # its end is not what was noticed
+        assert outcome.end is End.STEPS and outcome.restarts == 1 and outcome.env_steps == 100
+    finally:
+        os.kill(int(child.read_text()), signal.SIGKILL)
+    assert "was killed by signal 9; restarting it" in (tmp_path / "logs" / "run.log").read_text()
+
+
+PAUSED = """
+import sys
+from pathlib import Path
+from tests.unit.runtime.toys import Rows, plan
+from jurybox.training.runtime import orchestrator
+from jurybox.training.runtime.plan import Timeouts
+from jurybox.training.runtime.run import run
+orchestrator._AWAY_SECONDS = 1.0
+timeouts = Timeouts(actor=6.0, learner=6.0, evaluator=6.0)
+run(plan(steps=10**9, actors=2, actor={"pause": 0.001}, evaluate=10**9, timeouts=timeouts), Path(sys.argv[1]), Rows())
+"""
+
+
+def test_a_pause_of_all_processes_longer_than_roles_may_be_silent_kills_none(tmp_path):
+    """As `docker pause` does."""
+    running = subprocess.Popen([sys.executable, "-c", PAUSED, str(tmp_path)], cwd=ROOT)
+    try:
+        wait_until((tmp_path / RUNNING).exists, START)
+        scoreboard = Scoreboard.attach(json.loads((tmp_path / RUNNING).read_text())["scoreboard"], keep_alive=False)
+        wait_until(lambda: all(words[Word.STATE] == State.RUNNING for words in scoreboard.words), START, "all roles")
+        roles = [words[Word.PID] for words in scoreboard.words]
+        for pid in (running.pid, *roles):
+            os.kill(pid, signal.SIGSTOP)
+        time.sleep(8.0)
+        os.kill(running.pid, signal.SIGCONT)
+        time.sleep(0.5)  # it looks before the others show that they are alive again
+        for pid in roles:
+            os.kill(pid, signal.SIGCONT)
+        before = scoreboard.env_steps
+        wait_until(lambda: scoreboard.env_steps > before + 100, START, "a hundred steps after the pause")
+        assert roles == [words[Word.PID] for words in scoreboard.words]
+        scoreboard.close()
+        running.send_signal(signal.SIGTERM)
+        running.wait(60)
+    finally:
+        running.kill()
+        running.wait()
+    assert "no sign of life" not in (tmp_path / "logs" / "run.log").read_text()
+
+
+def test_the_sums_of_priorities_that_a_killed_role_left_wrong_are_corrected_at_the_next_checkpoint(
+    tmp_path, monkeypatch
+):
+    sums, killed, signals, repair = [], [], Signals(), Replay.repair
+
+    def watched(replay):
+        part = replay.parts[0]
+        before = part.ring.total_priority
+        repair(replay)
+        sums.append((before, part.ring.total_priority, int(part.leaves.sum())))
+
+    def watch(shared):
+        words, folders = shared.scoreboard.words[1], list(tmp_path.glob("checkpoints/step-*"))
+        if not killed and folders and words[Word.PID]:
+            os.kill(words[Word.PID], signal.SIGKILL)
+            shared.replay("rows").parts[0].leaves[0] += 10**6  # a priority whose sums were not set any more
+            killed.extend(folders)
+        elif killed and any(folder not in killed for folder in folders):
+            signals.ask()
+
+    monkeypatch.setattr(Replay, "repair", watched)
+    planned = plan(steps=10**9, actor={"pause": 0.001}, save_every=200)
+    planned = replace(planned, replays=(replace(planned.replays[0], prioritized=True),))
+    outcome = run(planned, tmp_path, Rows(), watch=watch, signals=signals)
+    assert outcome.end is End.SIGNAL and outcome.restarts == 1
+    ((before, after, right),) = sums
+    assert after == right == before + 10**6
 
 
 def test_a_killed_role_joins_where_the_others_are(tmp_path):

@@ -80,6 +80,27 @@ def test_in_a_circle_the_one_that_has_waited_longest_is_restarted(scoreboard):
     assert "actor-0 has waited 70.0 s for weights on policy, on learner" in found.text
 
 
+def test_time_in_which_the_orchestrator_was_stopped_is_no_silence(scoreboard):
+    for words in scoreboard.words:
+        words[Word.HEARTBEAT] = NOW - 500 * SECOND
+    let_wait(scoreboard, LEARNER, Subject.STEPS, 500)
+    assert examine(PLAN, scoreboard, NOW, since=NOW - 9 * SECOND) is None
+    scoreboard.words[OTHER][Word.HEARTBEAT] = scoreboard.words[LEARNER][Word.HEARTBEAT] = NOW
+    found = examine(PLAN, scoreboard, NOW, since=NOW - 11 * SECOND)
+    assert found.role == ACTOR and "no sign of life for 11 s" in found.text
+
+
+def test_time_in_which_the_orchestrator_was_stopped_delays_starts_and_waits(scoreboard):
+    scoreboard.words[OTHER][Word.STATE] = State.STARTING
+    scoreboard.orders[OTHER][Control.STARTED_AT] = NOW - 500 * SECOND
+    assert examine(PLAN, scoreboard, NOW, since=NOW - 29 * SECOND) is None
+    assert examine(PLAN, scoreboard, NOW, since=NOW - 31 * SECOND).role == OTHER
+    scoreboard.words[OTHER][Word.STATE] = State.RUNNING
+    let_wait(scoreboard, LEARNER, Subject.STEPS, 500)
+    assert examine(PLAN, scoreboard, NOW, since=NOW - 59 * SECOND) is None
+    assert examine(PLAN, scoreboard, NOW, since=NOW - 61 * SECOND).role == ACTOR
+
+
 def test_processes_that_just_started_get_their_time(scoreboard):
     let_wait(scoreboard, LEARNER, Subject.STEPS, 500)
     scoreboard.orders[ACTOR][Control.STARTED_AT] = NOW - 5 * SECOND

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import resource
+import signal
 import time
 from pathlib import Path
 
@@ -38,14 +39,15 @@ class ArrayWeights:
 class Walker(Actor):
     """Adds one row a step: a random number plus the policy's; an episode is ten steps."""
 
-    def __init__(self, context, trail=None, pause=0.0, fail_at=None, hang_at=None):
+    def __init__(self, context, trail=None, pause=0.0, fail_at=None, hang_at=None, hangs=1, fork_at=None, child=None):
         super().__init__(context)
         self.random = np.random.default_rng(context.seed)
         self.weights = ArrayWeights(context.reader())
         context.follow("policy", self.weights)
         self.rows = context.replay()
         self.trail = None if trail is None else os.open(trail, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        self.pause, self.fail_at, self.hang_at = pause, fail_at, hang_at
+        self.pause, self.fail_at, self.hang_at, self.hangs = pause, fail_at, hang_at, hangs
+        self.fork_at, self.child = fork_at, child
         self.made, self.total = 0, 0.0
 
     def step(self):
@@ -53,8 +55,10 @@ class Walker(Actor):
             os.write(self.trail, f"{self.context.life} {self.made}\n".encode())
         if self.fail_at is not None and self.made >= self.fail_at:
             raise RuntimeError("told to fail")
-        if self.hang_at is not None and self.made >= self.hang_at and self.context.life == 1:
+        if self.hang_at is not None and self.made >= self.hang_at and self.context.life <= self.hangs:
             time.sleep(3600)
+        if self.fork_at is not None and self.made >= self.fork_at and self.context.life == 1:
+            self.die_and_leave_a_child()
         if self.pause:
             time.sleep(self.pause)
         value = self.random.standard_normal() + float(self.weights.state["w"][0])
@@ -65,6 +69,13 @@ class Walker(Actor):
             self.context.episode(total=self.total, length=10)
             self.total = 0.0
         return 1
+
+    def die_and_leave_a_child(self):
+        """Like a killed role whose environments run in processes that it forked, which hold its files open."""
+        if pid := os.fork():
+            Path(self.child).write_text(str(pid))
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(3600)
 
     def save(self):
         return {"random": self.random.bit_generator.state, "made": self.made, "total": self.total}

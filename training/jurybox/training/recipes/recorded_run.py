@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
@@ -9,16 +10,22 @@ from typing import Any, TypedDict, Unpack
 from rich.console import Console
 
 from jurybox.protocol.wire import build_version
-from jurybox.training.checkpoints import write_atomically
+from jurybox.training.checkpoints import Checkpoint, write_atomically
 from jurybox.training.interrupts import Signals
 from jurybox.training.report import page
 from jurybox.training.run_folder import Summary, Tracker, recording, write_settings
 from jurybox.training.runtime.launching import Launcher
-from jurybox.training.runtime.plan import Outcome, Plan
+from jurybox.training.runtime.plan import End, Outcome, Plan
 from jurybox.training.runtime.run import run
+from jurybox.training.runtime.scoreboard import Word
 from jurybox.training.runtime.settings import Settings
+from jurybox.training.runtime.shared_resources import counted
 
 Metrics = Sequence[Mapping[str, float]]
+
+# Attributes of an outcome in summary.json: those of every training's `Summary`, and those beyond it.
+_COUNTED = ("env_steps", "learner_steps", "episodes", "seconds", "return_mean", "return_std")
+_SAID = ("restarts", "forced_syncs", "busy", "serial", "evaluation")
 
 
 class RunOptions(TypedDict, total=False):
@@ -49,6 +56,8 @@ def recorded_run(
 ) -> Outcome:
     """Carry out a plan, and write settings.json, metrics.csv, summary.json and report.html to `folder`.
 
+    If `resume` is set and the run has made all its steps already, nothing is trained; only its report is written again.
+
     Args:
         columns: columns of metrics.csv.
         settings: settings of the training, for settings.json.
@@ -67,21 +76,17 @@ def recorded_run(
             console.print(text, highlight=False, markup=False)
 
     with recording(folder, columns, settings, notify, resume=resume) as (log, found):
-        options["resume"] = found is not None
-        write_settings(folder, settings)
-        log.add_trackers(trackers())
-        outcome = run(planned, folder, log, **options)
-        counted = ("env_steps", "learner_steps", "episodes", "seconds", "return_mean", "return_std")
-        numbers = {name: getattr(outcome, name) for name in counted}
-        log.summarise(Summary(**numbers, seed=planned.seed, version=build_version()))
-        log.extend_summary(
-            end=outcome.text,
-            restarts=outcome.restarts,
-            forced_syncs=outcome.forced_syncs,
-            busy=outcome.busy,
-            serial=outcome.serial,
-            evaluation=outcome.evaluation,
-        )
+        outcome = None if found is None else _finished(folder, planned, found)
+        if outcome is None:
+            options["resume"] = found is not None
+            write_settings(folder, settings)
+            log.add_trackers(trackers())
+            outcome = run(planned, folder, log, **options)
+            numbers = {name: getattr(outcome, name) for name in _COUNTED}
+            log.summarise(Summary(**numbers, seed=planned.seed, version=build_version()))
+            log.extend_summary(end=outcome.text, **{name: getattr(outcome, name) for name in _SAID})
+        else:
+            notify(f"the run in {folder} has made all its {outcome.env_steps:,} steps: it stays as it is")
         try:
             write_atomically(folder / "report.html", report(outcome, log.rows()))
         except Exception as error:
@@ -89,6 +94,23 @@ def recorded_run(
             raise
         log.finish([folder / "report.html"])
     return outcome
+
+
+def _finished(folder: Path, planned: Plan, found: Checkpoint) -> Outcome | None:
+    """The outcome of a run that has made all its steps, from its summary and newest checkpoint; None: it can go on.
+
+    Running it once more would replace its summary and timeline by those of a run that did nothing.
+    """
+    path = folder / "summary.json"
+    if found.env_steps < planned.budget.steps or not path.exists():
+        return None
+    summary = json.loads(path.read_text(encoding="utf-8"))
+    made = found.env_steps, counted(found, Word.LEARNER_STEPS)
+    # The summary may be of an earlier part of the run, which was killed later, or a part may have been stopped.
+    if summary.get("end") != End.STEPS.value or (summary["env_steps"], summary["learner_steps"]) != made:
+        return None
+    known = {name: summary[name] for name in (*_COUNTED, *_SAID)}
+    return Outcome(end=End.STEPS, text=End.STEPS.value, epochs=counted(found, Word.EPOCHS), **known)
 
 
 def failed_report(

@@ -126,9 +126,17 @@ class LocalProcess:
     def send(self, kind: str, **fields: Any) -> None:
         self._control_pipe.send(kind, **fields)
 
+    @property
+    def ended(self) -> bool:
+        """Whether the process has ended. Its pipe may be open still, in a process that it forked."""
+        return self._process.poll() is not None
+
     def messages(self) -> Iterator[dict[str, Any]]:
+        ended = self.ended  # asked first, so that nothing that it said before its end is missed
         while (message := self._control_pipe.receive(0)) is not None:
             yield message
+        if ended:
+            raise EOFError("the role's process has ended")
 
     def kill(self) -> None:
         self._process.kill()
@@ -160,7 +168,8 @@ class Local:
             time.sleep(timeout)
             return ()
         by_descriptor = {process.fileno(): process for process in processes if isinstance(process, LocalProcess)}
-        return [by_descriptor[ready] for ready in wait(list(by_descriptor), timeout) if isinstance(ready, int)]
+        ready = set(wait(list(by_descriptor), timeout))
+        return [process for fd, process in by_descriptor.items() if fd in ready or process.ended]
 
     def settle(self, timeout: float) -> bool:
         return True
@@ -246,13 +255,12 @@ class Child:
     def reap(self, now: float) -> str:
         """Clean up after a dead process, schedule the restart, and return how it died.
 
-        One that had been at work for `settled` seconds begins its count of failures anew.
+        One that had worked well for `settled` seconds begins its count of failures anew.
         """
         timeouts = self._plan.timeouts
         lost, status = self.lost, self._end(timeout=2.0)
-        ready = self._words[Word.READY_AT] / 1e9
-        started = self._orders[Control.STARTED_AT] / 1e9
-        if ready >= started and now - ready > timeouts.settled:
+        ready = self._words[Word.READY_AT]
+        if ready >= self._orders[Control.STARTED_AT] and (self._went_well() - ready) / 1e9 > timeouts.settled:
             self._orders[Control.FAILURES] = 0
         back_off = timeouts.back_off or (0.0,)
         self.restart_at = now + back_off[min(self.failures, len(back_off) - 1)]
@@ -264,6 +272,15 @@ class Child:
         if lost:
             return "is gone with its machine"
         return f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
+
+    def _went_well(self) -> int:
+        """Until when this life went well, in nanoseconds of the monotonic clock.
+
+        That is its last step: the time in which it hung, or in which it brought about its failure, does not count. One
+        that had nothing to do and was killed from outside went well until its last sign of life.
+        """
+        idle = self._words[Word.WAITS_FOR] != Subject.NOTHING and not self._condemned
+        return max(self._words[Word.MOVED_AT], self._words[Word.HEARTBEAT] if idle else 0)
 
     def condemn(self) -> bool:
         """Kill it for the watchdog; False if that was done before."""

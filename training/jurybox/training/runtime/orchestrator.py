@@ -15,12 +15,13 @@ from jurybox.training.runtime.launching import Child, Launcher
 from jurybox.training.runtime.plan import End, Kind, Plan
 from jurybox.training.runtime.progress import RunMetrics
 from jurybox.training.runtime.scoreboard import Control, Order, State, Subject, Word
-from jurybox.training.runtime.shared_resources import SharedResources
+from jurybox.training.runtime.shared_resources import SharedResources, progress_of
 from jurybox.training.runtime.turns import Rules
 from jurybox.training.runtime.watchdog import examine
 
 _TICK_SECONDS = 0.05
 _WATCH_SECONDS = 0.5
+_AWAY_SECONDS = 5.0  # between two looks from which on this process counts as having been stopped
 
 
 class Orchestrator:
@@ -65,12 +66,16 @@ class Orchestrator:
         ]
         # An evaluation takes long and has no state: evaluators are not waited for.
         self._savers = [child for child in self._children if child.spec.kind is not Kind.EVALUATOR]
-        self._saved_at = self._scoreboard.env_steps
-        self._saved_when = time.monotonic()
+        self._saved = progress_of(resumed)  # of the newest checkpoint
+        self._tried_at = self._scoreboard.env_steps  # to make one
+        self._tried_when = time.monotonic()
         self._saved_files: set[str] = set()
         self._unsaved = ""  # why no checkpoint could be made
         self._errors: dict[int, str] = {}  # by role, the error that its dying process reported
         self._watched = self._closed_at = 0.0
+        self._looked = time.monotonic()
+        self._since = 0  # when this process last went on after it had been stopped, ns
+        self._repaired = 0  # restarts until the replays were last repaired
         self._given_up = False
         self._at_once: Callable[[], bool] = lambda: False
         self._finished_since: float | None = None
@@ -88,6 +93,7 @@ class Orchestrator:
             self._launcher.begin(self._plan, self._shared)
             for child in self._children:
                 child.start(time.monotonic(), self._state_of(child))
+            self._looked = time.monotonic()
             reason = self._loop(ending, tick)
             if reason is not End.FAILED:
                 self._save_last(self._plan.timeouts.stop if reason is End.SIGNAL else self._plan.timeouts.save)
@@ -126,6 +132,7 @@ class Orchestrator:
         """Handle messages and deaths."""
         living = [child for child in self._children if child.process is not None]
         ready = self._launcher.wait([child.process for child in living if child.process is not None], timeout)
+        self._look()
         for child in [child for child in living if child.process in ready]:
             try:
                 for message in child.messages():
@@ -176,12 +183,20 @@ class Orchestrator:
             if not child.alive and now >= child.restart_at:
                 child.start(now, self._state_of(child))
 
+    def _look(self) -> None:
+        """Notice that this process was stopped: silence of roles, which may have been stopped, too, counts from now."""
+        now = time.monotonic()
+        if now - self._looked > _AWAY_SECONDS:
+            self._since = time.monotonic_ns()
+        self._looked = now
+
     def _watch(self) -> None:
+        self._look()
         now = time.monotonic()
         if now - self._watched < _WATCH_SECONDS:
             return
         self._watched = now
-        finding = examine(self._plan, self._scoreboard, time.monotonic_ns())
+        finding = examine(self._plan, self._scoreboard, time.monotonic_ns(), self._since)
         if finding is not None and self._children[finding.role].condemn():
             self._notify(f"watchdog: {finding.text}")
 
@@ -222,15 +237,16 @@ class Orchestrator:
 
     def _save_if_due(self, *, last: bool = False) -> None:
         every, steps = self._plan.save_every, self._scoreboard.env_steps
-        late = time.monotonic() - self._saved_when >= self._plan.save_seconds
-        due = (every > 0 and (late or steps - self._saved_at >= every)) or last
-        if not due or steps == self._saved_at or not all(map(self._is_running, self._savers)):
+        late = time.monotonic() - self._tried_when >= self._plan.save_seconds
+        due = (every > 0 and (late or steps - self._tried_at >= every)) or last
+        # The last one is also due where only learners or evaluators went on since the one before, or where that failed.
+        if not due or self._scoreboard.progress == self._saved or not all(map(self._is_running, self._savers)):
             return
-        self._saved_at = steps
-        began = self._saved_when = time.monotonic()
+        self._tried_at = steps
+        began = self._tried_when = time.monotonic()
         self._unsaved = ""
         try:
-            made = self._save(began + self._plan.timeouts.save)
+            made = self._save(began + self._plan.timeouts.save, last)
         except OSError as error:  # a full disk; or weights were being written, and could not be read whole in time
             made, self._unsaved = False, f"{type(error).__name__}: {error}"
         if made:
@@ -240,8 +256,8 @@ class Orchestrator:
             before = "there is none before" if self.latest is None else f"{self.latest.folder.name} stands"
             self._notify(f"no checkpoint at {self._scoreboard.env_steps} steps ({before}): {why}")
 
-    def _save(self, until: float) -> bool:
-        """Pause all roles, make them save, and continue.
+    def _save(self, until: float, last: bool) -> bool:
+        """Pause all roles, make them save, and continue; after the last one they stay as they were saved.
 
         Raises:
             OSError: a file could not be written, or weights not be read whole.
@@ -261,17 +277,24 @@ class Orchestrator:
                 return False
             if not self._launcher.settle(max(0.1, until - time.monotonic())):
                 return False
+            restarts = sum(orders[Control.RESTARTS] for orders in self._scoreboard.orders)
+            if restarts > self._repaired:
+                self._shared.repair_replays(self._plan)
+                self._repaired = restarts
+            progress = self._scoreboard.progress
             document = self._shared.save(self._plan, scratch, self._launcher.save_replay)
             document["gathered"] = self._metrics.state()
             made = self._checkpoints.complete(scratch, self._scoreboard.env_steps, document)
             self.latest = made
-            self._saved_at = made.env_steps
+            self._saved, self._tried_at = progress, made.env_steps
             return True
         finally:
             self._checkpoints.abandon(scratch)
             self._saved_files.clear()
-            for child in self._savers:
-                child.order(Order.RUN)
+            if not last:
+                for child in self._savers:
+                    child.order(Order.RUN)
+            self._looked = time.monotonic()  # it was writing, and not stopped
 
     def _wait_all(self, until: float, answered: Callable[[Child], bool]) -> bool:
         """Listen until all have answered; False after a death or a time-out."""

@@ -170,7 +170,7 @@ class Timeouts:
         actor, learner, evaluator: time without a heartbeat after which a running role counts as hung and is restarted.
         stall: time that one role may wait for another before the watchdog looks for the cause.
         save: for a checkpoint. stop: for an orderly end of the roles.
-        settled: running time after which a role's count of failures is reset.
+        settled: time from a role's start to its last step after which its count of failures is reset.
         failures: of one role in a row, after which the run ends (or goes on serially).
         back_off: waits before the first, second, ... restart in a row; the last one repeats.
     """

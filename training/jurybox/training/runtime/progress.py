@@ -83,6 +83,11 @@ class RunMetrics:
         return None if math.isinf(self._scoreboard.best) else self._scoreboard.best
 
     @property
+    def evaluation(self) -> dict[str, float]:
+        """The newest evaluation's numbers, as eval_<name>; of a resumed run, perhaps of an earlier part."""
+        return {name: value for name, value in self.numbers.items() if name.startswith("eval_")}
+
+    @property
     def seconds(self) -> float:
         """Seconds of the run, earlier parts of a resumed one included."""
         return self._before + self._clock() - self._began
@@ -95,12 +100,14 @@ class RunMetrics:
             "lengths": list(self.lengths),
             "best": self.best,
             "row_at": self._row_at,
+            "evaluation": self.evaluation,
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Restore what `state` returned, after the scoreboard's counters."""
         self._before, self._row_at = state["seconds"], state["row_at"]
         self._counted_from = self._scoreboard.env_steps
+        self.numbers |= state.get("evaluation", {})
         if state["best"] is not None:
             self._scoreboard.set_best(state["best"])
         self.returns.extend(state["returns"])

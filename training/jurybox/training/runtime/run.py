@@ -156,6 +156,6 @@ def _outcome(end: End, text: str, plan: Plan, shared: SharedResources, metrics: 
         restarts=int(scoreboard.control[:, Control.RESTARTS].sum()),
         forced_syncs=int(scoreboard.records[:, Word.FORCED].sum()),
         busy={role.name: busy(scoreboard, number) for number, role in enumerate(plan.roles)},
-        evaluation={name: value for name, value in metrics.numbers.items() if name.startswith("eval_")},
+        evaluation=metrics.evaluation,
         serial=serial,
     )

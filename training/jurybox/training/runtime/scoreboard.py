@@ -54,8 +54,11 @@ class Word(IntEnum):
     DROPPED = 17  # reports that the orchestrator was too slow for
     READY_AT = 18  # when this life's role was made
     DONE = 19  # 1 + the environment steps of a run that collects no more, from all of which this learner has learned
-    MOVED_AT = 20  # when its steps last became more
+    MOVED_AT = 20  # when its steps last became more, or its last evaluation ended
     UNREADY = 21  # 1: steps of this learner are due, and it waits for more rows
+
+
+PROGRESS = (Word.ENV_STEPS, Word.LEARNER_STEPS, Word.EVALUATED_AT)
 
 
 class Control(IntEnum):
@@ -208,6 +211,11 @@ class Scoreboard:
     @property
     def episodes(self) -> int:
         return sum(words[Word.EPISODES] for words in self.words)
+
+    @property
+    def progress(self) -> tuple[int, ...]:
+        """The sums of `PROGRESS` over all roles; as long as they are the same, a checkpoint is up to date."""
+        return tuple(sum(words[word] for words in self.words) for word in PROGRESS)
 
     def waits_for(self, number: int) -> tuple[Subject, int]:
         """What role `number` waits for, and which one of them."""

@@ -13,7 +13,7 @@ from jurybox.training.runtime.plan import End, Kind, Plan
 from jurybox.training.runtime.progress import RunMetrics
 from jurybox.training.runtime.role_context import Message, RoleContext
 from jurybox.training.runtime.scoreboard import Control, State, Subject, Word
-from jurybox.training.runtime.shared_resources import SharedResources
+from jurybox.training.runtime.shared_resources import SharedResources, progress_of
 from jurybox.training.runtime.turns import Rules, Turn, make_turn
 
 
@@ -45,8 +45,11 @@ class Serial:
         self._plan, self._shared, self._metrics, self._notify = plan, shared, metrics, notify
         self._checkpoints = checkpoints
         self._rules = Rules(plan, shared.scoreboard, slack=0)
-        self._saved_at = shared.scoreboard.env_steps
+        self._saved = progress_of(resumed)  # of the newest checkpoint
+        self._tried_at = shared.scoreboard.env_steps  # to make one
         self._turns: list[Turn] = []
+        if shared.scoreboard.control[:, Control.RESTARTS].any():  # of the processes whose run goes on here
+            shared.repair_replays(plan)
         try:
             # Learners first: they publish what actors begin with.
             for number in sorted(range(len(plan.roles)), key=lambda n: plan.roles[n].kind is not Kind.LEARNER):
@@ -104,7 +107,7 @@ class Serial:
 
     def save(self) -> None:
         """Make a checkpoint now; a full disk costs the checkpoint and not the run."""
-        self._saved_at = self._shared.scoreboard.env_steps
+        self._tried_at, progress = self._shared.scoreboard.env_steps, self._shared.scoreboard.progress
         savers = [turn for turn in self._turns if turn.context.spec.kind is not Kind.EVALUATOR]
         for turn in self._turns:
             turn.context.report(now=True)
@@ -113,12 +116,13 @@ class Serial:
             turn.saved()
         document = {"gathered": self._metrics.state()}
         try:
-            with self._checkpoints.writing(self._saved_at, document) as scratch:
+            with self._checkpoints.writing(self._tried_at, document) as scratch:
                 for name, state in states.items():
                     write_state(scratch / f"{name}.state", state)
                 document |= self._shared.save(self._plan, scratch)
+            self._saved = progress
         except OSError as error:
-            self._notify(f"no checkpoint at {self._saved_at} steps: {error}")
+            self._notify(f"no checkpoint at {self._tried_at} steps: {error}")
 
     def close(self) -> None:
         """Close all roles."""
@@ -139,13 +143,13 @@ class Serial:
             turn.context.report(now=True)
             turn.context.finish_timeline()
         self._metrics.row_if_due(last=True)
-        if self._shared.scoreboard.env_steps > self._saved_at:
+        if self._shared.scoreboard.progress != self._saved:
             self.save()
         return reason
 
     def _checkpoint_due(self) -> bool:
         every = self._plan.save_every
-        return every > 0 and self._shared.scoreboard.env_steps - self._saved_at >= every
+        return every > 0 and self._shared.scoreboard.env_steps - self._tried_at >= every
 
     def _handle_message(self, message: Message) -> None:
         if message["kind"] == "said":

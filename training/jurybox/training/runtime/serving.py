@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jurybox.client import Error, Model, ModelNotFound, Refused, Reply, Server, ServerGone, Timeout, connect
+from jurybox.protocol.errors import SharedMemoryError
 from jurybox.training import interrupts
 from jurybox.training.runtime.local_server import LocalServer
 from jurybox.training.runtime.plan import ConfigError, PolicyServer
@@ -25,6 +26,7 @@ from jurybox.training.runtime.plan import ConfigError, PolicyServer
 if TYPE_CHECKING:
     from jurybox.client import Publisher
     from jurybox.client.remote.weights import RemotePublisher
+    from jurybox.protocol.weights.reader import WeightsReader
     from jurybox.training.runtime.role_context import RoleContext
 
 _log = logging.getLogger("jurybox.training")
@@ -38,6 +40,12 @@ _UNLOAD_TIMEOUT = 5.0
 _TIMEOUT, _PRIVATE_TIMEOUT = 60.0, 2.0  # seconds for a server that is away; a private one is not restarted
 _RETRY_SECONDS = 0.2
 _POLL_SECONDS = 0.001  # seconds between two requests for newer weights
+_ADOPTED = 30.0  # seconds for a first publication: an engine that restarts imports torch before it adopts one
+_LOOK_SECONDS = 1.0  # between two looks whether a server still has what was published to it
+_LOOK_TIMEOUT = 2.0
+
+# What a server gives that is away or was just started again; its memory may vanish between its answer and its use.
+_AWAY = (ServerGone, Timeout, ModelNotFound, SharedMemoryError)
 
 Models = Mapping[str, Mapping[str, Any]]
 
@@ -202,12 +210,14 @@ class ServedChannel:
         self._server, self._model, self._alive = server, server.models[channel], alive
         self._resources = ExitStack()
         self._publisher: Publisher | RemotePublisher | None = None
+        self._looker: Server | None = None
+        self._look_at = 0.0
 
     def publish(self, weights: Any, version: int) -> None:
         """Publish the channel's `version`, unless the server has had it.
 
         Raises:
-            ServerGone, Timeout, ModelNotFound, Refused: for longer than the server's time-out.
+            ServerGone, Timeout, ModelNotFound, SharedMemoryError, Refused: for longer than the server's time-out.
         """
         until = time.monotonic() + self._server.timeout
         while True:
@@ -215,19 +225,54 @@ class ServedChannel:
                 publisher = self._publisher or self._open()
                 if version > publisher.version:
                     publisher.publish(weights, version=version)
+                self._look_at = time.monotonic() + _LOOK_SECONDS
                 return
-            except (ServerGone, Timeout, ModelNotFound, Refused):
-                self.close()
+            except (*_AWAY, Refused):
+                self._close_publisher()
                 if time.monotonic() > until:
                     raise
                 self._alive()
                 time.sleep(_RETRY_SECONDS)
 
+    def restore(self, published: WeightsReader) -> None:
+        """Publish a channel's newest version again if the server has lost it, because it was started again.
+
+        Without that, actors would wait for weights, and an idle learner for actors. It looks at most once a second, and
+        tries once: while the server is away, the next look is the next attempt.
+        """
+        if time.monotonic() < self._look_at:
+            return
+        try:
+            if published.newest > self._newest():
+                self._close_publisher()  # of the server before
+                publisher = self._open()
+                state, version, _ = published.read(timeout=_LOOK_TIMEOUT)
+                if version > publisher.version:
+                    publisher.publish(state, version=version)
+        except Error as error:
+            _log.info("%s could not be published again for now: %s", self._model, error)
+            self.close()
+        self._look_at = time.monotonic() + _LOOK_SECONDS
+
     def close(self) -> None:
-        """Close the publisher."""
+        """Close the publisher, and the connection that looks."""
+        self._close_publisher()
+        looker, self._looker = self._looker, None
+        if looker is not None:
+            with suppress(Error):
+                looker.close()
+
+    def _close_publisher(self) -> None:
         self._publisher = None
         with suppress(Error):
             self._resources.close()
+
+    def _newest(self) -> int:
+        """The newest version that the server has now; 0 before the first."""
+        # Asked anew: a channel of a server that is gone would go on showing the version it had.
+        looker = self._looker = self._looker or connect(self._server.address, timeout=_LOOK_TIMEOUT)
+        with looker.weights(self._model) as reader:
+            return reader.newest
 
     def _open(self) -> Publisher | RemotePublisher:
         with ExitStack() as undo:
@@ -268,18 +313,33 @@ class LeasedModel:
             fresh: whether weights of a version are new enough; it may raise to give up.
 
         Raises:
-            ServerGone, Timeout, ModelNotFound: for longer than `timeout`.
+            ServerGone, Timeout, ModelNotFound, SharedMemoryError: for longer than `timeout`.
+            Timeout: the answers are of weights that nobody published, for longer than `timeout`, at least for 30 s.
         """
         until = time.monotonic() + self.timeout
+        published_until: float | None = None  # from the first answer on: the server may have been away before
         while True:
             try:
                 reply = (self._model or self._open()).infer_reply(rows, timeout=_CALL_TIMEOUT)
-                if reply.version and fresh(reply.version):
-                    return reply
-            except (ServerGone, Timeout, ModelNotFound):
+            except _AWAY:
                 self.close()
+                published_until = None
                 if time.monotonic() > until:
                     raise
+            else:
+                now = time.monotonic()
+                if reply.version:
+                    published_until = None
+                    if fresh(reply.version):
+                        return reply
+                elif published_until is None:
+                    published_until = now + max(self.timeout, _ADOPTED)
+                elif now > published_until:
+                    raise Timeout(
+                        f"{self._server.models[self._channel]} at {self._server.address} answers with the weights it "
+                        f"was loaded with for {max(self.timeout, _ADOPTED):g} s: expected publications of "
+                        f"{self._channel!r}; the logs of its learner and of the server say why there are none"
+                    )
             self._context.alive()
             time.sleep(_POLL_SECONDS)
 

@@ -20,7 +20,7 @@ from jurybox.protocol.weights.reader import WeightsReader
 from jurybox.training.checkpoints import Checkpoint, CheckpointError, read_state, write_atomically, write_state
 from jurybox.training.replay import Replay
 from jurybox.training.runtime.plan import POLICY_FILE, Kind, Plan, ReplaySpec
-from jurybox.training.runtime.scoreboard import Scoreboard, Word
+from jurybox.training.runtime.scoreboard import PROGRESS, Scoreboard, Word
 
 # What a checkpoint keeps of every role's counters.
 _COUNTS = (
@@ -31,6 +31,17 @@ _COUNTS = (
     Word.EVALUATED_AT,
     Word.FORCED,
 )
+
+
+def counted(checkpoint: Checkpoint | None, word: Word) -> int:
+    """The sum of a counter over all roles of a checkpoint; 0 without one."""
+    roles = {} if checkpoint is None else checkpoint.document["roles"]
+    return sum(int(counts[_COUNTS.index(word)]) for _, counts in roles.values())
+
+
+def progress_of(checkpoint: Checkpoint | None) -> tuple[int, ...]:
+    """`Scoreboard.progress` when a checkpoint was made; zeros without one."""
+    return tuple(counted(checkpoint, word) for word in PROGRESS)
 
 
 def create_replay(spec: ReplaySpec, name: str, seed: int) -> Replay:
@@ -126,6 +137,17 @@ class SharedResources(Closing):
             Refused: a living process has it.
         """
         return Publisher(self.channel(name))
+
+    def repair_replays(self, plan: Plan) -> None:
+        """Correct the sums of priorities that a killed role was changing. Actors and learners must be paused, or gone.
+
+        Replays that evaluators use, which are not paused, are left as they are.
+        """
+        evaluators = [plan.roles[number] for number in plan.of_kind(Kind.EVALUATOR)]
+        in_use = {name for role in evaluators for name in (*role.samples, *role.writes)}
+        for replay in plan.replays:
+            if replay.prioritized and replay.name not in in_use:
+                self.replay(replay.name).repair()
 
     def save(self, plan: Plan, folder: Path, save_replay: Callable[[str, Path], None] | None = None) -> dict[str, Any]:
         """Write replays and published weights to the folder of a checkpoint, while the roles are paused.

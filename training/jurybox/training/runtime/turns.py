@@ -181,14 +181,14 @@ class LearnerTurn(Turn):
         self._publisher: Publisher | None = None
         self._served: ServedChannel | None = None
         if (channel := context.spec.publishes) is not None:
-            self._publisher = context.publisher()
+            self._publisher, self._published = context.publisher(), context.shared.reader(channel)
             server = context.plan.server
             if server is not None and channel in server.models:
                 self._served = ServedChannel(server, channel, context.alive)
             if publish:
                 self._publish()
             elif self._served is not None:  # a server that has not what was published before this process
-                state, version, _ = context.shared.reader(channel).read(timeout=_READ_SECONDS)
+                state, version, _ = self._published.read(timeout=_READ_SECONDS)
                 self._served.publish(state, version)
 
     def may(self) -> bool:
@@ -200,6 +200,8 @@ class LearnerTurn(Turn):
         self.context.words[Word.UNREADY] = due and not ready
         if ready:
             return True
+        if self._served is not None:  # this learner may have nothing new to publish, and others wait for its weights
+            self._served.restore(self._published)
         # If no rows will be added any more, a learner without enough of them is done.
         self.context.words[Word.DONE] = steps + 1
         return self._set_waiting(Subject.ORDERS if over else Subject.READY if due else Subject.STEPS)
@@ -263,6 +265,7 @@ class EvaluatorTurn(Turn):
         # Reported first: once the scoreboard shows the last one, the run may end.
         self.context.evaluated(steps, numbers)
         self.context.words[Word.EVALUATED_AT] = steps
+        self.context.words[Word.MOVED_AT] = time.monotonic_ns()
 
 
 def make_turn(context: RoleContext, rules: Rules, state: dict[str, Any] | None) -> Turn:

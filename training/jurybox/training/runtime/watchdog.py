@@ -27,35 +27,37 @@ class Finding:
     text: str
 
 
-def examine(plan: Plan, scoreboard: Scoreboard, now: int) -> Finding | None:
+def examine(plan: Plan, scoreboard: Scoreboard, now: int, since: int = 0) -> Finding | None:
     """The first role that should be restarted; None while all is well.
 
     Args:
         now: nanoseconds of CLOCK_MONOTONIC.
+        since: when the orchestrator last went on after it had been stopped, likewise. What came before does not count:
+            the roles may have been stopped, too, as by `docker pause`.
     """
     timeouts = plan.timeouts
     for number, role in enumerate(plan.roles):
         words = scoreboard.words[number]
         state = State(words[Word.STATE])
         if state is State.STARTING:
-            took = (now - scoreboard.orders[number][Control.STARTED_AT]) / 1e9
+            took = (now - max(scoreboard.orders[number][Control.STARTED_AT], since)) / 1e9
             if took > timeouts.start:
                 return Finding(
                     number, f"{role.name} has been starting for {took:.0f} s; at most {timeouts.start:g} s are given"
                 )
         elif state is State.RUNNING:
-            silent = (now - words[Word.HEARTBEAT]) / 1e9
+            silent = (now - max(words[Word.HEARTBEAT], since)) / 1e9
             if silent > timeouts.of(role.kind):
                 return Finding(
                     number,
                     f"{role.name} has given no sign of life for {silent:.0f} s; at most {timeouts.of(role.kind):g} s "
                     "are given",
                 )
-    stalled = [number for number in range(len(plan.roles)) if _stalls(plan, scoreboard, number, now)]
+    stalled = [number for number in range(len(plan.roles)) if _stalls(plan, scoreboard, number, now, since)]
     if not stalled:
         return None
     first = min(stalled, key=lambda number: scoreboard.words[number][Word.WAITS_SINCE])
-    return _blame(plan, scoreboard, first, now)
+    return _blame(plan, scoreboard, first, now, since)
 
 
 def providers(plan: Plan, scoreboard: Scoreboard, number: int) -> list[int]:
@@ -77,7 +79,7 @@ def providers(plan: Plan, scoreboard: Scoreboard, number: int) -> list[int]:
     return []
 
 
-def _stalls(plan: Plan, scoreboard: Scoreboard, number: int, now: int) -> bool:
+def _stalls(plan: Plan, scoreboard: Scoreboard, number: int, now: int, since: int) -> bool:
     subject, _ = scoreboard.waits_for(number)
     words = scoreboard.words[number]
     if subject in AT_REST or words[Word.STATE] != State.RUNNING:
@@ -85,11 +87,11 @@ def _stalls(plan: Plan, scoreboard: Scoreboard, number: int, now: int) -> bool:
     # A role that was just started gets its time as well, before another counts as the reason; a start may take longer
     # than a stall, so that time counts from its end.
     starts = (orders[Control.STARTED_AT] for orders in scoreboard.orders)
-    since = max([words[Word.WAITS_SINCE], *starts, *(each[Word.READY_AT] for each in scoreboard.words)])
-    return (now - since) / 1e9 > plan.timeouts.stall
+    began = max([since, words[Word.WAITS_SINCE], *starts, *(each[Word.READY_AT] for each in scoreboard.words)])
+    return (now - began) / 1e9 > plan.timeouts.stall
 
 
-def _blame(plan: Plan, scoreboard: Scoreboard, number: int, now: int) -> Finding | None:
+def _blame(plan: Plan, scoreboard: Scoreboard, number: int, now: int, since: int) -> Finding | None:
     chain = [number]
     while True:
         candidates = providers(plan, scoreboard, chain[-1])
@@ -101,7 +103,7 @@ def _blame(plan: Plan, scoreboard: Scoreboard, number: int, now: int) -> Finding
             return None  # it is being restarted, and has its own time for that
         provider = next((each for each in candidates if scoreboard.waits_for(each)[0] in AT_REST), candidates[0])
         if scoreboard.waits_for(provider)[0] in AT_REST:
-            if (now - scoreboard.words[provider][Word.MOVED_AT]) / 1e9 < plan.timeouts.stall:
+            if (now - max(scoreboard.words[provider][Word.MOVED_AT], since)) / 1e9 < plan.timeouts.stall:
                 return None  # it is only slow
             culprit = provider
             chain.append(provider)
