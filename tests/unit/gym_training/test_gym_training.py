@@ -21,6 +21,7 @@ from jurybox.training.environments.gymnasium_env import Actions, make_environmen
 from jurybox.training.recipes.gym import DEFAULTS, GymTraining, network_of, plan, spaces_of, train
 from jurybox.training.recipes.gym_actor import Choice, log_softmax
 from jurybox.training.recipes.gym_learner import PacedDQN, ReplayLearner, RolloutLearner, rollout
+from jurybox.training.replay.batch import BatchOnDevice
 from jurybox.training.run_folder import read_metrics
 from jurybox.training.runtime.plan import ConfigError
 from jurybox.training.runtime.role_context import RoleContext
@@ -307,7 +308,9 @@ def test_a_batch_is_filled_again_only_after_its_copies_to_the_gpu(algorithm, mon
     made.settings = settings(algorithm, device="cuda:1")
     made.context = SimpleNamespace(own_steps=0, metrics=lambda **_: None)
     made.seed = made.updates = 0
-    made._normaliser, made._batch, made._tensors, made._copied = None, None, {"reward": Column()}, Event()
+    made._normaliser = made._batch = None
+    made._on_device = BatchOnDevice.__new__(BatchOnDevice)
+    made._on_device._fields, made._on_device._device, made._on_device._copied = {"reward": Column()}, "cuda:1", Event()
     made._replay = SimpleNamespace(seed=lambda seed: None, sample=lambda n, out: done.append("filled"))
     made.learner = PacedDQN.__new__(PacedDQN) if algorithm == "dqn" else SimpleNamespace()
     made.learner.learn = lambda batch: done.append("learned") or 0.0

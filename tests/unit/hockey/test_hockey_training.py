@@ -424,7 +424,7 @@ def test_a_batch_is_filled_again_only_after_its_copies_to_the_gpu(tmp_path: Path
 
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
     with hockey_learner(tmp_path, prioritized=False) as learner:
-        monkeypatch.setattr(learner, "_copied", Event())
+        monkeypatch.setattr(learner._on_device, "_copied", Event())
         monkeypatch.setattr(learner, "_update_league", lambda: None)
         monkeypatch.setattr(learner._replay, "sample", lambda *_, **__: done.append("filled"))
         update = SimpleNamespace(metrics={})

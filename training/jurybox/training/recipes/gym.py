@@ -232,9 +232,7 @@ class GymTraining(ServedSettings):
         if self.gradient_steps == 0:
             raise ValueError("gradient_steps=0: nothing would be learned; expected 1 or more, or -1")
         if self.algorithm != ON_POLICY and self.buffer_size is not None:
-            # The newest n_steps transitions of each environment have no successors yet, and the row before them may be
-            # the last observation of an episode, which is no transition.
-            least = (self.of("n_steps") + 1) * self.envs + 1
+            least = self.unsampled + 1
             if self.buffer_size < least:
                 raise ValueError(
                     f"buffer_size={self.buffer_size} with n_steps={self.of('n_steps')} and envs={self.envs}: expected "
@@ -272,6 +270,15 @@ class GymTraining(ServedSettings):
     @property
     def envs_per_worker(self) -> int:
         return self.envs // self.workers
+
+    @property
+    def unsampled(self) -> int:
+        """The most rows that a replay can hold of which none can be sampled.
+
+        The newest n_steps transitions of each environment have no successors yet, and the row before them may be the
+        last observation of an episode, which is no transition.
+        """
+        return int((self.of("n_steps") + 1) * self.envs)
 
     @property
     def pace(self) -> Pace:

@@ -27,6 +27,7 @@ from jurybox.training.algorithms.td3_actor import TD3Settings
 from jurybox.training.algorithms.torch_states import as_tensors
 from jurybox.training.recipes.gym import ROWS, GymTraining
 from jurybox.training.replay import Windows
+from jurybox.training.replay.batch import BatchOnDevice
 from jurybox.training.replay.cursor import Cursor
 from jurybox.training.runtime.role_context import Learner, RoleContext
 
@@ -160,14 +161,11 @@ class ReplayLearner(_Publishing):
         self._features = features_of(*(part for part in vars(self.learner).values() if isinstance(part, nn.Module)))
         windows = Windows(n_step=s.of("n_steps"), gamma=s.gamma, next=("observation",))
         self._batch = self._replay.batch(s.of("batch_size"), windows, pinned=s.device != "cpu")
-        self._tensors = self._batch.torch()
-        # The last copies of the batch to the GPU; None for other devices.
-        self._copied = torch.cuda.Event() if s.device.startswith("cuda") else None  # type: ignore[no-untyped-call]
+        self._on_device = BatchOnDevice(self._batch, s.device)
         self._restored = False
 
     def ready(self) -> bool:
-        # The newest row of each environment has no successor yet.
-        return bool(self._replay.added > (self.settings.of("n_steps") + 1) * self.settings.envs)
+        return bool(self._replay.added > self.settings.unsampled)
 
     def step(self) -> None:
         s, own = self.settings, self.context.own_steps
@@ -176,22 +174,13 @@ class ReplayLearner(_Publishing):
         if self._normaliser is not None and own % _UPDATE_EVERY == 0:
             rows = _FIRST_SAMPLE_ROWS if self._normaliser.count == 0 else _SAMPLE_ROWS
             self.see(self._replay.sample(rows, uniform=True)["observation"], self._features)
-        if self._copied is not None:
-            self._copied.synchronize()  # of the last step: the memory that they read is about to be filled again
+        self._on_device.wait()
         self._replay.sample(s.of("batch_size"), self._batch)
-        tensors, learner = self._on_device(), self.learner
+        tensors, learner = self._on_device.tensors(), self.learner
         metrics = {"loss": learner.learn(tensors)} if isinstance(learner, PacedDQN) else learner.update(tensors).metrics
         self.updates += 1
         if own % _REPORT_EVERY == _REPORT_EVERY - 1:
             self.context.metrics(**{name: float(value) for name, value in metrics.items()})
-
-    def _on_device(self) -> Batch:
-        device = self.settings.device
-        if self._copied is None:
-            return {name: tensor.to(device) for name, tensor in self._tensors.items()}
-        moved = {name: tensor.to(device, non_blocking=True) for name, tensor in self._tensors.items()}
-        self._copied.record(torch.cuda.current_stream(device))
-        return moved
 
     def adopt(self, published: WeightsReader) -> None:
         state, _, extra = published.read()

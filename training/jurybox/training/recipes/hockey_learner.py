@@ -17,6 +17,7 @@ from jurybox.training.recipes.hockey_actor import name_of
 from jurybox.training.recipes.hockey_opponents import Pool
 from jurybox.training.recipes.hockey_settings import LEAVING, POOL, RESULTS, ROWS, HockeyTraining
 from jurybox.training.replay import Windows
+from jurybox.training.replay.batch import BatchOnDevice
 from jurybox.training.replay.cursor import Cursor
 from jurybox.training.runtime.role_context import Learner, RoleContext
 
@@ -65,9 +66,7 @@ class HockeyLearner(Learner):
         self._restored = False
         windows = Windows(n_step=s.n_steps, gamma=s.gamma, next=("observation",))
         self._batch = self._replay.batch(s.batch_size, windows, pinned=s.device != "cpu")
-        self._tensors = self._batch.torch()
-        # The last copies of the batch to the GPU; None for other devices.
-        self._copied = torch.cuda.Event() if s.device.startswith("cuda") else None  # type: ignore[no-untyped-call]
+        self._on_device = BatchOnDevice(self._batch, s.device)
         self._weights = None if self._batch.weights is None else torch.from_numpy(self._batch.weights)
         self._mirrors = mirrors(*sizes) if s.mirror else None
         self._resources = ExitStack()
@@ -90,15 +89,14 @@ class HockeyLearner(Learner):
         self._replay.seed(s.seed * 1_000_003 + 2 * own)
         if own % _UPDATE_EVERY == 0:
             self._update_league()
-        if self._copied is not None:
-            self._copied.synchronize()  # of the last step: the memory that they read is about to be filled again
+        self._on_device.wait()
         self._replay.sample(s.batch_size, self._batch, beta=s.beta, anchor_ratio=self._anchor_ratio())
         if self._mirrors is not None:
             observation, action = self._mirrors  # every second row, since the rows from the replay's anchor come first
             self._batch["observation"][::2] *= observation
             self._batch["next_observation"][::2] *= observation
             self._batch["action"][::2] *= action
-        update = self.learner.update(self._on_device(), self._weights_on_device())
+        update = self.learner.update(self._on_device.tensors(), self._weights_on_device())
         if s.prioritized:
             self._replay.update_priorities(self._batch.indices, update.errors.cpu().numpy())
         if own % _REPORT_EVERY == _REPORT_EVERY - 1:
@@ -184,14 +182,6 @@ class HockeyLearner(Learner):
         results = self._results.take()
         for opponent, winner in zip(results["opponent"].tolist(), results["winner"].tolist(), strict=True):
             self.league.record(name_of(opponent, self.league.anchors), winner)
-
-    def _on_device(self) -> Mapping[str, torch.Tensor]:
-        device = self.learner.device
-        if self._copied is None:
-            return {name: tensor.to(device) for name, tensor in self._tensors.items()}
-        moved = {name: tensor.to(device, non_blocking=True) for name, tensor in self._tensors.items()}
-        self._copied.record(torch.cuda.current_stream(device))
-        return moved
 
     def _weights_on_device(self) -> torch.Tensor | None:
         return self._weights if self._weights is None else self._weights.to(self.learner.device)

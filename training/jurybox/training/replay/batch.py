@@ -161,6 +161,36 @@ def _new_array(shape: tuple[int, ...], dtype: np.dtype[Any]) -> npt.NDArray[Any]
 _SLICE = 0.1  # seconds between two checks for a stop
 
 
+class BatchOnDevice:
+    """Copies the fields of a batch, which is filled again and again, to a device.
+
+    Args:
+        device: "cpu", "cuda" or "cuda:N".
+    """
+
+    def __init__(self, batch: Batch, device: str) -> None:
+        import torch
+
+        self._fields, self._device = batch.torch(), device
+        # The last copies to a GPU; None for other devices.
+        self._copied = torch.cuda.Event() if device.startswith("cuda") else None  # type: ignore[no-untyped-call]
+
+    def wait(self) -> None:
+        """Wait for the last copies, which read the batch's page-locked memory; call it before that is filled again."""
+        if self._copied is not None:
+            self._copied.synchronize()
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Return the fields on the device; on the host they are the batch's own memory."""
+        if self._copied is None:
+            return {name: tensor.to(self._device) for name, tensor in self._fields.items()}
+        import torch
+
+        moved = {name: tensor.to(self._device, non_blocking=True) for name, tensor in self._fields.items()}
+        self._copied.record(torch.cuda.current_stream(self._device))
+        return moved
+
+
 class Prefetch(ForkGuard, Closing):
     """An infinite iterator over samples of `n` rows, which a thread draws in advance.
 

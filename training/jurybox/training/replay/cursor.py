@@ -42,8 +42,7 @@ class Cursor:
         Rows that were added since the restore come next, even those that were added before this cursor was made. A
         replay that was not restored, or not under its old tickets, has issued fewer: its rows so far are skipped.
         """
-        issued = int(self._part.ring.reserved)
-        self.at = at if at <= issued else issued
+        self.at = min(at, int(self._part.ring.reserved))
 
     def take(self) -> dict[str, npt.NDArray[np.generic]]:
         """The new rows since the last call, by field: (n, *shape)."""
