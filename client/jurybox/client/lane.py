@@ -393,13 +393,11 @@ class Lane:
         """Choose a serving engine, at random among those with about the shortest expected wait to spread the load."""
         if self._one_engine:
             return self._first_engine if self._states.item(self._first_engine) == SERVING else None
-        states = self._states.tolist()
-        serving = [i for i in self._mine if states[i] == SERVING]
+        serving = self._serving()
         if not serving:
             return None
         if self._without:
-            now = time.monotonic()
-            serving = [i for i in serving if self._without.get(i, 0.0) <= now] or serving
+            serving = self._with_model(serving) or serving
         if self.columns.sessions is not None:  # their state is on the first engine used, as long as it is serving
             if self._stays not in serving:
                 self._stays = random.choice(serving)
@@ -408,15 +406,22 @@ class Lane:
         bound = 1.5 * max(0, min(waits[i] for i in serving))  # negative: another process corrupted it
         return random.choice([i for i in serving if waits[i] <= bound])
 
+    def _serving(self) -> list[int]:
+        states = self._states.tolist()
+        return [i for i in self._mine if states[i] == SERVING]
+
+    def _with_model(self, engines: Sequence[int]) -> list[int]:
+        """Return those engines that may have the model."""
+        now = time.monotonic()
+        return [i for i in engines if self._without.get(i, 0.0) <= now]
+
     def _send_elsewhere(self, ticket: InFlight) -> bool:
         """Send a ticket again whose engine does not have the model: it could not load it, or has not done so yet.
 
         Return False if no other engine may have it.
         """
-        now = time.monotonic()
-        self._without[ticket.engine] = now + _WITHOUT
-        states = self._states.tolist()
-        if not any(states[i] == SERVING and self._without.get(i, 0.0) <= now for i in self._mine):
+        self._without[ticket.engine] = time.monotonic() + _WITHOUT
+        if not self._with_model(self._serving()):
             return False
         self._stays = -1
         self._send(ticket)
