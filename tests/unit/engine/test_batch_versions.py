@@ -2,14 +2,11 @@
 
 from types import SimpleNamespace
 
-import numpy as np
 import torch
-from tests.unit.engine.test_device_served import ROWS, Arena, served, tickets
+from tests.unit.engine.test_device_served import Arena, slot_of, tickets
 
 from jurybox import native
-from jurybox.protocol.scoreboard import COUNTERS
-from jurybox.server.engine.batches import Batches, Counters, Slot
-from jurybox.server.engine.queues import Queue
+from jurybox.server.engine.batches import Batches
 
 
 def test_a_batch_under_way_during_the_first_publication_names_the_weights_it_was_computed_with():
@@ -17,7 +14,7 @@ def test_a_batch_under_way_during_the_first_publication_names_the_weights_it_was
     batches = Batches(
         lambda records, code, version, message: versions.append(version), native.ArrivalTracker(8), lambda: 0, print
     )
-    slot = Slot(served(Arena()), Queue(ROWS), Counters(np.zeros(1, COUNTERS)))
+    slot = slot_of(Arena())
     updater = slot.served.weights_updater = SimpleNamespace(version=0, use=lambda version: None)
     with torch.inference_mode():
         batches.run(slot, tickets((0, 1)), 1, 0)

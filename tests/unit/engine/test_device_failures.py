@@ -10,26 +10,22 @@ import numpy as np
 import pytest
 import torch
 from tests.serving import serving, wait_until
-from tests.unit.engine.test_device_served import CPU, ROWS, Arena, Plus, served, tickets
+from tests.unit.engine.test_device_served import CPU, Arena, Plus, noted, served, slot_of, tickets
 
-from jurybox import native
 from jurybox.client import ModelFailed
 from jurybox.protocol import TensorSpec
 from jurybox.protocol.device_memory import FAKE, driver, page_lock
 from jurybox.protocol.errors import Code, Refused
-from jurybox.protocol.scoreboard import COUNTERS
 from jurybox.protocol.segment import segment_name
 from jurybox.protocol.weights import WeightsChannel, WeightsLayout, publisher
 from jurybox.protocol.weights.publisher import DeviceStage, Publisher
 from jurybox.server.engine import batches as batches_module
 from jurybox.server.engine import device as device_module
 from jurybox.server.engine import model_loader
-from jurybox.server.engine.batches import Batches, Counters, Slot
 from jurybox.server.engine.device import DeviceLost, Graphs, engine_device, use_device
 from jurybox.server.engine.device_regions import DeviceRegions, PublishedOnDevice
 from jurybox.server.engine.model_loader import ModelLoader, held
 from jurybox.server.engine.process import CallbackQueue, EngineProcess
-from jurybox.server.engine.queues import Queue
 from jurybox.server.inproc import InprocServer
 from jurybox.server.models import ServedModel
 from tests import open_models
@@ -243,28 +239,16 @@ class Full(torch.nn.Module):
 
 
 def device_slot(arena, module):
-    slot = Slot(served(arena, module), Queue(ROWS), Counters(np.zeros(1, COUNTERS)))
+    slot = slot_of(arena, module)
     slot.shown = 6
     return slot
-
-
-def running(device=CPU):
-    answers = []
-    batches = Batches(
-        lambda records, code, version, message: answers.append((records["sequence"].tolist(), code, message)),
-        native.ArrivalTracker(8),
-        lambda: 0,
-        lambda event, **fields: None,
-        device=device,
-    )
-    return batches, answers
 
 
 def test_a_batch_that_did_not_fit_is_freed_before_its_halves_are_computed():
     module, alive = Full(2), []
     slot = device_slot(Arena(), module)
     slot.served.free_memory = lambda: alive.append([each() for each in module.tried if each() is not None])
-    batches, answers = running()
+    batches, answers = noted()
     with torch.inference_mode():
         batches.run(slot, tickets((0, 1), (1, 1), (2, 1), (3, 1)), 4, 0)
     assert [code for _, code, _ in answers] == [Code.OK, Code.OK]
@@ -311,7 +295,7 @@ def test_a_failed_batchs_frames_are_freed_at_once():
             raise ValueError("negative")
 
     module = Negative()
-    batches, answers = running()
+    batches, answers = noted()
     with torch.inference_mode():
         batches.run(device_slot(Arena(), module), tickets((0, 1), (1, 1)), 2, 0)
     assert [code for _, code, _ in answers] == [Code.MODEL_FAILED] * 2
@@ -346,7 +330,7 @@ class Asserts(torch.nn.Module):
 
 
 def test_an_engine_whose_gpu_fails_every_call_ends(lost):
-    batches, answers = running(GPU)
+    batches, answers = noted(GPU)
     slot = device_slot(Arena(), Asserts(lost))
     with torch.inference_mode(), pytest.raises(DeviceLost, match="fails every call since model 'm'") as raised:
         batches.run(slot, tickets((0, 1), (1, 1)), 2, 0)
@@ -354,7 +338,7 @@ def test_an_engine_whose_gpu_fails_every_call_ends(lost):
 
 
 def test_the_oldest_batch_in_flight_is_named_since_a_later_call_may_be_the_first_that_fails(lost):
-    batches, answers = running(GPU)
+    batches, answers = noted(GPU)
     first, second = device_slot(Arena(), Plus()), device_slot(Arena(), Asserts(lost))
     first.shown, second.shown = 3, 4
     with torch.inference_mode():
@@ -370,7 +354,7 @@ def test_a_batch_that_never_ends_since_the_gpu_failed_ends_the_engine(lost, monk
         lost.lost = True
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
-    batches, answers = running(GPU)
+    batches, answers = noted(GPU)
     first, second = device_slot(Arena(), Plus()), device_slot(Arena(), Plus())
     first.shown, second.shown = 3, 4
     with torch.inference_mode():
@@ -394,7 +378,7 @@ def test_rows_that_fail_singly_end_the_engine_too(lost):
 
 
 def test_an_error_of_a_model_on_a_sound_gpu_is_that_models_alone(sound):
-    batches, answers = running(GPU)
+    batches, answers = noted(GPU)
     slot, arena = device_slot(Arena(), Plus()), Arena()
     arena.inputs["observation"][0] = -1
     slot = device_slot(arena, Plus(most=4))

@@ -67,21 +67,28 @@ def served(arena, module=None):
     return DeviceServed("m", model, arena.inputs, arena.outputs, arena.memory, ROWS, CPU)
 
 
-@pytest.fixture
-def running(arena):
-    """Batches over a slot, and what they answered."""
+def slot_of(arena, module=None):
+    return Slot(served(arena, module), Queue(ROWS), Counters(np.zeros(1, COUNTERS)))
+
+
+def noted(device=CPU):
+    """Batches, and what they answered."""
     answers = []
     batches = Batches(
         lambda records, code, version, message: answers.append((records["sequence"].tolist(), code, message)),
         native.ArrivalTracker(8),
         lambda: 0,
         lambda event, **fields: None,
+        device=device,
     )
+    return batches, answers
 
-    def slot(module=None):
-        return Slot(served(arena, module), Queue(ROWS), Counters(np.zeros(1, COUNTERS)))
 
-    return batches, slot, answers
+@pytest.fixture
+def running(arena):
+    """Batches, a function that makes a slot, and what they answered."""
+    batches, answers = noted()
+    return batches, partial(slot_of, arena), answers
 
 
 def test_two_batches_are_under_way_and_answered_in_order(arena, running):
