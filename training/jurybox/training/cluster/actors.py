@@ -111,14 +111,16 @@ class RolePlace:
         process, control_pipe = self._process, self._control_pipe
         if process is None or control_pipe is None:
             return ProcessOutput((), b"", -1)
+        # Asked first, so that nothing that it said before its end is missed. The pipe may be open still, in a process
+        # that it forked.
+        ended = process.poll() is not None
         messages: list[dict[str, Any]] = []
         try:
-            while (message := control_pipe.receive(0 if messages else timeout)) is not None:
+            while (message := control_pipe.receive(0 if messages or ended else timeout)) is not None:
                 messages.append(self._attach_state(message))
         except EOFError:
-            status = status_of(process, 2.0)
-            return ProcessOutput(tuple(messages), self._log.new(), status)
-        return ProcessOutput(tuple(messages), self._log.new(), None)
+            ended = True
+        return ProcessOutput(tuple(messages), self._log.new(), status_of(process, 2.0) if ended else None)
 
     def send(self, kind: str, fields: dict[str, Any]) -> None:
         """Send the process a message; files are first written on this machine."""
