@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -65,3 +66,17 @@ def test_intervals_that_were_lost_with_a_machine_are_left_out(run) -> None:
     lost, lives, _ = Timeline.of(run).lanes
     assert not lost.intervals and lives.intervals == [(0.0, 1.0, "")]
     assert isinstance(run.intervals(0), np.ndarray)
+
+
+def test_the_sums_of_priorities_that_a_role_killed_on_another_machine_left_wrong_are_corrected_when_they_are_saved():
+    host = Host(replace(PLAN, replays=(replace(PLAN.replays[0], prioritized=True),)))
+    try:
+        host.make_home(["rows"])
+        home = host._home("rows")
+        home.add(value=1.0, version=1)
+        part = home.parts[0]
+        part.leaves[0] += 10**6  # a priority whose sums were not set any more
+        host.replay_file("rows")
+        assert part.ring.total_priority == int(part.leaves.sum())
+    finally:
+        host.close()

@@ -20,7 +20,7 @@ from jurybox.training.replay import Replay
 from jurybox.training.replay.transfer import Exporter, Importer, RowBatch
 from jurybox.training.runtime.plan import Plan
 from jurybox.training.runtime.scoreboard import Control, Scoreboard, Word
-from jurybox.training.runtime.shared_resources import SharedResources, create_replay
+from jurybox.training.runtime.shared_resources import SharedResources, create_replay, repairable
 
 # The scoreboard of a run, copied between machines.
 #
@@ -316,7 +316,9 @@ class Host:
             return path.read_bytes()
 
     def save_replay(self, name: str, path: Path) -> None:
-        """Write the replay that is sampled here to a file."""
+        """Write the replay that is sampled here to a file, while actors and learners are paused."""
+        if name in repairable(self._plan):
+            self._home(name).repair()  # a role that was killed here may have been changing its priorities
         self._home(name).save(path)
 
     def close(self) -> None:

@@ -44,6 +44,13 @@ def progress_of(checkpoint: Checkpoint | None) -> tuple[int, ...]:
     return tuple(counted(checkpoint, word) for word in PROGRESS)
 
 
+def repairable(plan: Plan) -> list[str]:
+    """The replays with priorities that nobody uses while actors and learners are paused: not those of evaluators."""
+    evaluators = [plan.roles[number] for number in plan.of_kind(Kind.EVALUATOR)]
+    in_use = {name for role in evaluators for name in (*role.samples, *role.writes)}
+    return [replay.name for replay in plan.replays if replay.prioritized and replay.name not in in_use]
+
+
 def create_replay(spec: ReplaySpec, name: str, seed: int) -> Replay:
     """Make the replay that a plan describes, under a name of shared memory."""
     return Replay.create(
@@ -139,15 +146,9 @@ class SharedResources(Closing):
         return Publisher(self.channel(name))
 
     def repair_replays(self, plan: Plan) -> None:
-        """Correct the sums of priorities that a killed role was changing. Actors and learners must be paused, or gone.
-
-        Replays that evaluators use, which are not paused, are left as they are.
-        """
-        evaluators = [plan.roles[number] for number in plan.of_kind(Kind.EVALUATOR)]
-        in_use = {name for role in evaluators for name in (*role.samples, *role.writes)}
-        for replay in plan.replays:
-            if replay.prioritized and replay.name not in in_use:
-                self.replay(replay.name).repair()
+        """Correct the priorities' sums that a killed role was changing. Actors and learners must be paused, or gone."""
+        for name in repairable(plan):
+            self.replay(name).repair()
 
     def save(self, plan: Plan, folder: Path, save_replay: Callable[[str, Path], None] | None = None) -> dict[str, Any]:
         """Write replays and published weights to the folder of a checkpoint, while the roles are paused.
