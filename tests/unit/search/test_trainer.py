@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from jurybox.training.algorithms.ppo import PPOSettings
-from jurybox.training.checkpoints import CheckpointError
+from jurybox.training.checkpoints import CheckpointError, Checkpoints
 from jurybox.training.environments.cage.tables import UNIT_TYPES
 from jurybox.training.recipes import workflow_run
 from jurybox.training.recipes.progress import Watcher
@@ -240,6 +240,16 @@ def test_the_report_names_the_criterion_and_keeps_the_first_rules_figure(judged,
     assert any("99.0% of 30.0 fixes an episode" in sentence and "can pad" in sentence for sentence in said)
 
 
+def test_the_report_compares_with_a_return_of_zero() -> None:
+    it = trainer()
+    it.best = ORDERS[0]
+    it.final = Evaluated(-0.5, 0.1, 1.0, 1.0, 0.5, 100, 100, -1.0, 0.1, 16)
+    it.reference = Evaluated(0.0, 0.0, 0.0, 0.0, 0.0, 0, 0, -1.0, 0.1, 16)
+    assert conclusion(it)[-1].endswith("the workflow's is 0.5 worse.")
+    it.final = it.reference
+    assert conclusion(it)[-1].endswith("the workflow's is no worse.")
+
+
 class Heard(Watcher):
     """A watcher that keeps the reports."""
 
@@ -280,6 +290,56 @@ def test_a_resumed_run_is_the_same_as_one_without_a_stop(whole, tmp_path, monkey
     workflow_run.run(SETTINGS, tmp_path, resume=True)
     assert rows(tmp_path) == rows(whole[0])
     assert rows(tmp_path, "workflows.csv") == rows(whole[0], "workflows.csv")
+
+
+def best_of(folder):
+    return Checkpoints(folder / "checkpoints").best()["numbers"]["return"]
+
+
+def test_a_run_that_ends_during_its_last_save_has_its_best_policy_when_it_is_resumed(tmp_path, monkeypatch) -> None:
+    settings = SETTINGS.changed(total_episodes=40, mixed_share=0.0)
+    complete = Checkpoints.complete
+
+    def stops(self, scratch, env_steps, document):
+        complete(self, scratch, env_steps, document)
+        raise Stopped
+
+    monkeypatch.setattr(Checkpoints, "complete", stops)
+    with pytest.raises(Stopped):  # at the end, since there are fewer than ten updates
+        workflow_run.run(settings, tmp_path)
+    monkeypatch.undo()
+    workflow_run.run(settings, tmp_path, resume=True)
+    assert best_of(tmp_path) == json.loads((tmp_path / "summary.json").read_text())["return_mean"]
+
+
+def test_a_finished_run_goes_on_with_a_larger_budget(tmp_path) -> None:
+    fewer = SETTINGS.changed(total_episodes=80)
+    workflow_run.run(fewer, tmp_path)
+    tried = rows(tmp_path, "workflows.csv")
+    workflow_run.run(fewer.changed(total_episodes=160), tmp_path, resume=True)
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["episodes"] == 160 and summary["env_steps"] == 160 * 12
+    more = rows(tmp_path)
+    assert [row["episodes"] for row in more] == [str(8.0 * number) for number in range(1, 21)]
+    assert [row["phase"] for row in more[10:]] == ["2.0"] * 6 + ["3.0"] * 4, "the search, then the best workflow"
+    now = rows(tmp_path, "workflows.csv")
+    assert now[: len(tried)] == tried and len(now) > len(tried)
+    assert best_of(tmp_path) == summary["return_mean"]
+
+
+def test_a_stopped_run_ends_its_progress(tmp_path) -> None:
+    class Stops(Watcher):
+        ended = False
+
+        def advance(self, done, numbers=None):
+            raise Stopped
+
+        def end(self):
+            self.ended = True
+
+    with pytest.raises(Stopped):
+        workflow_run.run(SETTINGS, tmp_path, watcher := Stops())
+    assert watcher.ended, "or a bar hides the terminal's cursor"
 
 
 def test_a_folder_that_holds_a_run_is_not_overwritten_nor_resumed_as_another(whole, tmp_path) -> None:

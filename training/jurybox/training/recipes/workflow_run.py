@@ -33,11 +33,12 @@ from jurybox.training.search.report import conclusion, render
 from jurybox.training.search.rollouts import INPUTS
 from jurybox.training.search.settings import WorkflowTraining, describe
 from jurybox.training.search.trainer import OrderEvaluation, WorkflowTrainer
+from jurybox.training.vector import ProcessVectorEnv
 
 
 @contextmanager
 def networks(
-    settings: WorkflowTraining, spread: Spread | None, *, serial: bool = False
+    settings: WorkflowTraining, spread: Spread | None, *, serial: bool = False, resumed_at: int = 0
 ) -> Iterator[tuple[Parts, Parts, Callable[[], int]]]:
     """Create the networks to defend, for training and for evaluation. Use it in a ``with`` statement.
 
@@ -46,16 +47,18 @@ def networks(
     Args:
         spread: the cluster that the networks run on; None: this machine.
         serial: run all of them in this process.
+        resumed_at: env steps of the checkpoint that the run resumes from.
     """
     with ExitStack() as held:
         if spread is None:
             made = []
             for stream in range(environments.STREAMS):
-                parts = environments.make(settings, stream, serial=serial)
+                parts = environments.make(settings, stream, serial=serial, resumed_at=resumed_at)
                 made.append(parts)
                 for part in parts:
                     held.callback(part.close)
-            yield made[0], made[1], lambda: 0
+            processes = [part for parts in made for part in parts if isinstance(part, ProcessVectorEnv)]
+            yield made[0], made[1], lambda: sum(each.restarts for each in processes)
             return
         from jurybox.training.cluster.env_workers import EnvWorkers
         from jurybox.training.cluster.vector_env import Groups, SpreadVectorEnv
@@ -78,7 +81,7 @@ def networks(
                 for index in range(len(halves))
             )
             for part, half in zip(parts, halves, strict=True):
-                environments.reset(part, settings, stream, half)
+                environments.reset(part, settings, stream, half, resumed_at)
             streams.append(parts)
         yield streams[0], streams[1], lambda: workers.restarts
 
@@ -144,19 +147,27 @@ def run(
     with ExitStack() as held:
         log, found = held.enter_context(recording(folder, METRICS, settings, watcher.log, resume=resume))
         held.enter_context(threadpool_limits(1))  # a second thread slows down so small a network
-        env, evaluation, restarts = held.enter_context(networks(settings, spread, serial=serial))
+        resumed_at = 0 if found is None else found.env_steps
+        made = networks(settings, spread, serial=serial, resumed_at=resumed_at)
+        env, evaluation, restarts = held.enter_context(made)
         policy = held.enter_context(served_policy(settings, folder / "server.log"))
         trainer = WorkflowTrainer(settings, env, evaluation, policy)
         write_settings(folder, settings)
         log.add_trackers(trackers())
-        spent = 0.0
+        earlier: Mapping[str, Any] = {} if found is None else found.document
         if found is not None:
-            spent = _restore(trainer, found)
-        spent += _search(trainer, folder, log, watcher, spent)
+            _restore(trainer, found)
+
+        def replaced() -> int:
+            return int(earlier.get("restarts", 0)) + restarts()
+
+        spent = float(earlier.get("seconds", 0.0))
+        held.callback(watcher.end)  # after Ctrl-C, too: a bar hides the terminal's cursor
+        spent += _search(trainer, folder, log, watcher, spent, replaced)
         _write_workflows(trainer, folder)
         log.summarise(_summary(trainer, settings, spent))
         sentences = conclusion(trainer)
-        log.extend_summary(**_more(trainer), env_worker_restarts=restarts(), conclusion=sentences)
+        log.extend_summary(**_more(trainer), env_worker_restarts=replaced(), conclusion=sentences)
         try:
             page = render(trainer, log.rows(), _facts(settings, spent), command)
         except Exception as error:
@@ -167,7 +178,14 @@ def run(
     return "\n".join(sentences)
 
 
-def _search(trainer: WorkflowTrainer, folder: Path, log: RunLog, watcher: Watcher, before: float) -> float:
+def _search(
+    trainer: WorkflowTrainer,
+    folder: Path,
+    log: RunLog,
+    watcher: Watcher,
+    before: float,
+    replaced: Callable[[], int],
+) -> float:
     began = time.monotonic()
     total = trainer.settings.total_episodes
     watcher.begin("episodes", total, trainer.episodes)
@@ -197,22 +215,23 @@ def _search(trainer: WorkflowTrainer, folder: Path, log: RunLog, watcher: Watche
             _write_workflows(trainer, folder)
         if trainer.updates % _CHECKPOINT_EVERY == 0 or trainer.done:
             try:
-                _save(trainer, folder, before + spent)
+                _save(trainer, folder, before + spent, replaced())
             except OSError as error:  # a full disk must not end the search
                 watcher.log(f"no checkpoint at update {trainer.updates}, the one before stands: {error}")
     watcher.end()
     return time.monotonic() - began
 
 
-def _save(trainer: WorkflowTrainer, folder: Path, seconds: float) -> None:
+def _save(trainer: WorkflowTrainer, folder: Path, seconds: float, restarts: int) -> None:
+    # First, since a search that is resumed from its last checkpoint is done, and writes no policy any more.
+    if trainer.final is not None:
+        _keep_best(trainer, folder)
     # With the random states of our own simulator, a resumed run continues as it would have without the interruption.
     streams = [environments.random_state(trainer.settings, parts) for parts in trainer.environments]
-    document = {"seconds": seconds, "environments": streams}
+    document = {"seconds": seconds, "restarts": restarts, "environments": streams}
     with interrupts.held(), Checkpoints(folder / "checkpoints").writing(trainer.env_steps, document) as scratch:
         write_state(scratch / "search.state", trainer.state())
         _write_policy(scratch, trainer, trainer.last or trainer.learner.network.state_dict())
-    if trainer.final is not None:
-        _keep_best(trainer, folder)
 
 
 def _keep_best(trainer: WorkflowTrainer, folder: Path) -> None:
@@ -252,13 +271,12 @@ def _write_policy(place: Path, trainer: WorkflowTrainer, weights: Mapping[str, t
     write_atomically(place / POLICY_FILE, json.dumps(description.as_dict(), indent=1))
 
 
-def _restore(trainer: WorkflowTrainer, checkpoint: Checkpoint) -> float:
+def _restore(trainer: WorkflowTrainer, checkpoint: Checkpoint) -> None:
     state = checkpoint.state("search")
     assert state is not None
     trainer.restore(state)
     for parts, stream in zip(trainer.environments, checkpoint.document["environments"], strict=True):
         environments.restore_random_state(trainer.settings, parts, stream)
-    return float(checkpoint.document["seconds"])
 
 
 def _write_workflows(trainer: WorkflowTrainer, folder: Path) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from jurybox.client import Model, Publisher, connect
+from jurybox.client import Model, Publisher, Timeout, connect
 from jurybox.client.remote.weights import RemotePublisher
 from jurybox.training import interrupts
 from jurybox.training.algorithms.ppo import PPO
@@ -26,6 +26,7 @@ MODEL = "policy/workflow"
 _FACTORY = "jurybox.training.recipes.served_networks:actor_critic"
 
 _ADOPTED = 30.0  # seconds to wait for published weights: an engine that restarts meanwhile has to import torch
+_ANSWER = 30.0  # seconds to wait for an answer
 _PAUSE = 0.002  # seconds between two requests while the weights are too old
 _CONNECT = 30.0  # time-out of the connection, seconds
 
@@ -39,8 +40,9 @@ class WeightsNotAdopted(RunError):
 class ServedPolicy:
     """A learner's policy, whose logits and values the server computes.
 
-    PPO needs actions of the policy that it updates, and the server adopts weights between two batches. So after each
-    update, `act` repeats its request until the answer is of the version that was published last.
+    PPO needs actions of the policy that it updates, and the server adopts weights between two batches. So `act` repeats
+    its request until the answer is of the version that was published last. It looks at every answer, because a server
+    may have several engines, each of which adopts weights at its own time.
 
     Args:
         adopted: seconds within which the server has to adopt a publication.
@@ -55,7 +57,6 @@ class ServedPolicy:
         self._learner, self._model, self._publisher = learner, model, publisher
         self._timeout = adopted
         self._published: tuple[int, int] | None = None  # learner steps, version
-        self._adopted = False
 
     def act(
         self, observations: Floats, masks: npt.NDArray[np.bool_] | None = None, *, greedy: bool = False
@@ -63,7 +64,7 @@ class ServedPolicy:
         steps = self._learner.learner_steps
         if self._published is None or self._published[0] != steps:
             version = self._publisher.publish(self._learner.network.state_dict())
-            self._published, self._adopted = (steps, version), False
+            self._published = steps, version
         outputs = self._infer(observations)
         logits, values = (torch.from_numpy(np.array(outputs[name])) for name in ("logits", "value"))
         return self._learner.choose(logits, values, masks, greedy=greedy)
@@ -72,9 +73,13 @@ class ServedPolicy:
         assert self._published is not None
         until = time.monotonic() + self._timeout
         while True:
-            reply = self._model.submit(observations).result(timeout=30.0)
-            if self._adopted or reply.version >= self._published[1]:
-                self._adopted = True
+            ticket = self._model.submit(observations)
+            try:
+                reply = ticket.result(timeout=_ANSWER)
+            except Timeout:
+                # All processes may have been stopped meanwhile, as by `docker pause`: then the answer comes now.
+                reply = ticket.result(timeout=_ANSWER)
+            if reply.version >= self._published[1]:
                 return reply.outputs
             interrupts.check()
             if time.monotonic() > until:

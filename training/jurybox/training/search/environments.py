@@ -28,13 +28,17 @@ TRUTH = {"true_state": (np.int8, (13,))}
 STREAMS = 2  # training, evaluation
 
 
-def make(settings: WorkflowTraining, stream: int, *, serial: bool = False) -> Parts:
-    """Make `envs` networks on this machine, seeded from the run's seed and `stream`, a number for each use."""
+def make(settings: WorkflowTraining, stream: int, *, serial: bool = False, resumed_at: int = 0) -> Parts:
+    """Make `envs` networks on this machine, seeded from the run's seed and `stream`, a number for each use.
+
+    Args:
+        resumed_at: see `reset`.
+    """
     made: list[Part] = []
     try:
         for rows in halves(settings):
             made.append(_local_part(settings, rows, serial))
-            reset(made[-1], settings, stream, rows)
+            reset(made[-1], settings, stream, rows, resumed_at)
     except BaseException:
         for part in made:
             part.close()
@@ -70,9 +74,15 @@ def maker(settings: WorkflowTraining, rows: range) -> Maker:
     return partial(SyncVectorEnv, [_cyborg(settings)] * len(rows))
 
 
-def reset(part: Part, settings: WorkflowTraining, stream: int, rows: range) -> None:
-    """Reset a part for the first time, with its seed."""
-    seed = int(np.random.SeedSequence((settings.seed, 77, stream)).generate_state(1)[0])
+def reset(part: Part, settings: WorkflowTraining, stream: int, rows: range, resumed_at: int = 0) -> None:
+    """Reset a part for the first time, with its seed.
+
+    Args:
+        resumed_at: env steps of the checkpoint that the run resumes from. CybORG's random state is not in it, so a
+            resumed run gets another seed, or it would play the same episodes again.
+    """
+    numbers = (settings.seed, 77, stream, resumed_at) if resumed_at else (settings.seed, 77, stream)
+    seed = int(np.random.SeedSequence(numbers).generate_state(1)[0])
     part.reset(seed=seed + rows.start)  # as Gymnasium derives the seeds of all rows from one
 
 

@@ -51,15 +51,20 @@ def conclusion(trainer: WorkflowTrainer) -> list[str]:
     if verdict == "not judged":
         sentences.append("A longer --head-start makes more situations in which an order says anything.")
     if reference is not None:
-        cost = (reference.returns - final.returns) / abs(reference.returns)
-        close = "within" if cost <= _WITHIN else "not within"
-        sentences.append(
+        lost = reference.returns - final.returns
+        sentence = (
             f"Without a workflow the return was {reference.returns:.1f} (± {1.96 * reference.error:.1f}) after "
-            f"{settings.reference_share:.0%} of the budget; the workflow's is {cost:.0%} worse, {close} {_WITHIN:.0%}."
-            if cost > 0
-            else f"Without a workflow the return was {reference.returns:.1f} (± {1.96 * reference.error:.1f}) after "
-            f"{settings.reference_share:.0%} of the budget; the workflow's is no worse."
+            f"{settings.reference_share:.0%} of the budget; the workflow's is "
         )
+        if lost <= 0:
+            sentence += "no worse."
+        elif reference.returns == 0:  # as short episodes may return
+            sentence += f"{lost:.1f} worse."
+        else:
+            cost = lost / abs(reference.returns)
+            close = "within" if cost <= _WITHIN else "not within"
+            sentence += f"{cost:.0%} worse, {close} {_WITHIN:.0%}."
+        sentences.append(sentence)
     return sentences
 
 

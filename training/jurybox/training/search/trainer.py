@@ -323,6 +323,9 @@ class WorkflowTrainer:
         self._kept = None if kept is None else (kept[0], as_tensors(kept[1]))
         self.learner.restore(state["learner"])
         self._policy = self._make_policy(self.learner)
+        if self.phase == DONE and self.episodes < self.settings.total_episodes:
+            # The run has got a larger budget since its end: the search goes on with the policy that was evaluated.
+            self.phase, self.final, self.prices, self._kept = SEARCH, None, [], None
 
     def _begin(self) -> None:
         self._proposal = self.search.propose()

@@ -101,6 +101,11 @@ class ProcessVectorEnv(VectorEnv[Any, Any, Any]):
         """Process ids of the workers."""
         return self._pool.pids
 
+    @property
+    def restarts(self) -> int:
+        """Workers replaced so far."""
+        return self._pool.restarts
+
     def reset(
         self, *, seed: int | Sequence[int | None] | None = None, options: _Options | None = None
     ) -> tuple[Any, dict[str, Any]]:
