@@ -138,6 +138,15 @@ def test_several_seeds_from_one_command_are_separate_runs_that_are_compared(tmp_
     assert [(row["seed"], row["env_steps"]) for row in rows] == [("3", "30"), ("5", "30"), ("7", "30")]
 
 
+def test_a_seed_whose_run_was_killed_while_it_started_is_begun_with_resume(tmp_path):
+    run("--out", str(tmp_path), "--seeds", "3", "--serial", "--steps", "20")
+    (tmp_path / "seed-5").mkdir()
+    for name in (".lock", "server.log"):
+        (tmp_path / "seed-5" / name).touch()
+    done = run("--out", str(tmp_path), "--seeds", "3,5", "--serial", "--steps", "20", "--resume")
+    assert done.exit_code == 0 and "2 seeds: mean return" in done.output, done.output
+
+
 @pytest.mark.parametrize(
     ("options", "told"),
     [

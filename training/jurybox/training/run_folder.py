@@ -67,6 +67,11 @@ def recorded(folder: Path) -> list[Path]:
     return [folder / name for name in _RECORDED if (folder / name).exists()]
 
 
+def is_begun(folder: Path) -> bool:
+    """Return whether a run was started in a folder. One that was killed before leaves at most a lock and a log."""
+    return bool(recorded(folder)) or (folder / _SETTINGS).exists()
+
+
 class RunSettings(Protocol):
     """The settings of a run, such as `jurybox.training.runtime.settings.Settings`."""
 
@@ -144,9 +149,9 @@ def _begin_anew(folder: Path, settings: RunSettings) -> str:
     Raises:
         CheckpointError: no run was started in the folder, or one with other settings.
     """
-    left = recorded(folder)
-    if not left and not (folder / _SETTINGS).exists():
+    if not is_begun(folder):
         raise CheckpointError(f"no checkpoint in {folder}, and no run was begun there: start without --resume")
+    left = recorded(folder)
     check_same(folder, settings)
     message = (
         f"the run in {folder} was ended before its first checkpoint, so there is nothing to go on from: it begins anew"

@@ -137,6 +137,7 @@ def train(
 
     def work(console: Console, resources: ExitStack) -> str:
         from jurybox.training.recipes.progress import require
+        from jurybox.training.run_folder import is_begun
         from jurybox.training.runtime.settings import changes_of
 
         require(mlflow=mlflow, wandb=wandb)
@@ -156,8 +157,8 @@ def train(
         for number in numbers:
             seed_folder = folder / f"seed-{number}"
             console.print(f"seed {number}, in {seed_folder}", highlight=False, markup=False)
-            # With --resume, a seed that has no folder yet starts a new run.
-            resumes = {"resume": options.get("resume", False) and seed_folder.exists()}
+            # With --resume, a seed whose run was not begun yet starts a new one.
+            resumes = {"resume": options.get("resume", False) and is_begun(seed_folder)}
             results.append(carried_out(found, settings.changed(seed=number), seed_folder, console, **resumes))
             interrupts.check()
         return "\n\n".join([*results, _compared(folder, numbers)])
