@@ -18,7 +18,7 @@ import psutil
 import pytest
 import torch
 from safetensors.torch import save_file
-from tests.serving import launch, serving, wait_until
+from tests.serving import START, launch, serving, wait_until
 from typer.testing import CliRunner
 
 from jurybox.client import connect
@@ -114,14 +114,15 @@ def test_without_a_server_the_error_says_how_to_start_one(tmp_path, monkeypatch)
 class Restarts(Watcher):
     """Replaces the server in the middle of a training."""
 
-    def __init__(self, folder, first):
+    def __init__(self, folder, first, models=MODEL, **options):
         self.folder, self.server, self.replaced_at = folder, first, None
+        self.models, self.options = models, options
 
     def advance(self, done, numbers=None):
         if done >= 16 and self.replaced_at is None:
             self.replaced_at = done
             assert self.server.stop() == 0
-            self.server = launch(self.folder, MODEL)
+            self.server = launch(self.folder, self.models, **self.options)
 
 
 @pytest.mark.runs
@@ -137,6 +138,25 @@ def test_workers_continue_when_the_server_is_restarted(tmp_path):
         watcher.server.stop()
         if first.process.poll() is None:
             first.stop()
+    assert watcher.replaced_at == 16
+    assert model.num_timesteps == 32
+
+
+@pytest.mark.slow
+def test_workers_wait_until_a_restarted_server_has_the_juror_that_the_training_loads(tmp_path):
+    allowed = {"factories": ["tests.unit.recipes.cheap_juror:*"]}
+    first = launch(tmp_path / "server", {}, **allowed)
+    watcher = Restarts(tmp_path / "server", first, {}, **allowed)
+    config = PhotoConfig(address=first.address, juror=JUROR)
+    settings = PhotoTraining(environment=config, seed=1, steps=32, envs=2, rollout=32, n_epochs=1)
+    try:
+        wait_until(lambda: "supervisor serving" in first.text(), START)
+        with juror_of(settings, tmp_path) as loaded, RunLog(tmp_path / "run", columns(loaded)) as log:
+            model = train(settings.changed(environment=loaded), log, watcher=watcher)
+    finally:
+        for each in {watcher.server, first}:
+            if each.process.poll() is None:
+                each.stop()
     assert watcher.replaced_at == 16
     assert model.num_timesteps == 32
 

@@ -167,3 +167,10 @@ def test_the_list_of_photographs_names_package_licence_and_author(tmp_path):
     assert not names & {"chelsea.png", "china.jpg"}
     for each in photo_ranking.tomllib.loads(photo_ranking.LIST.read_text())["photograph"]:
         assert each["name"] and each["package"] and each["licence"] and each["author"]
+
+
+@pytest.mark.parametrize("what", ["train", "exploits"])
+def test_a_missing_output_file_is_an_error_before_the_work(tmp_path, what, capsys):
+    with pytest.raises(SystemExit):
+        photo_ranking.main([what, "--photos", str(tmp_path), "--run", str(tmp_path)])
+    assert f"{what} needs --out" in capsys.readouterr().err

@@ -24,7 +24,7 @@ from jurybox.training.checkpoints import CheckpointError
 from jurybox.training.recipes import photo_run, workflow_run
 from jurybox.training.recipes.hockey import train as train_hockey
 from jurybox.training.recipes.progress import Watcher
-from jurybox.training.recipes.training import check_folder
+from jurybox.training.recipes.training import Run, check_folder
 from jurybox.training.run_folder import RunLog, RunLogError, alone_in, write_settings
 from jurybox.training.runtime.local_server import ServerNotStarted
 from jurybox.training.sorrel import experiment as sorrel_experiment
@@ -202,6 +202,19 @@ def test_a_demo_removes_the_files_of_a_demo_only(tmp_path, monkeypatch):
     with pytest.raises(RunLogError, match="holds a run that is not a demo's"):
         demo(tmp_path / "training")
     assert (tmp_path / "training" / "metrics.csv").exists()
+
+
+def test_a_demos_folder_stays_a_demos_until_a_training_goes_on_with_it(tmp_path):
+    def train(**options):
+        photo_run._work(PHOTO, Run(tmp_path, None, serial=True, **options))
+
+    begun(tmp_path, PHOTO)
+    (tmp_path / ".demo").touch()
+    with pytest.raises(RunLogError, match="holds a run already"):
+        train()
+    assert (tmp_path / ".demo").exists()
+    train(resume=True)
+    assert not (tmp_path / ".demo").exists()
 
 
 def test_a_run_begun_with_other_settings_is_not_restarted(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+from concurrent.futures import ThreadPoolExecutor
 
 import cv2
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 from jurybox.training.environments.photo import PhotoConfig
 from jurybox.training.environments.photo.edits import Degradation, degrade
 from jurybox.training.environments.photo.evaluate import RandomEdits, Straightened
+from jurybox.training.recipes import photo_evaluation
 from jurybox.training.recipes.photo_evaluation import angles_of, evaluate_policy, straightening_of
 from jurybox.training.recipes.progress import Watcher
 
@@ -37,6 +39,24 @@ def test_an_evaluation_on_a_folder_names_the_ignored_files(tmp_path):
     evaluate_policy(config, RandomEdits(0), 1, watcher)
     (line,) = watcher.lines
     assert line.startswith("3 photos of the folder are used, and not: 1 that are broken") and "broken.png" in line
+
+
+def test_ctrl_c_while_its_threads_start_ends_an_evaluation_at_once(monkeypatch):
+    class Interrupted(ThreadPoolExecutor):
+        def submit(self, *given):
+            super().submit(*given)
+            raise KeyboardInterrupt
+
+    acts = []
+
+    def act(seen):
+        acts.append(seen)
+        return RandomEdits(0)(seen)
+
+    monkeypatch.setattr(photo_evaluation, "ThreadPoolExecutor", Interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        evaluate_policy(PhotoConfig(scorer="local", juror=JUROR, steps=1), act, 8, Watcher())
+    assert len(acts) < 8, "not all pictures were edited first"
 
 
 @pytest.fixture(scope="module")

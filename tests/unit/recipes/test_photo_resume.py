@@ -1,5 +1,6 @@
 import json
 import random
+import re
 import shutil
 
 import cloudpickle
@@ -53,6 +54,14 @@ def test_a_run_counts_its_steps_and_leaves_checkpoints(first):
         "step-000000000016",
         "step-000000000032",
     ]
+
+
+def test_each_rollout_has_a_checkpoint_even_if_it_was_rounded_down(tmp_path, monkeypatch):
+    made = []
+    complete = Checkpoints.complete
+    monkeypatch.setattr(Checkpoints, "complete", lambda self, *given: made.append(given[1]) or complete(self, *given))
+    trained(tmp_path, SMALL.changed(envs=3, checkpoint_every=None))
+    assert made == [15, 30, 45], "three environments cannot share 16 steps"
 
 
 def test_a_resumed_run_counts_on(first, tmp_path):
@@ -148,14 +157,63 @@ def test_there_must_be_something_to_resume(tmp_path):
         Checkpoints(tmp_path).existing()
 
 
-def test_a_run_is_not_resumed_with_other_settings_but_may_get_more_steps(tmp_path):
-    def again(settings, resume):
-        return run(settings, tmp_path, Watcher(), command="jurybox train photo", resume=resume, serial=True)
+def whole_run(settings, folder, watcher=None, resume=False):
+    return run(settings, folder, watcher or Watcher(), command="jurybox train photo", resume=resume, serial=True)
 
-    again(SMALL, False)
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("finished")
+    whole_run(SMALL, folder)
+    return folder
+
+
+class InterruptsEvaluation(Watcher):
+    def begin(self, what, total, done=0):
+        if what == "evaluating":
+            raise KeyboardInterrupt
+
+
+def test_a_finished_run_keeps_its_results_until_it_is_evaluated_again(finished, tmp_path):
+    folder = shutil.copytree(finished, tmp_path / "run")
+    before = summary(folder)
+    with pytest.raises(KeyboardInterrupt):
+        whole_run(SMALL, folder, InterruptsEvaluation(), resume=True)
+    assert summary(folder) == before and "verdict" in before
+    whole_run(SMALL, folder, resume=True)
+    assert summary(folder) == before, "the same photos and the same policy"
+    with pytest.raises(KeyboardInterrupt):
+        whole_run(SMALL.changed(steps=48), folder, InterruptsEvaluation(), resume=True)
+    assert summary(folder)["env_steps"] == 48 and "verdict" not in summary(folder), "those were of another policy"
+
+
+def test_a_failed_evaluation_is_no_longer_reported_after_a_complete_one(finished, tmp_path, monkeypatch):
+    folder = shutil.copytree(finished, tmp_path / "run")
+    before = summary(folder)
+    with monkeypatch.context() as patched, pytest.raises(ZeroDivisionError):
+        patched.setattr("jurybox.training.recipes.photo_run.evaluate_policy", lambda *_, **__: 1 / 0)
+        whole_run(SMALL, folder, resume=True)
+    assert "evaluation_failed" in summary(folder)
+    whole_run(SMALL, folder, resume=True)
+    assert summary(folder).keys() == before.keys()
+
+
+def test_the_report_has_the_steps_that_were_made_and_the_time_of_all_parts(finished, tmp_path):
+    folder = shutil.copytree(finished, tmp_path / "run")
+    document = folder / "checkpoints" / "step-000000000032" / "run.json"
+    found = json.loads(document.read_text())
+    document.write_text(json.dumps({**found, "counted": {**found["counted"], "seconds": 5000.0}}))
+    whole_run(SMALL.changed(steps=10_000, seconds=1e-6), folder, resume=True)
+    report = (folder / "report.html").read_text()
+    assert "34 edit steps, 16 between two updates" in report
+    assert 5000 <= int(re.search(r"training (\d+) s, evaluation", report)[1]) < 5100
+
+
+def test_a_run_is_not_resumed_with_other_settings_but_may_get_more_steps(finished, tmp_path):
+    tmp_path = shutil.copytree(finished, tmp_path / "run")
     with pytest.raises(CheckpointError, match=r"learning_rate was 0\.001, is 0\.5"):
-        again(SMALL.changed(learning_rate=0.5), True)
-    again(SMALL.changed(steps=48), True)
+        whole_run(SMALL.changed(learning_rate=0.5), tmp_path, resume=True)
+    whole_run(SMALL.changed(steps=48), tmp_path, resume=True)
     assert summary(tmp_path)["env_steps"] == 48
     left = {path.name for path in tmp_path.iterdir()}
     assert left >= {"summary.json", "metrics.csv", "report.html", "checkpoints", "tensorboard", "evaluation.csv"}

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from jurybox.client import ModelNotFound, Refused, ServerGone
+from jurybox.client import ModelFailed, ModelNotFound, Refused, ServerGone, SharedMemoryError
 from jurybox.training.recipes.photo_worker import SteadyScorer
 
 
@@ -54,6 +54,13 @@ def test_the_picture_is_scored_by_the_next_server():
     assert (scorer.buffer == 42).all()
 
 
+def test_a_juror_that_the_next_server_loads_later_is_waited_for():
+    errors = [ServerGone("stopped"), ModelNotFound("not loaded yet"), SharedMemoryError("its owner may be gone")]
+    scorer, _ = patient(Flaky(errors))
+    scorer.buffer[...] = 42
+    assert scorer.score() == 42
+
+
 def test_patience_ends():
     scorer, clock = patient(Flaky([ServerGone("stopped")] * 1000))
     scorer.buffer[...] = 1
@@ -63,8 +70,8 @@ def test_patience_ends():
 
 
 def test_errors_that_waiting_cannot_fix_are_raised_at_once():
-    scorer, clock = patient(Flaky([ModelNotFound("no such model")]))
+    scorer, clock = patient(Flaky([ModelFailed("it raised")]))
     scorer.buffer[...] = 1
-    with pytest.raises(ModelNotFound):
+    with pytest.raises(ModelFailed):
         scorer.score()
     assert clock.now == 0

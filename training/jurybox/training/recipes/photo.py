@@ -215,7 +215,7 @@ def train(
             log,
             watcher,
             checkpoint_folder=log.folder / "checkpoints",
-            checkpoint_every=settings.checkpoint_every or min(settings.rollout, settings.steps),
+            checkpoint_every=settings.checkpoint_every or model.n_steps * model.n_envs,  # as rounded, not `rollout`
             counted=resume.document["counted"] if resume else None,
             episode_numbers=_scores,
             seconds=settings.seconds,
@@ -228,10 +228,21 @@ def train(
     finally:
         watcher.end()
         environments.close()
-    log.summarise(_summary(settings, model, recorder))
-    if spread is not None:
-        log.extend_summary(env_worker_restarts=getattr(environments, "restarts", 0), episodes_cut=recorder.cut)
+    if left > 0 or not _is_evaluated(log.folder, model.num_timesteps):
+        log.summarise(_summary(settings, model, recorder))
+        if spread is not None:
+            log.extend_summary(env_worker_restarts=getattr(environments, "restarts", 0), episodes_cut=recorder.cut)
     return model
+
+
+def _is_evaluated(folder: Path, env_steps: int) -> bool:
+    """Return whether summary.json has the results of an evaluation after so many steps.
+
+    If nothing is left to train, they stay until the next evaluation is complete.
+    """
+    path = folder / "summary.json"
+    summary = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    return summary.get("env_steps") == env_steps and "verdict" in summary and "evaluation_failed" not in summary
 
 
 # Settings with the names of PPO's arguments.

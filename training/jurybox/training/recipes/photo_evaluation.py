@@ -278,8 +278,8 @@ def evaluate_policy(
             environment.close()
 
     with ThreadPoolExecutor(threads) as pool:
-        futures = [pool.submit(share, number) for number in range(threads)]
-        try:
+        try:  # before the first thread starts: after Ctrl-C the pool waits for all of them
+            futures = [pool.submit(share, number) for number in range(threads)]
             waiting = set(futures)
             while waiting:
                 interrupts.check()

@@ -488,6 +488,8 @@ def main(given: Sequence[str] | None = None) -> None:
     parser.add_argument("--price", type=float, default=0.0, help="paid: price for each unit of CIELAB")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(given)
+    if options.out is None and options.what in ("train", "exploits"):
+        parser.error(f"{options.what} needs --out, the file to write")
     torch.set_num_threads(1)  # a second thread slows down so small a network, and changes the order of sums
     cv2.setNumThreads(0)
     if options.what == "gather":

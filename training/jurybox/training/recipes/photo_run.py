@@ -49,6 +49,7 @@ def run(
     network_address: str | None = None,
     serial: bool = False,
     juror: PhotoConfig | None = None,
+    of_demo: bool = False,
 ) -> Verdict:
     """Train, evaluate on held-out photos, and write the report.
 
@@ -60,6 +61,7 @@ def run(
         before: durations of earlier phases in seconds, by name, for the report.
         spread, network_address, serial: see `train`.
         juror: the environment's settings with the juror's actual address; None: as in the settings.
+        of_demo: whether the next demo may remove this run.
 
     Returns:
         The verdict, which is also in the report and in summary.json.
@@ -77,6 +79,8 @@ def run(
     requested, settings = settings, settings if juror is None else settings.changed(environment=juror)
     names = columns(settings.environment)
     with recording(folder, names, requested, watcher.log, resume=resume) as (log, checkpoint):
+        if not of_demo:
+            (folder / _DEMO).unlink(missing_ok=True)  # a demo that a training goes on with is one no more
         write_settings(folder, requested)
         log.add_trackers(trackers())
         began = time.monotonic()
@@ -89,7 +93,8 @@ def run(
             network_address=network_address,
             serial=serial,
         )
-        took["training"] = time.monotonic() - began
+        earlier = 0.0 if checkpoint is None else float(checkpoint.document["counted"]["seconds"])
+        took["training"] = earlier + time.monotonic() - began
         status = _status(settings)  # before the evaluation, whose batches are not the training's
         began = time.monotonic()
         try:
@@ -110,7 +115,8 @@ def run(
         verdict, found = verdict_of(evaluation), comparisons(evaluation)
         straightened = straightening_of(evaluation.tilted)
         evaluation.save(folder / "evaluation.csv")
-        facts = _facts(settings, took, "in this process" if serial else "processes" if spread is None else "by Ray")
+        where = "in this process" if serial else "processes" if spread is None else "by Ray"
+        facts = _facts(settings, model.num_timesteps, took, where)
         text = render(
             PhotoRun(evaluation, log.rows(), status, settings.environment.model, settings.as_dict(), facts, command)
         )
@@ -143,10 +149,10 @@ def _status(settings: PhotoTraining) -> Mapping[str, Any] | None:
         return None
 
 
-def _facts(settings: PhotoTraining, took: Mapping[str, float], where: str) -> dict[str, str]:
+def _facts(settings: PhotoTraining, steps: int, took: Mapping[str, float], where: str) -> dict[str, str]:
     return {
         "Seed": str(settings.seed),
-        "Steps": f"{settings.steps:,} edit steps, {settings.rollout} between two updates",
+        "Steps": f"{steps:,} edit steps, {settings.rollout} between two updates",
         "Environments": f"{settings.n_envs} {where}",
         "Time": ", ".join(f"{name} {seconds:.0f} s" for name, seconds in took.items()),
     }
@@ -166,7 +172,6 @@ def _work(settings: PhotoTraining, given: Run) -> str:
         ) as juror,
         spread_named(given.launcher, given.ray_address) as spread,
     ):
-        (given.folder / _DEMO).unlink(missing_ok=True)  # a demo that a training goes on with is one no more
         verdict = run(
             settings,
             given.folder,
@@ -335,6 +340,7 @@ def demo(
             replicas,
         ),
         before={"server start": started},
+        of_demo=True,
     )
     server.stop()
     return verdict

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from jurybox.client import Refused, ServerGone, Timeout
+from jurybox.client import ModelNotFound, Refused, ServerGone, SharedMemoryError, Timeout
 from jurybox.training.cluster.vector_env import EnvGroup
 from jurybox.training.environments.photo import PhotoConfig, PhotoEdit, Scorer, build
 
@@ -20,6 +20,10 @@ if TYPE_CHECKING:
 
 # Seconds between two attempts while there is no server; a client that waits for one also sleeps on its own.
 _PAUSE = 0.2
+
+# What a client gets while a server is away or starts again. A juror that was loaded for this training is missing until
+# the training has loaded it again. And the memory may vanish between the server's answer and its use.
+_AWAY = (ServerGone, Refused, Timeout, ModelNotFound, SharedMemoryError)
 
 
 class SteadyScorer:
@@ -30,7 +34,8 @@ class SteadyScorer:
     the same policy.
 
     The client handles an engine that restarts, and the scorer a server that has been restarted. This class covers the
-    time in between: a server that drains, refuses requests, and is away for a while before the next one starts.
+    time in between: a server that drains, refuses requests, is away for a while before the next one starts, and does
+    not have the juror at once.
 
     Args:
         scorer: scorer that sends requests to the server; it connects at its first use and again after ``close``.
@@ -70,7 +75,7 @@ class SteadyScorer:
                 if give_up is not None:
                     np.copyto(self._scorer.buffer, picture)
                 return self._scorer.score()
-            except (ServerGone, Refused, Timeout):
+            except _AWAY:
                 now = self._clock()
                 give_up = now + self._timeout if give_up is None else give_up
                 if now >= give_up:
