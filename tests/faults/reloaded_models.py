@@ -23,14 +23,21 @@ class Wider(Affine):
         self.orders = Path(orders)
 
     def forward(self, observation: torch.Tensor) -> torch.Tensor:
-        if self.orders.exists():
-            order = self.orders.read_text()
-            if order.startswith("once "):
-                self.orders.unlink()
+        if order := self.order():
             if order.endswith("die"):
                 os.kill(os.getpid(), signal.SIGKILL)
             raise RuntimeError("this file is in the way")
         return super().forward(observation)
+
+    def order(self) -> str:
+        """Return what the file says; only one engine takes one that says "once"."""
+        try:
+            order = self.orders.read_text()
+            if order.startswith("once "):
+                self.orders.rename(self.orders.with_suffix(f".{os.getpid()}"))
+        except FileNotFoundError:  # another engine has taken it
+            return ""
+        return order
 
 
 def wider(orders: str) -> ServedModel:
