@@ -18,7 +18,8 @@ from tests.gpu import models
 
 from benchmarks.gpu.measure import Found, Setup
 from jurybox.protocol.wire import TICKET
-from jurybox.server.engine.device import DeviceServed, Graphs
+from jurybox.server.engine.device import DeviceServed
+from jurybox.server.engine.graphs import Graphs
 from jurybox.training.replay import Field, Replay
 
 _MIB = 1 << 20

@@ -22,12 +22,13 @@ from jurybox.protocol.weights.publisher import DeviceStage, Publisher
 from jurybox.server.engine import batches as batches_module
 from jurybox.server.engine import device as device_module
 from jurybox.server.engine import model_loader
-from jurybox.server.engine.device import DeviceLost, Graphs, engine_device, use_device
+from jurybox.server.engine.device import DeviceLost, engine_device, use_device
 from jurybox.server.engine.device_regions import DeviceRegions, PublishedOnDevice
+from jurybox.server.engine.graphs import Graphs, mend_random_numbers
 from jurybox.server.engine.model_loader import ModelLoader, held
 from jurybox.server.engine.process import CallbackQueue, EngineProcess
 from jurybox.server.inproc import InprocServer
-from jurybox.server.models import ServedModel
+from jurybox.server.models import RowErrors, ServedModel
 from tests import open_models
 
 GPU = torch.device("cuda", 0)
@@ -42,7 +43,7 @@ class Cuda:
     device = GPU
 
     def __init__(self, patch):
-        self.current, self.events, self.fails = "default", [], ""
+        self.current, self.events, self.fails, self.graphs = "default", [], "", []
         for name in ("stream", "graph", "CUDAGraph", "current_stream", "graph_pool_handle"):
             patch.setattr(torch.cuda, name, getattr(self, name))
         patch.setattr(torch._C, "_cuda_endAllocateToPool", partial(self.note, "end"), raising=False)
@@ -72,12 +73,16 @@ class Cuda:
             graph.ended, self.current = True, before
 
     def CUDAGraph(self):
-        def pool():
-            if not hasattr(graph, "ended"):
-                raise RuntimeError("Called CUDAGraph::pool() without a preceding successful capture.")
-            return 0, 7
+        class Graph:
+            ended = False
 
-        graph = SimpleNamespace(pool=pool)
+            def pool(self):
+                if not self.ended:
+                    raise RuntimeError("Called CUDAGraph::pool() without a preceding successful capture.")
+                return 0, 7
+
+        graph = Graph()
+        self.graphs.append(weakref.ref(graph))
         return graph
 
     def current_stream(self, device):
@@ -128,6 +133,22 @@ def test_a_failed_capture_leaves_nothing_behind(cuda, fails, ended):
         cuda.captured()
     assert cuda.current == "default"
     assert [event for event in cuda.events if event[0] in ("end", "release")] == ended
+    assert [each() is not None for each in cuda.graphs] == [fails == "end"]  # torch may still refer to that one
+
+
+@pytest.mark.parametrize("lacks", [True, False])
+def test_a_failed_capture_whose_memory_cannot_be_released_raises_its_own_error(cuda, monkeypatch, lacks):
+    def refuse(*args):
+        raise RuntimeError("not currently recording to this pool")
+
+    cuda.fails = "end"
+    if lacks:  # as before torch 2.8
+        monkeypatch.delattr(torch._C, "_cuda_endAllocateToPool")
+    else:
+        monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", refuse)
+    with pytest.raises(RuntimeError, match="previous error"):
+        cuda.captured()
+    assert not any(event[0] == "release" for event in cuda.events)
 
 
 @pytest.fixture
@@ -156,6 +177,57 @@ def test_a_capture_that_failed_is_not_tried_at_every_wake(sound, error, tried):
     assert len(captures) == tried
 
 
+def test_after_a_failed_capture_a_model_has_no_graphs_and_others_have_their_random_numbers(sound, monkeypatch):
+    mended, reports = [], []
+    monkeypatch.setattr(device_module, "mend_random_numbers", lambda device: mended.append((device, [*sound])))
+    model = served(Arena())
+    model._report = lambda event, **fields: reports.append((event, fields))
+    model._wants_graphs = True
+    first, second = model._buffers
+
+    def fail(alone):
+        raise ValueError("no")
+
+    first.capture, second.capture = lambda alone: setattr(first, "graphs", "captured"), fail
+    model.warm_up()
+    assert first.graphs is None and second.graphs is None
+    assert mended == [(CPU, [CPU])]  # once the device has done what was queued
+    assert reports == [("no CUDA graphs", {"model": "m", "reason": "ValueError: no"})]
+
+
+def test_rows_that_failed_during_a_capture_are_no_errors_of_the_first_batch():
+    class Reports(torch.nn.Module):
+        def forward(self, observation):
+            assert torch.is_inference_mode_enabled()
+            return RowErrors({0: "made-up"}, observation)
+
+    model = served(Arena(), Reports())
+    model._wants_graphs = True
+    replayed = {"action": torch.zeros(1, 4)}
+
+    def capture(buffer, alone):
+        model.forward(buffer._inputs)
+        buffer.graphs = SimpleNamespace(run=lambda rows: replayed)
+
+    for buffer in model._buffers:
+        buffer.capture = partial(capture, buffer)
+    model.warm_up()
+    with torch.inference_mode():
+        assert model.run(tickets((0, 1)), 1) is None
+
+
+def test_a_woken_model_is_captured_and_read_by_other_streams_once_its_weights_have_arrived(monkeypatch):
+    model, events = served(Arena()), []
+    monkeypatch.setattr(
+        torch.cuda, "current_stream", lambda device: SimpleNamespace(synchronize=lambda: events.append(device))
+    )
+    model.device, model._wants_graphs = GPU, True
+    for buffer in model._buffers:
+        buffer.wake, buffer.capture = partial(events.append, "wake"), lambda alone: events.append("capture")
+    model.wake()
+    assert events == ["wake", "wake", GPU, "capture", "capture"]
+
+
 def test_random_numbers_that_a_failed_capture_has_blocked_are_unblocked(monkeypatch):
     class Generator:
         state = "capturing"
@@ -166,17 +238,18 @@ def test_random_numbers_that_a_failed_capture_has_blocked_are_unblocked(monkeypa
         def graphsafe_set_state(self, state):
             self.state = state
 
-    generators = (Generator(), Generator())
+    generators = (Generator(), Generator(), object())  # the last as before torch 2.4
     monkeypatch.setattr(torch.cuda, "default_generators", generators)
-    device_module._mend_random_numbers(CPU)
-    assert [generator.state for generator in generators] == ["capturing", "capturing"]  # nothing was wrong
+    mend_random_numbers(CPU)
+    assert [generator.state for generator in generators[:2]] == ["capturing", "capturing"]  # nothing was wrong
 
     def refuse(*args, **kwargs):
         raise RuntimeError("Offset increment outside graph capture encountered unexpectedly.")
 
     monkeypatch.setattr(torch, "rand", refuse)
-    device_module._mend_random_numbers(torch.device("cuda", 1))
-    assert [generator.state for generator in generators] == ["capturing", "fresh"]
+    for index in (1, 2):
+        mend_random_numbers(torch.device("cuda", index))
+    assert [generator.state for generator in generators[:2]] == ["capturing", "fresh"]
 
 
 def test_the_loop_is_held_between_two_turns_with_nothing_in_flight():
@@ -543,6 +616,13 @@ def test_an_arena_is_unlocked_if_its_model_does_not_fit(monkeypatch):
     with pytest.raises(torch.OutOfMemoryError):
         served(Arena())
     assert lock.released
+
+
+def test_an_arena_is_unlocked_when_its_model_is_closed():
+    model = served(Arena())
+    model._lock = SimpleNamespace(release=partial(setattr, model, "released", True))
+    model.close()
+    assert model.released
 
 
 # ---- memory of another GPU, which torch copies silently

@@ -18,7 +18,8 @@ from jurybox.protocol.weights.publisher import Publisher
 from jurybox.protocol.wire import TICKET
 from jurybox.server.engine import weights_updater
 from jurybox.server.engine.batches import Batches, Counters, Slot
-from jurybox.server.engine.device import DeviceServed, Mark, Stream, bound_device_memory, ladder, neighbours, pays, rung
+from jurybox.server.engine.device import DeviceServed, Mark, Stream, bound_device_memory, neighbours, pays
+from jurybox.server.engine.graphs import ladder, rung
 from jurybox.server.engine.queues import Queue
 from jurybox.server.engine.weights_updater import WeightsUpdater
 from jurybox.server.models import RowErrors, ServedModel
@@ -115,6 +116,29 @@ def test_a_batch_under_way_is_waited_for_only_on_demand(arena, running, monkeypa
     assert batches.land() and batches.under_way == 1 and not answers  # not done: come again
     batches.land_all()
     assert batches.under_way == 0 and answers
+
+
+def test_a_forward_waits_for_its_rows_and_the_copies_of_its_outputs_wait_for_it(arena):
+    class Noted(Stream):
+        def __init__(self, name):
+            super().__init__(CPU)
+            self.name = name
+
+        def running(self):
+            events.append(self.name)
+            return super().running()
+
+        def after(self, mark):
+            events.append(f"{self.name} after {mark.event}")
+
+        def mark(self):
+            return Mark(self.name)
+
+    model, events = served(arena), []
+    model.forwards, model._buffers[0].copies = Noted("forwards"), Noted("copies")
+    with torch.inference_mode():
+        model.begin(tickets((0, 2)), 2)
+    assert events == ["copies", "forwards after copies", "forwards", "copies after forwards", "copies"]
 
 
 def test_a_batch_too_large_for_the_device_is_halved_after_the_others_are_answered(arena, running):

@@ -26,8 +26,9 @@ from jurybox.protocol.spec import plain_specs
 from jurybox.protocol.weights import WeightsChannel
 from jurybox.server.engine.compiled import Compiled
 from jurybox.server.engine.core import Engine
-from jurybox.server.engine.device import DeviceLost, DeviceServed, device_error, ladder, use_device
+from jurybox.server.engine.device import DeviceLost, DeviceServed, device_error, use_device
 from jurybox.server.engine.device_regions import DeviceRegions
+from jurybox.server.engine.graphs import ladder
 from jurybox.server.engine.model_code import LoadError, ModelOrder
 from jurybox.server.engine.model_code import load as load_model
 from jurybox.server.engine.open_served import OpenServed

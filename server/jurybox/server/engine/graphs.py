@@ -1,0 +1,113 @@
+"""CUDA graphs for a ladder of batch sizes: a forward of many small kernels becomes a single launch.
+
+A graph has fixed shapes and addresses, so a batch is computed by the graph of the next larger rung, on static inputs
+whose rows beyond the batch hold stale values. Models compute each row independently, so those rows have no effect.
+
+Graphs are captured in the model loader's thread while the loop serves other models. The warm-ups run beside it; for
+the capture itself, about as long as one forward, the loop is held between two turns. Calls of other threads cannot
+break the capture ("thread_local"), but older versions of torch refuse random numbers to other models meanwhile.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from bisect import bisect_left
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+Tensors = Mapping[str, torch.Tensor]
+_WARM_UPS = 3  # forwards before a capture: libraries choose their kernels and allocate memory in the first ones
+
+
+def ladder(max_batch: int) -> list[int]:
+    """Return the batch sizes that get a graph, or that the forward of a deterministic model is called with."""
+    rungs = [1 << i for i in range(max_batch.bit_length()) if 1 << i < max_batch]
+    return [*rungs, max_batch]
+
+
+def rung(rungs: list[int], rows: int) -> int:
+    """Return the smallest rung of at least `rows` rows."""
+    return rungs[bisect_left(rungs, rows)]
+
+
+class Graphs:
+    """The captured forwards of one set of static inputs.
+
+    Args:
+        inputs: static inputs of max_batch rows, by name; their addresses must not change.
+        forward: computes the outputs, by name, of the inputs' first rows.
+        stream: the stream to capture on.
+        alone: returns a context manager in which no other thread computes.
+    """
+
+    def __init__(
+        self,
+        inputs: Tensors,
+        forward: Callable[[Tensors], Tensors],
+        stream: torch.cuda.Stream,
+        max_batch: int,
+        alone: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext,
+    ) -> None:
+        self._rungs = ladder(max_batch)
+        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensors]] = {}
+        stream.wait_stream(torch.cuda.current_stream(stream.device))  # there weights and inputs were written
+        pool = torch.cuda.graph_pool_handle()
+        # torch.cuda.graph leaves the thread on the stream if a capture fails; this block does not.
+        with torch.cuda.stream(stream):
+            for rows in reversed(self._rungs):  # the largest first: the others reuse its memory pool
+                part = {name: tensor[:rows] for name, tensor in inputs.items()}
+                for _ in range(_WARM_UPS):
+                    forward(part)
+                stream.synchronize()
+                with alone():
+                    self._graphs[rows] = _captured(forward, part, stream, pool)
+
+    def run(self, rows: int) -> Tensors:
+        """Compute the first `rows` rows of the static inputs; return their outputs, by name."""
+        graph, outputs = self._graphs[rung(self._rungs, rows)]
+        graph.replay()
+        return {name: tensor[:rows] for name, tensor in outputs.items()}
+
+
+_failed: list[torch.cuda.CUDAGraph] = []  # kept: torch's allocator of host memory may refer to them
+
+
+def _captured(
+    forward: Callable[[Tensors], Tensors], part: Tensors, stream: torch.cuda.Stream, pool: Any
+) -> tuple[torch.cuda.CUDAGraph, Tensors]:
+    """Capture one forward; return the graph and its static outputs."""
+    graph = torch.cuda.CUDAGraph()
+    try:
+        # Other threads use the device: by default whatever they call during a capture would fail, or break it.
+        with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+            outputs = forward(part)
+    except BaseException:
+        _release(graph, stream, pool)
+        raise
+    return graph, outputs
+
+
+def _release(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream, pool: Any) -> None:
+    """Let torch's allocator end a failed capture. Otherwise it keeps the pool, and delays the reuse of other memory."""
+    try:
+        graph.pool()
+    except RuntimeError:  # the capture has not ended, so the graph would not release its share of the pool
+        _failed.append(graph)
+        # AttributeError: torch has no public names for them; before 2.8 it lacks the first, and the pool is kept.
+        # RuntimeError: the capture had not begun, so there is nothing to release.
+        with contextlib.suppress(AttributeError, RuntimeError):
+            torch._C._cuda_endAllocateToPool(stream.device.index, pool)
+            torch._C._cuda_releasePool(stream.device.index, pool)
+
+
+def mend_random_numbers(device: torch.device) -> None:
+    """Let models draw random numbers on a device again, which older versions of torch refuse after a failed capture."""
+    try:
+        torch.rand(1, device=device)
+    except RuntimeError:
+        generator = torch.cuda.default_generators[device.index or 0]
+        if hasattr(generator, "graphsafe_set_state"):  # torch 2.4 and newer
+            generator.graphsafe_set_state(generator.clone_state())
