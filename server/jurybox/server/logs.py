@@ -68,6 +68,7 @@ class Log:
         self._level = level
         self._render = render
         self._lines = _Lines(stream)
+        self._dropped = 0  # lines that could not be written, or only in part
         self._keep = keep
         self._one_at_a_time = threading.RLock()  # reentrant: a finalizer may log while this thread writes a line
 
@@ -92,14 +93,9 @@ class Log:
         if level < self._level:
             return
         raised = fields.pop("exc_info", None)
-        timestamp = datetime.now(timezone.utc).replace(tzinfo=None).isoformat(timespec="microseconds") + "Z"
-        line = {
-            **fields,
-            "event": event,
-            "level": _NAMES[level],
-            "timestamp": timestamp,
-            "process": self._role,
-        }
+        now = datetime.now(timezone.utc).replace(tzinfo=None).isoformat(timespec="microseconds") + "Z"
+        stamp = {"timestamp": now, "process": self._role}
+        line = {**fields, "event": event, "level": _NAMES[level], **stamp}
         if isinstance(raised, BaseException):
             line["exception"] = "".join(traceback.format_exception(raised)).rstrip("\n")
         if self._keep is not None:
@@ -107,14 +103,12 @@ class Log:
         text = self._render(line)
         # A full disk or a closed pipe ends no process.
         with self._one_at_a_time, contextlib.suppress(OSError, ValueError):
-            if dropped := self._lines.dropped:
-                missing = {"event": "log lines dropped, nobody read them", "level": "warning", "lines": dropped}
-                if not self._lines.write(self._render({**missing, "timestamp": timestamp, "process": self._role})):
-                    self._lines.dropped += 1
-                    return
-                self._lines.dropped = 0
-            if not self._lines.write(text):
-                self._lines.dropped += 1
+            if self._dropped:
+                missing = {"event": "log lines dropped, nobody read them", "level": "warning", "lines": self._dropped}
+                if self._lines.write(self._render({**missing, **stamp})):
+                    self._dropped = 0
+            if self._dropped or not self._lines.write(text):
+                self._dropped += 1
 
 
 class _Lines:
@@ -122,13 +116,9 @@ class _Lines:
 
     Each line is a single write, so that lines of processes which share standard error do not mix. Only one that is
     longer than the room in the pipe takes several; if the reader stops meanwhile it is cut, and the next begins anew.
-
-    Attributes:
-        dropped: the number of lines that could not be written, or only in part; the caller counts them.
     """
 
     def __init__(self, stream: TextIO) -> None:
-        self.dropped = 0
         self._stream = stream
         self._send = self._sender()
         self._patient_from = 0.0  # s of the monotonic clock
@@ -170,7 +160,7 @@ class _Lines:
             journal = socket.socket(fileno=os.dup(fd))
             weakref.finalize(self, journal.close).atexit = False
             return lambda data: journal.send(data, socket.MSG_DONTWAIT)
-        if not (stat.S_ISFIFO(mode) or stat.S_ISCHR(mode)):
+        if stat.S_ISREG(mode):
             return None
         try:
             # Opened anew, since the flag holds for all processes that share an open file.

@@ -207,6 +207,25 @@ def test_a_process_does_not_wait_for_a_reader_of_its_log_and_counts_the_lines_th
     assert os.get_blocking(unread.near)  # other processes share it
 
 
+def test_no_line_is_written_before_the_count_of_those_that_were_dropped(stream):
+    class Narrow:
+        room, written = 0, ()
+
+        def write(self, line):
+            if fits := len(line) <= self.room:
+                self.written = (*self.written, line.split("Z ")[1])
+            return fits
+
+    log = configure("engine-0", "info", "text", stream)
+    log._lines = narrow = Narrow()
+    for narrow.room in (0, 60, 1000):  # no room, room for a short line, room for all
+        log.info("line")
+    assert narrow.written == (
+        "warning engine-0 log lines dropped, nobody read them lines=2",
+        "info engine-0 line",
+    )
+
+
 def test_a_line_that_is_longer_than_a_pipe_is_cut_and_the_next_one_begins_anew(unread):
     log = configure("engine-0", "info", "text", unread.stream)
     in_time(lambda: log.error("long", **{f"field{number}": "x" * 20_000 for number in range(50)}))
@@ -257,3 +276,37 @@ def test_a_stopped_terminal_stops_no_process():
     finally:
         os.close(unread.far)
         unread.stream.close()
+
+
+def test_text_that_the_encoding_of_standard_error_lacks_is_escaped(unread):
+    unread.stream.reconfigure(encoding="ascii")
+    configure("engine-0", "info", "text", unread.stream).info("model ready", model="vögel")
+    assert unread.read().endswith("model ready model=v\\xf6gel\n")
+
+
+def test_a_finalizer_may_log_while_its_thread_writes_a_line():
+    class Interrupted(io.StringIO):
+        def write(self, text):
+            if "line" in text:
+                log.info("finalized")
+            return super().write(text)
+
+    stream = Interrupted()
+    log = configure("engine-0", "info", "text", stream)
+    in_time(lambda: log.info("line"))
+    assert [line.split()[-1] for line in stream.getvalue().splitlines()] == ["finalized", "line"]
+
+
+def test_a_log_that_is_no_longer_used_keeps_no_descriptor(unread):
+    before = os.listdir("/proc/self/fd")
+    configure("engine-0", "info", "text", unread.stream).info("line")
+    configure("engine-0", "info", "text", io.StringIO())  # libraries log there from now on
+    assert os.listdir("/proc/self/fd") == before
+
+
+def test_a_line_is_a_single_write_to_the_journal_however_long():
+    far, near = socket.socketpair(type=socket.SOCK_SEQPACKET)  # each write is a message of its own
+    with far, os.fdopen(near.detach(), "w") as stream:
+        configure("engine-0", "info", "text", stream).error("failed", error="x" * 20_000)
+        text = far.recv(1 << 20).decode()
+    assert text.endswith("x\n") and len(text) > 20_000
