@@ -1,5 +1,8 @@
 """A model across engines and loads: which ones count."""
 
+import time
+
+import numpy as np
 import pytest
 
 from jurybox.protocol.errors import ModelNotFound, SpecMismatch
@@ -7,6 +10,7 @@ from jurybox.protocol.scoreboard import Scoreboard
 from jurybox.protocol.segment import Segment, segment_name
 from jurybox.protocol.spec import ModelSpec, TensorSpec
 from jurybox.protocol.weights import WeightsLayout
+from jurybox.protocol.weights.publisher import Publisher
 from jurybox.server.settings.config import ModelSettings
 from jurybox.server.supervisor.models import HeldModel, Models
 
@@ -107,10 +111,10 @@ def test_a_load_whose_weights_are_refused_changes_nothing_of_the_model(models, p
         raise SpecMismatch("these weights don't fit the saved ones")
 
     refused = []
-    before = (held.spec, held.arena, held.arena_number, held.channel, held.digest, held.others, held.placed)
+    before = (held.spec, held.arena, held.arena_number, held.channel, held.digest, [*held.channels], {**held.placed})
     with pytest.raises(SpecMismatch):
         models.adopt(held, 0, ModelSpec("m", {**VECTOR, "y": VECTOR["x"]}, VECTOR), "second", layout(5), refuse)
-    assert (held.spec, held.arena, held.arena_number, held.channel, held.digest, held.others, held.placed) == before
+    assert (held.spec, held.arena, held.arena_number, held.channel, held.digest, held.channels, held.placed) == before
     assert not held.channel.closed and refused[0].closed
     models.close()
     assert held.channel.closed
@@ -122,13 +126,13 @@ def test_a_reload_with_other_weights_has_a_channel_of_its_own_until_it_serves(mo
     assert not adopt(models, held, 0, 5) and not adopt(models, held, 1, 5)
     second = held.placed[0].channel
     assert (held.channel, held.digest, held.message().weights) == (first, "digest 4", first.name)
-    assert held.placed[1].channel is second and held.others == [second] and models.unused(held) == []
+    assert held.placed[1].channel is second and held.channels == [first, second] and models.unused(held) == []
     assert serve(models, held, 0)
-    assert (held.channel, held.digest, held.settings, held.others) == (second, "digest 5", OTHER, [first])
-    assert models.unused(held) == [first] and held.others == []
+    assert (held.channel, held.digest, held.settings, held.channels) == (second, "digest 5", OTHER, [first, second])
+    assert models.unused(held) == [first] and held.channels == [second]
     first.close()
     assert not serve(models, held, 1)
-    assert (held.state, held.reason, held.cut_off) == ("ready", "", set())
+    assert (held.state, held.reason, held.sources) == ("ready", "", {0: second, 1: second})
 
 
 def test_the_channel_of_a_reload_that_no_engine_can_serve_is_given_up(models, published):
@@ -136,7 +140,7 @@ def test_the_channel_of_a_reload_that_no_engine_can_serve_is_given_up(models, pu
     load(models, held, OTHER)
     for engine in (0, 1):
         adopt(models, held, engine, 5)
-    (second,) = held.others
+    second = held.placed[0].channel
     held.failed(0, "why")
     assert models.unused(held) == []  # the other engine may still serve it
     held.failed(1, "why")
@@ -164,7 +168,7 @@ def test_of_two_engines_the_one_that_cannot_load_other_weights_does_not_count_as
     models.begin_load(held, 1)  # its successor loads what is in service
     adopt(models, held, 1, 5)
     assert not serve(models, held, 1)
-    assert set(held.engines.values()) == {"ready"} and not held.cut_off
+    assert set(held.engines.values()) == {"ready"} and held.sources == {0: held.channel, 1: held.channel}
     for channel in models.unused(held):
         channel.close()
 
@@ -179,8 +183,7 @@ def test_an_engine_that_dies_during_a_reload_gives_up_its_channel_and_no_more(mo
     assert held.channel is first and not first.closed
     models.begin_load(held, 0)
     adopt(models, held, 0, 5)
-    assert serve(models, held, 0) and held.others == [first]
-    assert models.unused(held) == [first]
+    assert serve(models, held, 0) and models.unused(held) == [first]
     first.close()
 
 
@@ -196,9 +199,16 @@ def test_a_load_with_earlier_settings_is_outdated_once_another_engine_serves_the
     assert held.outdated() == [1] and held.asked is OTHER
     assert models.unused(held) == []  # the channel of the outdated load is still open
     models.begin_load(held, 1)
-    assert held.outdated() == []
-    for channel in models.unused(held):
-        channel.close()
+    (outdated,) = models.unused(held)
+    outdated.close()
+    assert held.outdated() == [] and outdated is not held.channel
+
+
+def test_publications_before_the_first_tick_count(models, published):
+    with Publisher(published.channel) as publisher:
+        publisher.publish({"w": np.zeros(4, np.float32)})
+    models.look(time.monotonic() + 1)
+    assert published.published.per_second > 0
 
 
 def test_every_load_has_its_own_number(models):

@@ -292,7 +292,7 @@ def test_a_load_that_fails_leaves_the_folder_to_the_one_before_it(make, state, s
     keep(saver, model, channel)
     saver.prepare(model, other, model.asked)
     saver.prepare(model, channel, elsewhere)
-    model.placed = {0: Placed(other, "", model.asked), 1: Placed(channel, "", elsewhere)}
+    model.placed, model.orders = {0: Placed(other, ""), 1: Placed(channel, "")}, {0: model.asked, 1: elsewhere}
     saver.discard(model)
     with Publisher(channel) as publisher:
         publisher.publish(state)
@@ -311,7 +311,7 @@ def test_what_is_published_before_another_channel_takes_a_folder_over_is_not_sav
     model, channel, other = held(0, tmp_path), make(state), make({"w": torch.zeros(2)})
     keep(saver, model, channel)
     saver.prepare(model, other, model.asked)
-    model.placed = {0: Placed(other, "", model.asked)}
+    model.placed, model.orders = {0: Placed(other, "")}, {0: model.asked}
     with Publisher(channel) as publisher:
         publisher.publish(state)
     saver.take_over(model, other, model.asked)

@@ -424,9 +424,8 @@ class ControlHandlers:
         self._engines.order("unload", model=held.index)
         self._models.replaced(held)
         held.placed.clear()
+        held.channel = None
         self._weights_saver.drop(held)
-        channel, held.channel = held.channel, None
-        self._weights_saver.release(channel)
         self.let_go_of_loads(held)
 
     def let_go_of_loads(self, held: HeldModel) -> None:

@@ -49,11 +49,10 @@ _FAILED = 32  # models that could not be loaded whose errors are kept
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """A load that has its arena and weights channel, and does not serve yet: the channel, its digest and settings."""
+    """A load that has its arena and weights channel, and does not serve yet: the channel, and its digest."""
 
     channel: WeightsChannel | None
     digest: str
-    settings: ModelSettings
 
 
 @dataclass(slots=True)
@@ -69,7 +68,7 @@ class HeldModel:
         arena_number: the number of its arena; engines refuse tickets from lanes of another.
         channel: the weights channel of the load in service. That of a reload replaces it only when the reload serves,
             so after a failed one the earlier load still gets its publications.
-        others: weights channels of loads that are not in service, not yet or not any more.
+        channels: all that are open: this one, those of loads that do not serve yet, and others until they are closed.
         saved: the newest version on disk; 0: none.
         engines: engine -> loading, ready, reloading, sleeping, failed or quarantined.
         sleeping: whether it was put to sleep; an engine that dies meanwhile loads it on wake-up.
@@ -77,8 +76,8 @@ class HeldModel:
         loads: engine -> number of its current load; messages about other loads are outdated.
         orders: engine -> the settings of its current load.
         placed: engine -> its current load, from when it has a weights channel until it serves or has failed.
-        cut_off: engines that serve an earlier load, whose weights channel is not the model's any more.
         arenas: engine -> number of the arena that it computes in.
+        sources: engine -> weights channel of the load that it serves; not the model's once a reload serves elsewhere.
         reasons: engine -> why a load, or a move of weights, failed there.
         deaths: engine -> its consecutive deaths that are charged to this model.
         quarantined: why it is in quarantine, until it is loaded again; empty if it is not.
@@ -98,7 +97,7 @@ class HeldModel:
     arena: Arena | None = None
     arena_number: int = 0
     channel: WeightsChannel | None = None
-    others: list[WeightsChannel] = field(default_factory=list)
+    channels: list[WeightsChannel] = field(default_factory=list)
     published: PublicationRate = field(default_factory=PublicationRate)
     saved: int = 0
     digest: str = ""
@@ -106,8 +105,8 @@ class HeldModel:
     loads: dict[int, int] = field(default_factory=dict)
     orders: dict[int, ModelSettings] = field(default_factory=dict)
     placed: dict[int, Placed] = field(default_factory=dict)
-    cut_off: set[int] = field(default_factory=set)
     arenas: dict[int, int] = field(default_factory=dict)
+    sources: dict[int, WeightsChannel | None] = field(default_factory=dict)
     reasons: dict[int, str] = field(default_factory=dict)
     deaths: dict[int, int] = field(default_factory=dict)
     quarantined: str = ""
@@ -157,11 +156,10 @@ class HeldModel:
     def ready(self, engine: int, arena: int, warm_up: dict[str, Any] | None = None) -> None:
         """Record that an engine serves the model, in the arena of that number."""
         self.warm_up = warm_up or {}
-        self.engines[engine], self.arenas[engine] = "ready", arena
+        self.engines[engine], self.arenas[engine], self.sources[engine] = "ready", arena, self.channel
         self.placed.pop(engine, None)
-        self.cut_off.discard(engine)
         # Not `asked`: if the load failed in another engine, that is an earlier one again.
-        self.settings = self.asked = self.orders.get(engine, self.asked)
+        self.settings = self.asked = self.orders[engine]
         self.served = True
 
     def failed(self, engine: int, reason: str) -> None:
@@ -169,20 +167,23 @@ class HeldModel:
 
         After a failed reload the earlier load serves, if its arena and its weights channel still are the model's.
         """
-        serves = self.engines.get(engine) == "reloading" and self.arenas.get(engine) == self.arena_number
-        self.engines[engine] = "ready" if serves and engine not in self.cut_off else "failed"
+        serves = (
+            self.engines.get(engine) == "reloading"
+            and self.arenas.get(engine) == self.arena_number
+            and self.sources.get(engine) is self.channel
+        )
+        self.engines[engine] = "ready" if serves else "failed"
         self.placed.pop(engine, None)
         self.reasons[engine] = reason
         if self.served:
             self.asked = self.settings  # a restarted engine must load settings that are known to work
 
-    def cut_off_others(self, engine: int) -> None:
-        """Record that the model has the weights channel of this engine's load: loads in other engines have another."""
-        for other in self.arenas.keys() - {engine}:
-            self.cut_off.add(other)
-            if self.engines.get(other) == "ready":
-                self.engines[other] = "failed"
-                self.reasons.setdefault(other, "it serves an earlier load, which gets no publications: load it again")
+    def cut_off(self) -> None:
+        """Count the engines as failed whose load has another weights channel than the model, unless they reload it."""
+        for engine, source in self.sources.items():
+            if source is not self.channel and self.engines.get(engine) == "ready":
+                self.engines[engine] = "failed"
+                self.reasons.setdefault(engine, "it serves an earlier load, which gets no publications: load it again")
 
     def outdated(self) -> list[int]:
         """Return the engines that are loading the model with other settings than those in service."""
@@ -245,9 +246,8 @@ class HeldModel:
 
     def engine_died(self, engine: int) -> None:
         """Record that an engine died, and with it its copy of the model."""
-        for of_its_process in (self.arenas, self.loads, self.orders, self.placed):
+        for of_its_process in (self.arenas, self.sources, self.loads, self.orders, self.placed):
             of_its_process.pop(engine, None)
-        self.cut_off.discard(engine)
         self.moving.discard(engine)
         if not self.quarantined and engine in self.engines:
             self.engines[engine] = "sleeping" if self.sleeping else "loading"
@@ -398,10 +398,9 @@ class Models:
         Raises:
             SharedMemoryError: there is not enough memory for the new arena or channel.
         """
-        settings = held.orders.get(engine, held.asked)
+        settings = held.orders[engine]
         arena = held.arena if held.spec == spec else None
-        there = held.others if held.channel is None else [held.channel, *held.others]
-        channel = next((channel for channel in there if channel.layout == layout), None)
+        channel = next((channel for channel in held.channels if channel.layout == layout), None)
         with ExitStack() as undo:
             if arena is None:
                 arena = self._new_arena(settings, spec)
@@ -415,36 +414,27 @@ class Models:
         if held.arena is not arena:
             self.replaced(held)
             held.arena, held.spec, held.arena_number = arena, spec, self._arenas_made
-        if channel is not None and channel not in there:
-            held.others.append(channel)
-        held.placed[engine] = Placed(channel, digest, settings)
+        if channel is not None and channel not in held.channels:
+            held.channels.append(channel)
+        held.placed[engine] = Placed(channel, digest)
         return replaces
 
     def take_over(self, held: HeldModel, engine: int) -> bool:
-        """Make the weights channel of an engine's load the model's; return whether it had another one, or none.
-
-        The earlier channel is then one of `others`.
-        """
-        placed = held.placed.get(engine)
-        if placed is None:
-            return False
+        """Make the weights channel of an engine's load the model's; return whether it had another one, or none."""
+        placed = held.placed[engine]
         held.digest = placed.digest
         if placed.channel is held.channel:
             return False
-        if placed.channel is not None:
-            held.others.remove(placed.channel)
-        if held.channel is not None:
-            held.others.append(held.channel)
         held.channel = placed.channel
         held.published.look(0, time.monotonic())  # so that publications before the first tick count
-        held.cut_off_others(engine)
+        held.cut_off()
         return True
 
     def unused(self, held: HeldModel) -> list[WeightsChannel]:
         """Remove the weights channels that neither the model nor a load has any more; the caller closes them."""
-        used = [placed.channel for placed in held.placed.values()]
-        unused = [channel for channel in held.others if channel not in used]
-        held.others = [channel for channel in held.others if channel in used]
+        used = [held.channel, *(placed.channel for placed in held.placed.values())]
+        unused = [channel for channel in held.channels if channel not in used]
+        held.channels = [channel for channel in held.channels if channel in used]
         return unused
 
     def _new_arena(self, settings: ModelSettings, spec: ModelSpec) -> Arena:
@@ -498,7 +488,6 @@ class Models:
         """Remove all arenas and weights channels."""
         for held in self._by_name.values():
             self.replaced(held)
-            for channel in (held.channel, *held.others):
-                if channel is not None:
-                    channel.close()
+            for channel in held.channels:
+                channel.close()
         self.close_replaced(())

@@ -431,11 +431,10 @@ class Supervisor:
 
     def _take_over(self, held: HeldModel, index: int) -> bool:
         """Make the weights channel of an engine's load the model's; return whether it had another one, or none."""
-        placed = held.placed.get(index)
-        if placed is None:
+        if index not in held.placed:
             return False
         replaces = self._models.take_over(held, index)
-        self._weights_saver.take_over(held, placed.channel, placed.settings)
+        self._weights_saver.take_over(held, held.channel, held.orders[index])
         self._control.let_go_of_loads(held)
         return replaces
 

@@ -366,7 +366,7 @@ class WeightsSaver:
 
     def discard(self, held: HeldModel) -> None:
         """Unlock the folders that were prepared for loads of a model that have failed or are outdated."""
-        wanted = [(placed.channel, _folder(held, placed.settings)) for placed in held.placed.values()]
+        wanted = [(placed.channel, _folder(held, held.orders[engine])) for engine, placed in held.placed.items()]
         for key, saving in list(self._prepared.items()):
             if saving.held is held and key not in wanted:
                 del self._prepared[key]
@@ -378,10 +378,8 @@ class WeightsSaver:
         if saving is not None:
             self._endings.append((saving.files, partial(self._finish, saving)))
 
-    def release(self, channel: WeightsChannel | None) -> None:
+    def release(self, channel: WeightsChannel) -> None:
         """Close a channel that no model has any more, after its last save."""
-        if channel is None:
-            return
         if any(files is not None and files.channel is channel for files, _ in tuple(self._endings)):
             self._endings.append((None, channel.close))
         else:
