@@ -96,11 +96,12 @@ def _release(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream, pool: Any) 
         graph.pool()
     except RuntimeError:  # the capture has not ended, so the graph would not release its share of the pool
         _failed.append(graph)
-        # AttributeError: torch has no public names for them; before 2.8 it lacks the first, and the pool is kept.
-        # RuntimeError: the capture had not begun, so there is nothing to release.
-        with contextlib.suppress(AttributeError, RuntimeError):
-            torch._C._cuda_endAllocateToPool(stream.device.index, pool)
-            torch._C._cuda_releasePool(stream.device.index, pool)
+        private = getattr(torch, "_C", None)  # torch has no public name for it; without these the pool is kept
+        end, release = (getattr(private, f"_cuda_{name}", None) for name in ("endAllocateToPool", "releasePool"))
+        if end is not None and release is not None:
+            with contextlib.suppress(RuntimeError):  # it had not begun: there is nothing to release
+                end(stream.device.index, pool)
+                release(stream.device.index, pool)
 
 
 def mend_random_numbers(device: torch.device) -> None:
