@@ -1,6 +1,7 @@
 """Several engines behind one address."""
 
 import os
+import random
 import signal
 import threading
 import time
@@ -80,3 +81,24 @@ def test_a_replica_that_could_not_load_a_model_gets_no_requests_for_it(tmp_path,
         assert all(model.infer(X, timeout=20)[0, 0] == 3 for _ in range(50))
         computed = client._link.scoreboard.counters["requests"][:, client.status()["models"][0]["index"]]
         assert sorted(computed.tolist()) == [0, 50]
+        time.sleep(1.1)  # engines without the model get another request after one second
+        assert all(model(X[0], timeout=20)[0] == 3 for _ in range(50))
+        wait_until(lambda: sorted(computed.tolist()) == [0, 100], 10, "the last request's count")
+
+
+def test_lanes_are_spread_and_single_rows_take_the_native_path(tmp_path, transport):
+    models = {"affine": {"factory": "tests.models:affine", "lane_rows": 1}}
+    with serving(tmp_path, models, replicas=2) as server, server.connect(transport=transport) as client:
+        wait_until(lambda: all(e["state"] == "serving" for e in client.status()["engines"]), 60, "both engines")
+        random.seed(7)
+        expected = random.Random(7).random()
+        lanes = [client.model("affine") for _ in range(4)]
+        for _ in range(50):
+            assert all(model(X[0])[0] == 3 for model in lanes)
+        assert random.random() == expected, "the program's own random numbers were used"
+        assert sorted(model.requests.lane._home for model in lanes) == [0, 0, 1, 1]
+        for model in lanes:
+            assert all(call is not None for call, _ in model.requests.kept._calls.values())
+        computed = client._link.scoreboard.counters["requests"][:, client.status()["models"][0]["index"]]
+        wait_until(lambda: computed.sum() == 200, 10, "the last request's count")
+        assert computed.min() > 0

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
     from jurybox.client.link import OneEngine, RowsHere
 
+_random = random.Random()  # of its own: a program's seeded random numbers must not depend on its requests
 _DEATHS = 3  # after this many engine deaths with a ticket in flight, the ticket is assumed to be the cause
 _WITHOUT = 1.0  # seconds without tickets for an engine that did not have the model
 
@@ -63,6 +64,9 @@ class Lane:
         far: whether the server is reached over a network.
         engines: the engines that compute the model; empty: all.
         leased: the server's numbers of the lane and of its lease.
+
+    Attributes:
+        one_engine: whether a single engine computes the model.
     """
 
     def __init__(
@@ -104,8 +108,10 @@ class Lane:
         self._incarnations = scoreboard.engines["incarnation"]
         self._waits = scoreboard.engines["expected_wait"]
         self._mine = [engine for engine in engines if engine < len(self._states)] or list(range(len(self._states)))
-        self._one_engine = len(self._mine) == 1
+        self.one_engine = len(self._mine) == 1
         self._first_engine = self._mine[0]
+        # Equal lanes of a model follow one another in its arena, so their requests are spread evenly.
+        self._home = self._mine[first // rows % len(self._mine)]
         self._stays = -1  # the engine of this lane's sessions
         self._without: dict[int, float] = {}  # engines without the model, and until when they get no ticket, s
         self._looked = 0.0
@@ -228,7 +234,7 @@ class Lane:
 
         The outputs of an answered ticket stay until the lane is used again.
         """
-        engine = None if self.in_flight else self._choose_engine()
+        engine = None if self.in_flight else self.choose_engine()
         if engine is None:
             return self.submit(first, rows, deadline, version)
         self.sequence = sequence = self.sequence + 1
@@ -251,23 +257,22 @@ class Lane:
         ticket.answer = answer
         return ticket
 
-    def caller(self, place: RowPlace) -> tuple[Caller | None, int]:
-        """Return the native caller for some rows, and the engine incarnation that it is for.
+    def caller(self, place: RowPlace, engine: int) -> tuple[Caller | None, int]:
+        """Return the native caller for some rows on an engine, and the engine's incarnation that it is for.
 
-        None instead of a caller: there is not exactly one serving engine, or the transport cannot open a native caller.
-        For each call the user adds a ticket to `in_flight`, and makes no call while another ticket is in flight.
+        None instead of a caller if the transport cannot open one. For each call the user adds a ticket to `in_flight`,
+        and makes no call while another ticket is in flight.
         """
-        if (alone := self.only_engine()) is None:
-            return None, 0
-        engine, incarnation = alone
+        incarnation = self._incarnations.item(engine)
+        place = place._replace(engine=self.record(engine), incarnation=incarnation, number=engine)
         try:
-            return self._transport.caller(place._replace(incarnation=incarnation, number=engine)), incarnation
+            return self._transport.caller(place), incarnation
         except TooManyFiles:
             return None, 0
 
     def only_engine(self) -> tuple[int, int] | None:
         """Return the model's only engine and its incarnation; None if it is not serving or there are several."""
-        engine = self._choose_engine() if self._one_engine else None
+        engine = self.choose_engine() if self.one_engine else None
         return None if engine is None else (engine, self._incarnations.item(engine))
 
     def adopt(self, ticket: InFlight, engine: int, incarnation: int, submitted: int) -> None:
@@ -282,15 +287,13 @@ class Lane:
         self.sequence = max(self.sequence, ticket.sequence)
         self.in_flight[ticket.sequence] = ticket
 
-    @property
-    def engine(self) -> NDArray[Any]:
-        """The scoreboard record of the first engine that computes the model, (1,) of scoreboard.ENGINE."""
-        return self._scoreboard.engines[self._first_engine : self._first_engine + 1]
+    def record(self, engine: int) -> NDArray[Any]:
+        """Return an engine's record of the scoreboard, (1,) of scoreboard.ENGINE."""
+        return self._scoreboard.engines[engine : engine + 1]
 
-    @property
-    def first_engine(self) -> int:
-        """The number of the first engine that computes the model."""
-        return self._first_engine
+    def settle(self, answer: Answer) -> None:
+        """Assign an answer that other code received for a ticket in flight, or send the ticket to another engine."""
+        self._settle((answer,))
 
     def wait(self, ticket: InFlight, deadline: int) -> Answer:
         """Wait for a ticket's answer until `deadline`, ns of CLOCK_MONOTONIC.
@@ -378,7 +381,7 @@ class Lane:
     # ---- private
 
     def _send(self, ticket: InFlight) -> None:
-        engine = self._choose_engine()
+        engine = self.choose_engine()
         if engine is None:
             ticket.engine, self._unsent_because = UNSENT, "no engine serves"
             return
@@ -389,22 +392,29 @@ class Lane:
         except TooManyFiles as error:
             ticket.engine, self._unsent_because = UNSENT, str(error)  # `look_after` tries again
 
-    def _choose_engine(self) -> int | None:
-        """Choose a serving engine, at random among those with about the shortest expected wait to spread the load."""
-        if self._one_engine:
+    def choose_engine(self) -> int | None:
+        """Choose a serving engine: the lane's own unless others are less busy; None if none is serving.
+
+        An engine knows how fast its clients return, and waits for them or not; so few clients change engines. Requests
+        beside others in flight are spread.
+        """
+        if self.one_engine:
             return self._first_engine if self._states.item(self._first_engine) == SERVING else None
         serving = self._serving()
         if not serving:
             return None
         if self._without:
             serving = self._with_model(serving) or serving
+        home = self._home
         if self.columns.sessions is not None:  # their state is on the first engine used, as long as it is serving
             if self._stays not in serving:
-                self._stays = random.choice(serving)
+                self._stays = home if home in serving else _random.choice(serving)
             return self._stays
         waits = self._waits.tolist()
-        bound = 1.5 * max(0, min(waits[i] for i in serving))  # negative: another process corrupted it
-        return random.choice([i for i in serving if waits[i] <= bound])
+        bound = 1.5 * max(0, min([waits[i] for i in serving]))  # negative: another process corrupted it
+        if home in serving and waits[home] <= bound and len(self.in_flight) < 2:
+            return home
+        return _random.choice([i for i in serving if waits[i] <= bound])
 
     def _serving(self) -> list[int]:
         states = self._states.tolist()
@@ -439,7 +449,7 @@ class Lane:
                 continue  # already answered by the engine that it was sent to before
             if answer.incarnation != ticket.incarnation and not self._far:
                 continue  # from an engine that is dead; another engine writes to these rows now, maybe by other weights
-            if answer.code == Code.MODEL_NOT_FOUND and not self._one_engine and self._send_elsewhere(ticket):
+            if answer.code == Code.MODEL_NOT_FOUND and not self.one_engine and self._send_elsewhere(ticket):
                 continue
             if answer.code == Code.STALE_LEASE:
                 self.gone = error_for(answer.code, answer.message)

@@ -9,10 +9,10 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from jurybox.client.in_flight import Answer, InFlight, Turns
+from jurybox.client.in_flight import UNSENT, Answer, InFlight, Turns
 from jurybox.client.lane import Lane, row_failed
 from jurybox.client.row_codec import Checked, shaped
-from jurybox.client.transports.transport import NOT_ANSWERED, NOT_FIT, NOT_SENT, RowPlace
+from jurybox.client.transports.transport import NOT_ANSWERED, NOT_FIT, NOT_SENT, Caller, RowPlace
 from jurybox.protocol.errors import Busy, Code, Refused, SpecMismatch, error_for
 from jurybox.protocol.forks import Closing
 
@@ -142,6 +142,8 @@ class CallRow:
     __slots__ = (
         "__weakref__",
         "_call",
+        "_calls",
+        "_engine",
         "_incarnation",
         "_place",
         "_single",
@@ -173,8 +175,10 @@ class CallRow:
             else next(iter(outputs.values()))
             if len(outputs) == 1
             else outputs,
-            lane.engine,
         )
+        # By engine: its caller, and the incarnation that the caller is for.
+        self._calls: dict[int, tuple[Caller | None, int]] = {}
+        self._engine: int | None = None
         self._prepare()
 
     def _rows_of(self, array: NDArray[Any], rows: int | None) -> NDArray[Any]:
@@ -182,14 +186,26 @@ class CallRow:
         return own if rows else own.reshape(array.shape[1:])  # indexing would copy a scalar row
 
     def _prepare(self) -> None:
-        """Create the native caller for the engine that is serving now."""
-        self._call, self._incarnation = self.lane.caller(self._place)
+        """Create the native caller for an engine that is serving now."""
+        self._calls.clear()
+        self._turn_to(self.lane.choose_engine())
+
+    def _turn_to(self, engine: int | None) -> None:
+        """Send the next calls to this engine; None: through the lane."""
+        if engine is None:
+            self._call, self._engine, self._incarnation = None, None, 0
+            return
+        if engine not in self._calls:
+            self._calls[engine] = self.lane.caller(self._place, engine)
+        self._engine = engine
+        self._call, self._incarnation = self._calls[engine]
         self._renew()
 
     def _renew(self) -> None:
         """Create the ticket object of the next call; the last one may still be in flight."""
         self._ticket = InFlight(0, self.first, self.rows, 0, 0)
-        self._ticket.engine, self._ticket.incarnation = self.lane.first_engine, self._incarnation
+        self._ticket.engine = UNSENT if self._engine is None else self._engine
+        self._ticket.incarnation = self._incarnation
 
     @property
     def usable(self) -> bool:
@@ -215,6 +231,8 @@ class CallRow:
         if type(row) is dict:
             lane.codec.put(lane.columns, row, 0, self.rows, self.first)
             row = None
+        if not (lane.one_engine or lane.in_flight) and (engine := lane.choose_engine()) != self._engine:
+            self._turn_to(engine)
         if (call := self._call) is None or lane.in_flight:
             return self._ask(row, seconds)
         ticket = self._ticket
@@ -266,6 +284,13 @@ class CallRow:
             self._prepare()
             return outputs
         message = call.message()
+        if code == Code.MODEL_NOT_FOUND and not lane.one_engine:  # another engine may have it
+            lane.in_flight[ticket.sequence] = ticket
+            self._renew()
+            ticket.submitted = time.monotonic_ns()
+            ticket.deadline = call.deadline
+            lane.settle(Answer(ticket.sequence, code, message, call.version, ticket.incarnation))
+            return self._answered(lane.wait(ticket, ticket.deadline))
         if code == Code.STALE_LEASE:
             lane.gone = error_for(code, message)
         raise lane.failure(Answer(ticket.sequence, code, message, call.version, 0), self.first, self.rows)

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from jurybox.client.in_flight import Answer, InFlight
 from jurybox.protocol.errors import ProtocolMismatch
-from jurybox.protocol.scoreboard import EngineState
+from jurybox.protocol.scoreboard import ENGINE, EngineState
 from jurybox.protocol.spec import TensorSpec
 from jurybox.protocol.wire import PACK_REPLY, PREFIX, prefix_error
 
@@ -98,7 +98,7 @@ class RowPlace(NamedTuple):
     input: NDArray[Any] | None
     extents: NDArray[np.int64] | None
     outputs: NDArray[Any] | dict[str, NDArray[Any]] | None
-    engine: NDArray[Any]
+    engine: NDArray[Any] = np.zeros(0, ENGINE)
     incarnation: int = 0
     number: int = 0
 

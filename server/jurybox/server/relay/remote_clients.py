@@ -273,7 +273,7 @@ class HeldLane:
         memory = self._inputs.memory(), self._outputs.memory()
         number = self.granted.lease
         self._native = native.RelayLane(
-            link, client, self.lane.engine, engine[1], number, self._first, self._rows, *memory
+            link, client, self.lane.record(engine[0]), engine[1], number, self._first, self._rows, *memory
         )
         self._native_for, self._sender = (link, engine), sender
         return True

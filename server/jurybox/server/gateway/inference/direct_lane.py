@@ -114,7 +114,7 @@ class DirectLane:
             return
         if client is not None:
             self._give_back(_ALL)  # requests of an engine that has ended, if `_look` has not returned them yet
-            self._native.attach(client, self._lane.engine, engine[1], self._lane.sequence)
+            self._native.attach(client, self._lane.record(engine[0]), engine[1], self._lane.sequence)
             self._engine = engine
 
     def close(self) -> None:
