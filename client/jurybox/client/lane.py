@@ -36,7 +36,8 @@ if TYPE_CHECKING:
 
     from jurybox.client.link import OneEngine, RowsHere
 
-_random = random.Random()  # of its own: a program's seeded random numbers must not depend on its requests
+# A program's seeded random numbers must not depend on its requests, and forked clients must not all draw the same.
+_random = random.SystemRandom()
 _DEATHS = 3  # after this many engine deaths with a ticket in flight, the ticket is assumed to be the cause
 _WITHOUT = 1.0  # seconds without tickets for an engine that did not have the model
 
@@ -109,7 +110,6 @@ class Lane:
         self._waits = scoreboard.engines["expected_wait"]
         self._mine = [engine for engine in engines if engine < len(self._states)] or list(range(len(self._states)))
         self.one_engine = len(self._mine) == 1
-        self._first_engine = self._mine[0]
         # Equal lanes of a model follow one another in its arena, so their requests are spread evenly.
         self._home = self._mine[first // rows % len(self._mine)]
         self._stays = -1  # the engine of this lane's sessions
@@ -250,12 +250,36 @@ class Lane:
         if answer is None:
             return ticket
         if answer.sequence != sequence or answer.code in (Code.STALE_LEASE, Code.MODEL_NOT_FOUND):
-            self._settle((answer,))
+            self.settle((answer,))
             return ticket
         del self.in_flight[sequence]
         self._stale = stale
         ticket.answer = answer
         return ticket
+
+    def choose_engine(self) -> int | None:
+        """Choose a serving engine: the lane's own unless others are less busy; None if none is serving.
+
+        An engine knows how fast its clients return, and waits for them or not; so few clients change engines. Requests
+        beside others in flight are spread.
+        """
+        if self.one_engine:
+            return self._home if self._states.item(self._home) == SERVING else None
+        serving = self._serving()
+        if not serving:
+            return None
+        if self._without:
+            serving = self._with_model(serving) or serving
+        home = self._home
+        if self.columns.sessions is not None:  # their state is on the first engine used, as long as it is serving
+            if self._stays not in serving:
+                self._stays = home if home in serving else _random.choice(serving)
+            return self._stays
+        waits = self._waits.tolist()
+        bound = 1.5 * max(0, min([waits[i] for i in serving]))  # negative: another process corrupted it
+        if home in serving and waits[home] <= bound and len(self.in_flight) < 2:
+            return home
+        return _random.choice([i for i in serving if waits[i] <= bound])
 
     def caller(self, place: RowPlace, engine: int) -> tuple[Caller | None, int]:
         """Return the native caller for some rows on an engine, and the engine's incarnation that it is for.
@@ -290,10 +314,6 @@ class Lane:
     def record(self, engine: int) -> NDArray[Any]:
         """Return an engine's record of the scoreboard, (1,) of scoreboard.ENGINE."""
         return self._scoreboard.engines[engine : engine + 1]
-
-    def settle(self, answer: Answer) -> None:
-        """Assign an answer that other code received for a ticket in flight, or send the ticket to another engine."""
-        self._settle((answer,))
 
     def wait(self, ticket: InFlight, deadline: int) -> Answer:
         """Wait for a ticket's answer until `deadline`, ns of CLOCK_MONOTONIC.
@@ -334,14 +354,37 @@ class Lane:
         """
         answers = self._transport.receive(timeout)
         if answers:
-            self._settle(answers)
+            self.settle(answers)
         if (not answers or self.in_flight) and time.monotonic() - self._looked > LOOK_AFTER / 2:
             self._look_after(waited)
 
     def receive_now(self) -> None:
         """Receive the answers that have arrived."""
         while answers := self._transport.receive(0):
-            self._settle(answers)
+            self.settle(answers)
+
+    def settle(self, answers: Iterable[Answer]) -> None:
+        """Assign answers to their tickets. The tickets' rows become free unless they have a holder."""
+        wrong = ""
+        for answer in answers:
+            if answer.sequence == 0:
+                wrong = answer.message
+                continue
+            ticket = self.in_flight.get(answer.sequence)
+            if ticket is None:
+                continue  # already answered by the engine that it was sent to before
+            if answer.incarnation != ticket.incarnation and not self._far:
+                continue  # from an engine that is dead; another engine writes to these rows now, maybe by other weights
+            if answer.code == Code.MODEL_NOT_FOUND and not self.one_engine and self._send_elsewhere(ticket):
+                continue
+            if answer.code == Code.STALE_LEASE:
+                self.gone = error_for(answer.code, answer.message)
+            ticket.answer = answer
+            self._forget(ticket)
+            if ticket.waiters is not None:
+                _wake(ticket.waiters)
+        if wrong:
+            raise ProtocolMismatch(wrong)
 
     @property
     def transport(self) -> Transport:
@@ -392,30 +435,6 @@ class Lane:
         except TooManyFiles as error:
             ticket.engine, self._unsent_because = UNSENT, str(error)  # `look_after` tries again
 
-    def choose_engine(self) -> int | None:
-        """Choose a serving engine: the lane's own unless others are less busy; None if none is serving.
-
-        An engine knows how fast its clients return, and waits for them or not; so few clients change engines. Requests
-        beside others in flight are spread.
-        """
-        if self.one_engine:
-            return self._first_engine if self._states.item(self._first_engine) == SERVING else None
-        serving = self._serving()
-        if not serving:
-            return None
-        if self._without:
-            serving = self._with_model(serving) or serving
-        home = self._home
-        if self.columns.sessions is not None:  # their state is on the first engine used, as long as it is serving
-            if self._stays not in serving:
-                self._stays = home if home in serving else _random.choice(serving)
-            return self._stays
-        waits = self._waits.tolist()
-        bound = 1.5 * max(0, min([waits[i] for i in serving]))  # negative: another process corrupted it
-        if home in serving and waits[home] <= bound and len(self.in_flight) < 2:
-            return home
-        return _random.choice([i for i in serving if waits[i] <= bound])
-
     def _serving(self) -> list[int]:
         states = self._states.tolist()
         return [i for i in self._mine if states[i] == SERVING]
@@ -436,29 +455,6 @@ class Lane:
         self._stays = -1
         self._send(ticket)
         return True
-
-    def _settle(self, answers: Iterable[Answer]) -> None:
-        """Assign answers to their tickets. The tickets' rows become free unless they have a holder."""
-        wrong = ""
-        for answer in answers:
-            if answer.sequence == 0:
-                wrong = answer.message
-                continue
-            ticket = self.in_flight.get(answer.sequence)
-            if ticket is None:
-                continue  # already answered by the engine that it was sent to before
-            if answer.incarnation != ticket.incarnation and not self._far:
-                continue  # from an engine that is dead; another engine writes to these rows now, maybe by other weights
-            if answer.code == Code.MODEL_NOT_FOUND and not self.one_engine and self._send_elsewhere(ticket):
-                continue
-            if answer.code == Code.STALE_LEASE:
-                self.gone = error_for(answer.code, answer.message)
-            ticket.answer = answer
-            self._forget(ticket)
-            if ticket.waiters is not None:
-                _wake(ticket.waiters)
-        if wrong:
-            raise ProtocolMismatch(wrong)
 
     def _forget(self, ticket: InFlight) -> None:
         """Remove a ticket that no engine has any more."""
@@ -497,7 +493,7 @@ class Lane:
             if not wanted and not (self._far and sent):  # if far, a ticket outlives the connection it was sent over
                 self._forget(ticket)  # no live engine has it, so none can write to its rows
             elif ticket.deaths >= _DEATHS:
-                self._settle((self._fatal(ticket),))
+                self.settle((self._fatal(ticket),))
             else:
                 if sent and not died:  # its answer was lost in this process: restart its time-out
                     now = time.monotonic_ns()

@@ -9,7 +9,7 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from jurybox.client.in_flight import UNSENT, Answer, InFlight, Turns
+from jurybox.client.in_flight import Answer, InFlight, Turns
 from jurybox.client.lane import Lane, row_failed
 from jurybox.client.row_codec import Checked, shaped
 from jurybox.client.transports.transport import NOT_ANSWERED, NOT_FIT, NOT_SENT, Caller, RowPlace
@@ -144,7 +144,6 @@ class CallRow:
         "_call",
         "_calls",
         "_engine",
-        "_incarnation",
         "_place",
         "_single",
         "_ticket",
@@ -178,7 +177,6 @@ class CallRow:
         )
         # By engine: its caller, and the incarnation that the caller is for.
         self._calls: dict[int, tuple[Caller | None, int]] = {}
-        self._engine: int | None = None
         self._prepare()
 
     def _rows_of(self, array: NDArray[Any], rows: int | None) -> NDArray[Any]:
@@ -192,20 +190,18 @@ class CallRow:
 
     def _turn_to(self, engine: int | None) -> None:
         """Send the next calls to this engine; None: through the lane."""
-        if engine is None:
-            self._call, self._engine, self._incarnation = None, None, 0
-            return
-        if engine not in self._calls:
+        if engine is not None and engine not in self._calls:
             self._calls[engine] = self.lane.caller(self._place, engine)
         self._engine = engine
-        self._call, self._incarnation = self._calls[engine]
         self._renew()
 
     def _renew(self) -> None:
         """Create the ticket object of the next call; the last one may still be in flight."""
-        self._ticket = InFlight(0, self.first, self.rows, 0, 0)
-        self._ticket.engine = UNSENT if self._engine is None else self._engine
-        self._ticket.incarnation = self._incarnation
+        call, ticket = None, InFlight(0, self.first, self.rows, 0, 0)
+        if self._engine is not None:
+            ticket.engine = self._engine
+            call, ticket.incarnation = self._calls[self._engine]
+        self._call, self._ticket = call, ticket  # last: an interrupt must not leave those of two engines
 
     @property
     def usable(self) -> bool:
@@ -271,10 +267,13 @@ class CallRow:
         """Handle a native call that returned no outputs: fall back to the lane, or raise."""
         lane, call = self.lane, self._call
         assert call is not None
-        if code == NOT_ANSWERED:
+        elsewhere = code == Code.MODEL_NOT_FOUND and not lane.one_engine  # another engine may have the model
+        if code == NOT_ANSWERED or elsewhere:
             self._renew()
             ticket.submitted = time.monotonic_ns()
             ticket.deadline = call.deadline
+            if elsewhere:
+                lane.settle((Answer(ticket.sequence, code, call.message(), call.version, ticket.incarnation),))
             return self._answered(lane.wait(ticket, ticket.deadline))
         del lane.in_flight[ticket.sequence]
         if code == NOT_FIT:
@@ -284,13 +283,6 @@ class CallRow:
             self._prepare()
             return outputs
         message = call.message()
-        if code == Code.MODEL_NOT_FOUND and not lane.one_engine:  # another engine may have it
-            lane.in_flight[ticket.sequence] = ticket
-            self._renew()
-            ticket.submitted = time.monotonic_ns()
-            ticket.deadline = call.deadline
-            lane.settle(Answer(ticket.sequence, code, message, call.version, ticket.incarnation))
-            return self._answered(lane.wait(ticket, ticket.deadline))
         if code == Code.STALE_LEASE:
             lane.gone = error_for(code, message)
         raise lane.failure(Answer(ticket.sequence, code, message, call.version, 0), self.first, self.rows)

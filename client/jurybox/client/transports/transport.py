@@ -79,7 +79,7 @@ class Watching:
 
 
 class RowPlace(NamedTuple):
-    """Rows of the arena that are reused from call to call, and the engine that computes them.
+    """Rows of the arena that are reused from call to call, and the engine that computes them, which `Lane.caller` adds.
 
     Attributes:
         first, rows: the first row and the number of rows.
