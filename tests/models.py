@@ -105,6 +105,22 @@ def paced(seconds: float, slow: str) -> ServedModel:
     return ServedModel(Paced(seconds), VECTOR, {"action": TensorSpec("float32", (4,))})
 
 
+class Rowwise(torch.nn.Module):
+    """Takes `seconds` per row."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self.seconds = seconds
+
+    def forward(self, observation: torch.Tensor) -> torch.Tensor:
+        time.sleep(self.seconds * len(observation))
+        return observation + 1
+
+
+def rowwise(seconds: float) -> ServedModel:
+    return ServedModel(Rowwise(seconds), VECTOR, {"action": TensorSpec("float32", (4,))})
+
+
 def loads_once(taken: str) -> ServedModel:
     """Only the first engine that creates the file `taken` can load it."""
     Path(taken).touch(exist_ok=False)

@@ -5,29 +5,64 @@ import random
 import signal
 import threading
 import time
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
+import tritonclient.grpc
+import tritonclient.http
 from tests.serving import serving, wait_until
+from tests.tritons import observation
 
+from jurybox.client import connect
+
+LOCAL = "127.0.0.1:0"
+DOORS = {"http": LOCAL, "grpc": LOCAL, "tcp": LOCAL}
+TRITON = {"http": tritonclient.http, "grpc": tritonclient.grpc}
+PER_ROW = 0.02  # seconds of "rowwise"
 X = np.ones((1, 4), np.float32)
 
 
 @pytest.fixture(params=["shm", "zmq"])
 def transport(request):
-    """Transports whose clients choose an engine; for remote clients the gateway and the relay choose."""
+    """Transports whose clients choose an engine."""
     return request.param
 
 
-def crowd(server, clients, seconds, transport):
-    """Run closed-loop clients; return how many requests each engine answered, the slowest engine first."""
+@pytest.fixture(params=["shm", "zmq", *DOORS])
+def way(request):
+    """All ways to a server; for remote clients the gateway and the relay choose an engine."""
+    return request.param
+
+
+@contextmanager
+def asking(server, way, name):
+    """A client's function for one request of one row."""
+    if module := TRITON.get(way):
+        with module.InferenceServerClient(server.listening(way)) as client:
+            row = [observation(module, X)]
+            yield lambda: client.infer(name, row).as_numpy("action")
+        return
+    far = connect("tcp://" + server.listening("tcp")) if way == "tcp" else server.connect(transport=way)
+    with far as client:
+        model = client.model(name)
+        yield lambda: model.infer(X, timeout=20)
+
+
+def crowd(server, clients, seconds, way, name="paced"):
+    """Run closed-loop clients.
+
+    Returns:
+        How many requests each engine answered, the slowest engine first; and the requests of all clients.
+    """
     stop = time.monotonic() + seconds
+    answered = []
 
     def ask():
-        with server.connect(transport=transport) as client:
-            model = client.model("paced")
+        with asking(server, way, name) as one:
             while time.monotonic() < stop:
-                assert model.infer(X, timeout=20)[0, 0] == 2
+                assert one()[0, 0] == 2
+                answered.append(1)
 
     with server.connect() as client:
         counters = client._link.scoreboard.counters[:, client.status()["models"][0]["index"]]
@@ -38,7 +73,7 @@ def crowd(server, clients, seconds, transport):
         for thread in threads:
             thread.join()
         slowness = counters["forward_total_ns"] / np.maximum(counters["batches"], 1)
-        return (counters["requests"] - before)[np.argsort(-slowness)]
+        return (counters["requests"] - before)[np.argsort(-slowness)], len(answered)
 
 
 @pytest.fixture(scope="module")
@@ -49,16 +84,30 @@ def uneven(tmp_path_factory):
         "paced": {"factory": "tests.models:paced", "args": {"seconds": 0.02, "slow": str(folder / "slow")}},
         "affine": {"factory": "tests.models:affine"},
     }
-    with serving(folder, models, replicas=3) as server:
+    with serving(folder, models, replicas=3, **DOORS) as server:
         crowd(server, 4, 1.0, "auto")  # until the engines' speeds are measured
         yield server
 
 
-def test_a_slow_replica_does_not_hold_up_the_rest(uneven, transport):
-    slow, *others = crowd(uneven, 4, 2.0, transport)
+def test_a_slow_replica_does_not_hold_up_the_rest(uneven, way):
+    (slow, *others), _ = crowd(uneven, 4, 2.0, way)
     # With an even distribution each would answer a third.
     assert slow < 0.15 * (slow + sum(others))
     assert min(others) > 0
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    """Two engines with a model whose batches save nothing."""
+    models = {"rowwise": {"factory": "tests.models:rowwise", "args": {"seconds": PER_ROW}, "lane_rows": 1}}
+    with serving(tmp_path_factory.mktemp("pair"), models, replicas=2, **DOORS) as server:
+        yield server
+
+
+def test_a_second_engine_computes_while_the_first_does(pair, way):
+    seconds = 2.0
+    _, answered = crowd(pair, 6, seconds, way, "rowwise")
+    assert answered > 1.3 * seconds / PER_ROW  # one engine computes no more than `seconds / PER_ROW`
 
 
 def test_a_dead_replicas_tickets_go_to_a_living_one(uneven):

@@ -68,6 +68,7 @@ class Lane:
 
     Attributes:
         one_engine: whether a single engine computes the model.
+        engines: the number of engines that compute this lane's tickets at the same time.
     """
 
     def __init__(
@@ -110,6 +111,7 @@ class Lane:
         self._waits = scoreboard.engines["expected_wait"]
         self._mine = [engine for engine in engines if engine < len(self._states)] or list(range(len(self._states)))
         self.one_engine = len(self._mine) == 1
+        self.engines = 1 if self.columns.sessions is not None else len(self._mine)
         # Equal lanes of a model follow one another in its arena, so their requests are spread evenly.
         self._home = self._mine[first // rows % len(self._mine)]
         self._stays = -1  # the engine of this lane's sessions
@@ -257,11 +259,14 @@ class Lane:
         ticket.answer = answer
         return ticket
 
-    def choose_engine(self) -> int | None:
-        """Choose a serving engine: the lane's own unless others are less busy; None if none is serving.
+    def choose_engine(self, asked: Iterable[int] = ()) -> int | None:
+        """Choose a serving engine: the one with the fewest of the lane's tickets unless others are less busy.
 
-        An engine knows how fast its clients return, and waits for them or not; so few clients change engines. Requests
-        beside others in flight are spread.
+        Return None if none is serving. Of equal ones, it is the lane's own: an engine knows how fast its clients
+        return, and waits for them or not; so few clients change engines.
+
+        Args:
+            asked: the engines of the lane's tickets that other code has in flight.
         """
         if self.one_engine:
             return self._home if self._states.item(self._home) == SERVING else None
@@ -277,9 +282,12 @@ class Lane:
             return self._stays
         waits = self._waits.tolist()
         bound = 1.5 * max(0, min([waits[i] for i in serving]))  # negative: another process corrupted it
-        if home in serving and waits[home] <= bound and len(self.in_flight) < 2:
-            return home
-        return _random.choice([i for i in serving if waits[i] <= bound])
+        best = [i for i in serving if waits[i] <= bound]
+        if at := [*asked, *[ticket.engine for ticket in self.in_flight.values()]]:
+            tickets = {i: at.count(i) for i in best}
+            least = min(tickets.values())
+            best = [i for i in best if tickets[i] == least]
+        return home if home in best else _random.choice(best)
 
     def caller(self, place: RowPlace, engine: int) -> tuple[Caller | None, int]:
         """Return the native caller for some rows on an engine, and the engine's incarnation that it is for.

@@ -119,3 +119,21 @@ def test_a_wait_that_a_signal_ended_early_goes_on_until_the_deadline(seconds):
     before = time.monotonic_ns()
     assert CallRow(lane, 0).ask(None, seconds) == {}
     assert waited == [call.deadline] and waited[0] >= before + int(seconds * 1e9)
+
+
+def test_tickets_of_a_lane_are_spread_over_engines_that_are_equally_busy():
+    engines = np.zeros(3, ENGINE)
+    engines["incarnation"], engines["state"], engines["expected_wait"] = (11, 22, 33), SERVING, (100, 140, 900)
+    arena = SimpleNamespace(columns=Columns.here(SPEC, 8), close=lambda: None)
+    scoreboard = SimpleNamespace(engines=engines, server_lives=lambda: True)
+    lane = Lane("m", scoreboard, arena, Transport(), 1, 0, 8, lambda: None)
+    deadline = time.monotonic_ns() + 10**11
+    first, second, *_ = [lane.submit(at, 1, deadline) for at in range(4)]
+    assert first.engine == 0, "the lane's own engine, as no other ticket is in flight"
+    assert sorted(ticket.engine for ticket in lane.in_flight.values()) == [0, 0, 1, 1]
+    assert {lane.choose_engine(asked=(0,)), lane.choose_engine(asked=(0, 0))} == {1}
+    lane.settle([Answer(second.sequence, Code.OK, "", 5, 22)])
+    assert lane.choose_engine() == 1
+    engines["expected_wait"][2] = 120
+    assert lane.choose_engine() == 2
+    lane.close()

@@ -28,6 +28,7 @@ class Lane:
 
     name, spec, max_batch = "m", SPEC, 8
     free = 8
+    requests = SimpleNamespace(lane=SimpleNamespace(engines=1))
 
     def __init__(self, *behaviour, look=None):
         self.behaviour = list(behaviour)
@@ -77,6 +78,18 @@ async def test_every_exception_of_a_lane_is_raised_to_its_callers_at_once(wrong)
     await asyncio.sleep(0.01)
     assert events == ["broken", "idle"]
     assert (await together.ask(ROW, 1, 60.0, 0))[1] == 7  # and later requests are answered
+
+
+async def test_each_engine_gets_a_ticket_before_others_wait():
+    lane = Lane(None, None)
+    together = RequestCoalescer(lane, 8, engines=2)
+    asking = []
+    for _ in range(4):
+        asking.append(asyncio.create_task(together.ask(ROW, 1, 60.0, 0)))
+        await asyncio.sleep(0.01)
+    assert lane.tickets == 2, "requests that arrive while both engines compute wait for them"
+    for one in asking:
+        one.cancel()
 
 
 class Scattered(Lane):

@@ -30,7 +30,6 @@ DEFAULT_TIMEOUT = 60.0  # seconds for a request without a time-out of its own
 _CONNECT = 2.0  # seconds that the server has to answer on the control socket
 _AGAIN = 1.0  # seconds between two attempts to lease a larger lane
 SOON, MOMENT = 0.02, 1.5  # seconds: between attempts to lease rows; until a dead client's rows are reclaimed at latest
-_BATCHES = 2  # in flight on a lane: one computed, one waiting
 _SESSIONS = 1024  # the maximum of a model's sequences: each uses a row of the lane and a state on the engines' device
 
 
@@ -39,6 +38,7 @@ class ModelLane:
 
     Attributes:
         rows: its number of rows.
+        engines: the number of engines that compute its tickets at the same time.
         makeshift: whether it was leased with fewer rows than a full one, such as the one row of a probe.
         largest_until: until then (s of the monotonic clock) no larger lane is tried, because none was available.
         sessions: for a stateful model, one session for each row; else None. `free` are those without a sequence.
@@ -53,13 +53,19 @@ class ModelLane:
         self._leased = time.monotonic()
         self.piece = min(model.max_batch, rows)  # rows of the largest ticket
         self.codec = codec_of(model.spec)
+        self.engines = model.requests.lane.engines
         self.sessions: Sessions | None = None
         self.free: list[int] = []
         if model.spec.state:
             self.sessions = Sessions(model.requests, rows)
             self.free = [*range(rows - 1, 0, -1)] or [0]  # session 0 is reserved for probes if there are several
         self.coalescer = RequestCoalescer(
-            model, self.piece, lambda: lanes.retire(self), lambda: lanes.let_go(self), self.sessions
+            model,
+            self.piece,
+            lambda: lanes.retire(self),
+            lambda: lanes.let_go(self),
+            self.sessions,
+            engines=self.engines,
         )
         self.in_use = 0  # callers inside the ``with``
         self.retired = self.closed = False
@@ -289,7 +295,7 @@ class Lanes:
                 for name, array in answer.items():
                     outputs[name][at:end] = array
 
-        workers = [asyncio.ensure_future(ask_some()) for _ in range(_BATCHES)]
+        workers = [asyncio.ensure_future(ask_some()) for _ in range(held.engines + 1)]
         try:
             await asyncio.gather(*workers)
         finally:
@@ -324,8 +330,13 @@ class Lanes:
             if message.state != "ready":
                 raise Refused(f"model {name!r} is {message.state}: ask again when it is ready", Code.NOT_READY)
             stateful = message.spec is not None and bool(message.spec.state)
-            most = _SESSIONS if stateful else _BATCHES * message.max_batch
-            rows = wanted = 1 if trying else min(most, max(1, message.arena_rows // 2))
+            if trying:
+                most = 1
+            elif stateful:
+                most = _SESSIONS
+            else:  # each engine computes a batch, and one is written
+                most = (1 + (len(message.engines) or len(server.status()["engines"]))) * message.max_batch
+            rows = wanted = min(most, max(1, message.arena_rows // 2))
             while True:
                 if earlier is not None and not earlier.retired and rows <= earlier.rows:
                     earlier.largest_until = time.monotonic() + (SOON if earlier.may_be_exchanged else _AGAIN)

@@ -52,7 +52,6 @@ class RobotPolicy:
         self._arrivals = ArrivalTracker(1)
         self._coalescer: RequestCoalescer | None = None
         self._spec: ModelSpec | None = None  # the coalescer's
-        self._engines = 1
         self._unknown: set[int] = set()  # places whose last request timed out, so that its step may have been computed
 
     @contextlib.asynccontextmanager
@@ -139,11 +138,11 @@ class RobotPolicy:
 
     def _coalesced(self, model: Model) -> RequestCoalescer:
         """Create a coalescer for the model's current spec, which may have changed if the model was reloaded."""
-        most = min(model.max_batch, self._clients)
-        self._arrivals = ArrivalTracker(most, self._engines, self._counters.waited)
+        most, engines = min(model.max_batch, self._clients), model.requests.lane.engines
+        self._arrivals = ArrivalTracker(most, engines, self._counters.waited)
         self._spec = model.spec
         self._coalescer = RequestCoalescer(
-            model, most, sessions=self._sessions, gathering=self._arrivals, engines=self._engines
+            model, most, sessions=self._sessions, gathering=self._arrivals, engines=engines
         )
         return self._coalescer
 
@@ -174,7 +173,6 @@ class RobotPolicy:
             model = self._server.model(self._name, rows=self._clients, timeout=self._timeout)
             return model, Sessions(model.requests, self._clients)
         rows = min(self._clients, max(1, self._server.describe(self._name).arena_rows // 2))
-        self._engines = len(self._server.status()["engines"])
         return self._server.model(self._name, rows=rows), None
 
 
