@@ -1,5 +1,6 @@
 """Several engines behind one address."""
 
+import asyncio
 import os
 import random
 import signal
@@ -15,6 +16,7 @@ from tests.serving import serving, wait_until
 from tests.tritons import observation
 
 from jurybox.client import connect
+from jurybox.client.juror import Juror
 
 LOCAL = "127.0.0.1:0"
 DOORS = {"http": LOCAL, "grpc": LOCAL, "tcp": LOCAL}
@@ -98,8 +100,11 @@ def test_a_slow_replica_does_not_hold_up_the_rest(uneven, way):
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory):
-    """Two engines with a model whose batches save nothing."""
-    models = {"rowwise": {"factory": "tests.models:rowwise", "args": {"seconds": PER_ROW}, "lane_rows": 1}}
+    """Two engines with models whose batches save nothing."""
+    models = {
+        "rowwise": {"factory": "tests.models:rowwise", "args": {"seconds": PER_ROW}, "lane_rows": 1},
+        "score": {"factory": "tests.models:rowwise_score", "args": {"seconds": PER_ROW}},
+    }
     with serving(tmp_path_factory.mktemp("pair"), models, replicas=2, **DOORS) as server:
         yield server
 
@@ -108,6 +113,27 @@ def test_a_second_engine_computes_while_the_first_does(pair, way):
     seconds = 2.0
     _, answered = crowd(pair, 6, seconds, way, "rowwise")
     assert answered > 1.3 * seconds / PER_ROW  # one engine computes no more than `seconds / PER_ROW`
+
+
+@pytest.mark.parametrize("far", ["", "tcp", "grpc"])
+def test_a_jurors_rows_are_computed_by_all_engines(pair, far):
+    juror = Juror("score", address=f"{far}://{pair.listening(far)}" if far else pair.address)
+    rows = [np.full(4, i, np.float32) for i in range(8)]
+    assert juror.scores({"observation": rows[:1]}, 1) == [4.0]
+    began, rounds = time.monotonic(), 5
+    for _ in range(rounds):  # one call at a time, as of a trainer that scores a whole batch
+        assert juror.scores({"observation": rows}, 8) == [4.0 * i + 4 for i in range(8)]
+    assert time.monotonic() - began < rounds * 8 * PER_ROW / 1.3
+    began = time.monotonic()
+
+    async def crowd():
+        return await asyncio.gather(*(juror.scores_async({"observation": [rows[i % 8]]}, 1) for i in range(40)))
+
+    assert asyncio.run(crowd()) == [[4.0 * (i % 8) + 4] for i in range(40)]
+    assert time.monotonic() - began < 40 * PER_ROW / 1.3
+    juror.close()
+    assert juror.scores({"observation": rows}, 8) == [4.0 * i + 4 for i in range(8)]
+    juror.close()
 
 
 def test_a_dead_replicas_tickets_go_to_a_living_one(uneven):

@@ -18,9 +18,8 @@ import pytest
 from tests.serving import serving, wait_until
 
 from jurybox.client import ModelNotFound, RowFailed, ServerGone, SpecMismatch
+from jurybox.client.juror import Juror, Passing
 from jurybox.client.rewards import (
-    Juror,
-    Passing,
     gymnasium_reward,
     openrlhf_reward,
     sb3_reward,
@@ -306,7 +305,7 @@ def test_an_unreferenced_juror_releases_its_rows_and_its_thread(connection, serv
 
 
 def test_a_request_queued_behind_others_times_out_in_time(connection, monkeypatch):
-    monkeypatch.setattr("jurybox.client.rewards._GRACE", 0.3)
+    monkeypatch.setattr("jurybox.client.juror._GRACE", 0.3)
     juror = Juror("text_length", **{**connection, "timeout": 0.5})
     juror._hand_over = lambda turn: None  # as if the thread is busy with others
     began = time.monotonic()
@@ -403,7 +402,7 @@ def test_requests_that_arrive_while_a_lone_one_waits_are_batched(connection):
         threads = [threading.Thread(target=lambda: found.extend(juror.scores({"text": ["abc"]}, 1))) for _ in range(16)]
         for thread in threads:
             thread.start()
-        wait_until(lambda: juror._queue.qsize() >= 15, 30, "all requests")  # the juror's thread has the first
+        wait_until(lambda: len(juror._waiting._parts) == 16, 30, "all requests")
     for thread in threads:
         thread.join(60)
     assert found == [16.0] * 16

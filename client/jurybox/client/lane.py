@@ -64,6 +64,7 @@ class Lane:
         leave: drops the lease without telling the server; called once, at the latest when the lane is collected.
         far: whether the server is reached over a network.
         engines: the engines that compute the model; empty: all.
+        home: the one of them that the lane uses unless others are less busy.
         leased: the server's numbers of the lane and of its lease.
 
     Attributes:
@@ -85,6 +86,7 @@ class Lane:
         leave: Callable[[], None] = lambda: None,
         far: bool = False,
         engines: Sequence[int] = (),
+        home: int = 0,
         leased: tuple[int, int] = (0, 0),
     ) -> None:
         self.model = model
@@ -112,8 +114,7 @@ class Lane:
         self._mine = [engine for engine in engines if engine < len(self._states)] or list(range(len(self._states)))
         self.one_engine = len(self._mine) == 1
         self.engines = 1 if self.columns.sessions is not None else len(self._mine)
-        # Equal lanes of a model follow one another in its arena, so their requests are spread evenly.
-        self._home = self._mine[first // rows % len(self._mine)]
+        self._home = home if home in self._mine else self._mine[0]
         self._stays = -1  # the engine of this lane's sessions
         self._without: dict[int, float] = {}  # engines without the model, and until when they get no ticket, s
         self._looked = 0.0
@@ -288,6 +289,11 @@ class Lane:
             least = min(tickets.values())
             best = [i for i in best if tickets[i] == least]
         return home if home in best else _random.choice(best)
+
+    def replace(self, lane: Lane) -> None:
+        """Use the engine of a lane that this one replaces: the server has counted both."""
+        if lane._home in self._mine:
+            self._home = lane._home
 
     def caller(self, place: RowPlace, engine: int) -> tuple[Caller | None, int]:
         """Return the native caller for some rows on an engine, and the engine's incarnation that it is for.

@@ -251,6 +251,7 @@ class LocalLink(ControlLink):
                 lambda: self._release(scoreboard, lease),
                 leave=lambda: unlock(scoreboard.segment.fd, LANE_LOCK + lease.lane),
                 engines=lease.model.engines,
+                home=lease.engine,
                 leased=(lease.lane, lease.lease),
             )
             undo.pop_all()

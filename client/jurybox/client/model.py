@@ -367,6 +367,7 @@ class Requests:
         except ServerGone:  # it was too busy to answer at once; if it has really ended, the next request detects it
             return lane
         self._rows = larger.rows
+        larger.replace(lane)
         try:
             self._adopt(larger, spec, max_batch)
         finally:

@@ -208,6 +208,10 @@ class Server(Closing):
 
         return described(self._open_link().describe(name, self.timeout))
 
+    def engines(self, name: str) -> int:
+        """Return the number of engines that compute a model: as many requests can be computed at the same time."""
+        return len(self.describe(name).engines) or len(self.status()["engines"])
+
     def status(self) -> dict[str, Any]:
         """Return the server's status document, as ``jurybox status --json`` prints it."""
         document: dict[str, Any] = json.loads(self._open_link().status(self.timeout))

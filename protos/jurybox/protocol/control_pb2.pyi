@@ -85,18 +85,20 @@ class LeaseRequest(_message.Message):
     def __init__(self, model: _Optional[str] = ..., rows: _Optional[int] = ...) -> None: ...
 
 class Lease(_message.Message):
-    __slots__ = ("model", "lane", "lease", "first_row", "rows")
+    __slots__ = ("model", "lane", "lease", "first_row", "rows", "engine")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     LANE_FIELD_NUMBER: _ClassVar[int]
     LEASE_FIELD_NUMBER: _ClassVar[int]
     FIRST_ROW_FIELD_NUMBER: _ClassVar[int]
     ROWS_FIELD_NUMBER: _ClassVar[int]
+    ENGINE_FIELD_NUMBER: _ClassVar[int]
     model: ModelMessage
     lane: int
     lease: int
     first_row: int
     rows: int
-    def __init__(self, model: _Optional[_Union[ModelMessage, _Mapping]] = ..., lane: _Optional[int] = ..., lease: _Optional[int] = ..., first_row: _Optional[int] = ..., rows: _Optional[int] = ...) -> None: ...
+    engine: int
+    def __init__(self, model: _Optional[_Union[ModelMessage, _Mapping]] = ..., lane: _Optional[int] = ..., lease: _Optional[int] = ..., first_row: _Optional[int] = ..., rows: _Optional[int] = ..., engine: _Optional[int] = ...) -> None: ...
 
 class ReleaseRequest(_message.Message):
     __slots__ = ("lane", "lease")

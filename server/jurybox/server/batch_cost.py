@@ -11,10 +11,12 @@ class BatchCost:
 
     Attributes:
         fixed: the cost of a batch in ns that is independent of its number of rows.
+        row: the cost of each row in ns; None as long as batches of one size do not show it.
     """
 
     def __init__(self) -> None:
         self.fixed = 0.0
+        self.row: float | None = None
         self._weight = self._rows = self._ns = self._rows2 = self._rows_ns = 0.0
 
     def observe(self, rows: int, ns: int) -> None:
@@ -27,5 +29,5 @@ class BatchCost:
         spread = weight * rows2 - sum_rows * sum_rows
         if spread < _SPREAD * sum_rows * sum_rows:
             return  # batches of equal size do not determine the slope, so keep the last estimate
-        slope = (weight * rows_ns - sum_rows * sum_ns) / spread
-        self.fixed = max(0.0, (sum_ns - max(slope, 0.0) * sum_rows) / weight)
+        self.row = row = max(0.0, (weight * rows_ns - sum_rows * sum_ns) / spread)
+        self.fixed = max(0.0, (sum_ns - row * sum_rows) / weight)

@@ -8,7 +8,7 @@ import torch
 from PIL import Image
 
 from jurybox.client import SpecMismatch
-from jurybox.client.rewards import _fitted
+from jurybox.client.juror import _fitted
 from jurybox.client.row_codec import codec_of
 from jurybox.protocol import ModelSpec, TensorSpec
 from jurybox.server.gateway.inference.tensors import TypedData

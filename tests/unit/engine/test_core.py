@@ -1,5 +1,7 @@
 """The engine's core, turn by turn, without a socket."""
 
+import time
+
 import numpy as np
 import pytest
 import torch
@@ -103,6 +105,29 @@ def test_rows_left_for_a_later_batch_are_shown_as_waiting(x):
     with InprocServer({"m": served}, max_batch=4) as server:
         together(server.model("m"), x[:10])
     assert seen == [6, 2, 0]
+
+
+def test_an_engine_that_got_larger_batches_is_not_shown_as_slower():
+    """Clients choose an engine by this wait: that of a ticket of few rows, whatever the last batches were."""
+
+    class Rowwise(torch.nn.Module):
+        def forward(self, observation):
+            time.sleep(0.002 * len(observation))
+            return observation + 1
+
+    def wait(*batches):
+        served = ServedModel(Rowwise(), VECTOR, {"action": TensorSpec("float32", (4,))})
+        with InprocServer({"m": served}, max_batch=16) as server:
+            model = server.model("m")
+            for rows in batches:
+                model.infer(np.zeros((rows, 4), np.float32))
+            server.engine.turn()
+            return int(server.engine.scoreboard.engines["expected_wait"][0]) / 1e9
+
+    one = wait(*[1] * 30)
+    assert 0.001 < one < 0.004
+    assert wait(*[2, 12] * 15) < 2 * one
+    assert wait(*[8] * 30) < 2 * one, "batches of one size do not show what a row costs: expect the least"
 
 
 @pytest.mark.parametrize("how", ["expired", "retired", "forgotten"])

@@ -10,7 +10,7 @@ from urllib.parse import urlencode
 import numpy as np
 import pytest
 
-from jurybox.client.rewards import Scores
+from jurybox.client.juror import Scores
 from jurybox.protocol.errors import Busy, Refused
 from jurybox.server.gateway.dialects import cosmos
 

@@ -41,6 +41,22 @@ def test_models_have_their_own_arenas(world):
     assert world.leases.grant(0, 8, 8).first == world.leases.grant(1, 8, 8).first == 0
 
 
+def test_each_lane_gets_the_engine_with_the_fewest_lanes_of_its_model(world):
+    def grant(model=0):
+        return world.leases.grant(model, 1, 10, engines=(1, 2, 4))
+
+    lanes = [grant() for _ in range(6)]
+    assert [lane.engine for lane in lanes] == [1, 2, 4, 1, 2, 4]
+    assert [grant(1).engine for _ in range(2)] == [1, 2], "another model has its own turns"
+    for lane in (lanes[1], lanes[4]):
+        world.leases.release(lane.lane, lane.lease, [])
+    assert [grant().engine for _ in range(3)] == [2, 2, 4]
+    # A client that exchanges its lane for a larger one leases that first.
+    larger, smaller = grant(), lanes[0]
+    world.leases.release(smaller.lane, smaller.lease, [])
+    assert (larger.engine, grant().engine) == (1, 2)
+
+
 def test_a_dead_clients_rows_come_back_once_every_engine_has_forgotten_them(world, scoreboard):
     lane = world.leases.grant(0, 10, 10)
     world.locked.add(lane.lane)

@@ -182,6 +182,7 @@ class Batches:
 
     Attributes:
         mean_ns: the smoothed duration of a batch.
+        one_ns: the same for a batch of one row; the least possible if all batches had the same number of rows.
         regions: the rows that clients have bound to device memory; None if this engine does not support it.
         under_way: the number of batches in flight: begun and not yet answered.
     """
@@ -196,7 +197,7 @@ class Batches:
         interruptible: bool = False,
         device: torch.device = torch.device("cpu"),  # noqa: B008  immutable
     ) -> None:
-        self.mean_ns = 0.0
+        self.mean_ns = self.one_ns = 0.0
         self._device = device
         self.regions: DeviceRegions | None = None
         self._answer = answer
@@ -297,6 +298,9 @@ class Batches:
         self._tracker.answered(tickets, ended)
         slot.counters.batch(tickets, rows, began, ended)
         self.mean_ns += _SMOOTHING * (took - self.mean_ns)
+        row = slot.cost.row
+        one = took / computed if row is None else max(0.0, took - row * (computed - 1))
+        self.one_ns += _SMOOTHING * (one - self.one_ns)
         slot.cost.observe(computed, took)
 
     def _not_computed(self, slot: Slot, tickets: NDArray[Any], version: int, outcome: Outcome) -> NDArray[Any]:

@@ -95,6 +95,7 @@ class Engine:
         self._closed: tuple[Code, str] | None = None
         record: Any = scoreboard.engines[index : index + 1]
         self._shown, self._computing = cell(record, "expected_wait"), cell(record, "computing")
+        self._one_of_several = len(scoreboard.engines) > 1
         self._arrivals = np.zeros(_ARRIVALS, TICKET)
         self._passed_by = False  # whether the slow transports were skipped the last time
 
@@ -286,7 +287,7 @@ class Engine:
         slot = self._next(now)
         if slot is None:
             under_way = self._batches.under_way
-            self._show_wait(1 + under_way)
+            self._show_wait(under_way)
             if under_way:
                 return self._batches.land()
             self._computing[0] = 0
@@ -305,10 +306,7 @@ class Engine:
         tickets = queue.take()
         rows = waiting - queue.rows
         slot.counters.waiting(queue.rows)
-        later = 0
-        for other in self._queues:
-            later += other.queue.rows // other.queue.max_batch
-        self._show_wait(2 + self._batches.under_way + later)
+        self._show_wait(1 + self._batches.under_way)
         self._computing[0] = slot.shown or int(tickets["model"][0]) + 1  # names the model if it crashes the process
         self._batches.run(slot, tickets, rows, version)
         return True
@@ -381,11 +379,20 @@ class Engine:
         return min(due, key=lambda slot: int(slot.queue.waiting["submitted"][0]), default=None)
 
     def _show_wait(self, batches: int) -> None:
-        """Publish the expected wait of a new ticket, in batches, for clients that choose between engines."""
-        self._shown[0] = int(self._batches.mean_ns * batches)
+        """Publish the expected wait of a new ticket of few rows, for clients that choose between engines.
+
+        Args:
+            batches: the number of batches before it, without the full ones that wait.
+        """
+        for slot in self._queues:
+            batches += slot.queue.rows // slot.queue.max_batch
+        # Not the mean for its own batch: an engine that got larger batches than another one is not slower.
+        self._shown[0] = int(self._batches.mean_ns * batches + self._batches.one_ns)
 
     def _answer(self, tickets: NDArray[Any], code: int, version: int, message: str) -> None:
         only = self._admission.leave(tickets)
+        if self._one_of_several:
+            self._show_wait(self._batches.under_way)  # first: the clients that it wakes choose an engine again
         if message:
             message = plain(message)
         for transport in self.transports:

@@ -238,8 +238,16 @@ class ControlHandlers:
                 f"{rows} rows were asked for, the arena of {held.name!r} has {held.arena.rows}: ask for fewer, or "
                 f"raise models.{held.name}.rows"
             )
-        lane = self._leases.grant(held.index, rows, held.arena.rows, held.arena_number)
-        return pb.Lease(model=held.message(), lane=lane.lane, lease=lane.lease, first_row=lane.first, rows=lane.rows)
+        engines = held.only or range(len(self._engines.addresses))
+        lane = self._leases.grant(held.index, rows, held.arena.rows, held.arena_number, engines)
+        return pb.Lease(
+            model=held.message(),
+            lane=lane.lane,
+            lease=lane.lease,
+            first_row=lane.first,
+            rows=lane.rows,
+            engine=lane.engine,
+        )
 
     def _release(self, request: pb.ReleaseRequest) -> None:
         lane = self._leases.release(request.lane, request.lease, self._engines.living())

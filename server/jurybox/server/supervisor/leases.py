@@ -9,7 +9,7 @@ otherwise an engine that still computes one of them would write results into row
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from jurybox import native
@@ -29,6 +29,7 @@ class LeasedLane:
     first: int
     rows: int
     granted: float
+    engine: int = 0
     held: bool = False
     retiring: set[int] | None = field(default=None)  # engines that have not confirmed yet; None: the lane is leased
 
@@ -47,6 +48,7 @@ class Leases:
         self._is_locked = is_locked
         self._clock = clock
         self._lanes: dict[int, LeasedLane] = {}
+        self._engines: dict[int, int] = {}  # of each model's last lane
         # The first number is random, so that tickets of an earlier server's clients are recognised as stale.
         self._next = (secrets.randbits(31) << 32) + 1
 
@@ -55,8 +57,13 @@ class Leases:
         found = self._lanes.get(lane)
         return found if found is not None and found.lease == lease and found.retiring is None else None
 
-    def grant(self, model: int, rows: int, arena_rows: int, arena: int = 0) -> LeasedLane:
+    def grant(
+        self, model: int, rows: int, arena_rows: int, arena: int = 0, engines: Sequence[int] = (0,)
+    ) -> LeasedLane:
         """Lease `rows` adjacent rows of a model's arena, whose number is `arena`.
+
+        Args:
+            engines: those that compute the model; the lane gets the one with the fewest lanes of the model.
 
         Raises:
             Busy: no such run of rows, or no lane, is free; the message says how many are leased.
@@ -70,7 +77,8 @@ class Leases:
                 f"{len(self._lanes)} of {MAX_LANES} lanes; close clients, ask for fewer rows, or raise the "
                 "model's 'rows' in the server's configuration"
             )
-        leased_lane = LeasedLane(lane, self._next, model, first, rows, self._clock())
+        engine = self._least_leased(model, engines)
+        leased_lane = LeasedLane(lane, self._next, model, first, rows, self._clock(), engine)
         self._next += 1
         self._lanes[lane] = leased_lane
         for lanes in (self._scoreboard.own_lanes, self._scoreboard.lanes):
@@ -132,6 +140,17 @@ class Leases:
         leased.retiring = set(engines)
         if not leased.retiring:
             del self._lanes[leased.lane]
+
+    def _least_leased(self, model: int, engines: Sequence[int]) -> int:
+        """Return the engine with the fewest lanes of a model; equal ones take turns."""
+        lanes = dict.fromkeys(engines, 0)
+        for leased in self._lanes.values():
+            if leased.model == model and leased.retiring is None and leased.engine in lanes:
+                lanes[leased.engine] += 1
+        last = self._engines.get(model, -1)
+        engine = min(lanes, key=lambda one: (lanes[one], one <= last, one))
+        self._engines[model] = engine
+        return engine
 
     def _free_run(self, model: int, rows: int, arena_rows: int) -> int | None:
         """Return the first of `rows` free rows, or None. Takes the smallest gap that fits.

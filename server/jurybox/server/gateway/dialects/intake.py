@@ -30,8 +30,8 @@ from numpy.typing import NDArray
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 from jurybox import native
-from jurybox.client.rewards import PICTURE_MODES, Juror, Passing
-from jurybox.client.rewards import Scores as Found
+from jurybox.client.juror import PICTURE_MODES, Juror, Passing
+from jurybox.client.juror import Scores as Found
 from jurybox.protocol.errors import Code, Error, Refused, SpecMismatch, said
 
 VERSION_HEADER = "x-jurybox-weights-version"
@@ -225,7 +225,7 @@ class Intake:
     Args:
         pool: threads that parse requests and decode pictures.
         address: address of the server.
-        juror: model, inputs, output and timeout; see `jurybox.client.rewards.Juror`.
+        juror: model, inputs, output and timeout; see `jurybox.client.juror.Juror`.
         size: (height, width) to resize pictures to; None: no resizing.
         reward: name of the reward, for dialects whose requests name one.
         members: names of the members, if the model is a panel.

@@ -8,8 +8,8 @@ from functools import partial
 from typing import Any
 
 from jurybox import native
-from jurybox.client.rewards import Passing
-from jurybox.client.rewards import Scores as Found
+from jurybox.client.juror import Passing
+from jurybox.client.juror import Scores as Found
 from jurybox.protocol.errors import Code, ProtocolMismatch, Refused, SpecMismatch, plain, said
 from jurybox.server.gateway.dialects.intake import Intake, Reply, Request, Scores, listed
 

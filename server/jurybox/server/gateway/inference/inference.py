@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from jurybox.client.rewards import score_output
+from jurybox.client.juror import score_output
 from jurybox.protocol.errors import Code, Error, ModelNotFound, Refused, RowFailed, SessionLost, SpecMismatch
 from jurybox.protocol.row_frames import extents_text, joined_strings
 from jurybox.protocol.spec import BYTES, ModelSpec, TensorSpec

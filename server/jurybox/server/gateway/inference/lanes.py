@@ -335,7 +335,7 @@ class Lanes:
             elif stateful:
                 most = _SESSIONS
             else:  # each engine computes a batch, and one is written
-                most = (1 + (len(message.engines) or len(server.status()["engines"]))) * message.max_batch
+                most = (server.engines(name) + 1) * message.max_batch
             rows = wanted = min(most, max(1, message.arena_rows // 2))
             while True:
                 if earlier is not None and not earlier.retired and rows <= earlier.rows:
