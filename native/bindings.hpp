@@ -8,6 +8,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <stdexcept>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -26,6 +27,14 @@ void bind_replay_archive(nanobind::module_& m);
 // The C++ part of Python's ShmRingsClient.
 class ShmRingsClient;
 ShmRingsClient& rings_client(nanobind::handle client);
+
+// An engine that may compute a lane's tickets: the lane's side of the rings of one of its incarnations, its record of
+// scoreboard.ENGINE, and the incarnation.
+using GivenEngine = std::tuple<nanobind::object, nanobind::object, std::uint64_t>;
+
+// Return them for native code, which must not outlive the objects. There must be one at least.
+struct LaneEngine;
+std::vector<LaneEngine> engines_of(const std::vector<GivenEngine>& given);
 
 // Memory that is kept by a call, or by an object that it creates.
 using Bytes = nanobind::ndarray<std::uint8_t, nanobind::ndim<1>, nanobind::c_contig, nanobind::device::cpu>;

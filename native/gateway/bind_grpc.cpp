@@ -1,5 +1,6 @@
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
@@ -89,12 +90,14 @@ using RequestLane = InferLane<BytesMessage, Caller>;
 struct HeldLane {
     std::unique_ptr<RequestLane> lane;
     Columns inputs, outputs;
-    nb::object client, engine, wake;
+    std::vector<GivenEngine> engines;
+    nb::object wake;
 
     void close() {
         lane.reset();
         inputs.clear(), outputs.clear();
-        client.reset(), engine.reset(), wake.reset();
+        engines.clear();
+        wake.reset();
     }
 };
 
@@ -220,12 +223,12 @@ void add_form(Forms& forms, nb::bytes key, nb::object lane, std::uint32_t rows, 
     forms.entries.insert_or_assign(std::string(key.c_str(), key.size()), Forms::Entry{std::move(lane), &held, std::move(form)});
 }
 
-// Answer the requests of the last ticket; return the Python objects of their connections, whose bytes must be sent. Those whose
+// Answer the requests of the answered ticket; return the Python objects of their connections, whose bytes must be sent. Those whose
 // form lacks the heads of this version are left to `take_back`.
 nb::list answer(HeldLane& held) {
     nb::list touched;
     if (held.lane == nullptr) return touched;
-    std::vector<RequestLane::Request>& requests = held.lane->sent();
+    std::vector<RequestLane::Request>& requests = held.lane->answered();
     const auto has_heads = [&](const RequestLane::Request& one) {
         return !one.form->heads.empty() && one.form->version == held.lane->version();
     };
@@ -317,60 +320,66 @@ void bind_grpc(nb::module_& m) {
     nb::class_<HeldLane>(m, "InferLane", "Answers requests of known forms: from gRPC messages to rows, to an engine's ring, and back.")
         .def(
             "__init__",
-            [](HeldLane* self, std::uint32_t first, std::uint32_t rows, const Columns& inputs, const Columns& outputs, nb::object wake) {
-                auto lane = std::make_unique<RequestLane>(first, rows, columns_of(inputs, first, rows), columns_of(outputs, first, rows));
-                new (self) HeldLane{std::move(lane), inputs, outputs, {}, {}, std::move(wake)};
+            [](HeldLane* self, std::uint32_t first, std::uint32_t rows, std::size_t engines, const Columns& inputs, const Columns& outputs,
+               nb::object wake) {
+                if (engines == 0 || rows / (engines + 1) == 0) throw std::invalid_argument("expected a row for each engine's ticket, and another one");
+                auto lane = std::make_unique<RequestLane>(first, rows, engines, columns_of(inputs, first, rows), columns_of(outputs, first, rows));
+                new (self) HeldLane{std::move(lane), inputs, outputs, {}, std::move(wake)};
             },
-            nb::arg("first"), nb::arg("rows"), nb::arg("inputs"), nb::arg("outputs"), nb::arg("wake"),
-            "`first` and `rows` are its rows in the arena, `inputs` and `outputs` each tensor's memory, uint8, and the bytes of a row; `wake` "
-            "is the value of the event of `feed` for a request.")
+            nb::arg("first"), nb::arg("rows"), nb::arg("engines"), nb::arg("inputs"), nb::arg("outputs"), nb::arg("wake"),
+            "`first` and `rows` are its rows in the arena, `engines` the most that `attach` gets, `inputs` and `outputs` each tensor's memory, "
+            "uint8, and the bytes of a row; `wake` is the value of the event of `feed` for a request.")
         .def(
             "attach",
-            [](HeldLane& self, nb::object client, nb::object engine, std::uint64_t incarnation, std::uint64_t number) {
+            [](HeldLane& self, std::vector<GivenEngine> engines, std::uint64_t number) {
                 if (self.lane == nullptr) return;
-                const Write record(engine);
-                self.lane->attach(rings_client(client), *record.records<const EngineRecord>(), incarnation, number);
-                self.client = std::move(client), self.engine = std::move(engine);
+                self.lane->attach(engines_of(engines), number);
+                self.engines.swap(engines);
             },
-            nb::arg("client"), nb::arg("engine"), nb::arg("incarnation"), nb::arg("number"),
-            "Post tickets to the rings of an engine's incarnation, with numbers above this one; `engine` is its record of scoreboard.ENGINE.")
+            nb::arg("engines"), nb::arg("number"),
+            "Post tickets, with numbers above this one, to engines, the preferred one first: the lane's side of the rings of an engine's "
+            "incarnation, the engine's record of scoreboard.ENGINE, and the incarnation. Those of earlier calls that are not among them have ended.")
         .def("detach", [](HeldLane& self) { if (self.lane) self.lane->detach(); }, "Accept no requests until `attach`.")
-        .def_prop_ro("serves", [](const HeldLane& self) { return self.lane && self.lane->serves(); }, "Whether its engine serves.")
+        .def_prop_ro("serves", [](const HeldLane& self) { return self.lane && self.lane->serves(); }, "Whether one of its engines serves.")
         .def_prop_ro("waiting", [](const HeldLane& self) { return self.lane ? self.lane->waiting() : 0; }, "Requests for the next ticket.")
-        .def_prop_ro("pending", [](const HeldLane& self) { return self.lane ? self.lane->waiting() + self.lane->sent().size() : 0; },
+        .def_prop_ro("pending", [](const HeldLane& self) { return self.lane ? self.lane->pending() : 0; },
                      "Requests that are not answered.")
-        .def_prop_ro("in_flight", [](const HeldLane& self) { return self.lane && self.lane->in_flight(); }, "Whether a ticket is not answered.")
+        .def_prop_ro("in_flight", [](const HeldLane& self) { return self.lane ? self.lane->in_flight() : 0; }, "Tickets that are not answered.")
+        .def_prop_ro("may_send", [](HeldLane& self) { return self.lane && self.lane->next() != nullptr; },
+                     "Whether an engine is free for the next ticket.")
         .def(
             "send",
             [](HeldLane& self, double seconds) -> nb::object {
-                if (self.lane == nullptr) return nb::none();
-                ShmRingsClient& rings = rings_client(self.client);
+                LaneEngine* const engine = self.lane ? self.lane->next() : nullptr;
+                if (engine == nullptr) return nb::none();
+                ShmRingsClient& rings = *engine->rings;
                 rings.set_watched(seconds <= 0);
                 bool answered = false;
-                if (!self.lane->send()) return nb::none();
+                if (!self.lane->send(*engine)) return nb::none();
                 if (seconds > 0) {
                     {
                         const Unlocked release;
-                        answered = self.lane->wait(static_cast<std::int64_t>(seconds * 1e9));
+                        answered = rings.wait(static_cast<std::int64_t>(seconds * 1e9));
                     }
                     if (!answered) rings.set_watched(true);
                 }
                 return nb::bool_(answered);
             },
             nb::arg("seconds"),
-            "Post the waiting requests as one ticket, and wait at most so many seconds; return whether the answer has arrived, or None if the "
+            "Post the waiting requests as one ticket, and wait at most so many seconds; return whether its answer has arrived, or None if the "
             "ticket cannot be posted.")
         .def(
             "receive",
             [](HeldLane& self) -> nb::object {
                 if (self.lane == nullptr || !self.lane->receive()) return nb::none();
-                return nb::make_tuple(self.lane->code(), self.lane->version(), self.lane->rows());
+                return nb::make_tuple(self.lane->code(), self.lane->version(), self.lane->rows(), static_cast<double>(self.lane->took()) / 1e9);
             },
-            "Return the code, the weights version and the rows of the ticket's answer, or None if it has not arrived.")
-        .def("answer", answer, "Answer the requests of an answered ticket; return the `owner` of each, whose connection must be flushed.")
+            "Return the code, the weights version, the rows and the seconds of a ticket's answer, or None if none has arrived. Its requests "
+            "must be answered or taken back before the next call.")
+        .def("answer", answer, "Answer the requests of the answered ticket; return the `owner` of each, whose connection must be flushed.")
         .def("take_back", give_back, nb::arg("until"),
-             "Return (owner, call, ns until its deadline, message) of the requests that are due before a time (ns of CLOCK_MONOTONIC), to "
-             "be answered otherwise.")
+             "Return (owner, call, ns until its deadline, message) of the requests that must be answered otherwise: those due before a time (ns "
+             "of CLOCK_MONOTONIC), of an answered ticket, and those that no engine will answer.")
         .def("close", [](HeldLane& self) { self.close(); }, "Release everything; later calls do nothing.");
 
     m.def("cut_infer_request", cut, nb::arg("message"),

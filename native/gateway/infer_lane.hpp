@@ -9,13 +9,14 @@
 #include <cstdint>
 #include <cstring>
 #include <iterator>
+#include <limits>
 #include <memory>
 #include <string>
 #include <string_view>
 #include <utility>
 #include <vector>
 
-#include "serving/shm_rings.hpp"
+#include "serving/lane_engines.hpp"
 
 namespace jurybox {
 
@@ -67,8 +68,8 @@ struct InferParts {
 
 // Message is a container for bytes, with Message(), resize(size) and data(). Caller identifies a connection. Belongs to one thread.
 //
-// Requests that arrive while a ticket is computed share the next ticket. The rows have two halves: one is computed, requests are
-// written to the other.
+// Each engine has at most one ticket; requests that arrive while all of them compute share the next one. The rows have a part for
+// each engine's ticket, and one to which requests are written.
 template <class Message, class Caller>
 class InferLane {
   public:
@@ -89,33 +90,55 @@ class InferLane {
         Message message;  // kept until it is answered, for `take_back`
     };
 
-    // `first` is the lane's first row in the arena, `rows` their number.
-    InferLane(std::uint32_t first, std::uint32_t rows, std::vector<LaneColumn> inputs, std::vector<LaneColumn> outputs)
-        : first_(first), half_(rows / 2), inputs_(std::move(inputs)), outputs_(std::move(outputs)) {}
+    // `first` is the lane's first row in the arena, `rows` their number, `engines` the number of engines that `attach` may get.
+    InferLane(std::uint32_t first, std::uint32_t rows, std::size_t engines, std::vector<LaneColumn> inputs, std::vector<LaneColumn> outputs)
+        : first_(first), size_(rows / static_cast<std::uint32_t>(engines + 1)), inputs_(std::move(inputs)), outputs_(std::move(outputs)) {
+        for (std::size_t part = 1; part <= engines; ++part) free_.push_back(static_cast<std::uint32_t>(part) * size_);
+    }
 
-    // Post tickets to these rings, of the engine's `incarnation`, with numbers above `number`. An earlier incarnation has ended,
-    // and writes no more to the rows of its tickets.
-    void attach(ShmRingsClient& rings, const EngineRecord& engine, std::uint64_t incarnation, std::uint64_t number) {
-        if (incarnation != incarnation_) in_flight_ = false;
-        rings_ = &rings, engine_ = &engine, incarnation_ = incarnation;
+    // Post tickets to these engines, the preferred one first, with numbers above `number`. An incarnation that is no more among
+    // them has ended, and writes no more to the rows of its ticket.
+    void attach(std::vector<LaneEngine> engines, std::uint64_t number) {
+        std::vector<Sent> kept;
+        for (Sent& sent : sent_) {
+            const LaneEngine& at = engines_[sent.engine];
+            const auto same = std::find_if(engines.begin(), engines.end(), [&](const LaneEngine& one) { return one.rings == at.rings && one.incarnation == at.incarnation; });
+            if (same == engines.end()) {
+                free_.push_back(sent.part);
+                continue;
+            }
+            same->tickets = 1;
+            sent.engine = static_cast<std::size_t>(same - engines.begin());
+            kept.push_back(std::move(sent));
+        }
+        sent_ = std::move(kept), engines_ = std::move(engines);
         number_ = std::max(number_, number);
+        accepts_ = true;
     }
     // Accept no more requests until `attach`.
-    void detach() { rings_ = nullptr; }
+    void detach() { accepts_ = false; }
 
-    bool serves() const { return rings_ != nullptr && engine_->serves(incarnation_); }
+    bool serves() const {
+        return accepts_ && std::any_of(engines_.begin(), engines_.end(), [](const LaneEngine& one) { return one.serves(); });
+    }
     std::size_t waiting() const { return waiting_.size(); }
-    bool in_flight() const { return in_flight_; }
+    std::size_t in_flight() const { return sent_.size(); }
+    // The requests that are not answered.
+    std::size_t pending() const {
+        std::size_t sum = waiting_.size() + answered_.size();
+        for (const Sent& sent : sent_) sum += sent.requests.size();
+        return sum;
+    }
 
     std::size_t columns(bool inputs) const { return inputs ? inputs_.size() : outputs_.size(); }
 
     // Copy a request's rows to the lane, for the next ticket. Return false, and change nothing, if they do not fit now or at all.
     bool accept(const std::shared_ptr<Form>& form, const InferParts& parts, Caller&& caller, std::int32_t call, std::int64_t deadline,
                 Message& message) {
-        if (!serves() || parts.raw.size() != form->inputs.size() || form->rows > half_ - used_) return false;
+        if (!serves() || parts.raw.size() != form->inputs.size() || form->rows > size_ - used_) return false;
         for (std::size_t i = 0; i < parts.raw.size(); ++i)
             if (parts.raw[i].size() != form->rows * inputs_[form->inputs[i]].row_bytes) return false;
-        const std::uint32_t row = (second_ ? half_ : 0) + used_;
+        const std::uint32_t row = part_ + used_;
         for (std::size_t i = 0; i < parts.raw.size(); ++i) {
             const LaneColumn& column = inputs_[form->inputs[i]];
             std::memcpy(column.first + row * column.row_bytes, parts.raw[i].data(), parts.raw[i].size());
@@ -125,41 +148,52 @@ class InferLane {
         return true;
     }
 
-    // Post the waiting requests as one ticket; return false if that is not possible. Those of the last one were answered or
-    // returned.
-    bool send() {
-        if (in_flight_ || !sent_.empty() || waiting_.empty() || !serves()) return false;
+    // The engine to which the next ticket goes; nullptr: it must wait for an answer, or for an engine.
+    LaneEngine* next() {
+        LaneEngine* const engine = accepts_ ? choose_engine(engines_) : nullptr;
+        return engine != nullptr && engine->tickets == 0 ? engine : nullptr;
+    }
+
+    // Post the waiting requests as one ticket to an engine that has none; return false if that is not possible.
+    bool send(LaneEngine& engine) {
+        if (waiting_.empty() || free_.empty() || engine.tickets) return false;
         std::int64_t deadline = 0;
         for (const Request& one : waiting_) deadline = std::max(deadline, one.deadline);
-        const Ticket ticket{number_ + 1, 0, deadline, monotonic_ns(), 0, first_ + (second_ ? half_ : 0), used_, 0, 0, {incarnation_}};
-        if (!rings_->submit(ticket)) return false;
-        ++number_;
-        in_flight_ = true;
-        sent_.swap(waiting_);
-        second_ = !second_;
-        rows_ = std::exchange(used_, 0);
+        const std::int64_t now = monotonic_ns();
+        const Ticket ticket{number_ + 1, 0, deadline, now, 0, first_ + part_, used_, 0, 0, {engine.incarnation}};
+        if (!engine.rings->submit(ticket)) return false;
+        engine.tickets = 1;
+        sent_.push_back({static_cast<std::size_t>(&engine - engines_.data()), ++number_, now, part_, std::exchange(used_, 0), {}});
+        sent_.back().requests.swap(waiting_);
+        part_ = free_.back();
+        free_.pop_back();
         return true;
     }
 
-    // Wait at most `ns` for the answer.
-    bool wait(std::int64_t ns) { return rings_ != nullptr && rings_->wait(ns); }
-
-    // Receive the answer to the ticket in flight; return whether it has arrived. If its `code` is kOk, its requests are `sent`, to
-    // be answered with `answer`.
+    // Receive the answer to a ticket in flight; return whether one has arrived. If its `code` is kOk, its requests are `answered`, to
+    // be answered with `answer`. Those of the last one were answered or taken back.
     bool receive() {
-        Answer answer;
-        while (rings_ != nullptr && rings_->receive(&answer, 1) == 1) {
-            if (!in_flight_ || answer.sequence != number_) continue;
-            in_flight_ = false;
-            version_ = answer.version, code_ = answer.code;
-            return true;
+        if (!answered_.empty()) return false;
+        for (auto sent = sent_.begin(); sent != sent_.end(); ++sent) {
+            LaneEngine& engine = engines_[sent->engine];
+            Answer answer;
+            while (engine.rings->receive(&answer, 1) == 1) {
+                if (answer.sequence != sent->number) continue;
+                engine.tickets = 0;
+                version_ = answer.version, code_ = answer.code, rows_ = sent->rows, took_ = monotonic_ns() - sent->submitted;
+                answered_ = std::move(sent->requests);
+                free_.push_back(sent->part);
+                sent_.erase(sent);
+                return true;
+            }
         }
         return false;
     }
     std::uint64_t version() const { return version_; }
     std::uint32_t code() const { return code_; }
-    std::uint32_t rows() const { return rows_; }  // of the last ticket
-    std::vector<Request>& sent() { return sent_; }
+    std::uint32_t rows() const { return rows_; }  // of the answered ticket
+    std::int64_t took() const { return took_; }   // ns
+    std::vector<Request>& answered() { return answered_; }
 
     // Write a ModelInferResponse with the outputs of a request, whose form has the heads of `version`.
     void answer(const Request& request, Message& message) const {
@@ -181,28 +215,43 @@ class InferLane {
         put(id.data(), id.size());
     }
 
-    // Return the requests whose deadline is before `until`, and do not answer them. The rows of a ticket in flight stay in use
-    // until its engine has answered or ended.
+    // Return the requests whose deadline is before `until`, those of an answered ticket, and those that no engine will answer as it
+    // does not serve, and do not answer them. The rows of a ticket in flight stay in use until its engine has answered or ended.
     std::vector<Request> take_back(std::int64_t until) {
         std::vector<Request> back;
-        for (std::vector<Request>* some : {&sent_, &waiting_}) {
-            const auto kept = std::stable_partition(some->begin(), some->end(), [&](const Request& one) { return one.deadline < until; });
-            std::move(some->begin(), kept, std::back_inserter(back));
-            some->erase(some->begin(), kept);
-        }
+        const auto take = [&back](std::vector<Request>& some, std::int64_t before) {
+            const auto kept = std::stable_partition(some.begin(), some.end(), [&](const Request& one) { return one.deadline < before; });
+            std::move(some.begin(), kept, std::back_inserter(back));
+            some.erase(some.begin(), kept);
+        };
+        constexpr std::int64_t all = std::numeric_limits<std::int64_t>::max();
+        take(answered_, all);
+        for (Sent& sent : sent_) take(sent.requests, engines_[sent.engine].serves() ? until : all);
+        take(waiting_, serves() ? until : all);
         if (waiting_.empty()) used_ = 0;
         return back;
     }
 
   private:
-    const std::uint32_t first_, half_;
+    struct Sent {
+        std::size_t engine;  // index
+        std::uint64_t number;
+        std::int64_t submitted;
+        std::uint32_t part, rows;
+        std::vector<Request> requests;
+    };
+
+    const std::uint32_t first_, size_;  // of a part
     const std::vector<LaneColumn> inputs_, outputs_;
-    ShmRingsClient* rings_ = nullptr;
-    const EngineRecord* engine_ = nullptr;
-    std::uint64_t incarnation_ = 0, number_ = 0, version_ = 0;
+    std::vector<LaneEngine> engines_;
+    std::uint64_t number_ = 0, version_ = 0;
+    std::int64_t took_ = 0;
     std::uint32_t code_ = kOk, rows_ = 0, used_ = 0;
-    bool second_ = false, in_flight_ = false;
-    std::vector<Request> waiting_, sent_;
+    std::uint32_t part_ = 0;           // the first row of the part that requests are written to
+    std::vector<std::uint32_t> free_;  // the others without a ticket
+    bool accepts_ = false;
+    std::vector<Request> waiting_, answered_;
+    std::vector<Sent> sent_;
 };
 
 }  // namespace jurybox

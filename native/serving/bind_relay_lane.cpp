@@ -1,4 +1,5 @@
 #include <nanobind/stl/pair.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include <optional>
@@ -15,14 +16,16 @@ namespace {
 
 // Does nothing after `close`. The objects that it points to are kept until then.
 struct Held {
-    nb::object link, client, engine;
+    nb::object link;
+    std::vector<GivenEngine> engines;
     Columns inputs, outputs;
     std::optional<RelayLane> lane;
 
     void close() {
         lane.reset();
         inputs.clear(), outputs.clear();
-        link.reset(), client.reset(), engine.reset();
+        engines.clear();
+        link.reset();
     }
 };
 
@@ -33,19 +36,17 @@ void bind_relay_lane(nb::module_& m) {
     nb::class_<Held>(m, "RelayLane", "The fast path of a remote client's lane for ordinary requests: from its connection to an engine's rings and back.")
         .def(
             "__init__",
-            [](Held* self, nb::object link, nb::object client, nb::object engine, std::uint64_t incarnation, std::uint64_t lease,
-               std::uint32_t first, std::uint32_t rows, Columns inputs, Columns outputs) {
-                const Write record(engine);
+            [](Held* self, nb::object link, std::vector<GivenEngine> engines, std::uint64_t lease, std::uint32_t first, std::uint32_t rows,
+               Columns inputs, Columns outputs) {
+                std::vector<LaneEngine> of = engines_of(engines);
                 std::vector<LaneColumn> in = columns_of(inputs, first, rows), out = columns_of(outputs, first, rows);
-                Held* held = new (self) Held{link, client, engine, std::move(inputs), std::move(outputs), std::nullopt};
-                held->lane.emplace(nb::cast<Zmtp&>(link), rings_client(client), *record.records<const EngineRecord>(), incarnation,
-                                   lease, first, rows, std::move(in), std::move(out));
+                Held* held = new (self) Held{link, std::move(engines), std::move(inputs), std::move(outputs), std::nullopt};
+                held->lane.emplace(nb::cast<Zmtp&>(link), std::move(of), lease, first, rows, std::move(in), std::move(out));
             },
-            nb::arg("link"), nb::arg("client"), nb::arg("engine"), nb::arg("incarnation"), nb::arg("lease"), nb::arg("first"),
-            nb::arg("rows"), nb::arg("inputs"), nb::arg("outputs"),
-            "`link` is its connection, `client` its side of the rings of the engine's life `incarnation`, `engine` that one's record of "
-            "scoreboard.ENGINE; `lease` the client's name for the lane; `first` and `rows` its rows in the arena, `inputs` and "
-            "`outputs` each tensor's memory, uint8, and the bytes of a row.")
+            nb::arg("link"), nb::arg("engines"), nb::arg("lease"), nb::arg("first"), nb::arg("rows"), nb::arg("inputs"), nb::arg("outputs"),
+            "`link` is its connection; `engines` are those that may compute its tickets, the preferred one first: its side of the rings of "
+            "an engine's incarnation, the engine's record of scoreboard.ENGINE, and the incarnation; `lease` is the client's name for the "
+            "lane; `first` and `rows` are its rows in the arena, `inputs` and `outputs` each tensor's memory, uint8, and the bytes of a row.")
         .def("take_over", [](Held& self, std::uint64_t number) { if (self.lane) self.lane->take_over(number); }, nb::arg("number"),
              nb::lock_self(), "Start to handle tickets, with numbers above this one. None may be in flight.")
         .def(
@@ -54,12 +55,12 @@ void bind_relay_lane(nb::module_& m) {
                 nb::list sent;
                 if (!self.lane) return sent;
                 for (const RelayLane::Sent& one : self.lane->hand_over())
-                    sent.append(nb::make_tuple(one.number, one.sequence, one.first, one.rows, one.version, one.incarnation,
+                    sent.append(nb::make_tuple(one.engine, one.number, one.sequence, one.first, one.rows, one.version, one.incarnation,
                                                one.submitted, one.deadline));
                 return sent;
             },
             nb::lock_self(),
-            "See to nothing any more until `take_over`. Gives the tickets in flight: number, its client's sequence, first row and "
+            "See to nothing any more until `take_over`. Gives the tickets in flight: index of the engine, number, its client's sequence, first row and "
             "rows, version, its client's incarnation, submitted and deadline in ns.")
         .def_prop_ro("mine", [](const Held& self) { return self.lane && self.lane->mine(); }, "Whether it handles the lane's tickets.")
         .def_prop_ro("number", [](const Held& self) { return self.lane ? self.lane->number() : 0; }, "The last number used for a ticket.")

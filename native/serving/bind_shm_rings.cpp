@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "bindings.hpp"
-#include "serving/shm_rings.hpp"
+#include "serving/lane_engines.hpp"
 
 namespace nb = nanobind;
 
@@ -122,6 +122,16 @@ nb::str message_of(const ShmRingsClient& rings, const Answer& answer) { return a
 }  // namespace
 
 ShmRingsClient& rings_client(nb::handle client) { return nb::cast<Client&>(client).rings; }
+
+std::vector<LaneEngine> engines_of(const std::vector<GivenEngine>& given) {
+    if (given.empty()) throw std::invalid_argument("one engine at least was expected");
+    std::vector<LaneEngine> engines;
+    for (const auto& [client, engine, incarnation] : given) {
+        const Write record(engine);
+        engines.push_back({&rings_client(client), record.records<const EngineRecord>(), incarnation});
+    }
+    return engines;
+}
 
 void bind_shm_rings(nb::module_& m) {
     m.attr("RINGS_BYTES") = sizeof(ShmRingsMemory);

@@ -1,5 +1,5 @@
-// The fast path of a remote client's lane, for ordinary requests: rows of fixed shapes, one engine that serves, answers that are
-// outputs, and a client that reads them. It passes tickets with their rows from the client's connection to the engine's ring, and
+// The fast path of a remote client's lane, for ordinary requests: rows of fixed shapes, an engine that serves, answers that are
+// outputs, and a client that reads them. It passes tickets with their rows from the client's connection to an engine's ring, and
 // the outputs back, in the relay's only thread. The relay handles everything else and then takes over the tickets in flight
 // (`hand_over`), so that each ticket has exactly one owner.
 #pragma once
@@ -12,7 +12,7 @@
 #include <utility>
 #include <vector>
 
-#include "serving/shm_rings.hpp"
+#include "serving/lane_engines.hpp"
 #include "serving/zmtp.hpp"
 
 namespace jurybox {
@@ -24,14 +24,15 @@ class RelayLane {
         std::uint64_t sequence, number, version, incarnation;
         std::int64_t submitted, deadline;
         std::uint32_t first, rows;
+        std::size_t engine;  // index
     };
 
-    // `incarnation` is that of the engine to which `rings` belong, `lease` the client's number for the lane, which has `rows`
-    // rows of the arena from `first` on. Nothing happens before `take_over`.
-    RelayLane(Zmtp& link, ShmRingsClient& rings, const EngineRecord& engine, std::uint64_t incarnation, std::uint64_t lease,
-              std::uint32_t first, std::uint32_t rows, std::vector<LaneColumn> inputs, std::vector<LaneColumn> outputs)
-        : link_(link), rings_(rings), engine_(engine), incarnation_(incarnation), lease_(lease), first_(first), rows_(rows),
-          inputs_(std::move(inputs)), outputs_(std::move(outputs)) {
+    // `lease` is the client's number for the lane, which has `rows` rows of the arena from `first` on. Nothing happens before
+    // `take_over`.
+    RelayLane(Zmtp& link, std::vector<LaneEngine> engines, std::uint64_t lease, std::uint32_t first, std::uint32_t rows,
+              std::vector<LaneColumn> inputs, std::vector<LaneColumn> outputs)
+        : link_(link), lease_(lease), first_(first), rows_(rows), inputs_(std::move(inputs)), outputs_(std::move(outputs)),
+          engines_(std::move(engines)) {
         sent_.reserve(kRing);
         parts_.resize(1 + outputs_.size());
     }
@@ -47,6 +48,7 @@ class RelayLane {
         std::vector<Sent> sent;
         sent.swap(sent_);
         sent_.reserve(kRing);
+        for (LaneEngine& engine : engines_) engine.tickets = 0;
         return sent;
     }
     bool mine() const { return mine_; }
@@ -63,17 +65,8 @@ class RelayLane {
 
     // Send the answers that have arrived. Return false if the relay must send them: all, or the next one, which is special.
     bool answer() {
-        Answer answer, same;
-        while (mine_ && rings_.next(answer)) {
-            const auto sent = std::find_if(sent_.begin(), sent_.end(), [&](const Sent& one) { return one.number == answer.sequence; });
-            // The relay enforces the limit on bytes that a client has not read.
-            if (sent != sent_.end() && (answer.code != kOk || link_.pending() > 0)) return false;
-            rings_.receive(&same, 1);
-            if (sent == sent_.end()) continue;  // its ticket is unknown
-            post(*sent, answer.version);
-            *sent = sent_.back();
-            sent_.pop_back();
-        }
+        for (std::size_t engine = 0; mine_ && engine < engines_.size(); ++engine)
+            if (!answer(engine)) return false;
         return mine_;
     }
 
@@ -88,7 +81,7 @@ class RelayLane {
             for (std::size_t i = 1; i < n_fds; ++i)
                 if (fds[i].revents != 0) return;
             if (!link_.receive(0) || take_in() == 0 || link_.oldest() != nullptr) return;
-            if (!rings_.wait(pause_ns) || !answer()) return;
+            if (!engines_[sent_.front().engine].rings->wait(pause_ns) || !answer()) return;
         }
     }
 
@@ -102,6 +95,25 @@ class RelayLane {
   private:
     static constexpr char kPrefix[] = {'J', 2};                  // wire.py
     static constexpr std::int64_t kLongest = 3'600'000'000'000;  // ns; an hour, the limit of all time-outs
+
+    // Send the answers of an engine; return false if the next one is special.
+    bool answer(std::size_t engine) {
+        ShmRingsClient& rings = *engines_[engine].rings;
+        Answer answer, same;
+        while (rings.next(answer)) {
+            const auto sent = std::find_if(sent_.begin(), sent_.end(), [&](const Sent& one) { return one.number == answer.sequence; });
+            const bool known = sent != sent_.end() && sent->engine == engine;
+            // The relay enforces the limit on bytes that a client has not read.
+            if (known && (answer.code != kOk || link_.pending() > 0)) return false;
+            rings.receive(&same, 1);
+            if (!known) continue;
+            post(*sent, answer.version);
+            --engines_[engine].tickets;
+            *sent = sent_.back();
+            sent_.pop_back();
+        }
+        return true;
+    }
 
     // Copy a ticket's rows to the lane and post it; return false, without doing anything, if it is special.
     bool submit(const Zmtp::Message& message) {
@@ -117,13 +129,16 @@ class RelayLane {
         }
         for (std::size_t i = 0; i < inputs_.size(); ++i)
             if (message[1 + i].size() != came.rows * inputs_[i].row_bytes) return false;
-        if (sent_.size() == kRing || !engine_.serves(incarnation_)) return false;
+        LaneEngine* const engine = choose_engine(engines_);
+        if (sent_.size() == kRing || engine == nullptr) return false;
         for (std::size_t i = 0; i < inputs_.size(); ++i)
             std::memcpy(inputs_[i].first + came.first * inputs_[i].row_bytes, message[1 + i].data(), message[1 + i].size());
         const std::int64_t now = monotonic_ns(), left = std::clamp<std::int64_t>(came.deadline, 1, kLongest);
-        const Ticket ticket{number_ + 1, 0, now + left, now, 0, first_ + came.first, came.rows, 0, came.version, {incarnation_}};
-        if (!rings_.submit(ticket)) return false;
-        sent_.push_back({came.sequence, ++number_, came.version, came.incarnation, now, now + left, came.first, came.rows});
+        const Ticket ticket{number_ + 1, 0, now + left, now, 0, first_ + came.first, came.rows, 0, came.version, {engine->incarnation}};
+        if (!engine->rings->submit(ticket)) return false;
+        ++engine->tickets;
+        const auto index = static_cast<std::size_t>(engine - engines_.data());
+        sent_.push_back({came.sequence, ++number_, came.version, came.incarnation, now, now + left, came.first, came.rows, index});
         return true;
     }
 
@@ -140,11 +155,10 @@ class RelayLane {
     }
 
     Zmtp& link_;
-    ShmRingsClient& rings_;
-    const EngineRecord& engine_;
-    const std::uint64_t incarnation_, lease_;
+    const std::uint64_t lease_;
     const std::uint32_t first_, rows_;
     const std::vector<LaneColumn> inputs_, outputs_;
+    std::vector<LaneEngine> engines_;
     bool mine_ = false;
     std::uint64_t number_ = 0, looked_ = 0;
     std::vector<Sent> sent_;

@@ -85,7 +85,7 @@ inline std::size_t whole_characters(const char* text, std::size_t length, std::s
     return bytes;
 }
 
-// The same as ENGINE in scoreboard.py. Only the incarnation and the state are read here.
+// The same as ENGINE in scoreboard.py. Only the incarnation, the state and the expected wait are read here.
 struct EngineRecord {
     std::uint64_t incarnation;
     std::int64_t heartbeat, expected_wait;
@@ -95,6 +95,8 @@ struct EngineRecord {
 
     // Set the state; called by the engine. A reader of the new state (acquire) also sees the engine's earlier writes.
     void show(std::uint32_t now) { reinterpret_cast<std::atomic<std::uint32_t>*>(&state)->store(now, std::memory_order_release); }
+
+    std::int64_t wait() const { return reinterpret_cast<const std::atomic<std::int64_t>*>(&expected_wait)->load(std::memory_order_relaxed); }
 
     bool serves(std::uint64_t in_incarnation) const {
         constexpr std::uint32_t kServing = 2;

@@ -45,7 +45,7 @@ struct Relayed {
         record.incarnation = kLife, record.state = 2;
         rings = std::make_unique<ShmRingsClient>(memory.get(), kLane, 77, pipe[1], spin_ns);
         engine = std::make_unique<ShmRingsEngine>(memory.get(), kLife, 0);
-        lane = std::make_unique<RelayLane>(*link, *rings, record, kLife, kLease, kFirst, kRows,
+        lane = std::make_unique<RelayLane>(*link, std::vector<LaneEngine>{{rings.get(), &record, kLife}}, kLease, kFirst, kRows,
                                            std::vector<LaneColumn>{{input.data() + kFirst * kIn, kIn}, {mask.data() + kFirst * kMask, kMask}},
                                            std::vector<LaneColumn>{{output.data() + kFirst * kOut, kOut}});
         lane->take_over(100);
@@ -197,6 +197,29 @@ void test_a_late_answer_to_an_earlier_ticket_is_nobodys() {
     CHECK(to.lane->answer() && to.answered(2, 1, 'B'));
 }
 
+void test_tickets_are_spread_over_engines_that_serve() {
+    Relayed to, other;  // of the second only the engine
+    to.lane = std::make_unique<RelayLane>(*to.link, std::vector<LaneEngine>{{to.rings.get(), &to.record, kLife}, {other.rings.get(), &other.record, kLife}},
+                                          kLease, kFirst, kRows,
+                                          std::vector<LaneColumn>{{to.input.data() + kFirst * kIn, kIn}, {to.mask.data() + kFirst * kMask, kMask}},
+                                          std::vector<LaneColumn>{{to.output.data() + kFirst * kOut, kOut}});
+    to.lane->take_over(100);
+    to.ask(1, 0, 1), to.ask(2, 1, 1), to.ask(3, 2, 1);
+    CHECK(to.take_in() == 3);
+    const auto here = to.collect(), there = other.collect();
+    CHECK(here.size() == 2 && here[0].sequence == 101 && here[1].sequence == 103 && there.size() == 1 && there[0].sequence == 102);
+    std::memset(to.output.data() + there[0].first * kOut, 'B', kOut);
+    CHECK(other.engine->reply(&there[0], 1, kOk, 7, "", 0) == 0 && to.lane->answer() && to.answered(2, 1, 'B'));
+    to.ask(4, 1, 1);
+    CHECK(to.take_in() == 1 && other.collect().at(0).sequence == 104);  // it has none now
+    const auto sent = to.lane->hand_over();
+    CHECK(sent.size() == 3 && sent[0].engine == 0 && sent[2].engine == 1 && sent[2].number == 104);
+    other.record.state = 1;
+    to.lane->take_over(104);
+    to.ask(5, 0, 1), to.ask(6, 3, 1);
+    CHECK(to.take_in() == 2 && to.collect().size() == 2 && other.collect().empty());
+}
+
 void test_a_client_that_does_not_read_has_one_message_kept_and_no_more() {
     Relayed to(0, 1);
     std::uint64_t sequence = 0;
@@ -284,6 +307,7 @@ int main() {
     test_an_answer_that_is_no_outputs_stays_for_who_has_its_message();
     test_who_hands_over_does_nothing_until_it_takes_over();
     test_a_late_answer_to_an_earlier_ticket_is_nobodys();
+    test_tickets_are_spread_over_engines_that_serve();
     test_a_client_that_does_not_read_has_one_message_kept_and_no_more();
     test_a_client_that_is_gone_costs_its_answer_alone();
     test_a_ticket_that_stays_is_told_at_the_second_look();

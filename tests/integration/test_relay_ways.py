@@ -31,9 +31,9 @@ ROW = np.arange(4, dtype=np.float32)
 SECOND = 1_000_000.0  # to moody
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    with serving(tmp_path_factory.mktemp("server"), MODELS) as running:
+@pytest.fixture(scope="module", params=[1, 2], ids=["engine", "engines"])
+def server(request, tmp_path_factory):
+    with serving(tmp_path_factory.mktemp("server"), MODELS, replicas=request.param) as running:
         yield running
 
 

@@ -308,10 +308,19 @@ class Lane:
         except TooManyFiles:
             return None, 0
 
-    def only_engine(self) -> tuple[int, int] | None:
-        """Return the model's only engine and its incarnation; None if it is not serving or there are several."""
-        engine = self.choose_engine() if self.one_engine else None
-        return None if engine is None else (engine, self._incarnations.item(engine))
+    def able(self) -> tuple[tuple[int, int], ...]:
+        """Return the serving engines for tickets that other code sends, each with its incarnation.
+
+        The lane's own is first. With sessions, only one has their state.
+        """
+        if self.one_engine or self.columns.sessions is not None:
+            engine = self.choose_engine()
+            able = [] if engine is None else [engine]
+        else:
+            serving = self._serving()
+            able = self._with_model(serving) or serving
+            able.sort(key=lambda i: (i < self._home, i))
+        return tuple((i, self._incarnations.item(i)) for i in able)
 
     def adopt(self, ticket: InFlight, engine: int, incarnation: int, submitted: int) -> None:
         """Take over a ticket that other code sent through this lane's transport. Its sequence must be the highest yet.

@@ -98,9 +98,9 @@ class Gateway:
         return stub
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    with serving(tmp_path_factory.mktemp("server"), MODELS) as running:
+@pytest.fixture(scope="module", params=[1, 2], ids=["engine", "engines"])
+def server(request, tmp_path_factory):
+    with serving(tmp_path_factory.mktemp("server"), MODELS, replicas=request.param) as running:
         yield running
 
 

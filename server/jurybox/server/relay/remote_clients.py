@@ -21,7 +21,7 @@ from jurybox.client.lane import Lane
 from jurybox.client.transports.shm import ShmTransport, Words
 from jurybox.protocol import row_frames
 from jurybox.protocol.control_pb2 import Lease
-from jurybox.protocol.errors import MOST_TEXT, Code, Error, cut
+from jurybox.protocol.errors import MOST_TEXT, Code, Error, TooManyFiles, cut
 from jurybox.protocol.wire import PACK_REPLY, PREFIX
 from jurybox.server.security.access import public_keys, read_pair
 
@@ -246,7 +246,8 @@ class HeldLane:
         self._shm = lane.transport if isinstance(lane.transport, ShmTransport) else None
         self._this = weakref.ref(self)
         self._native: native.RelayLane | None = None
-        self._native_for: tuple[native.Zmtp, tuple[int, int]] | None = None  # its connection, (engine, incarnation)
+        # Its connection, and the engines that it uses, each with its incarnation.
+        self._native_for: tuple[native.Zmtp, tuple[tuple[int, int], ...]] | None = None
         self._sender = b""
 
     @property
@@ -258,24 +259,28 @@ class HeldLane:
         """After a `submit`: let `take_in` handle the next regular tickets of this connection.
 
         Returns:
-            Whether anything changed: False if the rows do not have a fixed size, if there are several engines, or if
-            `take_in` handles them already.
+            Whether anything changed: False if the rows do not have a fixed size, if no engine serves, or if `take_in`
+            handles them already.
         """
-        if not self._inputs or not self._outputs or self._shm is None or (engine := self.lane.only_engine()) is None:
+        if not self._inputs or not self._outputs or self._shm is None or not (able := self.lane.able()):
             return False
-        if self._native_for is not None and self._native_for[0] is link and self._native_for[1] == engine:
-            return False
-        if (client := self._shm.client(*engine)) is None:
+        if self._native_for == (link, able):
             return False
         self._take_back()
+        engines = []
+        for engine, incarnation in able:
+            try:
+                client = self._shm.attach(engine, incarnation)
+            except TooManyFiles:
+                client = None
+            if client is None:  # it is being replaced, for example
+                return False
+            engines.append((client, self.lane.record(engine), incarnation))
         if self._native is not None:
             self._native.close()
         memory = self._inputs.memory(), self._outputs.memory()
-        number = self.granted.lease
-        self._native = native.RelayLane(
-            link, client, self.lane.record(engine[0]), engine[1], number, self._first, self._rows, *memory
-        )
-        self._native_for, self._sender = (link, engine), sender
+        self._native = native.RelayLane(link, engines, self.granted.lease, self._first, self._rows, *memory)
+        self._native_for, self._sender = (link, able), sender
         return True
 
     def take_in(self) -> int:
@@ -306,19 +311,21 @@ class HeldLane:
         """Take over all tickets in flight from the native lane."""
         if self._native is None or self._native_for is None or not self._native.mine:
             return
-        engine, life = self._native_for[1]
-        for number, sequence, first, rows, version, incarnation, submitted, deadline in self._native.hand_over():
+        engines = self._native_for[1]
+        for at, number, sequence, first, rows, version, client, submitted, deadline in self._native.hand_over():
             ticket = InFlight(number, self._first + first, rows, deadline, version)
             ticket.holder = self._this
-            self.lane.adopt(ticket, engine, life, submitted)
-            came = InlineTicket(self._sender, sequence, 0, first, rows, version, incarnation)
+            self.lane.adopt(ticket, *engines[at], submitted)
+            came = InlineTicket(self._sender, sequence, 0, first, rows, version, client)
             self._busy[first : first + rows] = b"\1" * rows
             self._in_flight[sequence] = (came, ticket)
         self.lane.sequence = max(self.lane.sequence, self._native.number)
 
     def _give(self) -> None:
-        """If nothing is in flight here, let the native lane handle the next tickets."""
-        if self._native is not None and not self._in_flight and not self.lane.in_flight:
+        """If nothing is in flight here and the engines are the same, let the native lane handle the next tickets."""
+        if self._native is None or self._native_for is None or self._in_flight or self.lane.in_flight:
+            return
+        if self._native_for[1] == self.lane.able():
             self._native.take_over(self.lane.sequence)
 
     def watch(self, loop: asyncio.AbstractEventLoop, words: Words, arrived: Callable[[], None]) -> None:
@@ -407,7 +414,8 @@ class HeldLane:
     def look_after(self) -> None:
         """Check engines and server. New answers are in `answers` afterwards. Raises ServerGone."""
         if self._native is not None and self._native.in_flight:
-            if not self._native.overdue():
+            same = self._native_for is not None and self._native_for[1] == self.lane.able()
+            if same and not self._native.overdue():
                 return  # all tickets in flight are newer than the last check
             self._take_back()
         self.lane.receive(0)

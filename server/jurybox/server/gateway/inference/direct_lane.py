@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
+
+from numpy.typing import NDArray
 
 from jurybox import native
 from jurybox.client import Model
@@ -24,7 +26,7 @@ from jurybox.server.gateway.inference.lanes import Lanes, ModelLane
 from jurybox.server.gateway.inference.return_tracker import BRIEF, ReturnTracker
 from jurybox.server.security.access import ClientConnection
 
-_ROWS = 64  # the maximum of a lane: half of them are computed, requests are written to the others
+_ROWS = 32  # of a ticket at most: the lane has as many for each engine's, and for the one that is written
 _WORTH = 16  # requests of a form after which native code answers them
 _MOST_FORMS = 256  # of one model
 _UNHURRIED = 1.0  # seconds: native code accepts no request whose time-out is so short that it must not wait for others
@@ -75,18 +77,20 @@ class DirectLane:
         self._lane = lane = model.requests.lane
         self._forms: dict[bytes, Form] = {}
         self._version = -1  # of the heads in the table
-        self._engine: tuple[int, int] | None = None
+        self._engines: dict[int, tuple[native.ShmRingsClient, NDArray[Any], int]] = {}  # with record and incarnation
+        self._detached = True
         self._called = False
         self._looking: asyncio.TimerHandle | None = None
         self._paused = 0.0
-        self._began = 0.0
         self._returning = ReturnTracker()
         self._gathered: asyncio.TimerHandle | None = None  # sends the ticket that waits for more requests
         self.rows = lane.rows
         self.first = lane.find(self.rows) or 0
         lane.hold(self)
         inputs, outputs = PlainRows(lane.columns, "inputs"), PlainRows(lane.columns, "outputs")
-        self._native = native.InferLane(self.first, self.rows, inputs.memory(), outputs.memory(), self._arrived)
+        self._native = native.InferLane(
+            self.first, self.rows, lane.engines, inputs.memory(), outputs.memory(), self._arrived
+        )
         lane.watch(self._loop, self._on_answer)
 
     def add(self, key: bytes, form: Form) -> None:
@@ -104,18 +108,31 @@ class DirectLane:
         self._forms[key] = form
 
     def mend(self) -> None:
-        """Connect to the engine that serves now, unless a ticket has failed just now."""
-        if time.monotonic() < self._paused or (engine := self._lane.only_engine()) is None or engine == self._engine:
+        """Connect to the engines that serve now, unless a ticket has failed just now."""
+        if time.monotonic() < self._paused:
             return
         assert isinstance(self._lane.transport, ShmTransport)
-        try:
-            client = self._lane.transport.attach(*engine)
-        except Error:  # no descriptors are left, for example
-            return
-        if client is not None:
-            self._give_back(_ALL)  # requests of an engine that has ended, if `_look` has not returned them yet
-            self._native.attach(client, self._lane.record(engine[0]), engine[1], self._lane.sequence)
-            self._engine = engine
+        able = self._lane.able()
+        for engine, incarnation in able:
+            if engine in self._engines and self._engines[engine][2] == incarnation:
+                continue
+            try:
+                client = self._lane.transport.attach(engine, incarnation)
+            except Error:  # no descriptors are left, for example
+                return
+            if client is not None:
+                self._engines[engine] = client, self._lane.record(engine), incarnation
+                self._attach(engine for engine, _ in able)
+        if able and self._engines and self._detached:
+            self._attach(engine for engine, _ in able)
+
+    def _attach(self, order: Iterable[int]) -> None:
+        """Use all engines attached so far: one that does not serve may still write to the rows of its ticket."""
+        self._give_back(0)  # requests of an incarnation that has ended, if `_look` has not returned them yet
+        first = [engine for engine in order if engine in self._engines]
+        engines = [self._engines[engine] for engine in dict.fromkeys([*first, *self._engines])]
+        self._native.attach(engines, self._lane.sequence)
+        self._detached = False
 
     def close(self) -> None:
         """Return all requests, and answer none from now on. The caller closes the model."""
@@ -139,7 +156,7 @@ class DirectLane:
             self._send_soon()
 
     def _send_soon(self) -> None:
-        if not self._called and not self._native.in_flight:
+        if not self._called and self._native.may_send:
             self._called = True
             self._loop.call_soon(self._send)
 
@@ -148,13 +165,12 @@ class DirectLane:
         if self._gathered is not None:
             self._gathered.cancel()
             self._gathered = None
-        if self._native.in_flight or not (waiting := self._native.waiting):
+        if not (waiting := self._native.waiting) or not self._native.may_send:
             return
         if (wait := self._returning.wait(waiting)) > 0:
             self._gathered = self._loop.call_later(wait, self._send)
             return
         brief = BRIEF if self._returning.may_block(waiting) else 0.0
-        self._began = time.monotonic()
         answered = self._native.send(brief)
         if answered is None:
             self._give_back(_ALL)
@@ -164,15 +180,19 @@ class DirectLane:
             self._returning.blocked_in_vain()
 
     def _on_answer(self) -> None:
-        if (found := self._native.receive()) is None:
-            return
-        code, version, rows = found
-        self._returning.took(rows, time.monotonic() - self._began)
+        while (found := self._native.receive()) is not None:
+            self._answer(*found)
+        if self._native.waiting:
+            self._send_soon()
+
+    def _answer(self, code: int, version: int, rows: int, seconds: float) -> None:
+        """Answer the requests of a ticket."""
+        self._returning.took(rows, seconds)
         if code:
-            self.lost = code == Code.STALE_LEASE
-            self._paused, self._engine = time.monotonic() + _PAUSE, None
+            self.lost = self.lost or code == Code.STALE_LEASE
+            self._paused, self._detached = time.monotonic() + _PAUSE, True
             self._native.detach()
-            self._give_back(_ALL)
+            self._give_back(0)
             return
         if version != self._version:
             self._version = version
@@ -187,16 +207,14 @@ class DirectLane:
                 self._loop.call_exception_handler({"message": "an answer could not be sent", "exception": error})
         if peers:
             self._record_outcome(self.model.name, True)
-        if self._native.pending > self._native.waiting:  # a form without heads of this version
-            self._give_back(_ALL)
-        if self._native.waiting:
-            self._send_soon()
+        self._give_back(0)  # those of a form without heads of this version
 
     def _look(self) -> None:
         """Return requests that are due, or whose engine has ended."""
         self._looking = None
         self._on_answer()
-        self._give_back(time.monotonic_ns() if self._native.serves else _ALL)
+        self.mend()
+        self._give_back(time.monotonic_ns())
         if self._native.pending:
             self._looking = self._loop.call_later(LOOK_AFTER, self._look)
 
@@ -238,7 +256,7 @@ class DirectLanes:
         if lane is not None:  # its model was loaded again, perhaps with another spec
             self._close(self._open.pop(name))
         now = time.monotonic()
-        if now >= self._after.get(name, 0.0) and held.model.requests.lane.only_engine() is not None:
+        if now >= self._after.get(name, 0.0) and held.sessions is None:
             self._after[name] = now + _AGAIN
             self._lanes.lease_another(name, _ROWS, lambda model: self._leased(held, model))
 

@@ -223,14 +223,16 @@ class Lanes:
     def lease_another(self, name: str, most: int, leased: Callable[[Model], None]) -> None:
         """Lease another lane of a model in the background, and pass it to `leased` in the event loop.
 
-        It has at most `most` rows, and an eighth of the arena's. Nothing happens if fewer than two are free.
+        It has at most `most` rows for each engine and another time, and an eighth of the arena's. Nothing happens if
+        there is none for each of them.
         """
 
         def lease() -> Model | None:
             try:
                 server = self._connected()
-                rows = min(most, server.describe(name).arena_rows // 8)
-                return server.model(name, rows=rows, wait=False) if rows >= 2 else None
+                parts = server.engines(name) + 1
+                rows = min(most * parts, server.describe(name).arena_rows // 8)
+                return server.model(name, rows=rows, wait=False) if rows >= parts else None
             except Error:
                 return None
 
