@@ -258,7 +258,8 @@ class DirectLanes:
         now = time.monotonic()
         if now >= self._after.get(name, 0.0) and held.sessions is None:
             self._after[name] = now + _AGAIN
-            self._lanes.lease_another(name, _ROWS, lambda model: self._leased(held, model))
+            rows = min(_ROWS, held.model.max_batch)  # an engine refuses a ticket of more than a batch
+            self._lanes.lease_another(name, rows, lambda model: self._leased(held, model))
 
     def _leased(self, held: ModelLane, model: Model) -> None:
         name, lane = held.spec.name, model.requests.lane
