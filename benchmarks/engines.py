@@ -1,11 +1,12 @@
 """What further engines add on each way to a server: rows per second of clients in a closed loop.
 
-``python -m benchmarks.engines [--engines 1,2,4] [--seconds 3] [--rounds 3]`` takes four minutes and prints a table.
+``python -m benchmarks.engines [--engines 1,2,4] [--seconds 3] [--rounds 3]`` takes six minutes and prints a table.
 
 The model sleeps for 5 ms and 1 ms for each row, as an engine does while its device computes, so engines do not share
 cores, and the most is known: `CLIENTS` rows in equal batches on all engines, without a pause. The ways with one row per
-request have eight clients: `juror` is eight threads that share a `Juror`, as in a reward server, and `juror, 64 rows`
-a single thread whose calls have 64 rows, as in a trainer that scores a whole batch. Servers take turns in every round.
+request have eight clients, each a process; `juror` is eight threads that share a `Juror`, as in a reward server, and
+`juror, 64 rows` a single thread whose calls have 64 rows, as in a trainer that scores a whole batch. Servers take turns
+in every round.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import argparse
 import contextlib
 import http.client
 import json
+import multiprocessing
 import os
 import statistics
 import subprocess
@@ -24,36 +26,49 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import grpc
 import numpy as np
-import torch
 
-from jurybox.client import Server, connect
+from jurybox.client import connect
 from jurybox.client.rewards import Juror
 from jurybox.protocol import TensorSpec
 from jurybox.protocol import open_inference_pb2 as pb
 from jurybox.protocol.open_inference_pb2_grpc import GRPCInferenceServiceStub
-from jurybox.server.models import ServedModel
+
+if TYPE_CHECKING:
+    from jurybox.server.models import ServedModel
 
 CLIENTS, BATCH = 8, 64
 FIXED, PER_ROW = 0.005, 0.001  # seconds
 WIDTH = 8
 ROW = np.ones((1, WIDTH), np.float32)
+START = 60.0  # seconds for a server, and for all clients
 Ask = Callable[[], object]
 
 
-class Sleeping(torch.nn.Module):
-    """Takes as long as a batch on a device, but no core."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        time.sleep(FIXED + PER_ROW * len(x))
-        return x.sum(1)
-
-
 def sleeping() -> ServedModel:
-    """Create the served model."""
+    """Create a model that takes as long as a batch on a device, but no core."""
+    import torch  # the clients need none
+
+    from jurybox.server.models import ServedModel
+
+    class Sleeping(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            time.sleep(FIXED + PER_ROW * len(x))
+            return x.sum(1)
+
     return ServedModel(Sleeping(), {"x": TensorSpec("float32", (WIDTH,))}, {"y": TensorSpec("float32", ())})
+
+
+class Place(NamedTuple):
+    """Where a server listens."""
+
+    address: str
+    http: str
+    grpc: str
+    tcp: str
 
 
 class Served:
@@ -65,10 +80,10 @@ class Served:
 
     def __enter__(self) -> Served:
         folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory()))
-        self.address = f"ipc://{folder}/socket"
+        address = f"ipc://{folder}/socket"
         lines = [
             "[server]",
-            f'address = "{self.address}"',
+            f'address = "{address}"',
             'devices = ["cpu"]',
             f"replicas = {self.engines}",
             "threads = 1",
@@ -81,13 +96,14 @@ class Served:
         server = subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ, "PYTHONPATH": str(Path.cwd())})
         self._stack.callback(server.wait, 30)
         self._stack.callback(server.terminate)
-        self.connection: Server = self._stack.enter_context(connect(self.address, timeout=60))
-        until = time.monotonic() + 60
-        while not all(one["state"] == "serving" for one in self.connection.status()["engines"]):
-            if time.monotonic() > until:
-                raise TimeoutError(f"not all of {self.engines} engines serve after 60 s")
-            time.sleep(0.1)
-        self.ports = {way: self.connection.status()["server"][way] for way in ("http", "grpc", "tcp")}
+        until = time.monotonic() + START
+        with connect(address, timeout=START) as server:
+            while any(one["state"] != "serving" for one in server.status()["engines"]):
+                if time.monotonic() > until:
+                    raise TimeoutError(f"not all of {self.engines} engines serve after {START:.0f} s")
+                time.sleep(0.1)
+            status = server.status()
+        self.place = Place(address, *(status["server"][way] for way in ("http", "grpc", "tcp")))
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -95,22 +111,15 @@ class Served:
 
 
 @contextlib.contextmanager
-def local(served: Served, transport: str) -> Iterator[Ask]:
-    with connect(served.address, transport=transport, timeout=60) as server:
+def native(address: str, **options: Any) -> Iterator[Ask]:
+    with connect(address, timeout=START, **options) as server:
         model = server.model("m", rows=1)
         yield lambda: model(ROW[0])
 
 
 @contextlib.contextmanager
-def tcp(served: Served) -> Iterator[Ask]:
-    with connect("tcp://" + served.ports["tcp"], timeout=60) as server:
-        model = server.model("m", rows=1)
-        yield lambda: model(ROW[0])
-
-
-@contextlib.contextmanager
-def http_json(served: Served) -> Iterator[Ask]:
-    connection = http.client.HTTPConnection(served.ports["http"], timeout=60)
+def http_json(address: str) -> Iterator[Ask]:
+    connection = http.client.HTTPConnection(address, timeout=START)
     tensor = {"name": "x", "shape": list(ROW.shape), "datatype": "FP32", "data": ROW.ravel().tolist()}
     body = json.dumps({"inputs": [tensor]})
 
@@ -126,66 +135,81 @@ def http_json(served: Served) -> Iterator[Ask]:
 
 
 @contextlib.contextmanager
-def unary(served: Served) -> Iterator[Ask]:
-    with grpc.insecure_channel(served.ports["grpc"], [("grpc.use_local_subchannel_pool", 1)]) as channel:
+def unary(address: str) -> Iterator[Ask]:
+    with grpc.insecure_channel(address) as channel:
         stub = GRPCInferenceServiceStub(channel)
         request = pb.ModelInferRequest(model_name="m", raw_input_contents=[ROW.tobytes()])
         request.inputs.add(name="x", datatype="FP32", shape=ROW.shape)
-        yield lambda: stub.ModelInfer(request, timeout=60)
+        yield lambda: stub.ModelInfer(request, timeout=START)
 
 
-def rate(
-    ask_of: Callable[[], contextlib.AbstractContextManager[Ask]], clients: int, rows: int, seconds: float
-) -> float:
-    """Return rows per second; each client is a thread that asks again as soon as it is answered."""
-    counts, stop, errors = [0] * clients, threading.Event(), list[BaseException]()
-    ready = threading.Barrier(clients + 1)
+WAYS: dict[str, Callable[[Place], contextlib.AbstractContextManager[Ask]]] = {
+    "shm": lambda place: native(place.address, transport="shm"),
+    "zmq": lambda place: native(place.address, transport="zmq"),
+    "tcp": lambda place: native("tcp://" + place.tcp),
+    "http": lambda place: http_json(place.http),
+    "grpc": lambda place: unary(place.grpc),
+}
 
-    def work(number: int) -> None:
-        try:
-            with ask_of() as ask:
-                ask()
-                ready.wait(60)
-                while not stop.is_set():
-                    ask()
-                    counts[number] += rows
-        except BaseException as error:  # noqa: BLE001  the main thread raises it
-            errors.append(error)
-            ready.abort()
 
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(clients)]
-    for thread in threads:
-        thread.start()
-    with contextlib.suppress(threading.BrokenBarrierError):
-        ready.wait(60)
+def work(way: str, place: Place, number: int, counts: Any, ready: Any, stop: Any) -> None:
+    """Ask in a closed loop, as a process of its own."""
+    with WAYS[way](place) as ask:
+        loop(ask, 1, number, counts, ready, stop)
+
+
+def loop(ask: Ask, rows: int, number: int, counts: Any, ready: Any, stop: Any) -> None:
+    """Ask until `stop`, and count the rows from `ready` on. After an error there is no `ready`."""
+    try:
+        ask()
+        ready.wait(START)
+        while not stop.is_set():
+            ask()
+            counts[number] += rows
+    except BaseException:
+        ready.abort()
+        raise
+
+
+def measured(clients: list[Any], counts: Any, ready: Any, stop: Any, seconds: float) -> float:
+    """Start the clients, and return their rows per second. Raises BrokenBarrierError if one of them failed."""
+    for client in clients:
+        client.start()
+    try:
+        ready.wait(START)
         time.sleep(0.5)
         before, began = sum(counts), time.monotonic()
         time.sleep(seconds)
-        found = (sum(counts) - before) / (time.monotonic() - began)
-    stop.set()
-    for thread in threads:
-        thread.join(60)
-    if errors:
-        raise errors[0]
-    return found
+        return float((sum(counts) - before) / (time.monotonic() - began))
+    finally:
+        stop.set()
+        for client in clients:
+            client.join(START)
 
 
-def juror(served: Served, rows: int) -> Callable[[], contextlib.AbstractContextManager[Ask]]:
-    """Return a source of clients that share a juror; each call scores so many rows."""
-    shared = Juror("m", address=served.address)
-    columns = {"x": [ROW[0]] * rows}
-    return lambda: contextlib.nullcontext(lambda: shared.scores(columns, rows))
+def rate(way: str, place: Place, seconds: float) -> float:
+    """Return the rows per second of `CLIENTS` processes."""
+    spawn = multiprocessing.get_context("spawn")
+    counts, ready, stop = spawn.Array("Q", CLIENTS), spawn.Barrier(CLIENTS + 1), spawn.Event()
+    clients = [spawn.Process(target=work, args=(way, place, i, counts, ready, stop)) for i in range(CLIENTS)]
+    return measured(clients, counts, ready, stop, seconds)
 
 
-WAYS: dict[str, tuple[int, int, Callable[[Served], Callable[[], contextlib.AbstractContextManager[Ask]]]]] = {
-    "shm": (CLIENTS, 1, lambda served: lambda: local(served, "shm")),
-    "zmq": (CLIENTS, 1, lambda served: lambda: local(served, "zmq")),
-    "tcp": (CLIENTS, 1, lambda served: lambda: tcp(served)),
-    "http": (CLIENTS, 1, lambda served: lambda: http_json(served)),
-    "grpc": (CLIENTS, 1, lambda served: lambda: unary(served)),
-    "juror": (CLIENTS, 1, lambda served: juror(served, 1)),
-    f"juror, {BATCH} rows": (1, BATCH, lambda served: juror(served, BATCH)),
-}
+def juror_rate(threads: int, rows: int, place: Place, seconds: float) -> float:
+    """Return the rows per second of threads that share a juror; each call has `rows` rows."""
+    juror, columns = Juror("m", address=place.address), {"x": [ROW[0]] * rows}
+    counts, ready, stop = [0] * threads, threading.Barrier(threads + 1), threading.Event()
+
+    def ask() -> None:
+        scores = juror.scores(columns, rows)
+        if any(isinstance(score, str) for score in scores):
+            raise RuntimeError(f"a score is missing: {scores}")
+
+    clients = [threading.Thread(target=loop, args=(ask, rows, i, counts, ready, stop)) for i in range(threads)]
+    try:
+        return measured(clients, counts, ready, stop, seconds)
+    finally:
+        juror.close()
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -195,27 +219,29 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args(argv)
     engines = [int(number) for number in options.engines.split(",")]
+    # The rows in flight, and what measures them.
+    rows: dict[str, tuple[int, Callable[[Place], float]]] = {
+        way: (CLIENTS, lambda place, way=way: rate(way, place, options.seconds))
+        for way in WAYS  # type: ignore[misc]
+    }
+    rows["juror"] = CLIENTS, lambda place: juror_rate(CLIENTS, 1, place, options.seconds)
+    rows[f"juror, {BATCH} rows"] = BATCH, lambda place: juror_rate(1, BATCH, place, options.seconds)
     rates: dict[tuple[str, int], list[float]] = {}
     with ExitStack() as stack:
         servers = [stack.enter_context(Served(number)) for number in engines]
         for _ in range(options.rounds):
-            for way, (clients, rows, ask_of) in WAYS.items():
+            for name, (_, measure) in rows.items():
                 for served in servers:
-                    found = rate(ask_of(served), clients, rows, options.seconds)
-                    rates.setdefault((way, served.engines), []).append(found)
-    most = {(n, number): n / (FIXED + PER_ROW * n / number) for n in (CLIENTS, BATCH) for number in engines}
-    print(
-        f"| rows/s, median of {options.rounds} (of the most) | "
-        + " | ".join(f"{n} engine{'s' if n > 1 else ''}" for n in engines)
-        + " |"
-    )
+                    rates.setdefault((name, served.engines), []).append(measure(served.place))
+    titles = [f"{number} engine{'s' if number > 1 else ''}" for number in engines]
+    print(f"| rows/s, median of {options.rounds} (of the most) | " + " | ".join(titles) + " |")
     print("| --- |" + " ---: |" * len(engines))
-    for way, (clients, rows, _) in WAYS.items():
-        found_by = {number: statistics.median(rates[way, number]) for number in engines}
-        cells = [
-            f"{found_by[number]:,.0f} ({found_by[number] / most[clients * rows, number]:.2f})" for number in engines
-        ]
-        print(f"| {way} | " + " | ".join(cells) + " |")
+    for name, (n, _) in rows.items():
+        cells = []
+        for number in engines:
+            found, most = statistics.median(rates[name, number]), n / (FIXED + PER_ROW * n / number)
+            cells.append(f"{found:,.0f} ({found / most:.2f})")
+        print(f"| {name} | " + " | ".join(cells) + " |")
 
 
 if __name__ == "__main__":
