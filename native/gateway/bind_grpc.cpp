@@ -340,11 +340,9 @@ void bind_grpc(nb::module_& m) {
             "Post tickets, with numbers above this one, to engines, the preferred one first: the lane's side of the rings of an engine's "
             "incarnation, the engine's record of scoreboard.ENGINE, and the incarnation. Those of earlier calls that are not among them have ended.")
         .def("detach", [](HeldLane& self) { if (self.lane) self.lane->detach(); }, "Accept no requests until `attach`.")
-        .def_prop_ro("serves", [](const HeldLane& self) { return self.lane && self.lane->serves(); }, "Whether one of its engines serves.")
         .def_prop_ro("waiting", [](const HeldLane& self) { return self.lane ? self.lane->waiting() : 0; }, "Requests for the next ticket.")
         .def_prop_ro("pending", [](const HeldLane& self) { return self.lane ? self.lane->pending() : 0; },
                      "Requests that are not answered.")
-        .def_prop_ro("in_flight", [](const HeldLane& self) { return self.lane ? self.lane->in_flight() : 0; }, "Tickets that are not answered.")
         .def_prop_ro("may_send", [](HeldLane& self) { return self.lane && self.lane->next() != nullptr; },
                      "Whether an engine is free for the next ticket.")
         .def(

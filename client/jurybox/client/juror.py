@@ -21,9 +21,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-from jurybox.client.row_codec import utf8
+from jurybox.client.juror_rows import Call, Inputs
 from jurybox.client.server import Server, connect
 from jurybox.protocol.errors import (
     Busy,
@@ -44,24 +43,12 @@ if TYPE_CHECKING:
     from jurybox.client.model import Model
 
 Scored = float | str  # a score, or the reason why there is none
-Inputs = Mapping[str, "str | Callable[[Mapping[str, Any]], Sequence[Any]]"]
 Members = Mapping[str, "float | Mapping[str, Any]"]  # a panel's members: each one's weight, or its settings as a dict
-PICTURE_MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK", "YCbCr")  # of Pillow, with 8 bits a channel
 _GRACE = 2.0  # seconds a call waits beyond its time-out for the server's own error
 _TOGETHER = 4096  # rows at which no further calls join a request
 _MOST_AT_ONCE = 16  # requests in flight, each on a lane of its own: other clients need lanes, too
 # Temporary errors: the next request may succeed.
 _PASSING = (Timeout, Busy, ServerGone)
-# The columns in which trainers provide the value of a model's input.
-_ALSO = {
-    "text": ("completions", "queries", "solution_str", "response", "observation"),
-    "response": ("completions", "solution_str"),
-    "completion": ("completions", "solution_str", "response"),
-    "image": ("images", "solution_image", "frame", "observation"),
-    "query": ("queries",),
-    "prompt": ("prompts",),
-    "label": ("labels", "ground_truth"),
-}
 
 
 class Passing(str):
@@ -187,7 +174,7 @@ class Juror:
             models = self._models
             if not models or (n > 1 and len(models) > 1) or self._pid != os.getpid() or self._waiting:
                 return None
-            call = _Call(dict(columns), n, time.monotonic() + self._timeout)
+            call = Call(dict(columns), n, time.monotonic() + self._timeout)
             call.fit(models[0].spec, self._inputs, partial=self._partial)
             return Scores(*self._computed(models[0], call.rows, call.until))
         finally:
@@ -523,48 +510,7 @@ class _Vote:
         return total if math.isfinite(total) else f"the total is {total}"
 
 
-class _Call:
-    """The rows of one call. After `fit`, each of `rows` is a dict of inputs, or the reason why the row does not fit."""
-
-    def __init__(self, columns: dict[str, Any], n: int, until: float) -> None:
-        self.columns = columns
-        self.n = n
-        self.until = until
-        self.rows: list[dict[str, Any] | str] = []
-
-    def fit(self, spec: ModelSpec, inputs: Inputs, *, partial: bool = False) -> None:
-        if (unknown := inputs.keys() - spec.inputs.keys()) and not partial:
-            raise SpecMismatch(f"model {spec.name!r} has no input {', '.join(unknown)}: it takes {list(spec.inputs)}")
-        given = {name: self._column(spec.name, name, inputs.get(name)) for name in spec.inputs}
-        rows: list[dict[str, Any] | str] = []
-        for i in range(self.n):
-            try:
-                rows.append({name: _fitted(name, spec.inputs[name], column[i]) for name, column in given.items()})
-            except (SpecMismatch, TypeError, ValueError) as error:
-                rows.append(said(error, 300))
-        wrong = [row for row in rows if type(row) is str]
-        if self.n > 1 and len(wrong) == self.n:
-            raise SpecMismatch(f"not one of {self.n} rows fits model {spec.name!r}; the first: {wrong[0]}")
-        self.rows = rows
-
-    def _column(self, model: str, name: str, source: Any) -> Sequence[Any]:
-        if callable(source):
-            column = source(self.columns)
-        else:
-            names = (source,) if source else (name, *_ALSO.get(name, ()))
-            found = next((key for key in names if self.columns.get(key) is not None), None)
-            if found is None:
-                raise SpecMismatch(
-                    f"input {name!r} of model {model!r}: expected a column {' or '.join(map(repr, names))}, there are "
-                    f"{sorted(self.columns)}; say which with inputs={{{name!r}: ...}}"
-                )
-            column = self.columns[found]
-        if len(column) != self.n:
-            raise SpecMismatch(f"input {name!r} of model {model!r}: expected {self.n} values, came {len(column)}")
-        return column  # type: ignore[no-any-return]
-
-
-class _Asked(_Call):
+class _Asked(Call):
     """A call that waits for its scores."""
 
     def __init__(self, columns: dict[str, Any], n: int, until: float) -> None:
@@ -611,63 +557,3 @@ class _Asked(_Call):
         for vote in self.waits_for:
             vote.answer.cancel()
         return Scores([Passing(f"no score came within {timeout} s: others' requests took too long")] * self.n)
-
-
-def _fitted(name: str, spec: TensorSpec, value: Any) -> Any:
-    """Convert a value to a row of an input. Raises SpecMismatch."""
-    if spec.dtype == BYTES:
-        row = value if isinstance(value, bytes) else utf8(repr(name), _text(value))
-        if len(row) > spec.capacity:
-            raise SpecMismatch(f"{name} has {len(row)} bytes, the model takes at most {spec.capacity}")
-        return row
-    if (
-        type(value) is np.ndarray
-        and value.dtype == spec.numpy_dtype
-        and value.shape == spec.shape
-        and value.flags.c_contiguous
-    ):
-        return value
-    if isinstance(value, (list, tuple)) and len(value) == 1 and hasattr(value[0], "getbands"):
-        value = value[0]  # TRL's columns contain a list with the prompt's image
-    if hasattr(value, "convert") and hasattr(value, "getbands"):  # a Pillow image
-        if value.mode not in PICTURE_MODES:  # others would be clipped to 8 bits
-            raise SpecMismatch(f"{name} is a picture of mode {value.mode!r}, expected 8 bits a channel")
-        value = value.convert("RGB")
-    elif hasattr(value, "detach"):  # a torch tensor
-        value = value.detach().cpu()
-        value = (value.float() if str(value.dtype) == "torch.bfloat16" else value).numpy()  # NumPy has no bfloat16
-    array = np.asarray(value)
-    if spec.shape[-1:] == (3,) and array.ndim == 3 and array.shape[0] == 3 != array.shape[2]:
-        array = array.transpose(1, 2, 0)  # from torch's channels-first order
-    if array.dtype != spec.numpy_dtype:
-        if not np.can_cast(array.dtype, spec.numpy_dtype, "same_kind"):
-            raise SpecMismatch(f"{name} is {array.dtype}, the model takes {spec.dtype}")
-        array = _narrowed(name, array, spec.numpy_dtype)
-    if spec.extents_of(array.shape) is None:
-        raise SpecMismatch(f"{name} is of shape {array.shape}, the model takes {spec}")
-    return np.ascontiguousarray(array) if array.ndim else array
-
-
-def _narrowed(name: str, array: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[Any]:
-    """Convert to another dtype. Raises SpecMismatch if an integer would wrap, or a finite number become infinite."""
-    with np.errstate(over="ignore"):
-        narrowed = array.astype(dtype)
-    wrong = narrowed != array if dtype.kind in "iu" else np.isfinite(narrowed) != np.isfinite(array)
-    if wrong.any():
-        raise SpecMismatch(
-            f"{name} is {array.dtype} and has the value {array[wrong][0]}, which the model's {dtype.name} cannot hold: "
-            "scale or clip it before it is scored"
-        )
-    return narrowed
-
-
-def _text(value: Any) -> str:
-    """Return the text of a str, a chat message or a list of them; a message's parts without text are skipped."""
-    if isinstance(value, str):
-        return value
-    if isinstance(value, Mapping):
-        content = value.get("content", value.get("text"))
-        return "" if content is None else _text(content)
-    if isinstance(value, Sequence):
-        return "\n".join(part for part in map(_text, value) if part)
-    raise TypeError(f"expected text or chat messages, came {type(value).__name__}")

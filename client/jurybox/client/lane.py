@@ -260,22 +260,17 @@ class Lane:
         ticket.answer = answer
         return ticket
 
-    def choose_engine(self, asked: Iterable[int] = ()) -> int | None:
+    def choose_engine(self) -> int | None:
         """Choose a serving engine: the one with the fewest of the lane's tickets unless others are less busy.
 
         Return None if none is serving. Of equal ones, it is the lane's own: an engine knows how fast its clients
         return, and waits for them or not; so few clients change engines.
-
-        Args:
-            asked: the engines of the lane's tickets that other code has in flight.
         """
         if self.one_engine:
             return self._home if self._states.item(self._home) == SERVING else None
-        serving = self._serving()
+        serving = self._able()
         if not serving:
             return None
-        if self._without:
-            serving = self._with_model(serving) or serving
         home = self._home
         if self.columns.sessions is not None:  # their state is on the first engine used, as long as it is serving
             if self._stays not in serving:
@@ -284,7 +279,8 @@ class Lane:
         waits = self._waits.tolist()
         bound = 1.5 * max(0, min([waits[i] for i in serving]))  # negative: another process corrupted it
         best = [i for i in serving if waits[i] <= bound]
-        if at := [*asked, *[ticket.engine for ticket in self.in_flight.values()]]:
+        if self.in_flight:
+            at = [ticket.engine for ticket in self.in_flight.values()]
             tickets = {i: at.count(i) for i in best}
             least = min(tickets.values())
             best = [i for i in best if tickets[i] == least]
@@ -317,9 +313,7 @@ class Lane:
             engine = self.choose_engine()
             able = [] if engine is None else [engine]
         else:
-            serving = self._serving()
-            able = self._with_model(serving) or serving
-            able.sort(key=lambda i: (i < self._home, i))
+            able = sorted(self._able(), key=lambda i: (i < self._home, i))
         return tuple((i, self._incarnations.item(i)) for i in able)
 
     def adopt(self, ticket: InFlight, engine: int, incarnation: int, submitted: int) -> None:
@@ -461,6 +455,11 @@ class Lane:
     def _serving(self) -> list[int]:
         states = self._states.tolist()
         return [i for i in self._mine if states[i] == SERVING]
+
+    def _able(self) -> list[int]:
+        """Return the serving engines that may have the model; if none may, all that serve."""
+        serving = self._serving()
+        return (self._with_model(serving) or serving) if self._without else serving
 
     def _with_model(self, engines: Sequence[int]) -> list[int]:
         """Return those engines that may have the model."""

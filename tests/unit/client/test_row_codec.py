@@ -8,7 +8,7 @@ import torch
 from PIL import Image
 
 from jurybox.client import SpecMismatch
-from jurybox.client.juror import _fitted
+from jurybox.client.juror_rows import fitted
 from jurybox.client.row_codec import codec_of
 from jurybox.protocol import ModelSpec, TensorSpec
 from jurybox.server.gateway.inference.tensors import TypedData
@@ -36,7 +36,7 @@ def test_half_a_surrogate_pair_is_refused_by_row_and_input_whichever_way_it_come
 def test_half_a_surrogate_pair_is_no_observation_no_reward_and_no_request_either():
     """If a text were changed before it is sent, the answer would be that of another text."""
     with pytest.raises(SpecMismatch, match=WHAT_TO_DO):
-        _fitted("text", TEXT, HALF)
+        fitted("text", TEXT, HALF)
     with pytest.raises(SpecMismatch, match=WHAT_TO_DO):
         _text("text", TEXT, np.array(HALF))
     with pytest.raises(SpecMismatch, match=WHAT_TO_DO):
@@ -45,7 +45,7 @@ def test_half_a_surrogate_pair_is_no_observation_no_reward_and_no_request_either
 
 def test_a_reward_takes_tensors_in_bfloat16_which_numpy_does_not_have():
     given = torch.tensor([[0.5, 1.0], [1.5, 2.0]], dtype=torch.bfloat16, requires_grad=True)
-    np.testing.assert_array_equal(_fitted("latent", TensorSpec("float32", (2, 2)), given), [[0.5, 1.0], [1.5, 2.0]])
+    np.testing.assert_array_equal(fitted("latent", TensorSpec("float32", (2, 2)), given), [[0.5, 1.0], [1.5, 2.0]])
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ def test_a_reward_takes_tensors_in_bfloat16_which_numpy_does_not_have():
 def test_a_reward_is_not_of_a_number_that_the_models_dtype_cannot_hold(dtype, given, value):
     spec = TensorSpec(dtype, np.shape(given))
     with pytest.raises(SpecMismatch, match=rf"^image is .* has the value {value}, .*{dtype} cannot hold"):
-        _fitted("image", spec, given)
+        fitted("image", spec, given)
 
 
 @pytest.mark.parametrize(
@@ -92,8 +92,8 @@ def test_a_typed_value_may_be_every_number_that_the_models_dtype_holds(dtype):
 def test_a_reward_is_not_of_a_picture_that_would_be_clipped_to_bytes(mode):
     picture = Image.new(mode, (4, 3))
     with pytest.raises(SpecMismatch, match=f"image is a picture of mode '{mode}', expected 8 bits a channel"):
-        _fitted("image", TensorSpec("uint8", (3, 4, 3)), picture)
-    assert _fitted("image", TensorSpec("uint8", (3, 4, 3)), Image.new("L", (4, 3), 7)).tolist() == [[[7] * 3] * 4] * 3
+        fitted("image", TensorSpec("uint8", (3, 4, 3)), picture)
+    assert fitted("image", TensorSpec("uint8", (3, 4, 3)), Image.new("L", (4, 3), 7)).tolist() == [[[7] * 3] * 4] * 3
 
 
 def test_a_reward_is_of_every_number_that_the_models_dtype_holds():
@@ -104,6 +104,6 @@ def test_a_reward_is_of_every_number_that_the_models_dtype_holds():
         ("float32", np.array([np.nan, np.inf, -np.inf, 0.1])),
         ("float32", np.array([True, False])),
     ):
-        fitted = _fitted("image", TensorSpec(dtype, np.shape(given)), given)
-        assert fitted.dtype == dtype
-        np.testing.assert_array_equal(fitted, np.asarray(given).astype(dtype))
+        row = fitted("image", TensorSpec(dtype, np.shape(given)), given)
+        assert row.dtype == dtype
+        np.testing.assert_array_equal(row, np.asarray(given).astype(dtype))

@@ -136,11 +136,6 @@ class ShmTransport(Transport):
         for rings in self._rings.values():
             words.add(rings.memory, self._lane)
 
-    def client(self, engine: int, incarnation: int) -> native.ShmRingsClient | None:
-        """Return the lane's side of the rings of an engine's incarnation; None if they are not attached."""
-        rings = self._rings.get(engine)
-        return rings.client if rings is not None and rings.incarnation == incarnation else None
-
     def attach(self, engine: int, incarnation: int) -> native.ShmRingsClient | None:
         """Attach to the rings of an engine's incarnation; None if it is being replaced. Raises TooManyFiles."""
         rings = self._attached(engine, incarnation)

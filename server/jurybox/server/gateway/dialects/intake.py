@@ -30,8 +30,9 @@ from numpy.typing import NDArray
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 from jurybox import native
-from jurybox.client.juror import PICTURE_MODES, Juror, Passing
+from jurybox.client.juror import Juror, Passing
 from jurybox.client.juror import Scores as Found
+from jurybox.client.juror_rows import PICTURE_MODES
 from jurybox.protocol.errors import Code, Error, Refused, SpecMismatch, said
 
 VERSION_HEADER = "x-jurybox-weights-version"
