@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from jurybox.client import Server, connect
@@ -20,6 +22,7 @@ import ctypes, runpy, signal
 ctypes.CDLL(None).prctl(1, signal.SIGTERM, 0, 0, 0)
 runpy.run_module("jurybox.server.cli", run_name="__main__", alter_sys=True)
 """
+_PIDFD_GETFD = 438  # the number of the system call, the same on all processors
 START = 100.0  # seconds; on a busy machine importing torch alone may take a minute
 
 
@@ -174,6 +177,28 @@ def wait_until(condition, timeout: float = 30.0, what: str = "the condition") ->
         if time.monotonic() > until:
             raise AssertionError(f"{what} did not come true within {timeout} s")
         time.sleep(0.01)
+
+
+def wait_until_computing(client: Server, name: str, timeout: float = 30.0) -> None:
+    """Wait until an engine runs a batch of the model, as the scoreboard shows it; `client` is one on the same host."""
+    number = next(model["index"] for model in client.status()["models"] if model["name"] == name)
+    engines = client._link.scoreboard.engines
+    wait_until(lambda: number + 1 in engines["computing"], timeout, f"a batch of {name!r}")
+
+
+def unread(pid: int) -> bytes:
+    """What the sockets of a (stopped) process hold and it has not read; it must be a child of this one."""
+    found, owner = b"", os.pidfd_open(pid)
+    for entry in Path(f"/proc/{pid}/fd").iterdir():
+        if not str(entry.readlink()).startswith("socket:"):
+            continue
+        own = ctypes.CDLL(None, use_errno=True).syscall(_PIDFD_GETFD, owner, int(entry.name), 0)
+        if own < 0:
+            raise OSError(ctypes.get_errno(), f"no copy of descriptor {entry.name} of process {pid}")
+        with socket.socket(fileno=own) as copy, suppress(OSError):  # nothing there; or it listens
+            found += copy.recv(1 << 16, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+    os.close(owner)
+    return found
 
 
 def segments() -> set[str]:

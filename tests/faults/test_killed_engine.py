@@ -4,12 +4,11 @@ import contextlib
 import os
 import signal
 import threading
-import time
 
 import numpy as np
 import pytest
 from tests.faults.conftest import MODELS, leaving_nothing
-from tests.serving import START, serving, wait_until
+from tests.serving import START, serving, wait_until, wait_until_computing
 
 from jurybox.client import Timeout
 
@@ -59,7 +58,7 @@ def test_a_ticket_in_flight_is_answered_by_the_restarted_engine(server, clients)
     models = [client.model("moody", rows=2) for client in clients]
     slow = np.full((2, 4), 600_000, np.float32)
     tickets = [model.submit(slow, timeout=60) for model in models]
-    time.sleep(0.2)  # let one be in the middle of the forward
+    wait_until_computing(clients[0], "moody")
     os.kill(server.pids()["engine-0"], signal.SIGKILL)
     for model, ticket in zip(models, tickets, strict=True):
         np.testing.assert_array_equal(ticket.result(timeout=60).outputs, slow + 1)

@@ -77,7 +77,7 @@ def test_idle_environments_of_a_worker_that_died_report_it_at_their_next_action(
 
 
 def test_a_worker_that_hangs_is_replaced_after_the_time_out() -> None:
-    with vector(timeout=3.0) as env:
+    with vector(timeout=6.0) as env:
         env.reset(seed=3)
         _, _, _, truncated, infos = env.step(np.array([0, 0, 0, 7]))
         assert truncated.tolist() == infos["restarted"].tolist() == [False, False, True, True]

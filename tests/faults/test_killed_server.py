@@ -2,12 +2,11 @@
 
 import os
 import signal
-import time
 
 import numpy as np
 import pytest
 from tests.faults.conftest import MODELS
-from tests.serving import segments, serving, wait_until
+from tests.serving import segments, serving, wait_until, wait_until_computing
 
 from jurybox.client import ServerGone
 
@@ -54,7 +53,7 @@ def test_a_signal_drains_requests_in_flight_and_ends_with_status_0(server, numbe
         model = client.model("moody")
         slow = np.full((1, 4), 700_000, np.float32)
         ticket = model.submit(slow, timeout=30)
-        time.sleep(0.2)  # let it be taken
+        wait_until_computing(client, "moody")
         os.kill(server.process.pid, number)
         np.testing.assert_array_equal(ticket.result(timeout=20).outputs, slow + 1)
         assert server.process.wait(20) == 0
@@ -64,7 +63,7 @@ def test_a_second_signal_stops_at_once(tmp_path, nothing_left):
     # Neither the forward nor the draining would end before the test gives up.
     with serving(tmp_path, MODELS, drain_timeout=100.0) as server, server.connect() as client:
         client.model("moody").submit(np.full((1, 4), 100_000_000, np.float32), timeout=100)
-        time.sleep(0.2)  # let it be taken
+        wait_until_computing(client, "moody")
         server.process.send_signal(signal.SIGTERM)
         wait_until(lambda: "draining" in server.text(), 20, "draining")
         server.process.send_signal(signal.SIGTERM)

@@ -11,10 +11,11 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
+import psutil
 import pytest
 import zmq
 from tests.faults.conftest import MODELS, leaving_nothing
-from tests.serving import segments, serving, wait_until
+from tests.serving import segments, serving, unread, wait_until
 
 from jurybox.client import Refused, ServerGone, connect
 from jurybox.client.local_link import LocalLink
@@ -45,6 +46,15 @@ def where(server):
 def leased(server):
     with server.connect() as client:
         return client.status()["lanes"]["rows"]
+
+
+def connected(where):
+    """Whether this process has a connection to the relay."""
+    port = int(where.rsplit(":", 1)[1])
+    return any(
+        one.status == psutil.CONN_ESTABLISHED and one.raddr and one.raddr.port == port
+        for one in psutil.Process().net_connections("tcp")
+    )
 
 
 def test_the_rows_of_a_killed_remote_client_are_returned(server, where):
@@ -106,14 +116,12 @@ def test_a_lease_that_was_lost_with_its_relay_is_requested_again(server, where):
     with connect(where, timeout=50) as client, ThreadPoolExecutor(1) as pool:
         os.kill(pids["supervisor"], signal.SIGSTOP)
         try:
-            began = time.monotonic()
             asked = pool.submit(client.model, "affine", rows=4)
-            time.sleep(0.5)  # the relay has passed it on, and no engine reads it
+            wait_until(lambda: b"affine" in unread(pids["supervisor"]), 20, "the relay has passed it on")
             os.kill(pids["relay"], signal.SIGKILL)
         finally:
             os.kill(pids["supervisor"], signal.SIGCONT)
         model = asked.result(60)
-        assert time.monotonic() - began < 40
         np.testing.assert_array_equal(model.infer(X, timeout=30), 2 * X + 1)
         wait_until(lambda: leased(server) == 4, 20, "one lease, and none of the dead relay's")
     wait_until(lambda: leased(server) == 0, 20, "the rows came back")
@@ -127,15 +135,15 @@ def test_a_relay_that_was_replaced_long_ago_causes_no_second_lease(server, where
         wait_until(lambda: server.pids().get("relay", pids["relay"]) != pids["relay"], 60, "another relay")
         with connect(where, timeout=50) as another:
             another.status()
-        time.sleep(1.0)  # the connection has come up again by itself
+        wait_until(lambda: connected(where), 20, "the connection has come up again by itself")
         os.kill(pids["supervisor"], signal.SIGSTOP)
         try:
             asked = pool.submit(client.model, "affine", rows=4)
-            time.sleep(0.5)  # long enough to look at what became of the connection
+            wait_until(lambda: b"affine" in unread(pids["supervisor"]), 20, "the relay has passed it on")
         finally:
             os.kill(pids["supervisor"], signal.SIGCONT)
         np.testing.assert_array_equal(asked.result(60).infer(X, timeout=30), 2 * X + 1)
-        time.sleep(0.5)
+        client.status()  # answered behind a second request, if there was one
         assert leased(server) == 4
     wait_until(lambda: leased(server) == 0, 20, "the rows came back")
 
@@ -166,7 +174,7 @@ def test_a_lease_requested_again_over_another_connection_is_the_same(server, whe
                 answer(first)
             else:
                 os.kill(pids["supervisor"], signal.SIGSTOP)
-                time.sleep(0.3)  # the relay has passed it on
+                wait_until(lambda: b"affine" in unread(pids["supervisor"]), 20, "the relay has passed it on")
         time.sleep(0.1)  # the relay has seen the connection end
         with ask() as second:
             os.kill(pids["supervisor"], signal.SIGCONT)
@@ -187,7 +195,7 @@ def test_a_lease_that_arrives_too_late_is_returned(server, where):
         try:
             with pytest.raises(ServerGone):
                 client._link.lease("affine", 4, 0.5)
-            time.sleep(1.0)  # for the connection that is made anew then
+            wait_until(lambda: connected(where), 20, "the connection that is made anew then")
         finally:
             os.kill(supervisor, signal.SIGCONT)
         client.status()  # answered behind the lease, which has been granted then

@@ -7,6 +7,7 @@ import contextlib
 import gc
 import os
 import resource
+import signal
 import subprocess
 import sys
 import threading
@@ -102,17 +103,18 @@ async def test_infer_async_returns_the_same_as_infer(leased, client):
 
 
 async def test_an_event_loop_runs_while_another_thread_uses_the_model(client):
-    model = client.model("moody", rows=4)
-    slow = threading.Thread(target=model.infer, args=(np.full((2, 4), 1_000_000, np.float32),))
-    slow.start()
-    await asyncio.sleep(0.1)
-    steps = 0
-    answer = asyncio.ensure_future(model.infer_async(X, timeout=30))
-    while not answer.done():
-        await asyncio.sleep(0.005)
-        steps += 1
-    np.testing.assert_array_equal(answer.result(), X + 1)
-    assert steps > 5, "the loop was blocked"  # about 180 if the machine is idle; far fewer if it is busy
+    model, engine = client.model("moody", rows=4), client.status()["engines"][0]["pid"]
+    os.kill(engine, signal.SIGSTOP)
+    try:
+        slow = threading.Thread(target=model.infer, args=(np.zeros((2, 4), np.float32),), kwargs={"timeout": 60})
+        slow.start()
+        answer = asyncio.ensure_future(model.infer_async(X, timeout=60))
+        for _ in range(50):  # a loop that is blocked would never let the engine continue
+            await asyncio.sleep(0.005)
+        assert not answer.done()
+    finally:
+        os.kill(engine, signal.SIGCONT)
+    np.testing.assert_array_equal(await answer, X + 1)
     slow.join()
 
 

@@ -14,7 +14,7 @@ import httpx
 import numpy as np
 import pytest
 import torch
-from tests.serving import serving, wait_until
+from tests.serving import serving, wait_until, wait_until_computing
 
 from jurybox.client import Refused
 from jurybox.protocol.control_pb2 import BindRequest, RegionPlace
@@ -157,7 +157,7 @@ def test_a_client_killed_in_flight_breaks_nothing_and_its_memory_is_unmapped(ser
     with process:
         assert process.stdout.readline() == "bound\n"
         wait_until(lambda: client.status()["engines"][0]["pid"] and mapped(server, folder) == 2, 20, "the binding")
-        time.sleep(0.3)  # its batch takes 1.5 s
+        wait_until_computing(client, "slow")
         before = engine(server)
         process.kill()
     assert client.model("affine", rows=4).infer(ROWS, timeout=30)[0, 0] == 1

@@ -66,8 +66,8 @@ def test_a_load_without_settings_says_how_long_the_model_is_kept_from_then_on(se
 def test_a_model_that_is_no_longer_kept_is_unloaded_and_one_that_is_kept_is_not(client):
     client.load("kept", LOADED, keep=3.0)
     client.keep("kept", 30.0)
-    client.load("silent", LOADED, keep=2.0)
     began = time.monotonic()
+    client.load("silent", LOADED, keep=2.0)
     wait_until(lambda: "silent" not in client.models(), 30, "the unloading of the model that is not kept")
     assert time.monotonic() - began > 0.5
     wait_until(lambda: time.monotonic() - began > 3.5)

@@ -6,7 +6,8 @@ import random
 import signal
 import threading
 import time
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 
 import numpy as np
 import pytest
@@ -21,7 +22,6 @@ from jurybox.client.juror import Juror
 LOCAL = "127.0.0.1:0"
 DOORS = {"http": LOCAL, "grpc": LOCAL, "tcp": LOCAL}
 TRITON = {"http": tritonclient.http, "grpc": tritonclient.grpc}
-PER_ROW = 0.02  # seconds of "rowwise"
 X = np.ones((1, 4), np.float32)
 
 
@@ -38,17 +38,17 @@ def way(request):
 
 
 @contextmanager
-def asking(server, way, name):
+def asking(server, way, name, output="action"):
     """A client's function for one request of one row."""
     if module := TRITON.get(way):
         with module.InferenceServerClient(server.listening(way)) as client:
-            row = [observation(module, X)]
-            yield lambda: client.infer(name, row).as_numpy("action")
+            inputs = [observation(module, X)]
+            yield lambda: client.infer(name, inputs).as_numpy(output)
         return
     far = connect("tcp://" + server.listening("tcp")) if way == "tcp" else server.connect(transport=way)
     with far as client:
         model = client.model(name)
-        yield lambda: model.infer(X, timeout=20)
+        yield lambda: model.infer(X, timeout=60)
 
 
 def crowd(server, clients, seconds, way, name="paced"):
@@ -94,45 +94,64 @@ def uneven(tmp_path_factory):
 def test_a_slow_replica_does_not_hold_up_the_rest(uneven, way):
     (slow, *others), _ = crowd(uneven, 4, 1.5, way)
     # With an even distribution each would answer a third.
-    assert slow < 0.15 * (slow + sum(others))
+    assert slow < 0.25 * (slow + sum(others))
     assert min(others) > 0
 
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory):
-    """Two engines with models whose batches save nothing."""
-    models = {
-        "rowwise": {"factory": "tests.models:rowwise", "args": {"seconds": PER_ROW}, "lane_rows": 1},
-        "score": {"factory": "tests.models:rowwise_score", "args": {"seconds": PER_ROW}},
-    }
-    with serving(tmp_path_factory.mktemp("pair"), models, replicas=2, **DOORS) as server:
-        yield server
+    """Two engines with models whose batches save nothing; and a function for what share of their time both computed."""
+    folder = tmp_path_factory.mktemp("pair")
+    (folder / "times").mkdir()
+    model = {"factory": "tests.models:rowwise", "args": {"seconds": 0.02, "times": str(folder / "times")}}
+
+    def together(since):
+        both = alone = 0.0
+        edges = []  # of all batches since then
+        for file in (folder / "times").iterdir():
+            for line in file.read_text().splitlines():
+                began, ended = map(float, line.split())
+                if began >= since:
+                    edges += [(began, 1), (ended, -1)]
+        computing, last = 0, 0.0
+        for at, change in sorted(edges):
+            both += (at - last) * (computing == 2)
+            alone += (at - last) * (computing == 1)
+            computing, last = computing + change, at
+        return both / (both + alone)
+
+    with serving(folder, {"one": {**model, "lane_rows": 1}, "score": model}, replicas=2, **DOORS) as server:
+        yield server, together
 
 
 def test_a_second_engine_computes_while_the_first_does(pair, way):
-    seconds = 1.5
-    _, answered = crowd(pair, 6, seconds, way, "rowwise")
-    assert answered > 1.3 * seconds / PER_ROW  # one engine computes no more than `seconds / PER_ROW`
+    server, together = pair
+    began = time.monotonic()
+    with ExitStack() as stack, ThreadPoolExecutor(6) as pool:
+        asks = [stack.enter_context(asking(server, way, "one", output="score")) for _ in range(6)]
+        answers = list(pool.map(lambda ask: [ask() for _ in range(10)], asks))
+    assert (np.concatenate(answers, axis=None) == 4.0).all()
+    assert together(began) > 0.05  # 0 if one waited for the other
 
 
 @pytest.mark.parametrize("far", ["", "tcp", "grpc"])
 def test_a_jurors_rows_are_computed_by_all_engines(pair, far):
-    juror = Juror("score", address=f"{far}://{pair.listening(far)}" if far else pair.address)
+    server, together = pair
+    juror = Juror("score", address=f"{far}://{server.listening(far)}" if far else server.address)
     rows = [np.full(4, i, np.float32) for i in range(8)]
-    assert juror.scores({"observation": rows[:1]}, 1) == [4.0]
-    began, rounds = time.monotonic(), 5
-    for _ in range(rounds):  # one call at a time, as of a trainer that scores a whole batch
-        assert juror.scores({"observation": rows}, 8) == [4.0 * i + 4 for i in range(8)]
-    assert time.monotonic() - began < rounds * 8 * PER_ROW / 1.3
+    began = time.monotonic()
+    for _ in range(5):  # one call at a time, as of a trainer that scores a whole batch
+        assert juror.scores({"observation": rows}, 8) == [4.0 * i for i in range(8)]
+    assert together(began) > 0.05  # 0 if one waited for the other
     began = time.monotonic()
 
     async def crowd():
         return await asyncio.gather(*(juror.scores_async({"observation": [rows[i % 8]]}, 1) for i in range(40)))
 
-    assert asyncio.run(crowd()) == [[4.0 * (i % 8) + 4] for i in range(40)]
-    assert time.monotonic() - began < 40 * PER_ROW / 1.3
+    assert asyncio.run(crowd()) == [[4.0 * (i % 8)] for i in range(40)]
+    assert together(began) > 0.05  # 0 if one waited for the other
     juror.close()
-    assert juror.scores({"observation": rows}, 8) == [4.0 * i + 4 for i in range(8)]
+    assert juror.scores({"observation": rows}, 8) == [4.0 * i for i in range(8)]
     juror.close()
 
 

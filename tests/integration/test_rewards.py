@@ -15,6 +15,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from tests.loops import turns
 from tests.serving import serving, wait_until
 
 from jurybox.client import ModelNotFound, RowFailed, ServerGone, SpecMismatch
@@ -169,9 +170,9 @@ def test_a_call_cancelled_before_it_was_sent_does_not_affect_later_ones(connecti
     async def step():
         with juror._answering:  # the juror's thread cannot send it yet
             cancelled = asyncio.ensure_future(juror.scores_async({"text": ["abcd"]}, 1))
-            await asyncio.sleep(0.1)
+            await turns()
             cancelled.cancel()
-            await asyncio.sleep(0.1)  # the call itself is cancelled a few loop iterations later
+            await turns()  # the call itself is cancelled a few loop iterations later
         return await juror.scores_async({"text": ["abcde"]}, 1)
 
     assert asyncio.run(asyncio.wait_for(step(), 30)) == [5.0]

@@ -11,6 +11,7 @@ import os
 import signal
 import threading
 import time
+from contextlib import suppress
 
 import grpc
 import numpy as np
@@ -145,8 +146,11 @@ def test_answers_are_the_same_as_those_of_python(gateway):
         assert action(answer).tolist() == [2 * i + 1] * 12
     assert gateway.by_python == before
     natively = stub.ModelInfer(message(filled(5, 3), id="number"), timeout=20)
-    by_python = stub.ModelInfer(message(filled(5, 3), id="number"), timeout=0.09)  # too little time for native code
-    assert gateway.by_python == before + 1 and natively == by_python
+    by_python = None
+    while by_python is None:  # until the machine is quick enough
+        with suppress(grpc.RpcError):
+            by_python = stub.ModelInfer(message(filled(5, 3), id="number"), timeout=0.09)  # too little for native code
+    assert gateway.by_python > before and natively == by_python
 
 
 def test_several_inputs_and_outputs_in_any_order(gateway):
@@ -245,18 +249,24 @@ def test_rows_that_break_the_model_fail_alone(gateway):
     gateway.warm_up(lambda: message(filled(1), "moody"))  # a second later, native code answers again
 
 
-def test_a_request_past_its_deadline_gets_its_status_and_the_next_one_its_answer(gateway):
+def test_a_request_past_its_deadline_gets_its_status_and_the_next_one_its_answer(gateway, server):
     stub = gateway.warm_up(lambda: message(filled(1), "moody"))
-    for _ in range(2):
-        began = time.monotonic()
-        late = stub.ModelInfer.future(message(filled(2_500_000), "moody"), timeout=1.0)  # it takes 2.5 seconds
-        wait_until(lambda: gateway.pending("moody") == 1, 0.9, "it arrives")
-        patient = stub.ModelInfer.future(message(filled(2), "moody"), timeout=20)
-        wait_until(lambda: gateway.pending("moody") == 2, 0.9, "both arrive")
+    engines = [pid for role, pid in server.pids().items() if role.startswith("engine")]
+    for pid in engines:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        late = stub.ModelInfer.future(message(filled(1), "moody"), timeout=5.0)
+        wait_until(lambda: gateway.pending("moody") == 1, 20, "it arrives")
+        patient = stub.ModelInfer.future(message(filled(2), "moody"), timeout=60)
+        wait_until(lambda: gateway.pending("moody") == 2 or late.done(), 20, "both arrive")
+        assert not late.done(), "the machine is too slow for this test"
         assert late.code() == grpc.StatusCode.DEADLINE_EXCEEDED
-        wait_until(lambda: gateway.pending("moody") == 1, 10, "the request is returned")
-        assert time.monotonic() - began < 2.4
-        assert action(patient.result()).tolist() == [3] * 4
+        wait_until(lambda: gateway.pending("moody") == 1, 20, "the request is returned")
+        assert not patient.done()
+    finally:
+        for pid in engines:
+            os.kill(pid, signal.SIGCONT)
+    assert action(patient.result()).tolist() == [3] * 4
 
 
 def test_cancelled_calls_do_not_affect_the_others(gateway):

@@ -6,7 +6,6 @@ import contextlib
 import os
 import signal
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import grpc
@@ -15,7 +14,7 @@ import pytest
 import tritonclient.grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
-from tests.serving import wait_until
+from tests.serving import wait_until, wait_until_computing
 
 from jurybox.client import ServerGone, Timeout, connect
 from jurybox.protocol import open_inference_pb2 as pb
@@ -88,7 +87,8 @@ def test_cancelled_calls_return_their_rows(stub, gateway):
     slow = np.full((1, 4), 200_000, np.float32)
     for _ in range(3):
         calls = [stub.ModelInfer.future(request(slow, "team/moody"), timeout=20) for _ in range(20)]
-        time.sleep(0.05)
+        with gateway.server.connect() as connection:
+            wait_until_computing(connection, "team/moody")
         for call in calls:
             call.cancel()
     assert len(values(stub.ModelInfer(request(np.zeros((64, 4), np.float32), "team/moody"), timeout=30))) == 64
@@ -108,7 +108,8 @@ def test_concurrent_requests_are_batched(stub, gateway):
 
     before = batches()
     block = stub.ModelInfer.future(request(np.full((1, 4), 2_500_000, np.float32), "team/moody"), timeout=20)
-    time.sleep(0.1)  # the engine computes it while the others arrive
+    with gateway.server.connect() as connection:
+        wait_until_computing(connection, "team/moody")  # while it does, the others arrive
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(lambda _: stub.ModelInfer(request(model="team/moody"), timeout=20), range(8)))
     block.result()
@@ -159,9 +160,6 @@ def test_a_message_beyond_the_bound_is_refused(stub):
 
 
 def test_a_killed_engine_only_delays_requests_with_a_late_deadline(stub, gateway):
-    import os
-    import signal
-
     stub.ModelInfer(request(), timeout=10)
     answers, stop = [], threading.Event()
 
@@ -171,7 +169,7 @@ def test_a_killed_engine_only_delays_requests_with_a_late_deadline(stub, gateway
 
     with ThreadPoolExecutor(4) as pool:
         futures = [pool.submit(ask) for _ in range(4)]
-        time.sleep(0.2)
+        wait_until(lambda: len(answers) > 20, 30, "answers by the first engine")
         os.kill(gateway.server.pids()["engine-0"], signal.SIGKILL)
         killed = len(answers)
         wait_until(lambda: len(answers) > killed + 100, 30, "answers by the next engine")

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import grpc
 import httpx
 import numpy as np
+import psutil
 import pytest
 import tritonclient.grpc
 import tritonclient.http
@@ -745,6 +746,11 @@ def test_our_client_reports_the_numbers_of_lost_sessions(ours):
         )
 
 
+def hung_up(pid):
+    """Connections of a process whose client has left, and that it has not closed."""
+    return [one for one in psutil.Process(pid).net_connections("tcp") if one.status == psutil.CONN_CLOSE_WAIT]
+
+
 def test_a_step_whose_http_client_hung_up_loses_its_sequence(gateway):
     http = Http(gateway, binary=False)
     engine = gateway.server.pids()["engine-0"]
@@ -761,7 +767,7 @@ def test_a_step_whose_http_client_hung_up_loses_its_sequence(gateway):
                     },
                     timeout=0.5,
                 )
-            time.sleep(0.2)  # the gateway notices
+            wait_until(lambda: not hung_up(gateway.server.pids()["gateway"]), 20, "the gateway notices")
         finally:
             os.kill(engine, signal.SIGCONT)
         with pytest.raises(Failed, match="no state here"):  # the client cannot know whether the 10 was added

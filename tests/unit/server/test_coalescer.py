@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from tests.loops import turns
 
 from jurybox.client import Busy, Error, ModelFailed, RowFailed, ServerGone, SessionLost, SpecMismatch, Timeout
 from jurybox.client.ticket import Reply
@@ -70,12 +71,10 @@ UNREADABLE = UnicodeDecodeError("utf-8", b"\xc3", 0, 1, "unexpected end of data"
 @pytest.mark.parametrize("wrong", [UNREADABLE, KeyError("x"), MemoryError(), RecursionError(), ValueError("\ud800")])
 async def test_every_exception_of_a_lane_is_raised_to_its_callers_at_once(wrong):
     together, events = coalescer(Lane(wrong))
-    began = time.monotonic()
     with pytest.raises(ModelFailed, match="could not be read") as caught:
-        await together.ask(ROW, 1, 60.0, 0)
-    assert time.monotonic() - began < 5
+        await together.ask(ROW, 1, 60.0, 0)  # not Timeout: the caller is told at once
     str(caught.value).encode()
-    await asyncio.sleep(0.01)
+    await turns()
     assert events == ["broken", "idle"]
     assert (await together.ask(ROW, 1, 60.0, 0))[1] == 7  # and later requests are answered
 
@@ -86,7 +85,7 @@ async def test_each_engine_gets_a_ticket_before_others_wait():
     asking = []
     for _ in range(4):
         asking.append(asyncio.create_task(together.ask(ROW, 1, 60.0, 0)))
-        await asyncio.sleep(0.01)
+        await turns()
     assert lane.tickets == 2, "requests that arrive while both engines compute wait for them"
     for one in asking:
         one.cancel()
@@ -161,11 +160,11 @@ async def test_anothers_unreadable_answer_does_not_affect_the_present_request():
     lane = Lane(None, look=UNREADABLE)
     together, events = coalescer(lane)
     first = asyncio.create_task(together.ask(ROW, 1, 60.0, 0))
-    await asyncio.sleep(0.01)
+    await turns()
     second = asyncio.create_task(together.ask(ROW, 1, 60.0, 0))
     for one in (first, second):  # both are repeated on another lane, as the code requires
         with pytest.raises(Refused) as caught:
-            await asyncio.wait_for(one, 5)
+            await asyncio.wait_for(one, 30)
         assert caught.value.code == Code.STALE_LEASE
     assert events[0] == "broken"
 
@@ -187,9 +186,9 @@ async def test_a_ticket_that_never_ends_is_cancelled_and_blocks_no_other(monkeyp
     with pytest.raises(Timeout):
         await together.ask(ROW, 1, 0.05, 0)
     with pytest.raises(Refused) as caught:  # requests that wait behind it are repeated on another lane
-        await asyncio.wait_for(together.ask(ROW, 1, 60.0, 0), 5)
+        await asyncio.wait_for(together.ask(ROW, 1, 60.0, 0), 30)
     assert (caught.value.code, events[0]) == (Code.STALE_LEASE, "broken")
-    assert (await asyncio.wait_for(together.ask(ROW, 1, 60.0, 0), 5))[1] == 7
+    assert (await asyncio.wait_for(together.ask(ROW, 1, 60.0, 0), 30))[1] == 7
 
 
 async def test_a_lost_answer_is_requested_again(monkeypatch):
@@ -197,11 +196,11 @@ async def test_a_lost_answer_is_requested_again(monkeypatch):
     monkeypatch.setattr("jurybox.server.gateway.inference.coalescer._DOUBT", 0.05)
     together, events = coalescer(Lane(None))
     asking = asyncio.create_task(together.ask(ROW, 1, 60.0, 0))
-    await asyncio.sleep(0.01)
+    await turns()
     together.doubt()
     with pytest.raises(Refused) as caught:
-        await asyncio.wait_for(asking, 5)
-    await asyncio.sleep(0.01)
+        await asyncio.wait_for(asking, 30)
+    await turns()
     assert (caught.value.code, events) == (Code.STALE_LEASE, ["broken", "idle"])
 
 
@@ -221,7 +220,7 @@ async def test_an_error_of_one_request_does_not_give_up_the_lane():
     for expected in (Timeout, ModelFailed):
         with pytest.raises(expected):
             await together.ask(ROW, 1, 60.0, 0)
-        await asyncio.sleep(0.01)
+        await turns()
     assert events == ["idle", "idle"]
 
 
@@ -248,14 +247,14 @@ async def test_a_lane_given_up_is_closed_when_its_last_ticket_has_ended():
     lanes = SimpleNamespace(retire=lambda held: None, let_go=let_go.append)
     held = ModelLane(Slow(), 8, makeshift=False, lanes=lanes)
     asking = asyncio.create_task(held.coalescer.ask(ROW, 1, 60.0, 0))
-    await asyncio.sleep(0.01)
+    await turns()
     held.coalescer.give_up(Refused("over", Code.STALE_LEASE))
     with pytest.raises(Error):
         await asking
     assert held.coalescer.busy
     assert not let_go
     gate.set()
-    await asyncio.sleep(0.01)
+    await turns()
     assert not held.coalescer.busy
     assert let_go == [held]
 
@@ -325,8 +324,16 @@ class SlowOnce(Lane):
 
     async def infer_reply_async(self, inputs, *, timeout, version):
         self.tickets += 1
-        await asyncio.sleep(0.3 if self.tickets == 1 else 0.0)
+        await asyncio.sleep(0.5 if self.tickets == 1 else 0.0)
         return Reply(inputs["x"] * 2, 7)
+
+
+async def arrived(line, n):
+    for _ in range(6000):
+        if len(line.sent) >= n:
+            break
+        await asyncio.sleep(0.005)
+    await turns()
 
 
 async def test_a_late_answer_is_no_answer_to_the_connections_next_request():
@@ -337,10 +344,10 @@ async def test_a_late_answer_is_no_answer_to_the_connections_next_request():
     form = Form(oip, held, request, 1, ["y"], lambda *_: [b""])
     line = Line()
     form.ask(ROW, 0.05, line)
-    await asyncio.sleep(0.15)
+    await arrived(line, 1)
     assert line.sent == [Code.TIMEOUT]
-    form.ask({"x": ROW["x"] * 3}, 5.0, line)
-    await asyncio.sleep(0.5)
+    form.ask({"x": ROW["x"] * 3}, 60.0, line)
+    await arrived(line, 2)
     assert line.sent == [Code.TIMEOUT, np.full(2, 6, np.float32).tobytes()]
 
 

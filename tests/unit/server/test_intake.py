@@ -13,6 +13,7 @@ import threading
 import numpy as np
 import pytest
 from PIL import Image
+from tests.loops import turns
 
 from jurybox import native
 from jurybox.protocol.errors import SpecMismatch
@@ -60,7 +61,7 @@ def test_abandoned_work_is_not_begun():
         pool = ThreadPool()
         busy = [asyncio.create_task(pool.run(over.wait, 60)) for _ in range(intake._WORKERS)]
         late = asyncio.create_task(pool.run(begun.append, 1))
-        await asyncio.sleep(0.05)
+        await turns()
         late.cancel()
         await asyncio.sleep(0)
         over.set()

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from tests.loops import turns
 
 from jurybox.client import SessionLost, Timeout
 from jurybox.client.ticket import Reply
@@ -205,15 +206,17 @@ async def test_a_ticket_is_held_back_until_all_have_come_or_their_time_is_over()
     lane, held = Lane(), []
 
     class Gathering:
+        patience = 60.0
+
         def wait(self, waiting, computing):
             held.append(waiting)
-            return 0.0 if waiting == 3 or len(held) > 5 else 0.05
+            return 0.0 if waiting == 3 or len(held) > 5 else self.patience
 
         def went(self, waits):
             self.waits = waits
 
         def took(self, rows, seconds):
-            assert rows and 0.02 <= seconds < 5
+            assert rows and seconds >= 0.02
 
     gathering = Gathering()
     together = RequestCoalescer(lane, 8, gathering=gathering)
@@ -225,7 +228,8 @@ async def test_a_ticket_is_held_back_until_all_have_come_or_their_time_is_over()
     answers = await asyncio.gather(later(1, 0), later(2, 0.005), later(3, 0.01))
     assert [len(ticket) for ticket in lane.tickets] == [3] and len(gathering.waits) == 3
     assert [answer[0]["y"][0, 0] for answer in answers] == [2, 4, 6]
-    outputs, _ = await asyncio.wait_for(together.ask(rows(4), 1, 60.0, 0), 5)  # nobody comes
+    gathering.patience = 0.05
+    outputs, _ = await asyncio.wait_for(together.ask(rows(4), 1, 60.0, 0), 30)  # nobody comes
     assert outputs["y"][0, 0] == 8 and not together.busy
 
 
@@ -244,10 +248,10 @@ async def test_a_request_whose_caller_left_is_not_sent_and_a_full_ticket_does_no
 
     together = RequestCoalescer(lane, 8, gathering=Gathering())
     gone = asyncio.ensure_future(together.ask(rows(9), 1, 60.0, 0))
-    await asyncio.sleep(0.01)
+    await turns()
     gone.cancel()
     answers = await asyncio.wait_for(
-        asyncio.gather(*(together.ask(rows(value), 1, 60.0, 0) for value in range(8)), return_exceptions=True), 5
+        asyncio.gather(*(together.ask(rows(value), 1, 60.0, 0) for value in range(8)), return_exceptions=True), 30
     )
     assert [answer[0]["y"][0, 0] for answer in answers[:7]] == [0, 2, 4, 6, 8, 10, 12]
     assert not (np.concatenate(lane.tickets) == 9).any()

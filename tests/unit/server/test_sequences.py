@@ -7,6 +7,7 @@ import time
 from types import SimpleNamespace
 
 import pytest
+from tests.loops import turns
 
 from jurybox.client import Busy, ModelFailed, Refused, RowFailed, SessionLost, SpecMismatch, Timeout
 from jurybox.protocol.errors import Code
@@ -145,7 +146,7 @@ async def test_no_client_gets_the_state_of_the_rows_earlier_session(gateway, lan
 async def test_requests_of_a_sequence_wait_for_each_other(gateway, lanes):
     lanes.gate = asyncio.Event()
     asked = [asyncio.create_task(gateway.step("a", n, start=n == 0)) for n in range(5)]
-    await asyncio.sleep(0.01)
+    await turns()
     lanes.gate.set()
     assert await asyncio.gather(*asked) == [list(range(n + 1)) for n in range(5)]
 
@@ -156,7 +157,7 @@ async def test_a_sequence_with_a_step_of_unknown_outcome_is_lost(gateway, lanes,
     lanes.gate = asyncio.Event()
     slow = asyncio.create_task(gateway.step("a", 2, seconds=0.05 if not gave_up else 5))
     behind = asyncio.create_task(gateway.step("a", 3))
-    await asyncio.sleep(0.01)
+    await turns()
     if gave_up:
         slow.cancel()
     with pytest.raises((asyncio.CancelledError, TimeoutError)):
@@ -172,10 +173,10 @@ async def test_a_step_given_up_while_it_waited_is_not_left_out_in_silence(gatewa
     await gateway.step("a", 1, start=True)
     lanes.gate = asyncio.Event()
     first, second = (asyncio.create_task(gateway.step("a", n)) for n in (2, 3))
-    await asyncio.sleep(0.01)
+    await turns()
     second.cancel()
     third = asyncio.create_task(gateway.step("a", 4))
-    await asyncio.sleep(0.01)
+    await turns()
     lanes.gate.set()
     assert await first == [1, 2]
     with pytest.raises(SessionLost):
@@ -188,10 +189,10 @@ async def test_a_sequence_begins_anew_when_all_earlier_steps_have_ended(gateway,
     await gateway.step("a", 1, start=True)
     lanes.gate = asyncio.Event()
     first, second = (asyncio.create_task(gateway.step("a", n)) for n in (2, 3))
-    await asyncio.sleep(0.01)
+    await turns()
     second.cancel()
     anew = asyncio.create_task(gateway.step("a", 4, start=True))
-    await asyncio.sleep(0.01)
+    await turns()
     lanes.gate.set()
     assert (await first, await anew, await gateway.step("a", 5)) == ([1, 2], [4], [4, 5])
 
@@ -200,7 +201,7 @@ async def test_a_step_that_was_late_while_it_waited_is_not_left_out_in_silence(g
     await gateway.step("a", 1, start=True)
     lanes.gate = asyncio.Event()
     first = asyncio.create_task(gateway.step("a", 2))
-    await asyncio.sleep(0.01)
+    await turns()
     with pytest.raises(Timeout):
         await gateway.step("a", 3, seconds=0.02)
     lanes.gate.set()
@@ -225,7 +226,7 @@ async def test_steps_after_a_failed_step_are_refused(gateway, lanes):
     await gateway.step("a", 1, start=True)
     lanes.gate = asyncio.Event()
     failing, behind = (asyncio.create_task(gateway.step("a", n)) for n in (666, 2))
-    await asyncio.sleep(0.01)
+    await turns()
     lanes.gate.set()
     with pytest.raises(ModelFailed):
         await failing
@@ -252,7 +253,7 @@ async def test_the_sequences_of_a_lost_lane_are_lost(gateway, lanes):
 
 async def test_steps_that_overtook_each_other_are_computed_in_order(gateway):
     late = asyncio.create_task(gateway.ours({0: 1, 1: 1}, ["b", "B"]))
-    await asyncio.sleep(0.01)
+    await turns()
     assert await gateway.ours({0: 0, 1: 0}, ["a", "A"]) == [["a"], ["A"]]
     assert await late == [["a", "b"], ["A", "B"]]
 
