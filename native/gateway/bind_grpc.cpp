@@ -4,6 +4,7 @@
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
+#include <cstring>
 #include <memory>
 #include <string>
 #include <unordered_map>
@@ -31,11 +32,15 @@ class BytesMessage {
     }
     ~BytesMessage() { Py_XDECREF(bytes_); }
 
+    // A message is allocated once, with its size, unless it is larger than what is allocated before it arrives. Then it is copied,
+    // since the limited API has no way to resize bytes.
     void resize(std::size_t size) {
-        const auto wanted = static_cast<Py_ssize_t>(size);
-        if (bytes_ == nullptr) bytes_ = PyBytes_FromStringAndSize(nullptr, wanted);
-        else if (size != this->size()) _PyBytes_Resize(&bytes_, wanted);
-        if (bytes_ == nullptr) throw nb::python_error();
+        const std::size_t had = this->size();
+        if (bytes_ != nullptr && size == had) return;
+        PyObject* const made = PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(size));
+        if (made == nullptr) throw nb::python_error();
+        if (const std::size_t kept = std::min(had, size)) std::memcpy(PyBytes_AsString(made), data(), kept);
+        Py_XDECREF(std::exchange(bytes_, made));
     }
     char* data() { return PyBytes_AsString(bytes_); }
     const char* data() const { return PyBytes_AsString(bytes_); }

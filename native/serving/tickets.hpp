@@ -9,6 +9,12 @@
 
 namespace jurybox {
 
+// What an engine notes in a ticket.
+struct TicketState {
+    std::uint32_t transport;
+    std::uint32_t code;
+};
+
 // The same 64 bytes as TICKET in wire.py.
 struct Ticket {
     std::uint64_t sequence;
@@ -22,10 +28,7 @@ struct Ticket {
     std::uint64_t version;
     union {
         std::uint64_t incarnation;  // in a ticket to an engine: the engine's incarnation
-        struct {                    // in the engine
-            std::uint32_t transport;
-            std::uint32_t code;
-        } state;
+        TicketState state;          // in the engine
     };
 };
 static_assert(sizeof(Ticket) == 64);
