@@ -7,9 +7,9 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from itertools import repeat, starmap
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
 
+from jurybox.client.locks import Taken, Turn
 from jurybox.protocol.errors import Timeout
 
 if TYPE_CHECKING:
@@ -92,35 +92,6 @@ class Answer(NamedTuple):
 
 
 _TURN = 0.001  # seconds between an event loop's attempts to acquire the lock
-
-
-class Taken(Exception):
-    """Another thread holds the lock."""
-
-
-class _Mine(dict[bool, None]):
-    """A mapping for the result of `acquire`: looking up False raises Taken."""
-
-    def __missing__(self, _: bool) -> None:
-        raise Taken
-
-
-_MINE = _Mine({True: None})
-
-
-class Turn:
-    """A context manager that acquires the lock within `seconds`, or without waiting (0), and otherwise raises Taken.
-
-    Entering and leaving are single C calls, as with a lock itself: a KeyboardInterrupt cannot occur between acquiring
-    the lock and entering the ``with`` block. It costs no more than ``with lock``.
-    """
-
-    __slots__ = ("__enter__", "__exit__")
-
-    def __init__(self, lock: Any, seconds: float = 0.0) -> None:
-        how = (True, seconds) if seconds > 0 else (False,)
-        self.__enter__ = map(_MINE.__getitem__, starmap(lock.acquire, repeat(how))).__next__
-        self.__exit__ = lock.__exit__
 
 
 class Turns:

@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from jurybox.client.in_flight import Taken, Turns, seconds
+from jurybox.client.in_flight import Turns, seconds
 from jurybox.client.lane import Lane
+from jurybox.client.locks import Taken
 from jurybox.client.row_codec import NO_SHAPE, Checked, shaped, utf8, words
 from jurybox.client.rows import CallRow, Rows
 from jurybox.client.sessions import Sessions

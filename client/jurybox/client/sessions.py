@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from jurybox.client.in_flight import Taken
 from jurybox.client.lane import row_failed
+from jurybox.client.locks import Taken
 from jurybox.client.row_codec import NO_SHAPE, SESSIONS, Checked, shaped
 from jurybox.client.session_book import Mask, Numbers, SessionBook, require_rows, resets
 from jurybox.client.ticket import Reply, Ticket, rows_come_back, send_rows
