@@ -8,6 +8,9 @@ import tempfile
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+# Servers are on this host, which a proxy could not reach.
+os.environ.update(dict.fromkeys(("no_proxy", "NO_PROXY"), "127.0.0.1,localhost,::1"))
+
 # Or each of the processes that tests start would compile our sources anew.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 

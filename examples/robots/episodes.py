@@ -39,7 +39,7 @@ def by_websocket(where, seeds, robots):
     """The episodes of these seeds, driven by so many robots at once, as clients of openpi's protocol."""
 
     def robot(mine):
-        with connect(f"ws://{where}", compression=None) as connection:
+        with connect(f"ws://{where}", compression=None, proxy=None) as connection:
             unpackb(connection.recv(60))  # the server's metadata
 
             def ask(observation):

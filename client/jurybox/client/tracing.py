@@ -13,15 +13,18 @@ to over tcp:// or grpc://, there is only the outer span.
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 from opentelemetry import trace
 from opentelemetry.trace import ProxyTracerProvider, Span, SpanKind, Status, StatusCode, Tracer, set_span_in_context
 
 from jurybox.client.in_flight import Answer, InFlight
 from jurybox.client.transports.transport import Transport
+from jurybox.protocol.address import is_loopback
 from jurybox.protocol.errors import Code, SharedMemoryError
 from jurybox.protocol.segment import sibling
 from jurybox.protocol.timings import Timings
@@ -29,6 +32,8 @@ from jurybox.protocol.wire import build_version
 
 if TYPE_CHECKING:
     import asyncio
+
+    from opentelemetry.sdk.trace.export import SpanExporter
 
 _MOST_OPEN = 4096  # spans; if there are more, the oldest is ended, as its caller no longer waits for the answer
 
@@ -165,12 +170,23 @@ class TracedTransport(Transport):
 
 def _export() -> None:
     """Set up a tracer provider. Its last spans are exported when the process ends."""
-    from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
     from opentelemetry.sdk.resources import SERVICE_NAME, OTELResourceDetector, Resource
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
     resource = Resource({SERVICE_NAME: "jurybox-client"}).merge(OTELResourceDetector().detect())
     provider = TracerProvider(resource=resource)
-    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
+    provider.add_span_processor(BatchSpanProcessor(exporter()))
     trace.set_tracer_provider(provider)
+
+
+def exporter() -> SpanExporter:
+    """Return an exporter for the collector that the OTEL_ variables name. One on this host is never asked by proxy."""
+    import requests  # what the exporter sends with
+    from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+
+    names = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
+    where = next((os.environ[name] for name in names if os.environ.get(name)), "http://localhost:4318")
+    session = requests.Session()
+    session.trust_env = not is_loopback(urlsplit(where).hostname or "")
+    return OTLPSpanExporter(session=session)

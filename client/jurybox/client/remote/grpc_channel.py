@@ -48,6 +48,9 @@ _OPTIONS = [
     ("grpc.keepalive_time_ms", 20_000),
     ("grpc.keepalive_timeout_ms", 10_000),
 ]
+# gRPC reads the first of each that is set, and only these spellings.
+_PROXY = ("grpc_proxy", "https_proxy", "http_proxy")
+_NO_PROXY = ("no_grpc_proxy", "no_proxy")
 # The code of a gRPC status if the server sent no code of its own.
 _MEANING = {
     grpc.StatusCode.UNAVAILABLE: Code.SERVER_GONE,
@@ -133,17 +136,36 @@ def open_channel(address: str, tls_ca: str | bytes | None = None) -> grpc.Channe
 
 def _open(address: str, tls_ca: str | bytes | None) -> grpc.Channel:
     scheme, _, where = address.partition("://")
+    # gRPC would send even calls to 127.0.0.1 to the proxy of http_proxy, which cannot reach this host's loopback.
+    options = [*_OPTIONS, ("grpc.enable_http_proxy", 0)] if is_loopback(_host(address)) else _OPTIONS
     if scheme == "grpc":
-        return grpc.insecure_channel(where, _OPTIONS)
+        return grpc.insecure_channel(where, options)
     if isinstance(tls_ca, bytes):
-        return grpc.secure_channel(where, grpc.ssl_channel_credentials(tls_ca), _OPTIONS)
+        return grpc.secure_channel(where, grpc.ssl_channel_credentials(tls_ca), options)
     authority = tls_ca or os.environ.get("JURYBOX_TLS_CA")
     try:
         roots = Path(authority).read_bytes() if authority else None
     except OSError as error:
         named = "tls_ca" if tls_ca else "JURYBOX_TLS_CA"
         raise Refused(f"{named}={authority!r} cannot be read: {error.strerror}; expected a PEM file") from error
-    return grpc.secure_channel(where, grpc.ssl_channel_credentials(roots), _OPTIONS)
+    return grpc.secure_channel(where, grpc.ssl_channel_credentials(roots), options)
+
+
+def _host(address: str) -> str:
+    return address.partition("://")[2].rpartition(":")[0].strip("[]")
+
+
+def through_proxy(address: str) -> str:
+    """Return the part of an error that names the proxy through which gRPC connects to an address; empty for none."""
+    host = _host(address)
+    name = next((name for name in _PROXY if os.environ.get(name)), None)
+    if name is None or is_loopback(host):
+        return ""
+    excluded = next((found for name in _NO_PROXY if (found := os.environ.get(name))), "")
+    if any(host.endswith(entry.strip()) for entry in excluded.split(",") if entry.strip()):
+        return ""
+    proxy = os.environ[name].rpartition("@")[2].rpartition("//")[2]  # without the password
+    return f"; {name} sends this connection to the proxy {proxy}: if it is not meant for it, set no_proxy={host}"
 
 
 def token_metadata(address: str, token: str | None) -> list[tuple[str, str]]:
@@ -153,8 +175,7 @@ def token_metadata(address: str, token: str | None) -> list[tuple[str, str]]:
         token: the caller's token. Default: JURYBOX_TOKEN, which is used only over TLS or to this host, so that it is
             never sent over a network unencrypted.
     """
-    host = address.partition("://")[2].rpartition(":")[0].strip("[]")
-    if token is None and (address.startswith("grpcs://") or is_loopback(host)):
+    if token is None and (address.startswith("grpcs://") or is_loopback(_host(address))):
         token = os.environ.get("JURYBOX_TOKEN")
     return [("authorization", f"Bearer {token}")] if token else []
 
@@ -177,6 +198,8 @@ def failure(error: Any) -> tuple[int, str]:
 def raised(error: Any, address: str) -> Error:
     """Return the exception for a failed call."""
     code, message = failure(error)
+    if code == Code.SERVER_GONE:
+        message += through_proxy(address)
     return error_for(code, f"{address}: {message}" if code in (Code.SERVER_GONE, Code.UNAUTHENTICATED) else message)
 
 

@@ -12,7 +12,7 @@ import grpc
 
 from jurybox.client.lane import Lane
 from jurybox.client.link import POLL, Link, OneEngine, RowsHere, Transfer, spec_of, traced, wants_traces
-from jurybox.client.remote.grpc_channel import CORE, CallThread, open_channel, raised, token_metadata
+from jurybox.client.remote.grpc_channel import CORE, CallThread, open_channel, raised, through_proxy, token_metadata
 from jurybox.client.remote.grpc_transport import GrpcTransport
 from jurybox.client.remote.weights import RemotePublisher, RemoteWeightsReader
 from jurybox.protocol import open_inference_pb2 as pb
@@ -64,7 +64,7 @@ class GrpcLink(Link):
             except grpc.RpcError as error:
                 raise ServerGone(
                     f"no answer from {address} within {timeout:.1f} s ({error.details()}): is a server's gateway "
-                    "running there, and is it grpcs:// if it has a certificate?"
+                    f"running there, and is it grpcs:// if it has a certificate?{through_proxy(address)}"
                 ) from error
             self._call("ServerMetadata", pb.ServerMetadataRequest(), timeout)  # this call checks the token
         except BaseException:
@@ -187,12 +187,15 @@ class GrpcLink(Link):
                 raise Refused("this connection was closed: connect again")
             return call.result()
         except Empty:
-            raise ServerGone(f"no answer from {self._address} within {timeout:.1f} s") from None
+            raise ServerGone(self._silent(timeout)) from None
         except grpc.RpcError as error:
             failed = raised(error, self._address)
             if failed.code == Code.TIMEOUT:
-                raise ServerGone(f"no answer from {self._address} within {timeout:.1f} s") from error
+                raise ServerGone(self._silent(timeout)) from error
             raise failed from error
+
+    def _silent(self, timeout: float) -> str:
+        return f"no answer from {self._address} within {timeout:.1f} s{through_proxy(self._address)}"
 
 
 def _tell(message: ModelMessage, contract: str) -> None:
