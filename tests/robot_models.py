@@ -54,3 +54,45 @@ def counting():
         {"chunk": CHUNK},
         state={"total": TensorSpec("float32", (2,))},
     )
+
+
+class Watching(nn.Module):
+    """Every action is (the number of frames, the brightness of the last one)."""
+
+    def forward(self, front, joints, prompt):
+        rows = [(float(len(frames)), float(frames[-1].float().mean())) for frames in front]
+        return torch.tensor(rows)[:, None].expand(-1, HORIZON, -1).contiguous()
+
+
+def watching():
+    """A policy that takes one frame first and several later, as DreamZero's client sends them."""
+    return ServedModel(
+        Watching(),
+        {
+            "observation/front": TensorSpec("uint8", (-1, 8, 6, 3), capacity=4 * 8 * 6 * 3),
+            "observation/joints": TensorSpec("float32", (7,)),
+            "prompt": TensorSpec("bytes", capacity=100),
+        },
+        {"actions": CHUNK},
+    )
+
+
+class ByPart(nn.Module):
+    def forward(self, image, arm, text):
+        arms = arm[:, 0, None] + torch.tensor([float(len(words)) for words in text])[:, None, None]
+        return arms.expand(-1, HORIZON, -1).contiguous(), image.float().mean(dim=(1, 2, 3, 4))[:, None, None].expand(
+            -1, HORIZON, 1
+        ).contiguous()
+
+
+def by_part():
+    """A policy with an output for each part of the robot, as GR00T's; rows have no batch axis."""
+    return ServedModel(
+        ByPart(),
+        {
+            "video/front": TensorSpec("uint8", (2, 8, 6, 3)),
+            "state/arm": TensorSpec("float32", (1, 2)),
+            "language/task": TensorSpec("bytes", capacity=100),
+        },
+        {"arm": CHUNK, "gripper": TensorSpec("float32", (HORIZON, 1))},
+    )

@@ -33,7 +33,8 @@ from jurybox.client import Refused
 from jurybox.client.chunks import AsyncChunkPolicy
 from jurybox.server.gateway.robots.msgpack_arrays import packb, unpackb
 
-MODELS = {name: {"factory": f"tests.robot_models:{name}", "max_batch": 32} for name in ("seen", "counting")}
+NAMES = ("seen", "counting", "watching", "by_part")
+MODELS = {name: {"factory": f"tests.robot_models:{name}", "max_batch": 32} for name in NAMES}
 FEW = {"few": {"factory": "tests.robot_models:counting", "rows": 4}}
 ROBOTS = """
 [robots.arm]
@@ -46,6 +47,16 @@ model = "counting"
 listen = "127.0.0.1:0"
 clients = 100
 timeout = 30.0
+"""
+OMNI = """
+[robots.dreamzero]
+model = "watching"
+listen = "127.0.0.1:0"
+clients = 4
+[robots.groot]
+model = "by_part"
+listen = "127.0.0.1:0"
+clients = 4
 """
 LATE = """
 [robots.late]
@@ -73,7 +84,7 @@ VLLM = "/v1/realtime/robot/openpi"
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
-    with serving(tmp_path_factory.mktemp("server"), MODELS | FEW, more=ROBOTS + LATE + FULL) as running:
+    with serving(tmp_path_factory.mktemp("server"), MODELS | FEW, more=ROBOTS + OMNI + LATE + FULL) as running:
         yield running
 
 
@@ -217,6 +228,46 @@ def test_the_variant_of_vllm_omni(addresses):
         assert failed["type"] == "error" and "observation/state" in failed["message"]
         ask.connection.send("a text frame is ignored")
         np.testing.assert_allclose(ask(observation()), expected(16, 4))
+
+
+@pytest.mark.parametrize("path", ["", VLLM])
+def test_a_robot_may_send_one_frame_first_and_four_later_under_one_key(addresses, path):
+    """As DreamZero's client does; images of floats and with their channels first are understood in frames, too."""
+    state = {"observation/joints": np.zeros(7), "prompt": "lift"}
+    with robot(addresses["dreamzero"], path) as ask:
+
+        def told(frames):
+            answer = ask(state | {"observation/front": frames})
+            return (answer["actions"] if isinstance(answer, dict) else answer)[0].tolist()
+
+        assert told(np.full((8, 6, 3), 7, np.uint8)) == [1, 7]
+        assert told(np.arange(4, dtype=np.uint8)[:, None, None, None].repeat(8, 1).repeat(6, 2).repeat(3, 3)) == [4, 3]
+        assert told(np.full((3, 8, 6), 0.5)) == [1, 127]
+        assert told(np.full((2, 3, 8, 6), 0.5)) == [2, 127]
+
+
+@pytest.mark.parametrize("axis", [True, False])
+def test_gr00ts_observations_have_a_batch_axis_and_text_in_lists(addresses, axis):
+    """As its client sends them over vllm-omni's path; the answer is a map, with the axis if the observation has it."""
+    lead = (1,) if axis else ()
+    request = {
+        "video": {"front": np.full((*lead, 2, 8, 6, 3), 5, np.uint8)},
+        "state": {"arm": np.full((*lead, 1, 2), 0.5, np.float32)},
+        "language": {"task": [["lift"]] if axis else ["lift"]},
+        "session_id": "a",
+        "endpoint": "infer",
+    }
+    with robot(addresses["groot"], VLLM) as ask:
+        answer = ask(request)
+        assert set(answer) == {"arm", "gripper"}
+        assert answer["arm"].shape == (*lead, HORIZON, DIMENSION) and answer["gripper"].shape == (*lead, HORIZON, 1)
+        assert np.all(answer["arm"] == 4.5) and np.all(answer["gripper"] == 5) and answer["arm"].dtype == np.float32
+        two = ask(request | {"language": {"task": [["lift"], ["drop"]]}})
+        assert "expected one text, came a list of 2" in two["message"]
+        mixed = ask(request | {"state": {"arm": np.zeros((1, 2) if axis else (1, 1, 2))}})
+        assert "expected it in all arrays or in none" in mixed["message"]
+    with robot(addresses["groot"]) as ask:  # openpi's clients read `actions`
+        assert "robots expect one output, or one named actions" in ask(request)
 
 
 def test_health_is_served_by_plain_http(addresses):

@@ -8,6 +8,7 @@ import time
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
+import numpy as np
 from numpy.typing import NDArray
 
 from jurybox.client import Busy, Model, Server, SessionLost, SpecMismatch, Timeout, connect
@@ -19,6 +20,7 @@ from jurybox.server.gateway.robots.counters import PortCounters
 from jurybox.server.gateway.robots.observations import row_of
 
 _CONNECT = 2.0  # seconds to wait for an answer on the control socket
+ACTIONS = "actions"
 _MOST_ENDED = 1024  # names of ended sessions that a connection remembers
 
 
@@ -81,7 +83,13 @@ class RobotPolicy:
                 self._freed.notify_all()
 
     async def ask(
-        self, observation: Mapping[str, Any], place: int, *, begins: bool, within: float | None = None
+        self,
+        observation: Mapping[str, Any],
+        place: int,
+        *,
+        begins: bool,
+        within: float | None = None,
+        needs_actions: bool = False,
     ) -> Any:
         """Compute the outputs for one observation.
 
@@ -90,9 +98,10 @@ class RobotPolicy:
             place: the connection's place.
             begins: whether the observation begins an episode.
             within: seconds to wait for the answer, if less than the port's `timeout`.
+            needs_actions: whether the model must have one output, or one named actions.
 
         Returns:
-            Outputs by name, without a batch axis.
+            Outputs by name, with a batch axis of one if the observation's arrays have one.
 
         Raises:
             SpecMismatch, RowFailed, SessionLost, Timeout, Busy, ModelFailed, ModelNotFound, Refused, ServerGone.
@@ -100,7 +109,9 @@ class RobotPolicy:
         until = time.monotonic() + (self._timeout if within is None else min(within, self._timeout))
         model = self._model or await self._leased()
         spec = model.spec
-        row = row_of(observation, spec)
+        if needs_actions:
+            require_actions(spec)
+        row, batched = row_of(observation, spec)
         rows: dict[str, Any] = {
             name: [row[name]] if tensor.variable else row[name][None] for name, tensor in spec.inputs.items()
         }
@@ -119,7 +130,10 @@ class RobotPolicy:
         finally:
             self._arrivals.answered(place)
         self._counters.sessions += begins
-        return {name: value[0] for name, value in outputs.items()}
+        return {
+            name: value[0][None] if batched and isinstance(value[0], np.ndarray) else value[0]
+            for name, value in outputs.items()
+        }
 
     def takes(self, name: str) -> bool:
         """Return whether the model has an input of this name; before it is leased, it may have any."""
@@ -167,7 +181,6 @@ class RobotPolicy:
         if self._server is None:
             self._server = connect(self._address, timeout=_CONNECT)
         with self._server.model(self._name, rows=1, timeout=self._timeout) as one:  # waits for a model that is loading
-            require_actions(self._name, list(one.spec.outputs))
             state = bool(one.spec.state)
         if state:  # its clients may need all rows, so `one` is released
             model = self._server.model(self._name, rows=self._clients, timeout=self._timeout)
@@ -213,15 +226,20 @@ class Episode:
         self._begins = True  # also after observations without a name
         self._session = session
 
-    async def infer(self, observation: Mapping[str, Any], within: float | None = None) -> dict[str, NDArray[Any]]:
+    async def infer(
+        self, observation: Mapping[str, Any], within: float | None = None, *, needs_actions: bool
+    ) -> dict[str, NDArray[Any]]:
         """Return the outputs for an observation; see `RobotPolicy.ask`."""
-        outputs: dict[str, Any] = await self._policy.ask(observation, self._place, begins=self._begins, within=within)
+        outputs: dict[str, Any] = await self._policy.ask(
+            observation, self._place, begins=self._begins, within=within, needs_actions=needs_actions
+        )
         self._begins = False
         return outputs
 
 
-def require_actions(name: str, outputs: list[str]) -> str:
-    """Return the name of the output that has the actions. Raises SpecMismatch."""
-    if "actions" in outputs or len(outputs) == 1:
-        return "actions" if "actions" in outputs else outputs[0]
-    raise SpecMismatch(f"model {name!r} has {', '.join(outputs)}: robots expect one output, or one named actions")
+def require_actions(spec: ModelSpec) -> None:
+    """Raise SpecMismatch if a model has several outputs and none named actions."""
+    if len(spec.outputs) > 1 and ACTIONS not in spec.outputs:
+        raise SpecMismatch(
+            f"model {spec.name!r} has {', '.join(spec.outputs)}: robots expect one output, or one named {ACTIONS}"
+        )

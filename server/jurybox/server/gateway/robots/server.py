@@ -26,7 +26,7 @@ from jurybox.protocol.errors import Busy, Error, plain, said
 from jurybox.server.gateway.http_server import GRACE, CannotListen, bound_name, listen
 from jurybox.server.gateway.robots.counters import ChunkReport, PortCounters, RobotDelays
 from jurybox.server.gateway.robots.msgpack_arrays import Malformed, packb, unpackb
-from jurybox.server.gateway.robots.policy import Episode, RobotPolicy, require_actions
+from jurybox.server.gateway.robots.policy import ACTIONS, Episode, RobotPolicy
 from jurybox.server.security.access import Access, Token
 
 VLLM_OMNI = "/v1/realtime/robot/openpi"  # the path of vllm-omni's variant
@@ -211,6 +211,7 @@ class Openpi:
     """
 
     ignores_text = False
+    needs_actions = True  # the answer has the actions by this name
     ends_with_session = True  # close after a lost session: the clients have no other way to begin a new one
 
     def __init__(self) -> None:
@@ -234,14 +235,13 @@ class Openpi:
         if endpoint == "reset":
             return packb({"status": "reset successful"}), False
         asked = time.monotonic()
-        outputs = await episode.infer(request, within)
+        outputs = await episode.infer(request, within, needs_actions=self.needs_actions)
         return self.reply(outputs, 1e3 * (time.monotonic() - asked)), True
 
     def reply(self, outputs: Mapping[str, Any], infer_ms: float) -> bytes:
         """Return the answer to an observation."""
-        actions = require_actions("", list(outputs))
         timing = {"infer_ms": infer_ms} | ({} if self.total_ms is None else {"prev_total_ms": self.total_ms})
-        named = {"actions" if name == actions else name: value for name, value in outputs.items()}
+        named = outputs if ACTIONS in outputs else {ACTIONS: next(iter(outputs.values()))}
         return packb({**named, "server_timing": timing, "policy_timing": {"infer_ms": infer_ms}})
 
     def error(self, why: str) -> str | bytes:
@@ -253,6 +253,7 @@ class VllmOmni(Openpi):
     """The protocol of clients of vllm-omni's robot endpoint."""
 
     ignores_text = True
+    needs_actions = False
     ends_with_session = False
 
     def reply(self, outputs: Mapping[str, Any], infer_ms: float) -> bytes:
