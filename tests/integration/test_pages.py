@@ -236,6 +236,23 @@ def test_toml_is_a_valid_configuration(block, tmp_path, monkeypatch) -> None:
     assert plan(MarlTraining.read(file, {})).roles
 
 
+@pytest.mark.parametrize("has_example", [True, False])
+def test_the_pages_detector_for_geneval_is_loaded_by_its_configuration(tmp_path, has_example) -> None:
+    """It is computed with its own example, since made-up text is no JSON; without one, the error says so."""
+    shown = files_of("docs/dialects.md")["my_detector.py"]
+    (tmp_path / "my_detector.py").write_text(shown if has_example else re.sub(r" +example=.*\n", "", shown))
+    toml = next(block.text for block in of("toml") if "my_detector:geneval" in block.text)
+    (tmp_path / "shown.toml").write_text(toml.replace("port = 18085", "port = 0"))
+    with tempfile.TemporaryDirectory(prefix="jb") as sockets:
+        server = {"address": f"ipc://{sockets}/engine", "http": "127.0.0.1:0", "devices": "cpu"}
+        settings = [f"--set=server.{key}={value}" for key, value in server.items()]
+        command = [sys.executable, "-m", "jurybox.server.cli", "serve", "shown.toml", "--dry-run", *settings]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    said = done.stdout + done.stderr
+    assert done.returncode == (0 if has_example else 3), said
+    assert ("all models work" if has_example else "returns some with ServedModel(example=...)") in said, said
+
+
 @pytest.mark.parametrize("block", of("yaml"), ids=str)
 def test_yaml_is_a_service_with_the_volume_and_variables_of_compose_yaml(block) -> None:
     compose = yaml.safe_load((ROOT / "compose.yaml").read_text())

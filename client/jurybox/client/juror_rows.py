@@ -26,6 +26,11 @@ _ALSO = {
 }
 
 
+def column_names(name: str, source: str | None) -> tuple[str, ...]:
+    """Return the columns that may have the values of an input; the first that exists has them."""
+    return (source,) if source else (name, *_ALSO.get(name, ()))
+
+
 class Call:
     """The rows of one call. After `fit`, each of `rows` is a dict of inputs, or the reason why the row does not fit."""
 
@@ -54,7 +59,7 @@ class Call:
         if callable(source):
             column = source(self.columns)
         else:
-            names = (source,) if source else (name, *_ALSO.get(name, ()))
+            names = column_names(name, source)
             found = next((key for key in names if self.columns.get(key) is not None), None)
             if found is None:
                 raise SpecMismatch(

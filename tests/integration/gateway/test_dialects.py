@@ -47,7 +47,6 @@ DIALECTS = {
     "films": {"speaks": "flow_factory", "model": "frames", "output": "score", "inputs": {"video": "video"}},
     "unifiedreward": {"model": "brightness_and_prompt", "output": "score"},
     "large": {"speaks": "flow_grpo", "model": "large_brightness", "output": "score"},
-    "nobody": {"speaks": "openrlhf", "model": "brightness"},
 }
 
 PANELS = """
@@ -309,11 +308,6 @@ def test_single_requests_of_many_callers_become_batches(http):
     for thread in threads:
         thread.join(90)
     assert len(batch_sizes) == 128 and max(batch_sizes) >= 4
-
-
-def test_a_dialect_with_an_unsuitable_model_answers_with_the_reason(http):
-    answer = http.post("/nobody", json={"query": ["a"], "prompts": ["p"], "labels": [None]})
-    assert answer.status_code == 422 and "name the one number that is the score" in answer.json()["error"]
 
 
 def test_a_killed_engine_causes_no_score_of_zero(http, server):

@@ -12,7 +12,7 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,8 +21,8 @@ import torch
 
 from jurybox.protocol.arena import Arena, ArenaLayout
 from jurybox.protocol.device_memory import FAKE
-from jurybox.protocol.errors import said
-from jurybox.protocol.spec import plain_specs
+from jurybox.protocol.errors import Error, said
+from jurybox.protocol.spec import BYTES, plain_specs
 from jurybox.protocol.weights import WeightsChannel
 from jurybox.server.engine.compiled import Compiled
 from jurybox.server.engine.core import Engine
@@ -275,7 +275,7 @@ class ModelLoader:
                 if not served.shapes:
                     served.shapes, served.agreeing = tuple(ladder(settings.max_batch)), False
             served.published = bool(weights)
-            served.warm_up(unplaced.model.example)
+            _warm_up(served, unplaced.model.example)
             if isinstance(unplaced.model.module, Compiled):
                 unplaced.model.module.seal()
             warmed = {
@@ -390,3 +390,17 @@ class ModelLoader:
     def _failed(self, model: int, load: int, error: BaseException) -> None:
         self._report("load failed", model=model, error=said(error), exception=traced(error))
         self._tell("failed", model=model, load=load, reason=said(error))
+
+
+def _warm_up(served: Served, example: Callable[[int], Mapping[str, Any]] | None) -> None:
+    """Compute the first batches. An error of a model that has no example may be due to the made-up rows."""
+    try:
+        served.warm_up(example)
+    except Exception as error:
+        texts = [name for name, spec in served.spec.inputs.items() if spec.dtype == BYTES]
+        if isinstance(error, Error) or example is not None or not texts:
+            raise
+        raise LoadError(
+            f"{said(error)}: it computed a made-up row, in which {', '.join(texts)} is '0000'; if it can compute only "
+            "others, its factory returns some with ServedModel(example=...), see docs/write_a_juror.md"
+        ) from error

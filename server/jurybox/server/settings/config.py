@@ -32,6 +32,7 @@ from jurybox.protocol.wire import MAX_NAME
 from jurybox.server.doctor.host import torch_has_cuda, visible_cuda_devices
 from jurybox.server.security.access import FILES as _SECURITY_FILES
 from jurybox.server.security.access import SecuritySettings, too_open
+from jurybox.server.settings.dialect_fields import FIELDS, PICKLED
 from jurybox.server.settings.endpoints import check_address, check_host_port, check_listen, split_host
 from jurybox.server.settings.sources import ConfigError, Sources, parse_flags, problems
 
@@ -428,10 +429,6 @@ def _numbered(models: Any) -> Any:
     return result
 
 
-_PICKLED = ("flow_grpo", "verl_omni")  # dialects whose clients send pickles
-_SPOKEN = (*_PICKLED, "openrlhf", "slime", "unirl", "flow_factory", "cosmos", "unifiedreward")
-
-
 class DialectSettings(_Strict):
     """[dialects.NAME]: a protocol of another project at /dialects/NAME, bound to a model; docs/dialects.md."""
 
@@ -572,8 +569,8 @@ class Settings(_Strict):
         for name, dialect in self.dialects.items():
             speaks = dialect.speaks or name
             at, table = f"[dialects.{name}]", ("dialects", name)
-            if speaks not in _SPOKEN:
-                raise _wrong_table(f"{at} speaks {speaks!r}, expected speaks = one of {', '.join(_SPOKEN)}", *table)
+            if speaks not in FIELDS:
+                raise _wrong_table(f"{at} speaks {speaks!r}, expected speaks = one of {', '.join(FIELDS)}", *table)
             if dialect.model not in self.models and dialect.model not in self.panels:
                 there = did_you_mean(dialect.model, [*self.models, *self.panels])
                 raise _wrong_table(f"{at} is bound to model {dialect.model!r}, which is not configured{there}", *table)
@@ -583,7 +580,7 @@ class Settings(_Strict):
                 )
             for setting, where in (("server.http", self.server.http), (f"dialects.{name}.host", dialect.listen)):
                 open_to_others = where and not is_loopback(split_host(where)[0])
-                if speaks in _PICKLED and open_to_others and not dialect.pickles_from_elsewhere:
+                if speaks in PICKLED and open_to_others and not dialect.pickles_from_elsewhere:
                     raise _wrong_table(
                         f'{at} takes pickles, and {setting} = "{where}" is open to other hosts: expected a '
                         "loopback host, or pickles_from_elsewhere = true (they are read without being unpickled)",

@@ -14,7 +14,7 @@ import zmq
 from numpy.typing import NDArray
 
 from jurybox.protocol.address import ipc_path
-from jurybox.protocol.errors import Error, Refused, asleep, plain, said
+from jurybox.protocol.errors import Error, Refused, SpecMismatch, asleep, plain, said
 from jurybox.protocol.scoreboard import LANE_LOCK, Scoreboard
 from jurybox.protocol.segment import is_locked, segment_name, sweep
 from jurybox.protocol.spec import ModelSpec, specs_from_plain
@@ -23,6 +23,7 @@ from jurybox.server.logs import Log, LogLimiter, traced
 from jurybox.server.settings.config import ModelSettings, Settings, named_factories
 from jurybox.server.supervisor.children import Child, ExternalKills, Watchdog, services
 from jurybox.server.supervisor.control import ControlHandlers, ControlSocket, Events
+from jurybox.server.supervisor.dialect_fit import require_answerable
 from jurybox.server.supervisor.engines import Engines
 from jurybox.server.supervisor.leases import Leases
 from jurybox.server.supervisor.models import HeldModel, Models
@@ -46,6 +47,7 @@ class Supervisor:
     """Owns all shared resources of a server. Runs until a signal, or until a child can no longer be restarted."""
 
     def __init__(self, settings: Settings, signals: socket.socket, log: Log, events: Events) -> None:
+        self._all = settings
         self._settings = server = settings.server
         self._signals = signals
         self._log = log
@@ -399,6 +401,7 @@ class Supervisor:
         self._control.let_go_of_loads(held)  # of earlier loads, whose folder this one may need
         try:
             spec = ModelSpec(held.name, *(specs_from_plain(message[kind]) for kind in ("inputs", "outputs", "state")))
+            self._require_answerable(spec)
             weights = [(name, dtype, tuple(shape)) for name, dtype, shape in message["weights"]]
             layout = WeightsLayout(weights) if weights else None
             keep = partial(self._prepare_saving, held, settings)
@@ -422,6 +425,16 @@ class Supervisor:
             rows=held.arena.rows,
             weights=channel.name if channel else "",
         )
+
+    def _require_answerable(self, spec: ModelSpec) -> None:
+        """Raise SpecMismatch if a dialect can never be answered with this model; a server does not start with one."""
+        try:
+            require_answerable(self._all, spec)
+        except SpecMismatch as error:
+            if not self._announced:
+                self._log.error("could not start", error=str(error))
+                self._exit = _COULD_NOT_START
+            raise
 
     def _prepare_saving(self, held: HeldModel, settings: ModelSettings, channel: WeightsChannel | None) -> None:
         """Prepare to save the publications of a load, and publish the last saved weights in its channel."""

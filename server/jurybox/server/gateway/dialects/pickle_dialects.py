@@ -8,10 +8,10 @@ from typing import Any
 from jurybox.protocol.errors import Code, Refused, SpecMismatch, plain, said
 from jurybox.server.gateway.dialects.intake import Intake, Reply, Request, Scores, listed
 from jurybox.server.gateway.dialects.pickles import dumps, loads
+from jurybox.server.settings.dialect_fields import JUDGED
 
 MEDIA = "application/octet-stream"
 _TAGS = ("single_object", "two_object", "counting", "colors", "position", "color_attr")  # GenEval's tasks
-_JUDGED = ("rewards", "strict_rewards")
 _NOT_THIS_TAG = -10.0
 
 
@@ -48,9 +48,9 @@ def _geneval(intake: Intake, given: dict[str, Any], extra: dict[str, Any]) -> Re
         given: the dict with "images".
         extra: the dict with "meta_datas" and "only_strict".
     """
-    if missing := [name for name in _JUDGED if name not in intake.rewards]:
+    if missing := [name for name in JUDGED if name not in intake.rewards]:
         raise Refused(
-            f"GenEval's requests ('meta_datas') need a panel with the members {' and '.join(_JUDGED)}, see "
+            f"GenEval's requests ('meta_datas') need a panel with the members {' and '.join(JUDGED)}, see "
             f"docs/dialects.md; {', '.join(missing)} is missing in {intake.reward!r}"
         )
     pictures = listed(given, "images")
@@ -76,7 +76,7 @@ def _judged(metadata: tuple[list[Any], Any], scores: Scores) -> Reply:
         metadata: the tags, and "only_strict", with which all `rewards` are 0, as in the original server.
     """
     tags, only_strict = metadata
-    rewards, strict = (scores.parts.get(name, []) for name in _JUDGED)
+    rewards, strict = (scores.parts.get(name, []) for name in JUDGED)
     if only_strict:
         rewards = [0.0] * len(rewards)
     groups = [
