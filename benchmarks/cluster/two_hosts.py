@@ -132,9 +132,7 @@ def collect(registry: Path, settings: HockeyTraining, number: int, at: float, se
             began, steps = time.monotonic(), 0
             while (now := time.monotonic()) < at + _WARM + seconds:
                 steps += collector.step(warm=False)[0]
-            rate = steps / (now - began)
-            collector.abandon()
-            return rate
+            return steps / (now - began)
     finally:
         replay.unlink()
         replay.close()

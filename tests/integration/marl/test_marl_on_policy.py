@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 from contextlib import contextmanager
 
 import numpy as np
 import pytest
 from tests.integration.marl.test_marl_training import SMALL, Nothing, rows
 
-from jurybox.training.checkpoints import Checkpoints
+from jurybox.training.checkpoints import Checkpoints, read_state, write_state
 from jurybox.training.recipes.marl import ConfigError, MarlTraining, plan
 from jurybox.training.recipes.marl_run import train
 from jurybox.training.runtime.plan import Kind
@@ -33,24 +34,22 @@ def weights(folder, learner):
     return state["updates"], state["network"]
 
 
-def test_a_serial_training_is_resumed_bit_for_bit(tmp_path):
+def test_a_resumed_serial_training_learns_from_each_rollout_and_depends_on_its_checkpoint_alone(tmp_path):
     def settings(name, steps):
         return MarlTraining(**{**PPO, "steps": steps}, log_dir=tmp_path / name, share=["agent_0", "agent_1"])
 
-    train(settings("whole", 90), serial=True)
-    train(settings("halves", 60), serial=True)
-    train(settings("halves", 90), serial=True, resume=True)
-    (one, whole), (two, halves) = (weights(tmp_path / name, "learner-agent_0+agent_1") for name in ("whole", "halves"))
-    # A checkpoint during a rollout drops the rest of it: 20 turns, 10 dropped ones, and so on.
-    assert one == two and one[0] == one[1] > 0
-    assert all(np.array_equal(whole[name], halves[name]) for name in whole)
+    train(settings("one", 50), serial=True)
+    shutil.copytree(tmp_path / "one", tmp_path / "two")
+    for name in ("one", "two"):
+        train(settings(name, 90), serial=True, resume=True)
+    (one, first), (two, second) = (weights(tmp_path / name, "learner-agent_0+agent_1") for name in ("one", "two"))
+    assert one == two == [4, 4], "every 20 turns, of which ten were made before the stop"
+    assert all(np.array_equal(first[name], second[name]) for name in first)
 
 
 @pytest.mark.runs
 def test_processes_make_the_same_trajectory_as_one_process_when_publication_is_frozen(tmp_path):
-    # Without checkpoints in between: each ends the current episode, at a turn that depends on timing.
-    frozen = {name: value for name, value in PPO.items() if name != "checkpoint_every"}
-    settings = MarlTraining(**frozen, publish_interval=0)
+    settings = MarlTraining(**PPO, publish_interval=0)
     run(plan(settings), tmp_path / "serial", Nothing(), serial=True)
     run(plan(settings), tmp_path / "parallel", Nothing())
     one, two = (rows(tmp_path / name, "agent_1") for name in ("serial", "parallel"))
@@ -158,19 +157,27 @@ def test_a_restarted_learner_does_not_learn_twice_from_the_same_transitions(cont
 
 def test_a_resumed_learner_takes_the_transitions_that_the_actor_added_before_it_was_ready(contexts, tmp_path):
     turn, act = contexts
-    act(70, version=0)  # more than the ring holds
-    state = turn.role.save()  # which skips them: the actor ends its episodes, too
+    act(40, version=0)
+    turn.take()
+    assert turn.role.updates == 1, "of 39: the newest waits for its successor"
+    act(6, version=1)
+    turn.take()
+    assert turn.role.updates == 1 and len(turn.role._held) == 6, "too few for a step, and held"
+    act(4, version=1)
+    write_state(tmp_path / "learner.state", turn.role.save())
+    state = read_state(tmp_path / "learner.state")
     turn.context.shared.replay("agent_0").save(tmp_path / "rows")
 
     def resumed(shared, act):
         shared.replay("agent_0").restore(tmp_path / "rows")
-        act(21, version=0)
+        act(11, version=1)
 
     with one_agent(resumed, state) as (second, act):
         learned = []
         second.role.learner.update = lambda rollout, **_: learned.append(len(rollout.rewards)) or {}
         second.take()
-        assert learned == [20], "all that was added since, and nothing from before the checkpoint"
+        # The last one before the checkpoint has no successor, nor has the last of all.
+        assert learned == [1 + 6 + 3 + 10], "all that was not learned from before, and nothing twice"
         act(20, version=1)
         second.take()
         assert learned == [20, 20]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from contextlib import ExitStack
 from itertools import count
 from types import SimpleNamespace
@@ -426,14 +427,19 @@ def test_a_run_writes_the_files_of_every_training_and_its_best_policy_is_the_sco
 
 
 @pytest.mark.parametrize("algorithm", SMALL)
-def test_a_resumed_run_equals_one_without_a_stop(tmp_path, algorithm) -> None:
-    s = settings(algorithm, checkpoint_every=24, normalize_observations=True)
-    train(s, tmp_path / "whole", serial=True)
-    train(s.changed(steps=24), tmp_path / "parts", serial=True)
-    train(s, tmp_path / "parts", serial=True, resume=True)
-    whole, parts = weights(tmp_path / "whole"), weights(tmp_path / "parts")
-    assert whole.keys() == parts.keys()
-    assert all(np.array_equal(whole[name], parts[name]) for name in whole)
+def test_a_resumed_run_makes_the_steps_of_one_without_a_stop_and_depends_on_its_checkpoint_alone(
+    tmp_path, algorithm
+) -> None:
+    s = settings(algorithm, normalize_observations=True)
+    whole = train(s, tmp_path / "whole", serial=True)
+    train(s.changed(steps=24), tmp_path / "one", serial=True)
+    shutil.copytree(tmp_path / "one", tmp_path / "two")
+    for name in ("one", "two"):
+        resumed = train(s, tmp_path / name, serial=True, resume=True)
+        assert (resumed.env_steps, resumed.learner_steps) == (whole.env_steps, whole.learner_steps)
+    one, two = weights(tmp_path / "one"), weights(tmp_path / "two")
+    assert one.keys() == two.keys() and all(np.array_equal(one[name], two[name]) for name in one)
+    assert not all(np.array_equal(one[name], each) for name, each in weights(tmp_path / "whole").items())
 
 
 @pytest.mark.parametrize("algorithm", ["ppo", "sac"])

@@ -43,9 +43,9 @@ def test_the_same_seed_gives_the_same_run_and_another_one_does_not(tmp_path):
 
 
 def test_a_resumed_run_is_bit_for_bit_the_same_as_one_without_a_stop(tmp_path):
-    whole = plan(steps=400, actors=2, save_every=100, sync_every=3)
+    whole = plan(steps=400, actors=2, save_every=100)
     run(whole, tmp_path / "whole", Rows(), serial=True)
-    run(plan(steps=200, actors=2, save_every=100, sync_every=3), tmp_path / "halves", Rows(), serial=True)
+    run(plan(steps=200, actors=2, save_every=100), tmp_path / "halves", Rows(), serial=True)
     outcome = run(whole, tmp_path / "halves", Rows(), serial=True, resume=True)
     assert outcome.env_steps == 400
     one, two = trajectory(tmp_path / "whole"), trajectory(tmp_path / "halves")

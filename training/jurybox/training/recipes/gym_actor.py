@@ -322,10 +322,7 @@ class GymActor(Actor):
         return n
 
     def save(self) -> dict[str, Any]:
-        # In general an environment's state cannot be saved. So episodes end here, whether the run continues or resumes.
-        for number in range(len(self._envs.envs)):
-            self._streams.end(number)
-        self._playing = False
+        # In general an environment's state cannot be saved: a resumed run begins new episodes, and this one goes on.
         return {"random": self._random.bit_generator.state, "moments": self._moments.tolist()}
 
     def restore(self, state: Mapping[str, Any]) -> None:

@@ -181,18 +181,6 @@ class Collector:
         self._turn = 1 - half
         return len(slots), [result for _, result in over]
 
-    def abandon(self) -> None:
-        """Abandon all matches without a result: the state of the physics engine cannot be saved."""
-        for half in (0, 1):
-            if self._requested[half]:
-                self._policies.actions(half)
-        for slot in list(self._table.matches):
-            del self._table.matches[slot]
-            for stream in self._writes[slot]:
-                stream.end()
-        self._requested = [False, False]
-        self._turn = 0
-
     def _request(self, half: int, *, warm: bool) -> None:
         slots, table = self._halves[half], self._table
         for slot in slots:
@@ -312,7 +300,8 @@ class HockeyActor(Actor):
         return made
 
     def save(self) -> dict[str, Any]:
-        self.collector.abandon()
+        # The state of the physics engine cannot be saved: a resumed run leaves the matches that go on here, and begins
+        # others.
         return {"begun": self.collector.begun}
 
     def restore(self, state: Mapping[str, Any]) -> None:

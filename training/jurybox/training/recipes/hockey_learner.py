@@ -123,7 +123,6 @@ class HockeyLearner(Learner):
             )
 
     def save(self) -> dict[str, Any]:
-        self._take_results()
         return {
             "learner": self.learner.state(),
             "league": self.league.state_dict(),

@@ -165,24 +165,26 @@ class OnPolicyLearner(Learner):
         self.updates = self._published = self._oldest_use = int(found.extra["updates"])
 
     def save(self) -> dict[str, Any]:
-        # Skip the rows so far, because a checkpoint ends the current episodes.
-        self._resident.refresh()
-        self._looked_at = self._resident.taken
-        self._held = self._open = torch.empty(0, dtype=torch.int64)
         return {
             **self.learner.state(),
             "updates": [self.updates, self._published],
             "stale": self.stale,
             "at": self._resident.at,
+            "held": self._resident.tickets_of(self._held),
+            "open": self._resident.tickets_of(self._open),
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
         self.learner.restore(state)
         self.updates, self._published = state["updates"]
         self.stale = int(state["stale"])
-        # Skip the checkpoint's rows, and none that actors have added since, before this process was ready.
+        # Rows go on after those that were looked at. Actors may have added some since, before this process was ready.
         self._resident.refresh()
         self._looked_at = self._resident.position_of(state["at"])
+        self._held, self._open = (
+            torch.from_numpy(np.sort(self._resident.positions_of(np.asarray(state[name], np.int64))))
+            for name in ("held", "open")
+        )
 
     def _new_transitions(self) -> dict[str, torch.Tensor] | None:
         """Return the transitions to train on, ordered by agent and time; None if there are too few."""

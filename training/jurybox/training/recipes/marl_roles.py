@@ -77,12 +77,8 @@ class TurnTaker(Actor):
         return 1
 
     def save(self) -> dict[str, Any]:
-        # In general a world's state cannot be saved. So the episode ends here, whether the run goes on or is resumed.
-        for rows in self._rows.values():
-            rows.end()
-        self._pending.clear()
-        self._playing = False
-        return {"random": self.random.bit_generator.state, "moment": self._moment, "gaps": self._gaps}
+        # In general a world's state cannot be saved: a resumed run begins a new episode, and this one goes on.
+        return {"random": self.random.bit_generator.state, "moment": self._moment, "gaps": dict(self._gaps)}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         self.random.bit_generator.state = state["random"]

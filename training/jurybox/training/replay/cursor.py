@@ -148,6 +148,15 @@ class NewRows(ForkGuard):
         """
         return self.taken - int((self._ticket_at >= ticket).sum())
 
+    def tickets_of(self, positions: npt.ArrayLike) -> npt.NDArray[np.int64]:
+        """The tickets of the taken rows at these positions that the ring still holds, in any order."""
+        return self._ticket_at[np.isin(self._position_at, positions)]
+
+    def positions_of(self, tickets: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """The positions of the taken rows with these tickets, without those that the ring no longer holds."""
+        slots = tickets % self._capacity
+        return self._position_at[slots[self._ticket_at[slots] == tickets]]
+
     @property
     def waiting(self) -> int:
         """The number of new rows."""

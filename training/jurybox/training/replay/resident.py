@@ -304,6 +304,14 @@ class Resident:
         """The position of the first row with this ticket or a later one, see `NewRows.position_of`."""
         return self._new.position_of(ticket)
 
+    def tickets_of(self, positions: npt.ArrayLike) -> npt.NDArray[np.int64]:
+        """The tickets of the rows at these positions, see `NewRows.tickets_of`."""
+        return self._new.tickets_of(positions)
+
+    def positions_of(self, tickets: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """The positions of the rows with these tickets, see `NewRows.positions_of`."""
+        return self._new.positions_of(tickets)
+
     @property
     def nbytes(self) -> int:
         """Bytes on the device."""

@@ -142,7 +142,6 @@ def _pause(turn: Turn, context: RoleContext, control_pipe: ControlPipe, reports:
         message = control_pipe.receive(0)
         if message is not None and message["kind"] == "save":
             state = turn.role.save()
-            turn.saved()
             try:
                 write_state(Path(message["file"]), state)
             except OSError as error:  # a full disk is no reason to die: the checkpoint before stands

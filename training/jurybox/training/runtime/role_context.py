@@ -306,9 +306,9 @@ class Role:
     def save(self) -> dict[str, Any]:
         """Everything that `restore` needs, random states included: JSON-able values, arrays, CPU tensors; nested.
 
-        Called between two steps. What cannot be kept (a physics engine in the midst of an episode) is to be begun anew
-        here, so that the run which goes on does the same as one that is resumed: for an actor that is ending the
-        episodes of its replay streams (`Streams.end`), and resetting environments that cannot tell their state.
+        Called between two steps. It must change nothing: the run that goes on is the same as one without checkpoints.
+        What cannot be kept (a physics engine in the midst of an episode) is begun anew after `restore`; a restored
+        replay ends the episodes that were going on.
         """
         return {}
 

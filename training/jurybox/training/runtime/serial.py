@@ -1,7 +1,8 @@
 """The serial driver: every role in one process, in one fixed order, without a clock.
 
-It depends on the plan and the seed alone, so a run can be debugged step by step, and a resumed run equals an
-uninterrupted one.
+It depends on the plan and the seed alone, so a run can be debugged step by step. Checkpoints change nothing: a run with
+any interval equals the run without. A resumed run equals an uninterrupted one if its actors can save all that they
+need, and take the newest weights before each step.
 """
 
 from __future__ import annotations
@@ -112,8 +113,6 @@ class Serial:
         for turn in self._turns:
             turn.context.report(now=True)
         states = {turn.context.name: turn.role.save() for turn in savers}
-        for turn in self._turns:
-            turn.saved()
         document = {"gathered": self._metrics.state()}
         try:
             with self._checkpoints.writing(self._tried_at, document) as scratch:

@@ -130,9 +130,6 @@ class Turn:
         """Take the turn, and count it."""
         raise NotImplementedError
 
-    def saved(self) -> None:
-        """A checkpoint was made, which determines all that follows."""
-
     def close(self) -> None:
         self.role.close()
 
@@ -166,9 +163,6 @@ class ActorTurn(Turn):
         if made:
             words[Word.ENV_STEPS] += made
             words[Word.MOVED_AT] = time.monotonic_ns()
-
-    def saved(self) -> None:
-        self._sync.at_once()
 
 
 class LearnerTurn(Turn):

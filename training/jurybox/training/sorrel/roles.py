@@ -66,8 +66,7 @@ class SorrelActor(Actor):
         return 1
 
     def save(self) -> dict[str, Any]:
-        # In general a world cannot be saved, so the current epoch is restarted.
-        self._runs = False
+        # In general a world cannot be saved: a resumed run begins the current epoch again, and this one goes on.
         return {"epoch": self._epoch, "random": self._random.state()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
