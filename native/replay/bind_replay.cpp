@@ -196,7 +196,7 @@ void finish_run(PyRing& self, std::uint64_t first, std::uint64_t n, bool commit)
             ends = self.ends(sources, 0);
         }
         writer.finish(first + i, ring.slot_of(first + i), &self.stream, ends, false);
-        if (ring.tree.present()) ring.tree.set(ring.slot_of(first + i), ring.control->top_priority.load(std::memory_order_relaxed));
+        if (ring.tree.present()) ring.tree.set(ring.slot_of(first + i), ring.first_priority());
     }
     if (!commit) ring.control->retried.fetch_add(n, std::memory_order_relaxed);
     if (ring.limited()) announce(ring.control->rows);
@@ -234,7 +234,7 @@ void import_rows(PyRing& self, Flags slots, Indices within, Words before, Flags 
         const Unlocked without;
         std::optional<SumTree::Update> update;
         if (ring.tree.present()) update.emplace(ring.tree);
-        const std::uint64_t top = ring.control->top_priority.load(std::memory_order_relaxed);
+        const std::uint64_t top = ring.tree.present() ? ring.first_priority() : 0;
         for (std::size_t i = 0; i < n; ++i) {
             Ticket t = ring.reserve(1);
             if (!ring.claim_any(t)) {

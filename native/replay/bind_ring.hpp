@@ -8,6 +8,7 @@
 
 #include "bindings.hpp"
 #include "replay/bind_input.hpp"
+#include "replay/copy_turns.hpp"
 #include "replay/sample.hpp"
 
 namespace jurybox::replay {
@@ -16,28 +17,11 @@ using FieldTuple = std::tuple<nb::str, nb::object, std::vector<std::size_t>, std
 
 constexpr std::size_t kWithoutGil = 4096;  // from this many bytes on, a copy may let other threads run
 
-// From this many bytes on, a copy always lets other threads run, since it takes longer than they should wait.
-constexpr std::size_t kAlwaysWithoutGil = 1 << 20;
-
-// A thread that copies rows while others run Python. This pays for as many threads as there are cores. Further threads would
-// not copy sooner, and each switch would cost more than the copy: eight threads had two thirds of the rate of one.
-class Copying {
-  public:
-    Copying() { threads_.fetch_add(1, std::memory_order_relaxed); }
-    ~Copying() { threads_.fetch_sub(1, std::memory_order_relaxed); }
-    Copying(const Copying&) = delete;
-    Copying& operator=(const Copying&) = delete;
-
-    static bool room() {
-        static const unsigned cores = std::max(1U, std::thread::hardware_concurrency());
-        return threads_.load(std::memory_order_relaxed) < cores;
-    }
-    // Reset the count in a forked child, which has none of the parent's other threads.
-    static void forget() { threads_.store(0, std::memory_order_relaxed); }
-
-  private:
-    static inline std::atomic<unsigned> threads_{0};  // the threads of all rings
-};
+// The turns of all rings of this process. Further threads than cores would not copy sooner.
+inline CopyTurns*& copy_turns() {
+    static CopyTurns* turns = new CopyTurns(std::thread::hardware_concurrency());
+    return turns;
+}
 
 // Several threads may call a ring at once: its memory is written and read without locks, and calls share no other data. The
 // rows of one episode (`stream`) come from one thread; settings are made when it is created.
@@ -206,7 +190,7 @@ struct PyRing {
         std::uint64_t top = 0;
         if (prioritized) {
             update.emplace(ring.tree);
-            top = ring.control->top_priority.load(std::memory_order_relaxed);
+            top = ring.first_priority();
         }
         const bool simple = ring.control->full == Full::overwrite && !ring.limited();
         const double deadline = simple ? 0.0 : monotonic_seconds() + timeout;
@@ -256,16 +240,15 @@ struct PyRing {
         if (stream_rows != 0 && n != stream_rows)
             raise_protocol_error("SpecMismatch", "expected " + std::to_string(stream_rows) + " rows, one for each stream, came " + std::to_string(n));
         if (ring.links == nullptr) streams = nullptr;
-        std::optional<Copying> counted;
         std::optional<Unlocked> without;
+        std::optional<CopyTurns::Turn> turn;
+        // A writer that waits for room runs signal handlers meanwhile, which may write: it must not hold a turn.
         const bool waits = ring.limited() || ring.control->full == Full::block;
-        if (waits || (n * row_bytes >= kWithoutGil && (n * row_bytes >= kAlwaysWithoutGil || Copying::room()))) {
-            counted.emplace();
-            without.emplace();
-        }
+        if (waits || n * row_bytes >= kWithoutGil) without.emplace();
+        if (without && !waits) turn.emplace(*copy_turns());
         const Wrote wrote = write(sources, n, streams, stream_rows != 0, final_row, without ? &*without : nullptr);
+        turn.reset();
         without.reset();
-        counted.reset();
         if (wrote.interrupted && PyErr_Occurred() != nullptr) throw nb::python_error();
         if (wrote.outcome == Written::too_dense)
             raise_protocol_error("SpecMismatch", "field '" + text_of(inputs[wrote.field].name) + "': expected at most " +
@@ -282,7 +265,7 @@ struct PyRing {
     // Prepare the copy in a forked child: its rows begin new episodes, and its random draws differ from the parent's. The
     // copying threads, and locks that they may hold, belong to the parent and are dropped.
     void after_fork(std::uint64_t seed) {
-        Copying::forget();
+        copy_turns() = new CopyTurns(std::thread::hardware_concurrency());  // the parent's may be locked by another thread
         stream = Stream{};
         reseed(seed);
         if (!threads) return;

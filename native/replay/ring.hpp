@@ -142,6 +142,15 @@ struct Ring {
 
     // ---- reading
 
+    // The priority of a new row, in the tree's units: the highest so far, but at most kMostOfMean times the mean. Otherwise the
+    // rows after a single outlier would take nearly all draws.
+    std::uint64_t first_priority() const {
+        constexpr std::uint64_t kMostOfMean = 100;
+        const std::uint64_t top = control->top_priority.load(std::memory_order_relaxed);
+        const std::uint64_t rows = std::min<std::uint64_t>(reserved(), capacity), total = tree.total();
+        return rows == 0 || total < rows ? top : std::min(top, total / rows * kMostOfMean);
+    }
+
     bool holds(Ticket t) const { return sequence(slot_of(t)).load(std::memory_order_acquire) == whole(t); }
 
     // Return, after a copy, whether it is the row whose word was `seen`.

@@ -1,10 +1,15 @@
 from __future__ import annotations
 
+import os
+import threading
+
 import numpy as np
 import pytest
+import torch
+from tests.serving import wait_until
 
 from jurybox.protocol.errors import SpecMismatch
-from jurybox.training.replay import Replay
+from jurybox.training.replay import Field, Replay
 
 
 def filled(make, n: int = 50, **options) -> Replay:
@@ -76,3 +81,68 @@ def test_the_anchor_has_its_own_priorities(make) -> None:
 def test_no_row_twice_and_priorities_contradict(make) -> None:
     with pytest.raises(SpecMismatch, match="uniform=True"):
         filled(make).sample(10, replace=False)
+
+
+@pytest.mark.parametrize("way", ["shared", "resident"])
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_errors_that_are_not_finite_are_refused_and_change_nothing(make, bad, way) -> None:
+    replay = filled(make, 50, alpha=1.0)
+    errors = np.ones(50)
+    errors[7] = bad
+    if way == "resident":
+        resident = replay.resident("cpu", seed=1)
+        resident.refresh()
+        before = resident._priorities.clone()
+        with pytest.raises(SpecMismatch, match="expected finite numbers"):
+            resident.update_priorities(torch.arange(50), torch.from_numpy(errors))
+        assert (resident._priorities == before).all()
+        return
+    before = replay.parts[0].leaves.copy()
+    with pytest.raises(SpecMismatch, match=r"errors\[7\] is .*expected finite numbers"):
+        replay.update_priorities(np.arange(50), errors)
+    with pytest.raises(SpecMismatch, match=r"errors\[0\] is inf"):  # as float32, which is what is kept
+        replay.update_priorities(np.arange(1), [1e39])
+    assert (replay.parts[0].leaves == before).all()
+
+
+@pytest.mark.parametrize("way", ["shared", "resident"])
+def test_the_rows_after_an_outlier_do_not_take_all_draws(make, way) -> None:
+    replay = filled(make, 1000, alpha=1.0)
+    if way == "shared":
+        update, sample = replay.update_priorities, replay.sample
+    else:
+        resident = replay.resident("cpu", capacity=1000, seed=1)
+        resident.refresh()
+        sample = resident.sample
+
+        def update(rows, errors):
+            resident.update_priorities(torch.from_numpy(rows), torch.from_numpy(errors))
+
+    update(np.arange(1000), np.full(1000, 0.1, np.float32))
+    update(np.array([3]), np.array([10_000.0], np.float32))
+    update(np.array([3]), np.array([0.1], np.float32))  # found to be nothing special
+    replay.extend(x=np.zeros((10, 3), np.float32), n=np.arange(1000, 1010))
+    if way == "resident":
+        resident.refresh()
+    share = np.mean(np.asarray(sample(5000)["n"]) >= 1000)
+    assert 0.4 < share < 0.6  # 10 rows of 100 times the mean beside 990; 0.999 with the outlier's priority
+
+
+def test_writers_beyond_the_cores_all_make_progress() -> None:
+    fields = {"observation": Field((119, 8, 8)), "policy": Field((4672,))}
+    row = {name: np.ones(field.shape, np.float32) for name, field in fields.items()}
+    stop, added = threading.Event(), [0] * 8
+    with Replay.create(f"writers-{os.getpid()}", 512, fields) as replay:
+
+        def write(number: int) -> None:
+            while not stop.is_set():
+                added[number] += replay.add(**row)
+
+        threads = [threading.Thread(target=write, args=(number,)) for number in range(len(added))]
+        for thread in threads:
+            thread.start()
+        wait_until(lambda: sum(added) > 60_000, 120, "rows of the threads together")
+        stop.set()
+        for thread in threads:
+            thread.join()
+    assert min(added) > 0.4 * sum(added) / len(added)

@@ -58,6 +58,9 @@ class Codec(IntEnum):
     SPARSE = 5
 
 
+FINITE_ERRORS = "expected finite numbers; see which loss they come from, no priority was changed"  # of priorities
+
+
 @dataclass(frozen=True, slots=True)
 class Field:
     """One field of a row.

@@ -19,7 +19,7 @@ from jurybox.training.replay import load as loading
 from jurybox.training.replay import save as saving
 from jurybox.training.replay.batch import Batch, Prefetch
 from jurybox.training.replay.layout import Layout
-from jurybox.training.replay.options import Episodes, Field, FullMode, RateLimiter, Windows
+from jurybox.training.replay.options import FINITE_ERRORS, Episodes, Field, FullMode, RateLimiter, Windows
 from jurybox.training.replay.part import (
     Counters,
     check_name,
@@ -276,8 +276,15 @@ class Replay:
 
         Returns:
             How many rows were still there; the others have been overwritten and are counted as stale.
+
+        Raises:
+            SpecMismatch: an error is not finite as float32. No priority has been changed then.
         """
-        values = np.ascontiguousarray(errors, np.float32)
+        with np.errstate(over="ignore"):  # refused below
+            values = np.ascontiguousarray(errors, np.float32)
+        if not np.isfinite(values).all():
+            at = int(np.argmin(np.isfinite(values)))
+            raise SpecMismatch(f"errors[{at}] is {values[at]}: {FINITE_ERRORS}")
         return sum(int(part.ring.update_priorities(indices, values, part.mark)) for part in self.parts)
 
     def prefetch(self, n: int, *, depth: int = 2, device: str | None = None, **options: Any) -> Prefetch:

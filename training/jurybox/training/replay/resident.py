@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +14,7 @@ from jurybox.protocol import forks
 from jurybox.protocol.errors import Refused, SpecMismatch
 from jurybox.training.replay.cursor import ENDED, FIRST, NOT_YET, UNKNOWN, NewRows
 from jurybox.training.replay.layout import Layout
-from jurybox.training.replay.options import Codec, Field, NotEnoughRows, Windows
+from jurybox.training.replay.options import FINITE_ERRORS, Codec, Field, NotEnoughRows, Windows
 from jurybox.training.replay.part import Part
 
 # Rows on a device: stored as in a shared replay, widened and linked to their neighbours when they are drawn.
@@ -330,7 +331,7 @@ class Resident:
                 final = (piece.flags & FINAL) != 0
                 self._finals = self._finals or bool(final.any())
             if self._priorities is not None:
-                self._priorities[torch.from_numpy(positions % self.capacity).to(self.device)] = self._top
+                self._priorities[torch.from_numpy(positions % self.capacity).to(self.device)] = self._first_priority()
                 if final.any():
                     self._priorities[torch.from_numpy(positions[final] % self.capacity).to(self.device)] = 0.0
         if linked:
@@ -400,18 +401,27 @@ class Resident:
         slots = torch.searchsorted(sums, targets, right=True).clamp_(max=len(self) - 1)
         return self.taken - 1 - (self.taken - 1 - slots) % self.capacity
 
+    def _first_priority(self) -> float:
+        """The priority of new rows, see `first_priority` in native/replay/ring.hpp."""
+        assert self._priorities is not None
+        total, rows = float(self._priorities.sum()), min(self.taken, self.capacity)
+        return min(self._top, 100 * total / rows) if total else self._top
+
     def update_priorities(self, indices: torch.Tensor, errors: torch.Tensor) -> None:
         """Set the priorities of rows to (|error| + 1e-6) ** alpha; rows that were replaced since are ignored.
 
         Raises:
             Refused: the replay is not prioritized.
+            SpecMismatch: an error is not finite. No priority has been changed then.
         """
         if self._priorities is None:
             raise Refused("this replay is not prioritized: make it with prioritized=True")
         ring = self._part.ring
         indices = indices.to(self.device)
         priorities = (errors.detach().to(self.device, torch.float64).abs() + ring.epsilon) ** ring.alpha
+        if not math.isfinite(float(priorities.sum())):
+            raise SpecMismatch(f"the sum of the errors' priorities is {float(priorities.sum())}: {FINITE_ERRORS}")
         fresh = indices >= self.taken - self.capacity
         slots = indices % self.capacity
         self._priorities[slots] = torch.where(fresh, priorities, self._priorities[slots])
-        self._top = max(self._top, float(priorities.max()))
+        self._top = max(self._top, float(torch.where(fresh, priorities, 0.0).max()))
