@@ -32,8 +32,7 @@ class BytesMessage {
     }
     ~BytesMessage() { Py_XDECREF(bytes_); }
 
-    // A message is allocated once, with its size, unless it is larger than what is allocated before it arrives. Then it is copied,
-    // since the limited API has no way to resize bytes.
+    // Copies what is there, since the limited API cannot resize bytes.
     void resize(std::size_t size) {
         const std::size_t had = this->size();
         if (bytes_ != nullptr && size == had) return;

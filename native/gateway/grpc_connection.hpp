@@ -175,7 +175,6 @@ class GrpcConnection {
     static constexpr std::int32_t kConnectionWindow = 16 << 20;
     static constexpr std::size_t kUnread = 4u << 20;  // bytes of messages that the program has not processed
     static constexpr std::size_t kEach = 256;         // bytes that a message costs beside its own, so that empty ones count
-    static constexpr std::size_t kAtOnce = 1u << 20;  // bytes that are allocated for a message before they arrive
     static constexpr std::int64_t kResets = 1000, kResetsASecond = 100;  // calls that a peer may begin and cancel
     static constexpr std::size_t kMostHead = 64u << 10, kContinuations = 32;  // bytes and frames of a head on the wire
     static constexpr int kFailed = -902;  // result of a callback that ends the connection
@@ -370,21 +369,29 @@ class GrpcConnection {
                     return;
                 }
                 stream.message = Message();
-                stream.message.resize(std::min(stream.want, kAtOnce));
             }
             const std::size_t part = std::min(size, stream.want - stream.have);
-            if (stream.have + part > stream.message.size()) {
-                stream.message.resize(std::min(stream.want, std::max(2 * stream.message.size(), stream.have + part)));
-            }
+            make_room(stream, part);
             if (part) std::memcpy(stream.message.data() + stream.have, data, part);
-            stream.have += part, data += part, size -= part;
+            stream.have += part, data += part, size -= part, ahead_ -= part;
             if (stream.have < stream.want) return;
             stream.unread += stream.want + kEach;
             stream.prefix_have = 0;
             const GrpcEvent kind = stream.prefix[0] ? GrpcEvent::kCompressed : GrpcEvent::kMessage;
             events_.push_back({kind, stream.id, {}, 0, std::move(stream.message)});
             stream.message = Message();
+            stream.have = 0;
         }
+    }
+
+    // Make room for `part` more bytes of a message: for all of it, so that it is never copied, unless more than the largest message
+    // would be allocated on this connection before it arrives. Then for as much again as has arrived.
+    void make_room(Stream& stream, std::size_t part) {
+        const std::size_t size = stream.message.size(), needed = stream.have + part;
+        if (needed <= size && stream.want) return;  // an empty one is made, too
+        const std::size_t wanted = ahead_ + stream.want - size <= limits_.message ? stream.want : std::min(stream.want, 2 * needed);
+        stream.message.resize(wanted);
+        ahead_ += wanted - size;
     }
 
     void begin(Stream& stream) {
@@ -460,6 +467,7 @@ class GrpcConnection {
             const auto found = me.streams_.find(id);
             if (found == me.streams_.end()) return;
             if (found->second->called && !found->second->finished) me.events_.push_back({GrpcEvent::kGone, id, {}, 0, Message()});
+            me.ahead_ -= found->second->message.size() - found->second->have;
             me.streams_.erase(found);
         });
     }
@@ -472,6 +480,7 @@ class GrpcConnection {
     bool broken_ = false, in_head_ = false;
     std::uint64_t heads_ = 0;
     std::size_t endless_ = 0;  // bytes of headers that are still incomplete
+    std::size_t ahead_ = 0;    // bytes that are allocated for messages and have not arrived
     std::int64_t resets_ = 0, counted_ = monotonic_ns();
 };
 

@@ -80,7 +80,8 @@ struct Client {
 };
 
 // Everything either side has to say, in pieces of so many bytes.
-void talk(Client& client, Connection& server, std::size_t piece = 1 << 20) {
+template <class Server>
+void talk(Client& client, Server& server, std::size_t piece = 1 << 20) {
     for (;;) {
         const std::string there = client.outgoing();
         for (std::size_t at = 0; at < there.size(); at += piece) {
@@ -223,7 +224,7 @@ std::string frame(std::uint8_t type, std::uint8_t flags, std::uint32_t stream, c
     return std::string(reinterpret_cast<const char*>(head), sizeof head) + payload;
 }
 
-constexpr std::uint8_t kContinuation = 9, kGoAway = 7, kEndHeaders = 4;
+constexpr std::uint8_t kSettings = 4, kContinuation = 9, kGoAway = 7, kAck = 1, kEndHeaders = 4;
 
 bool fed(Connection& server, const std::string& bytes) { return server.feed(reinterpret_cast<const std::uint8_t*>(bytes.data()), bytes.size()); }
 
@@ -345,6 +346,56 @@ void too_much_metadata_is_refused() {
     CHECK(server.events().empty() && client.trailers == ":status=431;");
 }
 
+// Counts the bytes that it allocates, and those that it must copy to grow.
+struct Counted : std::string {
+    static inline std::size_t allocated = 0, copied = 0;
+    void resize(std::size_t size) {
+        allocated += size, copied += this->size();
+        std::string::resize(size);
+    }
+};
+using Counting = GrpcConnection<Counted>;
+
+void a_message_of_any_size_is_never_copied() {
+    for (const std::size_t size : {std::size_t{0}, std::size_t{1}, std::size_t{100'000}, std::size_t{1} << 20}) {
+        Client client;
+        Counting server(kLimits);
+        Counted::allocated = Counted::copied = 0;
+        client.ask(framed(std::string(size, 'm')));
+        talk(client, server, 10'000);
+        CHECK(server.events().size() == 3 && server.events()[1].message.size() == size);
+        CHECK(Counted::allocated == size && Counted::copied == 0);
+    }
+}
+
+// Many calls announce the largest message, send little of it, and are given up: as much is allocated as for one of them.
+void what_is_announced_and_never_sent_costs_one_message() {
+    Client client;
+    Counting server(kLimits);
+    const auto feed = [&](const std::string& bytes) { return server.feed(reinterpret_cast<const std::uint8_t*>(bytes.data()), bytes.size()); };
+    std::string settings;
+    server.send(settings);
+    CHECK(feed(client.outgoing() + frame(kSettings, kAck, 0, {})));
+    const std::string most = framed(std::string(kLimits.message, 'm'));
+    const std::string head = std::string("\x83\x86\x01\x04here\x04\x06/a.B/C\x0F\x10\x10") + "application/grpc";  // POST, http, host, path, type
+    Counted::allocated = 0;
+    for (std::uint32_t i = 0; i < kLimits.streams; ++i)
+        CHECK(feed(frame(nghttp2::kHeaders, kEndHeaders, 2 * i + 1, head) + frame(nghttp2::kData, 0, 2 * i + 1, most.substr(0, 1000))));
+    CHECK(server.calls() == kLimits.streams && Counted::allocated <= kLimits.message + kLimits.streams * 2000);
+    for (std::uint32_t i = 0; i < kLimits.streams; ++i) CHECK(feed(frame(nghttp2::kReset, 0, 2 * i + 1, std::string("\0\0\0\x08", 4))));
+    CHECK(server.calls() == 0);
+    server.events().clear();
+    for (const std::uint32_t call : {101, 103}) {  // neither the calls given up nor one that has come count any more
+        Counted::allocated = Counted::copied = 0;
+        CHECK(feed(frame(nghttp2::kHeaders, kEndHeaders, call, head)));
+        for (std::size_t at = 0; at < most.size(); at += 10'000) CHECK(feed(frame(nghttp2::kData, 0, call, most.substr(at, 10'000))));
+        CHECK(server.events().size() == 2 && server.events()[1].message == most.substr(5));
+        CHECK(Counted::allocated == kLimits.message && Counted::copied == 0);
+        CHECK(feed(frame(nghttp2::kReset, 0, call, std::string("\0\0\0\x08", 4))));
+        server.events().clear();
+    }
+}
+
 }  // namespace
 
 int main() {
@@ -365,6 +416,8 @@ int main() {
     a_head_that_never_ends_ends_the_connection();
     a_head_in_pieces_beside_long_bodies_is_taken();
     bent_bytes_end_a_connection_or_are_read();
+    a_message_of_any_size_is_never_copied();
+    what_is_announced_and_never_sent_costs_one_message();
     std::puts("grpc connection: ok");
     return 0;
 }
