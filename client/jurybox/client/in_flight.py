@@ -9,8 +9,8 @@ import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
 
-from jurybox.client.locks import Taken, Turn
-from jurybox.protocol.errors import Timeout
+from jurybox.client.locks import IN_SERVICE, Taken, Turn, is_serving
+from jurybox.protocol.errors import Refused, Timeout
 
 if TYPE_CHECKING:
     import asyncio
@@ -130,12 +130,15 @@ class Turns:
 
         Raises:
             Timeout: another thread's call did not end by `deadline`, ns of CLOCK_MONOTONIC.
+            Refused: another thread's call may wait for this thread, which carries its answer.
         """
         try:
             with self.now:
                 return action()
         except Taken:
             pass
+        if is_serving():
+            raise self._in_service()
         try:
             with Turn(self.lock, (deadline - time.monotonic_ns()) / 1e9):
                 return action()
@@ -177,6 +180,9 @@ class Turns:
                     lane.receive_now()
         except Taken:  # the thread with the lock may have checked for answers before this one arrived: try again
             loop.call_later(_TURN, again)
+
+    def _in_service(self) -> Refused:
+        return Refused(f"another thread's call of {self.model!r} is under way, and may need this one: {IN_SERVICE}")
 
     def _late(self) -> Timeout:
         return Timeout(f"another thread's call of {self.model!r} did not end in time: use one model per thread")

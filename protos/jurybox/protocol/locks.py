@@ -15,6 +15,7 @@ from typing import Any
 from jurybox.protocol.errors import Refused, Timeout
 
 NESTED = "this is a signal handler or a destructor inside of it"
+IN_SERVICE = "a destructor was run by the garbage collector in a thread that carries answers; ask in another one"
 _thread = threading.local()  # `serving`: it belongs to Jurybox or a library, and carries answers to waiting callers
 
 
@@ -117,7 +118,5 @@ class TimedLock:
         return Timeout(f"{self.what} in another thread did not end within {max(0.0, seconds):.1f} s{self._remedy}")
 
     def _unserved(self) -> Refused:
-        return Refused(
-            f"{self.what} is under way in another thread, which may wait for this one: a destructor was run by the "
-            f"garbage collector in a thread of the client's{self._remedy}"
-        )
+        why = f"{self.what} is under way in another thread, which may wait for this one"
+        return Refused(f"{why}: {IN_SERVICE}{self._remedy}")

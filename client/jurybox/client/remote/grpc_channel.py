@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import _thread
+import contextlib
 import json
 import os
 import queue
@@ -18,7 +20,11 @@ from google.protobuf.message import Message
 
 from jurybox.protocol import forks
 from jurybox.protocol.address import is_loopback
+from jurybox.protocol.control_pb2_grpc import ServerStatusStub
 from jurybox.protocol.errors import TABLE, Busy, Code, Error, Refused, ServerGone, Timeout, error_for
+from jurybox.protocol.locks import IN_SERVICE, is_serving, mark_serving
+from jurybox.protocol.open_inference_pb2 import ModelInferRequest, ModelInferResponse
+from jurybox.protocol.open_inference_pb2_grpc import GRPCInferenceServiceStub
 from jurybox.protocol.remote_weights_pb2 import WeightsRefusal
 
 CODE = "jurybox-code"  # trailing metadata: the errors.Code, because several of them share a gRPC status
@@ -92,32 +98,170 @@ class _Core:
 
 
 CORE = _Core()
+Metadata = tuple[tuple[str, str], ...]
+INFER = "/inference.GRPCInferenceService/ModelInfer"
+_interrupted: list[grpc.Channel] = []  # closed; see Channels.call
 
 
-class CallThread:
-    """Starts gRPC calls in its own thread.
+class _Calls:
+    """A channel and its methods, used by one call at a time."""
 
-    gRPC acquires locks in Python code. A KeyboardInterrupt, which occurs only in the main thread, could leave such a
-    lock held forever, and every later call would hang.
+    def __init__(self, channel: grpc.Channel) -> None:
+        self.channel = channel
+        self._inference: Any = GRPCInferenceServiceStub(channel)  # type: ignore[no-untyped-call]
+        self._status: Any = ServerStatusStub(channel)  # type: ignore[no-untyped-call]
+
+    def method(self, name: str) -> Any:
+        return getattr(self._status if name == "Get" else self._inference, name)
+
+
+class Channels:
+    """The calls of a connection, made in the caller's thread: gRPC needs no thread of ours for them.
+
+    Each call takes a channel for itself, and calls that are made at the same time, or in a signal handler or destructor
+    during another one, take another. So none waits for a lock that an interrupted call has left taken, or that is held
+    further down in its own thread. gRPC's core shares one connection among channels to the same address.
+
+    Args:
+        address: grpc://host:port or grpcs://host:port.
+        metadata: sent with every call, such as a token.
+        tls_ca: see `open_channel`.
     """
 
-    def __init__(self) -> None:
-        self._queue: SimpleQueue[tuple[Any, Any, float, Any, Callable[[Any], None]] | None] = SimpleQueue()
-        threading.Thread(target=self._run, args=(self._queue,), name="jurybox-grpc", daemon=True).start()
-        weakref.finalize(self, self._queue.put, None)
+    def __init__(self, address: str, metadata: Metadata, tls_ca: str | bytes | None = None) -> None:
+        self.address = address
+        self.metadata = metadata
+        self._tls_ca = tls_ca
+        self._closed = False
+        self._lasting: weakref.WeakSet[grpc.Channel] = weakref.WeakSet()
+        self._free = [_Calls(self.open())]  # one step of the interpreter takes one out or puts one back
 
-    def start(self, method: Any, request: Any, timeout: float, metadata: Any, done: Callable[[Any], None]) -> None:
-        """Start a call. `done` is called with it in a gRPC thread, or with None if it could not be started."""
-        self._queue.put((method, request, timeout, metadata, done))
+    def lasting(self) -> grpc.Channel:
+        """Open a channel for streams. It is closed with this object, or when it is dropped. Raises like `open`."""
+        channel = self.open()
+        self._lasting.add(channel)
+        return channel
 
-    @staticmethod
-    def _run(queue: SimpleQueue[Any]) -> None:
-        while (call := queue.get()) is not None:
-            method, request, timeout, metadata, done = call
-            try:
-                method.future(request, timeout=timeout, metadata=metadata).add_done_callback(done)
-            except Exception:  # noqa: BLE001  the channel was closed in the meantime
-                done(None)
+    def open(self) -> grpc.Channel:
+        """Open another channel; the caller closes it.
+
+        Raises:
+            Refused: `close` was called, or this process was forked from one that has used gRPC.
+        """
+        if self._closed:
+            raise closed_connection()
+        return open_channel(self.address, self._tls_ca)
+
+    def call(self, method: str, request: Message, timeout: float, *, wait_for_ready: bool = False) -> Any:
+        """Call a method of the Open Inference Protocol, or `Get` of the status; return its response.
+
+        Raises:
+            grpc.RpcError: it failed.
+            Refused: as `open`.
+        """
+        CORE.check()
+        try:
+            calls = self._free.pop()
+        except IndexError:
+            calls = _Calls(self.open())
+        try:
+            response = calls.method(method)(
+                request, timeout=timeout, metadata=self.metadata, wait_for_ready=wait_for_ready or None
+            )
+        except grpc.RpcError:
+            self._give(calls)
+            raise
+        except BaseException:
+            # This thread may have left its locks taken: it closes the channel itself, and nobody else ever does.
+            _interrupted.append(calls.channel)
+            calls.channel.close()
+            raise
+        self._give(calls)
+        return response
+
+    def close(self) -> None:
+        """Close the channels. Those of calls that are under way are closed when these end."""
+        self._closed = True
+        if CORE.forked:
+            return
+        while self._free:
+            with contextlib.suppress(IndexError):  # another thread took it
+                self._free.pop().channel.close()
+        for channel in list(self._lasting):
+            channel.close()
+
+    def _give(self, calls: _Calls) -> None:
+        self._free.append(calls)
+        if self._closed:  # meanwhile
+            self.close()
+
+
+def closed_connection() -> Refused:
+    """Return the error of a connection that was closed."""
+    return Refused("this connection was closed: connect again")
+
+
+class TicketCalls:
+    """Starts calls whose answers are awaited elsewhere, in a thread that the first of them starts.
+
+    gRPC acquires locks in Python code. A KeyboardInterrupt, which occurs only in the main thread, could leave such a
+    lock held for ever, and every later call would hang. The thread ends when this object is closed or collected.
+
+    Args:
+        channels: opens the thread's own channel.
+    """
+
+    def __init__(self, channels: Channels) -> None:
+        self._channels = channels
+        self._queue: SimpleQueue[tuple[Message, float, Callable[[Any], None]] | None] | None = None
+        self._ends: list[weakref.finalize[..., TicketCalls]] = []
+
+    def start(self, request: Message, timeout: float, done: Callable[[Any], None]) -> None:
+        """Start a ModelInfer. `done` is called with it in a thread of gRPC, or with None if it could not be started.
+
+        Raises:
+            Refused: as `Channels.open`.
+        """
+        CORE.check()
+        if (queue := self._queue) is None:
+            channel, queue = self._channels.open(), SimpleQueue()
+            self._ends.append(weakref.finalize(self, queue.put, None))
+            # It comes from _thread: this may be a destructor that was called inside of threading.
+            _thread.start_new_thread(_start_calls, (channel, self._channels.metadata, queue))
+            self._queue = queue
+        queue.put((request, timeout, done))
+
+    def close(self) -> None:
+        """End the thread, and with it the calls that are under way."""
+        for end in self._ends:  # more than one if a nested call started a thread at the same time
+            end()
+
+
+def _start_calls(channel: grpc.Channel, metadata: Metadata, queue: SimpleQueue[Any]) -> None:
+    mark_serving()
+    method = channel.unary_unary(
+        "/inference.GRPCInferenceService/ModelInfer",
+        ModelInferRequest.SerializeToString,
+        _in_service(ModelInferResponse),
+    )
+    while (call := queue.get()) is not None:
+        request, timeout, done = call
+        try:
+            method.future(request, timeout=timeout, metadata=metadata).add_done_callback(done)
+        except Exception:  # noqa: BLE001  gRPC cannot make the call
+            done(None)
+        del call, request, done  # they refer to what ends this thread when it is collected
+    channel.close()
+
+
+def _in_service(message: Any) -> Callable[[bytes], Any]:
+    """Return the function that parses a message in a thread of gRPC, which this marks as one that carries answers."""
+
+    def parsed(data: bytes) -> Any:
+        mark_serving()
+        return message.FromString(data)
+
+    return parsed
 
 
 def open_channel(address: str, tls_ca: str | bytes | None = None) -> grpc.Channel:
@@ -168,7 +312,7 @@ def through_proxy(address: str) -> str:
     return f"; {name} sends this connection to the proxy {proxy}: if it is not meant for it, set no_proxy={host}"
 
 
-def token_metadata(address: str, token: str | None) -> list[tuple[str, str]]:
+def token_metadata(address: str, token: str | None) -> Metadata:
     """Return the metadata that authenticate every call.
 
     Args:
@@ -177,7 +321,7 @@ def token_metadata(address: str, token: str | None) -> list[tuple[str, str]]:
     """
     if token is None and (address.startswith("grpcs://") or is_loopback(_host(address))):
         token = os.environ.get("JURYBOX_TOKEN")
-    return [("authorization", f"Bearer {token}")] if token else []
+    return (("authorization", f"Bearer {token}"),) if token else ()
 
 
 def failure(error: Any) -> tuple[int, str]:
@@ -226,7 +370,7 @@ class RemoteStream:
     Args:
         channel: channel to the gateway.
         method: "/package.Service/Method".
-        decode: parses a reply from bytes.
+        message: the class of the replies.
         metadata: sent with the call, such as a token.
         timeout: default limit of each wait, in seconds.
 
@@ -238,7 +382,7 @@ class RemoteStream:
         self,
         channel: grpc.Channel,
         method: str,
-        decode: Callable[[bytes], Any],
+        message: Any,
         metadata: tuple[tuple[str, str], ...],
         timeout: float,
     ) -> None:
@@ -247,9 +391,7 @@ class RemoteStream:
         self._forked = False
         # The threads refer to the exchange, not to this object, so that it can be garbage-collected, which ends them.
         self._exchange = exchange = _Exchange()
-        call = channel.stream_stream(
-            method, request_serializer=lambda message: message.SerializeToString(), response_deserializer=decode
-        )
+        call = channel.stream_stream(method, lambda request: request.SerializeToString(), _in_service(message))
         exchange.begin(call, metadata)
         self._end = weakref.finalize(self, exchange.end)
         forks.register(self)
@@ -315,6 +457,8 @@ class RemoteStream:
     def _require_own(self) -> None:
         if self._forked:
             raise Refused("this stream was opened before a fork: connect in the process that uses it")
+        if is_serving():
+            raise Refused(f"no weights can be sent or received here: {IN_SERVICE}")
 
     def _after_fork_in_child(self) -> None:
         self._forked = True
@@ -344,6 +488,7 @@ class _Exchange:
         self._call.cancel()
 
     def _outgoing(self) -> Iterator[Message]:
+        mark_serving()
         while not self.ended:
             try:
                 yield self.requests.get(timeout=_SLICE)
@@ -351,6 +496,7 @@ class _Exchange:
                 continue
 
     def _listen(self) -> None:
+        mark_serving()
         try:
             for reply in self._call:
                 self.replies.put(reply)

@@ -5,19 +5,17 @@ from __future__ import annotations
 import json
 import math
 import time
-from queue import Empty, SimpleQueue
 from typing import Any
 
 import grpc
 
 from jurybox.client.lane import Lane
 from jurybox.client.link import POLL, Link, OneEngine, RowsHere, Transfer, spec_of, traced, wants_traces
-from jurybox.client.remote.grpc_channel import CORE, CallThread, open_channel, raised, through_proxy, token_metadata
+from jurybox.client.remote.grpc_channel import Channels, TicketCalls, raised, through_proxy, token_metadata
 from jurybox.client.remote.grpc_transport import GrpcTransport
 from jurybox.client.remote.weights import RemotePublisher, RemoteWeightsReader
 from jurybox.protocol import open_inference_pb2 as pb
 from jurybox.protocol.control_pb2 import ModelMessage, StatusRequest, TensorSpecMessage
-from jurybox.protocol.control_pb2_grpc import ServerStatusStub
 from jurybox.protocol.device_memory import Driver
 from jurybox.protocol.errors import (
     SLEEPS,
@@ -30,13 +28,11 @@ from jurybox.protocol.errors import (
     asleep,
     plain,
 )
-from jurybox.protocol.open_inference_pb2_grpc import GRPCInferenceServiceStub
 from jurybox.protocol.spec import OIP_NAMES, ModelSpec, specs_from_plain, tell_spec
 
 _DTYPES = {name: dtype for dtype, name in OIP_NAMES.items()}
 CONTRACT = "jurybox"  # the parameter of a model's configuration that holds its complete spec
 _STATES = {"READY": "ready", "LOADING": "loading", "UNAVAILABLE": "failed"}
-_LATE = 5.0  # seconds that gRPC may need to report a time-out
 _LOAD = 120.0  # seconds; the gateway answers only when the model has loaded
 
 
@@ -52,15 +48,12 @@ class GrpcLink(Link):
 
     def __init__(self, address: str, token: str | None, timeout: float, tls_ca: str | bytes | None = None) -> None:
         self._address = address
-        self._metadata = token_metadata(address, token)
         self._traces = wants_traces()
-        self._channel = open_channel(address, tls_ca)
-        self._stub: Any = GRPCInferenceServiceStub(self._channel)  # type: ignore[no-untyped-call]
-        self._status_stub: Any = ServerStatusStub(self._channel)  # type: ignore[no-untyped-call]
-        self._call_thread = CallThread()
+        self._channels = Channels(address, token_metadata(address, token), tls_ca)
+        self._tickets = TicketCalls(self._channels)
         try:
             try:
-                self._stub.ServerLive(pb.ServerLiveRequest(), timeout=timeout, wait_for_ready=True)
+                self._channels.call("ServerLive", pb.ServerLiveRequest(), timeout, wait_for_ready=True)
             except grpc.RpcError as error:
                 raise ServerGone(
                     f"no answer from {address} within {timeout:.1f} s ({error.details()}): is a server's gateway "
@@ -73,8 +66,8 @@ class GrpcLink(Link):
 
     def close(self) -> None:
         self._closed = True
-        if not CORE.forked:
-            self._channel.close()
+        self._tickets.close()
+        self._channels.close()
 
     def models(self, timeout: float) -> list[str]:
         return [model.name for model in self._index(timeout)]
@@ -105,7 +98,7 @@ class GrpcLink(Link):
 
     def status(self, timeout: float) -> str:
         """See Link.status. The gateway provides this call in addition to the Open Inference Protocol."""
-        return str(self._asked(self._status_stub.Get, StatusRequest(), timeout).json)
+        return str(self._call("Get", StatusRequest(), timeout).json)
 
     def load(self, name: str, settings_json: str, timeout: float, *, keep: float, remote: bool) -> None:
         """Load a model and wait until it has loaded. The gateway marks the settings as remote itself."""
@@ -140,19 +133,17 @@ class GrpcLink(Link):
     def publisher(self, name: str, transfer: Transfer, timeout: float, driver: Driver | None = None) -> RemotePublisher:
         if driver is not None:
             raise Refused("device memory can be shared only on one host: connect over ipc:// or publish without device")
-        CORE.check()
         return RemotePublisher(
-            self._channel,
+            self._channels.lasting(),
             name,
             bfloat16=transfer == "bfloat16",
             changed_only=transfer == "changed",
-            metadata=tuple(self._metadata),
+            metadata=self._channels.metadata,
             timeout=timeout,
         )
 
     def weights(self, name: str, timeout: float) -> RemoteWeightsReader:
-        CORE.check()
-        return RemoteWeightsReader(self._channel, name, metadata=tuple(self._metadata), timeout=timeout)
+        return RemoteWeightsReader(self._channels.lasting(), name, metadata=self._channels.metadata, timeout=timeout)
 
     def lease(self, name: str, rows: int, timeout: float, *, wait: bool = True) -> tuple[Lane, ModelSpec, int]:
         """See Link.lease. If `rows` is 0, the lane has as many rows as the server's largest batch."""
@@ -167,7 +158,7 @@ class GrpcLink(Link):
             time.sleep(POLL)
         spec = spec_of(message)
         memory = RowsHere(spec, rows or message.max_batch)
-        transport = GrpcTransport(self._call_thread, self._stub.ModelInfer, self._metadata, spec, memory)
+        transport = GrpcTransport(self._channels, self._tickets, spec, memory)
         carrier = traced(transport, name) if self._traces else transport
         lane = Lane(name, OneEngine(), memory, carrier, 0, 0, memory.rows, transport.end_sessions, far=True)
         return lane, spec, message.max_batch
@@ -176,18 +167,8 @@ class GrpcLink(Link):
         return self._call("RepositoryIndex", pb.RepositoryIndexRequest(), timeout).models
 
     def _call(self, method: str, request: Any, timeout: float) -> Any:
-        return self._asked(getattr(self._stub, method), request, timeout)
-
-    def _asked(self, method: Any, request: Any, timeout: float) -> Any:
-        CORE.check()
-        done: SimpleQueue[Any] = SimpleQueue()
-        self._call_thread.start(method, request, timeout, self._metadata, done.put)
         try:
-            if (call := done.get(timeout=timeout + _LATE)) is None:
-                raise Refused("this connection was closed: connect again")
-            return call.result()
-        except Empty:
-            raise ServerGone(self._silent(timeout)) from None
+            return self._channels.call(method, request, timeout)
         except grpc.RpcError as error:
             failed = raised(error, self._address)
             if failed.code == Code.TIMEOUT:

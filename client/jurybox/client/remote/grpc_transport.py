@@ -12,20 +12,23 @@ import json
 import secrets
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+import grpc
 import numpy as np
 from numpy.typing import NDArray
 
 from jurybox.client.in_flight import Answer, InFlight
 from jurybox.client.link import RowsHere
-from jurybox.client.remote.grpc_channel import CallThread, failure
+from jurybox.client.remote.grpc_channel import Channels, TicketCalls, failure
 from jurybox.client.transports.transport import Transport, Watching
 from jurybox.protocol import open_inference_pb2 as pb
 from jurybox.protocol.arena import LOAD, STORE
-from jurybox.protocol.errors import Code, Error, plain
+from jurybox.protocol.errors import Code, Error, Refused, plain
+from jurybox.protocol.locks import IN_SERVICE, is_serving
 from jurybox.protocol.row_frames import checked_elements, extents_of_text, extents_text, joined_strings, split_strings
 from jurybox.protocol.spec import BYTES, OIP_NAMES, ModelSpec, TensorSpec
 
@@ -36,27 +39,40 @@ _FAREWELL = 0.5  # seconds to wait while the gateway is notified of closed sessi
 _parents: list[Any] = []  # kept alive in a forked child: if collected, gRPC would try to end the parent's calls
 
 
+class _Asked:
+    """A call that `send` starts; one that an interrupt kept from starting is made again."""
+
+    __slots__ = ("started",)
+
+    def __init__(self) -> None:
+        self.started = False
+
+
+class _Exchange:
+    """A call under way in its caller's thread."""
+
+
 class GrpcTransport(Transport):
     """Sends every ticket as a call.
 
+    `exchange` makes the call in the caller's thread. The other tickets are started by a thread of the connection, and
+    answered in one of gRPC's.
+
     Args:
-        call_thread: starts the calls.
-        method: the stub's ModelInfer.
-        metadata: sent with every call.
+        channels: makes calls.
+        tickets: starts the others.
         spec: the model's spec.
         rows: the lane's rows: inputs are read from them and outputs are written to them.
     """
 
-    def __init__(
-        self, call_thread: CallThread, method: Any, metadata: list[tuple[str, str]], spec: ModelSpec, rows: RowsHere
-    ) -> None:
-        self._call_thread = call_thread
-        self._method = method
-        self._metadata = metadata
+    def __init__(self, channels: Channels, tickets: TicketCalls, spec: ModelSpec, rows: RowsHere) -> None:
+        self._channels = channels
+        self._tickets = tickets
         self._spec = spec
         self._rows = rows
-        self._calls: dict[int, object] = {}  # sequence -> token of its last call; answers of other calls are dropped
-        self._done: deque[tuple[object, InFlight, Any]] = deque()  # filled by gRPC's threads
+        self._calls: dict[int, _Asked] = {}  # by sequence, the last call; answers of earlier ones are dropped
+        self._exchanges: dict[int, weakref.ref[_Exchange]] = {}  # by sequence; each lives as long as its call
+        self._done: deque[tuple[_Asked, InFlight, Any]] = deque()  # filled by gRPC's threads
         self._news = threading.Lock()  # released when _done is appended to; not an Event, whose internal lock could be
         self._news.acquire()  # left held by a KeyboardInterrupt
         self._watching: Watching | None = None
@@ -67,7 +83,28 @@ class GrpcTransport(Transport):
             self._base.parameters["extents"].bool_param = True
 
     def send(self, ticket: InFlight) -> None:
-        asked = object()
+        asked = self._calls[ticket.sequence] = _Asked()
+        try:
+            request = self._request(ticket)
+        except Error as error:
+            self._arrived(asked, ticket, error)
+        else:
+            self._tickets.start(request, _left(ticket), lambda call: self._arrived(asked, ticket, call))
+        asked.started = True
+
+    def exchange(self, ticket: InFlight, timeout: float) -> Answer | None:
+        """See Transport.exchange. The call cannot be left and resumed: it takes up to the ticket's time-out."""
+        sequence = ticket.sequence
+        under_way = _Exchange()  # an interrupted call has none: no engine writes to its rows
+        self._exchanges[sequence] = weakref.ref(under_way, lambda _: self._exchanges.pop(sequence, None))
+        try:
+            call = self._channels.call("ModelInfer", self._request(ticket), _left(ticket))
+        except (Error, grpc.RpcError) as error:
+            return self._read(ticket, error)
+        return self._read(ticket, call)
+
+    def _request(self, ticket: InFlight) -> pb.ModelInferRequest:
+        """Return a ticket's message. Raises Error (SPEC_MISMATCH) if a row's size is invalid."""
         request = pb.ModelInferRequest()
         request.CopyFrom(self._base)
         if ticket.version:
@@ -85,21 +122,12 @@ class GrpcTransport(Transport):
             request.parameters["sessions"].string_param = ";".join(f"{slot}:{step}" for slot, step in steps)
         for name, tensor in inputs.items():
             rows = arrays[name][first:end]
-            if not tensor.variable:
-                request.inputs.add(name=name, datatype=OIP_NAMES[tensor.dtype], shape=rows.shape)
-                request.raw_input_contents.append(rows.tobytes())
-                continue
-            try:
+            if tensor.variable:
                 self._add(request, name, tensor, rows, columns.input_extents[name][first:end].copy())
-            except Error as error:
-                self._calls[ticket.sequence] = asked
-                self._arrived(asked, ticket, error)
-                return
-        seconds = max(0.001, (ticket.deadline - ticket.submitted) / 1e9)
-        self._call_thread.start(
-            self._method, request, seconds, self._metadata, lambda call: self._arrived(asked, ticket, call)
-        )
-        self._calls[ticket.sequence] = asked
+                continue
+            request.inputs.add(name=name, datatype=OIP_NAMES[tensor.dtype], shape=rows.shape)
+            request.raw_input_contents.append(rows.tobytes())
+        return request
 
     @staticmethod
     def _add(
@@ -127,12 +155,12 @@ class GrpcTransport(Transport):
         request = pb.ModelInferRequest(model_name=self._spec.name)
         request.parameters["session_client"].string_param = self._client
         request.parameters["sessions"].string_param = ""
-        answered = threading.Lock()
-        answered.acquire()
-        self._call_thread.start(self._method, request, _FAREWELL, self._metadata, lambda _: answered.release())
-        answered.acquire(timeout=_FAREWELL)
+        with contextlib.suppress(Error, grpc.RpcError):
+            self._channels.call("ModelInfer", request, _FAREWELL)
 
     def receive(self, timeout: float) -> Sequence[Answer]:
+        if timeout and is_serving():
+            raise Refused(f"no answer of {self._spec.name!r} can be awaited here: {IN_SERVICE}")
         until = time.monotonic() + timeout
         while not self._done and (left := until - time.monotonic()) > 0:
             self._news.acquire(timeout=left)
@@ -141,12 +169,13 @@ class GrpcTransport(Transport):
             asked, ticket, call = self._done[0]
             if self._calls.get(ticket.sequence) is asked:
                 answers.append(self._read(ticket, call))
-                del self._calls[ticket.sequence]
+                self._calls.pop(ticket.sequence, None)
             self._done.popleft()
         return answers
 
     def holds(self, ticket: InFlight) -> bool:
-        return ticket.sequence in self._calls
+        asked, under_way = self._calls.get(ticket.sequence), self._exchanges.get(ticket.sequence)
+        return (asked is not None and asked.started) or (under_way is not None and under_way() is not None)
 
     def watch(self, loop: asyncio.AbstractEventLoop, arrived: Callable[[], None]) -> None:
         self._watching = Watching(loop, arrived)
@@ -160,10 +189,10 @@ class GrpcTransport(Transport):
 
     def forked(self) -> None:
         """See Transport.forked. The gRPC calls belong to the parent."""
-        _parents.append((self._method, self._calls, self._done))
+        _parents.append((self._channels, self._tickets, self._calls, self._done))
         self._watching, self._calls, self._done = None, {}, deque()
 
-    def _arrived(self, asked: object, ticket: InFlight, call: Any) -> None:
+    def _arrived(self, asked: _Asked, ticket: InFlight, call: Any) -> None:
         """Record a finished call. Called in a gRPC thread, or by `send` if the call could not be made."""
         self._done.append((asked, ticket, call))
         with contextlib.suppress(RuntimeError):  # already released
@@ -178,16 +207,18 @@ class GrpcTransport(Transport):
 
         if isinstance(call, Error):  # the call was not sent
             return answer(call.code, str(call))
-        if call is None or call.cancelled():
+        if call is None or (isinstance(call, grpc.Future) and call.cancelled()):
             return answer(Code.SERVER_GONE, "the connection was closed")
-        if (error := call.exception()) is not None:
-            code, message = failure(error)
+        if isinstance(call, grpc.Future):  # `send` started it
+            call = call.exception() or call.result()
+        if isinstance(call, grpc.RpcError):
+            code, message = failure(call)
             late = (
                 f"model {self._spec.name!r} did not answer in time ({message}): its server is busy, or the network "
                 "to it is broken. Ask again: it is connected to again by itself"
             )
             return answer(code, late if code == Code.TIMEOUT else message)
-        response: pb.ModelInferResponse = call.result()
+        response: pb.ModelInferResponse = call
         try:
             lost = self._told(response, "session_lost", ticket)
             if lost is not None:
@@ -270,3 +301,7 @@ class GrpcTransport(Transport):
             target[i, :count] = flat[at : at + count]
             extents[i] = size
             at += count
+
+
+def _left(ticket: InFlight) -> float:
+    return max(0.001, (ticket.deadline - ticket.submitted) / 1e9)

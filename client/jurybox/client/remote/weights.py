@@ -170,7 +170,7 @@ class RemotePublisher(_Remote):
             time.sleep(_AGAIN)
 
     def _open(self) -> tuple[RemoteStream, pb.Opened]:
-        stream = RemoteStream(self._channel, PUBLISH, pb.PublishReply.FromString, self._metadata, self._timeout)
+        stream = RemoteStream(self._channel, PUBLISH, pb.PublishReply, self._metadata, self._timeout)
         try:
             stream.send(pb.PublishRequest(open=pb.OpenPublisher(model=self._model)))
             return stream, stream.receive().opened
@@ -293,7 +293,7 @@ class RemoteWeightsReader(_Remote):
         self._require_open()
         stream = self._stream
         if stream is None or not stream.alive:
-            stream = RemoteStream(self._channel, READ, pb.ReadReply.FromString, self._metadata, self._timeout)
+            stream = RemoteStream(self._channel, READ, pb.ReadReply, self._metadata, self._timeout)
             self._stream = stream
             if self._closed:  # by another thread in the meantime
                 stream.close()

@@ -1,0 +1,221 @@
+"""Our client over grpc://: entered again by destructors and handlers, interrupted, dropped, behind a proxy."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import signal
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tests.serving import wait_until
+
+from jurybox.client import Refused, ServerGone, Timeout, connect
+from jurybox.client.remote import grpc_channel
+
+ROW = np.array([[1, 2, 3, 4]], np.float32)
+ANSWER = [[3, 5, 7, 9]]
+
+
+@pytest.fixture
+def address(gateway):
+    return f"grpc://{gateway.grpc}"
+
+
+@pytest.fixture
+def server(address):
+    with connect(address, timeout=30) as server:
+        yield server
+
+
+class Dropped:
+    """Does something in a destructor, which only the garbage collector calls."""
+
+    def __init__(self, action):
+        self.me, self.action = self, action
+
+    def __del__(self):
+        self.action()
+
+
+@contextlib.contextmanager
+def collecting_often():
+    before = gc.get_threshold()
+    gc.set_threshold(20, 2, 2)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
+        gc.collect()
+
+
+@pytest.mark.parametrize("way", ["infer", "submit"])
+def test_a_destructor_is_answered_or_refused_at_once_in_whichever_thread_the_collector_runs_it(server, way):
+    mine, other = server.model("affine"), server.model("affine")
+    ask = {"infer": mine.infer, "submit": lambda rows: mine.submit(rows).result().outputs}[way]
+    wrong, slow, threads, done = [], [], set(), []
+
+    def collected():
+        began = time.monotonic()
+        try:
+            if other.infer(ROW).tolist() != ANSWER:
+                wrong.append("another row's answer")
+            np.asarray(ask(ROW))
+        except Refused as error:
+            if "a destructor was run by the garbage collector" not in str(error):
+                wrong.append(str(error))
+        except Exception as error:  # noqa: BLE001
+            wrong.append(repr(error))
+        threads.add(threading.get_ident())
+        done.append(1)
+        if time.monotonic() - began > 20:
+            slow.append(time.monotonic() - began)
+
+    other.infer(ROW)
+    ask(ROW)
+    with collecting_often():
+        wait_until(lambda: [Dropped(collected), ask(ROW)] and len(done) > 60, 60, what="destructors")
+    assert (wrong, slow) == ([], [])
+    assert len(threads) > (way == "submit")  # also in the client's own
+
+
+def test_a_signal_handler_in_a_call_gets_its_own_answer(server):
+    model, other = server.model("affine"), server.model("affine")
+    other.infer(ROW)
+    inside, wrong = [], []
+
+    def handler(*_):
+        try:
+            inside.append(other.infer(ROW).tolist() == ANSWER and bool(server.status()))
+        except Exception as error:  # noqa: BLE001
+            wrong.append(repr(error))
+
+    before = signal.signal(signal.SIGALRM, handler)
+    try:
+        for number in range(60):
+            signal.setitimer(signal.ITIMER_REAL, 1e-4 + number * 2e-5)
+            assert model.infer(ROW).tolist() == ANSWER
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert wrong == [] and inside and all(inside)
+
+
+def interrupted(action) -> bool:
+    """Call `action` with a KeyboardInterrupt at a random moment; return whether it fell inside."""
+    inside = True
+    try:
+        signal.setitimer(signal.ITIMER_REAL, np.random.uniform(1e-5, 3e-3))
+        action()
+        inside = False
+        time.sleep(1)
+    except KeyboardInterrupt:
+        return inside
+
+
+def test_ctrl_c_in_a_call_leaves_a_connection_that_other_threads_can_use(server):
+    model = server.model("affine")
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    try:
+        assert sum(interrupted(lambda: [model.infer(ROW), server.models()]) for _ in range(100)) > 10
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    answers = []
+    thread = threading.Thread(target=lambda: answers.append([server.models(), model.infer(ROW).tolist()]))
+    thread.start()
+    thread.join(20)
+    assert answers and answers[0][1] == ANSWER
+
+    def whole():
+        model.infer(ROW)
+        model.requests.give_up_kept()
+        return model.room() == model.requests.lane.rows
+
+    wait_until(whole, what="the rows of interrupted calls")
+
+
+@pytest.mark.parametrize("end", ["close", "drop"])
+@pytest.mark.parametrize("way", ["infer", "submit"])
+def test_a_connection_leaves_no_thread(address, way, end):
+    def use():
+        server = connect(address, timeout=30)
+        model = server.model("affine")
+        model.infer(ROW) if way == "infer" else model.submit(ROW).result()
+        if end == "close":
+            server.close()
+
+    def threads():
+        gc.collect()
+        return len(list(Path("/proc/self/task").iterdir()))
+
+    use()
+    before = threads()  # gRPC's core has some, for all connections
+    for _ in range(8):
+        use()
+    wait_until(lambda: threads() < before + 4, what="the end of the connections' threads")
+
+
+@pytest.mark.parametrize("end", ["close", "drop"])
+def test_weights_leave_no_thread(server, end):
+    def use():
+        reader, publisher = server.weights("policy"), server.publisher("policy")
+        if end == "close":
+            reader.close()
+            publisher.close()
+
+    def threads():
+        gc.collect()
+        return len(list(Path("/proc/self/task").iterdir()))
+
+    use()
+    before = threads()
+    for _ in range(4):
+        use()
+    wait_until(lambda: threads() < before + 4, what="the end of the streams' threads")
+
+
+def test_calls_in_their_callers_thread_need_none_of_ours(server):
+    model = server.model("affine")
+    model.infer(ROW)
+    assert server._link._tickets._queue is None  # only a ticket that is awaited later needs one
+    model.submit(ROW).result()
+    assert server._link._tickets._queue is not None
+
+
+def test_calls_at_the_same_time_take_a_channel_each_and_keep_their_time_outs(server):
+    models = [server.model("team/moody") for _ in range(4)]
+    slow = np.full((1, 4), 1_000_000, np.float32)  # a second
+    threads = [threading.Thread(target=model.infer, args=(slow,)) for model in models[1:]]
+    for thread in threads:
+        thread.start()
+    began = time.monotonic()
+    with pytest.raises(Timeout):
+        models[0].infer(slow, timeout=0.1)
+    assert "affine" in server.models()
+    assert time.monotonic() - began < 0.9  # the others still wait
+    for thread in threads:
+        thread.join(30)
+    assert 1 <= len(server._link._channels._free) <= 5  # kept for the next calls
+
+
+def test_a_proxy_of_the_environment_is_not_asked_for_a_server_on_this_host(gateway, monkeypatch):
+    for name in ("http_proxy", "https_proxy", "grpc_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    for name in ("no_proxy", "no_grpc_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    for host in ("127.0.0.1", "localhost"):
+        with connect(f"grpc://{host}:{gateway.grpc.rpartition(':')[2]}", timeout=30) as server:
+            assert server.model("affine").infer(ROW).tolist() == ANSWER
+    with pytest.raises(
+        ServerGone, match="Calls may go through the proxy of grpc_proxy: add jurybox.invalid to no_proxy"
+    ):
+        connect("grpc://jurybox.invalid:1", timeout=0.3)
+
+
+def test_a_call_of_a_closed_connection_is_refused(server):
+    server.close()
+    with pytest.raises(Refused, match="closed"):
+        server._link._channels.call("ServerLive", grpc_channel.ModelInferRequest(), 1.0)
