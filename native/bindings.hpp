@@ -28,6 +28,10 @@ void bind_replay_archive(nanobind::module_& m);
 class ShmRingsClient;
 ShmRingsClient& rings_client(nanobind::handle client);
 
+// The C++ part of Python's Zmtp.
+class Zmtp;
+Zmtp& zmtp_of(nanobind::handle link);
+
 // An engine that may compute a lane's tickets: the lane's side of the rings of one of its incarnations, its record of
 // scoreboard.ENGINE, and the incarnation.
 using GivenEngine = std::tuple<nanobind::object, nanobind::object, std::uint64_t>;

@@ -3,6 +3,7 @@
 #include <nanobind/stl/vector.h>
 
 #include <optional>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -37,16 +38,17 @@ void bind_relay_lane(nb::module_& m) {
         .def(
             "__init__",
             [](Held* self, nb::object link, std::vector<GivenEngine> engines, std::uint64_t lease, std::uint32_t first, std::uint32_t rows,
-               Columns inputs, Columns outputs) {
+               Columns inputs, Columns outputs, nb::bytes prefix) {
                 std::vector<LaneEngine> of = engines_of(engines);
                 std::vector<LaneColumn> in = columns_of(inputs, first, rows), out = columns_of(outputs, first, rows);
                 Held* held = new (self) Held{link, std::move(engines), std::move(inputs), std::move(outputs), std::nullopt};
-                held->lane.emplace(nb::cast<Zmtp&>(link), std::move(of), lease, first, rows, std::move(in), std::move(out));
+                held->lane.emplace(zmtp_of(link), std::move(of), lease, first, rows, std::move(in), std::move(out), std::string(prefix.c_str(), prefix.size()));
             },
             nb::arg("link"), nb::arg("engines"), nb::arg("lease"), nb::arg("first"), nb::arg("rows"), nb::arg("inputs"), nb::arg("outputs"),
+            nb::arg("prefix"),
             "`link` is its connection; `engines` are those that may compute its tickets, the preferred one first: its side of the rings of "
             "an engine's incarnation, the engine's record of scoreboard.ENGINE, and the incarnation; `lease` is the client's name for the "
-            "lane; `first` and `rows` are its rows in the arena, `inputs` and `outputs` each tensor's memory, uint8, and the bytes of a row.")
+            "lane; `first` and `rows` are its rows in the arena, `inputs` and `outputs` each tensor's memory, uint8, and the bytes of a row; `prefix` is wire.PREFIX.")
         .def("take_over", [](Held& self, std::uint64_t number) { if (self.lane) self.lane->take_over(number); }, nb::arg("number"),
              nb::lock_self(), "Start to handle tickets, with numbers above this one. None may be in flight.")
         .def(

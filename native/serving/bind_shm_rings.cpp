@@ -20,8 +20,15 @@ ShmRingsMemory* rings_of(const Bytes& memory) {
     return reinterpret_cast<ShmRingsMemory*>(memory.data());
 }
 
+// Any process of the user can write to the memory, so the text may be no UTF-8.
+nb::str text_of(const std::string& message) {
+    PyObject* text = PyUnicode_DecodeUTF8(message.data(), static_cast<Py_ssize_t>(message.size()), "replace");
+    if (text == nullptr) throw nb::python_error();
+    return nb::steal<nb::str>(text);
+}
+
 // These objects' state belongs to one thread at a time: the engine's, or the one that has the model's lock. In a Python
-// without the global lock, lock_self() protects calls that do not wait. Any thread may call a client's `wait` and `in_flight`.
+// without the global lock, lock_self() protects calls that do not wait. Any thread may call a client's `wait`.
 //
 // The array is kept to keep its memory mapped.
 struct Engine {
@@ -30,8 +37,43 @@ struct Engine {
     std::vector<pollfd> fds;
 };
 struct Client {
+    struct Kept {
+        Answer answer;
+        std::string message;
+    };
     Bytes memory;
     ShmRingsClient rings;
+    std::vector<Kept> unsettled;  // received from the ring, and not settled by the lane
+
+    std::string message(const Answer& answer) const { return answer.code == kOk ? std::string() : std::string(rings.message()); }
+    void keep(const Answer& answer) { unsettled.push_back({answer, message(answer)}); }
+
+    // Receive what has arrived; wait for it if nothing is there and `timeout` is above 0.
+    void receive(double timeout) {
+        Answer answer;
+        while (rings.receive(&answer, 1) == 1) keep(answer);
+        if (!unsettled.empty() || timeout <= 0) return;
+        {
+            Unlocked release;
+            if (!rings.wait(static_cast<std::int64_t>(timeout * 1e9))) return;
+        }
+        while (rings.receive(&answer, 1) == 1) keep(answer);
+    }
+
+    // Wait for the answer to a ticket, which is settled then; others are kept.
+    bool answer_to(std::uint64_t sequence, std::int64_t ns, Answer& answer) {
+        return rings.answer_to(sequence, ns, answer, [this](const Answer& other) { keep(other); });
+    }
+
+    void settled(std::uint64_t sequence) {
+        const auto gone = [&](const Kept& kept) { return kept.answer.sequence == sequence; };
+        unsettled.erase(std::remove_if(unsettled.begin(), unsettled.end(), gone), unsettled.end());
+    }
+
+    bool holds(std::uint64_t sequence) const {
+        const auto found = [&](const Kept& kept) { return kept.answer.sequence == sequence; };
+        return rings.holds(sequence) || std::any_of(unsettled.begin(), unsettled.end(), found);
+    }
 };
 struct Word {
     Bytes memory;
@@ -40,7 +82,7 @@ struct Word {
 // Repeated calls on the same rows of the arena.
 struct Caller {
     nb::object client, place, engine, outputs, extents;  // kept, since the pointers below point to their memory
-    ShmRingsClient* rings;
+    Client* rings;
     std::byte* input;  // null: the inputs are written already
     std::size_t bytes;
     const EngineRecord* record;
@@ -52,6 +94,7 @@ struct Caller {
     std::size_t item;
     std::uint64_t version = 0;
     std::int64_t deadline = 0;  // of the last ticket
+    std::string message;        // of the last failure
 
     nb::object call(nb::handle row, std::uint64_t sequence, double seconds) {
         const int code = ask(row, sequence, seconds);
@@ -77,10 +120,11 @@ struct Caller {
         if (size > 0) std::memcpy(input, from, size);
         const std::int64_t now = monotonic_ns(), ns = static_cast<std::int64_t>(seconds * 1e9);
         deadline = now + ns;
-        if (!rings->submit(Ticket{sequence, 0, deadline, now, 0, first, rows, 0, 0, {incarnation}})) return kNotSent;
+        if (!rings->rings.submit(Ticket{sequence, 0, deadline, now, 0, first, rows, 0, 0, {incarnation}})) return kNotSent;
         Answer answer;
         if (!rings->answer_to(sequence, ns < most_ns ? ns : most_ns, answer)) return kNotAnswered;
         version = answer.version;
+        if (answer.code != kOk) message = rings->rings.message();
         return static_cast<int>(answer.code);
     }
 
@@ -109,15 +153,6 @@ struct Caller {
         return std::move(all);
     }
 };
-
-// Any process of the user can write to the memory, so the text may be no UTF-8.
-nb::str message_of(const ShmRingsClient& rings) {
-    PyObject* text = PyUnicode_DecodeUTF8(rings.message(), static_cast<Py_ssize_t>(strnlen(rings.message(), kMessage)), "replace");
-    if (text == nullptr) throw nb::python_error();
-    return nb::steal<nb::str>(text);
-}
-
-nb::str message_of(const ShmRingsClient& rings, const Answer& answer) { return answer.code == 0 ? nb::str("") : message_of(rings); }
 
 }  // namespace
 
@@ -200,7 +235,7 @@ void bind_shm_rings(nb::module_& m) {
             "__init__",
             [](Client* self, Bytes memory, std::uint32_t lane, std::uint64_t lease, int wake, std::int64_t spin_ns) {
                 if (lane >= kShmRingsLanes) throw std::out_of_range("the lane's number is beyond the lanes there are");
-                new (self) Client{memory, ShmRingsClient(rings_of(memory), lane, lease, wake, spin_ns)};
+                new (self) Client{memory, ShmRingsClient(rings_of(memory), lane, lease, wake, spin_ns), {}};
             },
             nb::arg("memory"), nb::arg("lane"), nb::arg("lease"), nb::arg("wake"), nb::arg("spin_ns"))
         .def(
@@ -226,37 +261,35 @@ void bind_shm_rings(nb::module_& m) {
                 bool came;
                 {
                     Unlocked release;
-                    came = self.rings.answer_to(sequence, static_cast<std::int64_t>(timeout * 1e9), answer);
+                    came = self.answer_to(sequence, static_cast<std::int64_t>(timeout * 1e9), answer);
                 }
                 if (!came) {
                     self.rings.set_watched(true);
                     return nb::none();
                 }
-                return nb::make_tuple(answer.code, message_of(self.rings, answer), answer.version);
+                return nb::make_tuple(answer.code, text_of(self.message(answer)), answer.version);
             },
             nb::arg("sequence"), nb::arg("first"), nb::arg("rows"), nb::arg("submitted"), nb::arg("deadline"),
             nb::arg("version"), nb::arg("incarnation"), nb::arg("timeout"), nb::lock_self(),
-            "Post a ticket and wait for its answer (code, message, version), dropping others; None when none came in "
-            "time, or the lane's ring is full: `holds` tells.")
+            "Post a ticket and wait for its answer (code, message, version), which is settled then; None when none came in "
+            "time, or the lane's ring is full: `holds` tells. Others stay for receive.")
         .def(
             "receive",
             [](Client& self, double timeout) {
-                Answer answers[kRing];
-                std::size_t n = self.rings.receive(answers, kRing);
-                if (n == 0 && timeout > 0) {
-                    Unlocked release;
-                    if (self.rings.wait(static_cast<std::int64_t>(timeout * 1e9))) n = self.rings.receive(answers, kRing);
-                }
+                self.receive(timeout);
+                const std::vector<Client::Kept> kept = self.unsettled;  // the garbage collector may run code that settles some
                 nb::list result;
-                for (std::size_t i = 0; i < n; ++i)
-                    result.append(nb::make_tuple(answers[i].sequence, answers[i].code, message_of(self.rings, answers[i]),
-                                                 answers[i].version));
+                for (const auto& [answer, message] : kept)
+                    result.append(nb::make_tuple(answer.sequence, answer.code, text_of(message), answer.version));
                 return result;
             },
-            nb::arg("timeout"), nb::lock_self(), "Wait for answers, at most this many seconds; returns (sequence, code, message, version) of each.")
-        .def("holds", [](Client& self, std::uint64_t sequence) { return self.rings.holds(sequence); }, nb::arg("sequence"), nb::lock_self(),
-             "Whether a ticket was posted and its answer not received.")
-        .def_prop_ro("in_flight", [](Client& self) { return self.rings.in_flight(); }, "Tickets without an answer.")
+            nb::arg("timeout"), nb::lock_self(),
+            "Answers that are not settled, (sequence, code, message, version) of each; waits for some at most this many seconds.")
+        .def("settled", [](Client& self, std::uint64_t sequence) { self.settled(sequence); }, nb::arg("sequence"), nb::lock_self(),
+             "Drop an answer that `receive` returned.")
+        .def("holds", [](Client& self, std::uint64_t sequence) { return self.holds(sequence); }, nb::arg("sequence"), nb::lock_self(),
+             "Whether a ticket was posted and its answer is not settled.")
+        .def_prop_ro("in_flight", [](Client& self) { return self.rings.in_flight() + self.unsettled.size(); }, "Tickets that are not settled.")
         .def(
             "wait",
             [](Client& self, double timeout) {
@@ -280,8 +313,7 @@ void bind_shm_rings(nb::module_& m) {
                 Unlocked release;
                 return self.rings.spin();
             },
-            nb::lock_self(), "Whether answers arrive within microseconds; does not wait if other clients use the engine.")
-        .def("message", [](Client& self) { return message_of(self.rings); }, "The message of the lane's last failure.");
+            nb::lock_self(), "Whether answers arrive within microseconds; does not wait if other clients use the engine.");
 
     nb::class_<Word>(m, "ShmRingsWord", "The word on which a lane and 31 others sleep, for a thread that watches it on their behalf.")
         .def(
@@ -327,7 +359,7 @@ void bind_shm_rings(nb::module_& m) {
                         throw std::invalid_argument("extents are one int64 for each size that the shape leaves open");
                     sizes = open.records<std::int64_t>();
                 }
-                new (self) Caller{client, place, engine, outputs, extents, &of.rings, input, bytes, record.records<const EngineRecord>(),
+                new (self) Caller{client, place, engine, outputs, extents, &of, input, bytes, record.records<const EngineRecord>(),
                                   first, rows, incarnation, static_cast<std::int64_t>(most * 1e9), sizes, shape, item};
             },
             nb::arg("client"), nb::arg("place").none(), nb::arg("outputs").none(), nb::arg("engine"), nb::arg("first"), nb::arg("rows"),
@@ -344,7 +376,7 @@ void bind_shm_rings(nb::module_& m) {
              "no more; NOT_ANSWERED where the ticket is still in flight.")
         .def_prop_ro("version", [](const Caller& self) { return self.version; }, "The weights version of the last answer.")
         .def_prop_ro("deadline", [](const Caller& self) { return self.deadline; }, "The deadline of the last ticket, ns of CLOCK_MONOTONIC.")
-        .def("message", [](Caller& self) { return message_of(*self.rings); }, "The message of the lane's last failure.");
+        .def("message", [](Caller& self) { return text_of(self.message); }, "The message of the last failure.");
 }
 
 }  // namespace jurybox

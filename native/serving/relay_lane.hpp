@@ -9,6 +9,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -27,12 +28,12 @@ class RelayLane {
         std::size_t engine;  // index
     };
 
-    // `lease` is the client's number for the lane, which has `rows` rows of the arena from `first` on. Nothing happens before
-    // `take_over`.
+    // `lease` is the client's number for the lane, which has `rows` rows of the arena from `first` on. `prefix` begins each message.
+    // Nothing happens before `take_over`.
     RelayLane(Zmtp& link, std::vector<LaneEngine> engines, std::uint64_t lease, std::uint32_t first, std::uint32_t rows,
-              std::vector<LaneColumn> inputs, std::vector<LaneColumn> outputs)
+              std::vector<LaneColumn> inputs, std::vector<LaneColumn> outputs, std::string prefix)
         : link_(link), lease_(lease), first_(first), rows_(rows), inputs_(std::move(inputs)), outputs_(std::move(outputs)),
-          engines_(std::move(engines)) {
+          prefix_(std::move(prefix)), engines_(std::move(engines)) {
         sent_.reserve(kRing);
         parts_.resize(1 + outputs_.size());
     }
@@ -93,7 +94,6 @@ class RelayLane {
     }
 
   private:
-    static constexpr char kPrefix[] = {'J', 2};                  // wire.py
     static constexpr std::int64_t kLongest = 3'600'000'000'000;  // ns; an hour, the limit of all time-outs
 
     // Send the answers of an engine; return false if the next one is special.
@@ -117,11 +117,11 @@ class RelayLane {
 
     // Copy a ticket's rows to the lane and post it; return false, without doing anything, if it is special.
     bool submit(const Zmtp::Message& message) {
-        if (message.size() != 1 + inputs_.size() || message[0].size() != sizeof kPrefix + sizeof(Ticket) ||
-            std::memcmp(message[0].data(), kPrefix, sizeof kPrefix) != 0)
+        if (message.size() != 1 + inputs_.size() || message[0].size() != prefix_.size() + sizeof(Ticket) ||
+            message[0].compare(0, prefix_.size(), prefix_) != 0)
             return false;
         Ticket came;
-        std::memcpy(&came, message[0].data() + sizeof kPrefix, sizeof came);
+        std::memcpy(&came, message[0].data() + prefix_.size(), sizeof came);
         if (came.lease != lease_ || came.rows == 0 || came.rows > rows_ || came.first > rows_ - came.rows) return false;
         for (const Sent& one : sent_) {
             const bool apart = one.first + one.rows <= came.first || came.first + came.rows <= one.first;
@@ -143,12 +143,9 @@ class RelayLane {
     }
 
     void post(const Sent& sent, std::uint64_t version) {
-        char head[sizeof kPrefix + 28];  // PACK_REPLY of wire.py
-        const std::uint64_t fields[] = {sent.sequence, version, sent.incarnation};
-        std::memcpy(head, kPrefix, sizeof kPrefix);
-        std::memcpy(head + sizeof kPrefix, fields, sizeof fields);
-        std::memset(head + sizeof kPrefix + sizeof fields, 0, sizeof head - sizeof kPrefix - sizeof fields);
-        parts_[0] = {head, sizeof head};
+        const std::uint64_t fields[] = {sent.sequence, version, sent.incarnation};  // PACK_REPLY of wire.py, with the code 0
+        head_.assign(prefix_).append(reinterpret_cast<const char*>(fields), sizeof fields).append(sizeof kOk, '\0');
+        parts_[0] = {head_.data(), head_.size()};
         for (std::size_t i = 0; i < outputs_.size(); ++i)
             parts_[1 + i] = {outputs_[i].first + sent.first * outputs_[i].row_bytes, sent.rows * outputs_[i].row_bytes};
         link_.post(parts_.data(), parts_.size());  // failure is ignored: the client is gone
@@ -158,6 +155,8 @@ class RelayLane {
     const std::uint64_t lease_;
     const std::uint32_t first_, rows_;
     const std::vector<LaneColumn> inputs_, outputs_;
+    const std::string prefix_;
+    std::string head_;  // of an answer
     std::vector<LaneEngine> engines_;
     bool mine_ = false;
     std::uint64_t number_ = 0, looked_ = 0;

@@ -54,7 +54,7 @@ struct LaneRings {
     std::atomic<std::uint32_t> waiting;                // client: it sleeps, or is about to; the engine clears it
     alignas(64) Ticket tickets[kRing];
     Answer answers[kRing];
-    char message[kMessage];  // of the lane's last failure
+    char messages[kRing][kMessage];  // of each failure among the answers
 };
 
 struct ShmRingsMemory {
@@ -198,8 +198,9 @@ class ShmRingsEngine {
             }
             if (code != kOk) {
                 const std::size_t bytes = whole_characters(message, length, kMessage - 1);
-                std::memcpy(lane.message, message, bytes);
-                lane.message[bytes] = '\0';
+                char* const text = lane.messages[at % kRing];
+                std::memcpy(text, message, bytes);
+                text[bytes] = '\0';
             }
             lane.answers[at % kRing] = Answer{tickets[i].sequence, version, code, alone, tickets[i].lease};
             lane.answered.store(answered_[tickets[i].lane] = at + 1, std::memory_order_seq_cst);
@@ -447,7 +448,7 @@ class ShmRingsClient {
         return found;
     }
 
-    // Receive at most `room` answers of this lease that have arrived.
+    // Receive at most `room` answers of this lease that have arrived. `message` is that of the last failure among them.
     std::size_t receive(Answer* out, std::size_t room) {
         std::uint32_t at = received_.load(std::memory_order_relaxed), in_flight = in_flight_.load(std::memory_order_relaxed);
         const std::uint32_t end = lane_.answered.load(std::memory_order_acquire);
@@ -457,6 +458,7 @@ class ShmRingsClient {
             const Answer& answer = lane_.answers[at % kRing];
             if (answer.lease != lease_) continue;
             out[n++] = answer;
+            if (answer.code != kOk) std::memcpy(message_, lane_.messages[at % kRing], kMessage - 1);
             alone_.store(answer.alone, std::memory_order_relaxed);
             for (std::uint32_t i = 0; i < in_flight; ++i) {
                 if (unanswered_[i] != answer.sequence) continue;
@@ -482,10 +484,14 @@ class ShmRingsClient {
         return false;
     }
 
-    // Wait at most `ns` for the answer to the only ticket in flight; return false if it has not arrived.
-    bool answer_to(std::uint64_t sequence, std::int64_t ns, Answer& answer) {
-        while (wait(ns) && receive(&answer, 1) == 1) {
+    // Wait at most `ns` for the answer to a ticket, and pass others that arrive before it to `other`. Return false if it has
+    // not arrived.
+    template <class Other>
+    bool answer_to(std::uint64_t sequence, std::int64_t ns, Answer& answer, Other other) {
+        const std::int64_t until = monotonic_ns() + ns;
+        for (std::int64_t left = ns; left > 0 && wait(left) && receive(&answer, 1) == 1; left = until - monotonic_ns()) {
             if (answer.sequence == sequence) return true;
+            other(answer);
         }
         return false;
     }
@@ -500,7 +506,8 @@ class ShmRingsClient {
 
     std::uint32_t in_flight() const { return in_flight_.load(std::memory_order_relaxed); }
 
-    const char* message() const { return lane_.message; }
+    // The message of the last failure received.
+    const char* message() const { return message_; }
 
   private:
     ShmRingsMemory* memory_;
@@ -512,6 +519,7 @@ class ShmRingsClient {
     static constexpr std::int64_t kLone = 3;
     std::uint32_t submitted_;
     std::uint64_t unanswered_[kRing];  // sequences of tickets in flight
+    char message_[kMessage] = {};      // its last byte stays 0, whatever another process writes to the ring
     // Written by the owner's thread, read by others.
     std::atomic<std::uint32_t> in_flight_{0}, received_;
     std::atomic<bool> alone_{false};

@@ -122,12 +122,16 @@ class Zmtp {
     void drop_oldest() { arrived_.pop_front(); }
 
     // Remove the oldest message. Its sequence number is no longer in flight.
-    bool take(Message& message) {
+    bool take(Message& message, std::uint64_t& sequence) {
         if (arrived_.empty()) return false;
         message = std::move(arrived_.front());
         arrived_.pop_front();
-        answered(sequence_of(message));
+        answered(sequence = sequence_of(message));
         return true;
+    }
+    bool take(Message& message) {
+        std::uint64_t sequence;
+        return take(message, sequence);
     }
 
     bool holds(std::uint64_t sequence) const {

@@ -47,7 +47,7 @@ struct Relayed {
         engine = std::make_unique<ShmRingsEngine>(memory.get(), kLife, 0);
         lane = std::make_unique<RelayLane>(*link, std::vector<LaneEngine>{{rings.get(), &record, kLife}}, kLease, kFirst, kRows,
                                            std::vector<LaneColumn>{{input.data() + kFirst * kIn, kIn}, {mask.data() + kFirst * kMask, kMask}},
-                                           std::vector<LaneColumn>{{output.data() + kFirst * kOut, kOut}});
+                                           std::vector<LaneColumn>{{output.data() + kFirst * kOut, kOut}}, "J\2");
         lane->take_over(100);
     }
     ~Relayed() { ::close(pipe[0]), ::close(pipe[1]); }
@@ -202,7 +202,7 @@ void test_tickets_are_spread_over_engines_that_serve() {
     to.lane = std::make_unique<RelayLane>(*to.link, std::vector<LaneEngine>{{to.rings.get(), &to.record, kLife}, {other.rings.get(), &other.record, kLife}},
                                           kLease, kFirst, kRows,
                                           std::vector<LaneColumn>{{to.input.data() + kFirst * kIn, kIn}, {to.mask.data() + kFirst * kMask, kMask}},
-                                          std::vector<LaneColumn>{{to.output.data() + kFirst * kOut, kOut}});
+                                          std::vector<LaneColumn>{{to.output.data() + kFirst * kOut, kOut}}, "J\2");
     to.lane->take_over(100);
     to.ask(1, 0, 1), to.ask(2, 1, 1), to.ask(3, 2, 1);
     CHECK(to.take_in() == 3);

@@ -139,6 +139,26 @@ void answers_to_an_earlier_lease_are_skipped() {
     CHECK(std::strcmp(heir.message(), "the model raised") == 0);
 }
 
+void failures_of_one_lane_have_each_their_own_message() {
+    auto rings = memory();
+    Pipe pipe;
+    ShmRingsEngine engine(rings.get(), kIncarnation, 0);
+    ShmRingsClient client(rings.get(), 3, 1, pipe.ends[1], 0);
+    for (std::uint64_t n = 0; n < 5; ++n) CHECK(client.submit(ticket(n)));
+    Ticket taken[5];
+    CHECK(engine.collect(taken, 5) == 5);
+    for (std::size_t n = 0; n < 5; ++n) {
+        const std::string why = "reason " + std::to_string(n);
+        CHECK(engine.reply(taken + n, 1, n == 3 ? kOk : 10, 1, why.data(), why.size()) == 0);
+    }
+    Answer answer;
+    std::vector<std::string> others;
+    CHECK(client.answer_to(2, kSecond, answer, [&](const Answer& other) { others.push_back(std::to_string(other.sequence) + client.message()); }));
+    CHECK(others == std::vector<std::string>({"0reason 0", "1reason 1"}) && std::string(client.message()) == "reason 2");
+    CHECK(client.receive(&answer, 1) == 1 && answer.code == kOk);
+    CHECK(client.receive(&answer, 1) == 1 && std::string(client.message()) == "reason 4");
+}
+
 void a_long_message_is_cut_between_two_characters() {
     auto rings = memory();
     Pipe pipe;
@@ -294,7 +314,7 @@ void a_watcher_that_gives_up_takes_nobodys_wake_up() {
     std::thread owner([&] {
         const std::int64_t began = monotonic_ns();
         Answer answer;
-        CHECK(client.answer_to(1, 60 * kSecond, answer));
+        CHECK(client.answer_to(1, 60 * kSecond, answer, [](const Answer&) {}));
         took = monotonic_ns() - began;
     });
     while (!rings->lanes[4].waiting.load()) std::this_thread::yield();
@@ -396,7 +416,7 @@ void a_watcher_looks_on_while_the_owner_asks(std::int64_t spin_ns) {
     Answer answer;
     for (std::uint64_t sequence = 1; sequence <= 2000; ++sequence) {
         CHECK(client.submit(ticket(sequence)));
-        CHECK(client.answer_to(sequence, 30 * kSecond, answer));
+        CHECK(client.answer_to(sequence, 30 * kSecond, answer, [](const Answer&) {}));
     }
     stop = true;
     for (auto& watcher : watchers) watcher.join();
@@ -529,7 +549,7 @@ void a_watcher_tells_of_every_answer() {
                     Answer answer;
                     side.set_watched(false);
                     CHECK(side.submit(ticket(++sent)));
-                    const bool came = side.answer_to(sent, sent % 2 ? 50'000 : 2'000'000, answer);
+                    const bool came = side.answer_to(sent, sent % 2 ? 50'000 : 2'000'000, answer, [](const Answer&) {});
                     received += came;
                     if (!came || sent % 5 == 0) side.set_watched(true);
                 }
@@ -551,6 +571,7 @@ int main() {
     a_pausing_engine_is_woken_by_as_many_tickets_as_it_waits_for();
     a_full_ring_refuses_and_loses_nothing();
     answers_to_an_earlier_lease_are_skipped();
+    failures_of_one_lane_have_each_their_own_message();
     a_long_message_is_cut_between_two_characters();
     positions_that_are_nonsense_harm_only_their_lane();
     bits_of_no_lane_are_ignored();

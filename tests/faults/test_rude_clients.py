@@ -64,7 +64,7 @@ class Honest(threading.Thread):
 def lane_and_rings(server, client, model):
     """Of a client's lease: its number, its record on the scoreboard, and the memory of the engine's rings."""
     scoreboard = client._link.scoreboard
-    lease = model.requests.lane.sequence >> 32
+    lease = model.requests.lane.leased[1] & 0xFFFFFFFF
     lane = next(n for n, record in enumerate(scoreboard.lanes) if int(record["lease"]) & 0xFFFFFFFF == lease)
     name = segment_name(client.status()["server"]["id"], "rings", int(scoreboard.engines["rings"][0]))
     return lane, scoreboard.lanes[lane].copy(), scoreboard, ShmRings.attach(name)

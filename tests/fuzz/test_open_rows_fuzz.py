@@ -42,8 +42,9 @@ def test_lies_about_rows_and_sessions_harm_their_teller_alone(tmp_path, count):
                     rows.infer()
             lane = liar_sums._requests.lane
             records = lane.columns.sessions
-            first = lane.find(4)
-            if first is not None:
+            run = lane.take(4)
+            if run is not None:
+                first = run.first
                 raw = records[first : first + 4].view(np.uint8)
                 raw[:] = rng.choice(np.array([0, 0, 0, 1, 2, 7, 255], np.uint8), raw.shape)
                 with contextlib.suppress(Error):

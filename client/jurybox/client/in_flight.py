@@ -36,8 +36,17 @@ def seconds(timeout: float) -> float:
     return 0.0 if timeout < 0.0 else LONGEST
 
 
+class Claim:
+    """What a call holds while it is under way. Weak references to it show whether it still is."""
+
+    __slots__ = ("__weakref__",)
+
+
 class InFlight:
-    """A request that has no answer yet. Until then it owns its rows.
+    """A request whose answer has not been settled. Until then its rows are lent to it.
+
+    It is being sent while `sender` lives. Then it is sent, answered once `answer` is set, and settled once it is not
+    in the lane's table any more. Each is one step of the interpreter, and tolerates that another call has made it.
 
     Attributes:
         sequence: its number on its lane, never reused.
@@ -47,7 +56,8 @@ class InFlight:
         engine, incarnation: the engine that it was last sent to, or UNSENT, and that engine's incarnation.
         deaths: the number of engines that died with it in flight.
         answer: the answer, once it has arrived.
-        holder: the object that wants the answer; None: only a call that waits for it.
+        owner: the call or the object that wants the answer; if it is gone, a lost request is not sent again.
+        sender: the call that is sending it. Others leave it alone: they cannot know whether the transport has it.
         waiters: futures to set when it is answered, with their event loops.
     """
 
@@ -57,9 +67,10 @@ class InFlight:
         "deaths",
         "engine",
         "first",
-        "holder",
         "incarnation",
+        "owner",
         "rows",
+        "sender",
         "sequence",
         "submitted",
         "version",
@@ -77,8 +88,19 @@ class InFlight:
         self.incarnation = 0
         self.deaths = 0
         self.answer: Answer | None = None
-        self.holder: weakref.ref[Any] | None = None
+        self.owner: weakref.ref[Any] | None = None
+        self.sender: weakref.ref[Any] | None = None
         self.waiters: list[Waiter] | None = None
+
+    @property
+    def wanted(self) -> bool:
+        """Whether its owner lives."""
+        return (owner := self.owner) is not None and owner() is not None
+
+    @property
+    def sending(self) -> bool:
+        """Whether a call is sending it."""
+        return (sender := self.sender) is not None and sender() is not None
 
 
 class Answer(NamedTuple):
@@ -121,9 +143,13 @@ class Turns:
 
     def anew(self) -> None:
         """Create the lock, also again in a forked child: a thread of the parent may have held it during the fork."""
-        self.lock = threading.RLock()
+        self.lock: Any = threading.RLock()
         self.now = Turn(self.lock)
-        self._watched: tuple[Lane, asyncio.AbstractEventLoop] | None = None
+
+    @property
+    def nested(self) -> bool:
+        """Whether this thread has the lock: it is in a signal handler or a destructor within a call."""
+        return bool(self.lock._is_owned())
 
     def run(self, action: Callable[[], T], deadline: int) -> T:
         """Call `action` with the lock held and return its result.
@@ -161,7 +187,7 @@ class Turns:
 
     def watch(self, lane: Lane, loop: asyncio.AbstractEventLoop) -> None:
         """Receive the answers that have arrived, and from now on the lane's answers in the running loop."""
-        if self._watched is None or self._watched[0] is not lane or self._watched[1] is not loop:
+        if lane.watched_by is not loop:
             this, that = weakref.ref(self), weakref.ref(lane)  # the callback must keep neither alive
 
             def arrived() -> None:
@@ -170,7 +196,7 @@ class Turns:
                     turns._arrived(watched, loop, arrived)
 
             lane.watch(loop, arrived)
-            self._watched = (lane, loop)
+            lane.watched_by = loop
         lane.receive_now()
 
     def _arrived(self, lane: Lane, loop: asyncio.AbstractEventLoop, again: Callable[[], None]) -> None:

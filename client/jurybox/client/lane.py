@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import random
 import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 from numpy.typing import NDArray
 
-from jurybox.client.in_flight import LOOK_AFTER, UNSENT, Answer, InFlight
+from jurybox.client.in_flight import LOOK_AFTER, UNSENT, Answer, Claim, InFlight
+from jurybox.client.row_allocator import RowAllocator, Run
 from jurybox.client.row_codec import codec_of, shaped
-from jurybox.client.transports.transport import SERVING, Caller, RowPlace, Transport
+from jurybox.client.transports.transport import SERVING, Caller, NotSent, RowPlace, Transport
 from jurybox.protocol import forks
 from jurybox.protocol.arena import Arena, Columns
 from jurybox.protocol.errors import (
@@ -42,20 +44,12 @@ _DEATHS = 3  # after this many engine deaths with a ticket in flight, the ticket
 _WITHOUT = 1.0  # seconds without tickets for an engine that did not have the model
 
 
-class Holder(Protocol):
-    """An object that keeps rows beyond a call: a ticket whose outputs are not collected yet, or `Rows`."""
-
-    first: int
-    rows: int
-
-
 class Lane:
     """Rows leased from one server. Not thread-safe: the model's lock serializes its use.
 
-    A row is free if it has no holder and no ticket in flight. The tables of holders and of tickets are the only record
-    of this, and each change of them is a single step of the interpreter, so a KeyboardInterrupt leaves them consistent.
-    Holders are weakly referenced: if one is dropped by accident or by an exception, its rows are released with it.
-    Rows that an engine may still write to stay in use until it has answered.
+    The same thread may come in again at any point, from a signal handler or a destructor, and a KeyboardInterrupt may
+    end a call there. `rows` records which rows are in use; a ticket that a call is sending is left alone by others; an
+    answer stays with the transport until it is settled.
 
     Args:
         model: its name, for messages.
@@ -68,6 +62,10 @@ class Lane:
         leased: the server's numbers of the lane and of its lease.
 
     Attributes:
+        runs: which of the rows are free.
+        in_flight: the tickets that are not settled, by number.
+        numbers: the numbers of the next tickets.
+        watched_by: the event loop that receives the answers.
         one_engine: whether a single engine computes the model.
         engines: the number of engines that compute this lane's tickets at the same time.
     """
@@ -94,16 +92,13 @@ class Lane:
         self.columns: Columns = arena.columns
         self.codec = codec_of(self.columns.spec)
         self.gone: Error | None = None  # the reason why this lane can no longer be used
-        self.in_flight: dict[int, InFlight] = {}
-        # Sequences start at the lease number, so that the lane's next lessee cannot mistake a late answer for its own.
-        self.sequence = (lease & 0xFFFFFFFF) << 32
+        self.runs = RowAllocator(first, rows)
+        self.in_flight = self.runs.lent
+        # Numbers start at that of the lease, so that the lane's next lessee cannot mistake a late answer for its own.
+        self.numbers = itertools.count(((lease & 0xFFFFFFFF) << 32) + 1)
+        self.watched_by: asyncio.AbstractEventLoop | None = None
         self.leased = leased
         self._far = far
-        self._first = first
-        self._held: dict[int, weakref.ref[Holder]] = {}
-        # The free runs (first, length) in order, computed from the two tables. Unless `_stale`, no others are free.
-        self._runs: list[tuple[int, int]] = [(first, rows)]
-        self._stale = False
         self._scoreboard = scoreboard
         self._arena = arena
         self._transport = transport
@@ -119,6 +114,7 @@ class Lane:
         self._without: dict[int, float] = {}  # engines without the model, and until when they get no ticket, s
         self._looked = 0.0
         self._unsent_because = ""
+        self._full = False  # whether tickets wait for room in the transport
         self._row_waiters: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = []
         self._let_go = weakref.finalize(self, _let_go, os.getpid(), transport, arena, leave)
         forks.register(self)
@@ -128,137 +124,101 @@ class Lane:
     @property
     def free(self) -> int:
         """The number of free rows."""
-        self._count()
-        return sum(length for _, length in self._runs)
+        return self.runs.free
 
     @property
     def largest(self) -> int:
         """The length of the longest run of free rows."""
-        self._count()
-        return max((length for _, length in self._runs), default=0)
+        return self.runs.largest
 
-    def find(self, rows: int) -> int | None:
-        """Find a run of `rows` free rows; return its first row, or None if there is no such run.
+    def take(self, n: int) -> Run | None:
+        """Take n consecutive rows; see RowAllocator.take."""
+        return self.runs.take(n)
 
-        The rows stay free: send a request for them, or hold them, before the next call.
-        """
-        if self._stale:
-            self._count()
-        for first, length in self._runs:
-            if length >= rows:
-                return first
-        self._count()  # a holder may have been garbage-collected meanwhile
-        return next((first for first, length in self._runs if length >= rows), None)
-
-    def hold(self, holder: Holder) -> None:
-        """Reserve `holder.rows` rows from `holder.first`, which `find` returned, for as long as the holder lives."""
-        first, rows = holder.first, holder.rows
-        for i, (start, length) in enumerate(self._runs):
-            if start <= first < start + length:
-                left = ((start, first - start), (first + rows, start + length - first - rows))
-                self._runs[i : i + 1] = [run for run in left if run[1]]
-                break
-        self._held[id(holder)] = weakref.ref(holder)
-
-    def release(self, holder: Holder) -> None:
-        """Release a holder's rows. They are free now, or once the engine has answered."""
-        self._held.pop(id(holder), None)
-        self._stale = True
+    def give(self, run: Run) -> None:
+        """Give rows back. They are free now, or once the engine has answered."""
+        self.runs.give(run)
         if self._row_waiters:
             self._tell_row_waiters()
 
     def asked(self, first: int, rows: int) -> bool:
         """Return whether a ticket for one of these rows is in flight."""
-        return any(
-            ticket.first < first + rows and first < ticket.first + ticket.rows for ticket in self.in_flight.values()
-        )
-
-    def _count(self) -> None:
-        """Compute the free runs from the two tables."""
-        taken = []
-        for key, reference in list(self._held.items()):
-            if (holder := reference()) is None:
-                self._held.pop(key, None)
-            else:
-                taken.append((holder.first, holder.rows))
-        taken += [(ticket.first, ticket.rows) for ticket in list(self.in_flight.values())]
-        taken.sort()
-        runs, at = [], self._first
-        for first, rows in taken:
-            if first > at:
-                runs.append((at, first - at))
-            at = max(at, first + rows)
-        if at < self._first + self.rows:
-            runs.append((at, self._first + self.rows - at))
-        # In this order: after an interrupt between the two, the runs are still marked as stale.
-        self._runs = runs
-        self._stale = False
+        return self.runs.is_lent(first, rows)
 
     # ---- tickets
 
     def submit(
-        self,
-        first: int,
-        rows: int,
-        deadline: int,
-        version: int = 0,
-        holder: weakref.ref[Any] | None = None,
+        self, first: int, rows: int, deadline: int, version: int = 0, owner: weakref.ref[Any] | None = None
     ) -> InFlight:
         """Send a ticket for rows already written. If no engine is serving, it is sent later.
 
         Args:
-            holder: the object that wants the answer. Without one, a lost ticket is sent again only while a call waits
+            owner: the object that wants the answer. Without one, a lost ticket is sent again only while a call waits
                 for it.
         """
-        self.sequence = sequence = self.sequence + 1
-        ticket = InFlight(sequence, first, rows, deadline, version)
-        ticket.holder = holder
+        self._require()
+        ticket = InFlight(next(self.numbers), first, rows, deadline, version)
+        ticket.owner = owner
         if self.in_flight and time.monotonic() - self._looked > LOOK_AFTER:
             self._look_after()
-        if holder is None:
-            self._stale = True  # no holder has removed these rows from the free runs, and waiting may be given up
-        self.in_flight[sequence] = ticket
-        self._send(ticket)
+        claim = Claim()
+        ticket.sender = weakref.ref(claim)
+        self.in_flight[ticket.sequence] = ticket
+        try:
+            self._send(ticket)
+        finally:
+            ticket.sender = None
         return ticket
 
     def ask(self, first: int, rows: int, seconds: float, version: int = 0) -> Answer:
-        """Send a request for rows already written and wait for its answer. The outputs stay until the lane's next use.
+        """Send a request for rows already written and wait for its answer. The outputs stay while the rows are held.
 
         Raises:
             Timeout: no answer in time; the rows become free when the engine has answered or is gone.
             ServerGone: the server is dead; all tickets are lost.
         """
         deadline = time.monotonic_ns() + int(seconds * 1e9)
-        ticket = self.exchange(first, rows, deadline, version, min(seconds, LOOK_AFTER))
-        return ticket.answer or self.wait(ticket, deadline)
+        claim = Claim()
+        ticket = self.exchange(first, rows, deadline, version, min(seconds, LOOK_AFTER), weakref.ref(claim))
+        try:
+            return ticket.answer or self.wait(ticket, deadline)
+        finally:
+            ticket.owner = None
 
-    def exchange(self, first: int, rows: int, deadline: int, version: int, seconds: float) -> InFlight:
+    def exchange(
+        self, first: int, rows: int, deadline: int, version: int, seconds: float, owner: weakref.ref[Any] | None = None
+    ) -> InFlight:
         """Send a ticket as `submit` does; if no other one is in flight, wait at most `seconds` for its answer.
 
-        The outputs of an answered ticket stay until the lane is used again.
+        The outputs of an answered ticket stay while the rows are held.
         """
         engine = None if self.in_flight else self.choose_engine()
         if engine is None:
-            return self.submit(first, rows, deadline, version)
-        self.sequence = sequence = self.sequence + 1
-        ticket = InFlight(sequence, first, rows, deadline, version)
+            return self.submit(first, rows, deadline, version, owner)
+        self._require()
+        ticket = InFlight(next(self.numbers), first, rows, deadline, version)
         ticket.engine, ticket.incarnation = engine, self._incarnations.item(engine)
-        ticket.submitted = time.monotonic_ns()
-        stale, self._stale = self._stale, True
-        self.in_flight[sequence] = ticket
+        ticket.submitted, ticket.owner = time.monotonic_ns(), owner
+        claim = Claim()
+        ticket.sender = weakref.ref(claim)
+        self.in_flight[ticket.sequence] = ticket
         try:
             answer = self._transport.exchange(ticket, seconds)
-        except TooManyFiles as error:
-            ticket.engine, self._unsent_because, answer = UNSENT, str(error), None  # `look_after` sends it
-        if answer is None:
-            return ticket
-        if answer.sequence != sequence or answer.code in (Code.STALE_LEASE, Code.MODEL_NOT_FOUND):
-            self.settle((answer,))
-            return ticket
-        del self.in_flight[sequence]
-        self._stale = stale
-        ticket.answer = answer
+            if answer is not None:
+                self._settle_one(ticket, answer)
+        except (TooManyFiles, NotSent) as error:
+            ticket.engine, self._unsent_because = UNSENT, str(error)  # `look_after` sends it
+        finally:
+            ticket.sender = None
         return ticket
+
+    def _settle_one(self, ticket: InFlight, answer: Answer) -> None:
+        """Settle the answer that an exchange has brought: that of its ticket as a rule."""
+        if answer.sequence != ticket.sequence or answer.code in (Code.STALE_LEASE, Code.MODEL_NOT_FOUND):
+            self.settle((answer,), mine=ticket)
+            return
+        ticket.answer = answer
+        self.in_flight.pop(ticket.sequence, None)
 
     def choose_engine(self) -> int | None:
         """Choose a serving engine: the one with the fewest of the lane's tickets unless others are less busy.
@@ -294,8 +254,7 @@ class Lane:
     def caller(self, place: RowPlace, engine: int) -> tuple[Caller | None, int]:
         """Return the native caller for some rows on an engine, and the engine's incarnation that it is for.
 
-        None instead of a caller if the transport cannot open one. For each call the user adds a ticket to `in_flight`,
-        and makes no call while another ticket is in flight.
+        None instead of a caller if the transport cannot open one. For each call the user adds a ticket to `in_flight`.
         """
         incarnation = self._incarnations.item(engine)
         place = place._replace(engine=self.record(engine), incarnation=incarnation, number=engine)
@@ -317,16 +276,23 @@ class Lane:
         return tuple((i, self._incarnations.item(i)) for i in able)
 
     def adopt(self, ticket: InFlight, engine: int, incarnation: int, submitted: int) -> None:
-        """Take over a ticket that other code sent through this lane's transport. Its sequence must be the highest yet.
+        """Take over a ticket that other code sent through this lane's transport, with a number of `advance`.
 
         Args:
             incarnation: that of the engine that it was sent to.
             submitted: ns of CLOCK_MONOTONIC.
         """
         ticket.engine, ticket.incarnation, ticket.submitted = engine, incarnation, submitted
-        self._stale = True
-        self.sequence = max(self.sequence, ticket.sequence)
         self.in_flight[ticket.sequence] = ticket
+
+    def advance(self, number: int = 0) -> int:
+        """Let other code number its tickets: return a number above which all are unused, and above `number`.
+
+        Call it again with the highest that was used, before this lane sends tickets of its own.
+        """
+        unused = max(next(self.numbers), number + 1)
+        self.numbers = itertools.count(unused + 1)
+        return unused
 
     def record(self, engine: int) -> NDArray[Any]:
         """Return an engine's record of the scoreboard, (1,) of scoreboard.ENGINE."""
@@ -380,26 +346,35 @@ class Lane:
         while answers := self._transport.receive(0):
             self.settle(answers)
 
-    def settle(self, answers: Iterable[Answer]) -> None:
-        """Assign answers to their tickets. The tickets' rows become free unless they have a holder."""
+    def settle(self, answers: Iterable[Answer], mine: InFlight | None = None) -> None:
+        """Assign answers to their tickets. The tickets' rows become free unless a run of them is held.
+
+        Args:
+            mine: the ticket of which the calling method is the sender.
+        """
         wrong = ""
         for answer in answers:
             if answer.sequence == 0:
                 wrong = answer.message
+                self._transport.settled(answer)
                 continue
             ticket = self.in_flight.get(answer.sequence)
-            if ticket is None:
-                continue  # already answered by the engine that it was sent to before
-            if answer.incarnation != ticket.incarnation and not self._far:
-                continue  # from an engine that is dead; another engine writes to these rows now, maybe by other weights
-            if answer.code == Code.MODEL_NOT_FOUND and not self.one_engine and self._send_elsewhere(ticket):
-                continue
-            if answer.code == Code.STALE_LEASE:
-                self.gone = error_for(answer.code, answer.message)
-            ticket.answer = answer
-            self._forget(ticket)
-            if ticket.waiters is not None:
-                _wake(ticket.waiters)
+            # Not if it was answered by the engine that it was sent to before, or this is the answer of an engine that
+            # is dead: another one writes to these rows now, maybe by other weights.
+            if ticket is not None and (answer.incarnation == ticket.incarnation or self._far):
+                if answer.code == Code.MODEL_NOT_FOUND and not self.one_engine:
+                    with self._sending(ticket, mine=ticket is mine) as sends:
+                        if not sends or self._send_elsewhere(ticket, answer):
+                            continue
+                if answer.code == Code.STALE_LEASE:
+                    self.gone = error_for(answer.code, answer.message)
+                ticket.answer = answer
+                self._forget(ticket)
+                if ticket.waiters is not None:
+                    _wake(ticket.waiters)
+            self._transport.settled(answer)
+        if self._full:
+            self._send_unsent()
         if wrong:
             raise ProtocolMismatch(wrong)
 
@@ -440,6 +415,11 @@ class Lane:
 
     # ---- private
 
+    def _require(self) -> None:
+        """Raise the reason if the lane can no longer be used: a nested call may have closed it."""
+        if self.gone is not None:
+            raise self.lost()
+
     def _send(self, ticket: InFlight) -> None:
         engine = self.choose_engine()
         if engine is None:
@@ -449,8 +429,39 @@ class Lane:
         ticket.engine, ticket.incarnation = engine, self._incarnations.item(engine)
         try:
             self._transport.send(ticket)
-        except TooManyFiles as error:
-            ticket.engine, self._unsent_because = UNSENT, str(error)  # `look_after` tries again
+        except (TooManyFiles, NotSent) as error:
+            # `look_after` tries again; after the next answers if only room was missing.
+            ticket.engine, self._unsent_because = UNSENT, str(error)
+            self._full = self._full or isinstance(error, NotSent)
+
+    def _send_unsent(self) -> None:
+        """Send the tickets for which the transport had no room."""
+        self._full = False
+        for ticket in list(self.in_flight.values()):
+            if self._full:
+                return
+            if ticket.engine == UNSENT:
+                with self._sending(ticket) as mine:
+                    if mine and ticket.engine == UNSENT and ticket.answer is None:
+                        self._send(ticket)
+
+    @staticmethod
+    @contextlib.contextmanager
+    def _sending(ticket: InFlight, *, mine: bool = False) -> Iterator[bool]:
+        """Within the ``with`` block other calls leave this ticket alone. False: another call is sending it.
+
+        Args:
+            mine: the calling method is its sender already.
+        """
+        if mine or ticket.sending:
+            yield mine
+            return
+        claim = Claim()
+        ticket.sender = weakref.ref(claim)
+        try:
+            yield True
+        finally:
+            ticket.sender = None
 
     def _serving(self) -> list[int]:
         states = self._states.tolist()
@@ -466,21 +477,22 @@ class Lane:
         now = time.monotonic()
         return [i for i in engines if self._without.get(i, 0.0) <= now]
 
-    def _send_elsewhere(self, ticket: InFlight) -> bool:
+    def _send_elsewhere(self, ticket: InFlight, answer: Answer) -> bool:
         """Send a ticket again whose engine does not have the model: it could not load it, or has not done so yet.
 
         Return False if no other engine may have it.
         """
-        self._without[ticket.engine] = time.monotonic() + _WITHOUT
-        if not self._with_model(self._serving()):
-            return False
-        self._stays = -1
-        self._send(ticket)
+        if self.in_flight.get(ticket.sequence) is ticket and ticket.incarnation == answer.incarnation:
+            self._without[ticket.engine] = time.monotonic() + _WITHOUT
+            if not self._with_model(self._serving()):
+                return False
+            self._stays = -1
+            self._send(ticket)
+        self._transport.settled(answer)
         return True
 
     def _forget(self, ticket: InFlight) -> None:
         """Remove a ticket that no engine has any more."""
-        self._stale = True
         self.in_flight.pop(ticket.sequence, None)
         if self._row_waiters:
             self._tell_row_waiters()
@@ -506,21 +518,26 @@ class Lane:
             if ticket.answer is not None:
                 self._forget(ticket)  # an interrupt came between its answer and its removal
                 continue
-            sent = ticket.engine != UNSENT
-            died = sent and int(self._incarnations[ticket.engine]) != ticket.incarnation
-            if sent and not died and self._transport.holds(ticket):
-                continue
-            wanted = ticket in waited or (ticket.holder is not None and ticket.holder() is not None)
-            ticket.deaths += died and not self._far  # if far, a connection broke: the relay handles engines
-            if not wanted and not (self._far and sent):  # if far, a ticket outlives the connection it was sent over
-                self._forget(ticket)  # no live engine has it, so none can write to its rows
-            elif ticket.deaths >= _DEATHS:
-                self.settle((self._fatal(ticket),))
-            else:
-                if sent and not died:  # its answer was lost in this process: restart its time-out
-                    now = time.monotonic_ns()
-                    ticket.deadline = max(ticket.deadline, now + ticket.deadline - ticket.submitted)
-                self._send(ticket)
+            with self._sending(ticket) as mine:
+                if mine and self.in_flight.get(ticket.sequence) is ticket and ticket.answer is None:
+                    self._recover(ticket, ticket in waited)
+
+    def _recover(self, ticket: InFlight, waited: bool) -> None:
+        """Send a ticket again if no live engine has it, or drop it if nobody wants its answer."""
+        sent = ticket.engine != UNSENT
+        died = sent and int(self._incarnations[ticket.engine]) != ticket.incarnation
+        if sent and not died and self._transport.holds(ticket):
+            return
+        ticket.deaths += died and not self._far  # if far, a connection broke: the relay handles engines
+        if not (waited or ticket.wanted) and not (self._far and sent):  # if far, it outlives its connection
+            self._forget(ticket)  # no live engine has it, so none can write to its rows
+        elif ticket.deaths >= _DEATHS:
+            self.settle((self._fatal(ticket),))
+        else:
+            if sent and not died:  # its answer was lost in this process: restart its time-out
+                now = time.monotonic_ns()
+                ticket.deadline = max(ticket.deadline, now + ticket.deadline - ticket.submitted)
+            self._send(ticket)
 
     def _fatal(self, ticket: InFlight) -> Answer:
         """Return an error in place of an engine's answer, so that a ticket that kills engines is not sent again."""
@@ -553,7 +570,8 @@ class Lane:
                 "the child"
             )
         self.columns = self.columns.nothing()
-        self.in_flight, self._held, self._row_waiters = {}, {}, []
+        self.runs.forget()
+        self._row_waiters = []
         self._let_go.detach()
         self._transport.forked()
         self._arena.close()

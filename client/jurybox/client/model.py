@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -12,6 +14,7 @@ from numpy.typing import NDArray
 from jurybox.client.in_flight import Turns, seconds
 from jurybox.client.lane import Lane
 from jurybox.client.locks import Taken
+from jurybox.client.row_allocator import Run, whole
 from jurybox.client.row_codec import NO_SHAPE, Checked, shaped, utf8, words
 from jurybox.client.rows import CallRow, Rows
 from jurybox.client.sessions import Sessions
@@ -75,10 +78,11 @@ class Model(forks.Closing):
             requests.require_stateless()
         try:
             with (turns := requests.turns).now:
-                if (kept := requests.kept) is None or kept.lane.gone is not None or kept.lane.in_flight:
-                    kept = requests.keep()
-                if kept is not None:
-                    return kept.ask(ready, turns.timeout if timeout is None else seconds(timeout))
+                if (kept := requests.taken_kept()) is not None:
+                    try:
+                        return kept.ask(ready, turns.timeout if timeout is None else seconds(timeout))
+                    finally:
+                        requests.put_back(kept)
         except (Taken, StaleLease):
             pass
         # On a new lane too, as in infer, with the full time-out: the first attempt used almost none of it.
@@ -108,11 +112,13 @@ class Model(forks.Closing):
         deadline = requests.turns.deadline(timeout)
         try:
             with requests.turns.now:
-                kept = requests.keep()
-                if kept is not None:
-                    kept.answer = None
-                    outputs = kept.ask(ready, seconds(timeout))
-                    return Reply(outputs, kept.version)
+                if (kept := requests.taken_kept()) is not None:
+                    try:
+                        kept.answer = None
+                        outputs = kept.ask(ready, seconds(timeout))
+                        return Reply(outputs, kept.version)
+                    finally:
+                        requests.put_back(kept)
         except (Taken, StaleLease):
             pass
         return requests.asked(lambda: requests.lane.codec.one(row), (deadline - time.monotonic_ns()) / 1e9, 0)
@@ -173,6 +179,8 @@ class Model(forks.Closing):
     def submit(self, inputs: Arrays, *, timeout: float | None = None, version: int = 0) -> Ticket:
         """Send n rows and return a ticket, which is a future, at once. Several tickets may be in flight.
 
+        If the lane is too small and its size was not set, it grows, as with `infer`.
+
         Args:
             timeout: seconds after which the engine may skip the request.
 
@@ -195,8 +203,8 @@ class Model(forks.Closing):
             raise SpecMismatch(
                 f"a ticket holds 1 to {requests.max_batch} rows (the server's max_batch), got {n}; infer() splits them"
             )
-        lane = requests.usable()
-        return send_rows(requests.turns, lane, given, 0, n, requests.found(lane, n), deadline, version)
+        lane = requests.roomy(n)
+        return send_rows(Ticket(requests.turns, lane, requests.found(lane, n)), given, 0, deadline, version)
 
     def submit_parts(
         self, parts: Sequence[tuple[Mapping[str, NDArray[Any]], int]], deadline: int, version: int, brief: float = 0.0
@@ -218,9 +226,9 @@ class Model(forks.Closing):
         try:
             with requests.turns.now:
                 lane, rows = requests.lane, sum(n for _, n in parts)
-                if lane.gone is not None or rows > requests.max_batch or (first := lane.find(rows)) is None:
+                if lane.gone is not None or rows > requests.max_batch or (run := lane.take(rows)) is None:
                     return None
-                return send_parts(requests.turns, lane, parts, first, rows, deadline, version, brief)
+                return send_parts(requests.turns, lane, parts, run, deadline, version, brief)
         except Taken:
             return None
 
@@ -243,17 +251,20 @@ class Model(forks.Closing):
     def rows(self, n: int = 1) -> Rows:
         """Reserve n rows for a ``with`` block: write to `rows.inputs`, call `rows.infer()`, read `rows.outputs`.
 
+        If the lane is too small and its size was not set, it grows, as with `infer`.
+
         Raises:
             Busy: the lane has no n contiguous free rows.
+            ValueError: n is not a whole number of at least 1.
         """
         turns = self.requests.turns
-        return turns.run(lambda: self._held(n), turns.deadline(None))
+        return turns.run(lambda: self._held(whole(n, "n", 1)), turns.deadline(None))
 
     def _held(self, n: int) -> Rows:
         requests = self.requests
-        lane = requests.usable()
         requests.require_stateless()
-        return Rows(requests.turns, lane, requests.found(lane, n), n, requests.max_batch)
+        lane = requests.roomy(n, at_once=True)
+        return Rows(requests.turns, lane, requests.found(lane, n), requests.max_batch)
 
     # ---- state on the server
 
@@ -277,8 +288,7 @@ class Model(forks.Closing):
         """
         if not self.spec.state:
             raise Refused(f"model {self.name!r} keeps no state: infer() needs no session")
-        if n < 1:
-            raise ValueError(f"n={n}: expected at least one session")
+        n = whole(n, "n", 1)
         return Sessions(self.requests.of_sessions(n), n, pin_version=pin_version)
 
     def close(self) -> None:
@@ -304,7 +314,7 @@ class Requests:
         turns: the lock that serializes the model's calls.
         lane: the current lane; it may be gone, `usable` returns one that is not.
         spec, max_batch: those of the lane.
-        kept: rows that are reused from call to call.
+        kept: a slot for rows that are reused from call to call. A call takes them out, and puts them back.
         plain: of the model's only input: its dtype, its row shape (None: any size), and whether it takes byte strings;
             see `_only_input`.
     """
@@ -314,7 +324,8 @@ class Requests:
     ) -> None:
         self.name = name
         self.turns = Turns(name, timeout)
-        self.kept: CallRow | None = None
+        self.kept: list[CallRow] = []
+        self._outgrown: weakref.WeakSet[Lane] = weakref.WeakSet()  # in use until the last call on them has ended
         self._lease = lease
         self._rows = rows
         self._may_grow = rows == 0
@@ -352,16 +363,18 @@ class Requests:
             old, self.spec, self.plain = self.spec, spec, _only_input(spec)
             raise SpecMismatch(f"model {self.name!r} has changed: it was {words(old)}, it is {words(spec)}")
 
-    def _roomy(self, n: int) -> Lane:
-        """Return the lane; lease a larger one if n rows exceed it and the caller did not set the lane's size."""
-        lane = self.usable()
-        if n <= lane.rows or not self._may_grow:
+    def roomy(self, n: int, *, at_once: bool = False) -> Lane:
+        """Return the lane; lease a larger one if n rows exceed it and the caller did not set the lane's size.
+
+        Args:
+            at_once: all n rows must fit; otherwise those of one batch, because further ones are sent later.
+        """
+        lane, most = self.usable(), n if at_once else min(n, self.max_batch)
+        if most <= lane.rows or not self._may_grow:
             return lane
         self.give_up_kept()
-        if lane.free < lane.rows:
-            return lane  # some of its rows are in use
         try:
-            larger, spec, max_batch = self._lease(min(n, self.max_batch), False)
+            larger, spec, max_batch = self._lease(most, False)
         except (Busy, Refused):
             self._may_grow = False  # split requests instead
             return lane
@@ -369,56 +382,68 @@ class Requests:
             return lane
         self._rows = larger.rows
         larger.replace(lane)
-        try:
-            self._adopt(larger, spec, max_batch)
-        finally:
-            lane.close()
+        self._outgrown.add(lane)  # it is released with the last call, ticket or rows that use it
+        self._adopt(larger, spec, max_batch)
         return larger
 
-    def keep(self, rows: int | None = None) -> CallRow | None:
-        """Return the row that is reused by calls of one row, until rows run out; None if no row is free.
+    def taken_kept(self, n: int | None = None) -> CallRow | None:
+        """Take the rows that calls reuse out of their slot, or take other rows; None if none are free.
+
+        The caller has them until `put_back`. If a call is interrupted, they return by themselves.
 
         Args:
-            rows: for sessions: the number of rows to reuse, one per session, for requests of all sessions.
+            n: for sessions: the number of rows, one for each, of requests of all sessions. None: one row.
         """
-        lane = self.usable()
-        if self.kept is not None and self.kept.usable:
-            return self.kept
-        self.give_up_kept()
-        first = lane.find(rows or 1)
-        if first is not None:
-            self.kept = CallRow(lane, first, rows)
-        return self.kept
+        try:
+            kept = self.kept.pop()
+        except IndexError:  # at first, or another call on the stack has them
+            pass
+        else:
+            if kept.lane.gone is None:
+                return kept
+            kept.close()
+        run = (lane := self.usable()).take(n or 1)
+        return None if run is None else CallRow(lane, run, single=n is None)
+
+    def put_back(self, kept: CallRow) -> None:
+        """Put rows back into their slot after a call. They are dropped if an engine may still write to them."""
+        if not self.kept and kept.lane is self.lane and kept.reusable:
+            self.kept.append(kept)
+        else:
+            kept.close()
 
     def give_up_kept(self) -> bool:
         """Release the rows that are reused between calls; return False if there are none."""
         # Close explicitly: a traceback may still hold a reference, so collection cannot be relied on.
-        kept, self.kept = self.kept, None
-        if kept is not None:
-            kept.close()
-        return kept is not None
+        found = False
+        while self.kept:
+            with contextlib.suppress(IndexError):
+                self.kept.pop().close()
+                found = True
+        return found
 
-    def found(self, lane: Lane, n: int) -> int:
-        """Return the first of n contiguous free rows. Raises Busy."""
-        first = lane.find(n)
-        if first is None:
+    def found(self, lane: Lane, n: int) -> Run:
+        """Take n contiguous free rows. Raises Busy."""
+        run = lane.take(n)
+        if run is None:
             self.give_up_kept()
             lane.look_after()
-            first = lane.find(n)
-        if first is None:
+            run = lane.take(n)
+        if run is None:
             remedy = f"collect results, or ask for a larger lane with model({self.name!r}, rows=...)"
             if lane.columns.sessions is not None:
                 remedy = "collect results first; n sessions have n rows, one for each session in flight"
             raise Busy(
                 f"{n} neighbouring rows were asked for, {lane.largest} of this lane's {lane.rows} are free: {remedy}"
             )
-        return first
+        return run
 
     def close(self) -> None:
         """Release the lane."""
         if not self._closed:
             self._closed = True
-            self.lane.close()
+            for lane in (*self._outgrown, self.lane):
+                lane.close()
 
     def asked(self, check: Callable[[], tuple[Checked, int]], timeout: float | None, version: int) -> Reply:
         """Take the lock, check rows, send them and wait for their outputs."""
@@ -437,28 +462,30 @@ class Requests:
 
     def answered(self, given: Checked, n: int, deadline: int, version: int) -> Reply:
         """Send n checked rows and wait for their outputs."""
-        lane = self._roomy(n)
-        if not 0 < n <= self.max_batch or (first := lane.find(n)) is None:
+        lane = self.roomy(n)
+        if not 0 < n <= self.max_batch or (run := lane.take(n)) is None:
             return Pieces(self, lane, given, n, deadline, version).answered()
-        lane.codec.put(lane.columns, given, 0, n, first)
-        answer = lane.ask(first, n, (deadline - time.monotonic_ns()) / 1e9, version)
-        # No other thread can reuse the rows before this one releases the lock.
-        if answer.code != Code.OK:
-            raise lane.failure(answer, first, n)
-        return Reply(shaped(lane.codec.take(lane.columns, first, n)), answer.version)
+        try:
+            lane.codec.put(lane.columns, given, 0, n, run.first)
+            answer = lane.ask(run.first, n, (deadline - time.monotonic_ns()) / 1e9, version)
+            if answer.code != Code.OK:
+                raise lane.failure(answer, run.first, n)
+            return Reply(shaped(lane.codec.take(lane.columns, run.first, n)), answer.version)
+        finally:
+            lane.give(run)
 
     async def answered_async(self, given: Checked, n: int, deadline: int, version: int) -> Reply:
         """Like `answered`, in an event loop and without the lock."""
         lane = self.lane
-        if lane.gone is not None or (n > lane.rows and self._may_grow):
+        if lane.gone is not None or (min(n, self.max_batch) > lane.rows and self._may_grow):
             import asyncio
 
-            lane = await asyncio.to_thread(self.turns.run, lambda: self._roomy(n), deadline)
+            lane = await asyncio.to_thread(self.turns.run, lambda: self.roomy(n), deadline)
         return await Pieces(self, lane, given, n, deadline, version).answered_async()
 
     def _after_fork_in_child(self) -> None:
         self.turns.anew()
-        self.kept = None
+        self.kept = []
 
 
 def _only_input(spec: ModelSpec) -> tuple[np.dtype[Any] | None, tuple[int, ...] | None, bool]:

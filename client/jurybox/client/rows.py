@@ -9,8 +9,9 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from jurybox.client.in_flight import Answer, InFlight, Turns
+from jurybox.client.in_flight import Answer, Claim, InFlight, Turns
 from jurybox.client.lane import Lane, row_failed
+from jurybox.client.row_allocator import Run, whole
 from jurybox.client.row_codec import Checked, shaped
 from jurybox.client.transports.transport import NOT_ANSWERED, NOT_FIT, NOT_SENT, Caller, RowPlace
 from jurybox.protocol.errors import Busy, Code, Refused, SpecMismatch, error_for
@@ -23,18 +24,19 @@ class Rows(Closing):
     Attributes:
         inputs, outputs: arrays of shape (n, *row shape) by name, views of shared memory. Valid in the ``with`` block.
             A tensor of variable size has shape (n, capacity) here; `place` and `row` return its rows.
-        version: weights version that computed the outputs; 0 before the first `infer`.
+        version: weights version that computed the outputs, the oldest if they took several batches; 0 before the first
+            `infer`.
     """
 
-    def __init__(self, turns: Turns, lane: Lane, first: int, rows: int, max_batch: int) -> None:
+    def __init__(self, turns: Turns, lane: Lane, run: Run, max_batch: int) -> None:
         self._turns = turns
         self._lane = lane
-        self.first = first
-        self.rows = rows
+        self._run = run
+        self.first = first = run.first
+        self.rows = run.rows
         self._max_batch = max_batch
         self.version = 0
-        lane.hold(self)
-        end = first + rows
+        end = first + run.rows
         self.inputs: dict[str, NDArray[Any]] = {name: array[first:end] for name, array in lane.columns.inputs.items()}
         self.outputs: dict[str, NDArray[Any]] = {name: array[first:end] for name, array in lane.columns.outputs.items()}
 
@@ -54,19 +56,22 @@ class Rows(Closing):
 
         Raises:
             SpecMismatch: the shape does not match the spec, or exceeds its capacity.
+            ValueError: there is no such row.
         """
         self._check()
         spec = self._lane.codec.spec.inputs[name]
         sizes = (shape,) if isinstance(shape, int) else shape
         extents = spec.extents_of(sizes) if spec.variable else None
-        if extents is None or not 0 <= row < self.rows:
-            raise SpecMismatch(f"input {name!r}: row {row} of {sizes} came, expected {spec} in 0..{self.rows - 1}")
+        whole(row, "row", 0, self.rows - 1)
+        if extents is None:
+            raise SpecMismatch(f"input {name!r}: row {row} of {sizes} came, expected {spec}")
         self._lane.columns.input_extents[name][self.first + row] = extents
         return self.inputs[name][row, : math.prod(sizes)].reshape(sizes)
 
     def row(self, name: str, row: int) -> NDArray[Any]:
-        """Return one row of an output of variable size, a view of shared memory."""
+        """Return one row of an output of variable size, a view of shared memory. Raises ValueError: no such row."""
         self._check()
+        whole(row, "row", 0, self.rows - 1)
         spec = self._lane.codec.spec.outputs[name]
         sizes = spec.measured(self._lane.columns.output_extents[name][self.first + row].tolist())
         if not 0 <= math.prod(sizes) <= spec.capacity or min(sizes, default=0) < 0:
@@ -86,9 +91,7 @@ class Rows(Closing):
             ModelFailed: the model raised.
             ServerGone, Refused: the lane is lost; call `Model.rows` again.
         """
-        n = self.rows if rows is None else rows
-        if not 0 < n <= self.rows:
-            raise ValueError(f"rows={n}: expected 1 to {self.rows}")
+        n = self.rows if rows is None else whole(rows, "rows", 1, self.rows)
         deadline = self._turns.deadline(timeout)
         self._turns.run(lambda: self._infer(n, deadline, version), deadline)
 
@@ -98,9 +101,10 @@ class Rows(Closing):
         if n <= batch:
             answers = [(lane.ask(first, n, (deadline - time.monotonic_ns()) / 1e9, version), first, n)]
         else:
+            claim = Claim()
+            owner = weakref.ref(claim)
             tickets = [
-                lane.submit(first + at, min(batch, n - at), deadline, version, weakref.ref(self))
-                for at in range(0, n, batch)
+                lane.submit(first + at, min(batch, n - at), deadline, version, owner) for at in range(0, n, batch)
             ]
             answers = [(lane.wait(ticket, deadline), ticket.first, ticket.rows) for ticket in tickets]
         errors: dict[int, str] = {}
@@ -110,14 +114,14 @@ class Rows(Closing):
                 errors |= {at - first + index: reason for index, reason in failed.items()}
             elif answer.code:
                 raise error_for(answer.code, answer.message)
-            self.version = answer.version
+        self.version = min(answer.version for answer, _, _ in answers)
         if errors:
             raise row_failed(lane.model, errors, n, None, self.version)
 
     def close(self) -> None:
         """Release the rows. Rows that an engine may still write to become free once it has answered."""
         self.inputs, self.outputs = {}, {}
-        self._lane.release(self)
+        self._lane.give(self._run)
 
     def _check(self) -> None:
         lane = self._lane
@@ -135,8 +139,11 @@ class Rows(Closing):
 class CallRow:
     """Rows that are reused from call to call: a call copies the input in, sends a request and copies the outputs out.
 
+    A call takes this object out of its slot (`Requests.kept`) and puts it back, so no two calls use it at once.
+
     Args:
-        rows: number of rows. None: one row, whose input and outputs have no leading dimension of rows.
+        run: its rows.
+        single: for one row, whose input and outputs have no leading dimension of rows.
     """
 
     __slots__ = (
@@ -145,30 +152,35 @@ class CallRow:
         "_calls",
         "_engine",
         "_place",
+        "_run",
         "_single",
+        "_this",
         "_ticket",
         "answer",
         "first",
         "lane",
         "rows",
+        "steps",
     )
 
-    def __init__(self, lane: Lane, first: int, rows: int | None = None) -> None:
-        self.first, self.rows = first, rows or 1
-        self._single = rows is None
+    def __init__(self, lane: Lane, run: Run, *, single: bool = True) -> None:
+        self._run = run
+        self.first, self.rows = first, rows = run.first, run.rows
+        self._single = single
         self.lane = lane
         self.answer: Answer | None = None  # the last one, if it did not arrive within the native call
-        lane.hold(self)
+        self.steps: NDArray[Any] | None = None  # for sessions: the column of their steps
+        self._this = weakref.ref(self)
         columns, spec = lane.columns, lane.codec.spec
         ((name, only),) = spec.inputs.items() if len(spec.inputs) == 1 else (("", None),)
-        outputs = {name: self._rows_of(array, rows) for name, array in columns.outputs.items()}
+        outputs = {name: self._rows_of(array) for name, array in columns.outputs.items()}
         self._place = RowPlace(
             first,
             self.rows,
             only,
             # Rows of variable size are written one by one.
-            None if only is None or (rows and only.variable) else self._rows_of(columns.inputs[name], rows),
-            columns.input_extents[name][first] if only is not None and only.variable and not rows else None,
+            None if only is None or (not single and only.variable) else self._rows_of(columns.inputs[name]),
+            columns.input_extents[name][first] if only is not None and only.variable and single else None,
             None
             if any(output.variable for output in spec.outputs.values())
             else next(iter(outputs.values()))
@@ -179,9 +191,9 @@ class CallRow:
         self._calls: dict[int, tuple[Caller | None, int]] = {}
         self._prepare()
 
-    def _rows_of(self, array: NDArray[Any], rows: int | None) -> NDArray[Any]:
+    def _rows_of(self, array: NDArray[Any]) -> NDArray[Any]:
         own = array[self.first : self.first + self.rows]
-        return own if rows else own.reshape(array.shape[1:])  # indexing would copy a scalar row
+        return own.reshape(array.shape[1:]) if self._single else own  # indexing would copy a scalar row
 
     def _prepare(self) -> None:
         """Create the native caller for an engine that is serving now."""
@@ -198,13 +210,14 @@ class CallRow:
     def _renew(self) -> None:
         """Create the ticket object of the next call; the last one may still be in flight."""
         call, ticket = None, InFlight(0, self.first, self.rows, 0, 0)
+        ticket.owner = self._this
         if self._engine is not None:
             ticket.engine = self._engine
             call, ticket.incarnation = self._calls[self._engine]
         self._call, self._ticket = call, ticket  # last: an interrupt must not leave those of two engines
 
     @property
-    def usable(self) -> bool:
+    def reusable(self) -> bool:
         """Whether the lane is valid and no request on these rows is in flight."""
         lane = self.lane
         return lane.gone is None and not (lane.in_flight and lane.asked(self.first, self.rows))
@@ -232,18 +245,19 @@ class CallRow:
         if (call := self._call) is None or lane.in_flight:
             return self._ask(row, seconds)
         ticket = self._ticket
-        ticket.answer = None  # an interrupted earlier call may have left one
-        lane.sequence = ticket.sequence = sequence = lane.sequence + 1
+        ticket.sequence = sequence = next(lane.numbers)
+        ticket.sender = self._this
         lane.in_flight[sequence] = ticket
         result = call(row, sequence, seconds)
         if type(result) is not int:
-            del lane.in_flight[sequence]
+            lane.in_flight.pop(sequence, None)
             return self._taken() if result is None else result
         return self._failed(result, ticket, row, seconds)
 
     def close(self) -> None:
         """Release the rows; those in flight become free once the engine has answered."""
-        self.lane.release(self)
+        self._ticket.owner = self._ticket.sender = None  # a traceback may keep this object
+        self.lane.give(self._run)
 
     def _ask(self, row: Any, seconds: float) -> Any:
         """Like `ask`, through the lane."""
@@ -269,13 +283,18 @@ class CallRow:
         assert call is not None
         elsewhere = code == Code.MODEL_NOT_FOUND and not lane.one_engine  # another engine may have the model
         if code == NOT_ANSWERED or elsewhere:
-            self._renew()
-            ticket.submitted = time.monotonic_ns()
-            ticket.deadline = call.deadline
-            if elsewhere:
-                lane.settle((Answer(ticket.sequence, code, call.message(), call.version, ticket.incarnation),))
-            return self._answered(lane.wait(ticket, ticket.deadline))
-        del lane.in_flight[ticket.sequence]
+            try:
+                ticket.submitted = time.monotonic_ns()
+                ticket.deadline = call.deadline
+                if elsewhere:
+                    answer = Answer(ticket.sequence, code, call.message(), call.version, ticket.incarnation)
+                    lane.settle((answer,), mine=ticket)
+                ticket.sender = None
+                return self._answered(lane.wait(ticket, ticket.deadline))
+            finally:
+                ticket.owner = ticket.sender = None
+                self._renew()
+        lane.in_flight.pop(ticket.sequence, None)
         if code == NOT_FIT:
             return self.ask(self._checked(row), seconds)
         if code == NOT_SENT:

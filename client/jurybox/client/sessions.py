@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jurybox.client.lane import row_failed
-from jurybox.client.locks import Taken
+from jurybox.client.locks import NESTED, Taken
 from jurybox.client.row_codec import NO_SHAPE, SESSIONS, Checked, shaped
 from jurybox.client.session_book import Mask, Numbers, SessionBook, require_rows, resets
 from jurybox.client.ticket import Reply, Ticket, rows_come_back, send_rows
@@ -56,8 +56,6 @@ class Sessions(Closing):
         self._all = self._book.all
         self._records = np.zeros(n, SESSION)
         self._records["slot"] = self._all
-        self._kept: CallRow | None = None  # their rows, reused from request to request
-        self._step_column: NDArray[Any] = self._records["step"]
         self._dtype: np.dtype[Any] | None = None  # dtype and shape of inputs that need no conversion
         self._shape: tuple[int, ...] = NO_SHAPE
 
@@ -96,11 +94,15 @@ class Sessions(Closing):
             ServerGone: the server ended, and was not restarted in time.
         """
         requests = self._requests
+        self._refuse_nested()
         if session is None and not version and self._pinned is None:
             try:
                 with requests.turns.now:
                     if (rows := self._rows()) is not None:
-                        return self._asked_in_order(rows, inputs, reset, requests.turns.seconds(timeout))
+                        try:
+                            return self._asked_in_order(rows, inputs, reset, requests.turns.seconds(timeout))
+                        finally:
+                            requests.put_back(rows)
             except (Taken, StaleLease):
                 pass
         deadline = requests.turns.deadline(timeout)
@@ -111,23 +113,29 @@ class Sessions(Closing):
             pass
         return requests.turns.run(ask, deadline)  # all rows begin a session, so no state was lost with the old lane
 
+    def _refuse_nested(self) -> None:
+        """Raise Refused in a signal handler or a destructor within a call: the step of its sessions is not decided."""
+        if self._requests.turns.nested:
+            raise Refused(
+                f"a call of these sessions of {self._requests.name!r} is under way in this thread: {NESTED}. A session "
+                "makes one step at a time: call them after it"
+            )
+
     def _rows(self) -> CallRow | None:
-        """The rows of all sessions, reused between requests; None if the request must go through `_infer`."""
+        """Take the rows of all sessions, reused between requests; None if the request must go through `_infer`."""
         requests = self._requests
-        rows = requests.kept
-        if rows is None or rows.lane.gone is not None or rows.lane.in_flight:
-            rows = requests.keep(self._n) if self._n <= requests.max_batch else None
-        if rows is not None and rows is not self._kept:
+        rows = requests.taken_kept(self._n) if self._n <= requests.max_batch else None
+        if rows is not None and rows.steps is None:
             records = rows.lane.columns.sessions
             if records is None:
+                requests.put_back(rows)
                 return None
             mine = records[rows.first : rows.first + self._n]
             mine["slot"], mine["flags"] = self._all, 0
-            self._step_column = mine["step"]
             only = next(iter(rows.lane.codec.spec.inputs.values()))
             plain = len(rows.lane.codec.spec.inputs) == 1 and not only.variable
             self._dtype, self._shape = (only.numpy_dtype, (self._n, *only.shape)) if plain else (None, NO_SHAPE)
-            self._kept = rows
+            rows.steps = mine["step"]
         return rows
 
     def _asked_in_order(self, rows: CallRow, inputs: Any, reset: Mask | None, left: float) -> Any:
@@ -141,7 +149,8 @@ class Sessions(Closing):
         ):
             inputs, n = self._requests.lane.codec.checked(inputs)
             require_rows(n, self._n)
-        self._step_column[:] = book.begin_all(reset)
+        assert rows.steps is not None
+        rows.steps[:] = book.begin_all(reset)
         rows.answer = None
         try:
             outputs = rows.ask(inputs, left)
@@ -212,6 +221,7 @@ class Sessions(Closing):
             Refused: the sessions have `pin_version`, and no `version` was given; or as in `Model.submit`.
             Busy, SessionLost, SpecMismatch, ServerGone: as in `infer`.
         """
+        self._refuse_nested()
         deadline = self._requests.turns.deadline(timeout)
         return self._requests.turns.run(lambda: self._submitted(inputs, session, reset, deadline, version), deadline)
 
@@ -229,7 +239,9 @@ class Sessions(Closing):
                 "infer(), give submit() a version, or open the sessions without pin_version"
             )
         lane = requests.usable()
-        ticket = send_rows(requests.turns, lane, given, 0, n, requests.found(lane, n), deadline, version)
+        ticket = _StepTicket(requests.turns, lane, requests.found(lane, n))
+        ticket.sessions = self
+        send_rows(ticket, given, 0, deadline, version)
         self._book.stepped(ids, steps)
         if self._pinned is not None:
             self._pinned[ids] = version
@@ -345,6 +357,7 @@ class Sessions(Closing):
     def _state(
         self, ids: NDArray[np.intp], flag: int, state: Mapping[str, NDArray[Any]], timeout: float | None
     ) -> dict[str, NDArray[Any]]:
+        self._refuse_nested()
         deadline = self._requests.turns.deadline(timeout)
         exchange = partial(self._state_in_turn, ids, flag, state, deadline)
         try:
@@ -431,7 +444,7 @@ class Sessions(Closing):
         requests, columns = self._requests, lane.columns
         if columns.sessions is None:
             raise Refused(f"model {requests.name!r} no longer keeps state")
-        ticket = _StateTicket(requests.turns, lane, requests.found(lane, len(ids)), len(ids))
+        ticket = _StateTicket(requests.turns, lane, requests.found(lane, len(ids)))
         rows = slice(ticket.first, ticket.first + ticket.rows)
         columns.sessions["slot"][rows], columns.sessions["step"][rows] = ids, steps
         columns.sessions["flags"][rows] = flag | NO_FORWARD
@@ -484,6 +497,19 @@ class _Answers:
                 f"({error}). Reset them",
                 sessions=gone,
             ) from error
+
+
+class _StepTicket(Ticket):
+    """A ticket whose reply sets the sessions' version."""
+
+    __slots__ = ("sessions",)
+
+    sessions: Sessions
+
+    def _collected(self) -> Reply:
+        reply = super()._collected()
+        self.sessions.version = reply.version
+        return reply
 
 
 class _StateTicket(Ticket):

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from jurybox.client.in_flight import LOOK_AFTER, Answer, InFlight, Turns
 from jurybox.client.lane import Lane, row_failed
+from jurybox.client.row_allocator import Run
 from jurybox.client.row_codec import SESSIONS, Checked, shaped
 from jurybox.client.session_book import not_computed
 from jurybox.protocol.errors import Busy, Code, Error, Refused, RowFailed, SessionLost, Timeout, VersionNotHeld
@@ -50,18 +51,18 @@ class Ticket:
         rows: number of rows in the request.
     """
 
-    __slots__ = ("__weakref__", "_cancelled", "_failure", "_lane", "_reply", "_sent", "_turns", "first", "rows")
+    __slots__ = ("__weakref__", "_cancelled", "_failure", "_lane", "_reply", "_run", "_sent", "_turns", "first", "rows")
 
-    def __init__(self, turns: Turns, lane: Lane, first: int, rows: int) -> None:
+    def __init__(self, turns: Turns, lane: Lane, run: Run) -> None:
         self._turns = turns
         self._lane = lane
-        self.first = first
-        self.rows = rows
+        self._run = run
+        self.first = run.first
+        self.rows = run.rows
         self._sent: InFlight | None = None
         self._failure: Error | None = None
         self._reply: Reply | None = None
         self._cancelled = False
-        lane.hold(self)
 
     def result(self, timeout: float | None = None) -> Reply:
         """Wait for the outputs. Later calls return the same reply.
@@ -185,11 +186,6 @@ class Ticket:
     def _send(self, deadline: int, version: int) -> None:
         self._sent = self._lane.submit(self.first, self.rows, deadline, version, weakref.ref(self))
 
-    def _adopt(self, sent: InFlight) -> None:
-        """Become the holder of a request that was sent without one."""
-        self._sent = sent
-        sent.holder = weakref.ref(self)
-
     def _in_flight(self) -> InFlight | None:
         """Return the request; None if it has failed. Raises if there will be no answer."""
         if self._cancelled:
@@ -210,9 +206,10 @@ class Ticket:
         """Copy the outputs, free the rows and return the reply."""
         if self._reply is None:
             answer = self._checked()
-            outputs = self._lane.codec.take(self._lane.columns, self.first, self.rows)
-            self._reply = Reply(shaped(outputs), answer.version)
-            self._lane.release(self)
+            reply = Reply(shaped(self._lane.codec.take(self._lane.columns, self.first, self.rows)), answer.version)
+            if self._reply is None:  # else a nested call has collected them, and the rows may be others' meanwhile
+                self._reply = reply
+            self._lane.give(self._run)
         return self._reply
 
     def _into(self, outputs: dict[str, Any], at: int) -> int:
@@ -220,7 +217,7 @@ class Ticket:
         answer = self._checked()
         self._lane.codec.take_into(self._lane.columns, self.first, self.rows, outputs, at)
         self._cancelled = True
-        self._lane.release(self)
+        self._lane.give(self._run)
         return answer.version
 
     def _checked(self) -> Answer:
@@ -232,24 +229,28 @@ class Ticket:
                 if not self._lane.columns.outputs:
                     raise self._lane.lost()
                 return sent.answer
-            self._failure = self._lane.failure(sent.answer, self.first, self.rows)
-            self._lane.release(self)
+            failure = self._lane.failure(sent.answer, self.first, self.rows)
+            if self._failure is None:  # as in `_collected`
+                self._failure = failure
+            self._lane.give(self._run)
         assert self._failure is not None
         raise self._failure.with_traceback(None)  # raised again, it must not keep the frames of the first time
 
     def _give_up(self) -> None:
         if self._sent is not None:
-            self._sent.holder = None
-        self._lane.release(self)
+            self._sent.owner = None
+        self._lane.give(self._run)
 
 
-def send_rows(
-    turns: Turns, lane: Lane, given: Checked, at: int, n: int, first: int, deadline: int, version: int
-) -> Ticket:
-    """Send n of the given rows, from index `at`, in the lane's free rows from `first`. Call with the lock held."""
-    ticket = Ticket(turns, lane, first, n)
-    lane.codec.put(lane.columns, given, at, n, first)
-    ticket._send(deadline, version)
+def send_rows(ticket: Ticket, given: Checked, at: int, deadline: int, version: int) -> Ticket:
+    """Send as many of the given rows as a ticket has, from index `at`; return it. Call with the lock held."""
+    lane = ticket._lane
+    try:
+        lane.codec.put(lane.columns, given, at, ticket.rows, ticket.first)
+        ticket._send(deadline, version)
+    except BaseException:
+        ticket._give_up()  # the traceback may keep it
+        raise
     return ticket
 
 
@@ -257,8 +258,7 @@ def send_parts(
     turns: Turns,
     lane: Lane,
     parts: Sequence[tuple[Mapping[str, NDArray[Any]], int]],
-    first: int,
-    rows: int,
+    run: Run,
     deadline: int,
     version: int,
     brief: float,
@@ -268,7 +268,7 @@ def send_parts(
     If `brief` is above 0, wait so many seconds for the answer. If it comes in time, return the outputs instead of a
     ticket. Their rows are free again, so read them before the lane is used.
     """
-    at = first
+    at = first = run.first
     for arrays, n in parts:
         for name, column in lane.columns.inputs.items():
             array = arrays[name]
@@ -276,15 +276,14 @@ def send_parts(
                 return None
             column[at : at + n] = array
         at += n
+    ticket = Ticket(turns, lane, run)
     if not brief:
-        ticket = Ticket(turns, lane, first, rows)
         ticket._send(deadline, version)
         return ticket
-    sent = lane.exchange(first, rows, deadline, version, brief)
+    sent = lane.exchange(first, run.rows, deadline, version, brief, weakref.ref(ticket))
     if (answer := sent.answer) is not None and answer.code == Code.OK and lane.columns.outputs:
-        return _seen(lane, first, rows, answer)
-    ticket = Ticket(turns, lane, first, rows)
-    ticket._adopt(sent)
+        return _seen(lane, first, run.rows, answer)
+    ticket._sent = sent
     return ticket
 
 
@@ -336,7 +335,8 @@ class Pieces:
                     self._send_some()
                     if not self._in_flight:
                         if not lane.wait_for_rows(deadline):
-                            self._model.found(lane, 1)  # raises Busy with the reason, unless a row has become free
+                            # Raises Busy with the reason, unless a row has become free.
+                            lane.give(self._model.found(lane, 1))
                         continue
                     at, ticket = self._in_flight[0]
                     waited = ticket._in_flight()
@@ -453,18 +453,18 @@ class Pieces:
         while self._unsent:
             at, left = self._unsent[0]
             wanted = min(left, model.max_batch)
-            first, piece = lane.find(wanted), wanted
-            if first is None and (model.give_up_kept() or not (piece := lane.largest)):
-                lane.receive_now()
-                piece = min(wanted, lane.largest)
-            if first is None and (not piece or (first := lane.find(piece)) is None):
-                break
-            ticket = send_rows(model.turns, lane, self._given, at, piece, first, self._deadline, self._version)
+            run = lane.take(wanted)
+            if run is None:
+                if model.give_up_kept() or not lane.largest:
+                    lane.receive_now()
+                if not (piece := min(wanted, lane.largest)) or (run := lane.take(piece)) is None:
+                    break
+            ticket = send_rows(Ticket(model.turns, lane, run), self._given, at, self._deadline, self._version)
             self._in_flight.append((at, ticket))
-            if piece == left:
+            if run.rows == left:
                 self._unsent.popleft()
             else:
-                self._unsent[0] = (at + piece, left - piece)
+                self._unsent[0] = (at + run.rows, left - run.rows)
 
     def _take_part(self, at: int, n: int, error: RowFailed) -> None:
         """Collect a piece that has failed rows."""

@@ -89,6 +89,9 @@ class TracedTransport(Transport):
             self._end(answer)
         return answers
 
+    def settled(self, answer: Answer) -> None:
+        self._transport.settled(answer)
+
     def holds(self, ticket: InFlight) -> bool:
         return self._transport.holds(ticket)
 
@@ -163,7 +166,9 @@ class TracedTransport(Transport):
         span.end(now + offset)
 
     def _give_up(self, sequence: int) -> None:
-        span, _, _ = self._open.pop(sequence)
+        if (known := self._open.pop(sequence, None)) is None:
+            return
+        span = known[0]
         span.set_status(Status(StatusCode.ERROR, "no answer came"))
         span.end()
 

@@ -20,7 +20,6 @@ from numpy.typing import NDArray
 
 from jurybox.protocol.errors import ProtocolMismatch
 from jurybox.protocol.segment import Maker, Segment
-from jurybox.protocol.wire import PROTOCOL_VERSION
 
 MAX_ENGINES = 64
 MAX_MODELS = 128
@@ -54,7 +53,7 @@ def state_of(value: Any) -> EngineState:
 _HEADER = np.dtype(
     [
         ("magic", "S8"),
-        ("protocol", "<u4"),
+        ("layout", "<u4"),
         ("engines", "<u4"),
         ("started", "<f8"),  # seconds since 1970
     ]
@@ -116,6 +115,8 @@ COUNTERS = np.dtype(
 )
 
 _MAGIC = b"jurybox\0"
+# The layout of all shared memory of a server. It is not that of messages, which peers on other hosts send, too.
+MEMORY_VERSION = 3
 
 
 def _aligned(size: int) -> int:
@@ -150,7 +151,7 @@ class Scoreboard:
     def create(cls, name: str, engines: int, started: float, make: Maker = Segment.create) -> Scoreboard:
         """Create the scoreboard for `engines` engines; `started` is in seconds since 1970."""
         scoreboard = cls(make(name, _size(engines)), engines)
-        scoreboard.header[0] = (_MAGIC, PROTOCOL_VERSION, engines, started)
+        scoreboard.header[0] = (_MAGIC, MEMORY_VERSION, engines, started)
         scoreboard._header, scoreboard.own_lanes, scoreboard._engines = (
             scoreboard.header.copy(),
             scoreboard.lanes.copy(),
@@ -208,12 +209,12 @@ class Scoreboard:
         if segment.size >= _size(1):
             header = segment.array(_HEADER, (1,))[0].copy()
             engines = int(header["engines"])
-            known = header["magic"] == _MAGIC.rstrip(b"\0") and header["protocol"] == PROTOCOL_VERSION
+            known = header["magic"] == _MAGIC.rstrip(b"\0") and header["layout"] == MEMORY_VERSION
             if known and 0 < engines <= MAX_ENGINES and segment.size == _size(engines):
                 return cls(segment, engines)
         segment.close()
         raise ProtocolMismatch(
-            f"{name} is no scoreboard of protocol {PROTOCOL_VERSION}: use the same jurybox on both sides (or another "
+            f"{name} is no scoreboard of layout {MEMORY_VERSION}: use the same jurybox on both sides (or another "
             "process wrote to it just now: ask again)"
         )
 

@@ -5,7 +5,9 @@ A request runs turns of the engine in the caller's thread.
 
 from __future__ import annotations
 
+import contextlib
 import secrets
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -17,10 +19,11 @@ from numpy.typing import NDArray
 
 from jurybox.client.in_flight import Answer, InFlight
 from jurybox.client.lane import Lane
+from jurybox.client.locks import NESTED
 from jurybox.client.model import Model
 from jurybox.client.transports.transport import Transport
 from jurybox.protocol.arena import Arena, ArenaLayout
-from jurybox.protocol.errors import ModelNotFound
+from jurybox.protocol.errors import ModelNotFound, Refused
 from jurybox.protocol.forks import Closing
 from jurybox.protocol.scoreboard import EngineState, Scoreboard
 from jurybox.protocol.segment import segment_name
@@ -76,16 +79,23 @@ class InprocTransport(Transport):
 
     def exchange(self, ticket: InFlight, timeout: float) -> Answer | None:
         self.send(ticket)
-        return next(iter(self.receive(timeout)), None)
+        for answer in self.receive(timeout):
+            if answer.sequence == ticket.sequence:
+                self.settled(answer)
+                return answer
+        return None
 
     def receive(self, timeout: float) -> Sequence[Answer]:
         """Run the engine until there is an answer, or for `timeout` seconds; return the answers."""
         until = time.monotonic() + timeout
         while not self._answers and (self._turn() or time.monotonic() < until):
             pass
-        answers, self._answers = self._answers, []
-        self._unanswered.difference_update(answer.sequence for answer in answers)
-        return answers
+        return list(self._answers)
+
+    def settled(self, answer: Answer) -> None:
+        with contextlib.suppress(ValueError):  # it is settled already
+            self._answers.remove(answer)
+        self._unanswered.discard(answer.sequence)
 
     def holds(self, ticket: InFlight) -> bool:
         return ticket.sequence in self._unanswered
@@ -114,6 +124,7 @@ class InprocServer(Closing):
         self._owned = Scoreboard.create(segment_name(server_id, "scoreboard"), 1, time.time())
         self._scoreboard = Scoreboard.attach(self._owned.segment.name)
         self._arenas: dict[str, Arena] = {}
+        self._turning = 0  # the thread that runs a turn
         self._index = {name: index for index, name in enumerate(models)}
         self._leases = Leases(self._owned, lambda lane: False, time.monotonic)
         self.engine = Engine(
@@ -146,8 +157,14 @@ class InprocServer(Closing):
         self._owned.close()
 
     def _turn(self) -> bool:
-        with torch.inference_mode():
-            return self.engine.turn()
+        if self._turning == (thread := threading.get_ident()):
+            raise Refused(f"the engine of this process computes in this thread: {NESTED}")
+        self._turning = thread
+        try:
+            with torch.inference_mode():
+                return self.engine.turn()
+        finally:
+            self._turning = 0
 
     def _lease(self, name: str, rows: int) -> tuple[Lane, ModelSpec, int]:
         arena = self._arenas[name]

@@ -77,19 +77,22 @@ def reply(router, sequence, code=0, text=b""):
 
 
 def answers(engine):
-    engine.wait(20.0)
-    return engine.answers()
+    """The answers that arrive, which are settled then."""
+    came = engine.answers(20.0)
+    for answer in came:
+        engine.settled(answer.sequence)
+    return came
 
 
 def break_off(router, engine):
     """Have the client end the connection: the router sends what no engine would."""
     router.send_multipart((lane_identity(LANE, LEASE), bytes(2 << 20)))
-    wait_until(lambda: (engine.receive(), engine.broken)[1], 20, "the connection is broken")
+    wait_until(lambda: (engine.answers(0), engine.broken)[1], 20, "the connection is broken")
 
 
 def test_a_ticket_is_in_flight_until_its_answer_is_taken_in(router, engine):
     send(engine, 5)
-    wait_until(lambda: (engine.receive(), router.poll(10))[1], 20, "the ticket came")
+    wait_until(lambda: (engine.answers(0), router.poll(10))[1], 20, "the ticket came")
     identity, record = router.recv_multipart()
     assert identity == lane_identity(LANE, LEASE)
     assert PACK_TICKET.unpack_from(record, len(PREFIX))[:2] == (5, LEASE)
@@ -104,12 +107,12 @@ def test_a_ticket_is_in_flight_until_its_answer_is_taken_in(router, engine):
 def test_requests_in_flight_on_a_broken_connection_count_if_answered_twice(router, engine):
     """The first answer may come while the second ticket is computed, which writes to the same rows."""
     send(engine, 5)
-    wait_until(lambda: (engine.receive(), router.poll(10))[1], 20, "the ticket came")
+    wait_until(lambda: (engine.answers(0), router.poll(10))[1], 20, "the ticket came")
     router.recv_multipart()
     break_off(router, engine)
     engine.dial()
     assert engine.has(ticket(5)), "nobody knows whether the engine has it"
-    wait_until(lambda: (engine.receive(), router.poll(10))[1], 20, "it came again")
+    wait_until(lambda: (engine.answers(0), router.poll(10))[1], 20, "it came again")
     again = sequence_of(router.recv_multipart())
     assert again != 5
     reply(router, 5)
@@ -123,13 +126,13 @@ def test_requests_in_flight_on_a_broken_connection_count_if_answered_twice(route
 
 def test_a_ticket_that_the_engine_still_has_is_sent_again_later(router, engine):
     send(engine, 5)
-    wait_until(lambda: (engine.receive(), router.poll(10))[1], 20, "the ticket came")
+    wait_until(lambda: (engine.answers(0), router.poll(10))[1], 20, "the ticket came")
     router.recv_multipart()
     break_off(router, engine)
     engine.dial()
     for _ in range(2):
         assert engine.has(ticket(5))
-        wait_until(lambda: (engine.receive(), router.poll(10))[1], 20, "it came again")
+        wait_until(lambda: (engine.answers(0), router.poll(10))[1], 20, "it came again")
         again = sequence_of(router.recv_multipart())
         reply(router, again, int(Code.BUSY))
         assert answers(engine) == []
@@ -150,7 +153,7 @@ def test_a_forked_childs_end_leaves_the_parents_connection(router, engine):
         engine.close()
         os._exit(0)
     os.waitpid(child, 0)
-    wait_until(lambda: (engine.receive(), router.poll(10))[1], 20, "the ticket came")
+    wait_until(lambda: (engine.answers(0), router.poll(10))[1], 20, "the ticket came")
     reply(router, sequence_of(router.recv_multipart()))
     assert [answer.sequence for answer in answers(engine)] == [5]
 
@@ -249,9 +252,11 @@ def test_an_answer_that_takes_longer_than_a_check_is_received(router):
     waiting.incarnation = connection.incarnation
     assert transport.holds(waiting)
     router.send_multipart((identity, PREFIX + PACK_REPLY.pack(5, 1, life, 0), np.full(2, 3, np.float32).tobytes()))
-    assert [answer.sequence for answer in transport.receive(20.0)] == [5]
+    (answer,) = transport.receive(20.0)
+    assert answer.sequence == 5 and transport.receive(0) == [answer] and transport.holds(waiting), "until it is settled"
     assert rows.columns.outputs["y"][0].tolist() == [3.0, 3.0]
-    assert not transport.holds(waiting)
+    transport.settled(answer)
+    assert not transport.holds(waiting) and not transport.receive(0)
     transport.close()
 
 
@@ -275,7 +280,7 @@ def check_deadline(call, row):
 def test_a_caller_names_its_deadline_if_a_signal_ends_its_wait(router, engine, signals):
     states = np.zeros(1, ENGINE)
     states["incarnation"], states["state"] = LIFE, EngineState.SERVING
-    wait_until(lambda: (engine.receive(), engine.link.ready)[1], 20, "it is connected")
+    wait_until(lambda: (engine.answers(0), engine.link.ready)[1], 20, "it is connected")
     place = RowPlace(0, 1, None, None, None, None, states, LIFE, 0)
     check_deadline(DirectCaller(engine, place), None)
 

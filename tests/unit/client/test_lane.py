@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from types import SimpleNamespace
 
@@ -11,6 +12,7 @@ import pytest
 from jurybox.client.in_flight import Answer
 from jurybox.client.lane import Lane
 from jurybox.client.link import ControlLink
+from jurybox.client.row_allocator import Run
 from jurybox.client.rows import CallRow
 from jurybox.client.transports.transport import NOT_ANSWERED
 from jurybox.protocol import ModelSpec, TensorSpec
@@ -33,8 +35,10 @@ class Transport:
         self.sent.append((ticket.engine, ticket.incarnation))
 
     def receive(self, timeout):
-        there, self.there = self.there, []
-        return there
+        return list(self.there)
+
+    def settled(self, answer):
+        self.there.remove(answer)
 
     def holds(self, ticket):
         return True
@@ -106,18 +110,17 @@ def test_a_wait_that_a_signal_ended_early_goes_on_until_the_deadline(seconds):
 
     nothing = SimpleNamespace(inputs={}, outputs={}, input_extents={})
     lane = SimpleNamespace(
-        hold=lambda holder: None,
         columns=nothing,
         codec=SimpleNamespace(spec=nothing),
         one_engine=True,
         choose_engine=lambda: 0,
         caller=lambda place, engine: (call, 1),
         in_flight={},
-        sequence=0,
+        numbers=itertools.count(1),
         wait=wait,
     )
     before = time.monotonic_ns()
-    assert CallRow(lane, 0).ask(None, seconds) == {}
+    assert CallRow(lane, Run(0, 1)).ask(None, seconds) == {}
     assert waited == [call.deadline] and waited[0] >= before + int(seconds * 1e9)
 
 
@@ -126,7 +129,8 @@ def test_tickets_of_a_lane_are_spread_over_engines_that_are_equally_busy():
     engines["incarnation"], engines["state"], engines["expected_wait"] = (11, 22, 33), SERVING, (100, 140, 900)
     arena = SimpleNamespace(columns=Columns.here(SPEC, 8), close=lambda: None)
     scoreboard = SimpleNamespace(engines=engines, server_lives=lambda: True)
-    lane = Lane("m", scoreboard, arena, Transport(), 1, 0, 8, lambda: None)
+    transport = Transport()
+    lane = Lane("m", scoreboard, arena, transport, 1, 0, 8, lambda: None)
     deadline = time.monotonic_ns() + 10**11
     first, second, *_ = [lane.submit(at, 1, deadline) for at in range(4)]
     assert first.engine == 0, "the lane's own engine, as no other ticket is in flight"
@@ -134,7 +138,8 @@ def test_tickets_of_a_lane_are_spread_over_engines_that_are_equally_busy():
     assert lane.submit(4, 1, deadline).engine == 0
     assert lane.choose_engine() == 1, "the other one has one ticket less now"
     assert lane.submit(5, 1, deadline).engine == 1
-    lane.settle([Answer(second.sequence, Code.OK, "", 5, 22)])
+    transport.there = [Answer(second.sequence, Code.OK, "", 5, 22)]
+    lane.receive_now()
     assert lane.choose_engine() == 1
     engines["expected_wait"][2] = 120
     assert lane.choose_engine() == 2

@@ -458,7 +458,7 @@ def test_the_same_session_twice_in_a_request_is_refused(served):
 
 def posted(lane, *rows):
     """Send rows (slot, step, x) as one ticket of a lane, as another client could."""
-    first = lane.find(len(rows))
+    first = lane.take(len(rows)).first
     for i, (slot, step, x) in enumerate(rows, start=first):
         lane.columns.sessions[i] = (slot, step, 0, b"")
         lane.columns.inputs["x"][i] = x

@@ -16,6 +16,7 @@ import zmq.auth
 from zmq.utils.monitor import recv_monitor_message
 
 from jurybox.client import control
+from jurybox.client.in_flight import Claim
 from jurybox.client.link import OneEngine
 from jurybox.client.transports.direct import dial
 from jurybox.protocol.descriptors import require
@@ -80,9 +81,11 @@ class Connection(OneEngine):
 
     The engine's incarnation is incremented whenever the connection breaks, so that the lane sends its tickets again.
 
+    A message of several frames is sent and received by several calls of pyzmq. A call that finds another one within a
+    message, which was interrupted or in which it is nested, renews the connection: `moving` shows it.
+
     Attributes:
-        torn: True while a message of several frames is sent or received. If it is already True when a method starts,
-            an earlier call was interrupted, for example by a KeyboardInterrupt, and the connection must be renewed.
+        moving: the call that is within a message, or was when it was interrupted.
     """
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str, keys: Keys | None) -> None:
@@ -90,7 +93,7 @@ class Connection(OneEngine):
         self._context = context
         self._address = address
         self._keys = keys
-        self.torn = False
+        self.moving: Claim | None = None
         self._open()
 
     def _open(self) -> None:
@@ -108,24 +111,37 @@ class Connection(OneEngine):
         self.close()
         self.engines["incarnation"] += 1
         self.engines["state"] = EngineState.SERVING
+        self.moving = None
         self._open()
-        self.torn = False
+
+    def moved(self, claim: Claim) -> bool:
+        """End a message; return False if the connection was renewed within it."""
+        if self.moving is not claim:
+            return False
+        self.moving = None
+        return True
 
     def server_lives(self) -> bool:
         """Return whether the server is connected, or was last connected less than _TIMEOUT seconds ago.
 
         A new connection counts from its creation. See Scoreboard.server_lives.
         """
-        while not self.torn and self._events.poll(0):
-            self.torn = True
-            stands = recv_monitor_message(self._events)["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED
+        while self.moving is None and self._events.poll(0):
+            self.moving = claim = Claim()
+            try:
+                stands = recv_monitor_message(self._events)["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED
+            except zmq.ZMQError:  # a nested call has renewed the connection
+                if self.moving is claim:
+                    raise
+                break
+            if not self.moved(claim):
+                break
             if not stands and self._broken_at is None:
                 self._broken_at = time.monotonic()
                 self.engines["incarnation"] += 1
             if stands:
                 self._broken_at = None
             self.engines["state"] = EngineState.SERVING if stands else EngineState.ABSENT
-            self.torn = False
         return self._broken_at is None or time.monotonic() - self._broken_at < _TIMEOUT
 
     def close(self) -> None:

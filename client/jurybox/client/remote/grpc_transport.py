@@ -21,7 +21,7 @@ import grpc
 import numpy as np
 from numpy.typing import NDArray
 
-from jurybox.client.in_flight import Answer, InFlight
+from jurybox.client.in_flight import Answer, Claim, InFlight
 from jurybox.client.link import RowsHere
 from jurybox.client.remote.grpc_channel import Channels, TicketCalls, failure
 from jurybox.client.transports.transport import Transport, Watching
@@ -37,19 +37,6 @@ if TYPE_CHECKING:
 
 _FAREWELL = 0.5  # seconds to wait while the gateway is notified of closed sessions
 _parents: list[Any] = []  # kept alive in a forked child: if collected, gRPC would try to end the parent's calls
-
-
-class _Asked:
-    """A call that `send` starts; one that an interrupt kept from starting is made again."""
-
-    __slots__ = ("started",)
-
-    def __init__(self) -> None:
-        self.started = False
-
-
-class _Exchange:
-    """A call under way in its caller's thread."""
 
 
 class GrpcTransport(Transport):
@@ -70,9 +57,10 @@ class GrpcTransport(Transport):
         self._tickets = tickets
         self._spec = spec
         self._rows = rows
-        self._calls: dict[int, _Asked] = {}  # by sequence, the last call; answers of earlier ones are dropped
-        self._exchanges: dict[int, weakref.ref[_Exchange]] = {}  # by sequence; each lives as long as its call
-        self._done: deque[tuple[_Asked, InFlight, Any]] = deque()  # filled by gRPC's threads
+        self._calls: dict[int, object] = {}  # sequence -> token of its last call; answers of other calls are dropped
+        self._done: deque[tuple[object, InFlight, Any]] = deque()  # filled by gRPC's threads, until they are settled
+        self._answers: dict[int, Answer] = {}  # that are in their rows, and not settled
+        self._reading: dict[int, weakref.ref[Claim]] = {}  # the calls that copy an answer to its rows
         self._news = threading.Lock()  # released when _done is appended to; not an Event, whose internal lock could be
         self._news.acquire()  # left held by a KeyboardInterrupt
         self._watching: Watching | None = None
@@ -83,20 +71,21 @@ class GrpcTransport(Transport):
             self._base.parameters["extents"].bool_param = True
 
     def send(self, ticket: InFlight) -> None:
-        asked = self._calls[ticket.sequence] = _Asked()
+        asked = Claim()
         try:
             request = self._request(ticket)
         except Error as error:
+            self._calls[ticket.sequence] = asked
             self._arrived(asked, ticket, error)
-        else:
-            self._tickets.start(request, _left(ticket), lambda call: self._arrived(asked, ticket, call))
-        asked.started = True
+            return
+        self._tickets.start(request, _left(ticket), lambda call: self._arrived(asked, ticket, call))
+        self._calls[ticket.sequence] = asked
 
     def exchange(self, ticket: InFlight, timeout: float) -> Answer | None:
-        """See Transport.exchange. The call cannot be left and resumed: it takes up to the ticket's time-out."""
-        sequence = ticket.sequence
-        under_way = _Exchange()  # an interrupted call has none: no engine writes to its rows
-        self._exchanges[sequence] = weakref.ref(under_way, lambda _: self._exchanges.pop(sequence, None))
+        """See Transport.exchange. The call cannot be left and resumed: it takes up to the ticket's time-out.
+
+        `holds` is false meanwhile: no engine writes to its rows.
+        """
         try:
             call = self._channels.call("ModelInfer", self._request(ticket), _left(ticket))
         except (Error, grpc.RpcError) as error:
@@ -162,20 +151,48 @@ class GrpcTransport(Transport):
         if timeout and is_serving():
             raise Refused(f"no answer of {self._spec.name!r} can be awaited here: {IN_SERVICE}")
         until = time.monotonic() + timeout
-        while not self._done and (left := until - time.monotonic()) > 0:
+        while True:
+            for done in list(self._done):
+                self._take_in(done)
+            left = until - time.monotonic()
+            if self._answers or left <= 0:
+                return list(self._answers.values())
             self._news.acquire(timeout=left)
-        answers: list[Answer] = []
-        while self._done:
-            asked, ticket, call = self._done[0]
-            if self._calls.get(ticket.sequence) is asked:
-                answers.append(self._read(ticket, call))
-                self._calls.pop(ticket.sequence, None)
-            self._done.popleft()
-        return answers
+
+    def _take_in(self, done: tuple[object, InFlight, Any]) -> None:
+        """Read the answer of a finished call, unless that was done or nobody waits for it."""
+        asked, ticket, call = done
+        sequence = ticket.sequence
+        if self._calls.get(sequence) is not asked:
+            if not ticket.sending:  # else the call that sends it has not recorded it yet
+                self._drop(done)
+        elif sequence not in self._answers and not self._is_reading(sequence):
+            # A nested call leaves an answer that is being copied to the call that does so: it would settle it, and the
+            # rows could be others' before the copy is complete.
+            claim = Claim()
+            self._reading[sequence] = weakref.ref(claim)
+            try:
+                answer = self._read(ticket, call)
+            finally:
+                self._reading.pop(sequence, None)
+            self._answers[sequence] = answer
+
+    def settled(self, answer: Answer) -> None:
+        self._answers.pop(answer.sequence, None)
+        if (asked := self._calls.pop(answer.sequence, None)) is not None:
+            for done in list(self._done):
+                if done[0] is asked:
+                    self._drop(done)
+
+    def _drop(self, done: tuple[object, InFlight, Any]) -> None:
+        with contextlib.suppress(ValueError):  # a nested call has dropped it
+            self._done.remove(done)
+
+    def _is_reading(self, sequence: int) -> bool:
+        return (reading := self._reading.get(sequence)) is not None and reading() is not None
 
     def holds(self, ticket: InFlight) -> bool:
-        asked, under_way = self._calls.get(ticket.sequence), self._exchanges.get(ticket.sequence)
-        return (asked is not None and asked.started) or (under_way is not None and under_way() is not None)
+        return ticket.sequence in self._calls
 
     def watch(self, loop: asyncio.AbstractEventLoop, arrived: Callable[[], None]) -> None:
         self._watching = Watching(loop, arrived)
@@ -185,14 +202,14 @@ class GrpcTransport(Transport):
 
         The garbage collector may call this at any point, so it must not acquire any of gRPC's locks.
         """
-        self._watching, self._calls = None, {}
+        self._watching, self._calls, self._answers = None, {}, {}
 
     def forked(self) -> None:
         """See Transport.forked. The gRPC calls belong to the parent."""
         _parents.append((self._channels, self._tickets, self._calls, self._done))
-        self._watching, self._calls, self._done = None, {}, deque()
+        self._watching, self._calls, self._answers, self._done = None, {}, {}, deque()
 
-    def _arrived(self, asked: _Asked, ticket: InFlight, call: Any) -> None:
+    def _arrived(self, asked: object, ticket: InFlight, call: Any) -> None:
         """Record a finished call. Called in a gRPC thread, or by `send` if the call could not be made."""
         self._done.append((asked, ticket, call))
         with contextlib.suppress(RuntimeError):  # already released

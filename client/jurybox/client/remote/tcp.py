@@ -7,13 +7,13 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import zmq
 
 from jurybox.client.control import Control, Wires
-from jurybox.client.in_flight import LOOK_AFTER, Answer, InFlight
+from jurybox.client.in_flight import LOOK_AFTER, Answer, Claim, InFlight
 from jurybox.client.lane import Lane
 from jurybox.client.link import ControlLink, RowsHere, spec_of, traced, wants_traces
 from jurybox.client.remote.connection import IDLE, Connection, DirectConnection, Keys, new_identity, open_socket
@@ -149,6 +149,14 @@ class TcpLink(ControlLink):
                 ) from None
 
 
+class Place(NamedTuple):
+    """The rows of a ticket, and the connection's incarnation that it was sent to."""
+
+    first: int
+    rows: int
+    incarnation: int
+
+
 class _RelayTransport(Transport):
     """The common part of transports to the relay of a tcp:// server.
 
@@ -162,7 +170,9 @@ class _RelayTransport(Transport):
         self._connection = connection
         self._rows = rows
         self._lease = lease
-        self._in_flight: dict[int, tuple[int, int]] = {}  # sequence -> (first row, rows), of this incarnation
+        self._in_flight: dict[int, Place] = {}  # by sequence
+        self._answers: dict[int, Answer] = {}  # that are in their rows, and not settled
+        self._reading: dict[int, weakref.ref[Claim]] = {}  # the calls that copy an answer to its rows
         self._incarnation = connection.incarnation
         self._watching: Watching | None = None
         self._watched = -1  # descriptor that the event loop watches; it may be closed before it is unwatched
@@ -188,14 +198,43 @@ class _RelayTransport(Transport):
             self._unwatch(self._watching)
         self._connection.close()
 
+    def settled(self, answer: Answer) -> None:
+        self._answers.pop(answer.sequence, None)
+        self._in_flight.pop(answer.sequence, None)
+
     def _read(self, bodies: Sequence[Any]) -> Answer | None:
-        return _read(bodies, self._rows, self._in_flight, self._connection.incarnation)
+        """Parse an answer and copy its outputs to their rows; return None if no call waits for it any more.
+
+        A nested call leaves an answer that is being copied to the call that does so: it would settle it, and the rows
+        could be others' before the copy is complete.
+        """
+        answer = read_reply(bytes(bodies[0]), "the server")
+        sequence = answer.sequence
+        if sequence == 0:
+            return answer
+        if answer.incarnation != self._connection.incarnation or (place := self._in_flight.get(sequence)) is None:
+            return None
+        if self._is_reading(sequence):
+            return None
+        claim = Claim()
+        self._reading[sequence] = weakref.ref(claim)
+        try:
+            _land(answer, bodies, self._rows, place)
+        finally:
+            self._reading.pop(sequence, None)
+        self._answers[sequence] = answer
+        return answer
+
+    def _is_reading(self, sequence: int) -> bool:
+        return (reading := self._reading.get(sequence)) is not None and reading() is not None
 
     def _meant_for(self, ticket: InFlight) -> None:
         """Forget tickets of earlier incarnations: late answers to them must not be written to rows in use again."""
         if ticket.incarnation != self._incarnation:
-            self._in_flight.clear()
             self._incarnation = ticket.incarnation
+            for sequence in list(self._in_flight):
+                if (place := self._in_flight.get(sequence)) is not None and place.incarnation != ticket.incarnation:
+                    self._in_flight.pop(sequence, None)
 
 
 class TcpTransport(_RelayTransport):
@@ -211,44 +250,64 @@ class TcpTransport(_RelayTransport):
     def send(self, ticket: InFlight) -> None:
         self._mend()
         self._meant_for(ticket)
-        if ticket.incarnation != self._connection.incarnation:
+        connection = self._connection
+        if ticket.incarnation != connection.incarnation:
             return  # the connection has just broken: the lane's next check detects that
         parts = _frames(self._lease, self._rows, ticket)
-        self._connection.torn = True
+        self._in_flight[ticket.sequence] = Place(ticket.first, ticket.rows, ticket.incarnation)
+        socket = connection.socket
+        connection.moving = claim = Claim()
         try:
-            self._connection.socket.send_multipart(parts, zmq.NOBLOCK)
-            self._in_flight[ticket.sequence] = (ticket.first, ticket.rows)
-        except zmq.Again:
-            pass  # the send buffer is full: the lane's next check finds the connection broken
-        self._connection.torn = False
+            socket.send_multipart(parts, zmq.NOBLOCK)
+        except zmq.Again:  # the send buffer is full: the lane's next check finds the connection broken
+            self._in_flight.pop(ticket.sequence, None)
+        except zmq.ZMQError:
+            if connection.moving is claim:
+                raise
+        if not connection.moved(claim):
+            return  # a nested call has renewed the connection
         if (watching := self._watching) is not None and watching.on:
             # Sending clears the edge-triggered signal of zmq.FD, which may have announced an answer.
             watching.tell()
 
     def receive(self, timeout: float) -> Sequence[Answer]:
         self._mend()
-        socket = self._connection.socket
-        if timeout and not socket.poll(int(timeout * 1000 + 0.999)):
+        connection = self._connection
+        if timeout and not self._answers and not self._poll(timeout):
             return ()
-        answers: list[Answer] = []
         while True:
-            self._connection.torn = True
+            socket = connection.socket
+            connection.moving = claim = Claim()
             try:
                 frames = socket.recv_multipart(zmq.NOBLOCK, copy=False)
-            except zmq.Again:
-                self._connection.torn = False
-                return answers
-            try:
                 answer = self._read([frames[0].bytes, *(frame.buffer for frame in frames[1:])])
+            except zmq.Again:
+                connection.moved(claim)
+                break
+            except zmq.ZMQError:
+                if connection.moving is claim:
+                    raise
+                break  # a nested call has renewed the connection: the lane sends its tickets again
             except ProtocolMismatch:
-                self._connection.torn = False
+                connection.moved(claim)
                 raise
-            self._connection.torn = False
-            if answer is not None:
-                answers.append(answer)
+            connection.moved(claim)
+            if answer is not None and answer.sequence == 0:
+                return [answer]
+        return list(self._answers.values())
 
     def holds(self, ticket: InFlight) -> bool:
-        return ticket.incarnation == self._incarnation and ticket.sequence in self._in_flight
+        sequence = ticket.sequence
+        return sequence in self._answers or (ticket.incarnation == self._incarnation and sequence in self._in_flight)
+
+    def _poll(self, timeout: float) -> bool:
+        socket = self._connection.socket
+        try:
+            return bool(socket.poll(int(timeout * 1000 + 0.999)))
+        except zmq.ZMQError:
+            if socket is self._connection.socket:
+                raise
+            return False  # a nested call has renewed the connection
 
     def forked(self) -> None:
         """See Transport.forked. pyzmq closes nothing in a child; the loop's poll set is shared with the parent."""
@@ -256,7 +315,7 @@ class TcpTransport(_RelayTransport):
 
     def _mend(self) -> None:
         """Replace the connection if sending or receiving a message was interrupted."""
-        if not self._connection.torn:
+        if self._connection.moving is None:
             return
         if self._watching is not None:
             self._unwatch(self._watching)
@@ -290,17 +349,21 @@ class DirectTcpTransport(_RelayTransport):
 
     def send(self, ticket: InFlight) -> None:
         if (link := self._ready_for(ticket)) is not None:
-            self._in_flight[ticket.sequence] = (ticket.first, ticket.rows)
+            self._in_flight[ticket.sequence] = Place(ticket.first, ticket.rows, ticket.incarnation)
             link.send(ticket.sequence, _frames(self._lease, self._rows, ticket))
 
     def exchange(self, ticket: InFlight, timeout: float) -> Answer | None:
         until = time.monotonic() + timeout
         if (link := self._ready_for(ticket)) is None:
             return None
-        self._in_flight[ticket.sequence] = (ticket.first, ticket.rows)
+        self._in_flight[ticket.sequence] = Place(ticket.first, ticket.rows, ticket.incarnation)
         frames = _frames(self._lease, self._rows, ticket)
         message = link.exchange(ticket.sequence, frames, max(0.0, until - time.monotonic()))
-        return None if message is None else self._read(message)
+        if message is None:
+            return None
+        if (answer := self._read(message)) is not None:
+            self.settled(answer)
+        return answer
 
     def caller(self, place: RowPlace) -> _DirectCaller | None:
         """See Transport.caller. None for rows of variable size, which need more than their bytes."""
@@ -311,11 +374,31 @@ class DirectTcpTransport(_RelayTransport):
     def receive(self, timeout: float) -> Sequence[Answer]:
         link = self._connection.link
         if link is None or link.broken:
-            time.sleep(min(timeout, _ATTEMPT_AGAIN))
-            return ()
-        return [answer for message in link.receive(timeout) if (answer := self._read(message)) is not None]
+            if not self._answers:
+                time.sleep(min(timeout, _ATTEMPT_AGAIN))
+            return list(self._answers.values())
+        for sequence, message in link.answers(0 if self._answers else timeout):
+            if sequence in self._answers or self._is_reading(sequence):
+                continue
+            try:
+                answer = self._read(message)
+            except ProtocolMismatch:
+                link.settled(sequence)
+                raise
+            if answer is not None and answer.sequence == 0:
+                return [answer]
+            if answer is None:
+                link.settled(sequence)
+        return list(self._answers.values())
+
+    def settled(self, answer: Answer) -> None:
+        super().settled(answer)
+        if (link := self._connection.link) is not None:
+            link.settled(answer.sequence)
 
     def holds(self, ticket: InFlight) -> bool:
+        if ticket.sequence in self._answers:
+            return True
         link = self._connection.link
         return ticket.incarnation == self._connection.incarnation and link is not None and link.holds(ticket.sequence)
 
@@ -362,13 +445,14 @@ class _DirectCaller(SocketCaller):
         rows: RowsHere,
         lease: int,
         place: RowPlace,
-        in_flight: dict[int, tuple[int, int]],
+        in_flight: dict[int, Place],
     ) -> None:
         super().__init__(place, connection.engines)
         self._connection = connection
         self._rows = rows
         self._lease = lease
-        self._in_flight = in_flight  # shared with the transport
+        self._in_flight = in_flight  # shared with the transport, which receives late answers
+        self._mine = Place(place.first, 1, place.incarnation)
         outputs: Any = place.outputs
         self._alone = type(outputs) is not dict
         named = {"": outputs} if self._alone else outputs
@@ -389,11 +473,12 @@ class _DirectCaller(SocketCaller):
         left = max(1, int(seconds * 1e9))
         self.deadline = time.monotonic_ns() + left
         ticket = PREFIX + PACK_TICKET.pack(sequence, self._lease, left, 0, 0, place.first, 1, 0, 0, place.incarnation)
+        self._in_flight[sequence] = self._mine
         message = link.exchange(sequence, (ticket, row), seconds if seconds < LOOK_AFTER else LOOK_AFTER)
         if message is None:
             place.write(row)  # in case it must be sent again
-            self._in_flight[sequence] = (place.first, 1)  # the transport will receive its answer
             return NOT_ANSWERED
+        self._in_flight.pop(sequence, None)
         reply = self._reply = bytes(message[0])
         if reply[-4:] == OK and len(reply) == HEAD and reply[:NAMED] == ticket[:NAMED]:
             return self._outputs_of(message)
@@ -401,7 +486,7 @@ class _DirectCaller(SocketCaller):
         self._message = answer.message
         if answer.sequence == 0:
             raise ProtocolMismatch(answer.message)
-        _read(message, self._rows, {sequence: (place.first, 1)}, place.incarnation)  # stores a failed row's reason
+        _land(answer, message, self._rows, self._mine)  # stores a failed row's reason
         return answer.code
 
     def _outputs_of(self, message: Sequence[Any]) -> Any:
@@ -423,21 +508,14 @@ def _frames(lease: int, rows: RowsHere, ticket: InFlight) -> list[Any]:
     return [PREFIX + record, *row_frames.packed(rows.columns, "inputs", first, n)]
 
 
-def _read(
-    frames: Sequence[Any], rows: RowsHere, in_flight: dict[int, tuple[int, int]], incarnation: int
-) -> Answer | None:
-    """Parse an answer and copy its outputs to their rows; return None if no call waits for it any more."""
-    answer = read_reply(bytes(frames[0]), "the server")
-    if answer.sequence == 0:
-        return answer
-    if answer.incarnation != incarnation or (place := in_flight.pop(answer.sequence, None)) is None:
-        return None
+def _land(answer: Answer, frames: Sequence[Any], rows: RowsHere, place: Place) -> None:
+    """Copy the outputs of an answer, or the reasons for their lack, to their rows. Raises ProtocolMismatch."""
     bodies = [memoryview(frame) for frame in frames[1:]]
+    first, n = place.first, place.rows
     try:
         if answer.code in (Code.OK, Code.ROW_FAILED):
-            row_frames.unpack(rows.columns, "outputs", *place, bodies, failed=answer.code != Code.OK)
+            row_frames.unpack(rows.columns, "outputs", first, n, bodies, failed=answer.code != Code.OK)
         elif answer.code == Code.SESSION_LOST:
-            row_frames.unpack_reasons(rows.columns, *place, bodies)
+            row_frames.unpack_reasons(rows.columns, first, n, bodies)
     except Error as error:
         raise ProtocolMismatch(str(error)) from None
-    return answer

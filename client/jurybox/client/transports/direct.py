@@ -14,7 +14,6 @@ import os
 import socket
 import struct
 import time
-from collections import deque
 from typing import TYPE_CHECKING, Any
 
 from numpy.typing import NDArray
@@ -126,13 +125,12 @@ class EngineLink:
     arrival. So once the second copy is answered, the first one is finished as well, and the engine no longer writes to
     its rows.
 
-    Attributes:
-        arrived: messages that have been received and not parsed yet.
+    A message stays until the answer in it is settled. So parsing it again, in a nested call or after an interrupted
+    one, has the same result.
     """
 
     def __init__(self, lane: int, lease: int, incarnation: int) -> None:
         self.incarnation = incarnation
-        self.arrived: deque[Any] = deque()
         self._lane = lane
         self._lease = lease
         self._doubtful: set[int] = set()  # sequences whose state is unknown: answered, in flight or never sent
@@ -149,33 +147,57 @@ class EngineLink:
         """Send a ticket."""
         raise NotImplementedError
 
-    def answers(self) -> list[Answer]:
-        """Parse the messages that have been received and return their answers."""
+    def replies(self, timeout: float) -> list[bytes]:
+        """Return the replies that were not dropped; if there are none, wait up to `timeout` seconds for some."""
+        raise NotImplementedError
+
+    def drop(self, number: int) -> None:
+        """Drop the reply with this number, first or second; it may be dropped already."""
+        raise NotImplementedError
+
+    def answers(self, timeout: float) -> list[Answer]:
+        """Return the answers that are not settled; if there are none, wait up to `timeout` seconds for some."""
         answers: list[Answer] = []
-        while self.arrived:
+        for reply in self.replies(timeout):
             try:
-                answer = read_reply(self._reply_in(self.arrived[0]), "an engine")
+                answer = read_reply(reply, "an engine")
             except ProtocolMismatch:
-                self.arrived.popleft()
+                self.drop(number_in(reply))
                 raise
-            sequence = self._again.get(answer.sequence)
+            number = answer.sequence
+            sequence = self._again.get(number)
             if sequence is not None:
                 if answer.code in _COMPUTED:
                     answers.append(answer._replace(sequence=sequence))
-                    self._forget(sequence)
-                self._again.pop(answer.sequence, None)  # if it was refused, `look_after` sends it again
+                else:  # it was refused: `has` sends it again
+                    self._again.pop(number, None)
+                    self.drop(number)
             elif answer.code == Code.BUSY:
-                # The engine still has a ticket that was sent twice: `look_after` sends it again.
-                self._doubtful.add(answer.sequence)
-            elif answer.sequence not in self._settled_again:
+                # The engine still has a ticket that was sent twice: `has` sends it again.
+                self.doubt_one(number)
+                self.drop(number)
+            elif number in self._settled_again:
+                self.drop(number)
+            else:
                 answers.append(answer)
-                self._forget(answer.sequence)
-            self.arrived.popleft()  # only after parsing, so that a KeyboardInterrupt loses nothing
         return answers
 
-    def _reply_in(self, message: Any) -> bytes:
-        """Return the reply frame of a received message."""
-        return message  # type: ignore[no-any-return]
+    def settled(self, sequence: int) -> None:
+        """Drop the answers to a ticket, and forget it."""
+        for number in self._again_of(sequence):
+            self._again.pop(number, None)
+            self.drop(number)
+        self.drop(sequence)
+        self._doubtful.discard(sequence)
+        self._settled_again.discard(sequence)
+
+    def doubt_one(self, sequence: int) -> None:
+        """Record that it is unknown whether the engine has a ticket."""
+        self._doubtful.add(sequence)
+
+    def _again_of(self, sequence: int) -> list[int]:
+        """Return the second numbers of a ticket."""
+        return [number for number in list(self._again) if self._again.get(number) == sequence]
 
     def _send_again(self, ticket: InFlight) -> int:
         """Send a ticket again and return its second number."""
@@ -185,9 +207,10 @@ class EngineLink:
         self.send(number, ticket.first, ticket.rows, time.monotonic_ns(), 0, ticket.version)
         return number
 
-    def _forget(self, sequence: int) -> None:
-        self._doubtful.discard(sequence)
-        self._settled_again.discard(sequence)
+
+def number_in(reply: bytes) -> int:
+    """Return the number in a reply's bytes; 0 if they are too few."""
+    return int.from_bytes(reply[len(PREFIX) : NAMED], "little") if len(reply) >= NAMED else 0
 
 
 class DirectEngine(EngineLink):
@@ -203,6 +226,7 @@ class DirectEngine(EngineLink):
         super().__init__(lane, lease, incarnation)
         self.link: Zmtp | None = None
         self._address = address
+        self._earlier: dict[int, bytes] = {}  # replies of broken connections, by number
         self.dial()
 
     @property
@@ -217,12 +241,12 @@ class DirectEngine(EngineLink):
 
     def dial(self) -> None:
         """Connect, or connect again after the connection has broken."""
-        if self.link is not None:
-            self.receive()
-            self._doubtful.update(self.link.unanswered)
+        if (link := self.link) is not None:
+            self._earlier.update((number, bytes(frames[0])) for number, frames in link.answers(0))
+            self._doubtful.update(link.unanswered)
             self._doubtful.difference_update(self._again)
             self._again.clear()
-            self.link.close()
+            link.close()
         self.link = dial(self._address, lane_identity(self._lane, self._lease), _MOST_REPLY)
 
     def send(self, sequence: int, first: int, rows: int, submitted: int, deadline: int, version: int) -> None:
@@ -230,40 +254,53 @@ class DirectEngine(EngineLink):
         if self.link is not None:
             self.link.send(sequence, (self.frame(sequence, first, rows, submitted, deadline, version),))
 
-    def exchange(self, ticket: InFlight, timeout: float) -> None:
-        """Send a ticket and receive its answer if it arrives in time."""
-        if self.link is None:
-            return
+    def exchange(self, ticket: InFlight, timeout: float) -> Answer | None:
+        """Send a ticket and return its answer if it arrives in time."""
+        if (link := self.link) is None:
+            return None
         t = ticket
         frame = self.frame(t.sequence, t.first, t.rows, t.submitted, t.deadline, t.version)
-        if (message := self.link.exchange(t.sequence, (frame,), timeout)) is not None:
-            self.arrived.append(message)
+        message = link.exchange(t.sequence, (frame,), timeout)
+        return None if message is None else self.own(read_reply(bytes(message[0]), "an engine"), t.sequence)
+
+    def own(self, answer: Answer, sequence: int) -> Answer | None:
+        """Return the answer of an exchange; None if the ticket must be sent again."""
+        if answer.code == Code.BUSY and answer.sequence == sequence:
+            self.doubt_one(sequence)
+            return None
+        return answer
 
     def wait(self, timeout: float) -> None:
-        """Wait up to `timeout` seconds and receive the messages that arrive."""
+        """Wait up to `timeout` seconds for a message."""
         if self.link is None:
             time.sleep(min(timeout, LOOK_AFTER))
         else:
-            self.arrived.extend(self.link.receive(timeout))
+            self.link.answers(timeout)
 
-    def receive(self) -> None:
-        """Receive every message that has arrived."""
+    def replies(self, timeout: float) -> list[bytes]:
+        earlier = list(self._earlier.values())
+        if (link := self.link) is None:
+            if not earlier and timeout > 0:
+                time.sleep(min(timeout, LOOK_AFTER))
+            return earlier
+        return earlier + [bytes(frames[0]) for _, frames in link.answers(0 if earlier else timeout)]
+
+    def drop(self, number: int) -> None:
+        if self._earlier:
+            self._earlier.pop(number, None)
         if self.link is not None:
-            self.arrived.extend(self.link.receive(0))
+            self.link.settled(number)
 
     def has(self, ticket: InFlight) -> bool:
-        """Return whether the engine may have the ticket, or its answer may be in transit."""
+        """Return whether the engine may have the ticket, or its answer is not settled."""
         sequence, link = ticket.sequence, self.link
-        if link is not None and link.holds(sequence):
+        if (link is not None and link.holds(sequence)) or sequence in self._earlier:
             return True
         if sequence not in self._doubtful:
             return False
-        if link is None or not any(of == sequence and link.holds(number) for number, of in self._again.items()):
+        if link is None or not any(link.holds(number) for number in self._again_of(sequence)):
             self._send_again(ticket)
         return True
-
-    def _reply_in(self, message: Any) -> bytes:
-        return bytes(message[0])
 
     def close(self) -> None:
         """Close the connection. Tickets in flight are never answered."""
@@ -283,7 +320,7 @@ class DirectCaller(SocketCaller):
         link = engine.link
         if self._incarnations.item(0) != engine.incarnation or self._states.item(0) != SERVING:
             return NOT_SENT
-        if link is None or engine.arrived or link.broken:
+        if link is None or link.broken:
             return NOT_SENT
         if row is not None and not place.write(row):
             return NOT_FIT
@@ -297,8 +334,10 @@ class DirectCaller(SocketCaller):
         if len(reply) == HEAD and reply[-4:] == OK and reply[:NAMED] == frame[:NAMED]:
             self._reply = reply
             return place.copied()
-        engine.arrived.append(message)
-        for answer in engine.answers():
-            self._message, self._reply = answer.message, answer
-            return answer.code
-        return NOT_ANSWERED  # not yet: it is sent again
+        answer = engine.own(read_reply(reply, "an engine"), sequence)
+        if answer is None:
+            return NOT_ANSWERED  # not yet: it is sent again
+        if answer.sequence == 0:
+            raise ProtocolMismatch(answer.message)
+        self._message, self._reply = answer.message, answer
+        return answer.code

@@ -12,7 +12,7 @@ import numpy as np
 
 from jurybox import native
 from jurybox.client.in_flight import LOOK_AFTER, Answer, InFlight
-from jurybox.client.transports.transport import RowPlace, Transport, Watching
+from jurybox.client.transports.transport import NotSent, RowPlace, Transport, Watching
 from jurybox.protocol.errors import SharedMemoryError
 from jurybox.protocol.scoreboard import Scoreboard
 from jurybox.protocol.segment import sibling
@@ -40,14 +40,13 @@ class ShmTransport(Transport):
         self._lane = lane
         self._lease = lease
         self._spin_ns = spin_us * 1000
-        self._rings: dict[int, _Attached] = {}
-        self._unsent: list[InFlight] = []
+        self._rings: dict[tuple[int, int], _Attached] = {}  # by engine and incarnation
         self._watching: _Watcher | None = None
         self._words: Words | None = None
         self._quiet = False
 
     def send(self, ticket: InFlight) -> None:
-        """See Transport.send. If the ring is full, the ticket is sent once answers have freed a slot."""
+        """See Transport.send. Raises NotSent if the ring is full, until answers have freed a slot."""
         rings = self._attached(ticket.engine, ticket.incarnation)
         if rings is None:
             return
@@ -60,7 +59,7 @@ class ShmTransport(Transport):
             ticket.version,
             ticket.incarnation,
         ):
-            self._unsent.append(ticket)
+            raise NotSent("the lane's ring is full")
 
     def exchange(self, ticket: InFlight, timeout: float) -> Answer | None:
         rings = self._attached(ticket.engine, ticket.incarnation)
@@ -97,11 +96,9 @@ class ShmTransport(Transport):
         )
 
     def receive(self, timeout: float) -> Sequence[Answer]:
-        if len(self._rings) == 1:
-            (only,) = self._rings.values()
-            busy = [only]
-        else:
-            busy = [rings for rings in self._rings.values() if rings.client.in_flight]
+        busy = list(self._rings.values())
+        if len(busy) > 1:
+            busy = [rings for rings in busy if rings.client.in_flight]
         if len(busy) > 1:
             answers = [answer for rings in busy for answer in rings.receive(0.0)]
             if not answers and timeout > 0:
@@ -110,30 +107,29 @@ class ShmTransport(Transport):
             answers = busy[0].receive(timeout)
         else:
             return ()
-        if answers and self._unsent:
-            waiting, self._unsent = self._unsent, []
-            for ticket in waiting:  # if an exception interrupts this, the lane misses the rest and resends them
-                self.send(ticket)
         return answers
 
+    def settled(self, answer: Answer) -> None:
+        for rings in list(self._rings.values()):
+            if rings.incarnation == answer.incarnation:
+                rings.client.settled(answer.sequence)
+
     def holds(self, ticket: InFlight) -> bool:
-        rings = self._rings.get(ticket.engine)
-        if rings is None or rings.incarnation != ticket.incarnation:
-            return False
-        return rings.client.holds(ticket.sequence) or ticket in self._unsent
+        rings = self._rings.get((ticket.engine, ticket.incarnation))
+        return rings is not None and rings.client.holds(ticket.sequence)
 
     def watch(self, loop: asyncio.AbstractEventLoop, arrived: Callable[[], None]) -> None:
         """See Transport.watch. Threads sleep on the rings on behalf of the loop."""
         if self._watching is not None:
             self._watching.stop()
         self._watching = watching = _Watcher(loop, arrived)
-        for rings in self._rings.values():
+        for rings in list(self._rings.values()):
             watching.add(rings)
 
     def tell(self, words: Words) -> None:
         """Notify the owner of many lanes through `words` when answers arrive after `arm`; an alternative to `watch`."""
         self._words = words
-        for rings in self._rings.values():
+        for rings in list(self._rings.values()):
             words.add(rings.memory, self._lane)
 
     def attach(self, engine: int, incarnation: int) -> native.ShmRingsClient | None:
@@ -145,20 +141,20 @@ class ShmTransport(Transport):
         """Suspend notifications until `arm`, while the owner waits for answers itself."""
         if not self._quiet and self._words is not None:
             self._quiet = True
-            for rings in self._rings.values():
+            for rings in list(self._rings.values()):
                 self._words.pause(rings.memory, self._lane)
 
     def arm(self) -> bool:
         """Request a notification of the next answer; return whether answers have already arrived. See `tell`."""
         if self._quiet and self._words is not None:
             self._quiet = False
-            for rings in self._rings.values():
+            for rings in list(self._rings.values()):
                 self._words.add(rings.memory, self._lane)
-        return any(rings.client.arm() for rings in self._rings.values() if rings.client.in_flight)
+        return any(rings.client.arm() for rings in list(self._rings.values()) if rings.client.in_flight)
 
     def spin(self) -> bool:
         """Spin briefly for answers; return whether any arrived. Does not spin while other clients use the engine."""
-        return any(rings.client.spin() for rings in self._rings.values() if rings.client.in_flight)
+        return any(rings.client.spin() for rings in list(self._rings.values()) if rings.client.in_flight)
 
     def close(self) -> None:
         if self._watching is not None:
@@ -170,14 +166,10 @@ class ShmTransport(Transport):
         self._watching = None
         rings, self._rings = self._rings, {}
         for attached in rings.values():
-            attached.replaced = True
-            if self._words is not None:
-                self._words.remove(attached.memory, self._lane)
-            attached.memory.close()
+            self._detach(attached)
 
     def _attached(self, engine: int, incarnation: int) -> _Attached | None:
-        rings = self._rings.get(engine)
-        if rings is not None and rings.incarnation == incarnation:
+        if (rings := self._rings.get((engine, incarnation))) is not None:
             return rings
         try:
             return self._open(engine, incarnation)
@@ -185,23 +177,30 @@ class ShmTransport(Transport):
             return None  # the engine is being replaced; the lane sees that on the scoreboard and resends
 
     def _open(self, engine: int, incarnation: int) -> _Attached:
-        if (earlier := self._rings.pop(engine, None)) is not None:
-            earlier.replaced = True
-            if self._words is not None:
-                self._words.remove(earlier.memory, self._lane)
-            earlier.memory.close()
-            self._unsent = [ticket for ticket in self._unsent if ticket.engine != engine]
         memory = ShmRings.attach(sibling(self._scoreboard_name, "rings", int(self._engines["rings"][engine])))
         client = native.ShmRingsClient(
             memory.segment.array(np.uint8, (native.RINGS_BYTES,)), self._lane, self._lease, memory.pipe, self._spin_ns
         )
         rings = _Attached(memory, client, incarnation)
+        if (known := self._rings.setdefault((engine, incarnation), rings)) is not rings:
+            memory.close()  # a nested call has attached them meanwhile: a ring has one writer and one reader
+            return known
+        serving = int(self._engines["incarnation"][engine])
+        for key in list(self._rings):
+            if key[0] == engine and key[1] not in (incarnation, serving):
+                if (earlier := self._rings.pop(key, None)) is not None:
+                    self._detach(earlier)
         if self._watching is not None:
             self._watching.add(rings)
-        self._rings[engine] = rings
         if self._words is not None:
             self._words.add(memory, self._lane)
         return rings
+
+    def _detach(self, rings: _Attached) -> None:
+        rings.replaced = True
+        if self._words is not None:
+            self._words.remove(rings.memory, self._lane)
+        rings.memory.close()
 
 
 class Words:

@@ -129,7 +129,7 @@ class RowPlace(NamedTuple):
 class Caller(Protocol):
     """Makes whole calls: copies rows in, sends their ticket and waits at most LOOK_AFTER seconds for the answer.
 
-    Call it only while no other ticket is in flight on the lane.
+    Answers to other tickets stay with the transport.
     """
 
     def __call__(self, row: NDArray[Any] | bytes | None, sequence: int, seconds: float) -> Any:
@@ -177,13 +177,19 @@ class SocketCaller(Caller):
         return self._message
 
 
+class NotSent(Exception):
+    """A transport cannot take a ticket at present; the lane sends it later. The message states why."""
+
+
 class Transport(Protocol):
     """Carries tickets of one lane to engines and their answers back. Not thread-safe: the model's lock serializes it.
 
-    A KeyboardInterrupt may leave any method at any point, and its return value may be lost. Therefore a transport
-    always knows which tickets it has sent and not received an answer for; `holds` reports it.
+    A call may be interrupted at any point, for ever by a KeyboardInterrupt, or by a nested call of a signal handler or
+    a destructor, which uses the same transport. So a transport always knows which tickets it has sent, and an answer
+    stays with it until it is settled: `receive` returns it again.
 
-    `send`, `exchange` and `caller` raise TooManyFiles if a connection to the engine is needed and cannot be opened.
+    `send`, `exchange` and `caller` raise TooManyFiles if a connection to the engine is needed and cannot be opened;
+    the first two raise NotSent.
     """
 
     def send(self, ticket: InFlight) -> None:
@@ -192,14 +198,15 @@ class Transport(Protocol):
     def exchange(self, ticket: InFlight, timeout: float) -> Answer | None:
         """Send a ticket and wait for its answer; return None if none arrived in time.
 
-        Call it only while no other ticket is in flight.
+        The answer is settled. Those to other tickets stay.
         """
         self.send(ticket)
         until = time.monotonic() + timeout
         while (left := until - time.monotonic()) > 0:
             for answer in self.receive(left):
                 if answer.sequence in (ticket.sequence, 0):
-                    return answer  # no other ticket is in flight
+                    self.settled(answer)
+                    return answer
         return None
 
     def caller(self, place: RowPlace) -> Caller | None:
@@ -210,10 +217,16 @@ class Transport(Protocol):
         return None
 
     def receive(self, timeout: float) -> Sequence[Answer]:
-        """Return the answers that have arrived, after at most `timeout` seconds; empty if there are none."""
+        """Return all answers that are not settled, also those returned before.
+
+        If there are none, wait at most `timeout` seconds for some.
+        """
+
+    def settled(self, answer: Answer) -> None:
+        """Drop an answer that `receive` returned; it may be dropped already."""
 
     def holds(self, ticket: InFlight) -> bool:
-        """Return whether the ticket was sent to its engine's incarnation and its answer has not been received yet."""
+        """Return whether the engine's incarnation that it was sent to may have the ticket, or its answer is not settled."""
 
     def watch(self, loop: asyncio.AbstractEventLoop, arrived: Callable[[], None]) -> None:
         """Call `arrived` in the loop's thread whenever answers may have arrived. Call this method in that thread."""

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import time
+import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -16,8 +18,8 @@ from numpy.typing import NDArray
 from zmq.backend import Socket as Bare  # the plain methods: what zmq.Socket adds takes as long as they do
 
 from jurybox.client.control import new_socket
-from jurybox.client.in_flight import LOOK_AFTER, Answer, InFlight
-from jurybox.client.transports.direct import DirectCaller, DirectEngine, EngineLink, can_dial
+from jurybox.client.in_flight import LOOK_AFTER, Answer, Claim, InFlight
+from jurybox.client.transports.direct import DirectCaller, DirectEngine, EngineLink, can_dial, number_in
 from jurybox.client.transports.transport import (
     HEAD,
     NAMED,
@@ -31,6 +33,7 @@ from jurybox.client.transports.transport import (
     Transport,
     Watching,
 )
+from jurybox.protocol.errors import ProtocolMismatch
 from jurybox.protocol.wire import PREFIX, lane_identity
 
 if TYPE_CHECKING:
@@ -39,6 +42,7 @@ if TYPE_CHECKING:
 _NOBLOCK = int(zmq.NOBLOCK)
 _SEQUENCE, _CODE = slice(0, NAMED), slice(HEAD - len(OK), None)  # of a reply's bytes; the former with the prefix
 _WAITING = (0,)  # the flags of one blocking receive
+_ENDED = weakref.ref(Claim())  # that of a call that has ended
 
 
 class ZmqTransport(Transport):
@@ -55,7 +59,7 @@ class ZmqTransport(Transport):
         self._addresses = addresses
         self._lane = lane
         self._lease = lease
-        self._engines: dict[int, _Attached | DirectEngine] = {}
+        self._engines: dict[tuple[int, int], _Attached | DirectEngine] = {}  # by engine and incarnation
         self._poller = zmq.Poller()
         self._watching: Watching | None = None
 
@@ -68,12 +72,7 @@ class ZmqTransport(Transport):
             watching.tell()
 
     def exchange(self, ticket: InFlight, timeout: float) -> Answer | None:
-        engine = self._attached(ticket.engine, ticket.incarnation)
-        engine.exchange(ticket, timeout)
-        for answer in engine.answers():
-            if answer.sequence in (ticket.sequence, 0):
-                return answer
-        return None
+        return self._attached(ticket.engine, ticket.incarnation).exchange(ticket, timeout)
 
     def caller(self, place: RowPlace) -> DirectCaller | _Caller | None:
         engine = self._attached(place.number, place.incarnation)
@@ -81,47 +80,46 @@ class ZmqTransport(Transport):
 
     def receive(self, timeout: float) -> Sequence[Answer]:
         engines = list(self._engines.values())
-        if timeout and not any(engine.arrived for engine in engines):
-            if len(engines) == 1:
-                engines[0].wait(timeout)
-            else:
-                self._poller.poll(int(timeout * 1000 + 0.999))
-        answers: list[Answer] = []
-        for engine in engines:
-            engine.receive()
-            answers += engine.answers()
+        if len(engines) == 1:
+            return engines[0].answers(timeout)
+        answers = [answer for engine in engines for answer in engine.answers(0)]
+        if not answers and timeout > 0:
+            self._poller.poll(int(timeout * 1000 + 0.999))
+            answers = [answer for engine in engines for answer in engine.answers(0)]
         return answers
 
+    def settled(self, answer: Answer) -> None:
+        for engine in list(self._engines.values()):
+            if engine.incarnation == answer.incarnation or not answer.sequence:
+                engine.settled(answer.sequence)
+
     def holds(self, ticket: InFlight) -> bool:
-        engine = self._engines.get(ticket.engine)
-        if engine is None or engine.incarnation != ticket.incarnation:
-            return False
-        return self._whole(ticket.engine, engine).has(ticket)
+        engine = self._engines.get((ticket.engine, ticket.incarnation))
+        return engine is not None and self._whole(engine).has(ticket)
 
     def watch(self, loop: asyncio.AbstractEventLoop, arrived: Callable[[], None]) -> None:
         earlier = self._watching
         if earlier is None or earlier.loop is not loop:
             self._watching = watching = Watching(loop, arrived)
-            for engine in self._engines.values():
+            for engine in list(self._engines.values()):
                 if earlier is not None:
                     self._unwatch(engine, earlier)
                 self._watch(engine, watching)
 
     def close(self) -> None:
-        for engine in list(self._engines):
-            self._drop(engine)
+        for key in list(self._engines):
+            self._drop(key)
 
     def forked(self) -> None:
         """See Transport.forked. pyzmq closes nothing in a child, and the event loop's poll set is the parent's."""
         self._engines, self._watching = {}, None
 
     def _attached(self, number: int, incarnation: int) -> _Attached | DirectEngine:
-        known = self._engines.get(number)
-        if known is None or known.incarnation != incarnation:
+        if (known := self._engines.get((number, incarnation))) is None:
             return self._open(number, incarnation)
-        return self._whole(number, known)
+        return self._whole(known)
 
-    def _whole(self, number: int, engine: _Attached | DirectEngine) -> _Attached | DirectEngine:
+    def _whole(self, engine: _Attached | DirectEngine) -> _Attached | DirectEngine:
         """Reconnect the engine if its connection has broken, and return it."""
         if isinstance(engine, DirectEngine) and engine.broken:
             self._let_go(engine)
@@ -130,14 +128,18 @@ class ZmqTransport(Transport):
         return engine
 
     def _open(self, number: int, incarnation: int) -> _Attached | DirectEngine:
-        self._drop(number)
+        for key in list(self._engines):
+            if key[0] == number and key[1] != incarnation:
+                self._drop(key)
         address = self._addresses[number]
         engine: _Attached | DirectEngine
         if can_dial(address):
             engine = DirectEngine(address, self._lane, self._lease, incarnation)
         else:
             engine = _Attached(self._socket(number), self._lane, self._lease, incarnation)
-        self._engines[number] = engine
+        if (known := self._engines.setdefault((number, incarnation), engine)) is not engine:
+            engine.close()  # a nested call has connected meanwhile
+            return known
         self._take_up(engine)
         return engine
 
@@ -152,8 +154,8 @@ class ZmqTransport(Transport):
         socket.connect(self._addresses[number])
         return socket
 
-    def _drop(self, number: int) -> None:
-        known = self._engines.pop(number, None)
+    def _drop(self, key: tuple[int, int]) -> None:
+        known = self._engines.pop(key, None)
         if known is not None:
             self._let_go(known)
             known.close()
@@ -188,13 +190,13 @@ class ZmqTransport(Transport):
 class _Attached(EngineLink):
     """The socket to one incarnation of an engine.
 
-    pyzmq checks for signals at the end of each call, so a KeyboardInterrupt can drop a frame that was received, or hide
-    that one was sent. `torn` is set while that may happen. If the next call finds it set, it is unknown whether the
-    engine still has the unanswered tickets.
+    pyzmq checks for signals at the end of each call. So a KeyboardInterrupt can drop a frame that was received, or hide
+    that one was sent, and a nested call may come in there. Each sending and receiving call is recorded in `_moving` as
+    long as it is under way. If the next call finds one that has ended without saying so, it was interrupted, and it is
+    unknown whether the engine still has the unanswered tickets.
 
     Attributes:
-        unanswered: sequence numbers of tickets that were sent and are not answered.
-        torn: whether sending or receiving was interrupted.
+        unanswered: sequence numbers of tickets that were sent and are not settled.
     """
 
     def __init__(self, socket: zmq.Socket[bytes], lane: int, lease: int, incarnation: int) -> None:
@@ -202,26 +204,38 @@ class _Attached(EngineLink):
         self.socket = socket
         self.descriptor = int(socket.getsockopt(zmq.FD))
         self.unanswered: dict[int, None] = {}
-        self.torn = False
+        self._arrived: deque[bytes] = deque()  # replies that were not dropped
+        self._moving: dict[int, weakref.ref[Claim]] = {}
         self._send = partial(Bare.send, socket)
         self._receive = partial(Bare.recv, socket)
         self._receive_now = partial(Bare.recv, socket, _NOBLOCK)
 
     def send(self, sequence: int, first: int, rows: int, submitted: int, deadline: int, version: int) -> None:
         frame = self.frame(sequence, first, rows, submitted, deadline, version)
-        if self.torn:
-            self.doubt()
-        self.torn = True
-        self.unanswered[sequence] = None
-        self._send(frame)
-        self.torn = False
+        claim = self._move()
+        try:
+            self.unanswered[sequence] = None
+            self._send(frame)
+        except BaseException:
+            self._moving[id(claim)] = _ENDED  # a traceback may keep the claim
+            raise
+        self._moving.pop(id(claim), None)
 
-    def exchange(self, ticket: InFlight, timeout: float) -> None:
-        """Send a ticket and receive the next frame if it arrives in time."""
+    def exchange(self, ticket: InFlight, timeout: float) -> Answer | None:
+        """Send a ticket and return its answer if the next reply has it and arrives in time."""
         t = ticket
         self.send(t.sequence, t.first, t.rows, t.submitted, t.deadline, t.version)
         if timeout >= LOOK_AFTER or self.socket.poll(int(timeout * 1000 + 0.999)):
             self.receive_one()
+        return self.taken(t.sequence)
+
+    def taken(self, sequence: int) -> Answer | None:
+        """Return the answer to a ticket, or a complaint that names none, and settle it; None if there is none."""
+        for answer in self.answers(0):
+            if answer.sequence in (sequence, 0):
+                self.settled(answer.sequence)
+                return answer
+        return None
 
     def wait(self, timeout: float) -> None:
         """Wait up to `timeout` seconds for a frame, without receiving it."""
@@ -233,47 +247,77 @@ class _Attached(EngineLink):
 
     def receive_one(self) -> None:
         """Receive one frame, waiting at most LOOK_AFTER seconds."""
-        if self.torn:
-            self.doubt()
-        self.torn = True
-        try:  # noqa: SIM105  contextlib.suppress would take as long as receiving
+        claim = self._move()
+        try:
             # The socket's own time-out takes one call, polling first would take two.
-            self.arrived.extend(map(self._receive, _WAITING))
+            self._arrived.extend(map(self._receive, _WAITING))
         except zmq.Again:
             pass
-        self.torn = False
+        except BaseException:
+            self._moving[id(claim)] = _ENDED
+            raise
+        self._moving.pop(id(claim), None)
 
-    def receive(self) -> None:
-        """Receive every frame that has arrived."""
-        if self.torn:
-            self.doubt()
-        self.torn = True
-        with contextlib.suppress(zmq.Again):
-            self.arrived.extend(iter(self._receive_now, None))
-        self.torn = False
+    def replies(self, timeout: float) -> list[bytes]:
+        if timeout > 0 and not self._arrived:
+            self.wait(timeout)
+        claim = self._move()
+        try:
+            self._arrived.extend(iter(self._receive_now, None))
+        except zmq.Again:
+            pass
+        except BaseException:
+            self._moving[id(claim)] = _ENDED
+            raise
+        self._moving.pop(id(claim), None)
+        return list(self._arrived)
+
+    def drop(self, number: int) -> None:
+        for reply in list(self._arrived):
+            if number_in(reply) == number:
+                with contextlib.suppress(ValueError):  # a nested call has dropped it
+                    self._arrived.remove(reply)
+        self.unanswered.pop(number, None)
+
+    def only(self, sequence: int) -> bytes | None:
+        """Return the bytes of the only reply if its ticket has this number and was computed, and settle it."""
+        if len(self._arrived) != 1:
+            return None
+        reply = self._arrived[0]
+        if reply[_SEQUENCE] != PREFIX + sequence.to_bytes(8, "little") or reply[_CODE] != OK or self._settled_again:
+            return None
+        self.drop(sequence)
+        return reply
 
     def has(self, ticket: InFlight) -> bool:
-        """Return whether the engine may have the ticket, or its answer may be in transit."""
-        if self.torn:
-            self.doubt()
+        """Return whether the engine may have the ticket, or its answer is not settled."""
+        self._doubt()
         sequence = ticket.sequence
         if sequence not in self.unanswered:
             return False
-        if sequence in self._doubtful and sequence not in self._again.values():
+        if sequence in self._doubtful and not self._again_of(sequence):
             self.unanswered.pop(self._send_again(ticket), None)
         return True
 
-    def doubt(self) -> None:
-        """Mark all unanswered tickets as doubtful, after a call was interrupted."""
+    def _move(self) -> Claim:
+        """Begin to send or to receive; keep the result until the end."""
+        if self._moving:
+            self._doubt()
+        claim = Claim()
+        self._moving[id(claim)] = weakref.ref(claim)
+        return claim
+
+    def _doubt(self) -> None:
+        """Mark all unanswered tickets as doubtful if a call was interrupted."""
+        ended = [key for key in list(self._moving) if (moving := self._moving.get(key)) is not None and not moving()]
+        if not ended:
+            return
         for number in list(self._again):
             self.unanswered.pop(number, None)
-        self._doubtful.update(self.unanswered)
+        self._doubtful.update(list(self.unanswered))
         self._again.clear()
-        self.torn = False
-
-    def _forget(self, sequence: int) -> None:
-        super()._forget(sequence)
-        self.unanswered.pop(sequence, None)
+        for key in ended:
+            self._moving.pop(key, None)
 
 
 class _Caller(SocketCaller):
@@ -286,8 +330,7 @@ class _Caller(SocketCaller):
 
     def __call__(self, row: NDArray[Any] | bytes | None, sequence: int, seconds: float) -> Any:
         engine, place = self._engine, self._place
-        incarnation, arrived = engine.incarnation, engine.arrived
-        if self._incarnations.item(0) != incarnation or self._states.item(0) != SERVING:
+        if self._incarnations.item(0) != engine.incarnation or self._states.item(0) != SERVING:
             return NOT_SENT
         if row is not None and not place.write(row):
             return NOT_FIT
@@ -297,13 +340,14 @@ class _Caller(SocketCaller):
         if seconds < LOOK_AFTER and not self._socket.poll(int(seconds * 1000 + 0.999)):
             return NOT_ANSWERED
         engine.receive_one()
-        if len(arrived) != 1 or arrived[0][_SEQUENCE] != PREFIX + sequence.to_bytes(8, "little"):
-            return NOT_ANSWERED  # not yet: the lane reads what arrived while it waits
-        if arrived[0][_CODE] != OK:
-            for answer in engine.answers():
-                self._message, self._reply = answer.message, answer
-                return answer.code
-            return NOT_ANSWERED  # not yet: it is sent again
-        engine.unanswered.pop(sequence, None)
-        self._reply = arrived.popleft()
+        if (reply := engine.only(sequence)) is not None:
+            self._reply = reply
+            return place.copied()
+        if (answer := engine.taken(sequence)) is None:
+            return NOT_ANSWERED  # not yet: the lane reads what arrived while it waits, or sends it again
+        if answer.sequence == 0:
+            raise ProtocolMismatch(answer.message)
+        self._message, self._reply = answer.message, answer
+        if answer.code:
+            return answer.code
         return place.copied()

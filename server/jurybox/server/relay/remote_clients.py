@@ -279,7 +279,7 @@ class HeldLane:
         if self._native is not None:
             self._native.close()
         memory = self._inputs.memory(), self._outputs.memory()
-        self._native = native.RelayLane(link, engines, self.granted.lease, self._first, self._rows, *memory)
+        self._native = native.RelayLane(link, engines, self.granted.lease, self._first, self._rows, *memory, PREFIX)
         self._native_for, self._sender = (link, able), sender
         return True
 
@@ -314,19 +314,19 @@ class HeldLane:
         engines = self._native_for[1]
         for at, number, sequence, first, rows, version, client, submitted, deadline in self._native.hand_over():
             ticket = InFlight(number, self._first + first, rows, deadline, version)
-            ticket.holder = self._this
+            ticket.owner = self._this
             self.lane.adopt(ticket, *engines[at], submitted)
             came = InlineTicket(self._sender, sequence, 0, first, rows, version, client)
             self._busy[first : first + rows] = b"\1" * rows
             self._in_flight[sequence] = (came, ticket)
-        self.lane.sequence = max(self.lane.sequence, self._native.number)
+        self.lane.advance(self._native.number)
 
     def _give(self) -> None:
         """If nothing is in flight here and the engines are the same, let the native lane handle the next tickets."""
         if self._native is None or self._native_for is None or self._in_flight or self.lane.in_flight:
             return
         if self._native_for[1] == self.lane.able():
-            self._native.take_over(self.lane.sequence)
+            self._native.take_over(self.lane.advance())
 
     def watch(self, loop: asyncio.AbstractEventLoop, words: Words, arrived: Callable[[], None]) -> None:
         """Have answers signalled to `words`, or with a transport other than shm, by `arrived` in the loop's thread."""

@@ -84,9 +84,9 @@ class DirectLane:
         self._paused = 0.0
         self._returning = ReturnTracker()
         self._gathered: asyncio.TimerHandle | None = None  # sends the ticket that waits for more requests
-        self.rows = lane.rows
-        self.first = lane.find(self.rows) or 0
-        lane.hold(self)
+        self._run = run = lane.take(lane.rows)
+        assert run is not None
+        self.first, self.rows = run.first, run.rows
         inputs, outputs = PlainRows(lane.columns, "inputs"), PlainRows(lane.columns, "outputs")
         self._native = native.InferLane(
             self.first, self.rows, lane.engines, inputs.memory(), outputs.memory(), self._arrived
@@ -131,7 +131,7 @@ class DirectLane:
         self._give_back(0)  # requests of an incarnation that has ended, if `_look` has not returned them yet
         first = [engine for engine in order if engine in self._engines]
         engines = [self._engines[engine] for engine in dict.fromkeys([*first, *self._engines])]
-        self._native.attach(engines, self._lane.sequence)
+        self._native.attach(engines, self._lane.advance())
         self._detached = False
 
     def close(self) -> None:
