@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from tests.serving import serving, wait_until
-from tests.unit.engine.test_device_served import CPU, Arena, Plus, noted, served, slot_of, tickets
+from tests.unit.engine.test_device_served import CPU, Arena, Plus, noted, recovered, served, slot_of, tickets
 
 from jurybox.client import ModelFailed
 from jurybox.protocol import TensorSpec
@@ -324,6 +324,7 @@ def test_a_batch_that_did_not_fit_is_freed_before_its_halves_are_computed():
     batches, answers = noted()
     with torch.inference_mode():
         batches.run(slot, tickets((0, 1), (1, 1), (2, 1), (3, 1)), 4, 0)
+        recovered(batches, slot)
     assert [code for _, code, _ in answers] == [Code.OK, Code.OK]
     assert alive == [[]]
 
@@ -370,7 +371,9 @@ def test_a_failed_batchs_frames_are_freed_at_once():
     module = Negative()
     batches, answers = noted()
     with torch.inference_mode():
-        batches.run(device_slot(Arena(), module), tickets((0, 1), (1, 1)), 2, 0)
+        slot = device_slot(Arena(), module)
+        batches.run(slot, tickets((0, 1), (1, 1)), 2, 0)
+        recovered(batches, slot)
     assert [code for _, code, _ in answers] == [Code.MODEL_FAILED] * 2
     assert len(module.tried) == 3 and all(each() is None for each in module.tried)
 
@@ -459,7 +462,7 @@ def test_an_error_of_a_model_on_a_sound_gpu_is_that_models_alone(sound):
         batches.run(slot, tickets((0, 1)), 1, 0)
         assert sound == [GPU]
         batches.run(slot, tickets((4, 4), (8, 4)), 8, 0)  # out of memory: nothing is wrong with the device
-        batches.land_all()
+        recovered(batches, slot)
     assert [code for _, code, _ in answers] == [Code.MODEL_FAILED, Code.OK, Code.OK] and sound == [GPU]
 
 

@@ -18,7 +18,9 @@ from jurybox.protocol.spec import ModelSpec
 from jurybox.server.batch_cost import BatchCost
 from jurybox.server.engine.device import Batch, DeviceLost, DeviceServed, device_error, forget_frames
 from jurybox.server.engine.device_regions import DeviceRegions
+from jurybox.server.engine.forward_timeout import ForwardTimeout, limited
 from jurybox.server.engine.queues import Queue
+from jurybox.server.engine.recovery import Recovery
 from jurybox.server.engine.served import OUT_OF_MEMORY, Outcome, Served
 from jurybox.server.logs import traced
 
@@ -83,6 +85,7 @@ class Runs(Protocol):
     """The interface of what a slot runs: `Served`, or a group of models that are computed together."""
 
     spec: ModelSpec
+    forward_timeout: float  # seconds after which a batch fails, as far as its forward runs Python; 0: never
 
     @property
     def version(self) -> int: ...
@@ -185,6 +188,7 @@ class Batches:
         one_ns: the same for a batch of one row; the least possible if all batches had the same number of rows.
         regions: the rows that clients have bound to device memory; None if this engine does not support it.
         under_way: the number of batches in flight: begun and not yet answered.
+        recovery: the parts of failed batches that are still to be computed, by `recover`.
     """
 
     def __init__(
@@ -209,6 +213,7 @@ class Batches:
         self._flights: deque[_Flight] = deque()  # oldest first
         self._landed = 0
         self.under_way = 0
+        self.recovery = Recovery()
 
     def run(self, slot: Slot, tickets: NDArray[Any], rows: int, version: int) -> None:
         """Compute and answer a batch. On a device, begin it, and answer the oldest one if enough are in flight.
@@ -220,6 +225,24 @@ class Batches:
             self._begin(slot, slot.served, tickets.copy(), rows, version)
         else:
             self._compute(slot, tickets, rows, version)
+
+    def recover(self, slot: Slot) -> None:
+        """Compute and answer the next part of a slot's failed batches, by itself.
+
+        Raises:
+            DeviceLost: see `run`.
+        """
+        part, late = self.recovery.next(slot, self._clock())
+        if len(late):
+            self.expire(slot, late)
+        if part is not None:
+            self.land_all()  # its rows get all the memory
+            self._compute(slot, part.tickets, int(part.tickets["rows"].sum()), part.version)
+
+    def expire(self, slot: Slot, late: NDArray[Any]) -> None:
+        """Answer tickets whose deadline has passed."""
+        slot.counters.add("expired", late)
+        self._answer(late, Code.TIMEOUT, slot.served.version, "the deadline passed before the ticket's turn came")
 
     def land(self, *, wait: bool = False) -> bool:
         """Answer the oldest batch in flight if it is done; return False if none is in flight.
@@ -261,7 +284,11 @@ class Batches:
         try:
             if self.regions and not isinstance(slot.served, DeviceServed) and self.regions.of(tickets) is not None:
                 raise Refused("this model reads no device memory any more: it was loaded anew. Take rows again")
-            outcome = slot.served.run(tickets, rows, version)
+            if slot.served.forward_timeout:
+                with limited(slot.served.forward_timeout):
+                    outcome = slot.served.run(tickets, rows, version)
+            else:
+                outcome = slot.served.run(tickets, rows, version)
         except BaseException as error:  # noqa: BLE001  see `land`
             failure = error
         else:
@@ -273,7 +300,8 @@ class Batches:
         began = self._clock()
         failure = None
         try:
-            batch = served.begin(tickets, rows, version)
+            with limited(served.forward_timeout):
+                batch = served.begin(tickets, rows, version)
         except BaseException as error:  # noqa: BLE001  see `land`
             failure = error
         if failure is not None:
@@ -304,7 +332,7 @@ class Batches:
         slot.cost.observe(computed, took)
 
     def _not_computed(self, slot: Slot, tickets: NDArray[Any], version: int, outcome: Outcome) -> NDArray[Any]:
-        """Answer the tickets of a batch that failed individually; return the others."""
+        """Answer the tickets of a batch that failed individually, and plan the recovery of others; return the rest."""
         others = np.ones(len(tickets), np.bool_)
         for numbers, error in outcome.errors:
             left = [number for number in numbers if others[number] and number not in outcome.refused]
@@ -319,6 +347,10 @@ class Batches:
                 slot.counters.add("failed" if code == Code.ROW_FAILED else "refused", one)
                 for answered, used in slot.answers(one, version):
                     self._answer(answered, code, used, message)
+        again = [number for number in sorted(outcome.again) if others[number]]
+        if again:
+            others[again] = False
+            self.recovery.add(slot, _halves(tickets[again]), int(tickets["version"][0]))
         return tickets[others].copy()
 
     def _failed(self, slot: Slot, tickets: NDArray[Any], rows: int, version: int, error: BaseException) -> None:
@@ -349,10 +381,10 @@ class Batches:
         ) from lost
 
     def _recover(self, slot: Slot, tickets: NDArray[Any], rows: int, version: int, error: BaseException) -> None:
-        """Recover from a batch that was not computed.
+        """Plan the recovery from a batch that was not computed.
 
         If memory ran out, halve this batch and lower the limit for later ones. Otherwise compute its parts separately,
-        so that only the callers whose rows caused the error receive it.
+        so that only the callers whose rows caused the error receive it. Each part has a turn of its own.
         """
         if isinstance(error, OUT_OF_MEMORY) and len(tickets) > 1:
             slot.queue.max_batch = max(rows // 2, int(tickets["rows"].max()))
@@ -360,17 +392,13 @@ class Batches:
             self._report("out of memory, batches halved", model=name, max_batch=slot.queue.max_batch)
             forget_frames(error)
             slot.served.free_memory()
-            half = len(tickets) // 2
-            parts: Sequence[NDArray[Any]] = (tickets[:half].copy(), tickets[half:].copy())
-        elif len(parts := slot.parts(tickets)) == 1:
-            if len(tickets) == 1 or isinstance(error, (*self._mine, VersionNotHeld)):
-                self._fail(slot, tickets, error)
-                return
-            # Halving isolates the rows that the model fails on: the callers of the other rows get their answers.
-            half = len(tickets) // 2
-            parts = (tickets[:half].copy(), tickets[half:].copy())
-        for part in parts:
-            self._compute(slot, part, int(part["rows"].sum()), version)
+        elif len(parts := slot.parts(tickets)) > 1:
+            self.recovery.add(slot, parts, version)
+            return
+        elif len(tickets) == 1 or isinstance(error, (*self._mine, VersionNotHeld, ForwardTimeout)):
+            self._fail(slot, tickets, error)
+            return
+        self.recovery.add(slot, _halves(tickets), version)
 
     def _fail(self, slot: Slot, tickets: NDArray[Any], error: BaseException) -> None:
         name = slot.name(tickets)
@@ -379,7 +407,11 @@ class Batches:
             self._report("weights version not held", model=name, error=said(error), tickets=len(tickets))
             self._refuse(slot, tickets, error.code, said(error))
             return
-        message = plain(error) if isinstance(error, ModelFailed) else f"model {name!r} raised {said(error)}"
+        if isinstance(error, ForwardTimeout):
+            rows = int(tickets["rows"].sum())
+            message = f"model {name!r} failed on {rows} rows: {said(error)}; raise models.{name}.forward_timeout"
+        else:
+            message = plain(error) if isinstance(error, ModelFailed) else f"model {name!r} raised {said(error)}"
         slot.counters.add("failed", tickets)
         fields: dict[str, Any] = {"model": name, "error": message, "tickets": len(tickets)}
         now = self._clock()
@@ -394,6 +426,15 @@ class Batches:
         """Answer tickets with an error and the newest version, which is another one for each member of a group."""
         for answered, newest in slot.answers(tickets, slot.served.version):
             self._answer(answered, code, newest, message)
+
+
+def _halves(tickets: NDArray[Any]) -> list[NDArray[Any]]:
+    """Return copies of the two halves of several tickets; a single one stays whole.
+
+    Halving isolates the rows that the model fails on: the callers of the other rows get their answers.
+    """
+    half = len(tickets) // 2
+    return [part.copy() for part in (tickets[:half], tickets[half:]) if len(part)]
 
 
 # ----

@@ -87,6 +87,7 @@ class Engine:
         self._tracker = native.ArrivalTracker(len(scoreboard.lanes))
         self._counters: dict[int, Counters] = {}
         self._batches = batches(self._answer, self._tracker, clock, report, interruptible=interruptible)
+        self._recovery = self._batches.recovery
         self._limits = np.zeros(MAX_MODELS, np.uint32)
         self._arenas = np.zeros(MAX_MODELS, np.uint32)
         self._admission = native.Admission(scoreboard.lanes, self._limits, self._arenas)
@@ -141,7 +142,7 @@ class Engine:
         """
         self._batches.land_all()
         for model, slot in self.slots.items():
-            self._admission.leave(slot.queue.withdraw(model))
+            self._admission.leave(self._withdraw(slot, model)[0])
             slot.counters.waiting(slot.queue.rows)
 
     def install(self, model: int, served: Served, min_batch: int = 1, max_wait_ns: int = 0, arena: int = 0) -> None:
@@ -164,10 +165,11 @@ class Engine:
         self._batches.land_all()
         earlier = self.slots.get(model)
         if earlier is not None and earlier is not slot:
-            if len(waiting := earlier.queue.withdraw(model)):
+            waiting, pinned = self._withdraw(earlier, model)
+            if len(waiting):
                 if int(self._arenas[model]) == arena:
                     slot.queue.push(waiting)
-                    slot.queue.pinned |= earlier.queue.pinned
+                    slot.queue.pinned |= pinned
                 else:  # their rows are in an arena that the new model does not read
                     self._answer(waiting, Code.STALE_LEASE, 0, _REFUSALS[Code.STALE_LEASE])
                     slot.counters.waiting(slot.queue.rows)
@@ -205,7 +207,7 @@ class Engine:
         self._resting[model] = slot, int(self._limits[model])
         self._limits[model] = 0
         self._unserved[model] = (Code.SLEEPING, message)
-        if len(waiting := slot.queue.withdraw(model)):
+        if len(waiting := self._withdraw(slot, model)[0]):
             self._answer(waiting, Code.SLEEPING, 0, message)
         slot.counters.waiting(0)
         self._hold(model, None)
@@ -232,11 +234,17 @@ class Engine:
         slot = self.slots.get(model)
         if slot is None:
             return
-        if len(waiting := slot.queue.withdraw(model)):
+        if len(waiting := self._withdraw(slot, model)[0]):
             self._answer(waiting, code, 0, message or f"model {slot.name(waiting)!r} was unloaded")
         slot.release()
         self._hold(model, None)
         self._forget_counters(model)
+
+    def _withdraw(self, slot: Slot, model: int) -> tuple[NDArray[Any], bool]:
+        """Remove and return a model's tickets in a slot, and whether one may ask for a weights version."""
+        failed = self._batches.recovery.remove(slot, "model", model)
+        pinned = slot.queue.pinned or bool(failed["version"].any())
+        return np.concatenate((failed, slot.queue.withdraw(model))), pinned
 
     def _forget_counters(self, model: int) -> None:
         self._counters.pop(model, None)
@@ -270,7 +278,8 @@ class Engine:
             slot.forget(lease)
         for slot in self._queues:
             slot.forget(lease)
-            if len(dropped := slot.queue.drop(lane)):
+            dropped = np.concatenate((self._batches.recovery.remove(slot, "lane", lane), slot.queue.drop(lane)))
+            if len(dropped):
                 self._answer(dropped, Code.STALE_LEASE, 0, _REFUSALS[Code.STALE_LEASE])
                 slot.counters.waiting(slot.queue.rows)
 
@@ -292,15 +301,20 @@ class Engine:
                 return self._batches.land()
             self._computing[0] = 0
             return False
-        queue, served = slot.queue, slot.served
-        if self._tracker.overdue and self._pause is not None and not self._batches.under_way:
+        queue = slot.queue
+        recovers = self._recovery.waits(slot)
+        if self._tracker.overdue and self._pause is not None and not self._batches.under_way and not recovers:
             self._wait_for_more(slot, now)
         if (late := queue.expired(now)) is not None:
-            slot.counters.add("expired", late)
-            self._answer(late, Code.TIMEOUT, served.version, "the deadline passed before the ticket's turn came")
-            if not len(queue):
-                slot.counters.waiting(0)
+            self._batches.expire(slot, late)
+            slot.counters.waiting(queue.rows)
+            if not len(queue) and not recovers:
                 return True
+        if recovers:
+            self._show_wait(1 + self._batches.under_way)
+            self._computing[0] = slot.shown or self._recovery.model(slot) + 1
+            self._batches.recover(slot)
+            return True
         waiting = queue.rows
         version = queue.waiting["version"].item(0) if queue.pinned else 0
         tickets = queue.take()
@@ -324,6 +338,8 @@ class Engine:
 
     def ready_in(self) -> int | None:
         """Return the nanoseconds until a held-back batch is due; None if no tickets wait."""
+        if self._recovery:
+            return 0
         due = None
         for slot in self._queues:
             if not slot.queue.rows:
@@ -371,12 +387,21 @@ class Engine:
             tickets = tickets[~same]
 
     def _next(self, now: int) -> Slot | None:
-        """Return the due slot whose oldest ticket has waited longest; None if no slot is due."""
-        if len(self._queues) == 1:
+        """Return the due slot whose oldest ticket has waited longest; None if no slot is due.
+
+        A slot that recovers from a failed batch counts as waiting since its last part was computed, so that whatever
+        arrived before that comes first.
+        """
+        recovery = self._recovery
+        if len(self._queues) == 1 and not recovery:
             (slot,) = self._queues
             return slot if slot.queue.rows and slot.queue.ready_in(now) == 0 else None
-        due = [slot for slot in self._queues if slot.queue.ready_in(now) == 0]
-        return min(due, key=lambda slot: int(slot.queue.waiting["submitted"][0]), default=None)
+        due = [slot for slot in self._queues if recovery.waits(slot) or slot.queue.ready_in(now) == 0]
+
+        def since(slot: Slot) -> int:
+            return recovery.since(slot) if recovery.waits(slot) else int(slot.queue.waiting["submitted"][0])
+
+        return min(due, key=since, default=None)
 
     def _show_wait(self, batches: int) -> None:
         """Publish the expected wait of a new ticket of few rows, for clients that choose between engines.
@@ -386,6 +411,7 @@ class Engine:
         """
         for slot in self._queues:
             batches += slot.queue.rows // slot.queue.max_batch
+        batches += len(self._recovery) if self._recovery else 0
         # Not the mean for its own batch: an engine that got larger batches than another one is not slower.
         self._shown[0] = int(self._batches.mean_ns * batches + self._batches.one_ns)
 

@@ -49,6 +49,7 @@ class ModelOrder:
     max_batch: int
     min_batch: int
     max_wait_us: int
+    forward_timeout: float | None
     group: str | None
     publish: str | None
     keep_versions: int

@@ -91,6 +91,7 @@ class ModelLoader:
         engine: the core that the models are installed in.
         report: logs an event, called with (event, fields).
         factories: the factories that the configuration names; None: any. See `model_code.load`.
+        beat: shows that the engine is alive; called in the loop's thread within long turns.
     """
 
     def __init__(
@@ -101,8 +102,10 @@ class ModelLoader:
         engine: Engine,
         report: Callable[..., None] = lambda event, **fields: None,
         factories: Collection[str] | None = None,
+        beat: Callable[[], None] = lambda: None,
     ) -> None:
         self._report = report
+        self._beat = beat
         self._factories = factories
         self._device = device
         self._tell = tell
@@ -275,6 +278,7 @@ class ModelLoader:
                 if not served.shapes:
                     served.shapes, served.agreeing = tuple(ladder(settings.max_batch)), False
             served.published = bool(weights)
+            served.forward_timeout = settings.forward_timeout or 0.0
             _warm_up(served, unplaced.model.example)
             if isinstance(unplaced.model.module, Compiled):
                 unplaced.model.module.seal()
@@ -340,7 +344,9 @@ class ModelLoader:
             if settings.group:
                 raise LoadError(f"model {name!r} has rows that differ in size, or state: it cannot be in a group")
             lanes = self._engine.scoreboard.lanes
-            return OpenServed(name, model, columns, settings.max_batch, self._device, compute, lanes, shapes)
+            served = OpenServed(name, model, columns, settings.max_batch, self._device, compute, lanes, shapes)
+            served.beat = self._beat
+            return served
         # A group stacks its members' batches itself, so its members need no DeviceServed.
         plain_host = self._device.type == "cpu" and FAKE not in os.environ
         if plain_host or settings.group or shapes:

@@ -33,6 +33,9 @@ class OpenServed(Served):
 
     Args:
         lanes: the scoreboard's records of the lanes (scoreboard.LANE), which contain the first session of each.
+
+    Attributes:
+        beat: called between two forwards of tickets that must be divided within a turn.
     """
 
     def __init__(
@@ -47,6 +50,7 @@ class OpenServed(Served):
         shapes: Sequence[int] = (),
     ) -> None:
         super().__init__(name, model, columns.inputs, columns.outputs, max_batch, device, compute, columns, shapes)
+        self.beat: Callable[[], None] = lambda: None
         self._open: Columns = columns
         self._collate = model.collate
         self._max_padding = model.max_padding
@@ -158,12 +162,12 @@ class OpenServed(Served):
             self._states.sort(batch, outcome, found)
         for number, wave in enumerate(batch.waves()):
             if number and self._states is not None:
-                wave = self._states.still(wave, batch, outcome)  # noqa: PLW2901
+                wave = self._states.still(batch.not_behind(wave, outcome.again), batch, outcome)  # noqa: PLW2901
             for group in self._groups(wave, batch):
                 self._compute_group(group, fixed, batch, outcome)
         for number, refusal in refuse_rows(self._open, tickets, batch.failed).refused.items():
             outcome.refused.setdefault(number, refusal)
-        return outcome if outcome.refused or outcome.errors else None
+        return outcome if outcome.refused or outcome.errors or outcome.again else None
 
     def _try(self, rows: int, given: Mapping[str, Any]) -> None:
         with torch.inference_mode(False):  # inference tensors do not count writes
@@ -201,6 +205,7 @@ class OpenServed(Served):
             if len(still := wave[idle[wave]]):
                 assert self._states is not None
                 self._states.without_forward(still, batch)
+                batch.begun(still)
             wave = wave[~idle[wave]]
         if self._alone:
             return [wave[at : at + 1] for at in range(len(wave))]
@@ -246,6 +251,11 @@ class OpenServed(Served):
     def _compute_group(
         self, group: NDArray[np.intp], fixed: Mapping[str, torch.Tensor], batch: BatchRows, outcome: Outcome
     ) -> None:
+        """Compute rows, and add to `outcome` what could not be computed.
+
+        The model may fail on one ticket only, or on too many rows: the tickets of a group that failed are computed
+        again, in other turns. Tickets with a session that has made its step cannot be: they are divided here.
+        """
         try:
             failed, following = self._computed_group(group, fixed, batch)
         except Exception as error:
@@ -257,7 +267,7 @@ class OpenServed(Served):
             if self._states is not None:
                 good = [row for row in range(len(group)) if row not in failed] if failed else None
                 self._states.after(group, good, following)
-                batch.stepped = True
+                batch.begun(group)
             return
         if isinstance(failure, OUT_OF_MEMORY):
             # The whole batch cannot be computed again, since some sessions have made their step.
@@ -269,10 +279,12 @@ class OpenServed(Served):
         del failure  # it refers to this frame, so that only the garbage collector would free the two
         if len(numbers) == 1:
             return
-        # The model may fail on one ticket only, or on too many rows: halving answers the others.
-        halves = np.isin(batch.owner[group], numbers[: len(numbers) // 2])
-        for half in (group[halves], group[~halves]):
-            self._compute_group(half, fixed, batch, outcome)
+        outcome.again.update(set(numbers) - batch.stepped)
+        here = [number for number in numbers if number in batch.stepped]
+        for half in (here[: len(here) // 2], here[len(here) // 2 :]):
+            if half:
+                self.beat()
+                self._compute_group(group[np.isin(batch.owner[group], half)], fixed, batch, outcome)
 
     def _computed_group(
         self, group: NDArray[np.intp], fixed: Mapping[str, torch.Tensor], batch: BatchRows

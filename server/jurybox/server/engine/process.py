@@ -163,6 +163,7 @@ class EngineProcess:
             self._engine,
             self._log.warning,
             orders["factories"],
+            lambda: self._beat(time.monotonic_ns()),
         )
         self._regions = DeviceRegions(self._device)
         self._loader.regions = self._regions

@@ -58,10 +58,12 @@ class Outcome:
     Attributes:
         refused: tickets by their number in the batch, each with a code and a message; the others were answered.
         errors: tickets that failed with an exception of the model, together.
+        again: tickets whose rows failed together with those of others, and are to be computed again in other turns.
     """
 
     refused: dict[int, tuple[Code, str]] = field(default_factory=dict)
     errors: list[tuple[list[int], BaseException]] = field(default_factory=list)
+    again: set[int] = field(default_factory=set)
 
 
 class Served:
@@ -79,6 +81,7 @@ class Served:
     Attributes:
         agreeing: whether warm-up keeps only the shapes that compute the same bytes for a row.
         published: whether weights will be published. Warm-up then compares the shapes with random weights, too.
+        forward_timeout: seconds after which a batch fails, as far as its forward runs Python; 0: never.
     """
 
     def __init__(
@@ -102,6 +105,7 @@ class Served:
         self.shapes = tuple(shapes)
         self.agreeing = True
         self.published = False
+        self.forward_timeout = 0.0
         self._compute = compute
         self._by_name = takes_names(self.module, [*self.spec.inputs, *self.spec.state])
         self._names = (*self.spec.outputs, *self.spec.state)

@@ -38,7 +38,7 @@ class BatchRows:
         places: (rows,) the index of each row in the arena.
         owner: (rows,) the number of its ticket in the batch.
         failed: why rows are not computed, by their number.
-        stepped: whether the sessions of some rows have made their step.
+        stepped: the numbers of tickets of which a session has made its step.
         idle: (rows,) whether a row only reads or writes its state; None: none does.
         records: (rows,) of arena.SESSION if the model has sessions; `slots` (rows,) are the indices of their states.
     """
@@ -51,7 +51,7 @@ class BatchRows:
         self.owner = np.repeat(np.arange(len(tickets)), counts)
         self.places = np.repeat(tickets["first"].astype(np.intp) - starts, counts) + np.arange(rows)
         self.failed: dict[int, str] = {}
-        self.stepped = False
+        self.stepped: set[int] = set()
         self.idle: NDArray[np.bool_] | None = None
         self.records: NDArray[Any] | None = None
         self.slots: NDArray[np.intp] = self.places
@@ -61,6 +61,24 @@ class BatchRows:
     def tickets_of(self, group: NDArray[np.intp]) -> list[int]:
         """Return the numbers of the tickets that have rows in a group."""
         return [int(number) for number in np.unique(self.owner[group])]
+
+    def begun(self, group: NDArray[np.intp]) -> None:
+        """Record that the sessions of these rows have made their step."""
+        self.stepped.update(self.tickets_of(group))
+
+    def not_behind(self, wave: NDArray[np.intp], again: set[int]) -> NDArray[np.intp]:
+        """Return the rows of a later wave without those of tickets that must wait for an earlier one in `again`.
+
+        These tickets are added to `again`.
+        """
+        if not again:
+            return wave
+        held = set(self.slots[np.isin(self.owner, list(again))].tolist())
+        for number in self.tickets_of(wave):
+            mine = self.slots[wave[self.owner[wave] == number]].tolist()
+            if not held.isdisjoint(mine):
+                again.add(number)
+        return wave[~np.isin(self.owner[wave], list(again))]
 
     def waves(self) -> list[NDArray[np.intp]]:
         """Return the rows in waves to compute one after another: a session's later ticket is in a later wave."""
@@ -253,7 +271,6 @@ class States:
             if (stores := (flags & STORE) != 0).any():
                 self._columns.state_out[name][places[stores]] = value[torch.from_numpy(stores)].cpu().numpy()
         self.after(group, None, state)
-        batch.stepped = True
 
     def _refuse(self, batch: BatchRows, outcome: Outcome, lost: NDArray[np.bool_]) -> None:
         """Refuse whole tickets with lost sessions; the reasons in the arena mark the rows concerned."""

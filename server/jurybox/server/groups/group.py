@@ -138,11 +138,13 @@ class Grouped:
 
     Attributes:
         hole, fewest: as `plan` takes them.
+        forward_timeout: the shortest of the members', since they share their forwards; 0: none has one.
     """
 
     def __init__(self, name: str, spec: ModelSpec, device: torch.device, compute: torch.dtype | None) -> None:
         self.spec = ModelSpec(name, spec.inputs, spec.outputs)
         self.version = 0  # every member has its own
+        self.forward_timeout = 0.0
         self.members: Sequence[Member] = ()
         self._device = device
         self._compute = compute
@@ -157,6 +159,8 @@ class Grouped:
         """Set the members, in the order of the stacks; call it between two batches."""
         self.members, self.stacks = list(members), stacks
         self._forward = stacked_forward(members[0].module)
+        limits = [member.served.forward_timeout for member in members if member.served.forward_timeout]
+        self.forward_timeout = min(limits, default=0.0)
         for place, member in enumerate(members):
             self._place[member.model] = place
             member.served.weights_updater = MemberWeights(self, place)

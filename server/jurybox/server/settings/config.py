@@ -290,6 +290,7 @@ class ModelSettings(_Strict):
     max_batch: int = Field(default=64, ge=1, le=65536)
     min_batch: int = Field(default=1, ge=1, le=65536)
     max_wait_us: int = Field(default=0, ge=0, le=1_000_000)
+    forward_timeout: float | None = Field(default=None, gt=0.0, le=86_400.0)
     rows: int = Field(default=0, ge=0, le=1 << 24)
     lane_rows: int = Field(default=0, ge=0, le=1 << 24)
     group: Annotated[str, Field(min_length=1, max_length=128)] | None = None
