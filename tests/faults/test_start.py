@@ -2,6 +2,8 @@
 
 import gc
 import os
+import signal
+import socket
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +13,9 @@ from tests.models import affine
 from tests.serving import launch, segments, serving, wait_until
 
 from jurybox.server.inproc import InprocServer
+from jurybox.server.settings.config import Settings
+from jurybox.server.settings.endpoints import CannotListen
+from jurybox.server.supervisor.run import require_free
 
 
 @pytest.fixture(scope="module")
@@ -19,6 +24,11 @@ def server(tmp_path_factory):
     models = {**MODELS, "broken": {"factory": "tests.models:broken"}}
     with leaving_nothing(), serving(tmp_path_factory.mktemp("server"), models) as running:
         yield running
+
+
+def free_port():
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return probe.getsockname()[1]
 
 
 def ended(running, timeout=60):
@@ -104,6 +114,67 @@ def test_a_dry_run_reports_what_it_tried_and_not_that_it_serves(tmp_path, nothin
     code, text = tried({"affine": MODELS["affine"], "broken": {"factory": "tests.models:broken"}})
     assert (code, "supervisor serving" in text) == (3, False)
     assert "dry run done, some models failed" in text and "failed=broken" in text and "broken (" not in text
+
+
+def test_a_dry_run_works_beside_the_server_of_the_same_configuration(tmp_path, nothing_left):
+    """Which holds its address, its ports and the folders of its weights."""
+    models = {"affine": {"factory": "tests.models:affine", "publish": "double_buffer", "save_dir": str(tmp_path / "w")}}
+    ports = {name: f"127.0.0.1:{free_port()}" for name in ("http", "grpc", "tcp", "robots")}
+    robots = f'[robots.arm]\nmodel = "affine"\nlisten = "{ports.pop("robots")}"\n'
+    with serving(tmp_path, models, more=robots, **ports) as first:
+        code, text = ended(launch(tmp_path, models, flags=["--dry-run"], more=robots, **ports), 90)
+        assert code == 0 and "dry run done, all models work" in text, text
+        assert f"address=ipc://{tmp_path}/engine " in text and f"http={ports['http']} " in text  # what would be used
+        with first.connect() as client:
+            assert client.model("affine")(np.ones(4, np.float32)).tolist() == [3, 3, 3, 3]
+
+
+@pytest.mark.parametrize("door", ["http", "grpc", "tcp", "robots", "dialects"])
+def test_a_taken_port_is_noticed_before_anything_is_started(monkeypatch, door):
+    monkeypatch.setattr("jurybox.server.supervisor.run._DYING", 0.1)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        where = f"127.0.0.1:{port}"
+        tables = {
+            "robots": {"arm": {"model": "affine", "listen": where}},
+            "dialects": {"cosmos": {"model": "affine", "port": port}},
+        }
+        off = {"http": "", "grpc": "", "tcp": ""}
+        own = {"server": {**off, door: where}} if door in off else {"server": off, door: tables[door]}
+        settings = Settings.model_validate({"models": {"affine": {"factory": "tests.models:affine"}}, **own})
+        with pytest.raises(CannotListen, match=rf":{port}: port {port} is in use by another program; set .*{door}\b"):
+            require_free(settings)
+    require_free(settings)
+
+
+def test_a_server_with_a_taken_port_ends_without_loading_a_model(tmp_path, nothing_left):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        where = f"127.0.0.1:{taken.getsockname()[1]}"
+        code, text = ended(launch(tmp_path, {"affine": {"factory": "tests.models:affine"}}, http=where))
+    assert code == 3 and "set server.http to another host:port" in text and "engine-0" not in text, text
+
+
+@pytest.mark.parametrize("moment", ["its address is taken", "its engine starts", "its engine has no model yet"])
+def test_ctrl_c_while_a_server_starts_prints_one_line(tmp_path, nothing_left, moment):
+    """It also reaches the children, which the terminal interrupts in the midst of their imports."""
+    running = launch(tmp_path, {"slow": {"factory": "tests.models:affine"}}, flags=["--set", "server.log_level=debug"])
+
+    def reached():
+        if moment == "its address is taken":
+            return (tmp_path / "engine.lock").exists()
+        lines = [line for line in running.text().splitlines() if " started role=engine-0" in line]
+        return bool(lines) and (moment == "its engine starts" or "torch" in maps_of(lines[0]))
+
+    def maps_of(line):
+        return Path(f"/proc/{line.rpartition('child=')[2]}/maps").read_text()
+
+    wait_until(reached)
+    before = len(running.text().splitlines())
+    os.killpg(running.process.pid, signal.SIGINT)
+    code, text = ended(running)
+    lines = [line for line in text.splitlines()[before:] if " debug supervisor started" not in line]
+    assert len(lines) == 1 and "interrupted before it served" in lines[0], text
+    assert code in (0, 130)
 
 
 def test_a_server_that_serves_without_some_models_reports_it(server):

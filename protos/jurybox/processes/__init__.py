@@ -19,7 +19,7 @@ import socket
 import struct
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -146,7 +146,7 @@ def spawn(
     ours, theirs = socket.socketpair()
     set_timeouts(ours, _MESSAGE_SECONDS)  # a child that was stopped within a message must not block its parent forever
     variables = {**os.environ, **(environment or {}), _PARENT: str(os.getpid())}
-    with theirs:
+    with theirs, _interrupts_blocked():
         process = subprocess.Popen(
             [python, "-m", module, str(theirs.fileno()), *arguments],
             pass_fds=[theirs.fileno()],
@@ -157,6 +157,16 @@ def spawn(
             env={name: value for name, value in variables.items() if value is not None},
         )
     return process, ControlPipe(ours.detach())
+
+
+@contextlib.contextmanager
+def _interrupts_blocked() -> Iterator[None]:
+    """Block SIGINT, for a child that inherits this: it must not be interrupted in its imports, before it ignores it."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def set_timeouts(end: socket.socket, seconds: float) -> None:
@@ -216,6 +226,7 @@ def attach(fd: int) -> ControlPipe:
     gc.enable()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # for its own children; `spawn` has blocked it
     # Passed by `spawn`: after the parent's death getppid would return another process.
     end_with(int(os.environ.pop(_PARENT, os.getppid())))
     return ControlPipe(fd)

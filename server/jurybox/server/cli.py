@@ -4,11 +4,19 @@ from __future__ import annotations
 
 import sys
 
-_USAGE = 2
+_USAGE, _INTERRUPTED = 2, 130
 
 
 def main() -> None:
     """Run the command line and end the process with an exit status of docs/operations.md."""
+    try:
+        _run()
+    except KeyboardInterrupt:  # in an import; commands handle it themselves
+        sys.stderr.write("jurybox: interrupted\n")
+        sys.exit(_INTERRUPTED)
+
+
+def _run() -> None:
     if sys.version_info < (3, 11):
         sys.stderr.write(
             f"jurybox: this is Python {sys.version_info[0]}.{sys.version_info[1]}, which only clients support; the "

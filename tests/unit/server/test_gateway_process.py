@@ -19,7 +19,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
 from jurybox.processes import spawn
-from jurybox.server.gateway.http_server import CannotListen, listen
+from jurybox.server.settings.endpoints import CannotListen, listen
 
 
 class Gateway:
@@ -109,14 +109,14 @@ def test_grpc_alone_answers_health_and_lists_its_services_without_a_server(tmp_p
 
 def test_a_host_that_is_not_ours_cannot_be_listened_on():
     with pytest.raises(CannotListen, match=r"cannot listen on http://192\.0\.2\.1:0"):
-        listen("192.0.2.1:0")  # an address reserved for documentation (RFC 5737)
+        listen("192.0.2.1:0", "server.http")  # an address reserved for documentation (RFC 5737)
 
 
 def test_it_listens_on_ipv6():
     if not socket.has_ipv6:
         pytest.skip("this Python has no IPv6")
     try:
-        listener = listen("[::1]:0")
+        listener = listen("[::1]:0", "server.http")
     except CannotListen:
         pytest.skip("this host has no ::1")
     with listener:

@@ -165,7 +165,7 @@ def doctor(
     raise typer.Exit(_FAILED if failed else 0)
 
 
-_CONFIG = 2
+_CONFIG, _INTERRUPTED = 2, 130
 
 
 class LogFormat(StrEnum):
@@ -192,10 +192,21 @@ def serve(
     log_format: Annotated[LogFormat | None, typer.Option(help="Overrides server.log_format.")] = None,
 ) -> None:
     """Run a server until SIGTERM or SIGINT; a second signal stops it at once."""
+    try:
+        status = _served(config, sets or [], insecure=insecure, dry_run=dry_run, log_format=log_format)
+    except KeyboardInterrupt as error:  # before the server handles signals itself
+        typer.echo("jurybox serve: interrupted before it served", err=True)
+        raise typer.Exit(_INTERRUPTED) from error
+    raise typer.Exit(status)
+
+
+def _served(
+    config: Path | None, sets: list[str], *, insecure: bool, dry_run: bool, log_format: LogFormat | None
+) -> int:
     from jurybox.server.settings.config import ConfigError, load_settings, require_servable
     from jurybox.server.supervisor.interpreters import misfits
 
-    flags = [*(sets or []), *([f"server.log_format={log_format.value}"] if log_format else [])]
+    flags = [*sets, *([f"server.log_format={log_format.value}"] if log_format else [])]
     try:
         settings = load_settings(config, flags)
         require_servable(settings, insecure=insecure)
@@ -216,7 +227,7 @@ def serve(
 
     from jurybox.server.supervisor.run import run
 
-    raise typer.Exit(run(settings, dry_run=dry_run))
+    return run(settings, dry_run=dry_run)
 
 
 app = typer.Typer(

@@ -23,11 +23,11 @@ from grpc_reflection.v1alpha import reflection, reflection_pb2, reflection_pb2_g
 from jurybox import native
 from jurybox.protocol.control_pb2 import StatusMessage, StatusRequest
 from jurybox.server.gateway.grpc_calls import Calls
-from jurybox.server.gateway.http_server import CannotListen, bound_name, listen
+from jurybox.server.gateway.http_server import bound_name
 from jurybox.server.gateway.live import StatusSource
 from jurybox.server.security.access import Access
 from jurybox.server.security.grpc import Direct, Guarding, interceptors, limits, open_port
-from jurybox.server.settings.endpoints import split_host
+from jurybox.server.settings.endpoints import CannotListen, listen, split_host
 
 Readiness = Callable[[], Awaitable[list[str]]]
 
@@ -163,7 +163,7 @@ class GrpcServer:
         self.ended = asyncio.Event()
         self._health = Health([service.name for service in services], readiness)
         self.http2, found = choose_http2(http2)
-        self._listener = listen(address, "grpc")
+        self._listener = listen(address, "server.grpc")
         host, port = split_host(address)[0], self._listener.getsockname()[1]
         self.bound = bound_name(host, port)
         self._calls: Calls | None = None

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
-import socket
 from collections.abc import Generator, Mapping
 from typing import Any
 
@@ -19,48 +17,7 @@ from starlette.types import ASGIApp
 from jurybox.protocol.address import is_loopback
 from jurybox.server.security.access import Access, ByteBudget
 from jurybox.server.security.http import Refusal, guarded
-from jurybox.server.settings.endpoints import split_host
-
-_BACKLOG = 512
-
-
-class CannotListen(OSError):
-    """The address cannot be bound; the message says why and which setting to change."""
-
-
-def listen(address: str, setting: str = "http") -> socket.socket:
-    """Bind and listen on "host:port"; port 0 selects a free port.
-
-    Args:
-        setting: the setting that the address comes from, for messages: "http", "grpc" or "dialects.NAME".
-
-    Raises:
-        CannotListen: the port is in use, or the address is not one of this host.
-    """
-    host, port = split_host(address)
-    try:
-        family, kind, protocol, _, where = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        listener = socket.socket(family, kind, protocol)
-        try:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # bind at once after a restart
-            listener.bind(where)
-            listener.listen(_BACKLOG)
-        except OSError:
-            listener.close()
-            raise
-    except OSError as error:
-        taken = error.errno == errno.EADDRINUSE
-        why = f"port {port} is in use by another program" if taken else error.strerror or str(error)
-        name = {"http": "HTTP", "grpc": "gRPC"}.get(setting)
-        if name is None:
-            raise CannotListen(f"cannot listen on http://{address}: {why}; set another {setting}.port") from error
-        raise CannotListen(
-            f"cannot listen on {setting}://{address}: {why}; set server.{setting} to another host:port, or to '' for "
-            f"no {name}"
-        ) from error
-    return listener
+from jurybox.server.settings.endpoints import listen, split_host
 
 
 def bound_name(host: str, port: int) -> str:
@@ -221,7 +178,7 @@ class HttpServer:
         address: str,
         app: ASGIApp,
         access: Access,
-        setting: str = "http",
+        setting: str = "server.http",
         protocol: type[asyncio.Protocol] | None = None,
         budget: ByteBudget | None = None,
         refusals: Mapping[str, Refusal] | None = None,

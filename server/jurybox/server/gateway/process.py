@@ -74,7 +74,7 @@ async def serve(control_pipe: ControlPipe, orders: dict[str, Any], log: Log) -> 
         for name, (its_app, refusals) in (routes.ports if routes else {}).items():
             budget, listen = access.budget(), orders["dialects"][name]["listen"]
             protocol = with_dialects(protocol_of(oip, budget), budget, access.max_message)
-            dialects[name] = HttpServer(listen, its_app, access, f"dialects.{name}", protocol, budget, refusals)
+            dialects[name] = HttpServer(listen, its_app, access, f"dialects.{name}.port", protocol, budget, refusals)
         rpc = _grpc_server(orders, oip, source, access) if orders["grpc"] else None
         for robot in robots.values():
             await robot.start()

@@ -635,6 +635,13 @@ class Settings(_Strict):
         dialects = {f"dialects.{name}.host": dialect.listen for name, dialect in self.dialects.items()}
         return [*self.server.open_transports(), *self.server.lacking({**robots, **dialects})]
 
+    def doors(self) -> dict[str, Any]:
+        """Return where the server listens, as its "serving" line shows it."""
+        dialects = {name: dialect.listen for name, dialect in self.dialects.items() if dialect.listen}
+        robots = {name: robot.listen for name, robot in self.robots.items()}
+        server = self.server
+        return {"http": server.http, "grpc": server.grpc, "tcp": server.tcp, "robots": robots, "dialects": dialects}
+
     def plain_dialects(self) -> dict[str, dict[str, Any]]:
         """Return the dialects as JSON values for the gateway, with the names of a panel's members."""
         return {

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
+import socket
 
 import zmq
 
@@ -56,6 +58,50 @@ def check_address(text: str) -> str:
     if not port:
         raise ValueError("expected a port of 1 to 65535: clients must know where to connect")
     return text
+
+
+_BACKLOG = 512
+# By setting: the scheme of its addresses, and what they are for.
+_DOORS = {"server.http": ("http", "HTTP"), "server.grpc": ("grpc", "gRPC"), "server.tcp": ("tcp", "relay")}
+
+
+class CannotListen(OSError):
+    """The address cannot be bound; the message says why and which setting to change."""
+
+
+def listen(address: str, setting: str) -> socket.socket:
+    """Bind and listen on "host:port"; port 0 selects a free port.
+
+    Args:
+        setting: the setting that the address comes from, for messages: "server.http", "server.grpc", "server.tcp",
+            "robots.NAME.listen" or "dialects.NAME.port".
+
+    Raises:
+        CannotListen: the port is in use, or the address is not one of this host; `__cause__` is the error.
+    """
+    host, port = split_host(address)
+    try:
+        family, kind, protocol, _, where = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, kind, protocol)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # bind at once after a restart
+            listener.bind(where)
+            listener.listen(_BACKLOG)
+        except OSError:
+            listener.close()
+            raise
+    except OSError as error:
+        taken = error.errno == errno.EADDRINUSE
+        why = f"port {port} is in use by another program" if taken else error.strerror or str(error)
+        if setting in _DOORS:
+            scheme, what = _DOORS[setting]
+            remedy = f"set {setting} to another host:port, or to '' for no {what}"
+        else:
+            scheme, remedy = ("ws" if setting.startswith("robots") else "http"), f"set another {setting}"
+        raise CannotListen(f"cannot listen on {scheme}://{address}: {why}; {remedy}") from error
+    return listener
 
 
 def bind_for_own_user(socket: zmq.Socket[bytes], address: str) -> None:

@@ -179,17 +179,7 @@ class ControlHandlers:
         self._events = events
         self.draining = False
         # As configured; gateway and relay replace it with the addresses that they bound.
-        server = settings.server
-        robots = {name: robot.listen for name, robot in settings.robots.items()}
-        dialects = {name: dialect.listen for name, dialect in settings.dialects.items() if dialect.listen}
-        self.listening: dict[str, Any] = {
-            "http": server.http,
-            "grpc": server.grpc,
-            "grpc_http2": "",
-            "tcp": server.tcp,
-            "robots": robots,
-            "dialects": dialects,
-        }
+        self.listening = {**settings.doors(), "grpc_http2": ""}
         self._panels = settings.plain_panels()
         self.handlers: dict[str, Any] = {
             "hello": self._hello,

@@ -105,8 +105,12 @@ class Supervisor:
         self._sweep_at = time.monotonic() + _DEAD_BY_THEN
         self._ticked = time.monotonic()
 
-    def run(self, *, dry_run: bool) -> int:
-        """Start the children, serve, and return the exit status."""
+    def run(self, rehearsed: Settings | None = None) -> int:
+        """Start the children, serve, and return the exit status.
+
+        Args:
+            rehearsed: in a dry run, which ends when the models have loaded, the settings of the server that is tried.
+        """
         self._poller.register(self._control_socket.socket, zmq.POLLIN)
         self._poller.register(self._signals, zmq.POLLIN)
         try:
@@ -122,7 +126,7 @@ class Supervisor:
                     next_tick = now + _TICK
                     self._limited.flush()
                 if not self._announced and self._exit is None:
-                    self._announce(dry_run=dry_run, late=now > give_up)
+                    self._announce(rehearsed, late=now > give_up)
             return self._exit
         except (Error, OSError) as error:
             self._log.error("failed", error=str(error))
@@ -492,7 +496,7 @@ class Supervisor:
             else:
                 self._engines.engines[engine].send("wake", model=held.index, load=load)
 
-    def _announce(self, *, dry_run: bool, late: bool) -> None:
+    def _announce(self, rehearsed: Settings | None, *, late: bool) -> None:
         """Log that the server is ready, or could not start."""
         states = {held.name: held.state for held in self._models}
         models = ", ".join(f"{name} ({state})" for name, state in states.items())
@@ -502,14 +506,17 @@ class Supervisor:
             self._exit = _COULD_NOT_START
         elif all(child.serving for child in self._children()):
             self._announced = True
+            dry_run, address, doors = rehearsed is not None, self._settings.address, dict(self._control.listening)
+            if rehearsed is not None:
+                address, doors = rehearsed.server.address, doors | rehearsed.doors()
             memory = sum(held.arena.segment.size for held in self._models if held.arena) + self._scoreboard.segment.size
             missing = {"failed": ", ".join(broken)} if broken else {}
             (self._log.warning if broken else self._log.info)(
                 ("dry run done, some models failed" if broken else "dry run done, all models work")
                 if dry_run
                 else ("serving, without models that failed" if broken else "serving"),
-                address=self._settings.address,
-                **{name: where for name, where in self._control.listening.items() if where or name not in _SELDOM},
+                address=address,
+                **{name: where for name, where in doors.items() if where or name not in _SELDOM},
                 devices=", ".join(self._engines.devices),
                 models=", ".join(f"{name} ({state})" for name, state in states.items() if name not in broken),
                 shared_memory_mib=round(memory / 2**20, 1),
@@ -529,7 +536,7 @@ class Supervisor:
 
     def _on_signals(self, count: int) -> None:
         if self._drain_until is not None or not self._announced or count > 1:
-            self._log.info("stopping at once")
+            self._log.info("stopping at once" if self._announced else "interrupted before it served, stopping")
             self._exit = _STOPPED
             return
         self._log.info("draining; a second signal stops at once")
@@ -564,4 +571,5 @@ class Supervisor:
             if path := ipc_path(address):
                 path.unlink(missing_ok=True)
         self._manager.close()
-        self._log.info("stopped", status=self._exit)
+        if self._announced or self._exit != _STOPPED:  # else the line of the interrupt is enough
+            self._log.info("stopped", status=self._exit)

@@ -23,11 +23,12 @@ from websockets.http11 import Request, Response
 from jurybox.client import SessionLost, SpecMismatch
 from jurybox.client.chunks import ANSWER_WITHIN, REPORT
 from jurybox.protocol.errors import Busy, Error, plain, said
-from jurybox.server.gateway.http_server import GRACE, CannotListen, bound_name, listen
+from jurybox.server.gateway.http_server import GRACE, bound_name
 from jurybox.server.gateway.robots.counters import ChunkReport, PortCounters, RobotDelays
 from jurybox.server.gateway.robots.msgpack_arrays import Malformed, packb, unpackb
 from jurybox.server.gateway.robots.policy import ACTIONS, Episode, RobotPolicy
 from jurybox.server.security.access import Access, Token
+from jurybox.server.settings.endpoints import listen
 
 VLLM_OMNI = "/v1/realtime/robot/openpi"  # the path of vllm-omni's variant
 _TIMEOUT = 5.0  # seconds that a connection waits for a place
@@ -67,13 +68,7 @@ class RobotServer:
         self._metadata = packb(settings["metadata"])
         self.counters = PortCounters()
         self._policy = RobotPolicy(address, settings["model"], settings["clients"], settings["timeout"], self.counters)
-        try:
-            self._socket = listen(settings["listen"])
-        except CannotListen as error:
-            raise CannotListen(
-                f"cannot listen on ws://{settings['listen']}: {said(error.__cause__ or error)}; set "
-                f"robots.{name}.listen to another host:port"
-            ) from error
+        self._socket = listen(settings["listen"], f"robots.{name}.listen")
         self.bound = bound_name(*self._socket.getsockname()[:2])
         self._server: Server | None = None
 
