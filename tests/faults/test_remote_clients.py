@@ -254,7 +254,7 @@ def test_no_answer_is_lost_to_the_relays_looks_at_its_tickets(server, openly):
         while asking.is_set():
             relay.look_after()
             await asyncio.sleep(0)
-        relay.close()
+        relay.end()
         link.close()
         front.close()
         context.destroy(linger=0)

@@ -53,7 +53,7 @@ def relay(server):
         while not stop.is_set():
             await asyncio.sleep(0.02)
             relay.look_after()
-        relay.close()
+        relay.end()
         link.close()
         front.close()
         context.destroy(linger=0)

@@ -23,6 +23,7 @@ import grpc
 from jurybox import native
 from jurybox.protocol.errors import Error, Refused
 from jurybox.server.security.access import Access, ByteBudget, ClientConnection, Token
+from jurybox.server.security.doors import Doors, refusal
 from jurybox.server.security.grpc import (
     MOST_METADATA,
     MOST_STREAMS,
@@ -31,6 +32,7 @@ from jurybox.server.security.grpc import (
     admitted,
     failure,
     status_of,
+    works,
 )
 
 _MOST_CONNECTIONS = 4096
@@ -55,12 +57,19 @@ class Call:
 
     __slots__ = (
         "_connection", "_direct", "_done", "_handler", "_late", "_message", "_number", "_requests", "_taken", "_task",
-        "_trailing", "_until", "_waiting",
+        "_trailing", "_until", "_waiting", "works",
     )  # fmt: skip
 
     def __init__(
-        self, connection: _Connection, number: int, handler: Any, direct: Direct | None, until: float | None
+        self,
+        connection: _Connection,
+        number: int,
+        handler: Any,
+        direct: Direct | None,
+        until: float | None,
+        works: bool = True,
     ) -> None:
+        self.works = works  # whether the call does more than read
         self._connection = connection
         self._number = number
         self._handler = handler
@@ -151,8 +160,8 @@ class Call:
             self._wake()
         elif message is None:
             self._finish(_STATUS.INTERNAL, "expected one request message, got none")
-        elif self._direct is None:
-            self.as_usual()
+        elif self._direct is None or self._connection.closed:
+            self.as_usual()  # which refuses it if the doors have closed
         else:
             try:
                 self._connection.budget.acquire(len(message))
@@ -294,7 +303,8 @@ class _Connection(asyncio.BufferedProtocol):
         self._reading = True  # answers made meanwhile are sent with one write
         over = False
         try:
-            events = self.native.feed(self._server.buffer, size, self._server.forms if self._trusted else None, self)
+            forms = self._server.forms if self._trusted and not self.closed else None
+            events = self.native.feed(self._server.buffer, size, forms, self)
             self.lone = len(events) <= _LONE and len(self.calls) <= 1
             over = self._handle(events)
         finally:
@@ -334,6 +344,16 @@ class _Connection(asyncio.BufferedProtocol):
             call.gone()
         elif kind == _TOO_LARGE:
             self._too_large(call, f"{value} vs. {self._server.most_message}")
+
+    @property
+    def closed(self) -> bool:
+        """Whether new calls are refused."""
+        return self._server.doors.closed
+
+    @property
+    def busy(self) -> bool:
+        """Whether a call is in progress that does more than read. Those that native code answers all do."""
+        return self.native.calls > len(self.calls) or any(call.works for call in self.calls.values())
 
     @property
     def alone(self) -> ClientConnection | None:
@@ -387,8 +407,6 @@ class _Connection(asyncio.BufferedProtocol):
             self._transport.write(data)
         if self.native.over:
             self._transport.close()
-        elif self._server.stopping:
-            self._server.look()
 
     def full(self, number: int) -> bool:
         """Return whether a stream must wait until the peer has received more of its answers."""
@@ -406,9 +424,10 @@ class _Connection(asyncio.BufferedProtocol):
         self.flush()
 
     def close(self) -> None:
-        """End all calls with UNAVAILABLE, and close the connection."""
+        """Refuse all calls, and close the connection."""
         for call in list(self.calls.values()):
-            call.refuse(_STATUS.UNAVAILABLE, "the server is shutting down")
+            call.fail(refusal())
+            call.gone()
         if self._transport is not None:
             self._transport.close()
 
@@ -422,7 +441,8 @@ class _Connection(asyncio.BufferedProtocol):
             self.native.finish(number, _STATUS.UNIMPLEMENTED.value[0], "Method not found!", [])
         else:
             until = None if timeout < 0 else time.monotonic() + timeout * 1e-9
-            call = self.calls[number] = Call(self, number, handler, server.direct.get(path), until)
+            work = works(path.decode("latin-1"))
+            call = self.calls[number] = Call(self, number, handler, server.direct.get(path), until, work)
             call.begin()
 
     def _admitted(self, token: Token, number: int, path: bytes) -> bool:
@@ -496,14 +516,21 @@ class Calls:
         budget: limits the bytes of all requests together.
         direct: direct methods, by path.
         forms: the forms of requests that native code answers.
+        doors: after they have closed, calls that do more than read are refused.
 
     Raises:
         ValueError, OSError: the certificate or its key cannot be loaded.
     """
 
     def __init__(
-        self, access: Access, budget: ByteBudget, direct: Mapping[str, Direct], forms: native.InferForms | None = None
+        self,
+        access: Access,
+        budget: ByteBudget,
+        direct: Mapping[str, Direct],
+        forms: native.InferForms | None = None,
+        doors: Doors | None = None,
     ) -> None:
+        self.doors = doors or Doors()
         self.loop = asyncio.get_running_loop()
         self.budget = budget
         self.most_message = access.max_message
@@ -540,22 +567,26 @@ class Calls:
         """Serve a listening socket."""
         self._listening = await self.loop.create_server(lambda: _Connection(self), sock=listener, ssl=self._tls)
 
+    @property
+    def busy(self) -> bool:
+        """Whether a call is in progress that does more than read."""
+        return any(connection.busy for connection in self.connections)
+
     async def stop(self, grace: float) -> None:
-        """Refuse new calls, wait up to `grace` seconds for those in progress, and close all connections."""
+        """Refuse all calls, close all connections, and wait up to `grace` seconds until they are sent."""
         self.stopping = True
         if self._listening is not None:
             self._listening.close()
         for connection in list(self.connections):
             connection.drain()
+            connection.close()
         self.look()
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._idle.wait(), grace)
-        for connection in list(self.connections):
-            connection.close()
 
     def look(self) -> None:
-        """Let `stop` continue if no call is in progress any more."""
-        if self.stopping and not any(one.calls or one.native.calls for one in self.connections):
+        """Let `stop` continue if no connection is open any more."""
+        if self.stopping and not self.connections:
             self._idle.set()
 
 

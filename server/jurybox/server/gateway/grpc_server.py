@@ -26,6 +26,7 @@ from jurybox.server.gateway.grpc_calls import Calls
 from jurybox.server.gateway.http_server import bound_name
 from jurybox.server.gateway.live import StatusSource
 from jurybox.server.security.access import Access
+from jurybox.server.security.doors import Doors
 from jurybox.server.security.grpc import Direct, Guarding, interceptors, limits, open_port
 from jurybox.server.settings.endpoints import CannotListen, listen, split_host
 
@@ -94,7 +95,7 @@ class Status:
         return StatusMessage(json=json.dumps(await self._source.status()))
 
 
-GRACE = 2.0  # seconds that calls in progress get when the gateway stops
+GRACE = 0.5  # seconds that answers get to be sent when the gateway stops
 _CONNECTION_MS = 20_000  # idle time after which a peer is pinged
 
 
@@ -134,6 +135,7 @@ class GrpcServer:
         services: the services besides health and reflection.
         readiness: returns why the server is not ready, for grpc.health.v1; an empty list if it is.
         access: access control of every call; by default only the limits apply.
+        doors: after they have closed, calls that do more than read are refused.
         http2: the HTTP/2 implementation: "nghttp2", the system's library, which is much faster; "grpcio", which is
             always available; or "auto", the first of them that is available.
 
@@ -154,7 +156,9 @@ class GrpcServer:
         readiness: Readiness,
         access: Access | None = None,
         http2: str = "auto",
+        doors: Doors | None = None,
     ) -> None:
+        self._doors = doors or Doors()
         self._access = access = access or Access()
         self._budget = access.budget()
         self._services = services
@@ -170,7 +174,7 @@ class GrpcServer:
         if found:
             direct = {path: function for service in services for path, function in service.direct.items()}
             forms = next((service.forms for service in services if service.forms is not None), None)
-            self._calls = Calls(access, self._budget, direct, forms)
+            self._calls = Calls(access, self._budget, direct, forms, self._doors)
             self._offer(self._calls, {})
         else:
             # grpcio binds the address itself. `listen` came first because gRPC's error message gives neither the cause
@@ -186,8 +190,17 @@ class GrpcServer:
             await self._aio.start()
             self._watching = asyncio.create_task(self._watch())
 
+    def drain(self) -> None:
+        """End the streams of clients that watch the health: they may stay open for ever."""
+        self._health.stop()
+
+    @property
+    def busy(self) -> bool:
+        """Whether a call is in progress that does more than read."""
+        return self._calls.busy if self._calls is not None else self._guarding.in_progress > 0
+
     async def stop(self) -> None:
-        """Refuse new calls, and wait for those in progress for the grace period."""
+        """Refuse all calls, and close all connections."""
         self._stopping = True
         self._health.stop()
         if self._calls is not None:
@@ -201,7 +214,8 @@ class GrpcServer:
         health = Service(
             "grpc.health.v1.Health", health_pb2.DESCRIPTOR, self._health, health_pb2_grpc.add_HealthServicer_to_server
         )
-        guarding: Any = Guarding(server, self._budget, direct)
+        self._guarding = Guarding(server, self._budget, direct, self._doors)
+        guarding: Any = self._guarding
         for service in (*self._services, health):
             service.add(service.servicer, guarding)
         files = [*(service.file for service in self._services), health_pb2.DESCRIPTOR, reflection_pb2.DESCRIPTOR]

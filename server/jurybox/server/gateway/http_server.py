@@ -16,7 +16,8 @@ from starlette.types import ASGIApp
 
 from jurybox.protocol.address import is_loopback
 from jurybox.server.security.access import Access, ByteBudget
-from jurybox.server.security.http import Refusal, guarded
+from jurybox.server.security.doors import Doors
+from jurybox.server.security.http import READING, Refusal, guarded
 from jurybox.server.settings.endpoints import listen, split_host
 
 
@@ -34,10 +35,19 @@ _CONNECTIONS = 512  # open at once; beyond that requests are answered 503
 _KEEP_ALIVE = 75  # seconds that a connection may be idle between requests: longer than clients' pools keep theirs, so
 # that no client sends a request just when its connection is closed (httpx: 5, aiohttp: 15; uvicorn's default: 5)
 _MOST_HEADERS = 32 << 10  # bytes of a request line and headers
-GRACE = 2  # seconds that requests in progress get when the gateway stops
+GRACE = 0.5  # seconds that answers get to be sent when the gateway stops
+_LOOK = 0.005  # seconds between two looks whether they are
 
 
 _MOST_PIPELINED = 64  # requests of one connection that wait behind the one being answered
+
+
+def _works(cycle: Any) -> bool:
+    return not cycle.response_complete and cycle.scope["method"] not in READING
+
+
+def _unsent(transport: Any) -> bool:
+    return bool(transport.get_write_buffer_size())
 
 
 class _Unfit(ValueError):
@@ -57,6 +67,12 @@ if HttpToolsProtocol is None:
             conn = self.conn
             return conn.our_state is h11.IDLE and conn.their_state is h11.IDLE and not conn.trailing_data[0]
 
+        @property
+        def in_progress(self) -> bool:
+            """Whether a request that does more than read is not answered yet, or its answer is not sent."""
+            cycle = self.cycle
+            return _unsent(self.transport) or (cycle is not None and _works(cycle))
+
 else:
 
     class Connection(HttpToolsProtocol):  # type: ignore[no-redef]
@@ -74,6 +90,11 @@ else:
         def between(self) -> bool:
             """Whether all requests were answered and no byte of the next was received."""
             return not self._reading and all(cycle.response_complete for cycle in self._cycles)
+
+        @property
+        def in_progress(self) -> bool:
+            """Whether a request that does more than read is not answered yet, or its answer is not sent."""
+            return _unsent(self.transport) or any(_works(cycle) for cycle in self._cycles)
 
         def data_received(self, data: bytes) -> None:
             """Parse the data; see `asyncio.Protocol`.
@@ -147,11 +168,44 @@ else:
 
 
 class _Uvicorn(uvicorn.Server):
-    """uvicorn without signal handlers: the supervisor handles signals."""
+    """uvicorn without signal handlers, since the supervisor handles signals, and without pauses at its end."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self._ends = asyncio.Event()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None]:
         yield
+
+    def end(self) -> None:
+        self.should_exit = True
+        self._ends.set()
+
+    async def main_loop(self) -> None:
+        counter = 0
+        while not await self.on_tick(counter):
+            counter = (counter + 1) % 864_000
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._ends.wait(), 0.1)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Close all connections. Requests without an answer are cancelled, which `Doorkeeper` reports to their clients.
+
+        The supervisor has had the doors closed before, and what was accepted answered.
+        """
+        for server in self.servers:
+            server.close()
+        for listener in sockets or ():
+            listener.close()
+        state = self.server_state
+        for connection in list(state.connections):
+            connection.shutdown()
+        for task in list(state.tasks):
+            task.cancel()
+        until = asyncio.get_running_loop().time() + GRACE
+        while (state.connections or state.tasks) and asyncio.get_running_loop().time() < until:  # noqa: ASYNC110
+            await asyncio.sleep(_LOOK)
 
 
 class HttpServer:
@@ -165,6 +219,7 @@ class HttpServer:
         protocol: class of the connections, instead of `Connection`.
         budget: limits the bytes of all bodies; pass it if the protocol reserves bytes from it, too.
         refusals: write the refusals of bodies, by path; see `guarded`.
+        doors: what comes after they have closed is refused.
 
     Attributes:
         bound: the address that it really listens on.
@@ -182,13 +237,21 @@ class HttpServer:
         protocol: type[asyncio.Protocol] | None = None,
         budget: ByteBudget | None = None,
         refusals: Mapping[str, Refusal] | None = None,
+        doors: Doors | None = None,
     ) -> None:
         self._listener = listen(address, setting)
         host, self.port = self._listener.getsockname()[:2]
         self.bound = bound_name(host, self.port)
         self._uvicorn = _Uvicorn(
             uvicorn.Config(
-                guarded(app, access, loopback=is_loopback(split_host(address)[0]), budget=budget, refusals=refusals),
+                guarded(
+                    app,
+                    access,
+                    loopback=is_loopback(split_host(address)[0]),
+                    budget=budget,
+                    refusals=refusals,
+                    doors=doors,
+                ),
                 # Explicit: uvicorn would choose a protocol by what is installed, and that one may have no limits.
                 http=protocol or Connection,
                 ws="none",
@@ -196,7 +259,6 @@ class HttpServer:
                 access_log=False,
                 lifespan="off",
                 server_header=False,
-                timeout_graceful_shutdown=GRACE,
                 timeout_keep_alive=_KEEP_ALIVE,
                 limit_concurrency=_CONNECTIONS,
                 h11_max_incomplete_event_size=_MOST_HEADERS,
@@ -211,5 +273,11 @@ class HttpServer:
         return self._uvicorn.started
 
     def stop(self) -> None:
-        """Make `run` return after the requests in progress are answered, or after the grace period."""
-        self._uvicorn.should_exit = True
+        """Make `run` return: requests in progress are refused, and all connections closed."""
+        self._uvicorn.end()
+
+    @property
+    def busy(self) -> bool:
+        """Whether a request is in progress that does more than read."""
+        connections: Any = self._uvicorn.server_state.connections
+        return any(connection.in_progress for connection in list(connections))

@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from jurybox.processes import ControlPipe, configuration, keep_freed_memory, signs_of_life, stop_event
 from jurybox.protocol.address import is_loopback
@@ -21,6 +21,7 @@ from jurybox.server.gateway.inference.sequences import IDLE
 from jurybox.server.gateway.live import ClientSource, StatusSource
 from jurybox.server.logs import Log, configure
 from jurybox.server.security.access import Access
+from jurybox.server.security.doors import Doors, refusal
 from jurybox.server.settings.endpoints import split_host
 
 if TYPE_CHECKING:
@@ -30,11 +31,17 @@ if TYPE_CHECKING:
 
 _SWITCH = 0.0005  # switch interval, s: a busy loop delays the thread that receives answers by it (Python's: 5 ms)
 _KEPT = 64 << 20  # bytes of freed memory kept for messages and images: mapping it anew costs as much as decoding one
+_LOOK = 0.005  # seconds between two looks whether everything is answered
 STOPPED, FAILED, COULD_NOT_START = 0, 1, 3
 
 
 async def serve(control_pipe: ControlPipe, orders: dict[str, Any], log: Log) -> int:
-    """Serve until the control pipe brings the order to stop, or ends; return the exit status."""
+    """Serve until the control pipe brings the order to stop, or ends; return the exit status.
+
+    The order to drain comes before: from then on new requests are refused, and "drained" is reported as soon as all
+    others are answered.
+    """
+    doors = Doors()
     source = ClientSource(orders["address"])
     routes: DialectRoutes | None = None
     endpoints = [orders[name] for name in ("http", "grpc") if orders[name]]
@@ -58,30 +65,36 @@ async def serve(control_pipe: ControlPipe, orders: dict[str, Any], log: Log) -> 
             from jurybox.server.gateway.dialects.known_paths import with_dialects
             from jurybox.server.gateway.dialects.router import DialectPaths, applications
 
-            routes = applications(orders["dialects"], orders["address"], log)
+            routes = applications(orders["dialects"], orders["address"], log, doors)
             routers.append(routes.paths)
-        robots = _robot_servers(orders, access)
+        robots = _robot_servers(orders, access, doors)
         app = create_app(source, oip.reasons, routers, {name: robot.counters for name, robot in robots.items()})
         http = None
         if orders["http"]:
             budget, whole = access.budget(), app if routes is None else DialectPaths(app, routes.endpoints)
-            protocol = protocol_of(oip, budget)
+            protocol = protocol_of(oip, budget, doors)
             if routes is not None:
                 protocol = with_dialects(protocol, budget, access.max_message)
             refusals = None if routes is None else routes.refusals
-            http = HttpServer(orders["http"], whole, access, protocol=protocol, budget=budget, refusals=refusals)
+            http = HttpServer(
+                orders["http"], whole, access, protocol=protocol, budget=budget, refusals=refusals, doors=doors
+            )
         dialects = {}
         for name, (its_app, refusals) in (routes.ports if routes else {}).items():
             budget, listen = access.budget(), orders["dialects"][name]["listen"]
-            protocol = with_dialects(protocol_of(oip, budget), budget, access.max_message)
-            dialects[name] = HttpServer(listen, its_app, access, f"dialects.{name}.port", protocol, budget, refusals)
-        rpc = _grpc_server(orders, oip, source, access) if orders["grpc"] else None
+            protocol = with_dialects(protocol_of(oip, budget, doors), budget, access.max_message)
+            dialects[name] = HttpServer(
+                listen, its_app, access, f"dialects.{name}.port", protocol, budget, refusals, doors
+            )
+        rpc = _grpc_server(orders, oip, source, access, doors) if orders["grpc"] else None
         for robot in robots.values():
             await robot.start()
     except (OSError, ValueError, ImportError) as error:
         control_pipe.send("failed", reason=str(error))
         return COULD_NOT_START
-    stop = stop_event(control_pipe, lambda kind: log.warning("unknown order", order=kind))
+    stop = stop_event(
+        control_pipe, lambda kind: doors.close() if kind == "drain" else log.warning("unknown order", order=kind)
+    )
     asyncio.get_running_loop().set_exception_handler(lambda _, context: _broke(context, oip, log))
     if rpc is not None:
         await rpc.start()
@@ -98,11 +111,25 @@ async def serve(control_pipe: ControlPipe, orders: dict[str, Any], log: Log) -> 
     control_pipe.send("ready", port=http.port if http else 0, **bound)
     log.debug("listening", **bound)
     leasing = [asyncio.create_task(intake.lease()) for intake in (routes.intakes if routes else ())]
+    serving = [server for server in (http, *dialects.values()) if server is not None]
+
+    def end_streams() -> None:
+        app.state.watching.close()
+        if rpc is not None:
+            rpc.drain()
+
+    def close() -> None:
+        doors.close()
+        end_streams()
+        oip.give_up(refusal())  # nothing is left after a drain that was in time
+
+    doorways = [*serving, *robots.values(), *([rpc] if rpc is not None else [])]
+    draining = asyncio.create_task(_drained(doors, doorways, end_streams, control_pipe))
     try:
         async with signs_of_life(control_pipe):
-            serving = [server for server in (http, *dialects.values()) if server is not None]
-            served = await _until(stop, serving, app.state.watching.close, rpc)
+            served = await _until(stop, serving, close, rpc)
     finally:
+        draining.cancel()
         for task in leasing:
             task.cancel()
         if rpc is not None:
@@ -113,7 +140,9 @@ async def serve(control_pipe: ControlPipe, orders: dict[str, Any], log: Log) -> 
     return STOPPED if served else FAILED
 
 
-def _grpc_server(orders: dict[str, Any], oip: OpenInference, source: StatusSource, access: Access) -> GrpcServer:
+def _grpc_server(
+    orders: dict[str, Any], oip: OpenInference, source: StatusSource, access: Access, doors: Doors
+) -> GrpcServer:
     # Imported here: without gRPC the import would waste memory and start-up time.
     from jurybox.protocol import control_pb2, control_pb2_grpc
     from jurybox.server.gateway import remote_weights
@@ -122,25 +151,45 @@ def _grpc_server(orders: dict[str, Any], oip: OpenInference, source: StatusSourc
 
     add: Any = control_pb2_grpc.add_ServerStatusServicer_to_server
     status = Service("jurybox.protocol.ServerStatus", control_pb2.DESCRIPTOR, Status(source), add)
-    services = [grpc_inference.service(oip, access.budget()), remote_weights.service(orders["address"]), status]
-    return GrpcServer(orders["grpc"], services, oip.reasons, access, orders.get("grpc_http2", "auto"))
+    services = [
+        grpc_inference.service(oip, access.budget(), doors),
+        remote_weights.service(orders["address"], doors),
+        status,
+    ]
+    return GrpcServer(orders["grpc"], services, oip.reasons, access, orders.get("grpc_http2", "auto"), doors)
 
 
-def _robot_servers(orders: dict[str, Any], access: Access) -> dict[str, RobotServer]:
+def _robot_servers(orders: dict[str, Any], access: Access, doors: Doors) -> dict[str, RobotServer]:
     if not (robots := orders.get("robots")):
         return {}
     from jurybox.server.gateway.robots.server import RobotServer
 
-    return {name: RobotServer(name, settings, orders["address"], access) for name, settings in robots.items()}
+    return {name: RobotServer(name, settings, orders["address"], access, doors) for name, settings in robots.items()}
+
+
+class _Doorway(Protocol):
+    @property
+    def busy(self) -> bool: ...
+
+
+async def _drained(
+    doors: Doors, doorways: Sequence[_Doorway], end_streams: Callable[[], None], control_pipe: ControlPipe
+) -> None:
+    """Wait until the doors close, and report when all that was accepted is answered."""
+    await doors.closing.wait()
+    end_streams()
+    while any(doorway.busy for doorway in doorways):  # noqa: ASYNC110  many things end it
+        await asyncio.sleep(_LOOK)
+    control_pipe.send("drained")
 
 
 async def _until(
-    stop: asyncio.Event, servers: Sequence[HttpServer], end_streams: Callable[[], None], rpc: GrpcServer | None
+    stop: asyncio.Event, servers: Sequence[HttpServer], close: Callable[[], None], rpc: GrpcServer | None
 ) -> bool:
     """Serve until `stop` is set or one of the servers ends by itself; return whether all of them served without fault.
 
     Args:
-        end_streams: ends the streams to clients that watch.
+        close: called then; it ends streams, and refuses what is not answered.
     """
     running = [asyncio.create_task(server.run()) for server in servers]
     stopping = asyncio.create_task(stop.wait())
@@ -148,7 +197,7 @@ async def _until(
     await asyncio.wait((*running, *ends, stopping), return_when=asyncio.FIRST_COMPLETED)
     for task in (*ends, stopping):
         task.cancel()
-    end_streams()
+    close()
     for server in servers:
         server.stop()
     return all(await asyncio.gather(*running)) and not (rpc and rpc.ended.is_set())

@@ -37,6 +37,7 @@ from jurybox.protocol.weights.transfer import (
 )
 from jurybox.protocol.wire import require_name
 from jurybox.server.gateway.grpc_server import Service
+from jurybox.server.security.doors import Doors, refusal
 from jurybox.server.security.grpc import abort
 
 _CONNECT = 5.0  # seconds
@@ -52,9 +53,9 @@ _T = TypeVar("_T")
 _M = TypeVar("_M")
 
 
-def service(address: str) -> Service:
-    """Return the service for a GrpcServer; `address` is the server's."""
-    servicer = RemoteWeights(address)
+def service(address: str, doors: Doors | None = None) -> Service:
+    """Return the service for a GrpcServer; `address` is the server's. Streams end when `doors` have closed."""
+    servicer = RemoteWeights(address, doors=doors)
     return Service(_NAME, remote_weights_pb2.DESCRIPTOR, servicer, lambda servicer, server: servicer.add_to(server))
 
 
@@ -67,6 +68,7 @@ class RemoteWeights:
             not receive one.
         most_bytes: largest weights of a model that are accepted, bytes.
         most_streams: largest number of publishers, and of readers; more are refused with RESOURCE_EXHAUSTED.
+        doors: after they have closed, streams end between two publications.
     """
 
     def __init__(
@@ -76,7 +78,9 @@ class RemoteWeights:
         stall: float = _STALL,
         most_bytes: int = _MOST_BYTES,
         most_streams: int = _MOST_STREAMS,
+        doors: Doors | None = None,
     ) -> None:
+        self._doors = doors or Doors()
         self._address = address
         self._stall = stall
         self._most_bytes = most_bytes
@@ -120,6 +124,8 @@ class RemoteWeights:
                 else:
                     if reply is not None:
                         yield reply
+            if self._doors.closed:
+                raise refusal()
         finally:
             self._streams["publishers"] -= 1
             if opening is not None:
@@ -155,6 +161,8 @@ class RemoteWeights:
                         with self._stalling():
                             yield piece
                     kept, piece = None, b""  # release the memory now, not at the next request
+            if self._doors.closed:
+                raise refusal()
         finally:
             self._streams["readers"] -= 1
             self._leave(shared)
@@ -178,12 +186,15 @@ class RemoteWeights:
 
         A learner may take any time between publications; HTTP/2 pings detect whether it is still connected.
         """
-        waits_long = publisher is not None and not publisher.receiving
-        return await self._message(requests, None if waits_long else self._stall)
+        if publisher is not None and publisher.receiving:
+            return await self._message(requests, self._stall, closes=False)
+        return await self._message(requests, None if publisher is not None else self._stall)
 
-    async def _message(self, requests: AsyncIterator[_M], seconds: float | None) -> _M | None:
+    async def _message(self, requests: AsyncIterator[_M], seconds: float | None, *, closes: bool = True) -> _M | None:
         try:
-            return await asyncio.wait_for(anext(requests), seconds)
+            if not closes:
+                return await asyncio.wait_for(anext(requests), seconds)
+            return await self._doors.message(anext(requests), seconds)
         except (StopAsyncIteration, TimeoutError):
             return None
 

@@ -154,6 +154,11 @@ class OpenFront:
         """Return whether a client is connected."""
         return self.send((client, *_PROBE))
 
+    @property
+    def unsent(self) -> bool:
+        """Whether answers have not been sent yet."""
+        return any(connection.link.pending for connection in self._named.values())
+
     def close(self) -> None:
         """Close all connections."""
         for connection in self._connections.values():

@@ -41,7 +41,14 @@ async def serve(control_pipe: ControlPipe, orders: dict[str, Any], log: Log) -> 
     back.setsockopt(zmq.MAXMSGSIZE, _MOST_REPLY)
     back.connect(orders["address"])
     relay = Relay(front, back, link, log.warning)
-    stop = stop_event(control_pipe, lambda kind: log.warning("unknown order", order=kind))
+
+    def obey(kind: str) -> None:
+        if kind == "drain":
+            relay.drain(lambda: control_pipe.send("drained"))
+        else:
+            log.warning("unknown order", order=kind)
+
+    stop = stop_event(control_pipe, obey)
     control_pipe.send("ready", tcp=front.bound)
     log.debug("listening", tcp=front.bound)
     try:
@@ -50,8 +57,8 @@ async def serve(control_pipe: ControlPipe, orders: dict[str, Any], log: Log) -> 
     except ServerGone:
         return STOPPED
     finally:
-        relay.close()
-        link.close()
+        # Lanes are not released: the supervisor, which waits for this process, answers nobody. Their locks end with it.
+        relay.end()
         back.close()
         front.close()
         context.destroy(linger=0)

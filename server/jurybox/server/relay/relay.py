@@ -37,6 +37,7 @@ from jurybox.protocol.wire import (
 )
 from jurybox.server.relay.open_front import OpenFront
 from jurybox.server.relay.remote_clients import Front, HeldLane, InlineTicket, head
+from jurybox.server.security.doors import refusal
 
 _MOST_LANES = 1024  # half of all lanes: the rest is for local clients
 _MOST_CALLS = 4096  # forwarded and not answered yet
@@ -48,6 +49,7 @@ _PAUSE_MS = 1  # to wait for the next message here before returning to the loop
 _ALONE = 16  # turns after which a client counts as alone: other clients are not read while its answer is awaited
 _TURN = 64  # messages handled before others get a turn
 _SOON = 0.01  # seconds until an answer is retried that did not fit into its client's limit
+_LOOK = 0.005  # seconds between two looks whether everything is answered
 _MISSED = 2  # consecutive checks without a connection after which a client counts as gone
 
 Answer = Callable[[ControlReply], ControlReply]
@@ -76,7 +78,7 @@ class Relay:
         self._calls: dict[bytes, tuple[float, bytes, bytes, Answer]] = {}
         self._calls_of: Counter[bytes] = Counter()
         self._number = 0
-        self._pumping = self._closed = False
+        self._pumping = self._closed = self._draining = False
         self._bad_messages, self._warned_at = 0, 0.0
         self._pay_scheduled = False
         self._waiting: dict[HeldLane, None] = {}  # lanes with tickets in flight
@@ -178,14 +180,27 @@ class Relay:
         self._front.forget_sent()
         self._again()
 
-    def close(self) -> None:
-        """Release all lanes."""
+    def drain(self, drained: Callable[[], None]) -> None:
+        """Refuse new tickets and leases from now on, and call `drained` when all answers have been sent."""
+        self._serve()  # what has arrived is accepted
+        self._draining = True
+        for held in self._lanes.values():
+            held.take_no_more()
+        self._look_whether_drained(drained)
+
+    def _look_whether_drained(self, drained: Callable[[], None]) -> None:
+        if self._closed:
+            return
+        if any(held.waits for held in self._lanes.values()) or self._front.unsent:
+            self._loop.call_later(_LOOK, self._look_whether_drained, drained)
+        else:
+            drained()
+
+    def end(self) -> None:
+        """Handle no more messages. The lanes are left to the end of the process."""
         self._closed = True
         for descriptor in self._descriptors:
             self._loop.remove_reader(descriptor)
-        for number in list(self._lanes):
-            self._drop(number)
-        self._words.close()
 
     def _again(self) -> None:
         """Schedule another call of `pump`: sending consumes the socket's signal."""
@@ -259,6 +274,8 @@ class Relay:
             self._send([sender, head(ticket, Code.STALE_LEASE, why)])
             return
         try:
+            if self._draining:
+                raise refusal()
             held.submit(ticket, frames)
         except Error as error:
             self._send([sender, head(ticket, error.code, str(error))])
@@ -309,6 +326,8 @@ class Relay:
         kind = request.WhichOneof("request")
         if kind is not None:
             require_name(getattr(getattr(request, kind), "model", ""))
+        if self._draining and kind in ("lease", "load"):
+            raise refusal()
         match kind:
             case "release":
                 self._release(sender, request.release)

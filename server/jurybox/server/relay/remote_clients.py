@@ -33,6 +33,7 @@ _CLIENTS = 8  # the limit on all clients' unread bytes, in limits of one; above 
 _SEND_HIGH_WATER, _RECEIVE_HIGH_WATER = 1024, 64  # messages that a client may leave unread, and send ahead
 _BEAT_MS, _SILENCE_MS = 2000, 10_000  # interval of libzmq's pings, and the silence after which it closes a connection
 _HANDSHAKE_MS = 5000
+_LINGER_MS = 200  # for answers that the I/O thread has not sent yet when the relay ends
 _DOMAIN = "jurybox"
 _MOST_HEAD = 255 + len(PREFIX) + PACK_REPLY.size + MOST_TEXT  # bytes of an answer's first frames: routing id and head
 _PROBE = (PREFIX, bytes(8), b"")  # a control reply to call number 0, which no client has made
@@ -176,8 +177,14 @@ class Front:
         """Return whether a client is connected."""
         return self.send((client, *_PROBE))
 
+    @property
+    def unsent(self) -> bool:
+        """Whether large answers have not been sent yet. `close` waits a moment for small ones."""
+        self.forget_sent()
+        return bool(self._unsent)
+
     def close(self) -> None:
-        self.socket.close()
+        self.socket.close(linger=_LINGER_MS)
         if self._guard is not None:
             with contextlib.suppress(zmq.ZMQError):  # the context may be terminated already
                 self._guard.stop()
@@ -282,6 +289,13 @@ class HeldLane:
         self._native = native.RelayLane(link, engines, self.granted.lease, self._first, self._rows, *memory, PREFIX)
         self._native_for, self._sender = (link, able), sender
         return True
+
+    def take_no_more(self) -> None:
+        """Take over the tickets in flight from `take_in`, which does nothing from now on."""
+        self._take_back()
+        if self._native is not None:
+            self._native.close()
+        self._native = self._native_for = None
 
     def take_in(self) -> int:
         """Send on the regular tickets from its connection; return their number. `submit` must handle what is left."""

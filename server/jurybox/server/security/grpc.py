@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, aclosing
 from typing import Any, NamedTuple, NoReturn, Protocol, TypeAlias
 
 import grpc
@@ -13,6 +14,7 @@ from google.protobuf.descriptor import Descriptor
 
 from jurybox.protocol.errors import TABLE, Code, Error, error_for, said
 from jurybox.server.security.access import Access, ByteBudget, ClientConnection, Token
+from jurybox.server.security.doors import Doors, refusal
 
 # As in http.py: probes send no token; these methods reveal only yes or no.
 OPEN_METHODS = frozenset(
@@ -22,6 +24,8 @@ OPEN_METHODS = frozenset(
         "/inference.GRPCInferenceService/ServerReady",
     }
 )
+# Methods that do more than read, by the last part of their paths: closed doors refuse them, and wait for their answers.
+_WORK = frozenset({"ModelInfer", "ModelStreamInfer", "RepositoryModelLoad", "Publish", "Read"})
 UNAUTHENTICATED = "expected metadata 'authorization: Bearer TOKEN' with the server's token (server.token_file)"
 CODE = "jurybox-code"  # trailing metadata: several codes of errors.Code map to the same gRPC status
 # These do not pass by themselves, so trailing metadata tell gRPC's clients not to retry a call despite UNAVAILABLE.
@@ -50,6 +54,11 @@ class TokenGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has 
         if admitted(self._token, handler_call_details.method, metadata):
             return await continuation(handler_call_details)
         return _REFUSAL
+
+
+def works(path: str) -> bool:
+    """Return whether a method does more than read."""
+    return path.rpartition("/")[2] in _WORK
 
 
 def admitted(token: Token, method: str, metadata: Iterable[tuple[str, Any]]) -> bool:
@@ -135,6 +144,9 @@ class DirectCall(Protocol):
 Direct: TypeAlias = Callable[[bytes, DirectCall], bool]
 
 
+_Entered: TypeAlias = Callable[[], AbstractContextManager[None]]
+
+
 class _AwaitedCall:
     """A call of grpc.aio, whose coroutine awaits `answer`: bytes, or None for the regular method."""
 
@@ -161,12 +173,20 @@ class Guarding:
         server: the server to which the wrapped methods are added.
         budget: limits the bytes of all messages together.
         direct: functions to try before unary-unary methods, by the methods' paths.
+        doors: after they have closed, calls that do more than read are refused.
+
+    Attributes:
+        in_progress: the number of calls in progress that do more than read.
     """
 
-    def __init__(self, server: Any, budget: ByteBudget, direct: Mapping[str, Direct]) -> None:
+    def __init__(
+        self, server: Any, budget: ByteBudget, direct: Mapping[str, Direct], doors: Doors | None = None
+    ) -> None:
         self._server = server
         self._budget = budget
         self._direct = direct
+        self._doors = doors or Doors()
+        self.in_progress = 0
 
     def add_generic_rpc_handlers(self, handlers: Sequence[Any]) -> None:
         """See `grpc.aio.Server.add_generic_rpc_handlers`."""
@@ -180,27 +200,45 @@ class Guarding:
     def _guarded(self, path: str, handler: Any) -> Any:
         read = _reader(handler.request_deserializer)
         write = handler.response_serializer
+        entered = self._working if works(path) else contextlib.nullcontext
         if (direct := self._direct.get(path)) is not None:
-            return grpc.unary_unary_rpc_method_handler(self._directly(direct, read, handler.unary_unary, write))
+            work = self._directly(direct, read, handler.unary_unary, write, entered)
+            return grpc.unary_unary_rpc_method_handler(work)
         if handler.request_streaming and handler.response_streaming:
-            return grpc.stream_stream_rpc_method_handler(_streaming(handler.stream_stream, _messages), read, write)
+            work = _streaming(handler.stream_stream, _messages, entered)
+            return grpc.stream_stream_rpc_method_handler(work, read, write)
         if handler.response_streaming:
-            return grpc.unary_stream_rpc_method_handler(_streaming(handler.unary_stream, _message_of), read, write)
+            work = _streaming(handler.unary_stream, _message_of, entered)
+            return grpc.unary_stream_rpc_method_handler(work, read, write)
         if handler.request_streaming:
             raise NotImplementedError("no service here has a method of many requests and one answer")
-        return grpc.unary_unary_rpc_method_handler(self._unary_unary(handler.unary_unary), read, write)
+        return grpc.unary_unary_rpc_method_handler(self._unary_unary(handler.unary_unary, entered), read, write)
 
-    def _unary_unary(self, method: Callable[[Any, Any], Awaitable[Any]]) -> Callable[[_Received, Any], Awaitable[Any]]:
+    @contextlib.contextmanager
+    def _working(self) -> Iterator[None]:
+        """Count a call. Raises Error if the doors have closed."""
+        if self._doors.closed:
+            raise refusal()
+        self.in_progress += 1
+        try:
+            yield
+        finally:
+            self.in_progress -= 1
+
+    def _unary_unary(
+        self, method: Callable[[Any, Any], Awaitable[Any]], entered: _Entered
+    ) -> Callable[[_Received, Any], Awaitable[Any]]:
         budget = self._budget
 
         async def behave(received: _Received, context: Any) -> Any:
             try:
-                message = _message_of(received)
-                budget.acquire(received.size)
-                try:
-                    return await method(message, context)
-                finally:
-                    budget.release(received.size)
+                with entered():
+                    message = _message_of(received)
+                    budget.acquire(received.size)
+                    try:
+                        return await method(message, context)
+                    finally:
+                        budget.release(received.size)
             except Exception as error:  # noqa: BLE001
                 await _end(context, error)
 
@@ -212,19 +250,21 @@ class Guarding:
         read: Callable[[bytes], _Received],
         method: Callable[[Any, Any], Awaitable[Any]],
         write: Callable[[Any], bytes],
+        entered: _Entered,
     ) -> Callable[[bytes, Any], Awaitable[bytes]]:
         budget = self._budget
 
         async def behave(data: bytes, context: Any) -> bytes:
             try:
-                budget.acquire(len(data))
-                try:
-                    call = _AwaitedCall(context)
-                    if direct(data, call) and (answer := await call.answer) is not None:
-                        return answer
-                    return write(await method(_message_of(read(data)), context))
-                finally:
-                    budget.release(len(data))
+                with entered():
+                    budget.acquire(len(data))
+                    try:
+                        call = _AwaitedCall(context)
+                        if direct(data, call) and (answer := await call.answer) is not None:
+                            return answer
+                        return write(await method(_message_of(read(data)), context))
+                    finally:
+                        budget.release(len(data))
             except Exception as error:  # noqa: BLE001
                 await _end(context, error)
 
@@ -248,15 +288,16 @@ class _Generic(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpc has no typ
 
 
 def _streaming(
-    method: Callable[[Any, Any], AsyncIterator[Any]], given: Callable[[Any], Any]
+    method: Callable[[Any, Any], AsyncIterator[Any]], given: Callable[[Any], Any], entered: _Entered
 ) -> Callable[[Any, Any], AsyncIterator[Any]]:
     """Wrap a method with many answers; `given` returns what it gets of what was received."""
 
     async def behave(received: Any, context: Any) -> AsyncIterator[Any]:
         try:
-            async with aclosing(method(given(received), context)) as answers:  # type: ignore[type-var]
-                async for answer in answers:
-                    yield answer
+            with entered():
+                async with aclosing(method(given(received), context)) as answers:  # type: ignore[type-var]
+                    async for answer in answers:
+                        yield answer
         except Exception as error:  # noqa: BLE001
             await _end(context, error)
 

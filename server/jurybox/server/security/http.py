@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import functools
 import json
@@ -14,6 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from jurybox.protocol.address import is_loopback
 from jurybox.protocol.errors import TABLE, Code, Error, Refused, error_for
 from jurybox.server.security.access import CHALLENGES, Access, ByteBudget, Token
+from jurybox.server.security.doors import RETRY_AFTER, Doors, refusal
 
 # Probes of orchestrators and load balancers send no token. Without a token these paths answer yes or no, not why.
 OPEN_PATHS = frozenset({"/health", "/health/live", "/health/ready", "/v2/health/live", "/v2/health/ready"})
@@ -30,10 +32,11 @@ _SECURITY_HEADERS = [(name.lower().encode(), value.encode()) for name, value in 
 # out because a Python client spends time on parsing each.
 DATA_HEADERS = [header for header in _SECURITY_HEADERS if header[0] == b"x-content-type-options"]
 DATA_ONLY = "jurybox.data"  # in a request's scope: its answer needs only DATA_HEADERS
-_READING = ("GET", "HEAD", "OPTIONS")
+READING = ("GET", "HEAD", "OPTIONS")
 
 
 RESERVATION = "jurybox.reservation"  # in a request's scope
+ACCEPTED = "jurybox.accepted"  # in a request's scope, if it was accepted before it came to the application
 # Returns the status, headers and body of the response that reports an error.
 Refusal: TypeAlias = Callable[[Error], tuple[int, list[tuple[str, str]], bytes]]
 
@@ -63,6 +66,7 @@ def guarded(
     loopback: bool,
     budget: ByteBudget | None = None,
     refusals: Mapping[str, Refusal] | None = None,
+    doors: Doors | None = None,
 ) -> ASGIApp:
     """Wrap the application in all middlewares.
 
@@ -71,8 +75,10 @@ def guarded(
             whose name was changed to resolve to this host (DNS rebinding), and is refused.
         budget: limits the bytes of all bodies, if it is shared with others; None: a new one is created.
         refusals: write the refusals of bodies in the form that a path's clients expect, by path; default: none.
+        doors: what comes after they have closed is refused.
     """
-    limited = BodyLimit(app, access.max_message, budget or access.budget(), refusals or {})
+    kept = Doorkeeper(app, doors or Doors(), refusals or {})
+    limited = BodyLimit(kept, access.max_message, budget or access.budget(), refusals or {})
     return SecurityHeaders(Gate(limited, access.token, loopback=loopback))
 
 
@@ -122,7 +128,7 @@ class Gate:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        host, reads = _header(scope, b"host"), scope["method"] in _READING
+        host, reads = _header(scope, b"host"), scope["method"] in READING
         if self._loopback and not _names_loopback(host):
             why = f"Host {host!r} is not this server: expected localhost, 127.0.0.1 or [::1]"
             await _refuse(send, 421, Code.REFUSED, why)
@@ -205,12 +211,59 @@ class BodyLimit:
         await self._refuse(scope, send, failure)
 
     async def _refuse(self, scope: Scope, send: Send, error: Error) -> None:
-        written = self._refusals.get(scope["path"])
-        if written is None:
-            await _refuse(send, TABLE[error.code].http, error.code, str(error))
-        else:
-            status, headers, body = written(error)
-            await _send(send, status, [*headers, ("Connection", "close")], body)
+        await _refuse_as(self._refusals.get(scope["path"]), send, error)
+
+
+class Doorkeeper:
+    """Refuses requests once the doors have closed. Requests that only read are answered, since probes are among them.
+
+    Args:
+        refusals: see `guarded`.
+    """
+
+    def __init__(self, app: ASGIApp, doors: Doors, refusals: Mapping[str, Refusal]) -> None:
+        self._app = app
+        self._doors = doors
+        self._refusals = refusals
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle a request as an ASGI application."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        if self._doors.closed and scope["method"] not in READING and ACCEPTED not in scope:
+            # A client that is still sending would see a reset connection instead of the answer.
+            while (message := await receive())["type"] == "http.request" and message.get("more_body", False):
+                pass
+            await self._refuse(scope, send)
+            return
+        started = False
+
+        async def marked(message: Message) -> None:
+            nonlocal started
+            started = True
+            if message["type"] == "http.response.start" and self._doors.closed:
+                message = {**message, "headers": [*message.get("headers", ()), (b"connection", b"close")]}
+            await send(message)
+
+        try:
+            await self._app(scope, receive, marked)
+        except asyncio.CancelledError:
+            if started or not self._doors.closed:
+                raise
+            await self._refuse(scope, send)  # the server ends, and this request has no answer yet
+
+    async def _refuse(self, scope: Scope, send: Send) -> None:
+        await _refuse_as(self._refusals.get(scope["path"]), send, refusal())
+
+
+async def _refuse_as(written: Refusal | None, send: Send, error: Error) -> None:
+    if written is None:
+        again = [("Retry-After", RETRY_AFTER)] if error.code == Code.DRAINING else []
+        await _refuse(send, TABLE[error.code].http, error.code, str(error), again)
+    else:
+        status, headers, body = written(error)
+        await _send(send, status, [*headers, ("Connection", "close")], body)
 
 
 def _without_reasons(send: Send) -> Send:

@@ -130,6 +130,7 @@ class Child:
     standby: Standby | None = None
     python: str = sys.executable
     serving: bool = field(default=False, init=False)
+    drained: bool = field(default=False, init=False)  # it has answered everything that it had accepted
     served_at: float = field(default=0.0, init=False)  # s of the monotonic clock; when it began to serve
     killed_by_supervisor: bool = field(default=False, init=False)
     failures: int = field(default=0, init=False)  # deaths in a row
@@ -170,7 +171,7 @@ class Child:
             Error, OSError: there is not enough memory, or too many files are open. Nothing was started; the next
                 attempt is due a second later.
         """
-        self.serving = self.killed_by_supervisor = False
+        self.serving = self.drained = self.killed_by_supervisor = False
         self.started_at = now
         self.restart_at = now + _SHORT
         configuration = self.configure()

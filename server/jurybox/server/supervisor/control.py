@@ -177,7 +177,7 @@ class ControlHandlers:
         self._engines = engines
         self._weights_saver = weights_saver
         self._events = events
-        self.draining = False
+        self.draining = self.closed = False  # whether the server stops; whether no lanes are leased any more
         # As configured; gateway and relay replace it with the addresses that they bound.
         self.listening = {**settings.doors(), "grpc_http2": ""}
         self._panels = settings.plain_panels()
@@ -212,7 +212,7 @@ class ControlHandlers:
 
     def _lease(self, request: pb.LeaseRequest) -> pb.Lease:
         held = self._models.described(request.model)
-        if self.draining:
+        if self.closed:  # not before: a gateway may need a lane for requests that it has accepted
             raise Refused("the server is stopping and accepts no new clients", Code.DRAINING)
         if held.quarantined:
             raise ModelFailed(held.quarantined)
@@ -268,6 +268,8 @@ class ControlHandlers:
 
     def _load(self, request: pb.LoadRequest) -> pb.ModelMessage:
         """Load or reload a model. The client polls its state with model requests."""
+        if self.draining:
+            raise Refused("the server is stopping and loads no models", Code.DRAINING)
         if request.settings_json:
             configured = self._settings.models.get(request.model)
             settings = model_settings_from_json(request.model, request.settings_json, configured)

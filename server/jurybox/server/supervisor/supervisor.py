@@ -6,7 +6,7 @@ import contextlib
 import secrets
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -35,6 +35,8 @@ _TICK = 0.25  # seconds between two checks of heartbeats and leases
 _PAUSED = 2.0  # seconds between two ticks from which on this process counts as having been stopped
 _SETTLED = 60.0  # seconds of service after which a child's failures are forgotten
 _STOP = 3.0  # seconds a child gets to stop
+# The share of drain_timeout after which engines take no new tickets, even if gateway or relay still have requests.
+_DOORS_SHARE = 0.8
 # A model that was being computed at every one of several kills from outside is quarantined when their number exceeds
 # this multiple of the limit for other deaths.
 _CHANCE = 3
@@ -62,6 +64,7 @@ class Supervisor:
         self._killed: dict[int, tuple[int, int]] = {}
         self._exit: int | None = None
         self._drain_until: float | None = None
+        self._doors_until = 0.0
         self._announced = False
         server_id = secrets.token_hex(4)
         engines = settings.engines()
@@ -183,6 +186,8 @@ class Supervisor:
         elif now > self._drain_until:
             self._log.warning("draining took too long, stopping")
             self._exit = _STOPPED
+        elif now > self._doors_until:
+            self._drain_engines()
         if now > self._sweep_at:
             self._sweep_again()
         for name in self._models.look(now):
@@ -289,7 +294,7 @@ class Supervisor:
             for held in self._models:
                 held.engine_died(index)
         if self._drain_until is not None:
-            self._end_drained()
+            self._go_on_draining()
             return
         why = {"charged_to": charged.name} if charged else {}
         self._log.error("child died", role=child.role, status=status, failures=child.failures, **why)
@@ -353,8 +358,13 @@ class Supervisor:
         child.heard_at = time.monotonic()
         if message["kind"] == "ready":
             child.serves(child.heard_at)
+            if self._drain_until is not None:
+                child.send("drain")
             reported = ("http", "grpc", "grpc_http2", "tcp", "robots", "dialects")
             self._control.listening.update({key: message[key] for key in reported if key in message})
+        elif message["kind"] == "drained":
+            child.drained = True
+            self._go_on_draining()
         elif message["kind"] == "failed":
             self._log.error(f"{child.role} failed", reason=message["reason"])
             if not self._announced:
@@ -386,8 +396,8 @@ class Supervisor:
             case "retired":
                 self._leases.confirmed(message["lane"], message["lease"], index)
             case "drained":
-                child.serving = False
-                self._end_drained()
+                child.drained = True
+                self._go_on_draining()
 
     def _reported_model(self, index: int, message: dict[str, Any]) -> HeldModel | None:
         """Return the model of an engine's message; None if the load it belongs to is outdated."""
@@ -541,23 +551,40 @@ class Supervisor:
             return
         self._log.info("draining; a second signal stops at once")
         self._manager.stopping()
-        self._drain_until = time.monotonic() + self._settings.drain_timeout
+        now = time.monotonic()
+        self._drain_until = now + self._settings.drain_timeout
+        self._doors_until = now + _DOORS_SHARE * self._settings.drain_timeout
         self._control.draining = True
-        self._engines.order("drain")
-        self._end_drained()
+        self._engines.pause(False)
+        for service in self._services:
+            service.send("drain")
+        self._go_on_draining()
 
-    def _end_drained(self) -> None:
-        if not any(child.alive and child.serving for child in self._engines.engines):
+    def _go_on_draining(self) -> None:
+        """Drain from the outside inwards: gateway and relay, whose requests need the engines, and then the engines."""
+        if not any(child.alive for child in self._engines.engines):
             self._exit = _STOPPED
+        if not _drained(self._services):
+            return
+        self._drain_engines()
+        if _drained(self._engines.engines):
+            self._exit = _STOPPED
+
+    def _drain_engines(self) -> None:
+        if not self._control.closed:
+            self._control.closed = True
+            self._engines.order("drain")
 
     def _close(self) -> None:
         if self._announced and self._drain_until is None:
             self._manager.stopping()
-        for child in self._children():
-            child.send("stop")
         deadline = time.monotonic() + (_STOP if self._announced and self._exit == _STOPPED else 0.5)
-        for child in self._children():
-            child.stop(max(0.0, deadline - time.monotonic()))
+        # Gateway and relay first: what they have not answered they refuse, and an engine's end would look like a fault.
+        for children in (self._services, self._engines.engines):
+            for child in children:
+                child.send("stop")
+            for child in children:
+                child.stop(max(0.0, deadline - time.monotonic()))
         for standby in self._standbys:
             standby.close()
         self._control_socket.close()
@@ -573,3 +600,7 @@ class Supervisor:
         self._manager.close()
         if self._announced or self._exit != _STOPPED:  # else the line of the interrupt is enough
             self._log.info("stopped", status=self._exit)
+
+
+def _drained(children: Sequence[Child]) -> bool:
+    return not any(child.alive and child.serving and not child.drained for child in children)

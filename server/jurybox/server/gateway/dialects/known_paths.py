@@ -104,6 +104,11 @@ class DialectProtocol(InferProtocol):
         else:
             super().data_received(data)
 
+    @property
+    def in_progress(self) -> bool:
+        """See `Connection.in_progress`."""
+        return self._pending is not None or super().in_progress
+
     def shutdown(self) -> None:
         """Close the connection, after a request that has begun is answered; called by uvicorn."""
         self._leaving = True

@@ -5,6 +5,7 @@ A dialect can also have its own port, where / is what /dialects/NAME is here.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -20,6 +21,7 @@ from jurybox.server.gateway.dialects import chat, cosmos, json_dialects, pickle_
 from jurybox.server.gateway.dialects.intake import Intake, Reply, ThreadPool
 from jurybox.server.gateway.dialects.known_paths import ANSWERED, NEVER_CACHED, Endpoint
 from jurybox.server.logs import Log
+from jurybox.server.security.doors import RETRY_AFTER, Doors, refusal
 from jurybox.server.security.http import DATA_ONLY, Refusal
 
 
@@ -60,7 +62,6 @@ _DIALECTS = {
 }
 # Temporary errors: the server is busy, or an engine is starting. A retry may succeed.
 _PASSING = (Code.BUSY, Code.TIMEOUT, Code.SERVER_GONE, Code.NOT_READY, Code.DRAINING)
-_AGAIN = "2"  # seconds
 
 
 class DialectPaths:
@@ -112,14 +113,18 @@ class DialectRoutes(NamedTuple):
     intakes: list[Intake]
 
 
-def applications(dialects: Mapping[str, Mapping[str, Any]], address: str, log: Log) -> DialectRoutes:
+def applications(
+    dialects: Mapping[str, Mapping[str, Any]], address: str, log: Log, doors: Doors | None = None
+) -> DialectRoutes:
     """Create the routes and applications of the dialects.
 
     Args:
         dialects: the settings in [dialects.NAME], by name, with `members` where the model is a panel.
         address: address of the server.
         log: receives the reasons for missing scores.
+        doors: if they have closed, a request that is cancelled is answered with a refusal.
     """
+    doors = doors or Doors()
     paths = APIRouter(tags=["dialects"])
     endpoints: dict[str, Endpoint] = {}
     refusals: dict[str, Refusal] = {}
@@ -142,22 +147,23 @@ def applications(dialects: Mapping[str, Mapping[str, Any]], address: str, log: L
         intakes.append(intake)
         dialect = _DIALECTS[settings["speaks"] or name]
         answers = dialect.answers(intake, _reporter(log, name))
-        refusal = partial(_refusal, name, dialect, log)
-        its = _add(paths, f"/dialects/{name}", name, dialect, intake, answers, log)
+        refused = partial(_refusal, name, dialect, log)
+        answered = {path: partial(_answered, name, dialect, answer, log, doors) for path, answer in answers.items()}
+        its = _add(paths, f"/dialects/{name}", name, dialect, intake, answered)
         endpoints |= its
-        refusals |= dict.fromkeys(its, refusal)
+        refusals |= dict.fromkeys(its, refused)
         if settings["port"] is not None:
             own = APIRouter()
-            its = _add(own, "", name, dialect, intake, answers, log)
+            its = _add(own, "", name, dialect, intake, answered)
             app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
             app.add_middleware(NeverCached)
             app.include_router(own)
-            ports[name] = DialectPaths(app, its), dict.fromkeys(its, refusal)
+            ports[name] = DialectPaths(app, its), dict.fromkeys(its, refused)
     return DialectRoutes(paths, endpoints, refusals, ports, intakes)
 
 
 def _add(
-    paths: APIRouter, base: str, name: str, dialect: Dialect, intake: Intake, answers: Mapping[str, Endpoint], log: Log
+    paths: APIRouter, base: str, name: str, dialect: Dialect, intake: Intake, answered: Mapping[str, Endpoint]
 ) -> dict[str, Endpoint]:
     for path, document in dialect.about(intake).items():
 
@@ -167,8 +173,7 @@ def _add(
         paths.add_api_route(base + path, about(document), methods=["GET"], response_model=None, name=f"{name}{path}")
 
     endpoints: dict[str, Endpoint] = {}
-    for path, answer in answers.items():
-        endpoint = partial(_answered, name, dialect, answer, log)
+    for path, endpoint in answered.items():
         endpoints |= {base + path or "/": endpoint, f"{base}{path}/": endpoint}
         if base + path:
             paths.add_api_route(base + path, _answered_before, methods=["POST"], name=f"dialect {name}{path}")
@@ -181,11 +186,15 @@ async def _answered_before() -> Response:
     raise HTTPException(404)
 
 
-async def _answered(name: str, dialect: Dialect, answer: Endpoint, log: Log, body: bytes) -> Reply:
+async def _answered(name: str, dialect: Dialect, answer: Endpoint, log: Log, doors: Doors, body: bytes) -> Reply:
     try:
         return await answer(body)
     except Error as error:
         failure = error
+    except asyncio.CancelledError:
+        if not doors.closed:
+            raise
+        failure = refusal()  # the server ends
     except Exception as error:  # some clients retry a 500 for a day and a half
         log.error("a dialect failed", dialect=name, error=said(error), exc_info=error)
         failure = ModelFailed(f"the gateway failed at this request ({said(error, 200)}); its log says more")
@@ -196,7 +205,7 @@ def _refused(name: str, dialect: Dialect, log: Log, failure: Error) -> Reply:
     log.warning("no reward", dialect=name, reason=said(failure, 300))
     body, media = dialect.refusal(said(failure, 1000))
     if failure.code in _PASSING:
-        return Reply(body, media, 503, headers=(("retry-after", _AGAIN),))
+        return Reply(body, media, 503, headers=(("retry-after", RETRY_AFTER),))
     status = TABLE[failure.code].http
     return Reply(body, media, dialect.status or (status if status < 500 else 422))
 

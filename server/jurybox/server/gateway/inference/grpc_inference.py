@@ -27,6 +27,7 @@ from jurybox.server.gateway.inference.inference import (
 )
 from jurybox.server.gateway.inference.tensors import MOST_DIMENSIONS, MOST_TENSORS, malformed
 from jurybox.server.security.access import ByteBudget
+from jurybox.server.security.doors import Doors, refusal
 from jurybox.server.security.grpc import DirectCall
 
 _FIELDS = {
@@ -151,13 +152,16 @@ _METHODS = pb.DESCRIPTOR.services_by_name["GRPCInferenceService"]
 _MODEL_INFER = f"/{_METHODS.full_name}/ModelInfer"
 
 
-def service(oip: OpenInference, budget: ByteBudget) -> Service:
-    """Return the service for a GrpcServer; `budget` limits the requests of all streams together."""
+def service(oip: OpenInference, budget: ByteBudget, doors: Doors | None = None) -> Service:
+    """Return the service for a GrpcServer; `budget` limits the requests of all streams together.
+
+    Streams end when `doors` have closed.
+    """
     known = KnownForms(oip)
     return Service(
         _METHODS.full_name,
         pb.DESCRIPTOR,
-        InferenceServicer(oip, budget),
+        InferenceServicer(oip, budget, doors or Doors()),
         open_inference_pb2_grpc.add_GRPCInferenceServiceServicer_to_server,
         {_MODEL_INFER: known},
         known.lanes.forms,
@@ -243,7 +247,8 @@ def _tagged(tag: int, size: int) -> bytes:
 class InferenceServicer:
     """The inference service. Errors get the status codes of the table in jurybox.protocol.errors."""
 
-    def __init__(self, oip: OpenInference, budget: ByteBudget) -> None:
+    def __init__(self, oip: OpenInference, budget: ByteBudget, doors: Doors) -> None:
+        self._doors = doors
         self._oip = oip
         self._budget = budget
 
@@ -284,9 +289,12 @@ class InferenceServicer:
 
         async def take_in() -> None:
             try:
-                async for request in requests:
+                while True:
+                    request = await self._doors.message(anext(requests))
                     await free.acquire()
                     asked.put_nowait(asyncio.create_task(self._streamed(request)))
+            except (StopAsyncIteration, TimeoutError):  # the peer has ended the stream, or the doors have closed
+                pass
             finally:
                 asked.put_nowait(None)
 
@@ -296,6 +304,8 @@ class InferenceServicer:
                 yield await answer
                 free.release()
             await taking  # raises if the last message was no valid request
+            if self._doors.closed:
+                raise refusal()
         finally:
             taking.cancel()
             while not asked.empty():

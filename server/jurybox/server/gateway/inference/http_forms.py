@@ -23,7 +23,8 @@ from jurybox.server.gateway.inference import http_inference
 from jurybox.server.gateway.inference.forms import Forms
 from jurybox.server.gateway.inference.inference import InferRequest, OpenInference, Output
 from jurybox.server.security.access import ByteBudget, ClientConnection
-from jurybox.server.security.http import SECURITY_HEADERS
+from jurybox.server.security.doors import RETRY_AFTER, Doors
+from jurybox.server.security.http import ACCEPTED, SECURITY_HEADERS
 
 MOST_HEADS = 1024
 MOST_HEAD = 8 << 10  # bytes of one
@@ -50,11 +51,13 @@ class KnownHeads:
 
     Args:
         budget: limits the bytes of all bodies together.
+        doors: after they have closed, no request takes this path.
     """
 
-    def __init__(self, oip: OpenInference, budget: ByteBudget) -> None:
+    def __init__(self, oip: OpenInference, budget: ByteBudget, doors: Doors | None = None) -> None:
         self.forms = Forms(oip, _read_form, _written_heads)
         self.budget = budget
+        self.doors = doors or Doors()
         self.heads: dict[bytes, _Head] = {}
 
     def learn(self, head: bytes, scope: Any, model: str, version: str, json_length: int) -> None:
@@ -144,9 +147,15 @@ class InferProtocol(Connection):
         if self._head is None:
             super().shutdown()
 
+    @property
+    def in_progress(self) -> bool:
+        """See `Connection.in_progress`."""
+        return self._head is not None or super().in_progress
+
     def _idle(self) -> bool:
         most = self.limit_concurrency
-        return self.between and not self._leaving and (most is None or len(self.connections) < most)
+        closes = self._leaving or self.known.doors.closed
+        return self.between and not closes and (most is None or len(self.connections) < most)
 
     def _begin(self, data: bytes, head: bytes) -> None:
         known = self.known
@@ -223,7 +232,8 @@ class InferProtocol(Connection):
         row = TABLE.get(error.code)
         text = json.dumps({"error": said(error), "code": error.code.name}, ensure_ascii=False, separators=(",", ":"))
         body = text.encode("utf-8", "backslashreplace")
-        fields = f"content-length: {len(body)}\r\ncontent-type: application/json\r\n{_HEADERS}".encode()
+        again = f"retry-after: {RETRY_AFTER}\r\n" if error.code == Code.DRAINING else ""
+        fields = f"content-length: {len(body)}\r\ncontent-type: application/json\r\n{again}{_HEADERS}".encode()
         self._answer(row.http if row else 500, [fields, body])
 
     # ---- inside
@@ -232,7 +242,11 @@ class InferProtocol(Connection):
         data = bytes(self._came) + self._ahead
         self._give()
         self._ahead = b""
+        earlier = self.scope
         super().data_received(data)
+        if (scope := self.scope) is not earlier:
+            marked: Any = scope
+            marked[ACCEPTED] = True
 
     def _answer(self, status: int, pieces: list[bytes]) -> None:
         line = _LINES[status]
@@ -260,6 +274,6 @@ class InferProtocol(Connection):
         self.known.budget.release(taken)
 
 
-def protocol_of(oip: OpenInference, budget: ByteBudget) -> type[InferProtocol]:
+def protocol_of(oip: OpenInference, budget: ByteBudget, doors: Doors | None = None) -> type[InferProtocol]:
     """Return the protocol class for the connections of a port."""
-    return type("KnownInferProtocol", (InferProtocol,), {"known": KnownHeads(oip, budget)})
+    return type("KnownInferProtocol", (InferProtocol,), {"known": KnownHeads(oip, budget, doors)})

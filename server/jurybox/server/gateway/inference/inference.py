@@ -520,6 +520,10 @@ class OpenInference:
         models.only_ours(repository)
         return models.index(await self._source.status(fresh=True), ready=ready)
 
+    def give_up(self, error: Error) -> None:
+        """Fail all requests that wait or are in flight."""
+        self.lanes.give_up(error)
+
     def close(self) -> None:
         """Release all lanes and regions."""
         self.lanes.close()

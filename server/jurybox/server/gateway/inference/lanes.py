@@ -268,6 +268,11 @@ class Lanes:
         for held in list(self._held.values()):
             held.coalescer.doubt()
 
+    def give_up(self, error: Error) -> None:
+        """Fail all requests that wait or are in flight."""
+        for held in self._held.values():
+            held.coalescer.give_up(error)
+
     def close(self) -> None:
         """Release all lanes."""
         self._held.clear()

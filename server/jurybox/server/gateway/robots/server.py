@@ -28,6 +28,7 @@ from jurybox.server.gateway.robots.counters import ChunkReport, PortCounters, Ro
 from jurybox.server.gateway.robots.msgpack_arrays import Malformed, packb, unpackb
 from jurybox.server.gateway.robots.policy import ACTIONS, Episode, RobotPolicy
 from jurybox.server.security.access import Access, Token
+from jurybox.server.security.doors import RETRY_AFTER, Doors, refusal
 from jurybox.server.settings.endpoints import listen
 
 VLLM_OMNI = "/v1/realtime/robot/openpi"  # the path of vllm-omni's variant
@@ -35,10 +36,8 @@ _TIMEOUT = 5.0  # seconds that a connection waits for a place
 _MOST_WITHIN = 86_400.0  # seconds, largest `answer_within` of a request
 _PING = 20.0  # seconds between two pings, and until a connection without a pong is closed
 _MOST_IN_LOOP = 1 << 20  # bytes of the largest frame that is decoded in the event loop, not in a thread
-_INTERNAL_ERROR, _TRY_AGAIN_LATER = (
-    1011,
-    1013,
-)  # of a close (rfc-editor.org/rfc/rfc6455, section 7.4.1; IANA's registry)
+# Of a close (rfc-editor.org/rfc/rfc6455, section 7.4.1; IANA's registry).
+_INTERNAL_ERROR, _SERVICE_RESTART, _TRY_AGAIN_LATER = 1011, 1012, 1013
 _log = logging.getLogger("jurybox.gateway.robots")
 _silent = logging.getLogger("jurybox.gateway.robots.websockets")  # would log every port scan with a traceback
 _silent.disabled = True
@@ -52,6 +51,7 @@ class RobotServer:
         settings: settings of that table; see jurybox.server.settings.
         address: address of the Jurybox server.
         access: token, TLS, and size of the largest message.
+        doors: after they have closed, connections end between two observations, and new ones are refused.
 
     Attributes:
         bound: the address that it really listens on.
@@ -61,7 +61,10 @@ class RobotServer:
         CannotListen, ValueError: the address cannot be bound.
     """
 
-    def __init__(self, name: str, settings: Mapping[str, Any], address: str, access: Access) -> None:
+    def __init__(
+        self, name: str, settings: Mapping[str, Any], address: str, access: Access, doors: Doors | None = None
+    ) -> None:
+        self._doors = doors or Doors()
         self._name = name
         self._access = access
         self._token: Token | None = access.token
@@ -95,6 +98,11 @@ class RobotServer:
             logger=_silent,
         )
 
+    @property
+    def busy(self) -> bool:
+        """Whether a robot is connected."""
+        return self.counters.connected > 0
+
     async def stop(self) -> None:
         """Close all connections and release the lane."""
         if self._server is not None:
@@ -120,6 +128,10 @@ class RobotServer:
                     http.HTTPStatus.UNAUTHORIZED,
                     "expected 'Authorization: Api-Key TOKEN' with the server's token (server.token_file)\n",
                 )
+        if self._doors.closed:
+            refused = connection.respond(http.HTTPStatus.SERVICE_UNAVAILABLE, f"{refusal()}\n")
+            refused.headers["Retry-After"] = RETRY_AFTER
+            return refused
         return None
 
     async def _serve(self, connection: ServerConnection) -> None:
@@ -132,7 +144,12 @@ class RobotServer:
                 self.counters.connected += 1
                 try:
                     await connection.send(self._metadata)
-                    async for frame in connection:
+                    while True:
+                        try:
+                            frame = await self._doors.message(connection.recv())
+                        except TimeoutError:
+                            await connection.close(_SERVICE_RESTART, plain(refusal(), 100))
+                            return
                         if not await self._answer(connection, dialect, episode, delays, frame):
                             await connection.close(_INTERNAL_ERROR, "the session is lost: connect again")
                             return
