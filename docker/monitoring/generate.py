@@ -21,8 +21,8 @@ METRICS = {metric.name: metric for metric in TABLE}
 
 # The dashboard: rows of panels, one panel a metric.
 LAYOUT: dict[str, list[str]] = {
-    "Requests": ["requests", "request_failures", "rows", "request_duration_seconds", "queue_wait_seconds",
-                 "forward_duration_seconds"],
+    "Requests": ["requests", "request_failures", "request_timeouts", "rows", "request_duration_seconds",
+                 "queue_wait_seconds", "forward_duration_seconds"],
     "Batches": ["batches", "batch_rows", "rows_waiting"],
     "Engines": ["engine_up", "engine_restarts", "engine_busy_seconds", "engine_requests",
                 "engine_expected_wait_seconds", "engine_heartbeat_age_seconds"],
@@ -35,17 +35,22 @@ LAYOUT: dict[str, list[str]] = {
                "robot_client_jitter_seconds", "robot_client_chunks_dropped", "robot_client_starved_steps",
                "robot_sessions", "robot_connections_opened", "robot_connections_refused"],
 }  # fmt: skip
+COLLAPSED = {"Robots"}  # rows that are opened by whoever needs them
 NOT_SHOWN = {"build_info", "start_time_seconds", "model_audit"}
 
 # Alerting rules: name, PromQL over metrics of the table, duration, summary.
 ALERTS = [
     ("JuryboxDown", 'up{job="jurybox"} == 0', "30s", "nothing answers at {{ $labels.instance }}/metrics"),
     ("JuryboxEngineDown", "{engine_up} == 0", "30s", "engine {{ $labels.engine }} does not serve"),
+    ("JuryboxEngineSilent", "{engine_heartbeat_age_seconds} > 10", "0s",
+     "engine {{ $labels.engine }} has shown no sign of life for {{ $value }} s; at engine_timeout it is replaced"),
     ("JuryboxEngineRestarts", "increase({engine_restarts}[10m]) > 2", "0s",
      "engine {{ $labels.engine }} was started again {{ $value }} times in ten minutes; its log says why"),
     ("JuryboxModelNotReady", "{model_ready} == 0", "2m", "model {{ $labels.model }} cannot answer; /health says why"),
     ("JuryboxFailures", "rate({request_failures}[5m]) > 0", "2m",
      "requests to {{ $labels.model }} get errors ({{ $labels.reason }})"),
+    ("JuryboxTimeouts", "rate({request_timeouts}[1m]) > 0", "0s",
+     "requests to {{ $labels.model }} are not answered within their time-outs"),
     ("JuryboxLag", "{weights_lag_versions} > 10", "1m",
      "model {{ $labels.model }} computes with weights {{ $value }} versions old"),
 ]  # fmt: skip
@@ -129,12 +134,15 @@ def dashboard() -> dict[str, Any]:
         "templating": {
             "list": [
                 {"name": "datasource", "type": "datasource", "query": "prometheus", "label": "Prometheus"},
-                {
-                    "name": "model", "type": "query", "label": "model", "multi": True, "includeAll": True,
-                    "allValue": ".*", "datasource": _SOURCE, "refresh": 2,
-                    "query": {"query": f"label_values({METRICS['model_ready'].full_name}, model)", "refId": "model"},
-                    "current": {"text": "All", "value": "$__all"},
-                },
+                *(
+                    {
+                        "name": label, "type": "query", "label": label, "multi": True, "includeAll": True,
+                        "allValue": ".*", "datasource": _SOURCE, "refresh": 2,
+                        "query": {"query": f"label_values({METRICS[name].full_name}, {label})", "refId": label},
+                        "current": {"text": "All", "value": "$__all"},
+                    }
+                    for label, name in (("instance", "build_info"), ("model", "model_ready"))
+                ),
             ]
         },
         "panels": list(_panels()),
@@ -168,13 +176,18 @@ def _panels() -> Iterator[dict[str, Any]]:
     number, y = 0, 0
     for title, names in LAYOUT.items():
         number += 1
-        yield {"id": number, "type": "row", "title": title, "gridPos": {"x": 0, "y": y, "w": 24, "h": 1}, "panels": []}
+        collapsed = title in COLLAPSED
+        row = {"id": number, "type": "row", "title": title, "gridPos": {"x": 0, "y": y, "w": 24, "h": 1}}
         y += 1
+        panels = []
         for at, name in enumerate(names):
             number += 1
             place = {"x": _WIDTH * (at % _ACROSS), "y": y + _HEIGHT * (at // _ACROSS), "w": _WIDTH, "h": _HEIGHT}
-            yield _panel(METRICS[name], number, place)
-        y += _HEIGHT * -(-len(names) // _ACROSS)
+            panels.append(_panel(METRICS[name], number, place))
+        yield {**row, "collapsed": collapsed, "panels": panels if collapsed else []}
+        if not collapsed:
+            yield from panels
+            y += _HEIGHT * -(-len(names) // _ACROSS)
 
 
 def _panel(metric: Metric, number: int, place: dict[str, int]) -> dict[str, Any]:
@@ -201,9 +214,9 @@ def _panel(metric: Metric, number: int, place: dict[str, int]) -> dict[str, Any]
 
 def _queries(metric: Metric) -> Iterator[tuple[str, str]]:
     """PromQL and legend for a metric, by its kind."""
-    chosen = '{model=~"$model"}' if "model" in metric.labels else ""
-    by = ", ".join(metric.labels)
-    legend = _LEGEND[metric.labels[0]] + (" {{reason}}" if "reason" in metric.labels else "")
+    chosen = '{instance=~"$instance"' + (', model=~"$model"}' if "model" in metric.labels else "}")
+    by = ", ".join(("instance", *metric.labels))
+    legend = "{{instance}} " + _LEGEND[metric.labels[0]] + (" {{reason}}" if "reason" in metric.labels else "")
     name = f"{metric.full_name}{chosen}"
     if metric.kind is Kind.HISTOGRAM:
         buckets = f"sum by ({by}, le) (rate({metric.full_name}_bucket{chosen}[$__rate_interval]))"
@@ -211,6 +224,9 @@ def _queries(metric: Metric) -> Iterator[tuple[str, str]]:
             yield f"histogram_quantile({quantile}, {buckets})", f"{legend} p{quantile * 100:.0f}"
     elif metric.name == "engine_restarts":
         yield f"sum by ({by}) (increase({name}[$__range]))", legend
+    elif metric.name == "engine_busy_seconds":
+        # A batch counts at its end, and two may be in flight: a rate over a short time can exceed one.
+        yield f"clamp_max(sum by ({by}) (rate({name}[$__rate_interval])), 1)", legend
     elif metric.kind is Kind.COUNTER:
         yield f"sum by ({by}) (rate({name}[$__rate_interval]))", legend
     else:

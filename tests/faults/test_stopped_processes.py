@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 
 import httpx
@@ -14,6 +15,8 @@ from tests.faults.test_killed_gateway import ready
 from tests.serving import serving, wait_until
 
 from jurybox.client import connect
+from jurybox.server.gateway.inference.lanes import DEFAULT_TIMEOUT
+from jurybox.server.settings.config import ServerSettings
 
 TIMEOUT = 5.0  # seconds
 X = np.arange(8, dtype=np.float32).reshape(2, 4)
@@ -24,6 +27,41 @@ def server(tmp_path, nothing_left):
     transports = {"tcp": "127.0.0.1:0", "http": "127.0.0.1:0"}
     with serving(tmp_path, MODELS, engine_timeout=TIMEOUT, **transports) as running:
         yield running
+
+
+def scraped(http: str) -> dict[str, float]:
+    lines = [line for line in httpx.get(f"{http}/metrics", timeout=10).text.splitlines() if line[:1] != "#"]
+    return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines)}
+
+
+def test_metrics_show_a_hung_engine_and_a_request_in_flight_outlives_its_replacement(server):
+    """As /health does, and before the engine is killed."""
+    http = f"http://{server.listening('http')}"
+    affine = {"inputs": [{"name": "observation", "shape": [1, 4], "datatype": "FP32", "data": [1, 2, 3, 4]}]}
+    answers = []
+
+    def ask() -> None:  # with the default time-out, as anybody does
+        answers.append(httpx.post(f"{http}/v2/models/affine/infer", json=affine, timeout=100).json())
+
+    engine = server.pids()["engine-0"]
+    before = scraped(http)
+    assert before['jurybox_engine_up{engine="0"}'] == before['jurybox_model_ready{model="affine"}'] == 1
+    os.kill(engine, signal.SIGSTOP)
+    asking = threading.Thread(target=ask)
+    asking.start()
+    late = httpx.post(f"{http}/v2/models/affine/infer", json={**affine, "parameters": {"timeout": 200_000}}, timeout=30)
+    assert late.status_code == 504
+    assert scraped(http)['jurybox_request_timeouts_total{model="affine"}'] == 1
+    wait_until(lambda: scraped(http)['jurybox_engine_up{engine="0"}'] == 0, TIMEOUT, "engine_up to be 0")
+    assert scraped(http)['jurybox_model_ready{model="affine"}'] == 0
+    assert "hangs, killing it" not in server.text() and not ready(http)
+    asking.join(60)
+    assert answers[0]["outputs"][0]["data"] == [3, 5, 7, 9]
+    assert server.pids()["engine-0"] != engine
+
+
+def test_a_request_outlives_a_replaced_engine_with_default_settings():
+    assert ServerSettings().engine_timeout <= DEFAULT_TIMEOUT / 2  # the other half is for the new engine's start
 
 
 @pytest.mark.slow

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
 HISTOGRAMS = ("batch_rows", "queue_ns", "forward_ns", "request_ns", "adopt_ns")
+HUNG_SHARE = 1 / 3  # of engine_timeout: a serving engine that is silent for longer counts as hung, and is killed at 1
 _SUMS = ("requests", "rows", "batches", "failed", "expired", "refused", "not_held", "updates", "waiting")
 
 
@@ -42,7 +43,7 @@ def status_document(
     address: str,
     panels: Mapping[str, Any] | None = None,
     draining: bool = False,
-    engine_timeout: float = 60.0,
+    engine_timeout: float = 30.0,
     events: Sequence[dict[str, Any]] = (),
     devices: Sequence[str] = (),
     pythons: Sequence[str] = (),
@@ -57,7 +58,7 @@ def status_document(
         lanes: the lanes that are leased or retiring.
         segments: the size of each of the server's segments in bytes, by name.
         panels: the members of each panel, by name.
-        engine_timeout: seconds; a serving engine with an older heartbeat counts as hung.
+        engine_timeout: seconds; a serving engine whose heartbeat is older than a third of it counts as hung.
         events: the events of jurybox.server.supervisor.run.
         devices: the device of each engine.
         pythons: the Python interpreter of each engine; empty: the server's.
@@ -138,7 +139,7 @@ def _engines(
                 "index": index,
                 "device": devices[index] if index < len(devices) else "",
                 "state": state.name.lower(),
-                "hung": state is EngineState.SERVING and age is not None and age > timeout,
+                "hung": state is EngineState.SERVING and age is not None and age > timeout * HUNG_SHARE,
                 "pid": int(record["pid"]),
                 "incarnation": f"{int(record['incarnation']):016x}",  # as text: JavaScript's numbers have only 53 bits
                 "heartbeat_age": age,

@@ -248,6 +248,7 @@ def create_app(
     readiness: Callable[[], Awaitable[list[str]]] | None = None,
     routers: Sequence[APIRouter] = (),
     ports: Mapping[str, PortCounters] | None = None,
+    timeouts: Mapping[str, int] | None = None,
 ) -> FastAPI:
     """Create the application over a source of the server's status.
 
@@ -256,6 +257,7 @@ def create_app(
         readiness: returns why the server is not ready; by default the status document decides.
         routers: further routes.
         ports: the counters of each port for robots, by name.
+        timeouts: the number of requests that were not answered in time, by model.
     """
     app = FastAPI(
         title="Jurybox",
@@ -310,7 +312,7 @@ def create_app(
         """Return the status document, as `jurybox status --json` prints it."""
         return await source.status()
 
-    app.state.watching = Watching(source, ports)
+    app.state.watching = Watching(source, ports, timeouts)
     app.include_router(app.state.watching.router)
     for router in routers:
         app.include_router(router)

@@ -131,13 +131,19 @@ class Watching:
     Args:
         source: source of the server's status.
         ports: the counters of each port for robots, by name.
+        timeouts: the number of requests that were not answered in time, by model.
 
     Attributes:
         router: the routes, for an application to include.
     """
 
-    def __init__(self, source: StatusSource, ports: Mapping[str, PortCounters] | None = None) -> None:
-        self._watch = Watch(source, ports)
+    def __init__(
+        self,
+        source: StatusSource,
+        ports: Mapping[str, PortCounters] | None = None,
+        timeouts: Mapping[str, int] | None = None,
+    ) -> None:
+        self._watch = Watch(source, ports, timeouts)
         self._broadcast = Broadcast(self._watch)
         self.router = APIRouter()
         self.router.add_api_route("/metrics", self._metrics, response_class=Response, summary="For Prometheus")
@@ -185,9 +191,15 @@ _MOST_WATCHERS = 64
 class Watch:
     """Snapshots of the server: the status at most once a second, the rest from the scoreboard."""
 
-    def __init__(self, source: StatusSource, ports: Mapping[str, PortCounters] | None = None) -> None:
+    def __init__(
+        self,
+        source: StatusSource,
+        ports: Mapping[str, PortCounters] | None = None,
+        timeouts: Mapping[str, int] | None = None,
+    ) -> None:
         self._source = source
         self._ports = ports
+        self._timeouts = timeouts
         self._reader = ScoreboardReader()
         self._document: Document | None = None
         self._asked = 0.0
@@ -210,7 +222,7 @@ class Watch:
                 if self._document is None or time.monotonic() - self._asked >= _SILENT_FOR:
                     raise
         try:
-            return self._reader.read(self._document, self._ports)
+            return self._reader.read(self._document, self._ports, self._timeouts)
         except ServerGone:
             self._document = None
             raise

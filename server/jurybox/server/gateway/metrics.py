@@ -227,6 +227,11 @@ TABLE = (
         _failures, like="nv_inference_request_failure",
     ),
     Metric(
+        "request_timeouts", _COUNTER, _MODEL, "Requests to the gateway that were not answered within their time-outs.",
+        "It grows while an engine hangs, when `request_failures` cannot. Counted in the gateway, with whose process it "
+        "begins at zero.", by_model(lambda snapshot, at: float(snapshot.timeouts.get(snapshot.models[at]["name"], 0))),
+    ),
+    Metric(
         "versions_not_held", _COUNTER, _MODEL, "Tickets for a weights version that was not kept, or no longer.",
         "Not a failure of the model: the client requested a version too late, or one that was never published. "
         "`keep_versions` sets how many are kept.", counted("not_held"),
@@ -338,9 +343,8 @@ TABLE = (
         "It keeps growing when the learner is dead.", by_model(Snapshot.weights_age), "seconds",
     ),
     Metric(
-        "model_ready", _GAUGE, _MODEL, "1 when an engine can answer for the model, else 0.",
-        "`/health/ready` reports the reason.",
-        by_model(lambda snapshot, at: float(snapshot.models[at]["state"] == "ready")),
+        "model_ready", _GAUGE, _MODEL, "1 when an engine that does not hang can answer for the model, else 0.",
+        "`/health/ready` reports the reason.", by_model(lambda snapshot, at: float(snapshot.ready(at))),
     ),
     Metric(
         "model_audit", _GAUGE, _MODEL, "1 for an audit juror, whose scores are logged and never rewarded, else 0.",
@@ -348,7 +352,9 @@ TABLE = (
         by_model(lambda snapshot, at: float(snapshot.models[at]["audit"])),
     ),
     Metric(
-        "engine_up", _GAUGE, _ENGINE, "1 while the engine serves, else 0.", "Alert on 0.",
+        "engine_up", _GAUGE, _ENGINE,
+        "1 while the engine serves and has shown a sign of life within a third of `engine_timeout`, else 0.",
+        "Alert on 0.",
         by_engine(lambda record, snapshot, index: float(
             record["state"] == EngineState.SERVING and not snapshot.document["engines"][index]["hung"]
         )),
@@ -375,7 +381,8 @@ TABLE = (
     ),
     Metric(
         "engine_heartbeat_age_seconds", _GAUGE, _ENGINE, "Time since the engine's last heartbeat.",
-        "Normally below a second, or up to the longest forward; at `engine_timeout` the engine is killed.",
+        "Normally below a second, or up to the longest forward; at a third of `engine_timeout` it counts as hung, at "
+        "`engine_timeout` it is killed.",
         by_engine(lambda record, snapshot, _: (snapshot.taken - int(record["heartbeat"])) / _NS
                   if record["heartbeat"] else None),
         "seconds",

@@ -65,10 +65,11 @@ async def serve(control_pipe: ControlPipe, orders: dict[str, Any], log: Log) -> 
             from jurybox.server.gateway.dialects.known_paths import with_dialects
             from jurybox.server.gateway.dialects.router import DialectPaths, applications
 
-            routes = applications(orders["dialects"], orders["address"], log, doors)
+            routes = applications(orders["dialects"], orders["address"], log, doors, oip.lanes.timeouts)
             routers.append(routes.paths)
         robots = _robot_servers(orders, access, doors)
-        app = create_app(source, oip.reasons, routers, {name: robot.counters for name, robot in robots.items()})
+        counters = {name: robot.counters for name, robot in robots.items()}
+        app = create_app(source, oip.reasons, routers, counters, oip.lanes.timeouts)
         http = None
         if orders["http"]:
             budget, whole = access.budget(), app if routes is None else DialectPaths(app, routes.endpoints)

@@ -143,7 +143,7 @@ class ServerSettings(SecuritySettings):
     spin_us: int = Field(default=100, ge=0, le=100_000)
     start_timeout: Seconds = 120.0
     drain_timeout: Seconds = 10.0
-    engine_timeout: Seconds = 60.0
+    engine_timeout: Seconds = 30.0  # half of the default time-out of a request, which so outlives a replaced engine
     sequence_idle: Seconds = 60.0
     max_restarts: int = Field(default=5, ge=0, le=1_000_000)
     traces: bool = False

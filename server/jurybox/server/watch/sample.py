@@ -41,6 +41,7 @@ class Snapshot:
         counters: (engines, models) of scoreboard.COUNTERS, models in the document's order.
         lanes: the lanes in use, (lanes,) of scoreboard.LANE.
         ports: the gateway's counters of each port for robots, by name; they are not on the scoreboard.
+        timeouts: the gateway's number of requests that were not answered in time, by model; likewise.
     """
 
     taken: int
@@ -50,6 +51,7 @@ class Snapshot:
     counters: NDArray[Any]
     lanes: NDArray[Any]
     ports: Mapping[str, PortCounters] = field(default_factory=dict)
+    timeouts: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def server_id(self) -> str:
@@ -61,6 +63,12 @@ class Snapshot:
         """The document's models."""
         models: list[dict[str, Any]] = self.document["models"]
         return models
+
+    def ready(self, at: int) -> bool:
+        """Return whether an engine that does not hang can answer for model `at`."""
+        hung = {str(engine["index"]) for engine in self.document["engines"] if engine["hung"]}
+        model = self.models[at]
+        return bool(model["state"] == "ready" and (not model["engines"] or model["engines"].keys() - hung))
 
     def leased(self, at: int) -> NDArray[Any]:
         """Return the lanes in use of the document's model number `at`."""
@@ -98,12 +106,18 @@ class ScoreboardReader:
         self._server_id = ""
         self._scoreboard: Scoreboard | None = None
 
-    def read(self, document: Document, ports: Mapping[str, PortCounters] | None = None) -> Snapshot:
+    def read(
+        self,
+        document: Document,
+        ports: Mapping[str, PortCounters] | None = None,
+        timeouts: Mapping[str, int] | None = None,
+    ) -> Snapshot:
         """Take a snapshot.
 
         Args:
             document: the server's status document.
             ports: the gateway's counters of its ports for robots.
+            timeouts: the gateway's number of requests that were not answered in time, by model.
 
         Raises:
             ServerGone: that server is dead.
@@ -122,6 +136,7 @@ class ScoreboardReader:
             counters=scoreboard.counters[:, columns],  # indexing with a list copies
             lanes=scoreboard.lanes[np.flatnonzero(scoreboard.lanes["lease"])],
             ports=ports or {},
+            timeouts=timeouts or {},
         )
 
     def close(self) -> None:

@@ -6,6 +6,7 @@ A dialect can also have its own port, where / is what /dialects/NAME is here.
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -114,7 +115,11 @@ class DialectRoutes(NamedTuple):
 
 
 def applications(
-    dialects: Mapping[str, Mapping[str, Any]], address: str, log: Log, doors: Doors | None = None
+    dialects: Mapping[str, Mapping[str, Any]],
+    address: str,
+    log: Log,
+    doors: Doors | None = None,
+    timeouts: Counter[str] | None = None,
 ) -> DialectRoutes:
     """Create the routes and applications of the dialects.
 
@@ -123,8 +128,10 @@ def applications(
         address: address of the server.
         log: receives the reasons for missing scores.
         doors: if they have closed, a request that is cancelled is answered with a refusal.
+        timeouts: counts the requests that are not answered in time, by model.
     """
     doors = doors or Doors()
+    late = Counter[str]() if timeouts is None else timeouts
     paths = APIRouter(tags=["dialects"])
     endpoints: dict[str, Endpoint] = {}
     refusals: dict[str, Refusal] = {}
@@ -148,7 +155,8 @@ def applications(
         dialect = _DIALECTS[settings["speaks"] or name]
         answers = dialect.answers(intake, _reporter(log, name))
         refused = partial(_refusal, name, dialect, log)
-        answered = {path: partial(_answered, name, dialect, answer, log, doors) for path, answer in answers.items()}
+        ends = partial(_answered, name, dialect, log, doors, partial(late.update, [settings["model"]]))
+        answered = {path: partial(ends, answer) for path, answer in answers.items()}
         its = _add(paths, f"/dialects/{name}", name, dialect, intake, answered)
         endpoints |= its
         refusals |= dict.fromkeys(its, refused)
@@ -186,11 +194,15 @@ async def _answered_before() -> Response:
     raise HTTPException(404)
 
 
-async def _answered(name: str, dialect: Dialect, answer: Endpoint, log: Log, doors: Doors, body: bytes) -> Reply:
+async def _answered(
+    name: str, dialect: Dialect, log: Log, doors: Doors, late: Callable[[], None], answer: Endpoint, body: bytes
+) -> Reply:
     try:
         return await answer(body)
     except Error as error:
         failure = error
+        if error.code == Code.TIMEOUT:
+            late()
     except asyncio.CancelledError:
         if not doors.closed:
             raise

@@ -149,6 +149,7 @@ class RequestCoalescer:
         sessions: the sessions of a stateful model; None: the model keeps no state.
         gathering: consulted before every ticket that is not full.
         engines: the number of engines that answer this lane; each is sent a ticket before another waits.
+        expired: called for every request that was not answered in time.
     """
 
     def __init__(
@@ -160,8 +161,10 @@ class RequestCoalescer:
         sessions: Sessions | None = None,
         gathering: Gathering | None = None,
         engines: int = 1,
+        expired: Callable[[], None] = lambda: None,
     ) -> None:
         self._model = model
+        self._expired = expired
         self._gathering = gathering
         self._most_in_flight = _IN_FLIGHT * engines
         self._gathered: asyncio.TimerHandle | None = None  # sends the ticket that waits for more requests
@@ -267,6 +270,7 @@ class RequestCoalescer:
     def _expire(self, answer: Receiver, seconds: float) -> None:
         if answer.done():
             return
+        self._expired()
         answer.set_exception(Timeout(self._late(seconds)))
         for task, batch in self._in_flight.items():
             if all(request.answer.done() for request in batch):

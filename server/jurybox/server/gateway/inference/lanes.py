@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
@@ -66,6 +67,7 @@ class ModelLane:
             lambda: lanes.let_go(self),
             self.sessions,
             engines=self.engines,
+            expired=lambda: lanes.timeouts.update([self.spec.name]),
         )
         self.in_use = 0  # callers inside the ``with``
         self.retired = self.closed = False
@@ -101,10 +103,14 @@ class Lanes:
 
     Args:
         address: the server's address.
+
+    Attributes:
+        timeouts: by model, the number of requests that were not answered in time.
     """
 
     def __init__(self, address: str) -> None:
         self._address = address
+        self.timeouts: Counter[str] = Counter()
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="lanes")  # blocking calls run there
         self._connecting = threading.Lock()
         self._server: Server | None = None
