@@ -29,6 +29,7 @@ from jurybox.training.policy_commands import edit, policy
 from jurybox.training.recipes import hockey, served_networks
 from jurybox.training.recipes.photo import METRICS, PhotoTraining, train
 from jurybox.training.run_folder import RunLog
+from jurybox.training.spaces import Leaf
 
 JUROR = "tests.unit.recipes.cheap_juror:middle_grey"
 
@@ -128,7 +129,7 @@ def test_an_exported_policy_acts_like_the_run_for_any_number_of_rows(command, tm
     assert trained.digest == exported.digest
     program = torch.export.load(tmp_path / "policy.pt2").module()
     for n in (1, 2, 7):
-        rows = np.random.default_rng(n).normal(0, 3, (n, *trained.observation.shape)).astype(np.float32)
+        rows = np.random.default_rng(n).normal(0, 3, (n, *trained.inputs["observation"].shape)).astype(np.float32)
         np.testing.assert_array_equal(trained(rows), exported(rows))
         np.testing.assert_allclose(program(torch.from_numpy(rows)).numpy(), trained(rows), rtol=1e-5, atol=1e-6)
     assert np.abs(trained(rows * 100)).max() <= 1.0
@@ -298,8 +299,9 @@ def test_a_foreign_file_may_only_name_code_of_jurybox_without_trust(command, tmp
         {"jurybox-policy": json.dumps(description)},
     )
     assert "--trust allows it" in command("play", tmp_path / "bad.safetensors", status=2)
-    with pytest.raises(PolicyError, match="has the format 99"):
-        Description.of({**description, "format": 99}, tmp_path)
+    for number in (1, 99):
+        with pytest.raises(PolicyError, match=f"has the format {number}, this build reads 2: use the build that wrote"):
+            Description.of({**description, "format": number}, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -313,10 +315,10 @@ def test_a_foreign_file_may_only_name_code_of_jurybox_without_trust(command, tmp
 )
 def test_a_foreign_file_runs_nothing_through_jurybox_itself(key, value, tmp_path):
     arguments = {"algorithm": "ppo", "numbers": 4, "pictures": [], "normalise": False, "discrete": True, "actions": 2}
-    arguments |= {"hidden": [8], "dtype": "float32", "size": 4}
+    arguments |= {"hidden": [8], "inputs": [Leaf("observation", (4,), "float32").as_dict()]}
     made = served_networks.gym_policy(**arguments)
     acts = Acts("jurybox.training.recipes.served_networks:gym_policy", arguments, "p", "logits", "best")
-    rows = "jurybox.training.environments.gymnasium_env:rows_environment"
+    rows = "jurybox.training.environments.gymnasium_env:played_environment"
     description = Description("gym", {"p": acts}, rows, {"name": "CartPole-v1", "arguments": {}}).as_dict()
     weights = {name: tensor.clone() for name, tensor in made.module.state_dict().items()}
     path, touched = tmp_path / "theirs.safetensors", tmp_path / "touched"

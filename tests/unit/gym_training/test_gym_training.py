@@ -12,14 +12,11 @@ import numpy as np
 import pytest
 import torch
 
-from jurybox.training import policies
-from jurybox.training.algorithms.networks import acting_network, features_of, outputs_of
+from jurybox.training.algorithms.networks import acting_network, features_of
 from jurybox.training.algorithms.ppo import advantages_of
 from jurybox.training.algorithms.td3 import Normaliser
-from jurybox.training.algorithms.torch_states import as_tensors
 from jurybox.training.checkpoints import Checkpoints, read_state
-from jurybox.training.environments.gymnasium_env import Actions, make_environment
-from jurybox.training.recipes.gym import DEFAULTS, GymTraining, network_of, plan, spaces_of, train
+from jurybox.training.recipes.gym import DEFAULTS, GymTraining, plan, spaces_of, train
 from jurybox.training.recipes.gym_actor import Choice, log_softmax
 from jurybox.training.recipes.gym_learner import PacedDQN, ReplayLearner, RolloutLearner, rollout
 from jurybox.training.replay.batch import BatchOnDevice
@@ -467,29 +464,3 @@ def test_the_plan_describes_rows() -> None:
     assert binary.fields["observation"].stored == "bits" and binary.capacity == 1_000_000
     pictures = plan(settings("sac", buffer_size=None, env_args={"numbers": True, "picture": True})).replays[0]
     assert 10**6 < pictures.capacity * 36 * 36 <= 2**31
-
-
-NUMBERS = {"env_args": {"numbers": True}}
-
-
-@pytest.mark.parametrize(
-    ("algorithm", "changes"), [("ppo", {}), ("ppo", NUMBERS), ("dqn", {}), ("td3", {}), ("sac", {})]
-)
-def test_an_exported_policy_acts_as_in_the_runs_evaluations(tmp_path, algorithm, changes) -> None:
-    s = settings(algorithm, normalize_observations=True, **changes)
-    train(s, tmp_path / "run", serial=True)
-    seen, does = spaces_of(s)
-    found = policies.choose(tmp_path / "run")
-    policy = policies.Policy(found, trust=True)
-    with policy.environment() as env:
-        rows = np.stack([env.reset(seed=seed)[0] for seed in range(4)])
-    network = acting_network(**network_of(s, seen, does))
-    network.load_state_dict(as_tensors(read_state(found.where / "weights-policy.state")["state"]))
-    with torch.inference_mode():
-        given = network(torch.from_numpy(rows))
-    each = given if isinstance(given, tuple) else (given,)
-    outputs = {name: part.numpy() for name, part in zip(outputs_of(algorithm, does.discrete), each, strict=True)}
-    chosen = Choice(algorithm, does.discrete, np.random.default_rng(0)).best(outputs)
-    actions = Actions(make_environment(s.env, s.env_args).action_space)
-    expected = [(actions.clipped if algorithm == "ppo" else actions.chosen)(one) for one in chosen]
-    assert np.allclose(np.ravel(policy(rows)), np.ravel(expected), atol=1e-4)

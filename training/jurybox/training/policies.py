@@ -30,6 +30,7 @@ from jurybox.server.models import ServedModel
 from jurybox.training import interrupts
 from jurybox.training.checkpoints import DOCUMENT, EVALUATION, CheckpointError, read_state, write_atomically
 from jurybox.training.runtime.plan import POLICY_FILE, RunError, load
+from jurybox.training.spaces import StrangeObservation, converted, named
 
 __all__ = [
     "Acting",
@@ -47,7 +48,7 @@ __all__ = [
     "score",
 ]
 
-FORMAT = 1
+FORMAT = 2
 SCORES = "policy-scores.json"  # in the run's folder: the results of evaluations, by the digest of the weights
 _CHECKPOINTS, _BEST, _PREFIX = "checkpoints", "best", "step-"
 # Modules whose definitions an untrusted file may name: networks, environments, and factories among their arguments.
@@ -83,7 +84,7 @@ class Acts:
             tangent; "clip": clip the output to `low` to `high`; "best": the index of its largest element plus `first`;
             "draw": an index drawn from its softmax with torch's generator, plus `first`, for policies whose performance
             depends on their randomness, for example in a multi-agent environment.
-        low, high: bounds of the environment's actions, flattened.
+        low, high: bounds of the environment's actions, flattened; None where there is none.
         first: see `choose`.
         own_arguments: arguments of the environment's factory for this policy only, such as its role in a multi-agent
             environment. The factory then also receives `partners`, the description's policies by name.
@@ -94,8 +95,8 @@ class Acts:
     weights: str
     output: str
     choose: Choose
-    low: Sequence[float] = ()
-    high: Sequence[float] = ()
+    low: Sequence[float | None] = ()
+    high: Sequence[float | None] = ()
     first: int = 0
     own_arguments: Mapping[str, Any] = field(default_factory=dict)
 
@@ -107,8 +108,8 @@ class Description:
     Attributes:
         training: name of the training that created it.
         policies: how each policy acts, by its name.
-        environment: factory of a `gymnasium.Env` whose observations are rows of the network's input; it is called with
-            `environment_arguments` and ``render_mode``.
+        environment: factory of a `gymnasium.Env` whose observations are the network's inputs (the parts of a Dict or
+            Tuple by name, see `spaces.named`); it is called with `environment_arguments` and ``render_mode``.
         settings: settings of the training.
         seed: seed of the training.
         version, commit: version and commit of Jurybox.
@@ -133,7 +134,8 @@ class Description:
         given = dict(document)
         if (number := given.pop("format", None)) != FORMAT:
             raise PolicyError(
-                f"{where} has the format {number!r}, this build reads {FORMAT}: use the one that wrote it"
+                f"{where} has the format {number!r}, this build reads {FORMAT}: use the build that wrote it, or train "
+                "again"
             )
         try:
             acts = {name: Acts(**each) for name, each in given.pop("policies").items()}
@@ -143,9 +145,9 @@ class Description:
 
 
 class Acting(nn.Module):
-    """Maps rows of observations to actions of the environment: normalisation, network and scaling in one module.
+    """Maps observations to actions of the environment: normalisation, network and scaling in one module.
 
-    Actions are int64 (n,) for "best" and "draw", else float32 (n, ...).
+    It takes the network's inputs by position. Actions are int64 (n,) for "best" and "draw", else float32 (n, ...).
     """
 
     def __init__(self, served: ServedModel, acts: Acts) -> None:
@@ -153,16 +155,16 @@ class Acting(nn.Module):
         self.network = served.module
         self._output, self._place = acts.output, list(served.outputs).index(acts.output)
         self._choose, self._first = acts.choose, acts.first
-        low, high = (torch.tensor(list(bound), dtype=torch.float32) for bound in (acts.low, acts.high))
-        self.register_buffer("low", low, persistent=False)
-        self.register_buffer("high", high, persistent=False)
+        for name, bounds, none in (("low", acts.low, -math.inf), ("high", acts.high, math.inf)):
+            numbers = [none if bound is None else bound for bound in bounds]
+            self.register_buffer(name, torch.tensor(numbers, dtype=torch.float32), persistent=False)
 
     low: Tensor
     high: Tensor
 
-    def forward(self, observation: Tensor) -> Tensor:
-        """Compute the actions of n rows of raw observations."""
-        found: Any = self.network(observation)
+    def forward(self, *observation: Tensor) -> Tensor:
+        """Compute the actions of n observations."""
+        found: Any = self.network(*observation)
         if isinstance(found, Mapping):
             found = found[self._output]
         elif isinstance(found, tuple):
@@ -300,7 +302,9 @@ class Environment(Protocol):
 
 
 class Policy:
-    """A loaded policy. Calling it maps an array of observations (n, ...) to an array of actions (n, ...).
+    """A loaded policy. Calling it maps observations (n, ...) to an array of actions (n, ...).
+
+    Observations are as the environment gives them: one array, or several by the names of the `inputs`.
 
     Args:
         found: the policy to load.
@@ -330,16 +334,33 @@ class Policy:
         self.digest = _digest(state)
         self.fps = 30.0  # the environment's frames per second; known once it has been created
 
-    def __call__(self, observations: Array) -> Array:
+    def __call__(self, observations: Array | Mapping[str, Array]) -> Array:
+        """Compute the actions of n observations. Raises PolicyError: they are not what the inputs are."""
+        given = observations if isinstance(observations, Mapping) else {next(iter(self.inputs)): observations}
+        if given.keys() != self.inputs.keys():
+            raise PolicyError(f"this policy takes {', '.join(self.inputs)}: got {', '.join(map(str, given))}")
+        try:
+            rows = [
+                converted(given[name], spec.dtype, (len(given[name]), *spec.shape), f"the input {name!r}")
+                for name, spec in self.inputs.items()
+            ]
+        except StrangeObservation as error:
+            raise PolicyError(str(error)) from error
         with torch.inference_mode():
-            actions: Array = self.module(torch.from_numpy(np.ascontiguousarray(observations))).numpy()
+            actions: Array = self.module(*(torch.from_numpy(np.ascontiguousarray(each)) for each in rows)).numpy()
         return actions
 
+    def act(self, observation: Any) -> Array:
+        """Compute the action for one observation of the environment. Raises PolicyError: it is not what it takes."""
+        alone = len(self.inputs) == 1 and not isinstance(observation, Mapping | tuple)
+        parts = {next(iter(self.inputs)): observation} if alone else named(observation)
+        action: Array = self({name: np.asarray(parts[name])[None] for name in self.inputs if name in parts})[0]
+        return action
+
     @property
-    def observation(self) -> Any:
-        """The spec of one row of observations."""
-        (spec,) = self.served.inputs.values()
-        return spec
+    def inputs(self) -> Mapping[str, Any]:
+        """The specs of one observation, by name."""
+        return self.served.inputs
 
     @contextmanager
     def environment(self, changes: Mapping[str, Any] | None = None, *, render: bool = False) -> Iterator[Environment]:
@@ -385,7 +406,7 @@ def _check_trusted(where: Path, factory: str, places: Sequence[str], arguments: 
     """Raise PolicyError if an untrusted file names code other than the factories of Jurybox's trainings.
 
     It is not enough that a name is in one of Jurybox's modules: it could be something that the module imports
-    (``local_server:subprocess.run``), or a function that calls its argument (``rows_environment`` of ``os:system``).
+    (``local_server:subprocess.run``), or a function that calls its argument (``played_environment`` of ``os:system``).
     """
     for name, among in [(factory, places), *((argument, _ARGUMENT_MODULES) for argument in _factories(arguments))]:
         module, _, attribute = name.partition(":")
@@ -471,7 +492,7 @@ def play(
                 interrupts.check()
                 if frame is not None:
                     frame(_picture(environment))
-                action = _as_action(policy(np.asarray(seen)[None])[0], getattr(environment, "action_space", None))
+                action = _as_action(policy.act(seen), getattr(environment, "action_space", None))
                 seen, reward, terminated, truncated, _ = environment.step(action)
                 total, length, over = total + float(reward), length + 1, bool(terminated or truncated)
             if frame is not None:
@@ -529,7 +550,8 @@ def remember_score(policy: Policy, run: Path, score: Mapping[str, Any]) -> None:
 def export(policy: Policy, to: Path, run: Path) -> list[Path]:
     """Write NAME.pt2, NAME.safetensors and NAME.md; return their paths.
 
-    The program (`torch.export`) maps raw observations (n, ...), for any n, to actions in the environment's units. The
+    The program (`torch.export`) maps the environment's own observations (n, ...), for any n, to actions in its units;
+    several inputs are given by position, in the order of the card. The
     safetensors file contains the weights and, in its metadata, the description, so that it can be played like a run.
     The .md file is a model card.
 
@@ -545,11 +567,11 @@ def export(policy: Policy, to: Path, run: Path) -> list[Path]:
 
     if to.suffix != ".pt2":
         raise PolicyError(f"{to}: expected a name that ends with .pt2; the weights and the card are written beside it")
-    spec = policy.observation
-    example = torch.zeros((2, *spec.shape), dtype=getattr(torch, spec.dtype))
+    specs = policy.inputs.values()
+    examples = tuple(torch.zeros((2, *spec.shape), dtype=getattr(torch, spec.dtype)) for spec in specs)
     rows = torch.export.Dim("rows", min=1, max=1 << 16)
     try:
-        program = torch.export.export(policy.module, (example,), dynamic_shapes=({0: rows},))
+        program = torch.export.export(policy.module, examples, dynamic_shapes=(tuple({0: rows} for _ in examples),))
     except Exception as error:
         first = str(error).strip().partition("\n")[0]
         raise PolicyError(f"torch.export cannot trace {policy.found.acts.network}: {first}") from error
@@ -578,14 +600,17 @@ def _written_atomically(path: Path) -> Iterator[Path]:
 
 
 def _card(policy: Policy, run: Path, program: Path, weights: Path) -> str:
-    found, description, acts, spec = policy.found, policy.found.description, policy.found.acts, policy.observation
+    found, description, acts = policy.found, policy.found.description, policy.found.acts
+    inputs = ", ".join(
+        f"`{name}` {spec.dtype} ({', '.join(map(str, ('n', *spec.shape)))})" for name, spec in policy.inputs.items()
+    )
     action = "int64 (n,)" if acts.choose in _NUMBERED else f"float32 (n, {len(acts.low)}), {_bounds_text(acts)}"
     scores = (_json(run / SCORES) if (run / SCORES).is_file() else {}).get(policy.digest, [])
     lines = [
         f"# A policy of `jurybox train {description.training}`",
         "",
-        f"- `{program.name}`: `torch.export` program, observations {spec.dtype} (n, {', '.join(map(str, spec.shape))}) "
-        f"to actions {action}; normalisation and scaling are inside.",
+        f"- `{program.name}`: `torch.export` program, observations as the environment gives them, {inputs}, to actions "
+        f"{action}; encoding, normalisation and scaling are inside.",
         f"- `{weights.name}`: the weights of `{acts.network}`, with this description in its metadata.",
         f"- Environment: `{description.environment}` with {json.dumps(dict(description.environment_arguments))}",
         f"- Saved after {found.env_steps if found.env_steps is not None else 'unknown'} env steps, "
@@ -605,7 +630,10 @@ def _card(policy: Policy, run: Path, program: Path, weights: Path) -> str:
 
 
 def _bounds_text(acts: Acts) -> str:
-    return f"{min(acts.low):g} to {max(acts.high):g}" if len(acts.low) else "as the network gives them"
+    low, high = ([bound for bound in bounds if bound is not None] for bounds in (acts.low, acts.high))
+    if len(low) < len(acts.low) or len(high) < len(acts.high) or not low:
+        return "as the network gives them, within the bounds that there are" if low or high else "without bounds"
+    return f"{min(low):g} to {max(high):g}"
 
 
 def _score_line(score: Mapping[str, Any]) -> str:
@@ -618,7 +646,7 @@ def _score_line(score: Mapping[str, Any]) -> str:
 def served_config(policy: Policy, folder: Path, run: Path, server: Mapping[str, Any], name: str = "policy") -> Path:
     """Export a policy to `folder`, write the configuration of a server for it, and return the configuration's path."""
     export(policy, folder / "policy.pt2", run)
-    spec, acts = policy.observation, policy.found.acts
+    acts = policy.found.acts
     action = (
         {"dtype": "int64", "shape": []} if acts.choose in _NUMBERED else {"dtype": "float32", "shape": [len(acts.low)]}
     )
@@ -628,7 +656,10 @@ def served_config(policy: Policy, folder: Path, run: Path, server: Mapping[str, 
         f'[models."{name}"]',
         'exported = "policy.pt2"',
         f'[models."{name}".inputs]',
-        f'observation = {{dtype = "{spec.dtype}", shape = {list(spec.shape)}}}',
+        *(
+            f'{json.dumps(name)} = {{dtype = "{spec.dtype}", shape = {list(spec.shape)}}}'
+            for name, spec in policy.inputs.items()
+        ),
         f'[models."{name}".outputs]',
         f'action = {{dtype = "{action["dtype"]}", shape = {action["shape"]}}}',
     ]

@@ -1,7 +1,7 @@
-"""Networks of the built-in algorithms for any environment's observations: numbers, pictures, or both in one row.
+"""Networks of the built-in algorithms for any environment's observations: numbers, pictures, or both.
 
-Each takes rows as replays and env workers hold them (see `Features`) and returns the outputs that a policy server
-returns: values of actions, an action, or the parameters of a distribution of actions.
+Each takes rows as replays hold them, or the environment's own observation (see `Features`), and returns the outputs
+that a policy server returns: values of actions, an action, or the parameters of a distribution of actions.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from jurybox.training.algorithms.dqn import ValueNetwork
 from jurybox.training.algorithms.ppo import ActorCritic
 from jurybox.training.algorithms.td3 import TwinCritic
 from jurybox.training.algorithms.torch_states import perceptron
+from jurybox.training.spaces import Leaf
 
 __all__ = [
     "DeterministicActor",
@@ -36,22 +37,25 @@ _LOG_STD = (-20.0, 2.0)  # bounds of the logarithm of a deviation (Haarnoja et a
 
 
 class Features(nn.Module):
-    """Rows of observations (n, ...) to float32 (n, size).
+    """Observations to float32 (n, size): rows (n, ...), or the environment's own, one tensor for each input.
 
     A row is `numbers` numbers, float32 or uint8; or, where there are pictures, bytes: the float32 of the numbers, then
-    the pictures' pixels. Numbers are normalised where that is asked for, with statistics that lie in buffers: what is
-    published and served has them in it. Pictures go through the convolutions of V. Mnih et al., "Human-level control
-    through deep reinforcement learning" (Nature 518, 2015).
+    the pictures' pixels. Bytes are divided by 255 here and nowhere else. Numbers are normalised where that is asked
+    for, with statistics that lie in buffers: what is published and served has them in it. Pictures go through the
+    convolutions of V. Mnih et al., "Human-level control through deep reinforcement learning" (Nature 518, 2015).
 
     Args:
         numbers: how many.
         pictures: (channels, height, width) of each, with sides of 36 or more.
         normalise: numbers to mean 0 and deviation 1, within `CLIP`.
         orthogonal: begin with orthogonal weights, as PPO does.
+        inputs: the named inputs whose numbers these are, see `spaces.Leaf`; left out: numbers that are not scaled.
+        raw: take the inputs instead of rows, in their order.
     """
 
     mean: Tensor
     scale: Tensor
+    units: Tensor
 
     def __init__(
         self,
@@ -60,9 +64,16 @@ class Features(nn.Module):
         *,
         normalise: bool = False,
         orthogonal: bool = False,
+        inputs: Sequence[Leaf] = (),
+        raw: bool = False,
     ) -> None:
         super().__init__()
         self.numbers, self.normalise = numbers, normalise
+        self._inputs, self._raw = tuple(inputs), raw
+        units = [leaf.scale for leaf in self._inputs for _ in range(leaf.size)]
+        self._scaled = any(unit != 1 for unit in units)
+        if self._scaled:
+            self.register_buffer("units", torch.tensor(units), persistent=False)
         self._shapes = [tuple(shape) for shape in pictures]
         width = _ALONE if len(self._shapes) == 1 and not numbers else _AMONG
         self.pictures = nn.ModuleList(_convolutions(shape, width, orthogonal) for shape in self._shapes)
@@ -74,24 +85,47 @@ class Features(nn.Module):
     def raw_numbers(self, rows: Tensor) -> Tensor:
         """Return the numbers of rows, (n, numbers) float32, not normalised."""
         if not self._shapes:
-            return rows.float()
-        return rows[:, : 4 * self.numbers].clone(memory_format=torch.contiguous_format).view(torch.float32)
+            numbers = rows.float()
+        else:
+            numbers = rows[:, : 4 * self.numbers].clone(memory_format=torch.contiguous_format).view(torch.float32)
+        return numbers * self.units if self._scaled else numbers
 
-    def forward(self, rows: Tensor) -> Tensor:
-        """Features, float32 (n, size), of rows."""
-        found: list[Tensor] = []
-        if self.numbers:
-            numbers = self.raw_numbers(rows)
-            if self.normalise:
-                numbers = ((numbers - self.mean) * self.scale).clamp(-CLIP, CLIP)
-            found.append(numbers)
-        first = 4 * self.numbers
-        for shape, layers in zip(self._shapes, self.pictures, strict=True):
-            size = math.prod(shape)
-            pixels = rows[:, first : first + size].reshape(-1, *shape)
-            found.append(layers(pixels.float() / 255.0))
-            first += size
+    def forward(self, *seen: Tensor) -> Tensor:
+        """Features, float32 (n, size), of rows or inputs."""
+        numbers, pictures = self._of_inputs(seen) if self._raw else self._of_rows(*seen)
+        if self.normalise:
+            numbers = [((each - self.mean) * self.scale).clamp(-CLIP, CLIP) for each in numbers]
+        seen_pictures = [layers(each.float() / 255.0) for each, layers in zip(pictures, self.pictures, strict=True)]
+        found = [*numbers, *seen_pictures]
         return found[0] if len(found) == 1 else torch.cat(found, 1)
+
+    def _of_rows(self, rows: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+        """The numbers of rows, if there are any, and their pictures."""
+        pictures, first = [], 4 * self.numbers
+        for shape in self._shapes:
+            size = math.prod(shape)
+            pictures.append(rows[:, first : first + size].reshape(-1, *shape))
+            first += size
+        return [self.raw_numbers(rows)] if self.numbers else [], pictures
+
+    def _of_inputs(self, seen: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        """The same of the environment's own observations."""
+        numbers, pictures = [], []
+        for leaf, each in zip(self._inputs, seen, strict=True):
+            if leaf.kind == "picture":
+                pictures.append(each.permute(0, 3, 1, 2) if leaf.channels_last else each)
+                continue
+            flat = each.reshape(each.shape[0], -1)
+            if leaf.kind == "numbers":
+                numbers.append(flat.float())
+                continue
+            for place, (first, count) in enumerate(zip(leaf.start, leaf.counts, strict=True)):
+                values = torch.arange(first, first + count, device=each.device)
+                numbers.append((flat[:, place : place + 1] == values).float())
+        if not numbers:
+            return [], pictures
+        whole = numbers[0] if len(numbers) == 1 else torch.cat(numbers, 1)
+        return [whole * self.units if self._scaled else whole], pictures
 
     def use(self, mean: npt.NDArray[Any], scale: npt.NDArray[Any]) -> None:
         """Normalise with these statistics, (numbers,) each, from now on."""
@@ -130,9 +164,9 @@ class QValues(ValueNetwork):
         self.features = features
         self.layers = perceptron(features.size, hidden, actions)
 
-    def forward(self, rows: Tensor) -> Tensor:
+    def forward(self, *seen: Tensor) -> Tensor:
         """Action values, (n, actions)."""
-        values: Tensor = self.layers(self.features(rows))
+        values: Tensor = self.layers(self.features(*seen))
         return values
 
 
@@ -144,14 +178,14 @@ class DeterministicActor(nn.Module):
         self.features = features
         self.layers = perceptron(features.size, hidden, actions)
 
-    def before_tanh(self, rows: Tensor) -> Tensor:
+    def before_tanh(self, *seen: Tensor) -> Tensor:
         """Return the input of the last tanh, (n, actions)."""
-        out: Tensor = self.layers(self.features(rows))
+        out: Tensor = self.layers(self.features(*seen))
         return out
 
-    def forward(self, rows: Tensor) -> Tensor:
+    def forward(self, *seen: Tensor) -> Tensor:
         """Actions (n, actions) in [-1, 1]."""
-        return torch.tanh(self.before_tanh(rows))
+        return torch.tanh(self.before_tanh(*seen))
 
 
 class SquashedGaussianActor(nn.Module):
@@ -164,17 +198,10 @@ class SquashedGaussianActor(nn.Module):
         self.mean = nn.Linear(hidden[-1], actions)
         self.log_std = nn.Linear(hidden[-1], actions)
 
-    def forward(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, *seen: Tensor) -> tuple[Tensor, Tensor]:
         """Mean and logarithm of the deviation, (n, actions) each."""
-        found = self.trunk(self.features(rows))
+        found = self.trunk(self.features(*seen))
         return self.mean(found), self.log_std(found).clamp(*_LOG_STD)
-
-
-class SquashedMean(SquashedGaussianActor):
-    """Of SAC without exploration: rows to actions (n, actions) in [-1, 1]."""
-
-    def forward(self, rows: Tensor) -> Tensor:  # type: ignore[override]
-        return torch.tanh(super().forward(rows)[0])
 
 
 class SeeingCritic(nn.Module):
@@ -202,9 +229,9 @@ class SeeingActorCritic(ActorCritic):
         super().__init__(features.size, actions, hidden)
         self.features = features
 
-    def forward(self, observation: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, *seen: Tensor) -> tuple[Tensor, Tensor]:
         """Logits (n, actions) and values (n,)."""
-        found = self.features(observation)
+        found = self.features(*seen)
         return self.actor(found), self.critic(found).squeeze(-1)
 
     def value(self, observation: Tensor) -> Tensor:
@@ -223,9 +250,9 @@ class GaussianActorCritic(SeeingActorCritic):
         super().__init__(features, actions, hidden)
         self.log_std = nn.Parameter(torch.zeros(actions))
 
-    def forward(self, observation: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # type: ignore[override]
+    def forward(self, *seen: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # type: ignore[override]
         """Mean and logarithm of the deviation, (n, actions) each, and value (n,)."""
-        mean, value = super().forward(observation)
+        mean, value = super().forward(*seen)
         # A sum, not a view of the parameter: a view would require a gradient even in inference mode.
         return mean, self.log_std + torch.zeros_like(mean), value
 
@@ -233,25 +260,6 @@ class GaussianActorCritic(SeeingActorCritic):
         """Of actions that were taken: logarithms of their densities, entropies, values; (n,) each."""
         mean, log_std, value = self(observation)
         return normal_log_prob(actions, mean, log_std).sum(-1), (log_std + _HALF_LOG_2_PI_E).sum(-1), value
-
-
-class GaussianMean(GaussianActorCritic):
-    """Of PPO without exploration: rows to actions (n, actions), -1 at the lower of their `bounds` and 1 at the upper.
-
-    Attributes:
-        bounds: (2, actions); set by the server, and not part of the weights.
-    """
-
-    bounds: Tensor
-
-    def __init__(self, features: Features, actions: int, hidden: Sequence[int]) -> None:
-        super().__init__(features, actions, hidden)
-        self.register_buffer("bounds", torch.tensor([[-1.0], [1.0]]).repeat(1, actions), persistent=False)
-
-    def forward(self, observation: Tensor) -> Tensor:  # type: ignore[override]
-        low, high = self.bounds[0], self.bounds[1]
-        mean: Tensor = self.actor(self.features(observation))
-        return 2.0 * (mean - low) / (high - low) - 1.0
 
 
 _HALF_LOG_2_PI = 0.5 * math.log(2.0 * math.pi)
@@ -292,20 +300,21 @@ def acting_network(
     actions: int,
     hidden: Sequence[int],
     seed: int = 0,
-    explores: bool = True,
+    inputs: Sequence[Mapping[str, Any]] = (),
+    raw: bool = False,
 ) -> nn.Module:
     """The network that acts, the same one for the same seed; its `state_dict` is what learners publish.
 
-    Without `explores`, networks that return a continuous distribution return its median, with the same weights.
+    With `raw` it takes the environment's own observation, described by `inputs`, with the same weights; see `Features`.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        features = Features(numbers, pictures, normalise=normalise, orthogonal=algorithm == "ppo")
+        leaves = [Leaf.of(each) for each in inputs]
+        orthogonal = algorithm == "ppo"
+        features = Features(numbers, pictures, normalise=normalise, orthogonal=orthogonal, inputs=leaves, raw=raw)
         if algorithm == "ppo":
-            gaussian = GaussianActorCritic if explores else GaussianMean
-            return (SeeingActorCritic if discrete else gaussian)(features, actions, hidden)
-        drawn = SquashedGaussianActor if explores else SquashedMean
-        made = {"dqn": QValues, "td3": DeterministicActor, "sac": drawn}[algorithm]
+            return (SeeingActorCritic if discrete else GaussianActorCritic)(features, actions, hidden)
+        made = {"dqn": QValues, "td3": DeterministicActor, "sac": SquashedGaussianActor}[algorithm]
         network: nn.Module = made(features, actions, hidden)
         return network
 

@@ -1,9 +1,10 @@
-"""Adapts any Gymnasium environment: observations as rows of one shape, actions from a policy's outputs.
+"""Adapts any Gymnasium environment: its observations as named inputs of a policy, and as rows of one shape for a
+replay; actions from a policy's outputs.
 
-Networks compute in float32. An observation becomes one flat row:
+Networks compute in float32. A replay's row is flat:
 
 - numbers (Box of any dtype and bounds, Discrete and MultiDiscrete as one-hot, MultiBinary; the parts of Dict and Tuple
-  one after another) as float32, or as uint8 where all of them are 0 or 1;
+  one after another) as float32, or as uint8 where all of them are 0 or 1; the network divides bytes by 255;
 - where there are pictures (Box of uint8, three dimensions, 0 to 255, sides of 36 and more) the row is bytes: the
   float32 of the numbers first, then the pictures as (channels, height, width). A replay keeps a pixel in a byte.
 """
@@ -14,7 +15,7 @@ import importlib
 import math
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -25,28 +26,26 @@ import numpy.typing as npt
 from gymnasium import spaces
 from gymnasium.wrappers import TimeLimit
 
+from jurybox.training.spaces import Leaf, StrangeObservation, name_of
+
 __all__ = [
     "Actions",
     "EnvironmentUnusable",
     "Observations",
-    "RowsEnv",
     "StrangeObservation",
     "make_environment",
-    "rows_environment",
+    "played_environment",
 ]
 
 Array = npt.NDArray[Any]
 Environment = gymnasium.Env[Any, Any]
 
+_LONGEST_NAME = 200  # of an input, as in the protocol
 _LEAST_SIDE = 36  # of a picture: the least that the convolutions of Mnih et al. (2015) accept
 
 
 class EnvironmentUnusable(ValueError):
     """An environment cannot be made, or has unsupported spaces; the message says which."""
-
-
-class StrangeObservation(ValueError):
-    """An observation is not contained in its space."""
 
 
 def make_environment(
@@ -127,11 +126,13 @@ class Seen:
         numbers: number of numeric elements.
         pictures: (channels, height, width) of every picture.
         binary: whether all numbers are 0 or 1, and there are no pictures.
+        inputs: the named inputs of a policy, in the order of the rows.
     """
 
     numbers: int
     pictures: tuple[tuple[int, int, int], ...] = ()
     binary: bool = False
+    inputs: tuple[Leaf, ...] = field(default=(), compare=False)
 
     @property
     def dtype(self) -> str:
@@ -147,13 +148,13 @@ class Seen:
 
 
 class Observations:
-    """Converts observations of one space to rows.
+    """Converts observations of one space to rows, and to the named inputs of a policy.
 
     Args:
         space: of Box, Discrete, MultiDiscrete, MultiBinary, Dict and Tuple, nested at any depth.
 
     Attributes:
-        seen: what the rows hold.
+        seen: what the rows hold, and the inputs.
 
     Raises:
         EnvironmentUnusable: the space has a part of another kind, or none at all.
@@ -161,120 +162,100 @@ class Observations:
 
     def __init__(self, space: spaces.Space[Any]) -> None:
         self._space = space
-        self._leaves: list[_Leaf] = []
+        self._leaves: list[tuple[tuple[Any, ...], Leaf]] = []
         _collect(space, (), self._leaves)
-        numbers = sum(leaf.size for leaf in self._leaves if leaf.picture is None)
-        pictures = tuple(leaf.picture for leaf in self._leaves if leaf.picture is not None)
+        leaves = tuple(leaf for _, leaf in self._leaves)
+        numbers = sum(leaf.size for leaf in leaves)
+        pictures = tuple(leaf.picture for leaf in leaves if leaf.kind == "picture")
         if not numbers and not pictures:
             raise EnvironmentUnusable(f"the observation space {space} is empty: there is nothing to learn from")
-        binary = not pictures and all(leaf.binary for leaf in self._leaves)
-        self.seen = Seen(numbers, pictures, binary)
+        if len({leaf.name for leaf in leaves}) < len(leaves):
+            raise EnvironmentUnusable(
+                f"two parts of the observation space {space} would be inputs of the same name: rename one in a wrapper"
+            )
+        if unnameable := [leaf.name for leaf in leaves if not 0 < len(leaf.name) <= _LONGEST_NAME]:
+            raise EnvironmentUnusable(
+                f"the observation space has the key {unnameable[0][:80]!r}: expected 1 to {_LONGEST_NAME} characters, "
+                "which name an input of the policy"
+            )
+        binary = not pictures and all(leaf.binary for leaf in leaves)
+        self.seen = Seen(numbers, pictures, binary, leaves)
 
-    def row(self, observation: Any) -> Array:
-        """Convert an observation to a row of `seen.dtype` and `seen.size` elements; a copy.
+    def inputs(self, observation: Any) -> dict[str, Array]:
+        """Return the named inputs of an observation, each of its leaf's shape and dtype; they may share its memory.
 
         Raises:
             StrangeObservation: the space does not contain it, or it holds numbers that are not finite.
         """
+        return {leaf.name: leaf.read(self._part(observation, path), _named(path)) for path, leaf in self._leaves}
+
+    def row(self, observation: Any) -> Array:
+        """Convert an observation to a row of `seen.dtype` and `seen.size` elements; a copy. Raises as `inputs`."""
+        return self.packed(self.inputs(observation))
+
+    def packed(self, inputs: Mapping[str, Array]) -> Array:
+        """Return the row of named inputs."""
         seen = self.seen
         row = np.zeros(seen.size, seen.dtype)
         numbers = np.zeros(seen.numbers, np.float32) if seen.pictures else row
         number, byte = 0, 4 * seen.numbers
-        for leaf in self._leaves:
-            value = observation
-            for key in leaf.path:
-                value = value[key]
-            if leaf.picture is not None:
-                size = math.prod(leaf.picture)
-                row[byte : byte + size] = leaf.pixels(value)
-                byte += size
+        for leaf in seen.inputs:
+            value = inputs[leaf.name]
+            if leaf.kind == "picture":
+                row[byte : byte + value.size] = (value.transpose(2, 0, 1) if leaf.channels_last else value).ravel()
+                byte += value.size
             else:
                 leaf.write(value, numbers[number : number + leaf.size])
                 number += leaf.size
-        if numbers.dtype == np.float32 and not np.isfinite(numbers).all():
-            raise StrangeObservation(
-                f"an observation holds {numbers[~np.isfinite(numbers)][0]} as float32, which nothing can be learned "
-                f"from; its space is {self._space}. Bound it in a wrapper of the environment"
-            )
         if seen.pictures and seen.numbers:
             row[: 4 * seen.numbers] = numbers.view(np.uint8)
         return row
 
-
-class _Leaf:
-    """One part of an observation: its path, and its conversion."""
-
-    def __init__(self, path: tuple[Any, ...], space: spaces.Space[Any]) -> None:
-        self.path, self._space = path, space
-        self.picture: tuple[int, int, int] | None = None
-        self.binary = True
-        self._starts: list[int] = []
-        self._counts: list[int] = []
-        self._scale = np.float32(1.0)
-        if isinstance(space, spaces.Discrete):
-            self._starts, self._counts = [int(space.start)], [int(space.n)]
-        elif isinstance(space, spaces.MultiDiscrete):
-            self._starts = np.asarray(space.start).ravel().tolist()
-            self._counts = space.nvec.ravel().tolist()
-        elif isinstance(space, spaces.Box):
-            self._box(space)
-        elif not isinstance(space, spaces.MultiBinary):
-            where = "".join(f"[{key!r}]" for key in path)
-            raise EnvironmentUnusable(
-                f"the observation{where} is a {type(space).__name__}: expected Box, Discrete, MultiDiscrete, "
-                "MultiBinary, or Dict and Tuple of them; flatten it in a wrapper of the environment"
-            )
-        self.size = sum(self._counts) if self._counts else math.prod(space.shape or ())
-
-    def _box(self, space: spaces.Box) -> None:
-        kind, shape = np.dtype(space.dtype), space.shape
-        self.binary = kind.kind in "biu" and bool((space.low >= 0).all() and (space.high <= 1).all())
-        if kind != np.uint8 or self.binary:
-            return
-        if (space.high > 1).any():
-            self._scale = np.float32(1.0 / 255.0)  # bytes, whatever their bounds: numbers up to 1
-        if len(shape) == 3 and bool((space.low == 0).all() and (space.high == 255).all()):
-            channels = 0 if shape[0] < min(shape[1:]) else 2
-            sides = shape[1:] if channels == 0 else shape[:2]
-            if min(sides) >= _LEAST_SIDE:
-                self._last = channels == 2
-                self.picture = (shape[channels], *sides)
-
-    def pixels(self, value: Any) -> Array:
-        pixels = np.asarray(value)
-        if pixels.shape != self._space.shape or pixels.dtype != np.uint8:
-            raise self._mismatch(f"has the shape {pixels.shape} and dtype {pixels.dtype}")
-        return (pixels.transpose(2, 0, 1) if self._last else pixels).ravel()
-
-    def write(self, value: Any, out: Array) -> None:
-        if self._counts:
-            numbers = np.ravel(value)
-            if numbers.shape != (len(self._counts),):
-                raise self._mismatch(f"has the shape {np.shape(value)}")
-            first = 0
-            for number, start, count in zip(numbers.tolist(), self._starts, self._counts, strict=True):
-                if not 0 <= number - start < count or number != int(number):
-                    raise self._mismatch(f"holds {number}")
-                out[first + int(number) - start] = 1
-                first += count
-            return
-        given = np.asarray(value)
-        if given.shape != self._space.shape:
-            raise self._mismatch(f"has the shape {given.shape}")
-        with np.errstate(over="ignore", invalid="ignore"):
-            out[:] = given.ravel()
-            if out.dtype == np.uint8:
-                if not np.array_equal(out, given.ravel()) or (out > 1).any():
-                    raise self._mismatch("holds other numbers than 0 and 1")
-            elif self._scale != 1:
-                out *= self._scale
-
-    def _mismatch(self, what: str) -> StrangeObservation:
-        where = "".join(f"[{key!r}]" for key in self.path)
-        return StrangeObservation(f"an observation{where} {what}; its space is {self._space}")
+    def _part(self, observation: Any, path: tuple[Any, ...]) -> Any:
+        value = observation
+        for depth, key in enumerate(path):
+            try:
+                value = value[key]
+            except (LookupError, TypeError) as error:
+                has = list(value) if isinstance(value, Mapping) else f"a {type(value).__name__}"
+                raise StrangeObservation(
+                    f"{_named(path[:depth])} has no {key!r}: got {has}, expected the parts of {self._space}"
+                ) from error
+        return value
 
 
-def _collect(space: spaces.Space[Any], path: tuple[Any, ...], found: list[_Leaf]) -> None:
+def _named(path: tuple[Any, ...]) -> str:
+    return "an observation" + "".join(f"[{key!r}]" for key in path)
+
+
+def _leaf(path: tuple[Any, ...], space: spaces.Space[Any]) -> Leaf:
+    name, shape, kind = name_of(path), tuple(space.shape or ()), np.dtype(space.dtype)
+    if isinstance(space, spaces.Discrete):
+        return Leaf(name, (), kind.name, "categories", binary=True, counts=(int(space.n),), start=(int(space.start),))
+    if isinstance(space, spaces.MultiDiscrete):
+        counts, start = (tuple(np.ravel(each).tolist()) for each in (space.nvec, space.start))
+        return Leaf(name, shape, kind.name, "categories", binary=True, counts=counts, start=start)
+    if isinstance(space, spaces.MultiBinary):
+        return Leaf(name, shape, kind.name, binary=True)
+    if not isinstance(space, spaces.Box) or kind.kind not in "biuf" or kind.itemsize > 8:
+        what = type(space).__name__ if not isinstance(space, spaces.Box) else f"Box of {kind}"
+        raise EnvironmentUnusable(
+            f"{_named(path).removeprefix('an ')} is a {what}: expected Box, Discrete, MultiDiscrete, MultiBinary, or "
+            "Dict and Tuple of them; flatten it in a wrapper of the environment"
+        )
+    if kind.kind in "biu" and bool((space.low >= 0).all() and (space.high <= 1).all()):
+        return Leaf(name, shape, kind.name, binary=True)
+    if kind != np.uint8:
+        return Leaf(name, shape, kind.name)
+    scale = 1.0 / 255.0  # bytes, whatever their bounds: numbers up to 1
+    leaf = Leaf(name, shape, kind.name, "picture", scale)
+    every_byte = bool((space.low == 0).all() and (space.high == 255).all())
+    if len(shape) == 3 and every_byte and min(leaf.picture[1:]) >= _LEAST_SIDE:
+        return leaf
+    return Leaf(name, shape, kind.name, scale=scale)
+
+
+def _collect(space: spaces.Space[Any], path: tuple[Any, ...], found: list[tuple[tuple[Any, ...], Leaf]]) -> None:
     if isinstance(space, spaces.Dict):
         for name, part in space.spaces.items():
             _collect(part, (*path, name), found)
@@ -282,7 +263,9 @@ def _collect(space: spaces.Space[Any], path: tuple[Any, ...], found: list[_Leaf]
         for number, part in enumerate(space.spaces):
             _collect(part, (*path, number), found)
     else:
-        found.append(_Leaf(path, space))
+        leaf = _leaf(path, space)
+        if math.prod(leaf.shape):  # a part without a number is no input
+            found.append((path, leaf))
 
 
 @dataclass(frozen=True, slots=True)
@@ -354,33 +337,9 @@ class Actions:
         return numbers.astype(self._space.dtype).reshape(self._space.shape)
 
 
-class RowsEnv(gymnasium.Wrapper[Any, Any, Any, Any]):
-    """An environment with rows as observations, whose actions may be flat and out of bounds."""
-
-    def __init__(self, env: Environment) -> None:
-        super().__init__(env)
-        self._rows, self._actions = Observations(env.observation_space), Actions(env.action_space)
-        seen, does = self._rows.seen, self._actions.does
-        low, high = (0, 255) if seen.dtype == "uint8" else (-np.inf, np.inf)
-        self.observation_space = spaces.Box(low, high, (seen.size,), np.dtype(seen.dtype).type)
-        if not does.discrete:
-            self.action_space = spaces.Box(np.array(does.low, np.float32), np.array(does.high, np.float32))
-
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Array, dict[str, Any]]:
-        """As `gymnasium.Env.reset`; the observation is a row."""
-        observation, info = self.env.reset(seed=seed, options=options)
-        return self._rows.row(observation), info
-
-    def step(self, action: Any) -> tuple[Array, Any, bool, bool, dict[str, Any]]:
-        """As `gymnasium.Env.step`; the observation is a row."""
-        given = action if self._actions.does.discrete else self._actions.clipped(action)
-        observation, reward, terminated, truncated, info = self.env.step(given)
-        return self._rows.row(observation), reward, terminated, truncated, info
-
-
-def rows_environment(
+def played_environment(
     name: str, arguments: Mapping[str, Any], max_episode_steps: int | None = None, render_mode: str | None = None
-) -> RowsEnv:
-    """Make an environment with rows as observations. A factory gets `render_mode` if one is set."""
+) -> Environment:
+    """Make the environment in which a trained policy plays. A factory gets `render_mode` if one is set."""
     given = dict(arguments) if render_mode is None else {**arguments, "render_mode": render_mode}
-    return RowsEnv(make_environment(name, given, max_episode_steps))
+    return make_environment(name, given, max_episode_steps)

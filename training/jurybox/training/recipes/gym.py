@@ -6,6 +6,7 @@ are used.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -40,6 +41,7 @@ from jurybox.training.runtime.progress import COLUMNS as OF_EVERY_RUN
 from jurybox.training.runtime.settings import ServedSettings
 
 if TYPE_CHECKING:
+    from jurybox.training.policies import Choose
     from jurybox.training.recipes.recorded_run import RecordingOptions
     from jurybox.training.report.page import Section
     from jurybox.training.runtime.serving import ServedModels
@@ -345,6 +347,7 @@ def network_of(settings: GymTraining, seen: Seen, does: Does) -> dict[str, Any]:
         "discrete": does.discrete,
         "actions": does.size,
         "hidden": list(settings.hidden_for(seen)),
+        "inputs": [leaf.as_dict() for leaf in seen.inputs],
     }
 
 
@@ -434,32 +437,34 @@ def plan(settings: GymTraining, served: ServedModels | None = None) -> Plan:
     )
 
 
-def served_model(settings: GymTraining, seen: Seen, does: Does) -> dict[str, Any]:
-    """Return the arguments of the policy's factory, `served_networks.gym_policy`."""
-    return {**network_of(settings, seen, does), "dtype": seen.dtype, "size": seen.size}
+# The output of each algorithm that an action without exploration is computed from, and how; of numbers, and of choices.
+_OF_NUMBERS_ACTS: Mapping[str, tuple[str, Choose]] = {
+    "ppo": ("mean", "clip"),
+    "sac": ("mean", "tanh"),
+    "td3": ("action", "box"),
+}
+_OF_CHOICES_ACTS: Mapping[str, tuple[str, Choose]] = {"ppo": ("logits", "best"), "dqn": ("values", "best")}
 
 
-def description(settings: GymTraining, seen: Seen, does: Does) -> dict[str, Any] | None:
-    """Return the description of the policy for ``jurybox policy``; None if actions are unbounded."""
+def description(settings: GymTraining, seen: Seen, does: Does) -> dict[str, Any]:
+    """Return the description of the policy for ``jurybox policy``."""
     from jurybox.training.policies import Acts, Description
 
-    if not does.bounded:
-        return None
-    numbers = {} if does.discrete else {"bounds": [list(does.low), list(does.high)]}
+    output, choose = (_OF_CHOICES_ACTS if does.discrete else _OF_NUMBERS_ACTS)[settings.algorithm]
     acts = Acts(
         _FACTORY,
-        {**served_model(settings, seen, does), **numbers},
+        network_of(settings, seen, does),
         f"weights-{CHANNEL}.state",
-        output="action" if not does.discrete else "values" if settings.algorithm == "dqn" else "logits",
-        choose="best" if does.discrete else "box",
-        low=does.low,
-        high=does.high,
+        output,
+        choose,
+        low=[bound if math.isfinite(bound) else None for bound in does.low],
+        high=[bound if math.isfinite(bound) else None for bound in does.high],
         first=does.first,
     )
     return Description(
         "gym",
         {CHANNEL: acts},
-        "jurybox.training.environments.gymnasium_env:rows_environment",
+        "jurybox.training.environments.gymnasium_env:played_environment",
         {"name": settings.env, "arguments": settings.env_args, "max_episode_steps": settings.max_episode_steps},
         settings.model_dump(mode="json"),
         settings.seed,
@@ -514,7 +519,7 @@ def train(
             folder.mkdir(parents=True, exist_ok=True)
             model = {
                 "factory": _FACTORY,
-                "args": served_model(settings, seen, does),
+                "args": network_of(settings, seen, does),
                 "publish": "double_buffer",
                 "max_batch": settings.envs,
             }

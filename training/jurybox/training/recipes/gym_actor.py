@@ -33,8 +33,8 @@ class ActingNetwork(Protocol):
     def updates(self) -> int:
         """Number of learner updates before the weights of the last outputs were published."""
 
-    def outputs(self, rows: Array) -> Outputs:
-        """Return the network's outputs, by name, for rows of observations (n, ...)."""
+    def outputs(self, rows: Array, inputs: Mapping[str, Array]) -> Outputs:
+        """Return the network's outputs, by name, for observations: as rows (n, ...), and as the environments' own."""
 
 
 class LocalNetwork:
@@ -57,7 +57,7 @@ class LocalNetwork:
     def updates(self) -> int:
         return int(self._weights.extra.get("updates", 0))
 
-    def outputs(self, rows: Array) -> Outputs:
+    def outputs(self, rows: Array, inputs: Mapping[str, Array]) -> Outputs:
         with self._torch.inference_mode():
             found = self._network(self._torch.from_numpy(rows))
         each = found if isinstance(found, tuple) else (found,)
@@ -100,7 +100,7 @@ class ServedNetwork:
     def updates(self) -> int:
         return self._versions.updates.at(self._version)
 
-    def outputs(self, rows: Array) -> Outputs:
+    def outputs(self, rows: Array, inputs: Mapping[str, Array]) -> Outputs:
         """Return the network's outputs; see `ActingNetwork`.
 
         Raises:
@@ -119,7 +119,7 @@ class ServedNetwork:
                 )
             return False
 
-        reply = self._model.infer(rows, fresh)
+        reply = self._model.infer(inputs, fresh)
         self._version = reply.version
         found: Any = reply.outputs
         return found if isinstance(found, Mapping) else {self._model.outputs[0]: np.asarray(found)}
@@ -198,7 +198,12 @@ class Choice:
 
 
 class Envs:
-    """Several environments whose observations are converted to rows. The caller begins each episode."""
+    """Several environments. The caller begins each episode.
+
+    Attributes:
+        rows: (n, ...) the observations as a replay's rows, which the caller keeps at the newest.
+        inputs: the newest observations as the environments gave them, by name, (n, ...) each.
+    """
 
     def __init__(self, settings: GymTraining, n: int) -> None:
         self.scaled = settings.algorithm != ON_POLICY
@@ -212,12 +217,13 @@ class Envs:
             self._resources = undo.pop_all()
         seen = self.observations.seen
         self.rows = np.zeros((n, seen.size), seen.dtype)
+        self.inputs = {leaf.name: np.zeros((n, *leaf.shape), leaf.dtype) for leaf in seen.inputs}
         self.infos: list[Mapping[str, Any]] = [{}] * n  # from each environment's last step
 
     def begin(self, number: int, seed: int) -> None:
         """Begin an episode, and write its first observation to `rows`."""
         observation, _ = self.envs[number].reset(seed=seed)
-        self.rows[number] = self.observations.row(observation)
+        self.rows[number] = self._row(number, observation)
 
     def step(self, number: int, action: Any) -> tuple[Array, float, bool, bool]:
         """Make one step; return the observation's row, the reward, terminated and truncated."""
@@ -226,7 +232,13 @@ class Envs:
         value = float(reward)
         if not np.isfinite(value):
             raise ValueError(f"the environment gave the reward {value}, which nothing can be learned from")
-        return self.observations.row(observation), value, bool(terminated), bool(truncated)
+        return self._row(number, observation), value, bool(terminated), bool(truncated)
+
+    def _row(self, number: int, observation: Any) -> Array:
+        found = self.observations.inputs(observation)
+        for name, value in found.items():
+            self.inputs[name][number] = value
+        return self.observations.packed(found)
 
     def random(self, rng: np.random.Generator) -> Array:
         """Return random actions, one for each environment, in the format of a policy's actions."""
@@ -291,7 +303,7 @@ class GymActor(Actor):
         if not self._on_policy and self.context.env_steps < s.of("learning_starts"):
             chosen = envs.random(self._random)
         else:
-            chosen, log_probs = self._choice.explore(self._policy.outputs(envs.rows))
+            chosen, log_probs = self._choice.explore(self._policy.outputs(envs.rows, envs.inputs))
         before = envs.rows.copy()
         after, rewards = np.empty_like(before), np.zeros(n, np.float32)
         terminated, over = np.zeros(n, np.bool_), np.zeros(n, np.bool_)
@@ -360,7 +372,7 @@ class GymEvaluator(Evaluator):
         for number, episode in enumerate(playing):
             envs.begin(number, seeds[episode])
         while playing_now := [number for number, episode in enumerate(playing) if episode < len(seeds)]:
-            chosen = self._choice.best(self._policy.outputs(envs.rows))
+            chosen = self._choice.best(self._policy.outputs(envs.rows, envs.inputs))
             for number in playing_now:
                 row, reward, terminated, truncated = envs.step(number, chosen[number])
                 envs.rows[number] = row

@@ -30,6 +30,7 @@ from jurybox.training.replay import Windows
 from jurybox.training.replay.batch import BatchOnDevice
 from jurybox.training.replay.cursor import Cursor
 from jurybox.training.runtime.role_context import Learner, RoleContext
+from jurybox.training.spaces import Leaf
 
 Batch = Mapping[str, torch.Tensor]
 
@@ -91,7 +92,8 @@ def _sac(settings: GymTraining, network: Mapping[str, Any], seed: int) -> SAC:
 def _critic(network: Mapping[str, Any], seed: int) -> SeeingCritic:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed + 1)
-        features = Features(network["numbers"], network["pictures"], normalise=network["normalise"])
+        inputs = [Leaf.of(each) for each in network["inputs"]]
+        features = Features(network["numbers"], network["pictures"], normalise=network["normalise"], inputs=inputs)
         return SeeingCritic(features, int(network["actions"]), network["hidden"])
 
 

@@ -16,11 +16,12 @@ from torch import Tensor, nn
 from jurybox.protocol import TensorSpec
 from jurybox.server.models import ServedModel
 from jurybox.training.algorithms.dqn import QNetwork, QuantileNetwork, as_floats
-from jurybox.training.algorithms.networks import GaussianMean, acting_network, outputs_of
+from jurybox.training.algorithms.networks import acting_network, outputs_of
 from jurybox.training.algorithms.ppo import ActorCritic
 from jurybox.training.algorithms.td3 import Actor, Policy
 from jurybox.training.algorithms.td3_actor import CLIP
 from jurybox.training.algorithms.torch_states import perceptron
+from jurybox.training.spaces import Leaf
 
 
 def _served(
@@ -43,26 +44,19 @@ def hockey_policy(observation: int, action: int, hidden: Sequence[int]) -> Serve
     return _served(policy, (observation,), {"action": (action,)})
 
 
-def gym_policy(dtype: str, size: int, bounds: Sequence[Sequence[float]] | None = None, **network: Any) -> ServedModel:
-    """The acting network of an algorithm, from rows of observations (format: `environments.gymnasium_env`).
+def gym_policy(**network: Any) -> ServedModel:
+    """The acting network of an algorithm, from the environment's own observation (its inputs: `spaces.Leaf`).
 
     Outputs, all float32: dqn: values (actions,); td3: action (actions,) in [-1, 1]; sac: mean and log_std (actions,)
-    before the tanh; ppo: logits (actions,) or mean and log_std (actions,), and value. For continuous actions with
-    `bounds`, every algorithm has the one output action (actions,) in [-1, 1], without exploration.
+    before the tanh; ppo: logits (actions,) or mean and log_std (actions,), and value.
 
     Args:
-        dtype, size: dtype and length of a row.
-        bounds: lower and upper bounds of continuous actions; None: the network explores.
         network: arguments of `acting_network`.
     """
-    actions, explores = network["actions"], network["discrete"] or bounds is None
-    made = acting_network(**network, explores=explores)
-    if not explores:
-        if isinstance(made, GaussianMean):
-            made.bounds.copy_(torch.tensor(bounds))
-        return _served(made, (size,), {"action": (actions,)}, dtype)
+    given = {leaf.name: TensorSpec(leaf.dtype, leaf.shape) for leaf in map(Leaf.of, network["inputs"])}
     names = outputs_of(network["algorithm"], network["discrete"])
-    return _served(made, (size,), {name: () if name == "value" else (actions,) for name in names}, dtype)
+    outputs = {name: TensorSpec("float32", () if name == "value" else (network["actions"],)) for name in names}
+    return ServedModel(acting_network(**network, raw=True), given, outputs)
 
 
 class _Named(ActorCritic):

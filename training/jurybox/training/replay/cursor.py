@@ -155,7 +155,8 @@ class NewRows(ForkGuard):
     def positions_of(self, tickets: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """The positions of the taken rows with these tickets, without those that the ring no longer holds."""
         slots = tickets % self._capacity
-        return self._position_at[slots[self._ticket_at[slots] == tickets]]
+        found: npt.NDArray[np.int64] = self._position_at[slots[self._ticket_at[slots] == tickets]]
+        return found
 
     @property
     def waiting(self) -> int:

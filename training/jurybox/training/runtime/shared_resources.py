@@ -189,8 +189,16 @@ class SharedResources(Closing):
         Counts of roles that the plan no longer has are added to the first role of their kind.
 
         Raises:
-            CheckpointError: it is of a run with other replays or channels.
+            CheckpointError: it is of a run with other replays or channels, or of a build with another format.
         """
+        path = checkpoint.folder / POLICY_FILE
+        if plan.policy is not None and path.is_file():
+            written = json.loads(path.read_text(encoding="utf-8")).get("format")
+            if written != plan.policy.get("format"):
+                raise CheckpointError(
+                    f"{checkpoint.folder} has policies of the format {written!r}, this build's are of the format "
+                    f"{plan.policy.get('format')!r}: resume the run with the build that began it, or begin another one"
+                )
         expected = {"replays": [each.name for each in plan.replays], "channels": [each.name for each in plan.channels]}
         for what, names in expected.items():
             if checkpoint.document[what] != names:

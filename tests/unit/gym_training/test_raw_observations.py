@@ -1,0 +1,181 @@
+"""A policy takes the environment's own observation: in a worker, on a server, exported, and in `jurybox policy`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+
+from jurybox.server.inproc import InprocServer
+from jurybox.training import policies
+from jurybox.training.algorithms.networks import acting_network, outputs_of
+from jurybox.training.algorithms.torch_states import as_tensors
+from jurybox.training.checkpoints import CheckpointError, Checkpoints, read_state
+from jurybox.training.environments.gymnasium_env import EnvironmentUnusable, Observations
+from jurybox.training.recipes.gym import GymTraining, network_of, spaces_of, train
+from jurybox.training.recipes.gym_actor import Choice, Envs
+from jurybox.training.runtime.plan import load
+from jurybox.training.spaces import named
+
+INF = np.inf
+SPACES = {
+    "bytes": spaces.Box(0, 255, (2,), np.uint8),
+    "bytes as numbers": spaces.Box(0, 200, (2, 3), np.uint8),
+    "whole numbers": spaces.Box(-5, 5, (2,), np.int64),
+    "one number": spaces.Box(-1, 1, (), np.float64),
+    "choices from 5 on": spaces.Discrete(3, start=5),
+    "two choices": spaces.MultiDiscrete([[2], [3]], start=[[-1], [4]]),
+    "bits": spaces.MultiBinary((2, 2)),
+    "a picture": spaces.Box(0, 255, (36, 40, 3), np.uint8),
+    "parts": spaces.Dict(
+        {
+            "has key": spaces.Discrete(3, start=-1),
+            "arm": spaces.Tuple((spaces.Box(0, 255, (2,), np.uint8), spaces.Dict({"x": spaces.Box(-INF, INF, (1,))}))),
+            "camera": spaces.Box(0, 255, (3, 36, 36), np.uint8),
+        }
+    ),
+    "a pair": spaces.Tuple((spaces.Discrete(2), spaces.Box(0, 255, (2,), np.uint8))),
+}
+
+
+class Sampled(gymnasium.Env):
+    """Observes samples of one of the spaces."""
+
+    def __init__(self, space, numbers=False, bounded=True):
+        self.observation_space = SPACES[space]
+        bound = np.array([3, 5], np.float32) if bounded else np.array([np.inf, 5], np.float32)
+        self.action_space = spaces.Box(-bound, bound) if numbers else spaces.Discrete(4, start=2)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.observation_space.seed(seed)
+        self.t = 0
+        return self.observation_space.sample(), {}
+
+    def step(self, action):
+        assert self.action_space.contains(action)
+        self.t += 1
+        return self.observation_space.sample(), 0.1 * self.t, False, self.t == 4, {}
+
+
+def trained(folder, algorithm, space, **changes):
+    numbers = algorithm in ("td3", "sac") or bool(changes)
+    env_args = {"space": space, "numbers": numbers, **changes}
+    own = {"n_steps": 8, "n_epochs": 1} if algorithm == "ppo" else {"learning_starts": 4, "buffer_size": 100}
+    small = {"steps": 16, "batch_size": 4, "hidden": (8,), "evaluation_episodes": 1, "algorithm": algorithm}
+    s = GymTraining.checked({**small, **own, "env": f"{__name__}:Sampled", "env_args": env_args})
+    train(s, folder, serial=True)
+    return s, policies.choose(folder)
+
+
+@pytest.mark.parametrize("space", SPACES)
+def test_a_network_computes_the_same_from_rows_and_from_observations_of_any_space(space) -> None:
+    observations = Observations(SPACES[space])
+    SPACES[space].seed(0)
+    seen = [SPACES[space].sample() for _ in range(5)]
+    rows = torch.from_numpy(np.stack([observations.row(each) for each in seen]))
+    inputs = [observations.inputs(each) for each in seen]
+    raw = [torch.from_numpy(np.stack([each[name] for each in inputs])) for name in inputs[0]]
+    of = observations.seen
+    network = {"numbers": of.numbers, "pictures": of.pictures, "normalise": bool(of.numbers), "discrete": True}
+    network |= {"actions": 3, "hidden": (8,), "inputs": [leaf.as_dict() for leaf in of.inputs]}
+    from_rows, from_inputs = (acting_network("ppo", **network, raw=raw) for raw in (False, True))
+    with torch.no_grad():
+        for one, two in zip(from_rows(rows), from_inputs(*raw), strict=True):
+            torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-6)
+    named_inputs = [named(each) for each in seen]
+    assert all(each.keys() == given.keys() for each, given in zip(named_inputs, inputs, strict=True))
+
+
+CASES = [("ppo", "bytes", {}), ("ppo", "parts", {}), ("dqn", "parts", {}), ("td3", "a pair", {}), ("sac", "a pair", {})]
+CASES += [("ppo", "a pair", {"numbers": True}), ("ppo", "bytes", {"numbers": True, "bounded": False})]
+
+
+@pytest.mark.parametrize(("algorithm", "space", "changes"), CASES)
+def test_worker_server_export_and_play_choose_the_same_action(tmp_path, algorithm, space, changes) -> None:
+    s, found = trained(tmp_path / "run", algorithm, space, **changes)
+    seen, does = spaces_of(s)
+    state = as_tensors(read_state(found.where / "weights-policy.state")["state"])
+    drawn = torch.Generator().manual_seed(0)  # after so short a training all observations get nearly the same outputs
+    state = {name: torch.randn(value.shape, generator=drawn) * 0.2 for name, value in state.items()}
+
+    # In a worker: rows.
+    envs = Envs(s, 6)
+    for number in range(6):
+        envs.begin(number, number)
+    network = acting_network(**network_of(s, seen, does))
+    network.load_state_dict(state)
+    with torch.inference_mode():
+        given = network(torch.from_numpy(envs.rows))
+    each = given if isinstance(given, tuple) else (given,)
+    outputs = {name: part.numpy() for name, part in zip(outputs_of(algorithm, does.discrete), each, strict=True)}
+    chosen = Choice(algorithm, does.discrete, np.random.default_rng(0)).best(outputs)
+    expected = [(envs.actions.clipped if algorithm == "ppo" else envs.actions.chosen)(one) for one in chosen]
+
+    # On a server: what the environment gave, by name.
+    served = load(found.acts.network)(**json.loads(json.dumps(found.acts.arguments)))
+    served.module.load_state_dict(state)
+    with InprocServer({"policy": served}) as server:
+        reply = server.model("policy").infer(dict(envs.inputs))
+        answers = reply if isinstance(reply, Mapping) else {next(iter(served.outputs)): reply}
+        for name, values in outputs.items():
+            np.testing.assert_allclose(answers[name], values, rtol=1e-4, atol=1e-5)
+
+    # Played, and exported.
+    policy = policies.Policy(found, trust=True)
+    policy.served.module.load_state_dict(state)
+    (program, *_) = policies.export(policy, tmp_path / "policy.pt2", tmp_path / "run")
+    act = torch.export.load(program).module()
+    with policy.environment() as env:
+        for number in range(6):
+            observation, _ = env.reset(seed=number)
+            np.testing.assert_allclose(np.ravel(policy.act(observation)), np.ravel(expected[number]), atol=1e-4)
+            parts = named(observation)
+            arrays = [np.asarray(parts[name], spec.dtype)[None] for name, spec in policy.inputs.items()]
+            action = act(*map(torch.from_numpy, arrays))[0].numpy()
+            np.testing.assert_allclose(np.ravel(action), np.ravel(expected[number]), atol=1e-4)
+    assert any(np.ptp(each, 0).max() > 1e-3 for each in outputs.values()), "the observation matters"
+    assert policies.play(policy, 1)[0].length == 4
+
+
+def test_bytes_that_were_divided_before_are_refused_and_not_acted_on(tmp_path) -> None:
+    _, found = trained(tmp_path / "run", "ppo", "bytes")
+    policy = policies.Policy(found, trust=True)
+    assert policy.inputs["observation"].dtype == "uint8"
+    observed = np.array([[3, 200]], np.uint8)
+    assert policy(observed).shape == policy(observed.astype(np.float64).astype(np.uint8)).shape == (1,)
+    for wrong in (observed / np.float32(255), observed.astype(np.float32)):
+        with pytest.raises(policies.PolicyError, match="the input 'observation' .*: expected uint8 of shape"):
+            policy(wrong)
+    (program, _, card) = policies.export(policy, tmp_path / "policy.pt2", tmp_path / "run")
+    with pytest.raises(RuntimeError, match="dtype mismatch"):
+        torch.export.load(program).module()(torch.zeros(1, 2))
+    assert "`observation` uint8 (n, 2)" in card.read_text()
+    with pytest.raises(policies.PolicyError, match="takes observation: got speed"):
+        policy({"speed": observed})
+
+
+def test_a_checkpoint_whose_policies_have_another_format_is_not_resumed(tmp_path) -> None:
+    s, _ = trained(tmp_path, "ppo", "bytes")
+    path = Checkpoints(tmp_path / "checkpoints").existing().folder / "policy.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "format": 1}))
+    with pytest.raises(CheckpointError, match="format 1, this build's are of the format 2"):
+        train(s.changed(steps=32), tmp_path, serial=True, resume=True)
+
+
+@pytest.mark.parametrize(
+    ("space", "told"),
+    [
+        (spaces.Dict({"": spaces.Discrete(2)}), "expected 1 to 200 characters"),
+        (spaces.Dict({"a.b": spaces.Discrete(2), "a": spaces.Dict({"b": spaces.Discrete(2)})}), "the same name"),
+        (spaces.Box(-1, 1, (2,), np.longdouble), "is a Box of"),
+    ],
+)
+def test_parts_that_cannot_be_inputs_are_refused_before_the_start(space, told) -> None:
+    with pytest.raises(EnvironmentUnusable, match=told):
+        Observations(space)

@@ -1,0 +1,175 @@
+"""The named inputs of a policy: the environment's own observation, part by part. Needs neither gymnasium nor torch.
+
+A policy takes an observation as the environment gives it: a Box, Discrete, MultiDiscrete or MultiBinary as the input
+"observation", the parts of a Dict by their keys, those of a Tuple as "0", "1", nested ones as "arm.camera". One-hot
+encoding and the division of bytes by 255 are layers of the network, so workers, servers, exported programs and curl
+send the same arrays.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["Leaf", "StrangeObservation", "converted", "named"]
+
+Array = npt.NDArray[Any]
+ALONE = "observation"  # name of the input where the observation is no Dict and no Tuple
+
+
+class StrangeObservation(ValueError):
+    """An observation is not contained in its space."""
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """One named input of a policy: one part of the environment's observation.
+
+    Attributes:
+        name: of the input.
+        shape, dtype: as the environment gives it.
+        kind: numbers; a picture, which convolutions see; or categories, which are one-hot in the network.
+        scale: what the network multiplies numbers by: 1/255 of bytes.
+        binary: whether all numbers are 0 or 1.
+        counts, start: of every category, flat: the number of its values, and the first one.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    kind: Literal["numbers", "picture", "categories"] = "numbers"
+    scale: float = 1.0
+    binary: bool = False
+    counts: tuple[int, ...] = ()
+    start: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, document: Mapping[str, Any]) -> Leaf:
+        """Create from the result of `as_dict`, also if it went through JSON."""
+        sequences = {name: tuple(document[name]) for name in ("shape", "counts", "start")}
+        return cls(**{**document, **sequences})
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the leaf as JSON values."""
+        return asdict(self)
+
+    @property
+    def channels_last(self) -> bool:
+        """Of a picture: whether the channels are its last dimension."""
+        return not self.shape[0] < min(self.shape[1:])
+
+    @property
+    def picture(self) -> tuple[int, int, int]:
+        """Of a picture: (channels, height, width)."""
+        a, b, c = self.shape
+        return (c, a, b) if self.channels_last else (a, b, c)
+
+    @property
+    def size(self) -> int:
+        """Numbers that the network sees; 0 for a picture."""
+        if self.kind == "picture":
+            return 0
+        return sum(self.counts) if self.kind == "categories" else math.prod(self.shape)
+
+    def read(self, value: Any, what: str) -> Array:
+        """Return the part of an observation as an array of `shape` and `dtype`.
+
+        Args:
+            what: names the part in messages.
+
+        Raises:
+            StrangeObservation: it has another shape, or holds what the space does not contain or what is not finite.
+        """
+        found = converted(value, self.dtype, self.shape, what)
+        if self.kind == "categories":
+            places = found.ravel().astype(np.int64) - np.asarray(self.start)
+            wrong = (places < 0) | (places >= np.asarray(self.counts))
+            if wrong.any():
+                number = int(np.flatnonzero(wrong)[0])
+                first, count = self.start[number], self.counts[number]
+                raise StrangeObservation(
+                    f"{what} holds {found.ravel()[number]}, expected {first} to {first + count - 1}"
+                )
+        elif self.binary and found.size and (found.min() < 0 or found.max() > 1):
+            raise StrangeObservation(f"{what} holds other numbers than 0 and 1")
+        return found
+
+    def write(self, found: Array, out: Array) -> None:
+        """Write what `read` returned to `out`, the numbers (size,) that the network sees, not scaled."""
+        if self.kind != "categories":
+            out[:] = found.ravel()
+            return
+        first = np.cumsum((0, *self.counts[:-1])) - np.asarray(self.start)
+        out[first + found.ravel().astype(np.int64)] = 1
+
+
+def converted(value: Any, dtype: str, shape: Sequence[int], what: str) -> Array:
+    """Return a value as an array of this dtype and shape, if it is one: no number changes but by a float's rounding.
+
+    Raises:
+        StrangeObservation: it is no such array; the message names the part, what it is, and what was expected.
+    """
+    wanted = np.dtype(dtype)
+    try:
+        given = np.asarray(value)
+    except ValueError:  # nested lists of different lengths
+        given = np.empty((), object)
+    expected = f"expected {wanted} of shape {tuple(shape)}"
+    if given.dtype.kind not in "biuf":
+        raise StrangeObservation(f"{what} is {_short(value)}: {expected}")
+    if given.shape != tuple(shape):
+        raise StrangeObservation(f"{what} has the shape {given.shape}: {expected}")
+    if given.dtype == wanted:
+        found = given
+    else:
+        with np.errstate(over="ignore", invalid="ignore"):
+            found = given.astype(wanted)
+        if wanted.kind != "f" and not np.array_equal(found, given):
+            changed = given[found != given].ravel()[0] if given.shape else given[()]
+            raise StrangeObservation(f"{what} holds {changed}: {expected}")
+        if wanted.kind != "f" and given.dtype.kind == "f":
+            raise StrangeObservation(f"{what} has the dtype {given.dtype}: {expected}")
+    if wanted.kind == "f":
+        with np.errstate(over="ignore"):
+            finite = np.isfinite(found.astype(np.float32))
+        if not finite.all():
+            wrong = found[~finite].ravel()[0] if found.shape else found[()]
+            raise StrangeObservation(
+                f"{what} holds {wrong}, which is not finite as float32 and which nothing can be learned from: bound it "
+                "in a wrapper of the environment"
+            )
+    return found
+
+
+def named(observation: Any) -> dict[str, Any]:
+    """Return the parts of an environment's observation by the names of the inputs."""
+    found: dict[str, Any] = {}
+    _name(observation, "", found)
+    return found
+
+
+def name_of(path: Sequence[Any]) -> str:
+    """Return the name of the input at a path of keys and numbers."""
+    return ".".join(map(str, path)) if path else ALONE
+
+
+def _name(value: Any, name: str, found: dict[str, Any]) -> None:
+    if isinstance(value, Mapping):
+        parts = list(value.items())
+    elif isinstance(value, tuple):
+        parts = list(enumerate(value))
+    else:
+        found[name or ALONE] = value
+        return
+    for key, part in parts:
+        _name(part, f"{name}.{key}" if name else str(key), found)
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return f"a {type(value).__name__}, {text if len(text) < 60 else text[:57] + '...'}"
