@@ -71,10 +71,17 @@ def test_a_private_server_computes_the_actions(tmp_path, options) -> None:
     assert segments() <= before
 
 
-@pytest.mark.runs
-def test_served_and_local_policies_learn_the_same_serially(tmp_path) -> None:
+@pytest.mark.parametrize(
+    "env",
+    [
+        pytest.param({"env": "CartPole-v1"}, marks=pytest.mark.runs),
+        {"env": "tests.unit.gym_training.test_raw_observations:Sampled", "env_args": {"space": "parts"}},
+    ],
+    ids=["CartPole", "Dict"],
+)
+def test_served_and_local_policies_learn_the_same_serially(tmp_path, env) -> None:
     """The outputs are equal except for some bits, and so are the first steps; the learned weights are nearly equal."""
-    options = {"algorithm": "ppo", "n_steps": 32, "hidden": (16,), "steps": 64, "evaluation_episodes": 1}
+    options = {"algorithm": "ppo", "n_steps": 32, "hidden": (16,), "steps": 64, "evaluation_episodes": 1, **env}
     outcomes = {}
     for policy in ("local", "served"):
         settings = GymTraining.checked({**options, "policy": policy})

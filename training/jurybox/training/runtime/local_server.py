@@ -169,8 +169,10 @@ class LocalServer:
 
 def _as_toml(value: Any) -> str:
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{name} = {_as_toml(inner)}" for name, inner in value.items()) + "}"
-    return json.dumps(value)  # for strings, numbers and lists TOML has it the same way
+        return "{" + ", ".join(f"{json.dumps(name)} = {_as_toml(inner)}" for name, inner in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_as_toml, value))}]"
+    return json.dumps(value)  # for strings and numbers TOML has it the same way
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
