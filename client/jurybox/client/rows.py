@@ -165,7 +165,8 @@ class CallRow:
 
     def __init__(self, lane: Lane, run: Run, *, single: bool = True) -> None:
         self._run = run
-        self.first, self.rows = first, rows = run.first, run.rows
+        self.first = first = run.first
+        self.rows = run.rows
         self._single = single
         self.lane = lane
         self.answer: Answer | None = None  # the last one, if it did not arrive within the native call
