@@ -86,6 +86,9 @@ class GrpcTransport(Transport):
 
         `holds` is false meanwhile: no engine writes to its rows.
         """
+        if ticket.deadline <= time.monotonic_ns():  # gRPC would allow the call a millisecond, which may be enough
+            late = f"the time-out of a request to model {self._spec.name!r} had passed before it was sent"
+            return Answer(ticket.sequence, Code.TIMEOUT, late, 0, ticket.incarnation)
         try:
             call = self._channels.call("ModelInfer", self._request(ticket), _left(ticket))
         except (Error, grpc.RpcError) as error:
