@@ -83,7 +83,7 @@ soak: setup  ## mixed load for SOAK_SECONDS (default 1800), then whether anythin
 
 test-native: setup  ## the C++ tests, plain and under the thread, address and undefined-behaviour sanitizers
 	for s in "" thread address undefined; do \
-	  $(BIN)/cmake -S . -B build/native-$${s:-plain} -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja -DJURYBOX_NATIVE_TESTS=ON -DJURYBOX_SANITIZE=$$s -DCMAKE_BUILD_TYPE=RelWithDebInfo && \
+	  $(BIN)/cmake -S . -B build/native-$${s:-plain} -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja -DJURYBOX_NATIVE_TESTS=ON -DJURYBOX_WARNINGS_ARE_ERRORS=ON -DJURYBOX_SANITIZE=$$s -DCMAKE_BUILD_TYPE=RelWithDebInfo && \
 	  $(BIN)/cmake --build build/native-$${s:-plain} && $(BIN)/ctest --test-dir build/native-$${s:-plain} --output-on-failure --no-tests=error || exit 1; \
 	done
 
