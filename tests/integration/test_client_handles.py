@@ -253,7 +253,7 @@ def test_dropped_connections_and_models_leave_no_files_and_no_lanes(leased, conn
         connection = connecting()
         for _ in range(4):
             connection.model("affine", rows=2).infer(X)
-        assert not connection._models
+        assert not connection._requests
         del connection
     gc.collect()
     wait_until(lambda: files() <= before, 20, "no more files than before")

@@ -478,7 +478,7 @@ def test_an_unusable_version_or_extra_is_refused(remote, client):
     hostile += [struct.pack("<I", 44) + b'{"x": {"__array__": ["(((", [1], 0]}}'.ljust(44)]
     with RemotePublisher(remote, "policy") as publisher:
         before = publisher.publish(affine(1))
-        for version in (2**63, 2**64, -1):
+        for version in (2**63 - 1, 2**63, 2**64, before + 2**32 + 1, -1):
             with pytest.raises(Refused, match="version"):
                 publisher.publish(affine(1), version=version)
         for extra in hostile:

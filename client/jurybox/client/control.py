@@ -6,17 +6,18 @@ import _thread
 import contextlib
 import os
 import struct
-import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 import zmq
 from google.protobuf.message import DecodeError, Message
 
+from jurybox.client.locks import TimedLock
 from jurybox.protocol.address import out_of_reach
 from jurybox.protocol.control_pb2 import ControlReply, ControlRequest, Lease
 from jurybox.protocol.descriptors import exhausted, remedy, require
-from jurybox.protocol.errors import Error, ProtocolMismatch, ServerGone, TooManyFiles, error_for
+from jurybox.protocol.errors import Error, ProtocolMismatch, Refused, ServerGone, Timeout, TooManyFiles, error_for
 from jurybox.protocol.wire import PREFIX, prefix_error, require_control_size, require_name
 
 _NUMBER = struct.Struct("<Q")
@@ -39,11 +40,33 @@ def new_socket(context: zmq.Context[zmq.Socket[bytes]], purpose: str = "to the s
         raise TooManyFiles(f"no socket {purpose}: {remedy()}") from error
 
 
-def _destroy(context: zmq.Context[zmq.Socket[bytes]], linger: int, done: _thread.LockType) -> None:
-    try:
-        context.destroy(linger=linger)
-    finally:
-        done.release()
+class _Socket(zmq.Socket[bytes]):
+    """A socket that its context holds until it is closed."""
+
+    def close(self, linger: int | None = None) -> None:
+        super().close(linger)
+        context: Any = self.context
+        context.held.pop(id(self), None)
+
+
+class _Context(zmq.Context[_Socket]):
+    """A context that holds its sockets, so that only who closes them closes them.
+
+    pyzmq closes a socket that is garbage-collected. Were it collected together with its link, that would happen at the
+    same time as the link's finalizer closes it in another thread.
+    """
+
+    _socket_class = _Socket
+    held: dict[int, _Socket] = {}  # noqa: RUF012  pyzmq takes attributes that the class lacks for options of libzmq
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held = {}
+
+    def socket(self, *args: Any, **options: Any) -> _Socket:
+        socket = super().socket(*args, **options)
+        self.held[id(socket)] = socket
+        return socket
 
 
 class Wires:
@@ -54,27 +77,47 @@ class Wires:
     """
 
     def __init__(self) -> None:
-        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.context = _Context()
         self._pid = os.getpid()
 
     def close(self, linger: int = 0) -> None:
         """Close every socket; messages not sent within `linger` ms are dropped. No effect in a forked child.
 
-        libzmq waits for sockets that pyzmq no longer knows, which can happen if a KeyboardInterrupt occurs in a
-        destructor. So libzmq waits in a thread, and this method waits for that thread at most _CLOSE seconds. The
-        thread comes from _thread: the garbage collector may call this method at any point, even inside threading.
+        libzmq waits for sockets that it has not closed yet, in a thread, and this method waits for that thread at most
+        _CLOSE seconds.
         """
-        if os.getpid() != self._pid or self.context.closed:
-            return
         done = _thread.allocate_lock()
         done.acquire()
-        with contextlib.suppress(RuntimeError):  # the interpreter is shutting down
-            _thread.start_new_thread(_destroy, (self.context, linger, done))
+        if self.leave(linger, done.release):
             done.acquire(timeout=_CLOSE + linger / 1000)
+
+    def leave(self, linger: int = 0, done: Callable[[], None] = lambda: None) -> bool:
+        """Like `close`, without waiting: for finalizers. Return whether it calls `done`, in another thread.
+
+        The thread comes from _thread: the garbage collector may call this method at any point, even inside threading.
+        """
+        if os.getpid() != self._pid or self.context.closed:
+            return False
+        try:
+            _thread.start_new_thread(_destroy, (self.context, linger, done))
+        except RuntimeError:  # the interpreter is shutting down
+            return False
+        return True
+
+
+def _destroy(context: _Context, linger: int, done: Callable[[], None]) -> None:
+    try:
+        for socket in list(context.held.values()):
+            socket.close(linger)
+        context.term()
+    finally:
+        done()
 
 
 class Control:
     """Calls on the control socket of one server. Thread-safe: calls run one after another.
+
+    A call within another one of the same thread is refused: they would read each other's answers.
 
     It uses a DEALER rather than a REQ socket, so that a lost reply costs a time-out, not the socket.
 
@@ -99,7 +142,8 @@ class Control:
         self._events: zmq.Socket[bytes] | None = None
         self._context = context
         self._open = open_socket or self._open_local
-        self._lock = threading.Lock()
+        self._lock = TimedLock(f"a call of the server at {address}")
+        self._closed: Callable[[], None] | None = None  # what follows the end of the socket
         self._number = 0
         self._calling = False
         self._connect()
@@ -113,6 +157,8 @@ class Control:
 
         Raises:
             ServerGone: no reply in time.
+            Timeout: another thread's call did not end in time.
+            Refused: this is a signal handler or a destructor within another call, or the connection was closed.
             ModelNotFound, Refused: the request has a name that no model can have, or is too large to be sent.
             ProtocolMismatch: the answer does not follow this protocol.
             Error: the server's error answer, as the exception of its code.
@@ -121,23 +167,40 @@ class Control:
             require_name(getattr(message, "model", ""))
         body = ControlRequest(**request).SerializeToString()  # type: ignore[arg-type]
         require_control_size(body)
-        with self._lock:
-            if self._calling:
-                self._reopen()  # an earlier call was interrupted: half a message may be left
-            self._calling = True
-            try:
-                reply = self._exchanged(timeout, still_there, body)
-            except Error:
+        until = time.monotonic() + timeout
+        try:
+            with self._lock.once(timeout):
+                if self._closed is not None:
+                    raise Refused("this connection was closed: connect again")
+                if self._calling:
+                    self._reopen()  # an earlier call was interrupted: half a message may be left
+                self._calling = True
+                try:
+                    reply = self._exchanged(timeout, until, still_there, body)
+                except Error:
+                    self._calling = False
+                    raise
                 self._calling = False
-                raise
-            self._calling = False
-            return reply
+                return reply
+        finally:
+            if self._closed is not None:
+                self.close(self._closed)
 
-    def close(self) -> None:
-        with self._lock:
+    @property
+    def under_way(self) -> bool:
+        """Whether this thread is within a call."""
+        return self._lock.mine
+
+    def close(self, then: Callable[[], None] = lambda: None) -> None:
+        """Close the socket, and call `then`. If a call is under way, it does so when it ends."""
+        self._closed = then
+        if self._lock.mine:
+            return
+        with contextlib.suppress(Timeout, Refused), self._lock.within(_CLOSE):
             self._disconnect()
+            then()
 
-    def _exchanged(self, timeout: float, still_there: Callable[[], bool], body: bytes) -> ControlReply:
+    def _exchanged(self, timeout: float, deadline: float, still_there: Callable[[], bool], body: bytes) -> ControlReply:
         self._number += 1
         number = _NUMBER.pack(self._number)
         while self._events is not None and self._events.poll(0):
@@ -145,7 +208,6 @@ class Control:
         if not self._sent(number, body):  # libzmq never reconnects after a refused handshake
             self._reopen()
             self._sent(number, body)
-        deadline = time.monotonic() + timeout
         again = time.monotonic() + _UNHEARD
         while True:
             left = deadline - time.monotonic()

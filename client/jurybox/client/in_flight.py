@@ -151,6 +151,11 @@ class Turns:
         """Whether this thread has the lock: it is in a signal handler or a destructor within a call."""
         return bool(self.lock._is_owned())
 
+    @property
+    def mine(self) -> bool:
+        """Whether this thread is within a call."""
+        return bool(self.lock._is_owned())  # type: ignore[attr-defined]
+
     def run(self, action: Callable[[], T], deadline: int) -> T:
         """Call `action` with the lock held and return its result.
 

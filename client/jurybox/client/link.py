@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import os
-import threading
 import time
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 
 import numpy as np
 
 from jurybox.client.control import Control, Wires
 from jurybox.client.lane import Lane
+from jurybox.client.locks import TimedLock
 from jurybox.client.transports.transport import Transport
 from jurybox.protocol import control_pb2 as pb
 from jurybox.protocol import forks
@@ -154,16 +155,15 @@ class ControlLink(Link):
 
     def __init__(self, open_control: Callable[[Wires], Control]) -> None:
         self._open_control = open_control
-        self._lock = threading.RLock()
+        self._lock = TimedLock("a connection or a lease")
         self._wires: Wires | None = None
         self._last_resort: weakref.finalize[[], ControlLink] | None = None
         forks.register(self)
 
-    @property
-    def _control(self) -> Control:
-        """The control channel, created on the first call, and again on the first call in a forked child."""
+    def _control(self, timeout: float) -> Control:
+        """Return the control channel, created on the first call, and again on the first call in a forked child."""
         if self._wires is None:
-            with self._lock:
+            with self._lock.within(timeout):
                 if self._wires is None:
                     self._wire()
         return self._opened
@@ -180,17 +180,17 @@ class ControlLink(Link):
         raise NotImplementedError
 
     def close(self, linger: int = 0) -> None:
-        if self._wires is not None:
-            self._control.close()
-        self._unwire(linger)
         self._closed = True
+        wires, self._wires = self._wires, None
+        if wires is not None:
+            self._opened.close(partial(wires.close, linger))
 
     def _wire(self) -> None:
         if self._closed:
             raise Refused("this connection was closed: connect again")
         require(_FILES_OF_A_LINK, "connecting to a server")
         wires = Wires()
-        last_resort = weakref.finalize(self, wires.close)
+        last_resort = weakref.finalize(self, wires.leave)
         try:
             self._opened = self._open_control(wires)
         except BaseException:
@@ -198,13 +198,8 @@ class ControlLink(Link):
             raise
         self._last_resort, self._wires = last_resort, wires
 
-    def _unwire(self, linger: int = 0) -> None:
-        wires, self._wires = self._wires, None
-        if wires is not None:
-            wires.close(linger)
-
     def _after_fork_in_child(self) -> None:
-        self._lock = threading.RLock()
+        self._lock.anew()
         self._wires = None  # without closing them: the sockets are the parent's
 
     def models(self, timeout: float) -> list[str]:
@@ -236,7 +231,9 @@ class ControlLink(Link):
         return pb.Hello(client=build_version(), pid=os.getpid())
 
     def _call(self, timeout: float, **request: Any) -> pb.ControlReply:
-        return self._control.call(timeout, **request)
+        until = time.monotonic() + timeout
+        control = self._control(timeout)
+        return control.call(max(0.0, until - time.monotonic()), **request)
 
     def _grant(self, name: str, rows: int, deadline: float, timeout: float, *, wait: bool = True) -> pb.Lease:
         """Return a lease; wait while the model is loading or other clients have the rows.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import threading
 import time
 import weakref
 from collections.abc import Callable
@@ -16,6 +15,7 @@ import numpy as np
 from jurybox.client.control import Control
 from jurybox.client.lane import Lane
 from jurybox.client.link import POLL, ControlLink, Transfer, spec_of, traced, wants_traces
+from jurybox.client.locks import TimedLock
 from jurybox.client.transports.transport import Transport
 from jurybox.client.transports.zmq import ZmqTransport
 from jurybox.protocol.arena import Arena, ArenaLayout
@@ -33,6 +33,8 @@ from jurybox.protocol.weights.reader import WeightsReader
 _FILES_OF_A_LANE = 10  # file descriptors: arena, rings, pipe or socket
 _PAUSE_POLL = 0.0005  # seconds between two checks whether the engines have paused
 _BIND_POLL = 0.005
+_RESUME = 5.0  # seconds; longer than a pause's beginning or end takes
+_ENTER = 0.1  # seconds for what takes no time, at the end of a time-out
 _SPIN_US = 100  # a small model answers a lone client within this time
 
 
@@ -65,7 +67,7 @@ class LocalLink(ControlLink):
         self._info = ServerMessage()
         self._entering: tuple[Scoreboard, int] | None = None  # a lane that is locked, but has no Lane yet
         self._pauses: weakref.WeakSet[_Pause] = weakref.WeakSet()
-        self._pausing = threading.RLock()  # for changes of `_pauses` and of the lock that goes with them
+        self._pausing = TimedLock("a pause's beginning or end")  # changes of `_pauses` and of the lock of the file
         self._greet_first(timeout)
 
     def close(self, linger: int = 200) -> None:
@@ -77,7 +79,8 @@ class LocalLink(ControlLink):
     def _after_fork_in_child(self) -> None:
         super()._after_fork_in_child()
         self._channels, self._entering = weakref.WeakSet(), None
-        self._pauses, self._pausing = weakref.WeakSet(), threading.RLock()
+        self._pauses = weakref.WeakSet()
+        self._pausing.anew()
         if self.scoreboard is not None:
             # Closing it drops this process's descriptors of the parent's locks, not the locks themselves.
             self.scoreboard.segment.close()
@@ -129,16 +132,12 @@ class LocalLink(ControlLink):
         The lock belongs to the open file, not to a caller. So pauses of this link share it, and the last one resumes.
         """
         deadline = time.monotonic() + timeout
-        with self._lock:
-            if self.scoreboard is None or not self.scoreboard.server_lives():
-                self._greet(timeout)
-            scoreboard = self.scoreboard
-        assert scoreboard is not None
+        scoreboard = self._served(timeout)
         engines = scoreboard.engines
         pause = _Pause(scoreboard)
 
         def go_on() -> None:
-            with self._pausing:
+            with self._pausing.within(_RESUME):
                 if pause not in self._pauses:
                     return
                 self._pauses.discard(pause)
@@ -153,7 +152,7 @@ class LocalLink(ControlLink):
                     unlock(scoreboard.segment.fd, PAUSE_LOCK)
 
         try:
-            while not self._joins(pause):
+            while not self._joins(pause, deadline):
                 if time.monotonic() > deadline:
                     raise Busy(f"another process has had the engines paused for {timeout:.1f} s")
                 time.sleep(_PAUSE_POLL)
@@ -169,9 +168,9 @@ class LocalLink(ControlLink):
             raise
         return go_on
 
-    def _joins(self, pause: _Pause) -> bool:
+    def _joins(self, pause: _Pause, deadline: float) -> bool:
         """Add a pause to those of its server; return False if another process has the lock."""
-        with self._pausing:
+        with self._pausing.once(deadline - time.monotonic()):
             if not self._paused(pause.scoreboard) and not try_lock(pause.scoreboard.segment.fd, PAUSE_LOCK):
                 return False
             self._pauses.add(pause)
@@ -192,15 +191,24 @@ class LocalLink(ControlLink):
     def lease(self, name: str, rows: int, timeout: float, *, wait: bool = True) -> tuple[Lane, ModelSpec, int]:
         """See Link.lease. The lane is locked and its arena mapped. If the server was replaced, the new one is used."""
         deadline = time.monotonic() + timeout
-        with self._lock:
+        self._served(timeout)
+        while True:
+            lease = self._grant(name, rows, deadline, timeout, wait=wait)
+            with self._lock.once(max(_ENTER, deadline - time.monotonic())):
+                lane = self.enter(lease)
+            if lane is not None:
+                return lane, spec_of(lease.model), lease.model.max_batch
+            if not wait or time.monotonic() > deadline:
+                raise Busy(f"lane {lease.lane} of {name!r} is locked by another client")
+
+    def _served(self, timeout: float) -> Scoreboard:
+        """Return the scoreboard of the server, or of the one that has replaced it."""
+        until = time.monotonic() + timeout
+        with self._lock.once(timeout):
             if self.scoreboard is None or not self.scoreboard.server_lives():
-                self._greet(timeout)
-            while True:
-                lease = self._grant(name, rows, deadline, timeout, wait=wait)
-                if (lane := self.enter(lease)) is not None:
-                    return lane, spec_of(lease.model), lease.model.max_batch
-                if not wait or time.monotonic() > deadline:
-                    raise Busy(f"lane {lease.lane} of {name!r} is locked by another client")
+                self._greet(max(_ENTER, until - time.monotonic()))
+            assert self.scoreboard is not None
+            return self.scoreboard
 
     def enter(self, lease: Lease) -> Lane | None:
         """Lock a leased lane and map its arena; return None if another client has it locked.
@@ -261,9 +269,8 @@ class LocalLink(ControlLink):
         # If this call fails, the server still notices the released lock, only a little later.
         with contextlib.suppress(Error):
             if not self._closed and scoreboard.server_lives():
-                self._control.call(
-                    1.0, scoreboard.server_lives, release=ReleaseRequest(lane=lease.lane, lease=lease.lease)
-                )
+                request = ReleaseRequest(lane=lease.lane, lease=lease.lease)
+                self._control(1.0).call(1.0, scoreboard.server_lives, release=request)
 
     def _greet(self, timeout: float) -> None:
         """Exchange hello messages and map the scoreboard of the server that answers."""

@@ -40,10 +40,15 @@ class Model(forks.Closing):
     """
 
     def __init__(
-        self, name: str, lease: Callable[[int, bool], tuple[Lane, ModelSpec, int]], rows: int, default_timeout: float
+        self,
+        name: str,
+        lease: Callable[[int, bool], tuple[Lane, ModelSpec, int]],
+        rows: int,
+        default_timeout: float,
+        opened: Callable[[Requests], None] = lambda _: None,
     ) -> None:
         self.name = name
-        self.requests = Requests(name, lease, rows, default_timeout)
+        self.requests = Requests(name, lease, rows, default_timeout, opened)
 
     @property
     def spec(self) -> ModelSpec:
@@ -297,7 +302,7 @@ class Model(forks.Closing):
         Raises:
             Timeout: another thread's call did not end within the default time-out; the lane is still leased.
         """
-        self.requests.turns.run(self.requests.close, self.requests.turns.deadline(None))
+        self.requests.end()
 
 
 class Requests:
@@ -309,6 +314,7 @@ class Requests:
         lease: leases a lane; takes the number of rows (0: the server's default) and whether to wait for them.
         rows: the number of rows that the caller requested, or 0.
         timeout: default time-out of a call, in seconds.
+        opened: called with it, and with those that `of_sessions` returns: whoever leased the lane can close it.
 
     Attributes:
         turns: the lock that serializes the model's calls.
@@ -320,9 +326,15 @@ class Requests:
     """
 
     def __init__(
-        self, name: str, lease: Callable[[int, bool], tuple[Lane, ModelSpec, int]], rows: int, timeout: float
+        self,
+        name: str,
+        lease: Callable[[int, bool], tuple[Lane, ModelSpec, int]],
+        rows: int,
+        timeout: float,
+        opened: Callable[[Requests], None],
     ) -> None:
         self.name = name
+        self._opened = opened
         self.turns = Turns(name, timeout)
         self.kept: list[CallRow] = []
         self._outgrown: weakref.WeakSet[Lane] = weakref.WeakSet()  # in use until the last call on them has ended
@@ -333,10 +345,11 @@ class Requests:
         self.lane, self.spec, self.max_batch = lease(rows, True)
         self.plain = _only_input(self.spec)
         forks.register(self)
+        opened(self)
 
     def of_sessions(self, n: int) -> Requests:
         """Return the requests of n sessions, which have their own lane. Does not need the lock."""
-        return Requests(self.name, self._lease, n, self.turns.timeout)
+        return Requests(self.name, self._lease, n, self.turns.timeout, self._opened)
 
     def require_stateless(self) -> None:
         """Raise Refused if the model keeps state."""
@@ -437,6 +450,10 @@ class Requests:
                 f"{n} neighbouring rows were asked for, {lane.largest} of this lane's {lane.rows} are free: {remedy}"
             )
         return run
+
+    def end(self) -> None:
+        """Release the lane. Does not need the lock. Raises Timeout; see `Model.close`."""
+        self.turns.run(self.close, self.turns.deadline(None))
 
     def close(self) -> None:
         """Release the lane."""

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 from jurybox.client.in_flight import seconds
 from jurybox.client.lane import Lane
-from jurybox.client.model import Model
+from jurybox.client.locks import NESTED
+from jurybox.client.model import Model, Requests
 from jurybox.protocol.address import NOT_LINUX, default_address
-from jurybox.protocol.errors import ModelFailed, Refused, Timeout
+from jurybox.protocol.errors import Error, ModelFailed, Refused, Timeout
 from jurybox.protocol.forks import Closing
 from jurybox.protocol.spec import ModelSpec
 
@@ -109,8 +110,8 @@ class Server(Closing):
         self.address = address
         self.timeout = seconds(timeout)
         self._link = link
-        self._models: weakref.WeakSet[Model] = weakref.WeakSet()
-        # Weak references: a publisher that is garbage-collected releases its channel.
+        # Weak references: what is garbage-collected releases its lane or its channel.
+        self._requests: weakref.WeakSet[Requests] = weakref.WeakSet()  # of models and of sessions
         self._ends: weakref.WeakSet[Publisher | RemotePublisher] = weakref.WeakSet()
 
     # ---- the server's services
@@ -135,9 +136,7 @@ class Server(Closing):
         def lease(n: int, patient: bool) -> tuple[Lane, ModelSpec, int]:
             return self._open_link().lease(name, n, left if patient else 0.0, wait=wait)
 
-        model = Model(name, lease, rows, self.timeout)
-        self._models.add(model)
-        return model
+        return Model(name, lease, rows, self.timeout, self._requests.add)
 
     def device_rows(self, name: str, rows: int, *, device: int = 0, timeout: float | None = None) -> DeviceRows:
         """Allocate rows of a model in GPU memory, for a process whose inputs are already on the model's GPU.
@@ -352,21 +351,30 @@ class Server(Closing):
         return self._open_link().weights(name, self.timeout)
 
     def close(self) -> None:
-        """Release every lane and close every socket. May be called more than once.
+        """Release every lane, also those of sessions, and close every socket. May be called more than once.
 
         Raises:
             Timeout: a model is still in use by another thread. The others are closed, and close() may be called again.
+            Refused: this is a signal handler or a destructor within a call of a model. The others are closed, and
+                close() may be called again after that call.
         """
         if self._link.closed:
             return
-        used: Timeout | None = None
-        for model in list(self._models):
+        used: Error | None = None
+        for requests in list(self._requests):
             try:
-                model.close()
-            except Timeout as error:
+                if requests.turns.mine:
+                    raise Refused(
+                        f"a call of {requests.name!r} is under way in this thread: {NESTED}; close afterwards"
+                    )
+                requests.end()
+            except (Timeout, Refused) as error:
                 used = error
         for publisher in list(self._ends):
-            publisher.close()
+            try:
+                publisher.close()
+            except (Timeout, Refused) as error:
+                used = error
         if used is not None:
             raise used
         self._link.close()

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import dis
-import itertools
-import sys
+import contextlib
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from tests.moments import each_moment
 
 from jurybox.protocol import locks
 from jurybox.protocol.errors import Refused, Timeout
@@ -74,49 +73,13 @@ def test_ctrl_c_at_any_place_leaves_the_lock_free(way, other):
             len("work")
         len("after")
 
-    for moment in itertools.count():
-        if not interrupted(used, moment):
-            break
-        assert not lock.mine
-        assert other(lambda: take(lock))
-    assert moment > 5
+    def interrupt():
+        raise KeyboardInterrupt
 
-
-def interrupted(action, moment) -> bool:
-    """Call `action`; raise KeyboardInterrupt at its n-th place at which the interpreter looks for signals."""
-    left = moment
-
-    def moved(frame, event, _):
-        nonlocal left
-        if event == "opcode" and frame.f_lasti in _places(frame.f_code):
-            left -= 1
-            if left < 0:
-                sys.settrace(None)
-                raise KeyboardInterrupt
-        return moved
-
-    def called(frame, event, _):
-        if frame.f_code.co_filename in (__file__, locks.__file__):
-            frame.f_trace_opcodes, frame.f_trace_lines = True, False
-            return moved
-        return None
-
-    sys.settrace(called)
-    try:
-        action()
-    except KeyboardInterrupt:
-        return True
-    finally:
-        sys.settrace(None)
-    return False
-
-
-def _places(code):
-    tries = getattr(dis.Bytecode(code), "exception_entries", ())
-
-    def around(offset):
-        return next((i for i, entry in enumerate(tries) if entry.start <= offset < entry.end), None)
-
-    pairs = itertools.pairwise(dis.get_instructions(code))
-    kinds = ("CALL", "RESUME", "JUMP_BACKWARD")
-    return {b.offset for a, b in pairs if a.opname.startswith(kinds) and around(a.offset) == around(b.offset)}
+    seen = 0
+    for moment in each_moment((__file__, locks.__file__), interrupt):
+        with contextlib.suppress(KeyboardInterrupt), moment:
+            used()
+        assert not lock.mine and other(lambda: take(lock))
+        seen += moment.fell
+    assert seen > 5

@@ -222,12 +222,21 @@ def test_dropped_and_closed_objects_leave_no_descriptor(make):
 
 
 @pytest.mark.parametrize("mode", ["double_buffer", "snapshot"])
-def test_versions_end_where_the_words_do(make, arrays, mode):
+def test_no_version_is_so_large_that_it_ends_a_channel(make, arrays, mode):
     with Publisher(make(mode=mode)) as publisher:
-        for version in (2**63, 2**64, -1, 0):
+        for version in (2**63 - 1, 2**63, 2**64, 2**32 + 1, -1, 0):
             with pytest.raises(Refused, match="version"):
                 publisher.publish(arrays, version=version)
-        assert publisher.publish(arrays, version=2**63 - 1) == 2**63 - 1
+        assert publisher.publish(arrays, version=2**32) == 2**32
+        assert publisher.publish(arrays) == 2**32 + 1
+        with pytest.raises(Refused, match=r"2\*\*32 at most"):
+            publisher.publish(arrays, version=2**33 + 2)
+
+
+@pytest.mark.parametrize("mode", ["double_buffer", "snapshot"])
+def test_versions_end_where_the_words_do(make, arrays, mode):
+    with Publisher(make(mode=mode)) as publisher:
+        assert publisher.restore(arrays, None, 2**63 - 1) == 2**63 - 1  # of a file, say
         with pytest.raises(Refused, match="largest"):
             publisher.publish(arrays)
 

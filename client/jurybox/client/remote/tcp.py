@@ -34,7 +34,7 @@ from jurybox.client.transports.transport import (
 )
 from jurybox.protocol import row_frames
 from jurybox.protocol.control_pb2 import ControlReply, Lease, ReleaseRequest
-from jurybox.protocol.errors import Code, Error, ProtocolMismatch, ServerGone
+from jurybox.protocol.errors import Code, Error, ProtocolMismatch, ServerGone, Timeout
 from jurybox.protocol.spec import ModelSpec
 from jurybox.protocol.wire import PACK_TICKET, PREFIX
 
@@ -65,40 +65,38 @@ class TcpLink(ControlLink):
         self._greet_first(timeout)
 
     def lease(self, name: str, rows: int, timeout: float, *, wait: bool = True) -> tuple[Lane, ModelSpec, int]:
-        deadline = time.monotonic() + timeout
-        with self._lock:
-            lease = self._grant(name, rows, deadline, timeout, wait=wait)
-            request = ReleaseRequest(lane=lease.lane, lease=lease.lease)
-            left = self._left
-            try:
-                spec = spec_of(lease.model)
-                memory = RowsHere(spec, lease.rows)
-                assert self._wires is not None
-                connection: Connection | DirectConnection
-                transport: Transport
-                if self._keys is None and can_dial(self._address):
-                    connection = DirectConnection(self._address)
-                    transport = DirectTcpTransport(connection, memory, lease.lease)
-                else:
-                    connection = Connection(self._wires.context, self._address, self._keys)
-                    transport = TcpTransport(connection, memory, lease.lease)
-                if self._traces:
-                    transport = traced(transport, name, lane=lease.lane)
-                lane = Lane(
-                    name,
-                    connection,
-                    memory,
-                    transport,
-                    lease.lease,
-                    0,
-                    lease.rows,
-                    lambda: self._release(request),
-                    leave=lambda: left.append(request),
-                    far=True,
-                )
-            except BaseException:
-                left.append(request)
-                raise
+        lease = self._grant(name, rows, time.monotonic() + timeout, timeout, wait=wait)
+        request = ReleaseRequest(lane=lease.lane, lease=lease.lease)
+        left = self._left
+        try:
+            spec = spec_of(lease.model)
+            memory = RowsHere(spec, lease.rows)
+            assert self._wires is not None
+            connection: Connection | DirectConnection
+            transport: Transport
+            if self._keys is None and can_dial(self._address):
+                connection = DirectConnection(self._address)
+                transport = DirectTcpTransport(connection, memory, lease.lease)
+            else:
+                connection = Connection(self._wires.context, self._address, self._keys)
+                transport = TcpTransport(connection, memory, lease.lease)
+            if self._traces:
+                transport = traced(transport, name, lane=lease.lane)
+            lane = Lane(
+                name,
+                connection,
+                memory,
+                transport,
+                lease.lease,
+                0,
+                lease.rows,
+                lambda: self._give_back(request),
+                leave=lambda: left.append(request),
+                far=True,
+            )
+        except BaseException:
+            left.append(request)
+            raise
         return lane, spec, lease.model.max_batch
 
     def _after_fork_in_child(self) -> None:
@@ -121,17 +119,33 @@ class TcpLink(ControlLink):
             wires.context, address, lambda: open_socket(wires.context, address, keys, identity), far=unwanted
         )
 
-    def _release(self, request: ReleaseRequest) -> None:
-        # If this fails, the server releases the lease when the connection closes.
-        with contextlib.suppress(Error):
-            if not self._closed:
-                self._control.call(1.0, release=request)
+    def _give_back(self, request: ReleaseRequest) -> None:
+        self._left.append(request)
+        if not self._closed:
+            with contextlib.suppress(Error):
+                self._release_left(1.0)
+
+    def _release_left(self, timeout: float) -> None:
+        """Release the leases that lanes have left, unless this thread is within a call: the next one does it."""
+        control = self._control(timeout)
+        while self._left and not control.under_way:
+            try:
+                request = self._left.popleft()
+            except IndexError:  # another thread has taken it
+                return
+            try:
+                control.call(timeout, release=request)
+            except Timeout:  # other threads have the channel
+                self._left.append(request)
+                return
+            except Error:
+                pass  # the server releases the lease when the connection closes
 
     def _call(self, timeout: float, **request: Any) -> ControlReply:
-        while self._left:
-            self._release(self._left[0])
-            self._left.popleft()
-        return super()._call(timeout, **request)
+        until = time.monotonic() + timeout
+        if self._left:
+            self._release_left(min(1.0, timeout / 2))
+        return super()._call(max(0.0, until - time.monotonic()), **request)
 
     def _greet(self, timeout: float) -> None:
         until = time.monotonic() + timeout

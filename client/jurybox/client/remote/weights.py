@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import ctypes
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import grpc
 import numpy as np
 
+from jurybox.client.locks import TimedLock
 from jurybox.client.remote.grpc_channel import RemoteStream
 from jurybox.protocol import forks
 from jurybox.protocol import remote_weights_pb2 as pb
@@ -44,12 +43,13 @@ class _Remote(forks.Closing):
         self._model = model
         self._metadata = metadata
         self._timeout = timeout
-        self._turn = threading.Lock()
+        self._turn = TimedLock(f"a transfer of the weights of {model!r}")
         self._closed = False
         self._forked = False
 
     def _after_fork_in_child(self) -> None:
-        self._forked, self._turn = True, threading.Lock()
+        self._forked = True
+        self._turn.anew()
 
 
 class RemotePublisher(_Remote):
@@ -112,52 +112,66 @@ class RemotePublisher(_Remote):
         tensors, packed = tensors_of(source), encode_extra(extra)
         if version is not None and not 0 < version < 2**63:
             raise Refused(f"version {version} was to be published: expected 1 to 2**63 - 1")
-        with self._turn:
-            if self._forked:
-                raise Refused(f"this publisher of {self._model!r} was made before a fork: make one in this process")
+        try:
+            with self._turn.once(self._timeout):
+                return self._publish(tensors, packed, check_finite, version)
+        finally:
             if self._closed:
-                raise Refused(f"this publisher of {self._model!r} was closed; make another one")
-            if not self._stream.alive:
-                self._stream, opened = self._open_again()
-                self._adopt(opened)
-            if len(packed) > self._extra_bytes:
-                raise SpecMismatch(
-                    f"extra takes {len(packed)} bytes, the weights channel of {self._model!r} has room for "
-                    f"{self._extra_bytes}; publish less with the weights"
-                )
-            flat = self._flatten(tensors)
-            base = self._base if self._changed_only else None
-            self._base = None
-            begin = pb.BeginPublication(
-                layout_hash=bytes.fromhex(self._travelling.hash),
-                bfloat16=self._bfloat16,
-                changed_only=base is not None,
-                version=version or 0,
-                check_finite=check_finite,
-                extra=packed,
+                self.close()
+
+    def _publish(self, tensors: Mapping[str, Any], packed: bytes, check_finite: bool, version: int | None) -> int:
+        if self._forked:
+            raise Refused(f"this publisher of {self._model!r} was made before a fork: make one in this process")
+        if self._closed:
+            raise Refused(f"this publisher of {self._model!r} was closed; make another one")
+        if not self._stream.alive:
+            self._stream, opened = self._open_again()
+            self._adopt(opened)
+        if len(packed) > self._extra_bytes:
+            raise SpecMismatch(
+                f"extra takes {len(packed)} bytes, the weights channel of {self._model!r} has room for "
+                f"{self._extra_bytes}; publish less with the weights"
             )
-            try:
-                self._stream.send(pb.PublishRequest(begin=begin))
-                sent = 0
-                for chunk in chunks(flat, base):
-                    self._stream.send(pb.PublishRequest(chunk=chunk))
-                    sent += len(chunk.data)
-                self._stream.send(pb.PublishRequest(end=pb.EndPublication(bytes=sent)))
-                self.version = int(self._stream.receive().published)
-            except BaseException as error:
-                if not isinstance(error, Error) or error.code not in (Code.REFUSED, Code.SPEC_MISMATCH):
-                    self._stream.close()  # it is unknown how much of the publication the gateway has received
-                raise
-            self.sent_bytes += sent
-            self._base = flat if self._changed_only else None
-            return self.version
+        flat = self._flatten(tensors)
+        base = self._base if self._changed_only else None
+        self._base = None
+        begin = pb.BeginPublication(
+            layout_hash=bytes.fromhex(self._travelling.hash),
+            bfloat16=self._bfloat16,
+            changed_only=base is not None,
+            version=version or 0,
+            check_finite=check_finite,
+            extra=packed,
+        )
+        try:
+            self._stream.send(pb.PublishRequest(begin=begin))
+            sent = 0
+            for chunk in chunks(flat, base):
+                self._stream.send(pb.PublishRequest(chunk=chunk))
+                sent += len(chunk.data)
+            self._stream.send(pb.PublishRequest(end=pb.EndPublication(bytes=sent)))
+            self.version = int(self._stream.receive().published)
+        except BaseException as error:
+            if not isinstance(error, Error) or error.code not in (Code.REFUSED, Code.SPEC_MISMATCH):
+                self._stream.close()  # it is unknown how much of the publication the gateway has received
+            raise
+        self.sent_bytes += sent
+        self._base = flat if self._changed_only else None
+        return self.version
 
     def close(self) -> None:
-        """Close the publisher, so that another one can be opened for the model."""
-        with self._turn:
-            if not self._closed:
-                self._closed = True
-                self._stream.close()
+        """Close the publisher, so that another one can be opened for the model.
+
+        A publication that is under way in this thread does it at its end.
+
+        Raises:
+            Timeout: another thread's publication did not end; it closes the publisher when it does.
+        """
+        self._closed = True
+        if self._turn.mine:
+            return
+        with self._turn.within(self._timeout):
+            self._stream.close()
 
     def _open_again(self) -> tuple[RemoteStream, pb.Opened]:
         until = time.monotonic() + min(_BACK, self._timeout)
@@ -282,7 +296,7 @@ class RemoteWeightsReader(_Remote):
             back = min(back, until)
         while True:
             try:
-                with self._turn_until(until):
+                with self._turn.once(self._timeout if until is None else until - time.monotonic()):
                     return self._exchanged(ask, until)
             except ServerGone:  # reading changes nothing in the gateway, so it may be repeated
                 if not patient or self._closed or time.monotonic() + _AGAIN >= back:
@@ -331,16 +345,6 @@ class RemoteWeightsReader(_Remote):
             self.layout = WeightsLayout.from_json(reply.head.layout)
             self.max_lag = int(reply.head.max_lag)
         return reply.head
-
-    @contextmanager
-    def _turn_until(self, until: float | None) -> Iterator[None]:
-        turn = self._turn
-        if not turn.acquire(timeout=-1 if until is None else max(0.0, until - time.monotonic())):
-            raise Timeout(f"another thread's read of the weights of {self._model!r} did not end in time")
-        try:
-            yield
-        finally:
-            turn.release()
 
     def _require_open(self) -> None:
         if self._forked:

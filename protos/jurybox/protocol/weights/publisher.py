@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import secrets
 import sys
-import threading
 import weakref
 from collections.abc import Mapping
 from typing import Any
@@ -16,12 +15,15 @@ import numpy.typing as npt
 from jurybox.protocol import forks
 from jurybox.protocol.device_memory import Driver, as_tensor, page_lock
 from jurybox.protocol.errors import Refused, ServerGone, SpecMismatch
+from jurybox.protocol.locks import TimedLock
 from jurybox.protocol.segment import try_lock
 from jurybox.protocol.weights import TensorPlace, WeightsChannel, WeightsLayout
 from jurybox.protocol.weights.channel import PUBLISHER_LOCK, all_finite, encode_extra
 from jurybox.protocol.weights.layout import DTYPES, dtype_name
 
 _LARGEST = 2**63 - 1  # a version shares a word with its slot's number
+_LARGEST_STEP = 2**32
+_PATIENCE = 60.0  # seconds to wait for another thread's publication
 
 
 def tensors_of(source: Any) -> Mapping[str, Any]:
@@ -45,7 +47,8 @@ class Publisher(forks.Closing):
 
     A file lock ensures this. It is released when the publisher is closed or garbage-collected, and by the kernel when
     this process ends in any way; the next publisher continues after the newest complete version. Threads of one process
-    may share a publisher. In a forked child the parent's publisher raises Refused.
+    may share a publisher. In a forked child the parent's publisher raises Refused. A signal handler or a destructor
+    cannot publish within a publication (Refused); if it closes the publisher, the publication does so at its end.
 
     Args:
         channel: the channel to publish on. The caller closes it, unless the publisher `owns` it.
@@ -67,7 +70,8 @@ class Publisher(forks.Closing):
             (place, place.stored, (f"torch.{place.dtype}", f"torch.{place.stored.name}"))
             for place in channel.layout.places.values()
         ]
-        self._turn = threading.Lock()
+        self._turn = TimedLock(f"a publication to weights channel {channel.name}")
+        self._closing = False
         self._pid = os.getpid()
         # A separate open file, so that two publishers on one channel object conflict as two processes would.
         self._place = place = _Place(os.open(f"/proc/self/fd/{channel.segment.fd}", os.O_RDWR | os.O_CLOEXEC))
@@ -104,16 +108,26 @@ class Publisher(forks.Closing):
                 shapes and dtypes. A bfloat16 tensor may be passed as a uint16 array of its bits.
             extra: JSON-serialisable values and small arrays that readers get together with these weights.
             check_finite: refuse NaN and infinities, also in `extra`.
-            version: the version number, larger than the last one; default: the last one plus one.
+            version: the version number, larger than the last one by 2**32 at most; default: the last one plus one.
 
         Raises:
             SpecMismatch: the layout differs (the message names the difference), or `extra` is of a wrong kind or too
                 large.
-            Refused: a value is not finite, with `check_finite`; the version is not larger than the last one, or not
-                below 2**63; the publisher was closed, or created before a fork, or is that of another device than the
-                tensors'.
+            Refused: a value is not finite, with `check_finite`; the version is not larger than the last one, or too
+                large; the publisher was closed, or created before a fork, or is that of another device than the
+                tensors'; or this is a signal handler or a destructor within another publication.
+            Timeout: another thread's publication did not end.
             ServerGone: the owner of the channel is gone.
         """
+        return self._published(source, extra, check_finite, version, _LARGEST_STEP)
+
+    def restore(self, source: Any, extra: Mapping[str, Any] | None, version: int) -> int:
+        """Publish what was saved from an earlier channel under its version, which may be any number of steps ahead."""
+        return self._published(source, extra, False, version, _LARGEST)
+
+    def _published(
+        self, source: Any, extra: Mapping[str, Any] | None, check_finite: bool, version: int | None, step: int
+    ) -> int:
         tensors = tensors_of(source)
         packed = encode_extra(extra)
         if len(packed) > self.channel.extra_bytes:
@@ -123,19 +137,26 @@ class Publisher(forks.Closing):
             )
         if check_finite and not all_finite(extra):
             raise Refused("extra holds NaN or infinity, and check_finite asks to refuse that; nothing was published")
-        with self._turn:
-            self._require_open()
-            if not self.channel.owner_lives():
-                raise ServerGone(
-                    f"the owner of weights channel {self.channel.name} is gone and nobody would read this: connect "
-                    "again and take a new publisher"
-                )
-            number = self._number(version)
-            if any(_on_device(tensor) for tensor in tensors.values()):
-                self._publish_from_device(tensors, packed, number, check_finite)
-            else:
-                self._publish_from_host(tensors, packed, number, check_finite)
-            self.version = number
+        try:
+            with self._turn.once(_PATIENCE):
+                return self._publish(tensors, packed, check_finite, version, step)
+        finally:
+            if self._closing:
+                self.close()
+
+    def _publish(self, tensors: Mapping[str, Any], extra: bytes, check: bool, version: int | None, step: int) -> int:
+        self._require_open()
+        if not self.channel.owner_lives():
+            raise ServerGone(
+                f"the owner of weights channel {self.channel.name} is gone and nobody would read this: connect again "
+                "and take a new publisher"
+            )
+        number = self._number(version, step)
+        if any(_on_device(tensor) for tensor in tensors.values()):
+            self._publish_from_device(tensors, extra, number, check)
+        else:
+            self._publish_from_host(tensors, extra, number, check)
+        self.version = number
         return number
 
     def _publish_from_host(self, tensors: Mapping[str, Any], extra: bytes, version: int, check: bool) -> None:
@@ -174,16 +195,20 @@ class Publisher(forks.Closing):
         stage.transfer(slot, version)
         self.channel.slots.commit(slot, version, extra)
 
-    def _number(self, version: int | None) -> int:
-        newest = self.channel.newest
-        if version is not None and version <= newest:
-            raise Refused(
-                f"version {version} was to be published on {self.channel.name}, whose newest is {newest}: "
-                "versions only grow"
-            )
+    def _number(self, version: int | None, step: int) -> int:
+        newest, name = self.channel.newest, self.channel.name
         number = newest + 1 if version is None else version
+        if number <= newest:
+            raise Refused(
+                f"version {number} was to be published on {name}, whose newest is {newest}: versions only grow"
+            )
+        if number > newest + step:
+            raise Refused(
+                f"version {number} was to be published on {name}, whose newest is {newest}: a version can be larger by "
+                "2**32 at most, because all later ones are larger still"
+            )
         if number > _LARGEST:
-            raise Refused(f"version {number} was to be published on {self.channel.name}: {_LARGEST} is the largest")
+            raise Refused(f"version {number} was to be published on {name}: {_LARGEST} is the largest")
         return number
 
     def _mismatch(self, tensors: Mapping[str, Any]) -> SpecMismatch:
@@ -195,7 +220,7 @@ class Publisher(forks.Closing):
                 f"this publisher of {self.channel.name} belongs to process {self._pid}, and was made before a fork; a "
                 "child would publish alongside it: make a publisher in the process that learns"
             )
-        if self._place.fd < 0:
+        if self._closing or self._place.fd < 0:
             raise Refused(f"this publisher of {self.channel.name} was closed; make another one")
 
     def close_stage(self) -> None:
@@ -203,14 +228,23 @@ class Publisher(forks.Closing):
         self._place.close_stage()
 
     def close(self) -> None:
-        """Release the channel for another publisher. May be called again."""
-        with self._turn:
+        """Release the channel for another publisher. May be called again.
+
+        A publication that is under way in this thread does it at its end.
+
+        Raises:
+            Timeout: another thread's publication did not end; it closes the publisher when it does.
+        """
+        self._closing = True
+        if self._turn.mine:
+            return
+        with self._turn.within(_PATIENCE):
             self._place.close()
             if self._owns:
                 self.channel.close()
 
     def _after_fork_in_child(self) -> None:
-        self._turn = threading.Lock()  # a thread of the parent may have held the lock
+        self._turn.anew()  # a thread of the parent may have held the lock
         self._place.leave_to_parent()
 
 

@@ -165,7 +165,7 @@ class WeightsFiles:
                     f"{path} doesn't fit weights channel {self.channel.name}: {difference}; "
                     "restore it into the model it was saved from, or begin with an empty folder"
                 )
-            version = publisher.publish(state, extra, version=max(saved.version, self.channel.newest + 1))
+            version = publisher.restore(state, extra, max(saved.version, self.channel.newest + 1))
             self._set_aside(damaged, number)
             return version
         if self.saved:
