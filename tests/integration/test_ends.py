@@ -1,0 +1,235 @@
+"""How a connection waits, is entered again and ends: no lock outlasts a time-out, and no end waits for itself."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import threading
+import time
+
+import numpy as np
+import pytest
+from tests.moments import Moment, each_moment
+from tests.serving import serving, wait_until
+
+from jurybox.client import ModelNotFound, Refused, Timeout, connect, control, link, local_link
+from jurybox.client.remote import tcp
+from jurybox.protocol import locks
+from jurybox.protocol.locks import TimedLock
+
+X = np.arange(8, dtype=np.float32).reshape(2, 4)
+CONTROL = (control.__file__, link.__file__, local_link.__file__, tcp.__file__, locks.__file__)
+MODELS = {
+    "affine": {"factory": "tests.models:affine", "max_batch": 16, "rows": 256},
+    "policy": {"factory": "tests.models:affine", "publish": "double_buffer"},
+    "sum": {"factory": "tests.open_models:running_sum", "max_batch": 8, "rows": 32},
+}
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory):
+    with serving(tmp_path_factory.mktemp("ends"), MODELS, tcp="127.0.0.1:0", grpc="127.0.0.1:0") as running:
+        with running.connect() as client:
+            addresses = client.status()["server"]
+        yield (
+            {"shm": running.address, "zmq": running.address}
+            | {kind: f"{kind}://{addresses[kind]}" for kind in ("tcp", "grpc")}
+            | {"libzmq": f"tcp://{addresses['tcp']}"}
+        )
+
+
+@pytest.fixture(params=["shm", "zmq", "tcp", "libzmq", "grpc"])
+def connecting(request, running, monkeypatch):
+    if request.param == "libzmq":  # as with keys
+        monkeypatch.setattr(tcp, "can_dial", lambda _: False)
+    options = {"transport": request.param} if request.param in ("shm", "zmq") else {}
+
+    def connecting(timeout=30.0):
+        return connect(running[request.param], timeout=timeout, **options)
+
+    return connecting
+
+
+@contextlib.contextmanager
+def held(lock: TimedLock):
+    """Another thread has the lock."""
+    has, let_go = threading.Event(), threading.Event()
+
+    def hold():
+        with lock.within(30):
+            has.set()
+            let_go.wait(60)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    assert has.wait(30)
+    try:
+        yield
+    finally:
+        let_go.set()
+        thread.join(30)
+
+
+def locks_of(server) -> dict[str, TimedLock]:
+    link = server._link
+    found = {name: lock for name, lock in vars(link).items() if isinstance(lock, TimedLock)}
+    if (channel := getattr(link, "_opened", None)) is not None:
+        found["channel"] = channel._lock
+    return found
+
+
+def everything(server, seconds):
+    """All that has a time-out, with that time-out."""
+    yield lambda: server.model("affine", timeout=seconds).infer(X, timeout=seconds)
+    yield lambda: server.model("affine", wait=False)
+    yield server.status
+    yield server.models
+    yield lambda: server.describe("affine")
+    yield lambda: server.engines("affine")
+    yield lambda: server.sleep("absent", timeout=seconds)
+    yield lambda: server.wake("absent", timeout=seconds)
+    yield lambda: server.load("absent", timeout=seconds)
+    yield lambda: server.keep("absent", 1.0)
+    yield lambda: server.unload("absent")
+    yield lambda: server.weights("policy").close()
+    yield lambda: server.publisher("policy").close()
+    yield lambda: server.pause(timeout=seconds).__enter__()
+
+
+def test_no_call_waits_for_another_thread_longer_than_its_time_out(connecting):
+    with connecting() as server:
+        model = server.model("affine")
+        model.infer(X)
+        server.timeout = 0.05
+        late = 0
+        for lock in locks_of(server).values():
+            with held(lock):
+                for ask in everything(server, 0.05):
+                    began = time.monotonic()
+                    try:
+                        ask()
+                    except (Timeout, ModelNotFound, Refused) as error:
+                        late += "in another thread did not end within 0." in str(error)
+                    assert time.monotonic() - began < 10  # of 60
+                assert model.infer(X).shape == (2, 4)
+        assert late >= 5 * len(locks_of(server)) - 5
+        server.timeout = 30.0
+        assert "affine" in server.models()
+
+
+def test_close_does_not_wait_for_a_call_of_another_thread_that_does_not_end(connecting):
+    server = connecting()
+    with contextlib.ExitStack() as stack:
+        for lock in locks_of(server).values():
+            stack.enter_context(held(lock))
+        began = time.monotonic()
+        server.close()
+        assert time.monotonic() - began < 20  # of 60
+    with pytest.raises(Refused, match="closed"):
+        server.status()
+
+
+@pytest.mark.parametrize("nested", ["status", "lease", "publisher"])
+def test_a_handler_at_any_place_of_a_call_of_the_server_is_answered_or_refused_at_once(connecting, nested):
+    with connecting() as server:
+        leased = []
+
+        def handler():
+            try:
+                if nested == "status":
+                    assert server.status()["server"]
+                elif nested == "lease":
+                    leased.append(server.model("affine", rows=2))
+                    assert leased[-1].infer(X).shape == (2, 4)
+                else:
+                    server.weights("policy").close()
+                ends.append("answered")
+            except Refused as error:
+                assert "is under way in this thread" in str(error) or "not published over tcp" in str(error), error
+                ends.append("refused")
+
+        ends = []
+        for moment in each_moment(CONTROL, handler, 1 if nested == "status" else 3):
+            with moment:
+                with server.model("affine", rows=2) as model:
+                    assert model.infer(X).shape == (2, 4)
+            leased.clear()
+        assert ends
+        assert "affine" in server.models()
+    gc.collect()
+
+
+def test_a_handler_that_closes_at_any_place_of_a_call_lets_the_call_end(connecting):
+    fell = ended = refused = 0
+    for number in range(0, 10_000, 4):
+        server = connecting()
+        with Moment(CONTROL, number, server.close) as moment:
+            try:
+                assert server.status()["server"]
+                ended += 1
+            except Refused as error:
+                assert "closed" in str(error)
+                refused += 1
+        if not moment.fell:
+            server.close()
+            break
+        fell += 1
+        for ask in (server.status, server.models):
+            with pytest.raises(Refused, match="closed"):
+                ask()
+        if (channel := getattr(server._link, "_opened", None)) is not None:
+            wait_until(lambda: channel._socket.closed, what="the end of the socket")
+            wait_until(lambda: channel._context.closed, what="the end of its context")
+    assert ended + refused == fell + 1
+
+
+def test_a_handler_within_a_call_of_a_model_cannot_close_what_it_uses(connecting):
+    server = connecting()
+    model, other = server.model("affine"), server.model("affine")
+    with model.requests.turns.now:  # as within a call
+        with pytest.raises(Refused, match="a call of 'affine' is under way in this thread: .*; close afterwards"):
+            server.close()
+        assert model.infer(X).shape == (2, 4)
+        with pytest.raises(Refused, match="closed"):
+            other.infer(X)
+    server.close()
+    with pytest.raises(Refused, match="closed"):
+        model.infer(X)
+
+
+def lanes(running) -> int:
+    """How many are leased; the gateway has some of its own."""
+    with connect(running["shm"], timeout=30) as server:
+        return server.status()["lanes"]["in_use"]
+
+
+def test_closing_a_connection_closes_its_sessions(connecting, running):
+    before = lanes(running)
+    server = connecting()
+    sessions = server.model("sum").sessions(2)
+    x = np.ones((2, 1), np.float32)
+    ticket = sessions.submit(x)
+    ticket.result()
+    server.close()
+    for ask in (lambda: sessions.infer(x), lambda: sessions.submit(x), sessions.get_state):
+        with pytest.raises(Refused, match="closed"):
+            ask()
+    wait_until(lambda: lanes(running) <= before or "grpc" in server.address, what="the leases' end")
+
+
+def test_connections_that_are_collected_in_cycles_stop_nothing(connecting, running):
+    before = lanes(running)
+    gc.disable()
+    try:
+        for _ in range(6):
+            server = connecting()
+            server.itself, server.kept = server, server.model("affine")
+            server.kept.infer(X)
+        del server
+        began = time.monotonic()
+        gc.collect()
+        assert time.monotonic() - began < 6  # of 12, if each waits for its sockets
+    finally:
+        gc.enable()
+    if "grpc" not in connecting().address:  # there the gateway's lanes are all clients'
+        wait_until(lambda: lanes(running) <= before, what="the leases' end")
