@@ -313,18 +313,33 @@ def test_the_only_output_may_come_alone():
 @pytest.mark.parametrize(
     "odd",
     [
-        torch.arange(6, dtype=torch.float64).reshape(3, 2),
-        torch.arange(6).reshape(3, 2),
+        torch.arange(6, dtype=torch.int16).reshape(3, 2),
+        torch.tensor([[True, False]] * 3),
         torch.arange(6, dtype=torch.bfloat16).reshape(3, 2),
+        torch._neg_view(torch.ones(3, 2)),
+        [torch.ones(2)] * 3,
+        [torch.ones(3, 2)],
         torch.tensor([[0, 2, 4], [1, 3, 5.0]]).t(),
         torch.arange(12, dtype=torch.float32).reshape(3, 4)[:, :2],
         nn.Parameter(torch.zeros(3, 2)),
     ],
-    ids=["float64", "int64", "bfloat16", "transposed", "with gaps", "a parameter"],
+    ids=[
+        "int16",
+        "bool",
+        "bfloat16",
+        "negative bit",
+        "rows",
+        "a list of one",
+        "transposed",
+        "with gaps",
+        "a parameter",
+    ],
 )
 def test_tensors_that_are_not_plain_are_converted(odd):
     at_once, outputs = returned((odd, torch.arange(3)), TWO)
     assert not at_once
+    if isinstance(odd, list):
+        odd = torch.cat(odd).reshape(3, 2)
     assert outputs == {"y": odd.detach().to(torch.float32).tolist(), "z": EXPECTED["z"]}
 
 
@@ -335,7 +350,11 @@ ODD = {
     "a number": torch.tensor(1.0),
     "sparse": torch.zeros(3, 2).to_sparse(),
     "no memory": torch.zeros(3, 2, device="meta"),
-    "negative bit": torch._neg_view(torch.ones(3, 2)),
+    "float64": torch.zeros(3, 2, dtype=torch.float64),
+    "int64": torch.zeros(3, 2, dtype=torch.int64),
+    "complex": torch.zeros(3, 2, dtype=torch.complex64),
+    "quantized": torch.quantize_per_tensor(torch.zeros(3, 2), 0.1, 0, torch.qint8),
+    "rows of two shapes": [torch.zeros(2), torch.zeros(2), torch.zeros(1)],
     "zeros without memory": torch._efficientzerotensor((3, 2)),
     "an array": np.zeros((3, 2), np.float32),
     "none": None,
@@ -362,16 +381,18 @@ def test_a_wrong_second_output_is_noticed():
     assert not at_once and said == "ModelFailed: the model gave no output 'z'; it gave y"
 
 
-def test_a_tensor_whose_gradient_is_wanted_is_refused_as_numpy_does():
+def test_a_tensor_whose_gradient_is_wanted_is_written_as_others():
     class Enables(Returns):
         def forward(self, x):
             torch.set_grad_enabled(True)
             return self.results
 
-    wanted = torch.zeros(3, 2, requires_grad=True)
-    _, ask = asked(ServedModel(Enables((wanted, torch.arange(3))), {"x": NUMBER}, TWO))
-    with pytest.raises(RuntimeError, match="requires grad"):
-        ask(np.zeros(3, np.float32))
+    wanted = torch.ones(3, 2, requires_grad=True)
+    served, ask = asked(ServedModel(Enables((wanted, torch.arange(3))), {"x": NUMBER}, TWO))
+    changed = []
+    served.changed = changed.extend
+    np.testing.assert_array_equal(ask(np.zeros(3, np.float32))[1]["y"], np.ones((3, 2)))
+    assert changed == ["torch's grad mode"]
 
 
 @pytest.mark.parametrize("dtype", ["bool", "uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64"])

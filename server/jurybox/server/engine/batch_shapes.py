@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from jurybox.protocol.spec import ModelSpec, TensorSpec
+from jurybox.server.engine.modules import bare, weights_of
 
 Example = Callable[[int], Mapping[str, Any]]  # returns that many rows of every input, by name
 _TRIALS = 2  # batches in which shapes are compared
@@ -101,9 +102,8 @@ def drawn(spec: TensorSpec, rows: int, generator: torch.Generator) -> torch.Tens
 @contextlib.contextmanager
 def _random_weights(module: torch.nn.Module, generator: torch.Generator) -> Iterator[None]:
     """Point a module's weights and buffers of floating-point numbers at random values, until the end of the block."""
-    module = getattr(module, "_orig_mod", module)  # behind torch.compile's wrapper
-    named = module.state_dict(keep_vars=True).values()
-    tensors = [value for value in named if isinstance(value, torch.Tensor) and value.is_floating_point()]
+    module = bare(module)
+    tensors = [value for value in weights_of(module).values() if value.is_floating_point()]
     before = [tensor.data for tensor in tensors]
     changed = getattr(module, "weights_changed", lambda: None)
     try:

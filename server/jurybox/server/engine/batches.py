@@ -19,6 +19,7 @@ from jurybox.server.batch_cost import BatchCost
 from jurybox.server.engine.device import Batch, DeviceLost, DeviceServed, device_error, forget_frames
 from jurybox.server.engine.device_regions import DeviceRegions
 from jurybox.server.engine.forward_timeout import ForwardTimeout, limited
+from jurybox.server.engine.loads import Disturbed
 from jurybox.server.engine.queues import Queue
 from jurybox.server.engine.recovery import Recovery
 from jurybox.server.engine.served import OUT_OF_MEMORY, Outcome, Served
@@ -386,6 +387,9 @@ class Batches:
         If memory ran out, halve this batch and lower the limit for later ones. Otherwise compute its parts separately,
         so that only the callers whose rows caused the error receive it. Each part has a turn of its own.
         """
+        if isinstance(error, Disturbed):
+            self.recovery.add(slot, [tickets.copy()], version)
+            return
         if isinstance(error, OUT_OF_MEMORY) and len(tickets) > 1:
             slot.queue.max_batch = max(rows // 2, int(tickets["rows"].max()))
             name = slot.served.spec.name

@@ -15,6 +15,7 @@ from jurybox.protocol.scoreboard import MAX_MODELS, Scoreboard
 from jurybox.protocol.wire import TICKET
 from jurybox.server.engine.batches import QUICK, Batches, Counters, Slot, cell
 from jurybox.server.engine.device_regions import DeviceRegions
+from jurybox.server.engine.loads import LOADS
 from jurybox.server.engine.queues import Queue
 from jurybox.server.engine.served import Served
 
@@ -301,6 +302,8 @@ class Engine:
                 return self._batches.land()
             self._computing[0] = 0
             return False
+        if LOADS.running and LOADS.hold():
+            return True
         queue = slot.queue
         recovers = self._recovery.waits(slot)
         if self._tracker.overdue and self._pause is not None and not self._batches.under_way and not recovers:

@@ -109,6 +109,15 @@ class Stream:
         return Mark(event)
 
 
+def current_mark(device: torch.device) -> Mark:
+    """Return the end of the work queued so far on this thread's current stream."""
+    if device.type != "cuda":
+        return Mark(None)
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record(torch.cuda.current_stream(device))
+    return Mark(event)
+
+
 # ----
 # The engine's device, and its memory: the limit, and the use on the scoreboard.
 

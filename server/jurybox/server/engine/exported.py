@@ -19,7 +19,7 @@ from torch.export.graph_signature import InputKind, OutputKind, TensorArgument
 from jurybox.protocol.errors import plain, said
 from jurybox.protocol.spec import TensorSpec
 from jurybox.server.engine.batch_shapes import drawn
-from jurybox.server.engine.served import takes_names
+from jurybox.server.engine.modules import takes_names
 
 _TRIED = (1, 2, 3)  # numbers of rows, besides the largest batch, on which the function is compared with the module
 _ROWS = 4  # rows that are exported, at most: torch.export does not generalize from one

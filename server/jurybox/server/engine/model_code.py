@@ -27,6 +27,8 @@ from jurybox.protocol.spec import TensorSpec
 from jurybox.protocol.weights import WeightsLayout
 from jurybox.server.engine.compiled import AheadError, Compiled, CompiledAhead
 from jurybox.server.engine.exported import Direct, NotDirect, export, tensors_of
+from jurybox.server.engine.loads import LOADS
+from jurybox.server.engine.modules import alone, bare, unready, weights_of
 from jurybox.server.models import ServedModel
 
 
@@ -83,23 +85,40 @@ class Loaded(NamedTuple):
     layout: WeightsLayout | None  # of published weights, in the factory's dtypes; None: no publications are accepted
 
 
-def load(name: str, settings: ModelOrder, device: torch.device, factories: Collection[str] | None = None) -> Loaded:
+def load(
+    name: str,
+    settings: ModelOrder,
+    device: torch.device,
+    factories: Collection[str] | None = None,
+    changed: Callable[[list[str]], object] = lambda names: None,
+    check: Callable[[torch.nn.Module], object] = lambda module: None,
+) -> Loaded:
     """Build the model that `settings` describe and move it to `device`.
 
     Args:
         factories: the factories that the configuration names; they may be any callable. Another factory is allowed
             with its whole module, and must be defined there (or listed in `__all__`), not merely imported. None: any
             factory is allowed.
+        changed: called with the names of what the factory had changed for the whole process, and was set back.
+        check: called with the module that a factory has returned, before anything else happens to it.
 
     Raises:
         LoadError: the factory or file is missing, raises, or returns something other than a ServedModel.
     """
     if settings.aot:
         return _from_package(name, settings, device)
-    model = _from_factory(name, settings, factories) if settings.factory else _from_exported(name, settings, device)
+    if settings.factory:
+        with LOADS.code(changed):
+            model = _from_factory(name, settings, factories)
+    else:
+        model = _from_exported(name, settings, device)
+    if reason := unready(model.module):
+        raise LoadError(f"models.{name} cannot be served: {reason}")
+    model.module = alone(model.module)
+    check(model.module)
     if settings.weights:
         _load_weights(name, model.module, Path(settings.weights))
-    layout = WeightsLayout.of(model.module.state_dict()) if settings.publish else None
+    layout = _layout_of(name, model.module) if settings.publish else None
     digits = digest(model.module)
     module = model.module.to(device).eval()
     if settings.dtype:
@@ -137,12 +156,25 @@ def _faster(
 def digest(module: torch.nn.Module) -> str:
     """Return the first 16 hex digits of the SHA-256 of all parameters and buffers: name, dtype, shape and bytes."""
     sha = hashlib.sha256()
-    for key, value in sorted(module.state_dict().items()):
-        if not isinstance(value, torch.Tensor):
-            continue
+    for key, value in sorted(weights_of(module).items()):
+        if value.is_quantized:
+            value = value.dequantize()  # noqa: PLW2901
         sha.update(f"{key}|{value.dtype}|{list(value.shape)}|".encode())
         sha.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
     return sha.hexdigest()[:16]
+
+
+def _layout_of(name: str, module: torch.nn.Module) -> WeightsLayout:
+    for key, value in bare(module).state_dict().items():
+        if not isinstance(value, torch.Tensor) and not key.endswith("_extra_state"):
+            raise LoadError(
+                f"models.{name}.publish: its weights {key!r} are a {type(value).__name__} and no tensors, as those of "
+                "quantized layers are; serve it without publish"
+            )
+    try:
+        return WeightsLayout.of(weights_of(module))
+    except Error as error:
+        raise LoadError(f"models.{name}.publish: {plain(error)}; serve it without publish") from error
 
 
 def _from_factory(name: str, settings: ModelOrder, named: Collection[str] | None) -> ServedModel:
@@ -438,9 +470,10 @@ def _probe_outputs(
 
 
 def _load_weights(name: str, module: torch.nn.Module, path: Path) -> None:
-    state = _weights_of(name, path)
+    state, module = _weights_of(name, path), bare(module)
+    kept = {key: value for key, value in module.state_dict().items() if not isinstance(value, torch.Tensor)}
     try:
-        module.load_state_dict(state)
+        module.load_state_dict(kept | state)
     except RuntimeError as error:
         raise LoadError(f"models.{name}.weights = {str(path)!r} does not fit the module: {plain(error)}") from error
 

@@ -12,13 +12,16 @@ import os
 import queue
 import threading
 import time
+import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
+from jurybox.processes.surroundings import kept
 from jurybox.protocol.arena import Arena, ArenaLayout
 from jurybox.protocol.device_memory import FAKE
 from jurybox.protocol.errors import Error, said
@@ -31,6 +34,7 @@ from jurybox.server.engine.device_regions import DeviceRegions
 from jurybox.server.engine.graphs import ladder
 from jurybox.server.engine.model_code import LoadError, ModelOrder
 from jurybox.server.engine.model_code import load as load_model
+from jurybox.server.engine.modules import bare, storages, views_of_weights
 from jurybox.server.engine.open_served import OpenServed
 from jurybox.server.engine.served import Served
 from jurybox.server.engine.weights_updater import WeightsUpdater
@@ -78,6 +82,21 @@ class _LoadedModel:
     model: ServedModel
 
 
+class _Built(NamedTuple):
+    """A module that was loaded for a model."""
+
+    model: int
+    name: str
+    settings: ModelOrder
+    module: weakref.ref[torch.nn.Module]
+
+
+def _changes_weights(settings: ModelOrder) -> str:
+    """Return the setting that changes the weights of the module that a factory returns; empty if none does."""
+    changing = ("publish", "weights", "dtype", "channels_last", "group")
+    return next((name for name in changing if getattr(settings, name)), "")
+
+
 class ModelLoader:
     """Loads models in a thread beside the engine's loop.
 
@@ -113,6 +132,7 @@ class ModelLoader:
         self._engine = engine
         self._groups = Groups(engine, device, later, report)
         self._unplaced: dict[int, _LoadedModel] = {}
+        self._built: list[_Built] = []
         self._wanted: dict[int, int] = {}  # model -> its current load; only the loop's thread writes it
         # The models in service; only the loop's thread uses it.
         self._attached: dict[int, tuple[Arena, WeightsChannel | None]] = {}
@@ -144,7 +164,14 @@ class ModelLoader:
 
         It ends with a message "asleep". If the message has a reason, the move failed and the model is served again.
         """
-        slot = self._engine.rest(model, message) if self._wanted.get(model) == load else None
+        slot = self._engine.slots.get(model) if self._wanted.get(model) == load else None
+        if slot is not None and isinstance(slot.served, Served):
+            others = [built.name for built in self._sharing(model, slot.served.module) if built.model != model]
+            if others:
+                reason = f"it has weights in common with model {others[0]!r}, which would lose them"
+                self._turned("asleep", model, load, reason=reason)
+                return
+            slot = self._engine.rest(model, message)
         if slot is None or not isinstance(served := slot.served, Served):
             self._turned("asleep", model, load, reason="this engine does not serve it, or serves it in a group")
             return
@@ -239,12 +266,19 @@ class ModelLoader:
         self._report("load failed", model=model, error=said(error), exception=traced(error), device=said(lost))
         self._later(end)
 
-    def _load(self, model: int, load: int, name: str, settings: ModelOrder) -> None:
-        loaded = load_model(name, settings, self._device, self._factories)
+    def _load(self, model: int, load: int, name: str, order: ModelOrder) -> None:
+        loaded = load_model(
+            name,
+            order,
+            self._device,
+            self._factories,
+            lambda names: self._changed(name, names),
+            partial(self._refuse_shared, model, name, order),
+        )
         spec = loaded.model.spec(name)
         if self._wanted.get(model) != load:
             return
-        self._unplaced[model] = _LoadedModel(load, name, settings, loaded.model)
+        self._unplaced[model] = _LoadedModel(load, name, order, loaded.model)
         self._tell(
             "loaded",
             model=model,
@@ -279,7 +313,9 @@ class ModelLoader:
                     served.shapes, served.agreeing = tuple(ladder(settings.max_batch)), False
             served.published = bool(weights)
             served.forward_timeout = settings.forward_timeout or 0.0
-            _warm_up(served, unplaced.model.example)
+            served.changed = lambda names: self._changed(unplaced.name, names)
+            with kept(served.changed):
+                _warm_up(served, unplaced.model.example)
             if isinstance(unplaced.model.module, Compiled):
                 unplaced.model.module.seal()
             warmed = {
@@ -303,11 +339,13 @@ class ModelLoader:
                 undo.pop_all()
                 return
             if channel is not None:
-                module = unplaced.model.module
+                module = bare(unplaced.model.module)
+                if views := views_of_weights(module):
+                    self._report("weights are copied in place", model=unplaced.name, views=", ".join(views[:5]))
                 overlaps = served if isinstance(served, DeviceServed) else None
                 served.weights_updater = WeightsUpdater(
                     channel,
-                    getattr(module, "_orig_mod", module),  # behind torch.compile's wrapper
+                    module,
                     self._device,
                     settings.keep_versions,
                     self._later,
@@ -315,6 +353,7 @@ class ModelLoader:
                     overlaps.forwards if overlaps else None,
                     self._report,
                     overlaps.after_outputs if overlaps else None,
+                    in_place=bool(views),
                 )
                 served.weights_updater.start()
             clean = undo.pop_all()
@@ -368,6 +407,38 @@ class ModelLoader:
             regions=self.regions,
             alone=lambda: held(self._later, self._engine.finish),
         )
+
+    def _sharing(self, model: int, module: torch.nn.Module) -> list[_Built]:
+        """Return the models that have memory of a module's weights in theirs, the model itself among them."""
+        self._built = [built for built in self._built if built.module() is not None]
+        mine = storages(module)
+        sharing = []
+        for built in self._built:
+            theirs = built.module()
+            if theirs is not None and built.model in self._wanted and not mine.isdisjoint(storages(theirs)):
+                sharing.append(built)
+        return sharing
+
+    def _refuse_shared(self, model: int, name: str, settings: ModelOrder, module: torch.nn.Module) -> None:
+        """Refuse a module that has weights in common with one in service, if a setting changes those of either.
+
+        Raises:
+            LoadError: publications to one of the models, or the setting, would change the other's answers.
+        """
+        for built in self._sharing(model, module):
+            which, setting = built.name, _changes_weights(built.settings)
+            if mine := _changes_weights(settings):
+                which, setting = name, mine
+            if setting:
+                raise LoadError(
+                    f"models.{name}: its factory returned weights that model {built.name!r} already has, and "
+                    f"models.{which}.{setting} changes them for both: build a new module in every call, or return "
+                    "copy.deepcopy(module)"
+                )
+        self._built.append(_Built(model, name, settings, weakref.ref(module)))
+
+    def _changed(self, name: str, names: list[str]) -> None:
+        self._report("a model changed what others compute in, it was set back", model=name, changed=", ".join(names))
 
     def _left(self, model: int) -> None:
         """Drop what is left of an unloaded model, and remove it from its group."""

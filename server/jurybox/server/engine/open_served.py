@@ -18,7 +18,8 @@ from jurybox.protocol.arena import Columns
 from jurybox.protocol.errors import ModelFailed, plain
 from jurybox.protocol.spec import BYTES
 from jurybox.server.engine.device import forget_frames
-from jurybox.server.engine.served import OUT_OF_MEMORY, Outcome, Served, refuse_rows, takes_names
+from jurybox.server.engine.loads import Disturbed
+from jurybox.server.engine.served import OUT_OF_MEMORY, Outcome, Served, refuse_rows
 from jurybox.server.engine.session_states import BatchRows, States
 from jurybox.server.engine.variable_rows import VariableInput, flattened, padded
 from jurybox.server.models import ServedModel
@@ -61,11 +62,6 @@ class OpenServed(Served):
             for key, t in self.spec.inputs.items()
             if t.variable
         }
-        if callable(self._collate):
-            self._by_name = True
-        elif self._collate == "pad":
-            lengths = [f"{key}_lengths" for key in self._variable]
-            self._by_name = self._by_name and takes_names(self.module, lengths)
         self._fixed = [item.name for item in self._inputs]
         self._states = States(model, columns, lanes, max_batch, self.device) if self.spec.state else None
         # Whether whole batches may be computed as in Served, without handling rows one by one.
@@ -75,6 +71,14 @@ class OpenServed(Served):
             and not (self._variable and self.shapes)
             and not (self._collate == "list" and any(t.dtype == BYTES for t in self.spec.inputs.values()))
         )
+
+    def _arguments(self, model: ServedModel) -> list[str] | None:
+        if callable(model.collate):
+            return None
+        names = []
+        for key, spec in self.spec.inputs.items():
+            names += [key, f"{key}_lengths"] if spec.variable and model.collate == "pad" else [key]
+        return [*names, *self.spec.state]
 
     @property
     def sessions(self) -> int:
@@ -259,7 +263,7 @@ class OpenServed(Served):
         try:
             failed, following = self._computed_group(group, fixed, batch)
         except Exception as error:
-            if isinstance(error, OUT_OF_MEMORY) and not batch.stepped:
+            if isinstance(error, (OUT_OF_MEMORY, Disturbed)) and not batch.stepped:
                 raise
             failure = error
         else:

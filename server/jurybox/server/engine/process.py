@@ -6,6 +6,7 @@ import contextlib
 import os
 import secrets
 import select
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from numpy.typing import NDArray
 
 from jurybox import native
 from jurybox.processes import ControlPipe, configuration, exact_sleeps, keep_freed_memory
+from jurybox.processes.surroundings import Surroundings
 from jurybox.protocol.errors import Code, Refused, plain, said
 from jurybox.protocol.scoreboard import EngineState, Scoreboard
 from jurybox.protocol.timings import Timings
@@ -31,6 +33,7 @@ from jurybox.server.engine.device import (
     use_device,
 )
 from jurybox.server.engine.device_regions import DeviceRegions
+from jurybox.server.engine.loads import LOADS
 from jurybox.server.engine.model_loader import ModelLoader
 from jurybox.server.engine.served import Outcome
 from jurybox.server.logs import LogLimiter, configure, traced
@@ -125,11 +128,16 @@ class TracedBatches(Batches):
 # is installed between two turns.
 
 
+# Seconds after which a thread that runs Python gives the loop its turn. With Python's own 5 ms, a model that is loaded
+# delays each request of the others by as much several times.
+_SWITCH = 0.0005
 _HEARTBEAT = 0.25  # seconds between two heartbeats of an idle engine
 _MEND_NS = 250_000_000  # between two checks of the memory that other processes may have overwritten
 _ORDERS_NS = 5_000_000  # between two reads of the control pipe by a busy engine
+_LOOK_NS = 1_000_000  # between two looks at what forwards have changed for the process: a look takes microseconds
 _ORDERS = 256  # the most orders carried out between two turns
-_MILD = ("weights version not held", "out of memory, batches halved")
+_CHANGED = "a forward changed what other models compute in, it was set back"
+_MILD = ("weights version not held", "out of memory, batches halved", _CHANGED)
 
 
 class EngineProcess:
@@ -210,6 +218,7 @@ class EngineProcess:
             DeviceLost: this process cannot use its device any more. Another one, which the supervisor starts, can.
         """
         exact_sleeps()
+        sys.setswitchinterval(_SWITCH)
         try:
             with torch.inference_mode():
                 self._loop()
@@ -225,12 +234,17 @@ class EngineProcess:
         self._context.term()
 
     def _loop(self) -> None:
-        engine, next_look, next_mend = self._engine, 0, 0
+        engine, next_look, next_mend, next_check = self._engine, 0, 0, 0
+        surroundings = Surroundings()
         if self._paused:
             self._stand_by()
         while not self._stopped:
             busy = engine.turn() or self._sleep()
             now = time.monotonic_ns()
+            if busy and now >= next_check:
+                next_check = now + _LOOK_NS
+                if not LOADS.running and (changed := surroundings.restore()):
+                    self._report(_CHANGED, model=self._computed(), changed=", ".join(changed))
             if busy and now < next_look:
                 continue  # serve tickets first; orders and heartbeats can wait
             next_look = now + _ORDERS_NS
@@ -239,6 +253,12 @@ class EngineProcess:
                 next_mend = now + _MEND_NS
                 self._mend()
             self._obey()
+
+    def _computed(self) -> str:
+        """Return the name of the model that was computed last."""
+        model = int(self._record["computing"][0]) - 1
+        slot = self._engine.slots.get(model)
+        return slot.served.spec.name if slot is not None else ""
 
     def _sleep(self) -> bool:
         """Wait for tickets, for orders, or until a held-back batch is due; return True if only tickets arrived."""

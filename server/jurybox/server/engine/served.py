@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -16,6 +15,8 @@ from jurybox.protocol.arena import Columns
 from jurybox.protocol.errors import Code, ModelFailed, VersionNotHeld, plain
 from jurybox.protocol.spec import ModelSpec, TensorSpec
 from jurybox.server.engine.batch_shapes import agreeing, dtype_of
+from jurybox.server.engine.loads import LOADS, Disturbed
+from jurybox.server.engine.modules import as_tensor, bare, host_values, keeps, require_kept, takes_names, unready
 from jurybox.server.models import RowErrors, ServedModel
 
 # Above this many bytes per row, checking whether a batch is one contiguous run is cheaper than copying it.
@@ -81,6 +82,7 @@ class Served:
     Attributes:
         agreeing: whether warm-up keeps only the shapes that compute the same bytes for a row.
         published: whether weights will be published. Warm-up then compares the shapes with random weights, too.
+        changed: called with the names of what a forward has left changed for the process, and was set back.
         forward_timeout: seconds after which a batch fails, as far as its forward runs Python; 0: never.
     """
 
@@ -99,15 +101,19 @@ class Served:
         self.spec: ModelSpec = model.spec(name)
         self.max_batch = max_batch
         self.device = torch.device(device)
+        if reason := unready(model.module):
+            raise ModelFailed(f"model {name!r} cannot be served: {reason}")
         self.module = model.module.to(self.device).eval()
         self.weights_updater: WeightsSource | None = None
         self.columns = columns
         self.shapes = tuple(shapes)
         self.agreeing = True
         self.published = False
+        self.changed: Callable[[list[str]], object] = lambda names: None
         self.forward_timeout = 0.0
         self._compute = compute
-        self._by_name = takes_names(self.module, [*self.spec.inputs, *self.spec.state])
+        arguments = self._arguments(model)
+        self._by_name = arguments is None or takes_names(self.module, arguments)
         self._names = (*self.spec.outputs, *self.spec.state)
         self._row_errors: Mapping[int, str] = {}
         self._finite = [key for key, tensor in self.spec.outputs.items() if tensor.finite]
@@ -123,6 +129,10 @@ class Served:
         self._writes = False  # whether forward writes to its inputs, which must then be copies of the clients' rows
         self._large = any(tensor.row_bytes >= LARGE_ROW for tensor in self.spec.inputs.values())
         self._row_bytes = sum(tensor.row_bytes for tensor in self.spec.inputs.values())
+
+    def _arguments(self, model: ServedModel) -> list[str] | None:
+        """Return the names of forward's arguments in their order; None if they are passed by name in any case."""
+        return list(self.spec.inputs)
 
     @property
     def max_cost(self) -> int:
@@ -239,7 +249,7 @@ class Served:
         return moved
 
     def _move(self, device: torch.device, how: str) -> int:
-        module = getattr(self.module, "_orig_mod", self.module)  # behind torch.compile's wrapper
+        module = bare(self.module)
         if callable(own := getattr(type(module), how, None)):  # of the class, since a layer may have that name
             return int(own(module) or 0)
         return move(self.module, device) if self._away else 0
@@ -310,7 +320,30 @@ class Served:
             self._row_errors = {}
         if self._compute is not None:
             staged = {key: self._cast(value) for key, value in staged.items()}
-        return self.module(**staged) if self._by_name else self.module(*staged.values())
+        dtype, grad, changes = torch.get_default_dtype(), torch.is_grad_enabled(), LOADS.changes
+        try:
+            return self.module(**staged) if self._by_name else self.module(*staged.values())
+        finally:
+            if (
+                torch.get_default_dtype() is not dtype
+                or torch.is_grad_enabled() is not grad
+                or LOADS.changes != changes
+            ):
+                self._settle(dtype, changes, grad=grad)
+
+    def _settle(self, dtype: torch.dtype, changes: int, *, grad: bool) -> None:
+        """Set back what a forward has left changed for those of other models. Raises Disturbed if a load changed it."""
+        if LOADS.changes != changes:
+            raise Disturbed
+        left = []
+        if torch.get_default_dtype() is not dtype:
+            left.append("torch's default dtype")
+            torch.set_default_dtype(dtype)
+        if torch.is_grad_enabled() is not grad:
+            left.append("torch's grad mode")
+            torch.set_grad_enabled(grad)
+        if left:
+            self.changed(left)
 
     def _cast(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
@@ -403,18 +436,6 @@ def refuse_rows(columns: Columns | None, tickets: NDArray[Any], failed: Mapping[
     return outcome
 
 
-def takes_names(module: torch.nn.Module, names: Sequence[str]) -> bool:
-    """Return whether a module's forward takes its inputs by these names; otherwise it takes them by position."""
-    module = getattr(module, "_orig_mod", module)  # behind torch.compile's wrapper
-    try:
-        parameters = inspect.signature(module.forward).parameters.values()
-    except (TypeError, ValueError):
-        return True
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-        return True
-    return set(names) <= {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
-
-
 class Input:
     """One input's rows in the arena, and the buffer in which a scattered batch is gathered."""
 
@@ -442,25 +463,31 @@ class Output:
         self._dtype = dtype_of(spec)
         self.like = torch.empty((0, *spec.shape), dtype=self._dtype)
 
-    def of(self, results: Mapping[str, torch.Tensor], rows: int) -> torch.Tensor:
-        """Return this output of a batch. Raises ModelFailed if it is missing or has another shape."""
+    def of(self, results: Mapping[str, Any], rows: int) -> torch.Tensor:
+        """Return this output of a batch.
+
+        Raises:
+            ModelFailed: it is missing, has another shape, or a dtype whose values the spec's does not keep.
+        """
         try:
             tensor = results[self.name]
         except KeyError:
             raise ModelFailed(f"the model gave no output {self.name!r}; it gave {', '.join(results)}") from None
         shape = self._shapes.get(rows) or self._shapes.setdefault(rows, (rows, *self._shape))
+        if not isinstance(tensor, torch.Tensor):
+            tensor = as_tensor(f"output {self.name!r}", tensor, rows)
         if tensor.shape != shape:
             raise ModelFailed(
                 f"output {self.name!r} has shape {list(tensor.shape)}, the spec promises {list(shape)} for {rows} rows"
             )
+        if not keeps(tensor.dtype, self._dtype):
+            require_kept(f"output {self.name!r}", tensor.dtype, self._dtype)
         return tensor
 
     def checked(self, results: Mapping[str, torch.Tensor], rows: int) -> NDArray[Any]:
         """Return this output of a batch in host memory, in the dtype of the spec. Raises ModelFailed as `of` does."""
-        tensor = self.of(results, rows)
-        if tensor.dtype != self._dtype or not tensor.is_cpu or not tensor.is_contiguous():
-            tensor = tensor.to("cpu", self._dtype).contiguous()  # contiguous, since rows are scattered as bytes
-        values: NDArray[Any] = tensor.numpy()
+        # Contiguous, since rows are scattered as bytes.
+        values: NDArray[Any] = host_values(self.of(results, rows), self._dtype).numpy()
         return values
 
 

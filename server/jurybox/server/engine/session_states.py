@@ -15,6 +15,7 @@ from jurybox.protocol.arena import LOAD, NO_FORWARD, SESSION, STORE, Columns
 from jurybox.protocol.errors import Code, ModelFailed
 from jurybox.protocol.scoreboard import LANE
 from jurybox.server.engine.batch_shapes import dtype_of
+from jurybox.server.engine.modules import require_kept
 from jurybox.server.engine.served import Outcome
 from jurybox.server.models import ServedModel
 
@@ -121,6 +122,8 @@ class States:
         for name, spec in self._specs.items():
             given = model.initial_state.get(name)
             start = torch.zeros(spec.shape, dtype=dtype_of(spec)) if given is None else given.to(dtype_of(spec))
+            if given is not None and not torch.equal(start.to(given.dtype), given):
+                raise ModelFailed(f"initial_state {name!r} is {given.dtype}; the spec's {spec.dtype} does not keep it")
             if tuple(start.shape) != spec.shape:
                 raise ModelFailed(
                     f"initial_state {name!r} has shape {list(start.shape)}, the spec says {list(spec.shape)}"
@@ -255,6 +258,7 @@ class States:
                 came = f"shape {list(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
                 raise ModelFailed(f"state {name!r} came back as {came}, the spec promises {[rows, *spec.shape]}")
             dtype = self._kept[name].dtype
+            require_kept(f"state {name!r}", value.dtype, dtype)
             found[name] = value if value.dtype == dtype and self._host else value.to(self._device, dtype)
         return found
 

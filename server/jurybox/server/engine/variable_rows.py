@@ -12,9 +12,11 @@ from numpy.typing import NDArray
 
 from jurybox import native
 from jurybox.protocol.arena import Columns
+from jurybox.protocol.errors import plain
 from jurybox.protocol.row_frames import elements
 from jurybox.protocol.spec import BYTES, TensorSpec
 from jurybox.server.engine.batch_shapes import dtype_of
+from jurybox.server.engine.modules import host_values, require_kept
 from jurybox.server.engine.served import LARGE_ROW
 
 _VIEWS = 256  # cached views of gathered rows
@@ -149,10 +151,19 @@ def flattened(spec: TensorSpec, value: Any) -> tuple[NDArray[Any], tuple[int, ..
     if spec.dtype == BYTES:
         if isinstance(value, str):
             value = value.encode("utf-8", "replace")
+        if not isinstance(value, (bytes, bytearray, memoryview)):
+            raise TypeError(f"a row of bytes came as {type(value).__name__}, expected bytes or str")
         array = np.frombuffer(bytes(value), np.uint8)
-    else:
-        tensor = torch.as_tensor(value).to("cpu", dtype_of(spec)).contiguous()
-        array = tensor.numpy()
+    elif isinstance(value, (torch.Tensor, np.ndarray, np.generic)):
+        tensor = torch.as_tensor(value)
+        require_kept("it", tensor.dtype, dtype_of(spec))
+        array = host_values(tensor, dtype_of(spec)).numpy()
+    else:  # Python's numbers have no dtype: each must be a value of the spec's
+        given = np.asarray(value)
+        numbers = given.dtype.kind in "biuf"
+        array = given.astype(spec.numpy_dtype) if numbers else given
+        if not numbers or not np.array_equal(array, given, equal_nan=given.dtype.kind == "f"):
+            raise ValueError(f"{plain(value, 80)} came, which {spec.dtype} does not keep")
     extents = spec.extents_of(array.shape)
     if extents is None:
         raise ValueError(f"shape {array.shape} came, the spec promises {spec}")

@@ -15,8 +15,9 @@ from jurybox.protocol.device_memory import FAKE
 from jurybox.protocol.errors import Error, Timeout, VersionNotHeld, said
 from jurybox.protocol.weights import WeightsChannel
 from jurybox.protocol.weights.reader import WeightsReader
-from jurybox.server.engine.device import Mark, Stream, staging, use_device
+from jurybox.server.engine.device import Mark, Stream, current_mark, staging, use_device
 from jurybox.server.engine.device_regions import PublishedOnDevice
+from jurybox.server.engine.modules import weights_of
 
 _SLICE = 0.25  # seconds between two checks whether to stop
 _LOOKS = 3  # attempts to copy from the learner's device before a publication is copied from the host
@@ -87,7 +88,7 @@ class Copy:
         self._flat = memory.numpy()
         self._host: dict[str, torch.Tensor] = reader.layout.tensors(memory)
         self.tensors: dict[str, torch.Tensor] = {}
-        for name, target in module.state_dict(keep_vars=True).items():
+        for name, target in weights_of(module).items():
             host = self._host[name]
             # Other strides, such as those of channels_last, are kept: compiled code and kernels depend on them.
             same = target.is_cpu and (host.dtype, host.stride()) == (target.dtype, target.stride())
@@ -142,6 +143,9 @@ class WeightsUpdater:
         report: called with (event, fields) for log events.
         before: called before weights are overwritten on `forwards`. It must make them wait for the copies of earlier
             outputs, since an output may be a view of a weight.
+        in_place: overwrite the weights, also without `forwards`: for modules that keep views of them.
+
+    A method `weights_changed` of the module is called after every switch, between two batches.
     """
 
     def __init__(
@@ -155,6 +159,8 @@ class WeightsUpdater:
         forwards: Stream | None = None,
         report: Callable[..., None] = lambda event, **fields: None,
         before: Callable[[], None] | None = None,
+        *,
+        in_place: bool = False,
     ) -> None:
         self._report = seldom(report)
         self._before = before
@@ -165,13 +171,13 @@ class WeightsUpdater:
         self._keep = keep
         shares = device.type == "cuda" or FAKE in os.environ
         self._on_device = PublishedOnDevice(channel, device) if shares else None
-        self._targets = dict(module.state_dict(keep_vars=True).items())
+        self._targets = weights_of(module)
         self._copies: deque[Copy] = deque()  # the oldest first
         self._make_copies()
-        # A module that knows its constants by their addresses must be notified when its tensors are pointed at another
-        # copy, and one that has copied them also when they are overwritten.
-        notified = forwards is None or getattr(module, "copies", False)
-        self._changed = getattr(module, "weights_changed", None) if notified else None
+        self._in_place = in_place or forwards is not None
+        # A module that says it copies nothing knows its constants by their addresses: those stay.
+        by_address = self._in_place and getattr(module, "copies", None) is False
+        self._changed = None if by_address else getattr(module, "weights_changed", None)
         self._forwards = forwards
         self._later = later
         self._adopted = adopted
@@ -291,12 +297,12 @@ class WeightsUpdater:
         if self._before is not None:
             self._before()
         for name, tensor in copy.tensors.items():
-            if self._forwards is not None:
+            if self._in_place:
                 self._targets[name].data.copy_(tensor, non_blocking=True)
             else:
                 self._targets[name].data = tensor
-        if self._forwards is not None:
-            copy.used = self._forwards.mark()
+        if self._in_place:
+            copy.used = self._forwards.mark() if self._forwards is not None else current_mark(self._device)
         if self._changed is not None:
             self._changed()
         self._used = copy.version

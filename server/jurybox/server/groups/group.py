@@ -20,6 +20,7 @@ from jurybox.protocol.scoreboard import MAX_MODELS
 from jurybox.protocol.spec import ModelSpec
 from jurybox.protocol.weights import WeightsChannel
 from jurybox.server.engine.batches import Counters
+from jurybox.server.engine.modules import host_values, require_kept, weights_of
 from jurybox.server.engine.served import Outcome, Served, WeightsSource
 
 _MATRIX = 2
@@ -35,9 +36,7 @@ class Stack:
 
     def __init__(self, module: torch.nn.Module, members: int) -> None:
         self.versions = [0] * members
-        self.tensors = {
-            name: _allocated(members, tensor.detach()) for name, tensor in module.state_dict(keep_vars=True).items()
-        }
+        self.tensors = {name: _allocated(members, tensor.detach()) for name, tensor in weights_of(module).items()}
 
     def row(self, member: int) -> dict[str, torch.Tensor]:
         """Return views of one module's weights."""
@@ -146,7 +145,7 @@ class Grouped:
         self.version = 0  # every member has its own
         self.forward_timeout = 0.0
         self.members: Sequence[Member] = ()
-        self._device = device
+        self.device = device
         self._compute = compute
         self._finite = [key for key, tensor in spec.outputs.items() if tensor.finite]
         on_cpu = device.type == "cpu"
@@ -236,7 +235,7 @@ class Grouped:
             staging = self._room(key, (end - begin), padded)
             for part in parts:
                 native.gather(self.members[part.place].inputs[key], part.tickets, staging[part.place - begin])
-            staged[key] = torch.from_numpy(staging).to(self._device, non_blocking=True)
+            staged[key] = torch.from_numpy(staging).to(self.device, non_blocking=True)
         if self._compute is not None:
             staged = {
                 key: value.to(self._compute) if value.is_floating_point() else value for key, value in staged.items()
@@ -276,7 +275,9 @@ class Grouped:
                     f"output {key!r} of group {self.spec.name!r}: {came} came, the spec promises "
                     f"{[members, rows, *spec.shape]} for {members} models and {rows} rows"
                 )
-            values[key] = tensor.to("cpu", getattr(torch, spec.dtype)).contiguous().numpy()
+            dtype: torch.dtype = getattr(torch, spec.dtype)
+            require_kept(f"output {key!r}", tensor.dtype, dtype)
+            values[key] = host_values(tensor, dtype).numpy()
         return values
 
     def free_memory(self) -> None:
@@ -296,7 +297,7 @@ class MemberWeights(WeightsSource):
     def __init__(self, grouped: Grouped, place: int) -> None:
         self._grouped = grouped
         self._place = place
-        self._targets = grouped.members[place].module.state_dict(keep_vars=True)
+        self._targets = weights_of(grouped.members[place].module)
         self._seen: Stack | None = None
 
     @property

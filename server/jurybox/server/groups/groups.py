@@ -17,6 +17,7 @@ from jurybox.protocol.spec import TensorSpec
 from jurybox.server.engine.batches import Counters, Slot
 from jurybox.server.engine.core import Engine
 from jurybox.server.engine.exported import flat
+from jurybox.server.engine.modules import views_of_weights, weights_of
 from jurybox.server.engine.queues import Queue
 from jurybox.server.groups.group import Grouped, Member, Stack, stacked_forward
 from jurybox.server.groups.weights_updater import GroupWeightsUpdater
@@ -56,8 +57,14 @@ def check_groupable(
                 f"{where}: {path or 'it'} is a {type(part).__name__} in training mode, whose answers depend on the "
                 "other rows of a batch; let it follow .eval()"
             )
+    if views := views_of_weights(module):
+        raise CannotGroup(
+            f"{where}: {views[0]!r} is a view of a weight, which a group's weights do not reach; use the weight itself"
+        )
+    if callable(getattr(module, "weights_changed", None)):
+        raise CannotGroup(f"{where}: its method weights_changed would not be called: a group computes with a stack")
     stack = Stack(module, 2)
-    state = module.state_dict(keep_vars=True)
+    state = weights_of(module)
     for member in (0, 1):
         stack.fill(member, state, 0)
     before = {key: tensor.clone() for key, tensor in stack.tensors.items()}
@@ -103,7 +110,7 @@ def require_alike(name: str, group: str, first: torch.nn.Module, module: torch.n
     ours, theirs = dict(module.named_modules()), dict(first.named_modules())
     if str(module) != str(first) or [*map(type, ours.values())] != [*map(type, theirs.values())]:
         raise CannotGroup(f"{where}: it is built otherwise than the group's first model:\n{module}\nand not\n{first}")
-    tensors, expected = module.state_dict(), first.state_dict()
+    tensors, expected = weights_of(module), weights_of(first)
     for key in {**expected, **tensors}:
         had, came = (f"{at[key].dtype}{list(at[key].shape)}" if key in at else "nothing" for at in (expected, tensors))
         if had != came:

@@ -12,6 +12,8 @@ import torch
 from jurybox.protocol.errors import Error, Timeout, said
 from jurybox.protocol.weights import WeightsChannel
 from jurybox.protocol.weights.reader import WeightsReader
+from jurybox.server.engine.device import use_device
+from jurybox.server.engine.modules import weights_of
 from jurybox.server.engine.weights_updater import in_loop, seldom
 from jurybox.server.groups.group import Grouped, Member, Stacks
 
@@ -95,13 +97,14 @@ class GroupWeightsUpdater:
                 old = self._grouped.stacks.active
                 stack.fill(place, old.row(was), old.versions[was])
             else:
-                stack.fill(place, member.module.state_dict(keep_vars=True), 0)
+                stack.fill(place, weights_of(member.module), 0)
                 if reader is not None and reader.reader.newer_than(0):
                     age = reader.into(stack.fill, place, _JOINING)
                     if stack is stacks.active:
                         member.counters.adopted(stack.versions[place], age)
 
     def _follow(self) -> None:
+        use_device(self._grouped.device)  # a thread has a current device of its own
         while not self._stopped.is_set():
             if not self._news.wait(_SLICE):
                 continue

@@ -1,0 +1,173 @@
+"""What code of others changes for a whole process: PyTorch's default dtype and device, error states, the folder, ...
+
+Such a change alters what other code of the process computes. `kept` runs code and sets back what it has changed.
+Neither torch nor NumPy is imported here: their state is looked at if the process has imported them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import locale
+import os
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+
+class _State(NamedTuple):
+    """A state of the process.
+
+    Attributes:
+        name: what it is, for messages.
+        module: the module that has it; it is not looked at before that is imported.
+        get, set: read and write it. The module is passed to both.
+        initial: its value in a module that has just been imported; None: unknown.
+    """
+
+    name: str
+    module: str
+    get: Callable[[Any], Any]
+    set: Callable[[Any, Any], object]
+    initial: Callable[[Any], Any] | None = None
+
+
+def _folder(_: Any) -> str | None:
+    try:
+        return str(Path.cwd())
+    except OSError:  # it was removed
+        return None
+
+
+def _enter(_: Any, folder: str | None) -> None:
+    if folder is not None:
+        with contextlib.suppress(OSError):
+            os.chdir(folder)
+
+
+def _raising(_: Any) -> list[Any]:
+    """Return the filters that make errors of warnings. Others change no answers, and many imports add some."""
+    return [each for each in warnings.filters if each[0] == "error"]
+
+
+def _raise_only(_: Any, wanted: list[Any]) -> None:
+    rest = [each for each in warnings.filters if each[0] != "error"]
+    warnings.filters[:] = [*wanted, *rest]  # type: ignore[index]
+    warnings._filters_mutated()  # type: ignore[attr-defined]  # otherwise decisions that are cached stay
+
+
+def _device(torch: Any) -> Any:
+    get = getattr(torch, "get_default_device", None)  # torch 2.3 and newer
+    return get() if get is not None else torch.empty(0).device
+
+
+def _precision(torch: Any) -> Any:
+    cuda, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+    return torch.get_float32_matmul_precision(), cuda.allow_tf32, cudnn.allow_tf32, cudnn.benchmark, cudnn.deterministic
+
+
+def _set_precision(torch: Any, wanted: Any) -> None:
+    cuda, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+    precision, cuda.allow_tf32, cudnn.allow_tf32, cudnn.benchmark, cudnn.deterministic = wanted
+    torch.set_float32_matmul_precision(precision)
+
+
+_STATES = (
+    _State("the working directory", "os", _folder, _enter),
+    _State(
+        "the locale",
+        "locale",
+        lambda _: locale.setlocale(locale.LC_ALL),
+        lambda _, was: locale.setlocale(locale.LC_ALL, was),
+    ),
+    _State("which warnings are errors", "warnings", _raising, _raise_only),
+    _State(
+        "NumPy's error state",
+        "numpy",
+        lambda numpy: numpy.geterr(),
+        lambda numpy, was: numpy.seterr(**was),
+        lambda _: {"divide": "warn", "over": "warn", "under": "ignore", "invalid": "warn"},
+    ),
+    _State(
+        "torch's default dtype",
+        "torch",
+        lambda torch: torch.get_default_dtype(),
+        lambda torch, was: torch.set_default_dtype(was),
+        lambda torch: torch.float32,
+    ),
+    _State(
+        "torch's default device",
+        "torch",
+        _device,
+        lambda torch, was: torch.set_default_device(None if was.type == "cpu" else was),
+        lambda torch: torch.device("cpu"),
+    ),
+    _State(
+        "torch's grad mode",
+        "torch",
+        lambda torch: torch.is_grad_enabled(),
+        lambda torch, was: torch.set_grad_enabled(was),
+        lambda _: True,
+    ),
+    _State(
+        "torch's number of threads",
+        "torch",
+        lambda torch: torch.get_num_threads(),
+        lambda torch, was: torch.set_num_threads(was),
+    ),
+    _State(
+        "torch's deterministic algorithms",
+        "torch",
+        lambda torch: torch.are_deterministic_algorithms_enabled(),
+        lambda torch, was: torch.use_deterministic_algorithms(was),
+        lambda _: False,
+    ),
+    _State("torch's precision of matrix products", "torch", _precision, _set_precision),
+)
+
+
+class Surroundings:
+    """The state of this process and thread at one moment.
+
+    Example:
+        before = Surroundings()
+        run_code_of_others()
+        changed = before.restore()  # such as ["torch's default dtype"]
+    """
+
+    def __init__(self) -> None:
+        self._were = {state.name: state.get(module) for state in _STATES if (module := sys.modules.get(state.module))}
+
+    def restore(self) -> list[str]:
+        """Set back what has changed since; return its names."""
+        changed = []
+        for state in _STATES:
+            module = sys.modules.get(state.module)
+            if module is None:
+                continue
+            if state.name in self._were:
+                was = self._were[state.name]
+            elif state.initial is not None and hasattr(module, "__version__"):  # it was imported meanwhile
+                was = state.initial(module)
+            else:
+                continue
+            if state.get(module) != was:
+                state.set(module, was)
+                changed.append(state.name)
+        return changed
+
+
+@contextlib.contextmanager
+def kept(changed: Callable[[list[str]], object] = lambda names: None) -> Iterator[None]:
+    """Run the block, and set back what it changes for the rest of this process, also if it raises.
+
+    Args:
+        changed: called with the names of what was set back, if there are any.
+    """
+    before = Surroundings()
+    try:
+        yield
+    finally:
+        if names := before.restore():
+            changed(names)

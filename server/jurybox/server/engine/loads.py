@@ -1,0 +1,105 @@
+"""A load beside the engine's loop: what a factory changes for the process must not reach forwards of other models.
+
+PyTorch has one default dtype for all threads. Libraries change it while they build a model (`from_pretrained` does),
+and a forward that divides bytes, or creates a tensor, would compute in it. So no batch begins in another default dtype
+than the engine's, one during which it changed is computed again, and a factory that keeps it changed for long fails.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from jurybox.processes.surroundings import kept
+
+_PATIENCE = 5.0  # seconds that requests wait for a factory to set the default dtype back
+_STEP = 0.0005  # seconds between two looks
+_SETTERS = ("_set_default_dtype", "_set_default_tensor_type")
+
+
+class Disturbed(Exception):
+    """The default dtype changed during a forward, whose results are discarded."""
+
+
+class Loads:
+    """The load that runs code of a factory, if there is one.
+
+    Attributes:
+        running: whether there is one.
+        changes: how often it has set the default dtype.
+    """
+
+    def __init__(self) -> None:
+        self.running = False
+        self.changes = 0
+        self._thread = 0
+        self._dtype = torch.float32
+        self._held = 0.0  # seconds that requests have waited
+        self._overdue = False
+
+    @contextlib.contextmanager
+    def code(self, changed: Callable[[list[str]], object]) -> Iterator[None]:
+        """Run a factory's code in this thread, and set back what it changes, also if it raises.
+
+        Args:
+            changed: called with the names of what was set back.
+
+        Raises:
+            TimeoutError: after the block, if it kept the default dtype changed while requests waited.
+        """
+        self._thread, self._dtype = threading.get_ident(), torch.get_default_dtype()
+        self._held, self._overdue = 0.0, False
+        with self._counting(), kept(changed):
+            self.running = True
+            try:
+                yield
+            finally:
+                self.running = False
+        if self._overdue:
+            raise TimeoutError(
+                f"it kept torch's default dtype changed for more than {_PATIENCE:g} s while requests of other models "
+                "waited: set it back at once, or build the module in the engine's and convert it with .to(dtype)"
+            )
+
+    def hold(self) -> bool:
+        """Return whether no batch may begin now; wait for a moment then. Call it in the loop's thread."""
+        if torch.get_default_dtype() is self._dtype:
+            return False
+        if self._held >= _PATIENCE:
+            self._overdue = True
+            torch.set_default_dtype(self._dtype)
+            return False
+        began = time.monotonic()
+        time.sleep(_STEP)
+        self._held += time.monotonic() - began
+        return True
+
+    @contextlib.contextmanager
+    def _counting(self) -> Iterator[None]:
+        """Count this thread's changes of the default dtype: one that begins and ends within a forward counts, too."""
+        native: Any = torch._C
+        before = {name: getattr(native, name) for name in _SETTERS if hasattr(native, name)}
+
+        def counted(setter: Callable[[Any], Any]) -> Callable[[Any], Any]:
+            def set_and_count(value: Any) -> Any:
+                result = setter(value)
+                self.changes += threading.get_ident() == self._thread
+                return result
+
+            return set_and_count
+
+        for name, setter in before.items():
+            setattr(native, name, counted(setter))
+        try:
+            yield
+        finally:
+            for name, setter in before.items():
+                setattr(native, name, setter)
+
+
+LOADS = Loads()  # of this process
