@@ -154,6 +154,27 @@ def test_a_server_with_a_taken_port_ends_without_loading_a_model(tmp_path, nothi
     assert code == 3 and "set server.http to another host:port" in text and "engine-0" not in text, text
 
 
+BESIDE = """
+from tests.models import affine
+
+def broken():
+    raise RuntimeError("no weights")
+"""
+
+
+def test_factories_are_found_beside_the_configuration_and_their_errors_come_first_and_are_short(tmp_path, nothing_left):
+    """As files are, to which `exported` and `weights` are relative; the server was started in another folder."""
+    name = f"beside_{os.getpid()}"
+    tmp_path.chmod(0o700)
+    (tmp_path / f"{name}.py").write_text(BESIDE)
+    models = {"good": {"factory": f"{name}:affine"}, "bad": {"factory": f"{name}:broken"}}
+    code, text = ended(launch(tmp_path, models, flags=["--dry-run"]), 90)
+    assert code == 3 and 'models="good (ready)"' in text and "failed=bad" in text, text
+    first = next(line for line in text.splitlines() if "no weights" in line)
+    assert "model failed model=bad" in first and f"raised RuntimeError: no weights ({name}.py:5)" in first
+    assert "Traceback" not in text and len(first) < 300
+
+
 @pytest.mark.parametrize("moment", ["its address is taken", "its engine starts", "its engine has no model yet"])
 def test_ctrl_c_while_a_server_starts_prints_one_line(tmp_path, nothing_left, moment):
     """It also reaches the children, which the terminal interrupts in the midst of their imports."""

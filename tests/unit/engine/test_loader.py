@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import zipfile
 
 import pytest
 import torch
@@ -109,3 +110,87 @@ def test_a_module_that_ends_the_process_when_it_is_imported_fails_to_load(code):
 def test_a_factory_that_raises_is_named_by_its_setting(factory):
     with pytest.raises(LoadError, match=rf"models.x.factory = '{factory}' raised \w+: "):
         load("x", ordered(factory), CPU)
+
+
+FAULTS = """
+import torch
+
+def called_in_a_wrong_way(side):
+    return None
+
+def type_error():
+    return torch.zeros(2) @ "text"  # line 8
+
+def runtime_error():
+    return torch.zeros(2) @ torch.zeros(3)
+"""
+
+
+@pytest.fixture
+def faults(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(tmp_path))
+    name = f"faults_{os.getpid()}"
+    (tmp_path / f"{name}.py").write_text(FAULTS)
+    (tmp_path / f"{name}_import.py").write_text("import sys\nsys.no_such_thing\n")
+    yield name
+    for module in (name, f"{name}_import"):
+        sys.modules.pop(module, None)
+
+
+def test_an_error_in_a_factory_names_the_line_and_is_not_taken_for_another(faults):
+    def refusal(factory):
+        with pytest.raises(LoadError) as raised:
+            load("x", ordered(factory), CPU)
+        return str(raised.value)
+
+    assert refusal(f"{faults}:type_error").endswith(f"({faults}.py:8)")
+    assert "raised TypeError" in refusal(f"{faults}:type_error")
+    assert "raised RuntimeError" in refusal(f"{faults}:runtime_error")
+    assert refusal(f"{faults}:runtime_error").endswith(f"({faults}.py:11)")
+    assert "it takes (side), models.x.args is {}" in refusal(f"{faults}:called_in_a_wrong_way")
+    broken = refusal(f"{faults}_import:net")  # an AttributeError, but not of the factory's name
+    assert "importing" in broken and "no_such_thing" in broken and broken.endswith("_import.py:2)")
+    assert f"{faults}.py) has no 'net'" in refusal(f"{faults}:net")
+
+
+def test_only_what_is_no_program_is_called_so(tmp_path, monkeypatch):
+    """Other errors, such as of an operation that nobody registered, keep their own words."""
+
+    def refusal(path):
+        order = ModelOrder.of(ModelSettings(exported=str(path)).model_dump(mode="json"))
+        with pytest.raises(LoadError) as raised:
+            load("x", order, CPU)
+        return str(raised.value)
+
+    no_archive, other = tmp_path / "text.pt2", tmp_path / "other.pt2"
+    no_archive.write_text("hello")
+    with zipfile.ZipFile(other, "w") as archive:
+        archive.writestr("version", "1")
+    assert "not a program of torch.export" in refusal(no_archive)
+    assert "not a program of torch.export: it has no graph" in refusal(other)
+
+    class Twice(torch.nn.Module):
+        def forward(self, x):
+            return 2 * x
+
+    good = tmp_path / "good.pt2"
+    batch = {"x": {0: torch.export.Dim("batch")}}
+    torch.export.save(torch.export.export(Twice(), (torch.ones(2, 3),), dynamic_shapes=batch), good)
+
+    def unregistered(path):
+        raise RuntimeError("Could not find operator mine::nms")
+
+    monkeypatch.setattr(torch.export, "load", unregistered)
+    assert refusal(good).endswith("torch.export.load raised RuntimeError: Could not find operator mine::nms")
+
+
+def test_weights_that_cannot_be_read_and_those_of_another_kind_are_told_apart(tmp_path):
+    def refusal(path):
+        settings = ModelSettings(factory="tests.models:affine", weights=str(path)).model_dump(mode="json")
+        with pytest.raises(LoadError) as raised:
+            load("x", ModelOrder.of(settings), CPU)
+        return str(raised.value)
+
+    (tmp_path / "pickle.pt").write_bytes(b"\x80\x02 not safetensors")
+    assert "not a safetensors file" in refusal(tmp_path / "pickle.pt")
+    assert "cannot be read: No such file" in refusal(tmp_path / "missing.safetensors")

@@ -12,6 +12,7 @@ import re
 import sys
 import sysconfig
 import threading
+import traceback
 import zipfile
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, fields
@@ -20,6 +21,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from jurybox.protocol.errors import Error, plain, said
@@ -30,6 +32,8 @@ from jurybox.server.engine.exported import Direct, NotDirect, export, tensors_of
 from jurybox.server.engine.loads import LOADS
 from jurybox.server.engine.modules import alone, bare, unready, weights_of
 from jurybox.server.models import ServedModel
+
+_OURS = str(Path(__file__).resolve().parents[1]) + os.sep  # jurybox.server
 
 
 class LoadError(Error):
@@ -182,16 +186,19 @@ def _from_factory(name: str, settings: ModelOrder, named: Collection[str] | None
     module_name, _, attribute = str(settings.factory).partition(":")
     try:
         module = _imported(module_name)
-        factory: Callable[..., Any] = getattr(module, attribute)
+        factory: Callable[..., Any] | None = getattr(module, attribute, None)
     except ImportError as error:
-        # A module in a folder is found only if the server was started there, which a newcomer may not expect.
         missing = isinstance(error, ModuleNotFoundError) and error.name == module_name.partition(".")[0]
-        hint = f"; expected it to be installed, or in {Path.cwd()}, where the server was started" if missing else ""
+        hint = (
+            f"; expected it to be installed, or in {' or '.join([*_beside_configuration, str(Path.cwd())])}"
+            if missing
+            else place_of(error)
+        )
         raise LoadError(f"{where}: cannot import {module_name!r}: {plain(error)}{hint}") from error
-    except AttributeError as error:
-        raise LoadError(f"{where}: module {module_name!r} has no {attribute!r}") from error
     except BaseException as error:  # including SystemExit, if the module tries to exit the process
-        raise LoadError(f"{where}: importing {module_name!r} raised {said(error)}") from error
+        raise LoadError(f"{where}: importing {module_name!r} raised {said(error)}{place_of(error)}") from error
+    if factory is None:
+        raise LoadError(f"{where}: module {module_name!r} ({_file_of(module)}) has no {attribute!r}")
     own = attribute in getattr(module, "__all__", ()) or getattr(factory, "__module__", None) == module_name
     if named is not None and settings.factory not in named and (not own or attribute.startswith("_")):
         raise LoadError(
@@ -200,12 +207,12 @@ def _from_factory(name: str, settings: ModelOrder, named: Collection[str] | None
         )
     try:
         model = factory(**settings.args)
-    except TypeError as error:
-        raise LoadError(
-            f"{where}: {plain(error)}; it takes {_signature(factory)}, models.{name}.args is {plain(settings.args)}"
-        ) from error
     except BaseException as error:
-        raise LoadError(f"{where} raised {said(error)}") from error
+        if isinstance(error, TypeError) and not place_of(error):  # it was not called: its arguments do not fit
+            raise LoadError(
+                f"{where}: {plain(error)}; it takes {_signature(factory)}, models.{name}.args is {plain(settings.args)}"
+            ) from error
+        raise LoadError(f"{where} raised {said(error)}{place_of(error)}") from error
     if not isinstance(model, ServedModel):
         raise LoadError(f"{where} returned a {type(model).__name__}, expected jurybox.server.models.ServedModel")
     return model
@@ -216,6 +223,33 @@ def _signature(factory: Callable[..., Any]) -> str:
         return plain(inspect.signature(factory))
     except (TypeError, ValueError):  # a callable of an extension module may have no signature
         return "other arguments"
+
+
+def look_in(folder: str) -> None:
+    """Find modules of factories in this folder, too, before the one that the server was started in.
+
+    So a factory is found where the files are to which `exported` and `weights` are relative: beside the configuration.
+    """
+    if folder and folder != str(Path.cwd()):
+        _beside_configuration.append(folder)
+        sys.path.insert(0, folder)
+
+
+_beside_configuration: list[str] = []
+
+
+def place_of(error: BaseException) -> str:
+    """Return the last place in code of the user's own that an exception passed, as the end of a message, or nothing."""
+    own = [
+        (frame.filename, frame.lineno)
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not frame.filename.startswith(("<", _OURS)) and not _is_installed(Path(frame.filename))
+    ]
+    return f" ({Path(own[-1][0]).name}:{own[-1][1]})" if own else ""
+
+
+def _file_of(module: ModuleType) -> str:
+    return str(getattr(module, "__file__", None) or "built in")
 
 
 # ---- reload code that changed since it was imported
@@ -325,8 +359,8 @@ def _from_exported(name: str, settings: ModelOrder, device: torch.device) -> Ser
     try:
         with _weights_only():
             program = torch.export.load(path)
-    except Exception as error:
-        raise LoadError(f"{where}: not a program of torch.export: {plain(error)}") from error
+    except Exception as error:  # such as of an operation that no imported package registers
+        raise LoadError(f"{where}: torch.export.load raised {said(error)}") from error
     program = _on_device(program, device)
     arguments, keywords = program.example_inputs or ((), {})
     names = [str(name) for name in program.graph_signature.user_inputs]
@@ -374,6 +408,7 @@ _PLAIN = re.compile(
     r"data/sample_inputs/model\.pt|models/model\.json|extra/[^/]+|archive_format|archive_version|byteorder|version|"
     r"\.data/\w+)|serialized_(exported_program|state_dict|constants|example_inputs)\.(json|pt)|version|extra_files/[^/]+"
 )
+_PROGRAM = re.compile(r"[^/]+/models/model\.json|serialized_exported_program\.json")
 _WEIGHTS_ONLY = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
 _loading = threading.Lock()
 
@@ -386,12 +421,19 @@ def _refuse_objects(where: str, path: Path) -> None:
     try:
         with zipfile.ZipFile(path) as archive:
             names = archive.namelist()
-    except (OSError, zipfile.BadZipFile) as error:
+    except OSError as error:
+        raise LoadError(f"{where}: cannot be read: {error.strerror}") from error
+    except zipfile.BadZipFile as error:
         raise LoadError(f"{where}: not a program of torch.export: {error}") from error
     if odd := next((name for name in names if not _PLAIN.fullmatch(name)), None):
         raise LoadError(
             f"{where}: {odd!r} in it is neither tensors nor a graph, and to load it might run code: export the program "
             "without custom objects and compiled parts, or write a factory"
+        )
+    if not any(_PROGRAM.fullmatch(name) for name in names):
+        raise LoadError(
+            f"{where}: not a program of torch.export: it has no graph; write one with "
+            "torch.export.save(torch.export.export(...))"
         )
 
 
@@ -459,8 +501,8 @@ def _probe_outputs(
                 results = module(**zeros)
         except Exception as error:
             raise LoadError(
-                f"{where} does not run on {rows} rows: {plain(error)}; export it with a dynamic batch: "
-                "dynamic_shapes={'input': {0: torch.export.Dim('batch')}}"
+                f"{where} does not run on {rows} rows: {said(error)}; if its batch is fixed, export it with a dynamic "
+                "one: dynamic_shapes={'input': {0: torch.export.Dim('batch')}}"
             ) from error
     if isinstance(results, torch.Tensor):
         results = {"output": results}
@@ -482,7 +524,10 @@ def _weights_of(name: str, path: Path) -> dict[str, torch.Tensor]:
     """Return the tensors of a safetensors file."""
     try:
         state: dict[str, torch.Tensor] = load_file(path)
+    except OSError as error:
+        raise LoadError(f"models.{name}.weights = {str(path)!r}: cannot be read: {error.strerror or error}") from error
     except Exception as error:
         where = f"models.{name}.weights = {str(path)!r}"
-        raise LoadError(f"{where}: not a readable safetensors file: {plain(error)}") from error
+        what = "not a safetensors file" if isinstance(error, SafetensorError) else "loading it raised"
+        raise LoadError(f"{where}: {what}: {said(error)}") from error
     return state

@@ -32,7 +32,7 @@ from jurybox.server.engine.core import Engine
 from jurybox.server.engine.device import DeviceLost, DeviceServed, device_error, use_device
 from jurybox.server.engine.device_regions import DeviceRegions
 from jurybox.server.engine.graphs import ladder
-from jurybox.server.engine.model_code import LoadError, ModelOrder
+from jurybox.server.engine.model_code import LoadError, ModelOrder, place_of
 from jurybox.server.engine.model_code import load as load_model
 from jurybox.server.engine.modules import bare, storages, views_of_weights
 from jurybox.server.engine.open_served import OpenServed
@@ -109,6 +109,7 @@ class ModelLoader:
         later: runs an action in the loop's thread between two turns.
         engine: the core that the models are installed in.
         report: logs an event, called with (event, fields).
+        detail: the same for details of developers.
         factories: the factories that the configuration names; None: any. See `model_code.load`.
         beat: shows that the engine is alive; called in the loop's thread within long turns.
     """
@@ -120,11 +121,11 @@ class ModelLoader:
         later: Callable[[Callable[[], None]], None],
         engine: Engine,
         report: Callable[..., None] = lambda event, **fields: None,
+        detail: Callable[..., None] = lambda event, **fields: None,
         factories: Collection[str] | None = None,
         beat: Callable[[], None] = lambda: None,
     ) -> None:
-        self._report = report
-        self._beat = beat
+        self._report, self._detail, self._beat = report, detail, beat
         self._factories = factories
         self._device = device
         self._tell = tell
@@ -465,8 +466,12 @@ class ModelLoader:
         self._tell("failed", model=model, load=load, reason=reason)
 
     def _failed(self, model: int, load: int, error: BaseException) -> None:
-        self._report("load failed", model=model, error=said(error), exception=traced(error))
-        self._tell("failed", model=model, load=load, reason=said(error))
+        place = place_of(error)
+        reason = said(error) if isinstance(error, LoadError) else f"{said(error)}{place}"
+        # First, since the supervisor logs the reason. The traceback of a user's code is long and says little more.
+        self._tell("failed", model=model, load=load, reason=reason)
+        log = self._detail if place or isinstance(error, LoadError) else self._report
+        log("load failed", model=model, error=said(error), exception=traced(error))
 
 
 def _warm_up(served: Served, example: Callable[[int], Mapping[str, Any]] | None) -> None:

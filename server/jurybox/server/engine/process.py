@@ -34,6 +34,7 @@ from jurybox.server.engine.device import (
 )
 from jurybox.server.engine.device_regions import DeviceRegions
 from jurybox.server.engine.loads import LOADS
+from jurybox.server.engine.model_code import look_in
 from jurybox.server.engine.model_loader import ModelLoader
 from jurybox.server.engine.served import Outcome
 from jurybox.server.logs import LogLimiter, configure, traced
@@ -164,12 +165,14 @@ class EngineProcess:
         self._shm = ShmTransport(orders["rings"], others, incarnation, orders["spin_us"])
         self._timings = Timings.attach(orders["timings"], writable=True) if orders["timings"] else None
         self._engine = self._new_engine(index)
+        look_in(orders["folder"])
         self._loader = ModelLoader(
             self._device,
             self._tell,
             self._callbacks.put,
             self._engine,
             self._log.warning,
+            self._log.debug,
             orders["factories"],
             lambda: self._beat(time.monotonic_ns()),
         )

@@ -502,6 +502,13 @@ class Settings(_Strict):
 
     panels: dict[ModelName, PanelSettings] = Field(default_factory=dict, max_length=100)
 
+    _folder: str = PrivateAttr(default="")
+
+    @property
+    def folder(self) -> str:
+        """The folder of the file that these settings come from; empty: there was none."""
+        return self._folder
+
     @model_validator(mode="after")
     def _interpreters_agree(self) -> Settings:
         """Check that models agree that share an engine: those of one group, and those of one interpreter."""
@@ -749,6 +756,8 @@ def load_settings(path: Path | None, sets: Sequence[str] = (), environ: Mapping[
     ]
     if wrong := [*wrong, *settings.server.broken_secrets()]:
         raise ConfigError("\n".join(wrong))
+    if path is not None:
+        settings._folder = str(path.parent.resolve())
     in_file = path is not None and settings.server.token and sources.place(("server", "token")).startswith(f"{path}:")
     if path is not None and in_file and (why := too_open(path)):
         raise ConfigError(f"server.token is in a file that others can read: {why}, or set server.token_file")

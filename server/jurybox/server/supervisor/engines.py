@@ -30,6 +30,7 @@ class Engines:
         places: the device, interpreter and memory of each engine.
         factories: the factories that the configuration names. Of another module, engines call only callables that the
             module defines itself.
+        folder: the folder of the configuration, in which engines find factories; empty: there is no file.
     """
 
     def __init__(
@@ -41,12 +42,13 @@ class Engines:
         models: Models,
         segments: SegmentServer,
         factories: Sequence[str],
+        folder: str,
     ) -> None:
         self._places = list(places)
         self.paused = False
         self.bindings = Bindings(lambda index, kind, **fields: self.engines[index].send(kind, **fields))
         self._segments = segments
-        self._factories = list(factories)
+        self._factories, self._folder = list(factories), folder
         self.devices = [place.device for place in places]
         self.pythons = [place.python for place in places]
         self._settings = settings
@@ -129,6 +131,7 @@ class Engines:
                 "log_level": settings.log_level,
                 "log_format": settings.log_format,
                 "factories": self._factories,
+                "folder": self._folder,
                 "models": [
                     _load_order(held, self._models.begin_load(held, index))
                     for held in self._models

@@ -80,7 +80,14 @@ class Supervisor:
             for name, model in settings.models.items():
                 self._models.add(name, model)
             self._engines = Engines(
-                server, engines, server_id, scoreboard, self._models, segments, named_factories(settings)
+                server,
+                engines,
+                server_id,
+                scoreboard,
+                self._models,
+                segments,
+                named_factories(settings),
+                settings.folder,
             )
             self._control = ControlHandlers(
                 settings,
