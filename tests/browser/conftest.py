@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 from tests.serving import RunningServer, serving
 
-sync_api = pytest.importorskip("playwright.sync_api", reason="pip install 'jurybox[browser]'")
+sync_api = pytest.importorskip("playwright.sync_api", reason="needs the extra `browser`")
 
 MODELS = {
     "policy/agent0": {"factory": "tests.models:affine", "max_batch": 16, "rows": 256, "publish": "double_buffer"},

@@ -335,9 +335,11 @@ def traced(transport: Transport, model: str, scoreboard: str | None = None, lane
     try:
         from jurybox.client.tracing import traced
     except ImportError as error:
+        from jurybox.protocol.revision import install_command
+
         raise Refused(
             f"JURYBOX_TRACES is true, but OpenTelemetry is missing ({error}): install it with "
-            "pip install 'jurybox[otel]', or unset the variable"
+            f"{install_command('otel')}, or unset the variable"
         ) from error
     return traced(transport, model, scoreboard, lane)
 

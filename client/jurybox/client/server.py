@@ -84,7 +84,9 @@ def connect(
         try:
             from jurybox.client.remote.grpc_link import GrpcLink
         except ModuleNotFoundError as error:
-            raise Refused("grpc:// addresses need grpcio, not installed here: pip install 'jurybox[grpc]'") from error
+            from jurybox.protocol.revision import install_command
+
+            raise Refused(f"grpc:// addresses need grpcio, not installed here: {install_command('grpc')}") from error
         return Server(where, GrpcLink(where, token, timeout, tls_ca), timeout)
     raise _no_address(where)
 

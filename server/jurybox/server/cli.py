@@ -26,11 +26,13 @@ def _run() -> None:
     try:
         from jurybox.server.commands.app import app
     except ModuleNotFoundError as error:
+        from jurybox.protocol.revision import install_command
+
         if (error.name or "").split(".")[0] == "jurybox":
             raise
         sys.stderr.write(
             f"jurybox: {error.name} is not installed: the command line comes with the server.\n"
-            "Install it with: pip install 'jurybox[server]'\n"
+            f"Install it with: {install_command('server')}\n"
         )
         sys.exit(_USAGE)
     app(prog_name="jurybox")

@@ -12,7 +12,7 @@ import pytest
 
 # Ray reads it on import: addresses of this machine are then loopback addresses, not ones that others reach.
 os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
-pytest.importorskip("ray", reason="Ray is not installed: pip install -c constraints.txt 'jurybox[ray]'")
+pytest.importorskip("ray", reason="Ray is not installed: it is in the extra `ray`")
 
 import ray.cluster_utils
 

@@ -11,7 +11,7 @@ import pytest
 from jurybox.training.recipes.launchers import LauncherMissing, launcher_named, wants_ray
 
 os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # read when Ray is imported, which other tests use too
-pytest.importorskip("ray", reason="Ray is not installed: pip install -c constraints.txt 'jurybox[ray]'")
+pytest.importorskip("ray", reason="Ray is not installed: it is in the extra `ray`")
 
 from jurybox.training.cluster.connection import NoAddress, ServerAddresses, credentials, network_address
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from jurybox.protocol import TensorSpec
+from jurybox.protocol.revision import install_command
 from jurybox.server.jurors import siglip
 from jurybox.server.jurors.aesthetic import AestheticHead, AestheticPredictor, normalised
 from jurybox.server.jurors.panels import example_images
@@ -52,7 +54,7 @@ def test_without_transformers_the_error_says_how_to_get_it(tmp_path: Path, monke
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name, *rest: None if name == "transformers" else find(name, *rest)
     )
-    with pytest.raises(ModuleNotFoundError, match=r"pip install 'jurybox\[siglip\]'"):
+    with pytest.raises(ModuleNotFoundError, match=re.escape(install_command("siglip"))):
         siglip(weights=str(tmp_path))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +16,7 @@ from PIL import Image
 from safetensors.torch import save_file
 from torch import nn
 
+from jurybox.protocol.revision import install_command
 from jurybox.server import jurors
 from jurybox.server.jurors.aesthetic import _AnySize
 from jurybox.server.jurors.measures import match, wanted
@@ -66,7 +68,7 @@ def test_without_its_package_the_error_says_how_to_get_it(
         (tmp_path / file).write_bytes(b"")
     monkeypatch.setitem(__import__("sys").modules, "transformers", None)
     monkeypatch.setitem(__import__("sys").modules, "open_clip", None)
-    with pytest.raises(ModuleNotFoundError, match=r"pip install 'jurybox\[jurors\]'"):
+    with pytest.raises(ModuleNotFoundError, match=re.escape(install_command("jurors"))):
         getattr(jurors, name)(weights=str(tmp_path))
 
 

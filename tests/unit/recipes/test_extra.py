@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from jurybox.protocol.revision import install_command
 from jurybox.training.recipes.training import _EXTRA
 
 WITHOUT = """
@@ -29,7 +30,7 @@ def test_a_training_without_its_extra_ends_in_one_sentence_with_the_line_that_in
     assert done.returncode == 2, done.stderr
     assert done.stderr.count("\n") == 1, done.stderr
     assert "trainings need gymnasium, cv2, which are not installed" in done.stderr
-    assert "pip install 'jurybox[training]'" in done.stderr
+    assert install_command("training") in done.stderr
     assert not (tmp_path / "out").exists()
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from jurybox.protocol.revision import install_command
 from jurybox.protocol.segment import Segment, segment_name
 from jurybox.server.doctor import checks, host
 from jurybox.server.doctor.checks import examine
@@ -68,7 +69,7 @@ def test_a_missing_package_is_named_with_the_extra_that_brings_it():
     finding = checks.check_packages({"numpy": "2.0", "fastapi": None})
     assert finding.level is Level.FAIL
     assert finding.found.startswith("fastapi not installed")
-    assert "jurybox[server]" in finding.remedy
+    assert finding.remedy == install_command("server")
 
 
 def test_a_missing_native_core_fails(monkeypatch):

@@ -15,7 +15,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command, get_group
 
-from jurybox.protocol.revision import source_revision
+from jurybox.protocol.revision import install_command, source_revision
 from jurybox.protocol.wire import PROTOCOL_VERSION, build_version
 
 GROUP = "jurybox.commands"
@@ -49,10 +49,8 @@ class PluginCommand(TyperCommand):
             if (error.name or "").split(".")[0] == "jurybox":
                 raise
             package = self.point.dist.name if self.point.dist else "its package"
-            extra = "jurybox[training]" if package == "jurybox" else package
-            typer.echo(
-                f"jurybox {self.name}: {error.name} is not installed. Install it with: pip install '{extra}'", err=True
-            )
+            remedy = install_command("training") if package == "jurybox" else f"pip install '{package}'"
+            typer.echo(f"jurybox {self.name}: {error.name} is not installed. Install it with: {remedy}", err=True)
             raise typer.Exit(_USAGE) from error
         if isinstance(target, typer.Typer):
             command: Any = get_group(target)
@@ -219,8 +217,8 @@ def _served(
     # a traceback, and would be started again.
     if importlib.util.find_spec("torch") is None:
         typer.echo(
-            "jurybox serve: torch is not installed, and engines need it. Install it with: pip install "
-            "'jurybox[server]' (from a clone: pip install '.[server]')",
+            "jurybox serve: torch is not installed, and engines need it. Install it with: "
+            f"{install_command('server')} (docs/install.md: for the CPU alone install torch first)",
             err=True,
         )
         raise typer.Exit(_CONFIG)

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from jurybox.protocol.address import default_address, ipc_path
 from jurybox.protocol.errors import Error
+from jurybox.protocol.revision import install_command
 from jurybox.protocol.segment import OWNER_LOCK, Segment, dead, directory, is_locked, segment_name, sweep, try_lock
 from jurybox.protocol.wire import PROTOCOL_VERSION, build_version
 from jurybox.server.doctor import host
@@ -77,7 +78,7 @@ def check_packages(installed: Mapping[str, str | None]) -> Finding:
     text = ", ".join(f"{name} {found}" for name, found in installed.items() if found is not None)
     text = f"jurybox {build_version()} (protocol {PROTOCOL_VERSION}), {text}"
     if missing:
-        return fail("packages", f"{', '.join(missing)} not installed; {text}", "pip install 'jurybox[server]'")
+        return fail("packages", f"{', '.join(missing)} not installed; {text}", install_command("server"))
     return ok("packages", text)
 
 
@@ -85,7 +86,7 @@ def _check_conflicts() -> Finding:
     try:
         from jurybox.server.doctor import packages
     except ModuleNotFoundError as error:
-        return warn("versions", f"not checked: {error.name} is not installed", "pip install 'jurybox[server]'")
+        return warn("versions", f"not checked: {error.name} is not installed", install_command("server"))
     return packages.check_conflicts(packages.installed())
 
 
@@ -238,7 +239,7 @@ def check_torch() -> Finding:
     try:
         torch = importlib.import_module("torch")
     except (ImportError, OSError) as error:
-        return fail("torch", str(error), "pip install 'jurybox[server]'; clients do without it")
+        return fail("torch", str(error), f"{install_command('server')}; clients do without it")
     if torch.cuda.is_available():
         names = [torch.cuda.get_device_name(n) for n in range(torch.cuda.device_count())]
         return ok("torch", f"torch {torch.__version__}, {len(names)} CUDA devices: {', '.join(names)}")

@@ -22,6 +22,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from jurybox.protocol import TensorSpec
+from jurybox.protocol.revision import install_command
 from jurybox.server.models import RowErrors, ServedModel
 
 _CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
@@ -126,7 +127,7 @@ def package(name: str, juror: str, extra: str) -> Any:
         if error.name != name.partition(".")[0]:
             raise
         raise ModuleNotFoundError(
-            f"the {juror} juror needs {name}, which is not installed: pip install 'jurybox[{extra}]'"
+            f"the {juror} juror needs {name}, which is not installed: {install_command(extra)}"
         ) from error
 
 

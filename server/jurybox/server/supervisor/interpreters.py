@@ -114,7 +114,9 @@ def _unfit(installed: dict[str, Any]) -> Collection[str]:
         elif tuple(map(int, re.findall(r"\d+", version)[:2])) < oldest:
             found.append(f"{name} {version} is installed there, expected {_dotted(oldest)} or newer")
     found += [
-        f"{name} is not installed there: pip install 'jurybox[engine]'" for name in _NEEDED if installed[name] is None
+        f"{name} is not installed there: install it with that interpreter's pip"
+        for name in _NEEDED
+        if installed[name] is None
     ]
     return found
 

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from jurybox.protocol.revision import install_command
 from jurybox.training.runtime.launching import Launcher, Local
 from jurybox.training.runtime.plan import RunError, refuse_unused
 
@@ -73,7 +74,7 @@ def wants_ray(name: str, address: str | None) -> bool:
         import ray  # noqa: F401 (checks that it is installed)
     except ModuleNotFoundError as error:
         raise LauncherMissing(
-            f"--launcher ray needs Ray, which is not installed ({error}): pip install 'jurybox[ray]'"
+            f"--launcher ray needs Ray, which is not installed ({error}): {install_command('ray')}"
         ) from error
     return True
 

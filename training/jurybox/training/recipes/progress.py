@@ -13,6 +13,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
+from jurybox.protocol.revision import install_command
 from jurybox.training.run_folder import Tracker
 
 _LINE_EVERY = 10.0  # seconds between two lines if the console is not a terminal
@@ -99,7 +100,7 @@ def require(*, mlflow: bool, wandb: bool) -> None:
     wanted = {"mlflow": mlflow, "wandb": wandb}
     for package in (package for package, requested in wanted.items() if requested):
         if importlib.util.find_spec(package) is None:
-            raise TrackerMissing(f"--{package} needs the package {package}: pip install 'jurybox[{package}]'")
+            raise TrackerMissing(f"--{package} needs the package {package}: {install_command(package)}")
 
 
 def trackers(

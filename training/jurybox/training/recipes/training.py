@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 from rich.console import Console
 
+from jurybox.protocol.revision import install_command
 from jurybox.training import interrupts
 
 if TYPE_CHECKING:
@@ -349,7 +350,7 @@ def _sentence(error: Exception, out: Path | None) -> str:
     """Return the message for an error; for an unexpected one, it also names the file with the traceback."""
     if isinstance(error, ModuleNotFoundError):
         package = (error.name or "").partition(".")[0]
-        return f"{package or error} is not installed, and this training needs it: pip install 'jurybox[training]'"
+        return f"{package or error} is not installed, and this training needs it: {install_command('training')}"
     if _status_of(error) != _FAILED or type(error).__name__ == "RunFailed":
         return str(error)
     if isinstance(error, OSError) and error.errno is not None:
@@ -390,7 +391,7 @@ def require_extra() -> None:
     if missing := [name for name in _EXTRA if find_spec(name) is None]:
         raise ExtraMissing(
             f"trainings need {', '.join(missing)}, which {'is' if len(missing) == 1 else 'are'} not installed. Install "
-            "with: pip install 'jurybox[training]' (from a clone: pip install '.[training]')"
+            f"with: {install_command('training')}"
         )
 
 

@@ -18,6 +18,7 @@ import cv2
 import numpy as np
 import numpy.typing as npt
 
+from jurybox.protocol.revision import install_command
 from jurybox.training.environments.photo.edits import Image
 
 SIDE = 384
@@ -132,7 +133,7 @@ class PhotoLibrary:
         if not all(sides.values()):
             raise PhotoError(
                 f"expected photos in the packages scikit-image and scikit-learn, not found: {', '.join(missing)}; "
-                "install jurybox[training], or name a folder of your own photos"
+                f"install them ({install_command('training')}), or name a folder of your own photos"
             )
         return cls(tuple(sides["training"]), tuple(sides["held_out"]), tuple(f"{name}: not there" for name in missing))
 
