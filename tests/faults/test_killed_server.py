@@ -8,7 +8,7 @@ import pytest
 from tests.faults.conftest import MODELS
 from tests.serving import segments, serving, wait_until, wait_until_computing
 
-from jurybox.client import ServerGone
+from jurybox.client import ServerGone, connect
 
 
 def gone(pid):
@@ -19,7 +19,7 @@ def gone(pid):
 
 
 def test_its_children_die_its_clients_get_an_error_at_once_and_the_next_server_cleans_up_and_serves(
-    tmp_path, nothing_left
+    tmp_path, nothing_left, caplog
 ):
     before = segments()
     with (
@@ -39,6 +39,9 @@ def test_its_children_die_its_clients_get_an_error_at_once_and_the_next_server_c
         wait_until(lambda: gone(engine), 20, "the death of the engine")
         left = segments() - before
         assert left, "a killed server cannot clean up: if it did, this test shows nothing"
+        with pytest.raises(ServerGone, match="within 1.5 s: .*nothing listens on .*: its server was killed"):
+            connect(server.address, timeout=1.5)  # for which it waits, since one may be starting; it says so
+        assert "waiting up to 1.5 s for a server at ipc://" in caplog.text and "was killed" in caplog.text
         with serving(tmp_path, MODELS):
             assert not (segments() & left)
             x = np.ones((1, 4), np.float32)

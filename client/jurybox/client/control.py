@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import _thread
 import contextlib
+import math
 import os
 import struct
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import zmq
 from google.protobuf.message import DecodeError, Message
@@ -20,14 +21,24 @@ from jurybox.protocol.descriptors import exhausted, remedy, require
 from jurybox.protocol.errors import Error, ProtocolMismatch, Refused, ServerGone, Timeout, TooManyFiles, error_for
 from jurybox.protocol.wire import PREFIX, prefix_error, require_control_size, require_name
 
+if TYPE_CHECKING:
+    import logging
+
 _NUMBER = struct.Struct("<Q")
 _SLICE_MS = 100
 # A relay ignores a second connection with the same identity while the first is open (security/, ROUTER_HANDOVER). So
 # the client gives the first a moment to close, and opens a third if it receives nothing over the second for a while.
 _PARTING, _UNHEARD = 0.05, 5.0  # seconds
+_NOTICE = 1.0  # seconds after which a call that cannot reach a server says that it waits
 _CLOSE = 2.0  # seconds that closing all sockets may take
 _FILES = 10  # file descriptors of a socket and its monitor; libzmq aborts the process if it runs out of them
 _MOST_BYTES = 64 << 20  # of an answer; a status document has about ten thousand
+
+
+def _log() -> logging.Logger:
+    import logging  # not needed by a client that reaches its server
+
+    return logging.getLogger("jurybox.client")
 
 
 def new_socket(context: zmq.Context[zmq.Socket[bytes]], purpose: str = "to the server") -> zmq.Socket[bytes]:
@@ -209,8 +220,12 @@ class Control:
             self._reopen()
             self._sent(number, body)
         again = time.monotonic() + _UNHEARD
+        notice = time.monotonic() + _NOTICE
         while True:
             left = deadline - time.monotonic()
+            if time.monotonic() > notice and (why := out_of_reach(self.address)):
+                notice = math.inf
+                _log().warning("waiting up to %.1f s for a server at %s%s", timeout, self.address, why)
             if left <= 0 or not still_there():
                 self._reopen()  # a late reply must not reach the next call or stay in a queue forever
                 raise ServerGone(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import socket
 import stat
 import sys
 from pathlib import Path
@@ -59,12 +60,24 @@ def out_of_reach(address: str) -> str:
     try:
         path.lstat()
         if os.access(path, os.W_OK):
-            return ""
+            return "" if _is_listened_on(path) else f"; nothing listens on {path}: its server was killed"
     except (FileNotFoundError, NotADirectoryError):
         return f"; there is no socket {path} here (a container must mount the server's folder {path.parent})"
     except PermissionError:
         pass  # for a parent folder: handled like the socket
     return f"; {path} is closed to user {os.getuid()}: run this process as the server's user"
+
+
+def _is_listened_on(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.setblocking(False)
+        try:
+            probe.connect(str(path))
+        except ConnectionRefusedError:
+            return False
+        except OSError:
+            pass  # it is busy, for example
+        return True
 
 
 def prepare_folder(folder: Path) -> None:

@@ -1,4 +1,5 @@
 import os
+import socket
 import subprocess
 import sys
 import tempfile
@@ -79,8 +80,11 @@ def test_a_folder_or_link_of_another_user_is_refused(tmp_path):
 def test_a_missing_or_foreign_socket_is_named(tmp_path):
     assert out_of_reach("tcp://127.0.0.1:7000") == ""
     assert f"there is no socket {tmp_path}/engine here" in out_of_reach(f"ipc://{tmp_path}/engine")
-    (tmp_path / "engine").touch()
-    assert out_of_reach(f"ipc://{tmp_path}/engine") == ""
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(tmp_path / "engine"))
+        listener.listen()
+        assert out_of_reach(f"ipc://{tmp_path}/engine") == ""
+    assert f"nothing listens on {tmp_path}/engine: its server was killed" in out_of_reach(f"ipc://{tmp_path}/engine")
     if os.geteuid() != 0:
         pytest.skip("becoming another user needs root")
     asked = (
