@@ -26,6 +26,10 @@ def rows(n):
     return RNG.standard_normal((n, 4)).astype(np.float32)
 
 
+def test_a_model_shows_its_spec(client):
+    assert repr(client.model("affine")).startswith("<Model 'affine' (observation: float32[4]) -> (")
+
+
 def test_one_row_in_one_row_out(client):
     x = rows(1)[0]
     answer = client.model("affine")(x)

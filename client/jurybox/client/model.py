@@ -58,6 +58,13 @@ class Model(forks.Closing):
     def max_batch(self) -> int:
         return self.requests.max_batch
 
+    def __repr__(self) -> str:
+        told = [
+            ", ".join(f"{name}: {tensor}" for name, tensor in of.items())
+            for of in (self.spec.inputs, self.spec.outputs)
+        ]
+        return f"<Model {self.name!r} ({told[0]}) -> ({told[1]}), up to {self.max_batch} rows a batch>"
+
     # ---- one call, one answer
 
     def __call__(self, row: Arrays | bytes | str, *, timeout: float | None = None) -> Any:

@@ -12,7 +12,10 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from types import ModuleType
 
 SLEEPS = "sleeping"  # how the reason of an unavailable model that sleeps begins, in a repository's index
 MOST_TEXT = 4000  # characters of a text from elsewhere that travel
@@ -256,6 +259,17 @@ def did_you_mean(given: str, known: Collection[str]) -> str:
     if near := difflib.get_close_matches(given.lower(), list(lowered), n=3, cutoff=0.6):
         return "; did you mean " + " or ".join(repr(lowered[word]) for word in near) + "?"
     return f"; there are: {', '.join(sorted(known))}" if known else ""
+
+
+def missing_name(module: ModuleType, name: str) -> str:
+    """The end of a message about a name that a module lacks: the file it was found in, and what it defines instead."""
+    there = [
+        key
+        for key, value in vars(module).items()
+        if callable(value) and not key.startswith("_") and getattr(value, "__module__", None) == module.__name__
+    ]
+    file = getattr(module, "__file__", None)
+    return f"module {module.__name__!r}{f' ({file})' if file else ''} has no {name!r}{did_you_mean(name, there)}"
 
 
 def cut(text: str, most: int) -> bytes:

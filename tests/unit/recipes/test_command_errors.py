@@ -16,8 +16,10 @@ from typer.testing import CliRunner
 from jurybox.client import Refused, ServerGone
 from jurybox.training import interrupts
 from jurybox.training.algorithms.ppo import PPO, PPOSettings
+from jurybox.training.checkpoints import Checkpoints
 from jurybox.training.cli import train as commands
-from jurybox.training.recipes import photo_run, training, workflow_served
+from jurybox.training.policy_commands import policy
+from jurybox.training.recipes import gym, photo_run, training, workflow_served
 from jurybox.training.recipes.hockey_settings import HockeyTraining
 from jurybox.training.recipes.marl import MarlTraining
 from jurybox.training.recipes.photo_evaluation import evaluate_policy
@@ -36,12 +38,12 @@ def signals_are_pytests(monkeypatch):
         monkeypatch.setattr(interrupts, take, lambda *_: None)
 
 
-def ended(error, out, capsys):
+def ended(error, out, capsys, **more):
     def work(console, resources):
         raise error
 
     with pytest.raises(typer.Exit) as caught:
-        training.until_interrupted(work, out, message="")
+        training.until_interrupted(work, out, message="", **more)
     return caught.value.exit_code, capsys.readouterr().err
 
 
@@ -65,6 +67,29 @@ def test_an_error_is_one_sentence(tmp_path, capsys, error, status, said):
     kept = list(tmp_path.glob("jurybox-error-*.txt"))
     assert len(kept) == (1 if status == 1 and not isinstance(error, RunFailed) else 0)
     assert not kept or (str(kept[0]) in told and type(error).__name__ in kept[0].read_text())
+
+
+def test_an_error_names_the_command_that_ended(tmp_path, capsys):
+    assert "the export ended with KeyError: 'a'" in ended(KeyError("a"), tmp_path, capsys, what="the export")[1]
+    told = ended(OSError(errno.ENOSPC, "No space left on device", "x"), tmp_path, capsys, what="the export")[1]
+    assert "Make room" in told and "--resume" not in told
+    done = CliRunner().invoke(policy, ["export", str(tmp_path), "--to", str(tmp_path / "x.pt2")])
+    assert done.exit_code and "the training" not in done.output
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_ctrl_c_promises_to_go_on_only_where_there_is_a_checkpoint(tmp_path, monkeypatch, begun):
+    def interrupted(settings, run):
+        if begun:
+            with Checkpoints(run.folder / "checkpoints").writing(1234, {}):
+                pass
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(gym, "TRAINING", replace(gym.TRAINING, work=interrupted))
+    done = CliRunner().invoke(commands, ["gym", "--env", "CartPole-v1", "--out", str(tmp_path / "out")])
+    assert done.exit_code == 130
+    assert ("--resume goes on from the checkpoint at 1,234 env steps" in done.output) is begun
+    assert ("before the first checkpoint, so there is nothing to go on from" in done.output) is not begun
 
 
 @pytest.mark.parametrize(

@@ -296,7 +296,7 @@ def demo_photo(
         )
         return "\n".join((verdict.headline, *verdict.sentences, "", f"report: {out / 'report.html'}"))
 
-    until_interrupted(work, out, message="stopping the server and the workers")
+    until_interrupted(work, out, message="stopping the server and the workers", what="the demo")
 
 
 def main(arguments: list[str] | None = None) -> Any:

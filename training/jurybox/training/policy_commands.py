@@ -66,7 +66,7 @@ def list_policies(run: Run) -> None:
             lines.append(f"{mark}  {steps}  {each.name}  {each.where}{'  ' + scores if scores else ''}")
         return "\n".join(lines)
 
-    until_interrupted(work, None, message="stopping")
+    until_interrupted(work, None, message="stopping", what="the list")
 
 
 @policy.command("play")
@@ -115,7 +115,7 @@ def play_policy(
         summary = f"mean return {mean:.4g} over {len(played)} episodes, {loaded.found.where}"
         return summary if video is None else f"{summary}\nfilm: {video}"
 
-    until_interrupted(work, None, message="stopping")
+    until_interrupted(work, None, message="stopping", what="playing")
 
 
 @policy.command("evaluate")
@@ -148,7 +148,7 @@ def evaluate_policy(
             f"{loaded.found.where}"
         )
 
-    until_interrupted(work, None, message="stopping")
+    until_interrupted(work, None, message="stopping", what="the evaluation")
 
 
 @policy.command("export")
@@ -166,7 +166,7 @@ def export_policy(
 
         return "\n".join(map(str, export(_loaded(run, which, name, trust=trust), to, run)))
 
-    until_interrupted(work, None, message="stopping")
+    until_interrupted(work, None, message="stopping", what="the export")
 
 
 @policy.command("serve")
@@ -193,7 +193,7 @@ def serve_policy(
         return f"serving {loaded.found.where} as {model}; its configuration: {written[0]}"
 
     try:
-        until_interrupted(work, None, message="stopping")
+        until_interrupted(work, None, message="stopping", what="serving")
     except typer.Exit as ended:
         if ended.exit_code or not written:
             raise
@@ -246,4 +246,4 @@ def edit(
         gained = sum(each.after - each.before for each in done) / len(done)
         return f"{len(done)} pictures, scores {gained:+.3f} on average; side by side: {out / SHEET}"
 
-    until_interrupted(work, out if out.is_dir() else None, message="stopping")
+    until_interrupted(work, out if out.is_dir() else None, message="stopping", what="editing")

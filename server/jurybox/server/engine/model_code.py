@@ -24,7 +24,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from jurybox.protocol.errors import Error, plain, said
+from jurybox.protocol.errors import Error, missing_name, plain, said
 from jurybox.protocol.spec import TensorSpec
 from jurybox.protocol.weights import WeightsLayout
 from jurybox.server.engine.compiled import AheadError, Compiled, CompiledAhead
@@ -198,7 +198,7 @@ def _from_factory(name: str, settings: ModelOrder, named: Collection[str] | None
     except BaseException as error:  # including SystemExit, if the module tries to exit the process
         raise LoadError(f"{where}: importing {module_name!r} raised {said(error)}{place_of(error)}") from error
     if factory is None:
-        raise LoadError(f"{where}: module {module_name!r} ({_file_of(module)}) has no {attribute!r}")
+        raise LoadError(f"{where}: {missing_name(module, attribute)}")
     own = attribute in getattr(module, "__all__", ()) or getattr(factory, "__module__", None) == module_name
     if named is not None and settings.factory not in named and (not own or attribute.startswith("_")):
         raise LoadError(
@@ -246,10 +246,6 @@ def place_of(error: BaseException) -> str:
         if not frame.filename.startswith(("<", _OURS)) and not _is_installed(Path(frame.filename))
     ]
     return f" ({Path(own[-1][0]).name}:{own[-1][1]})" if own else ""
-
-
-def _file_of(module: ModuleType) -> str:
-    return str(getattr(module, "__file__", None) or "built in")
 
 
 # ---- reload code that changed since it was imported

@@ -26,6 +26,7 @@ import numpy.typing as npt
 from gymnasium import spaces
 from gymnasium.wrappers import TimeLimit
 
+from jurybox.protocol.errors import missing_name
 from jurybox.training.spaces import Leaf, StrangeObservation, name_of
 
 __all__ = [
@@ -65,7 +66,15 @@ def make_environment(
     given = dict(arguments or {})
     module, colon, attribute = name.partition(":")
     try:
-        factory = getattr(_imported(module), attribute, None) if colon else None
+        imported = _imported(module) if colon else None
+        factory = getattr(imported, attribute, None)
+        if (
+            imported is not None
+            and factory is None
+            and attribute.isidentifier()
+            and attribute not in gymnasium.registry
+        ):
+            raise EnvironmentUnusable(f"{name!r} cannot be made: {missing_name(imported, attribute)}")
         if callable(factory):
             made = factory(**given)
             if max_episode_steps is not None and isinstance(made, gymnasium.Env):
@@ -74,6 +83,8 @@ def make_environment(
             if max_episode_steps is not None:  # a further wrapper could only shorten the registered limit
                 given["max_episode_steps"] = max_episode_steps
             made = gymnasium.make(name, **given)
+    except EnvironmentUnusable:
+        raise
     except ModuleNotFoundError as error:
         hint = ", neither in this folder nor on PYTHONPATH" if error.name == module else ""
         raise EnvironmentUnusable(f"{name!r} cannot be made: {error}{hint}") from error

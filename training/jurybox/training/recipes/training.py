@@ -175,13 +175,27 @@ def train(
             **{**options, **changed},
         )
         check_folder(folder)
+        folders.append(folder)
         if run.serial:
             run.refuse({"--launcher": "--serial runs in this process"})
         if run.launcher == "local":  # Ray places a learner on a machine with GPUs, which this one may not have
             check_device(getattr(settings, "device", "cpu"))
         return f"{found.work(settings, run)}\n\nreport: {folder / 'report.html'}"
 
-    until_interrupted(work, out, message="stopping; --resume goes on from the newest checkpoint")
+    folders: list[Path] = []  # of the run, or the last one with --seeds
+
+    def left() -> str:
+        from jurybox.training.checkpoints import CheckpointError, Checkpoints
+
+        try:
+            found = Checkpoints(folders[-1] / "checkpoints").latest() if folders else None
+        except CheckpointError as error:
+            return f"stopped; {error}"
+        if found is None:
+            return "stopped before the first checkpoint, so there is nothing to go on from"
+        return f"stopped; --resume goes on from the checkpoint at {found.document['env_steps']:,} env steps"
+
+    until_interrupted(work, out, message="stopping", left=left)
 
 
 def _seeds_of(text: str, given: Mapping[str, Any], changes: Sequence[str]) -> list[int]:
@@ -297,7 +311,14 @@ class RunFailed(RuntimeError):
     """The run could not continue; the message is the reason."""
 
 
-def until_interrupted(work: Callable[[Console, ExitStack], str], out: Path | None, *, message: str) -> None:
+def until_interrupted(
+    work: Callable[[Console, ExitStack], str],
+    out: Path | None,
+    *,
+    message: str,
+    what: str = "the training",
+    left: Callable[[], str] | None = None,
+) -> None:
     """Do the work, release its resources, and exit with its status.
 
     An error is printed as one sentence. The traceback of an unexpected error is written to a file, in `out` if that
@@ -307,21 +328,25 @@ def until_interrupted(work: Callable[[Console, ExitStack], str], out: Path | Non
         work: does the work, and returns the text that is printed at the end.
         out: folder for the traceback file; None: the system's temporary folder.
         message: message printed when the first signal arrives.
+        what: what messages call the work.
+        left: returns a message about what an interrupted work has left, printed when its resources are released.
     """
     console, errors = Console(soft_wrap=True), Console(stderr=True, soft_wrap=True)
     resources = ExitStack()
     interrupts.take_over(lambda: errors.print(message, highlight=False))
-    status, result = 0, ""
+    status, result, interrupted = 0, "", False
     try:
         require_extra()
         result = work(console, resources)
     except KeyboardInterrupt:
-        status = interrupts.exit_status() or 130
+        status, interrupted = interrupts.exit_status() or 130, True
     except Exception as error:  # noqa: BLE001 (the outermost handler: resources are closed below)
         status = _status_of(error)
-        errors.print(_sentence(error, out), highlight=False, markup=False)
+        errors.print(_sentence(error, out, what), highlight=False, markup=False)
     interrupts.ignore_from_now_on()
     resources.close()
+    if interrupted and left is not None:
+        errors.print(left(), highlight=False, markup=False)
     if status == 0:
         console.print(f"\n{result}", highlight=False, markup=False)
     raise typer.Exit(status)
@@ -346,20 +371,21 @@ def _status_of(error: Exception) -> int:
     return _COULD_NOT_START if isinstance(error, ServerNotStarted | NoServer | Error) else _FAILED
 
 
-def _sentence(error: Exception, out: Path | None) -> str:
+def _sentence(error: Exception, out: Path | None, what: str) -> str:
     """Return the message for an error; for an unexpected one, it also names the file with the traceback."""
     if isinstance(error, ModuleNotFoundError):
         package = (error.name or "").partition(".")[0]
-        return f"{package or error} is not installed, and this training needs it: {install_command('training')}"
+        return f"{package or error} is not installed, and {what} needs it: {install_command('training')}"
     if _status_of(error) != _FAILED or type(error).__name__ == "RunFailed":
         return str(error)
     if isinstance(error, OSError) and error.errno is not None:
         sentence = f"{error.strerror or error}{f' ({error.filename})' if error.filename else ''}"
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            sentence = f"the disk is full: {sentence}. Make room and go on with --resume"
+            resume = " and go on with --resume" if what == "the training" else ""
+            sentence = f"the disk is full: {sentence}. Make room{resume}"
     else:
         first = str(error).strip().partition("\n")[0]
-        sentence = f"the training ended with {type(error).__name__}: {first}" if first else f"it ended with {error!r}"
+        sentence = f"{what} ended with {type(error).__name__}: {first}" if first else f"{what} ended with {error!r}"
     where = _written(error, out)
     return f"{sentence}\n(the traceback is in {where})" if where else sentence
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from enum import Enum, IntEnum
 from typing import Any, Literal
 
+from jurybox.protocol.errors import missing_name
 from jurybox.protocol.weights import Mode, WeightsLayout
 from jurybox.training.replay import Episodes, Field
 
@@ -277,10 +278,12 @@ def load(make: str) -> Callable[..., Any]:
     module, _, name = make.partition(":")
     try:
         found: Any = importlib.import_module(module)
-        for part in name.split("."):
-            found = getattr(found, part)
     except (ImportError, AttributeError, ValueError) as error:
         raise PlanError(f"{make!r} cannot be had: {error}; expected 'package.module:callable'") from error
+    imported = found
+    for part in name.split("."):
+        if (found := getattr(found, part, None)) is None:
+            raise PlanError(f"{make!r} cannot be had: {missing_name(imported, name)}")
     if not callable(found):
         raise PlanError(f"{make!r} is a {type(found).__name__}, expected something to call")
     made: Callable[..., Any] = found

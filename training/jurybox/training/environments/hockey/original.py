@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from jurybox.protocol.errors import missing_name
 from jurybox.training.environments.hockey.game import GOAL_REWARD, Game, HockeyGame, Mode, Observation, TimeOut, Turn
 
 
@@ -42,14 +43,13 @@ def make_game(
         raise ValueError(f"environment={environment!r}: expected module:Class, such as hockey.hockey_env:HockeyEnv")
     try:
         imported = importlib.import_module(module)
-        made = getattr(imported, kind)
     except ImportError as error:
         raise ImportError(
             f"{environment} cannot be imported ({error}): install it (pip install "
             "git+https://github.com/martius-lab/hockey-env), or leave the option out for the built-in game"
         ) from error
-    except AttributeError as error:
-        raise ImportError(f"module {module} has no {kind!r}: expected a class with the hockey interface") from error
+    if (made := getattr(imported, kind, None)) is None:
+        raise ImportError(f"{missing_name(imported, kind)}: expected a class with the hockey interface")
     # The original's Mode is an Enum of its own with the same numbers; it takes the number's member.
     own_mode = getattr(imported, "Mode", int)(int(mode))
     return OriginalGame(made(keep_mode=keep, mode=own_mode), Mode(mode), time_out, seed)
