@@ -20,8 +20,9 @@ from tests.serving import segments, wait_until
 from jurybox.protocol.errors import SharedMemoryError, TooManyFiles
 from jurybox.protocol.segment import Segment, directory, is_locked, segment_name, socket_of, sweep, try_lock
 from jurybox.protocol.shm_rings import ShmRings
+from jurybox.server.memory import available_memory
 from jurybox.server.supervisor import segment_server
-from jurybox.server.supervisor.segment_server import SegmentServer, available_memory
+from jurybox.server.supervisor.segment_server import SegmentServer
 
 pytestmark = pytest.mark.usefixtures("empty_shared_memory")
 

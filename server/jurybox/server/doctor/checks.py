@@ -23,7 +23,8 @@ from jurybox.protocol.segment import OWNER_LOCK, Segment, dead, directory, is_lo
 from jurybox.protocol.wire import PROTOCOL_VERSION, build_version
 from jurybox.server.doctor import host
 from jurybox.server.doctor.host import Finding, fail, ok, warn
-from jurybox.server.supervisor.segment_server import SegmentServer, available_memory
+from jurybox.server.memory import available_memory
+from jurybox.server.supervisor.segment_server import SegmentServer
 
 _MIB = 1 << 20
 _ARENA = 128 * _MIB  # the largest size of a model's arena by default

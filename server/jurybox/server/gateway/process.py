@@ -124,7 +124,7 @@ async def serve(control_pipe: ControlPipe, orders: dict[str, Any], log: Log) -> 
         end_streams()
         oip.give_up(refusal())  # nothing is left after a drain that was in time
 
-    doorways = [*serving, *robots.values(), *([rpc] if rpc is not None else [])]
+    doorways: list[_Doorway] = [*serving, *robots.values(), *([rpc] if rpc is not None else [])]
     draining = asyncio.create_task(_drained(doors, doorways, end_streams, control_pipe))
     try:
         async with signs_of_life(control_pipe):

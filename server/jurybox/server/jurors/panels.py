@@ -22,23 +22,25 @@ def example_images(rows: int, size: int) -> Tensor:
     """Generate noise with the 1/f amplitude spectrum of natural scenes (D. J. Field, JOSA A 4(12), 1987).
 
     A constant image is a degenerate case of all the jurors' statistics, so zeros would neither exercise nor check them.
-    The same arguments give the same images.
+    The same arguments give the same images. They are made one by one, so that a server's start needs no more memory
+    than its service.
 
     Returns:
         uint8 (rows, size, size, 3).
     """
     generator = torch.Generator().manual_seed(_SEED)
-    noise = torch.randn(rows, 3, size, size, generator=generator)
     down, across = torch.fft.fftfreq(size), torch.fft.rfftfreq(size)
     frequency = torch.sqrt(down[:, None] ** 2 + across[None, :] ** 2)
     # The texture has mean 0; the brightness is set below.
     amplitude = torch.where(frequency > 0, 1 / frequency.clamp(min=1 / size), 0.0)
-    texture = torch.fft.irfft2(torch.fft.rfft2(noise) * amplitude, s=(size, size))
-    texture = texture / texture.std(dim=(-2, -1), keepdim=True)
-    luma = texture[:, :1]
-    chroma = _CHROMA * torch.cat((texture[:, 1:2], -0.5 * (texture[:, 1:2] + texture[:, 2:3]), texture[:, 2:3]), dim=1)
-    image: Tensor = 118 + 50 * (luma + chroma)
-    return image.clamp(0, 255).to(torch.uint8).permute(0, 2, 3, 1).contiguous()
+    images = torch.empty((rows, size, size, 3), dtype=torch.uint8)
+    for image in images:
+        noise = torch.randn(3, size, size, generator=generator)
+        texture = torch.fft.irfft2(torch.fft.rfft2(noise) * amplitude, s=(size, size))
+        luma, red, blue = texture / texture.std(dim=(-2, -1), keepdim=True)
+        chroma = _CHROMA * torch.stack((red, -0.5 * (red + blue), blue))
+        image.copy_((118 + 50 * (luma + chroma)).clamp_(0, 255).permute(1, 2, 0))
+    return images
 
 
 class Panel(nn.Module):

@@ -21,6 +21,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr, mo
 
 from jurybox.protocol.address import is_loopback
 from jurybox.protocol.errors import Code, Refused
+from jurybox.server.memory import bounded, memory_limit
 from jurybox.server.settings.endpoints import split_host
 
 _OTHERS = stat.S_IRWXO | stat.S_IWGRP  # the group may read, since orchestrators mount secrets this way
@@ -302,7 +303,7 @@ class Access:
 
     def budget(self) -> ByteBudget:
         """Return a new limit for the requests of one transport."""
-        return ByteBudget(_AT_ONCE * self.max_message)
+        return ByteBudget(bounded(_AT_ONCE * self.max_message, memory_limit()))
 
     @property
     def token(self) -> Token | None:

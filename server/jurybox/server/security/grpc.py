@@ -202,14 +202,14 @@ class Guarding:
         write = handler.response_serializer
         entered = self._working if works(path) else contextlib.nullcontext
         if (direct := self._direct.get(path)) is not None:
-            work = self._directly(direct, read, handler.unary_unary, write, entered)
-            return grpc.unary_unary_rpc_method_handler(work)
+            directly = self._directly(direct, read, handler.unary_unary, write, entered)
+            return grpc.unary_unary_rpc_method_handler(directly)
         if handler.request_streaming and handler.response_streaming:
-            work = _streaming(handler.stream_stream, _messages, entered)
-            return grpc.stream_stream_rpc_method_handler(work, read, write)
+            streaming = _streaming(handler.stream_stream, _messages, entered)
+            return grpc.stream_stream_rpc_method_handler(streaming, read, write)
         if handler.response_streaming:
-            work = _streaming(handler.unary_stream, _message_of, entered)
-            return grpc.unary_stream_rpc_method_handler(work, read, write)
+            answering = _streaming(handler.unary_stream, _message_of, entered)
+            return grpc.unary_stream_rpc_method_handler(answering, read, write)
         if handler.request_streaming:
             raise NotImplementedError("no service here has a method of many requests and one answer")
         return grpc.unary_unary_rpc_method_handler(self._unary_unary(handler.unary_unary, entered), read, write)

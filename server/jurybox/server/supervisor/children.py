@@ -9,11 +9,11 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 from jurybox.processes import ControlPipe, encode_message, spawn
 from jurybox.protocol.scoreboard import Scoreboard
+from jurybox.server.memory import MemoryKills
 from jurybox.server.security.access import Access
 from jurybox.server.settings.config import Settings
 
@@ -78,36 +78,19 @@ _PROVEN = 1.0  # seconds of service after which a child counts as working; a tic
 _SHORT = 1.0  # seconds until the next attempt after a lack of memory or files
 
 
-def killed_for_memory() -> int | None:
-    """Return the number of processes that the kernel's out-of-memory killer has ended; None if unknown."""
-    try:
-        lines = Path("/proc/vmstat").read_text().splitlines()
-    except OSError:
-        return None
-    return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), None)
-
-
-class ExternalKills:
-    """Detects children that were killed from outside: by a kill -9 while they were serving.
+def killed_from_outside(status: int, served: float, *, by_supervisor: bool, memory: MemoryKills, short: str) -> bool:
+    """Return whether a dead child was killed from outside: by a kill -9 while it was serving.
 
     The kernel's out-of-memory killer also sends SIGKILL. Such a death counts as the process's own failure, like a
     crash, or the kill of a process that hangs.
+
+    Args:
+        status: its exit status.
+        served: seconds that it had served.
+        by_supervisor: whether its parent killed it.
+        short: what `memory` has said about its death.
     """
-
-    def __init__(self) -> None:
-        self._killed = killed_for_memory()
-
-    def killed(self, status: int, served: float, *, by_supervisor: bool) -> bool:
-        """Return whether a dead child was killed from outside.
-
-        Args:
-            status: its exit status.
-            served: seconds that it had served.
-            by_supervisor: whether its parent killed it.
-        """
-        before, self._killed = self._killed, killed_for_memory()
-        own = before is None or before != self._killed
-        return status == -signal.SIGKILL and served > _PROVEN and not by_supervisor and not own
+    return status == -signal.SIGKILL and served > _PROVEN and not by_supervisor and memory.known and not short
 
 
 @dataclass(eq=False)

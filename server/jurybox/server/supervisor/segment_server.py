@@ -14,7 +14,6 @@ server's own descriptor would keep its lock after the server's death.
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import os
 import select
@@ -40,6 +39,7 @@ from jurybox.protocol.segment import (
     try_lock,
 )
 from jurybox.protocol.shm_rings import ShmRings
+from jurybox.server.memory import MORE, available_memory
 
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _BACKLOG = 1024
@@ -49,7 +49,6 @@ _TURN = 64  # connections accepted in one turn
 _BREATH = 0.01  # seconds of sleep after a full turn, so that a flood of connections does not hold the GIL
 _MARGIN = 16 << 20  # bytes that are left for other processes
 _MIB = 1 << 20
-_GROUPS, _PROC = Path("/sys/fs/cgroup"), Path("/proc")
 
 
 class SegmentServer(Closing):
@@ -254,57 +253,8 @@ def check_room(name: str, size: int) -> None:
     if size + _MARGIN > left:
         raise SharedMemoryError(
             f"shared memory {name} needs {size / _MIB:.1f} MiB, {max(0, left) / _MIB:.1f} MiB are left of {where}; ask "
-            "for fewer rows, stop what else takes memory, or give it more (docker run --memory, systemd: MemoryMax)"
+            f"for fewer rows, stop what else takes memory, or {MORE}"
         )
-
-
-def available_memory(proc: Path = _PROC, groups: Path = _GROUPS) -> tuple[int, str]:
-    """Return the available memory in bytes, and what limits it: the machine or a control group."""
-    machine = _fields(proc / "meminfo")
-    found = []
-    if "MemAvailable" in machine:
-        found.append((1024 * (machine["MemAvailable"] + machine.get("SwapFree", 0)), "the machine's memory"))
-    try:
-        lines = (proc / "self" / "cgroup").read_text().splitlines()
-    except OSError:
-        lines = []
-    for line in lines:
-        _, kinds, path = line.split(":", 2)
-        if kinds == "":
-            folder, names = groups, ("memory.max", "memory.current", "")
-        elif "memory" in kinds.split(","):
-            folder, names = groups / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
-        else:
-            continue
-        group = folder / path.lstrip("/")
-        # A container may see its own group at the root, although its path outside is another.
-        for each in (group, *group.parents) if group.is_dir() else (folder,):
-            if (room := _room_of(each, *names)) is not None:
-                found.append((room, f"the limit {each / names[0]}"))
-            if each == folder:
-                break
-    return min(found, default=(1 << 62, "memory"))
-
-
-def _room_of(group: Path, limit: str, usage: str, prefix: str) -> int | None:
-    """Return the bytes left of a control group's limit, including reclaimable page cache; None if it has no limit."""
-    with contextlib.suppress(OSError, ValueError):
-        most = int((group / limit).read_text())
-        used = int((group / usage).read_text())
-        cache = _fields(group / "memory.stat")
-        return most - used + sum(cache.get(f"{prefix}{kind}", 0) for kind in ("inactive_file", "active_file"))
-    return None
-
-
-def _fields(file: Path) -> dict[str, int]:
-    """Parse a file of lines with a name and a number."""
-    fields = {}
-    with contextlib.suppress(OSError):
-        for line in file.read_text().splitlines():
-            name, _, rest = line.replace(":", " ", 1).partition(" ")
-            if (first := rest.split()[:1]) and first[0].isdigit():
-                fields[name] = int(first[0])
-    return fields
 
 
 def _listen(path: Path) -> socket.socket:

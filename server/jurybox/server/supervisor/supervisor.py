@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import secrets
+import signal
 import socket
 import time
 from collections.abc import Callable, Sequence
@@ -20,8 +21,9 @@ from jurybox.protocol.segment import is_locked, segment_name, sweep
 from jurybox.protocol.spec import ModelSpec, specs_from_plain
 from jurybox.protocol.weights import WeightsChannel, WeightsLayout
 from jurybox.server.logs import Log, LogLimiter, traced
+from jurybox.server.memory import MemoryKills
 from jurybox.server.settings.config import ModelSettings, Settings, named_factories
-from jurybox.server.supervisor.children import Child, ExternalKills, Watchdog, services
+from jurybox.server.supervisor.children import Child, Watchdog, killed_from_outside, services
 from jurybox.server.supervisor.control import ControlHandlers, ControlSocket, Events
 from jurybox.server.supervisor.dialect_fit import require_answerable
 from jurybox.server.supervisor.engines import Engines
@@ -55,7 +57,8 @@ class Supervisor:
         self._log = log
         self._limited = LogLimiter(log.error)  # for events that others can cause at any rate
         self._poller = zmq.Poller()
-        self._external_kills = ExternalKills()
+        self._memory_kills = MemoryKills()
+        self._short = ""  # what was short of memory at the last death of a child for lack of it
         self._weights_saver = WeightsSaver(log.error)
         self._computed: dict[int, NDArray[Any]] = {}  # engine -> batches of each model before its current start
         self._postponed: list[tuple[int, dict[str, Any]]] = []  # (engine, "loaded"), until their folder is free
@@ -291,7 +294,10 @@ class Supervisor:
         settled = child.serving and now - child.started_at > _SETTLED
         served, by_supervisor = now - child.served_at if child.serving else 0.0, child.killed_by_supervisor
         status = child.reap(now, settled_after=_SETTLED)
-        outside = self._external_kills.killed(status, served, by_supervisor=by_supervisor)
+        short = self._memory_kills.look()
+        outside = killed_from_outside(
+            status, served, by_supervisor=by_supervisor, memory=self._memory_kills, short=short
+        )
         charged = None
         if child not in self._services:
             index = self._engines.engines.index(child)
@@ -304,6 +310,8 @@ class Supervisor:
             self._go_on_draining()
             return
         why = {"charged_to": charged.name} if charged else {}
+        if short and status == -signal.SIGKILL and not by_supervisor:
+            why["reason"] = self._short = short
         self._log.error("child died", role=child.role, status=status, failures=child.failures, **why)
         if charged is not None:
             child.failures -= 1  # the death counts for the model instead
@@ -312,7 +320,7 @@ class Supervisor:
         elif outside:
             child.excuse_last_death(now)
         elif child.failures > self._settings.max_restarts:
-            self._log.error("gave up on a child", role=child.role, failures=child.failures)
+            self._log.error("gave up on a child", role=child.role, failures=child.failures, **self._memory())
             self._exit = _CHILD_LOST if self._announced else _COULD_NOT_START
             return
         if time.monotonic() >= child.restart_at:
@@ -349,17 +357,22 @@ class Supervisor:
         """Return whether an engine has computed a batch of a model since it started."""
         return bool(self._scoreboard.counters["batches"][index, model] != self._computed[index][model])
 
+    def _memory(self) -> dict[str, str]:
+        """Return the field of a log event that says what was short of memory, if a child has died for lack of it."""
+        return {"reason": self._short} if self._short else {}
+
     def _quarantine(self, held: HeldModel) -> None:
         """Quarantine a model that ends one engine after another, so that the others are served."""
         deaths = sum(held.deaths.values())
+        short = f" ({self._short})" if self._short else ""
         held.quarantined = (
             f"model {held.name!r} is in quarantine: {deaths} engines died in a row while they computed or loaded "
-            f"it. It is served again once it is loaded again, server.load({held.name!r}); see the server's log"
+            f"it{short}. It is served again once it is loaded again, server.load({held.name!r}); see the server's log"
         )
         held.engines = dict.fromkeys(self._engines.of(held), "quarantined")
         held.placed.clear()
         self._engines.order("refuse", model=held.index, reason=held.quarantined)
-        self._log.error("model in quarantine", model=held.name, deaths=deaths)
+        self._log.error("model in quarantine", model=held.name, deaths=deaths, **self._memory())
 
     def _on_network_process(self, child: Child, message: dict[str, Any]) -> None:
         child.heard_at = time.monotonic()
@@ -519,7 +532,7 @@ class Supervisor:
         models = ", ".join(f"{name} ({state})" for name, state in states.items())
         broken = [name for name, state in states.items() if state in ("failed", "quarantined")]
         if states and len(broken) == len(states):
-            self._log.error("could not start: every model failed", models=models)
+            self._log.error("could not start: every model failed", models=models, **self._memory())
             self._exit = _COULD_NOT_START
         elif all(child.serving for child in self._children()):
             self._announced = True

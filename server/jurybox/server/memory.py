@@ -1,0 +1,134 @@
+"""The memory that this process may use: what is left, what limits it, and whether the kernel has killed for lack of it.
+
+Read from this process's control groups (docs.kernel.org/admin-guide/cgroup-v2.html, cgroup-v1/memory.html) and /proc. A
+container's limit is that of its control group.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+_GROUPS, _PROC = Path("/sys/fs/cgroup"), Path("/proc")
+_MIB = 1 << 20
+MORE = "give it more (docker run --memory, MEMORY of compose.yaml, systemd: MemoryMax)"
+
+
+class _Names(NamedTuple):
+    """The files of a control group, and the prefix of the fields in memory.stat that include its children."""
+
+    limit: str
+    usage: str
+    events: str
+    prefix: str
+
+
+_V2 = _Names("memory.max", "memory.current", "memory.events", "")
+_V1 = _Names("memory.limit_in_bytes", "memory.usage_in_bytes", "memory.oom_control", "total_")
+
+
+def available_memory(proc: Path = _PROC, groups: Path = _GROUPS) -> tuple[int, str]:
+    """Return the available memory in bytes, and what limits it: the machine or a control group."""
+    machine = _fields(proc / "meminfo")
+    found = []
+    if "MemAvailable" in machine:
+        found.append((1024 * (machine["MemAvailable"] + machine.get("SwapFree", 0)), "the machine's memory"))
+    for group, names in _own_groups(proc, groups):
+        if (room := _room_of(group, names)) is not None:
+            found.append((room, f"the limit {group / names.limit}"))
+    return min(found, default=(1 << 62, "memory"))
+
+
+def memory_limit(proc: Path = _PROC, groups: Path = _GROUPS) -> tuple[int, Path] | None:
+    """Return the smallest limit of this process's control groups in bytes, and its file; None without a limit."""
+    total = 1024 * _fields(proc / "meminfo").get("MemTotal", 1 << 52)
+    found = []
+    for group, names in _own_groups(proc, groups):
+        with contextlib.suppress(OSError, ValueError):
+            found.append((int((group / names.limit).read_text()), group / names.limit))
+    limit = min(found, default=None)
+    return None if limit is None or limit[0] >= total else limit  # "no limit" of version 1 is a very large number
+
+
+def bounded(most: int, limit: tuple[int, Path] | None) -> int:
+    """Return `most` bytes, or what a process may hold for its clients' requests under a memory limit, if that is less.
+
+    It is an eighth: the same bytes are held up to three times while a request is read, and the rest is for models.
+    """
+    return most if limit is None else min(most, limit[0] // 8)
+
+
+class MemoryKills:
+    """Tells whether the kernel has killed a process for lack of memory since the last look."""
+
+    def __init__(self, proc: Path = _PROC, groups: Path = _GROUPS) -> None:
+        self._proc, self._groups = proc, groups
+        self._seen = self._counts()
+
+    @property
+    def known(self) -> bool:
+        """Whether the kernel counts such kills."""
+        return any(count is not None for count in self._seen)
+
+    def look(self) -> str:
+        """Return what was short of memory if a process was killed since the last call; else an empty text."""
+        before, self._seen = self._seen, self._counts()
+        group, machine = (
+            was is not None and now is not None and now > was for was, now in zip(before, self._seen, strict=True)
+        )
+        if group and (limit := memory_limit(self._proc, self._groups)) is not None:
+            return f"out of memory: the limit of {limit[0] / _MIB:.0f} MiB ({limit[1]}) is used up; {MORE}"
+        if group or machine:
+            return "out of memory: the kernel killed a process for lack of it (see dmesg); stop what else takes memory"
+        return ""
+
+    def _counts(self) -> tuple[int | None, int | None]:
+        """Return the kills in this process's control group, and on the machine; None: not counted."""
+        innermost = next(_own_groups(self._proc, self._groups), None)  # which counts a kill for any limit
+        of_group = None if innermost is None else _fields(innermost[0] / innermost[1].events).get("oom_kill")
+        return of_group, _fields(self._proc / "vmstat").get("oom_kill")
+
+
+def _own_groups(proc: Path, groups: Path) -> Iterator[tuple[Path, _Names]]:
+    """Yield the control groups of this process that limit memory, from the inside outwards."""
+    try:
+        lines = (proc / "self" / "cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, kinds, path = line.split(":", 2)
+        if kinds == "":
+            folder, names = groups, _V2
+        elif "memory" in kinds.split(","):
+            folder, names = groups / "memory", _V1
+        else:
+            continue
+        group = folder / path.lstrip("/")
+        # A container may see its own group at the root, although its path outside is another.
+        for each in (group, *group.parents) if group.is_dir() else (folder,):
+            yield each, names
+            if each == folder:
+                break
+
+
+def _room_of(group: Path, names: _Names) -> int | None:
+    """Return the bytes left of a control group's limit, including reclaimable page cache; None if it has no limit."""
+    with contextlib.suppress(OSError, ValueError):
+        most = int((group / names.limit).read_text())
+        used = int((group / names.usage).read_text())
+        cache = _fields(group / "memory.stat")
+        return most - used + sum(cache.get(f"{names.prefix}{kind}", 0) for kind in ("inactive_file", "active_file"))
+    return None
+
+
+def _fields(file: Path) -> dict[str, int]:
+    """Parse a file of lines with a name and a number."""
+    fields = {}
+    with contextlib.suppress(OSError):
+        for line in file.read_text().splitlines():
+            name, _, rest = line.replace(":", " ", 1).partition(" ")
+            if (first := rest.split()[:1]) and first[0].isdigit():
+                fields[name] = int(first[0])
+    return fields
