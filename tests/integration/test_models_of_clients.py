@@ -107,6 +107,32 @@ def test_without_a_line_in_the_configuration_no_remote_client_is_accepted(gatewa
             client.load("mine", LOADED, keep=5.0)
 
 
+_KILLED = """
+import sys, time
+from jurybox.client import connect
+with connect(sys.argv[1]) as client:
+    client.load("orphan", {"factory": "tests.models:affine"}, keep=600.0)
+    with client.model("orphan", rows=2) as model:
+        print("loaded", flush=True)
+        time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("kind", TRANSPORTS)
+def test_a_model_does_not_outlive_its_killed_client_for_long_however_long_it_was_to_be_kept(server, kind):
+    address = server.address if kind == "ipc" else f"{kind}://{server.listening(kind)}"
+    owner = subprocess.Popen([sys.executable, "-c", _KILLED, address], stdout=subprocess.PIPE, text=True)
+    try:
+        assert owner.stdout.readline() == "loaded\n"
+        with server.connect() as client:
+            assert "orphan" in client.models()
+            owner.kill()
+            wait_until(lambda: "orphan" not in client.models(), 30, "the unloading of the model")
+    finally:
+        owner.kill()
+        owner.wait()
+
+
 _RUN = """
 import sys, time
 from pathlib import Path

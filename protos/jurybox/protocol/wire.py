@@ -18,6 +18,7 @@ PROTOCOL_VERSION = 2
 PREFIX = b"J" + bytes([PROTOCOL_VERSION])
 MAX_CONTROL = 1 << 20  # bytes of a control request's body: libzmq drops the connection of a peer that sends more
 MAX_NAME = 128  # characters of a model's name
+BEREFT = 4.0  # seconds that a server still keeps a model whose client's connection has ended
 
 
 def require_name(name: str) -> None:

@@ -15,7 +15,7 @@ import ssl
 import time
 import zlib
 from collections import deque
-from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import grpc
@@ -94,6 +94,11 @@ class Call:
     def done(self) -> bool:
         """Return whether the call was answered or its peer is gone; a further answer is discarded."""
         return self._done
+
+    @property
+    def farewells(self) -> dict[str, Callable[[], None]]:
+        """Functions to call when the call's connection has ended, by a name of the method's choice."""
+        return self._connection.farewells
 
     def time_remaining(self) -> float | None:
         """Return the seconds until the deadline; None if there is none."""
@@ -269,6 +274,7 @@ class _Connection(asyncio.BufferedProtocol):
         self.budget = server.budget
         self.native = native.GrpcConnection(server.most_message, MOST_METADATA, MOST_STREAMS)
         self.calls: dict[int, Call] = {}
+        self.farewells: dict[str, Callable[[], None]] = {}  # called when the connection has ended
         self._transport: Any = None
         self.client: ClientConnection | None = None
         self._paused = self._reading = self.lone = False
@@ -384,6 +390,8 @@ class _Connection(asyncio.BufferedProtocol):
         self._transport = None
         for call in list(self.calls.values()):
             call.gone()
+        for farewell in self.farewells.values():
+            farewell()
         self._wake()
         self._server.look()
 

@@ -22,12 +22,14 @@ from jurybox.protocol.control_pb2 import (
     ControlRequest,
     Done,
     ErrorMessage,
+    KeepRequest,
     Lease,
     ReleaseRequest,
     ServerMessage,
 )
 from jurybox.protocol.errors import Code, Error, plain, said
 from jurybox.protocol.wire import (
+    BEREFT,
     PACK_TICKET,
     PREFIX,
     TICKET_FRAME,
@@ -77,6 +79,7 @@ class Relay:
         self._missing: dict[bytes, int] = {}
         self._calls: dict[bytes, tuple[float, bytes, bytes, Answer]] = {}
         self._calls_of: Counter[bytes] = Counter()
+        self._kept: dict[bytes, set[str]] = {}  # models that a client has asked to keep
         self._number = 0
         self._pumping = self._closed = self._draining = False
         self._bad_messages, self._warned_at = 0, 0.0
@@ -168,12 +171,15 @@ class Relay:
 
     def reclaim(self) -> None:
         """Release the lanes of clients that are gone, and forget unanswered calls."""
-        owners = {held.owner for held in self._lanes.values()}
+        owners = {held.owner for held in self._lanes.values()} | self._kept.keys()
         self._missing = {owner: self._missing.get(owner, 0) + 1 for owner in owners if not self._front.is_there(owner)}
         for number, held in list(self._lanes.items()):
             if self._missing.get(held.owner, 0) >= _MISSED:
                 self._report("remote client gone, rows released", rows=held.lane.rows)
                 self._drop(number)
+        for owner in [owner for owner, missed in self._missing.items() if missed >= _MISSED]:
+            for name in self._kept.pop(owner, ()):
+                self._keep_no_longer(name)
         long_ago = time.monotonic() - _CALL_TIMEOUT
         self._calls = {number: call for number, call in self._calls.items() if call[0] > long_ago}
         self._calls_of = Counter(sender for _, sender, _, _ in self._calls.values())
@@ -338,8 +344,13 @@ class Relay:
                 self._pass_on(sender, number, request, _without_addresses)
             case "load":
                 request.load.remote = True
+                if request.load.keep:
+                    self._kept.setdefault(sender, set()).add(request.load.model)
                 self._pass_on(sender, number, request, lambda reply: reply)
-            case "status" | "model" | "unload" | "keep" | "sleep" | "wake":
+            case "keep":
+                self._kept.setdefault(sender, set()).add(request.keep.model)
+                self._pass_on(sender, number, request, lambda reply: reply)
+            case "status" | "model" | "unload" | "sleep" | "wake":
                 self._pass_on(sender, number, request, lambda reply: reply)
             case _:
                 raise Error(f"unknown control request {kind!r}: a newer client?", Code.MALFORMED)
@@ -358,6 +369,13 @@ class Relay:
             raise Error("too many calls wait for the server's answer: try again later", Code.BUSY) from None
         self._calls[ours] = (time.monotonic(), sender, number, answer)
         self._calls_of[sender] += 1
+        self._again()
+
+    def _keep_no_longer(self, name: str) -> None:
+        """Shorten the time for which a model is kept; no one waits for the answer."""
+        body = ControlRequest(keep=KeepRequest(model=name, keep=BEREFT)).SerializeToString()
+        with contextlib.suppress(zmq.Again):
+            self._back.send_multipart((PREFIX, bytes(8), body), zmq.NOBLOCK)
         self._again()
 
     def _on_reply(self, frames: list[zmq.Frame]) -> None:

@@ -20,6 +20,7 @@ from jurybox.protocol.scoreboard import LANE_LOCK, Scoreboard
 from jurybox.protocol.segment import is_locked, segment_name, sweep
 from jurybox.protocol.spec import ModelSpec, specs_from_plain
 from jurybox.protocol.weights import WeightsChannel, WeightsLayout
+from jurybox.protocol.wire import BEREFT
 from jurybox.server.logs import Log, LogLimiter, traced
 from jurybox.server.memory import MemoryKills
 from jurybox.server.settings.config import ModelSettings, Settings, named_factories
@@ -205,6 +206,8 @@ class Supervisor:
         for lane in self._leases.reclaim(self._engines.living()):
             self._log.info("client gone, rows taken back", lane=lane.lane, rows=lane.rows)
             self._control.forget(lane)
+            if (left := self._models.numbered(lane.model)) is not None and left.until is not None:
+                left.until = min(left.until, now + BEREFT)  # a keeper that lives asks again before
         if self._control.look_at_pause():
             self._log.warning("the process that paused the engines is gone, resuming them")
         for held in self._models.given_up(now):

@@ -1,8 +1,8 @@
 """The models of a run on a server: a running one, or a private one.
 
 On a shared server the models have unique names, so that runs do not interfere, and are *kept*: the server unloads them
-after `KEEP` seconds without a sign of life. A run unloads them at its end, and those of a killed run are unloaded after
-that time.
+after `KEEP` seconds without a sign of life, or a few seconds after a killed run has lost its connections. A run unloads
+them at its end.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger("jurybox.training")
 
 KEEP = 60.0  # seconds that a server holds a run's models without a word of it
-_KEEPS_PER_PERIOD = 4  # words in that time
+_KEEP_EVERY = 1.0  # seconds between two words: fewer than a server waits for one after the end of a connection
 _LOAD_TIMEOUT = 120.0  # seconds that a server gets to load a model: its engines may have to import torch
 _MAX_VERSIONS = 64  # publications
 _CALL_TIMEOUT = 10.0
@@ -177,7 +177,7 @@ class _LoadedModels:
 
     def _run(self) -> None:
         server: Server | None = None
-        while not self._stop.wait(_RETRY_SECONDS if server is None else KEEP / _KEEPS_PER_PERIOD):
+        while not self._stop.wait(_RETRY_SECONDS if server is None else _KEEP_EVERY):
             try:
                 server = server or connect(self._address, timeout=_CALL_TIMEOUT)
                 for name in self._models:

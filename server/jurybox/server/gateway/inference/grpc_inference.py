@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NoReturn, TypeAlias
 
 from google.protobuf.json_format import ParseDict
@@ -338,6 +338,8 @@ class InferenceServicer:
         self, request: pb.RepositoryModelLoadRequest, context: Context
     ) -> pb.RepositoryModelLoadResponse:
         given = {name: plain_value(name, value) for name, value in request.parameters.items()}
+        if given.get("keep") and (farewells := getattr(context, "farewells", None)) is not None:
+            farewells[f"keep {request.model_name}"] = partial(self._oip.repository.keep_no_longer, request.model_name)
         await self._oip.repository.load(request.repository_name, request.model_name, given)
         return pb.RepositoryModelLoadResponse()
 

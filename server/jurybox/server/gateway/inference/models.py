@@ -6,12 +6,14 @@ protobuf messages share.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
 from typing import Any
 
-from jurybox.protocol.errors import SLEEPS, Code, ModelNotFound, Refused, plain
+from jurybox.protocol.errors import SLEEPS, Code, Error, ModelNotFound, Refused, plain
 from jurybox.protocol.spec import BYTES, OIP_NAMES
-from jurybox.protocol.wire import require_name
+from jurybox.protocol.wire import BEREFT, require_name
 from jurybox.server.gateway.inference.lanes import Lanes
 from jurybox.server.gateway.inference.tensors import Parameters, malformed, read_json, truth, weights_version
 
@@ -210,6 +212,7 @@ class Repository:
 
     def __init__(self, lanes: Lanes) -> None:
         self._lanes = lanes
+        self._shortening: set[asyncio.Future[None]] = set()
 
     async def load(self, repository: str, model: str, parameters: Parameters) -> None:
         """Load or reload a configured model; it keeps serving during a reload.
@@ -246,6 +249,16 @@ class Repository:
             await self._lanes.call(lambda server: server.keep(model, float(keep)))
         else:
             await self._lanes.call(lambda server: server.load(model, timeout=_LOAD))
+
+    def keep_no_longer(self, model: str) -> None:
+        """Shorten the time for which a model is kept whose client's connection has ended."""
+
+        async def shorten() -> None:
+            with contextlib.suppress(Error):  # it is unloaded already, or the server is gone
+                await self._lanes.call(lambda server: server.keep(model, BEREFT))
+
+        self._shortening.add(task := asyncio.ensure_future(shorten()))
+        task.add_done_callback(self._shortening.discard)
 
     async def unload(self, repository: str, model: str, parameters: Parameters) -> None:
         """Unload a model; if the parameter `sleep` is true, put it to sleep instead. Raises ModelNotFound."""
