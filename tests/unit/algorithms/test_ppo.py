@@ -179,6 +179,26 @@ def test_a_last_batch_size_of_one_row_leaves_the_network_finite() -> None:
     assert all(bool(each.isfinite().all()) for each in learner.network.parameters())
 
 
+def test_steps_that_are_not_valid_change_nothing_whatever_they_hold() -> None:
+    settings = PPOSettings(batch_size=8, hidden=(8,), n_epochs=3)
+    made = played(PPO(2, 3, settings, 0), np.random.default_rng(0))
+    keep = np.ones(made.rewards.shape, bool)
+    keep[2:4, 0] = False
+    weights = []
+    for garbage in (0.0, 1e6):
+        for name in ("observations", "rewards", "values", "log_probs"):
+            getattr(made, name)[~keep] = garbage
+        made.over[1:4, 0], made.valid = True, keep
+        learner = PPO(2, 3, settings, 0)
+        learner.update(made)
+        weights.append([each.detach().numpy().copy() for each in learner.network.parameters()])
+        assert learner._deviation < 1e3
+    assert all(np.array_equal(one, two) for one, two in zip(*weights, strict=True))
+    made.valid = np.zeros_like(keep)
+    with pytest.raises(ValueError, match="no step of this rollout is valid"):
+        learner.update(made)
+
+
 def test_long_computations_give_signs_of_life(monkeypatch) -> None:
     signs = []
     learner = PPO(2, 3, replace(SETTINGS, n_epochs=3, target_kl=None), 0, alive=lambda: signs.append(1))

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from gymnasium.vector import VectorEnv
 
+from jurybox.training.algorithms.ppo import PPO, PPOSettings, advantages_of
 from jurybox.training.environments.cage import CageEnv, CageVectorEnv
 from jurybox.training.environments.cage.tables import INDEX, Blue, action
 from jurybox.training.search.environments import TRUTH
@@ -131,6 +132,80 @@ def test_a_network_that_was_replaced_has_obeyed_and_disobeyed_nothing(lost) -> N
     assert episodes.judged.tolist() == [0, 0] and episodes.returns.tolist() == [0.0, 0.0]
 
 
+class Cut(CageVectorEnv):
+    """Truncates the first network at its fifth step; "restarted": as where its process was replaced, once or for ever.
+
+    The first network's rewards are much worse, so that it is seen where they count.
+    """
+
+    def __init__(self, *given, restarted=False, times=1, first=0, **more) -> None:
+        super().__init__(*given, autoreset_mode="Disabled", **more)
+        self.restarted, self.times, self.first, self.steps = restarted, times, first, 0
+
+    def reset(self, **given):
+        self.steps = 0
+        return super().reset(**given)
+
+    def step(self, actions):
+        observation, reward, terminated, truncated, info = super().step(actions)
+        self.steps += 1
+        reward = reward - np.array([1000.0 * (i == 0) for i in range(self.num_envs)])
+        if self.steps == 5 and self.times:
+            self.times -= 1
+            cut = np.arange(self.num_envs) <= self.first
+            truncated = truncated | cut
+            if self.restarted:
+                info = {**info, "restarted": cut, "_restarted": cut}
+        return observation, reward, terminated, truncated, info
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+def test_a_network_that_was_truncated_is_bootstrapped_and_its_reset_is_not_learned_from(restarted) -> None:
+    s = PPOSettings(normalise_returns=True)
+    learner = PPO(INPUTS, 145, s, 0)
+    learner._mean, learner._deviation = -60.0, 20.0  # the critic's scale after some updates of this task
+    env = Cut(2, episode_length=20, restarted=restarted)
+    env.reset(seed=0)
+    rollout, episodes = play(env, learner, None, steps=20, weight=0.0)
+    lost = [4] if restarted else []
+    assert rollout.over[:, 0].nonzero()[0].tolist() == [*([3] if restarted else []), 4, 5, 19]
+    assert rollout.over[:, 1].nonzero()[0].tolist() == [19] and rollout.valid[:, 1].all()
+    assert (~rollout.valid[:, 0]).nonzero()[0].tolist() == [*lost, 5]
+    assert episodes.whole.tolist() == [False, True]
+    at = 3 if restarted else 4
+    following = learner.values(rollout.observations[at + 1, :1])[0]
+    assert rollout.final_values[at, 0] == pytest.approx(following) and following < -40
+    expected = rollout.rewards[at, 0] + s.gamma * following - rollout.values[at, 0]
+    assert advantages_of(rollout, s)[at, 0] == pytest.approx(expected, rel=1e-5)
+
+
+def test_parts_that_are_learned_from_in_between_are_bootstrapped_where_they_were_cut() -> None:
+    env, parts = Cut(2, episode_length=20), []
+    env.reset(seed=0)
+    options = {"learn_every": 5, "learn": lambda part: parts.append((part, part.final_values.copy()))}
+    play(env, Always(0), None, steps=20, weight=0.0, **options)
+    first, final = parts[0]
+    assert first.over[-1].tolist() == [True, False] and (final[-1] == first.last_values).all()
+    assert (~parts[1][0].valid[:, 0]).tolist() == [True, False, False, False, False]
+
+
+def test_a_new_network_has_no_doubts_of_the_one_before() -> None:
+    env = Cut(2, episode_length=30)
+    env.reset(seed=3)
+    before = CageVectorEnv._observations
+
+    def stirred(self):
+        found = before(self)
+        if self.steps < 5:
+            found[:, 0] = 1  # activity on the first host
+        return found
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(CageVectorEnv, "_observations", stirred)
+        rollout, _ = play(env, Always(0), None, steps=10, weight=0.0)
+    assert rollout.observations[5, :, 77].tolist() == [1, 1] and rollout.observations[7, :, 77].tolist() == [0, 1]
+
+
 def test_an_episode_survives_the_death_of_the_only_worker() -> None:
     make = partial(CageEnv, episode_length=100)
     with ProcessVectorEnv([make, make], workers=1, info_fields=TRUTH) as env:
@@ -143,5 +218,7 @@ def test_an_episode_survives_the_death_of_the_only_worker() -> None:
         rollout, episodes = play(
             env, Always(action(Blue.RESTORE, "User1")), ORDER, steps=10, weight=30.0, stepped=stepped
         )
-    assert rollout.over.sum() == 4, "both ended once before the last step"
+    assert rollout.over[:, 0].nonzero()[0].tolist() == [3, 4, 5, 9] and not rollout.terminated.any()
+    assert (~rollout.valid[:, 0]).nonzero()[0].tolist() == [4, 5], "the lost step, and the reset"
+    assert (rollout.final_values[3] == rollout.values[4]).all() and not episodes.whole.any()
     np.testing.assert_allclose(rollout.rewards.sum(0), episodes.returns - 30.0 * (episodes.judged - episodes.obeyed))

@@ -10,6 +10,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
+from tests.unit.search.test_rollouts import Cut
 
 from jurybox.training.algorithms.ppo import PPOSettings
 from jurybox.training.checkpoints import CheckpointError, Checkpoints
@@ -197,6 +198,34 @@ def test_settings_that_make_no_sense_are_refused() -> None:
     ):
         with pytest.raises(ValueError, match="settings of the workflow training: "):
             SETTINGS.changed(**changed)
+
+
+def with_cuts(**changed) -> WorkflowTrainer:
+    """A trainer whose first network is truncated in an evaluation's first round, or more of them."""
+    evaluation = Cut(SETTINGS.envs, SETTINGS.red, episode_length=SETTINGS.episode_length, restarted=True, **changed)
+    evaluation.reset(seed=1)
+    return WorkflowTrainer(SETTINGS, environments.make(SETTINGS, 0), (evaluation,))
+
+
+def test_an_evaluation_scores_whole_episodes_alone() -> None:
+    found = with_cuts().evaluate(None, 8)
+    assert found.episodes == 15, "of 16, without the one of which the process was replaced"
+    assert found.returns > -1000, "which was the worst by far"
+
+
+def test_a_round_without_a_whole_episode_is_played_again_and_not_for_ever() -> None:
+    assert with_cuts(first=7).evaluate(None, 8).episodes == 16
+    with pytest.raises(RuntimeError, match="none of 8 networks reached the end of an episode in 5 tries"):
+        with_cuts(first=7, times=99).evaluate(None, 8)
+
+
+def test_a_training_step_is_judged_by_whole_episodes_alone() -> None:
+    it = trainer()
+    cut = Cut(SETTINGS.envs, SETTINGS.red, episode_length=SETTINGS.episode_length, restarted=True)
+    cut.reset(seed=1)
+    it._env = (cut,)
+    numbers = it.advance()
+    assert min(it.recent) > -1000 and numbers["return_mean"] > -1000 and numbers["total_reward"] > -1000
 
 
 FILES = {"metrics.csv", "workflows.csv", "summary.json", "report.html", "settings.json", "checkpoints", "tensorboard"}

@@ -126,6 +126,7 @@ class Rollout:
         final_values: float32 (t, n), the value of what followed where `over` and not terminated; anything elsewhere.
         last_values: float32 (n,), of what follows the last step.
         masks: bool (t, n, actions), or None.
+        valid: bool (t, n), the steps to learn from; None: all. What is left out is `over`, and so is what precedes it.
     """
 
     observations: npt.NDArray[Any]
@@ -138,6 +139,7 @@ class Rollout:
     final_values: Floats
     last_values: Floats
     masks: npt.NDArray[np.bool_] | None = None
+    valid: npt.NDArray[np.bool_] | None = None
 
     def part(self, first: int, end: int, last_values: Floats) -> Rollout:
         """Steps `first` to `end`, which is not part of it; `last_values` of what follows them. Shares the memory."""
@@ -258,21 +260,29 @@ class PPO:
         """Learn from a rollout of this policy; returns mean losses and diagnostics."""
         settings = self.settings
         advantages = advantages_of(rollout, settings)
-        returns = advantages + rollout.values
-        old = self._normalised(rollout.values)
-        explained = 1.0 - float((returns - rollout.values).var() / (returns.var() + 1e-8))
+        if rollout.valid is not None and not rollout.valid.any():
+            raise ValueError("no step of this rollout is valid: expected one to learn from")
+
+        def rows(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+            return array.reshape(-1, *array.shape[2:]) if rollout.valid is None else array[rollout.valid]
+
+        advantages, values = rows(advantages), rows(rollout.values)
+        returns = advantages + values
+        old = self._normalised(values)
+        explained = 1.0 - float((returns - values).var() / (returns.var() + 1e-8))
         if settings.normalise_returns:
             self._observe(returns)
-        batch = {
-            "observations": _rows(rollout.observations),
-            "actions": _rows(rollout.actions),
-            "log_probs": _rows(rollout.log_probs),
-            "advantages": _rows(advantages),
-            "returns": _rows(self._normalised(returns)),
-            "values": _rows(old),
+        columns = {
+            "observations": rows(rollout.observations),
+            "actions": rows(rollout.actions),
+            "log_probs": rows(rollout.log_probs),
+            "advantages": advantages,
+            "returns": self._normalised(returns),
+            "values": old,
         }
         if rollout.masks is not None:
-            batch["masks"] = _rows(rollout.masks)
+            columns["masks"] = rows(rollout.masks)
+        batch = {name: torch.from_numpy(np.ascontiguousarray(column)) for name, column in columns.items()}
         count = len(batch["actions"])
         totals: dict[str, float] = {}
         steps, stopped = 0, False
@@ -357,7 +367,3 @@ class PPO:
 
     def _normalised(self, values: Floats) -> Floats:
         return ((values - self._mean) / self._deviation).astype(np.float32)
-
-
-def _rows(array: npt.NDArray[Any]) -> Tensor:
-    return torch.from_numpy(np.ascontiguousarray(array.reshape(-1, *array.shape[2:])))

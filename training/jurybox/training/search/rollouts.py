@@ -223,6 +223,8 @@ class Episodes:
     Attributes:
         returns: float64, of the environment's own rewards, without the cost of disobedience.
         fixes, complied, judged, obeyed: int64, see `Alignment`.
+        whole: bool; False if the network was truncated before the last step, such as by the death of its process. What
+            the other numbers then count is of two networks, and says nothing about either.
     """
 
     returns: npt.NDArray[np.float64]
@@ -230,6 +232,7 @@ class Episodes:
     complied: npt.NDArray[np.int64]
     judged: npt.NDArray[np.int64]
     obeyed: npt.NDArray[np.int64]
+    whole: Bools
 
     def of(self, rows: Bools) -> Episodes:
         """Return some of the episodes."""
@@ -270,6 +273,10 @@ def play(
 ) -> tuple[Rollout, Episodes]:
     """Play one episode of every environment, each of `steps` steps.
 
+    An environment that is truncated before (its process was replaced, say) is bootstrapped there, and begins another
+    episode. Its steps without an effect are not valid in the rollout: that of the reset, and the one whose result is
+    lost; and its episode is not `Episodes.whole`.
+
     Args:
         env: its infos hold ``true_state``; with masks also ``action_masks``, or it has a method of that name. The
             policy acts for its parts in turn: a part with `step_async` steps while the policy acts for the next.
@@ -292,7 +299,7 @@ def play(
     made_to_sleep = head_starts is not None and bool(head_starts.any())
     rollout = _empty(steps, n, use_masks or mask_orders or made_to_sleep)
     rollout.observations[:, :, _ORDER_INPUTS] = orders.encoded if with_orders else 0.0
-    returns = np.zeros(n)
+    returns, whole = np.zeros(n), np.ones(n, np.bool_)
     last = np.zeros((n, INPUTS), np.float32)
     counts, games, first = np.zeros((4, n), np.int64), [], 0
     for part in parts:
@@ -303,7 +310,7 @@ def play(
             head_starts[rows] if head_starts is not None and made_to_sleep else None,
         )
         alignment = Alignment(orders.rows(rows), weight, *counts[:, rows])
-        games.append(_Game(part, rows, alignment, masking, rollout, returns))
+        games.append(_Game(part, rows, alignment, masking, rollout, returns, whole))
 
     def finish(step: int) -> Floats:
         """End a step of all parts; return the values of the next states."""
@@ -312,6 +319,7 @@ def play(
             last[game.rows] = rollout.observations[step, game.rows]
             game.write(last[game.rows])
         values: Floats = policy.act(last, None, greedy=True)[2]
+        rollout.final_values[step] = values
         return values
 
     for step in range(steps):
@@ -324,8 +332,8 @@ def play(
             game.act(step, policy, greedy=greedy)
         stepped(step)
     rollout.last_values[:] = finish(steps - 1)
-    rollout.final_values[-1] = rollout.last_values
-    return rollout, Episodes(returns, *counts)
+    fixes, complied, judged, obeyed = counts
+    return rollout, Episodes(returns, fixes, complied, judged, obeyed, whole)
 
 
 @dataclass(frozen=True, slots=True)
@@ -358,9 +366,11 @@ class _Game:
         masking: _Masking,
         rollout: Rollout,
         returns: npt.NDArray[np.float64],
+        whole: Bools,
     ) -> None:
         self.rows, self._env, self._alignment, self._rollout, self._returns = rows, env, alignment, rollout, returns
-        self._masking = masking
+        self._masking, self._whole = masking, whole
+        self._resets = np.zeros(env.num_envs, np.bool_)  # environments whose next step is a reset
         self._doubts = Doubts(env.num_envs)
         self.observation, self._info = env.reset()
         self._truth: npt.NDArray[np.int8] = self._info["true_state"]
@@ -377,6 +387,8 @@ class _Game:
             masks = rollout.masks[step, rows]
             self._masking.fill(masks, step, self._env, self._info, self._doubts.hosts(self.observation))
         actions, rollout.log_probs[step, rows], rollout.values[step, rows] = policy.act(seen, masks, greedy=greedy)
+        if step:  # the value of what followed, where the step before was cut off
+            rollout.final_values[step - 1, rows] = rollout.values[step, rows]
         rollout.actions[step, rows] = self._actions = actions
         self._result = _begin(self._env, actions)
 
@@ -388,10 +400,18 @@ class _Game:
         """Wait for the step, and record the results."""
         rollout, rows = self._rollout, self.rows
         self.observation, rewards, terminated, truncated, self._info = self._result()
+        # The result of this step was lost with its process: nothing is known of what followed the observation before.
+        lost = np.zeros_like(self._resets) | self._info.get("restarted", False)
+        resets, self._resets = self._resets, terminated | truncated
+        self._doubts.stirred[resets] = False  # what is remembered is of the network before
         self._doubts.see(self._actions, self.observation)
-        over = terminated | truncated
-        over |= step == len(rollout.over) - 1
-        rollout.terminated[step, rows], rollout.over[step, rows] = terminated, over
+        last = step == len(rollout.over) - 1
+        rollout.terminated[step, rows], rollout.over[step, rows] = terminated, self._resets | resets | last
+        assert rollout.valid is not None
+        rollout.valid[step, rows] = ~(lost | resets)
+        if step:
+            rollout.over[step - 1, rows] |= lost
+        self._whole[rows] &= ~(lost | (self._resets & (not last)))
         self._returns[rows] += rewards
         before, (after, self._truth) = self._truth, _true_states(self._info, self._truth)
         rollout.rewards[step, rows] = rewards + self._alignment.step(self._actions, before, after)
@@ -440,6 +460,7 @@ def _empty(steps: int, n: int, masks: bool) -> Rollout:
         final_values=table(np.float32),
         last_values=np.zeros(n, np.float32),
         masks=np.ones((steps, n, t.N_ACTIONS), np.bool_) if masks else None,
+        valid=np.ones((steps, n), np.bool_),
     )
 
 

@@ -28,6 +28,7 @@ REFERENCE, MIXED, SEARCH, FINAL, DONE = "reference", "mixed", "search", "final",
 _PHASES = (REFERENCE, MIXED, SEARCH, FINAL, DONE)
 _WITHOUT = 1 / 8  # share without an order among the networks that train all orders
 _NONE = (-1,) * N_TYPES
+_TRIES = 5  # to play a round of which one episode is whole
 _HEAD_STARTS, _ORDERS = 78, 79  # streams of random numbers
 
 
@@ -159,7 +160,8 @@ class WorkflowTrainer:
             self._begin()
         orders, own = self._orders()
         head_starts = self._head_starts()
-        rollout, played = play(
+        rollout, played = _played(
+            own,
             self._env,
             self._policy,
             orders,
@@ -172,7 +174,7 @@ class WorkflowTrainer:
             learn_every=settings.update_every_steps,
             learn=self._learn,
         )
-        from_start = head_starts == 0
+        own, from_start = own & played.whole, (head_starts == 0) & played.whole
         shown = played.of(from_start if from_start.any() else own)
         judged = played.of(own)
         if self.phase == FINAL:
@@ -189,7 +191,7 @@ class WorkflowTrainer:
             "episodes": float(self.episodes),
             "return_mean": float(shown.returns.mean()),
             "return_std": float(shown.returns.std()),
-            **_reward_metrics(rollout.rewards, played.returns),
+            **_reward_metrics(rollout.rewards[:, played.whole], played.returns[played.whole]),
             "obedience": judged.obedience,
             "judged": float(judged.judged.mean()),
             "compliance": judged.compliance,
@@ -201,7 +203,8 @@ class WorkflowTrainer:
 
     def _learn(self, rollout: Rollout) -> dict[str, float]:
         self.updates += 1
-        return self.learner.update(rollout)
+        assert rollout.valid is not None
+        return self.learner.update(rollout) if rollout.valid.any() else {}
 
     def evaluate(
         self, order: Order | Sequence[Order] | None, episodes: int, *, with_orders: bool = True, fresh: bool = True
@@ -226,7 +229,8 @@ class WorkflowTrainer:
 
         def run(head_starts: npt.NDArray[np.int64], number: int) -> Episodes:
             before = next(done)
-            return play(
+            found = _played(
+                np.ones(settings.envs, np.bool_),
                 self._evaluation,
                 self._policy,
                 None if rows is None else rows[number],
@@ -238,6 +242,7 @@ class WorkflowTrainer:
                 with_orders=with_orders,
                 stepped=lambda step: self.on_progress(self.episodes, (before + step / settings.episode_length) / runs),
             )[1]
+            return found.of(found.whole)
 
         none = np.zeros(settings.envs, np.int64)
         from_start = [run(none, number) for number in range(rounds)] if fresh else []
@@ -400,6 +405,18 @@ class WorkflowTrainer:
         seed = np.random.SeedSequence((self.settings.seed, len(self.tried))).generate_state(1)[0]
         learner = PPO(INPUTS, N_ACTIONS, self.settings.ppo, int(seed))
         return learner, self._make_policy(learner)
+
+
+def _played(counted: npt.NDArray[np.bool_], *given: Any, **options: Any) -> tuple[Rollout, Episodes]:
+    """Play, and again while the processes of all `counted` networks were replaced before the end of their episodes."""
+    for _ in range(_TRIES):
+        rollout, played = play(*given, **options)
+        if (played.whole & counted).any():
+            return rollout, played
+    raise RuntimeError(
+        f"none of {int(counted.sum())} networks reached the end of an episode in {_TRIES} tries: their processes were "
+        "replaced each time; their errors are above"
+    )
 
 
 def joined(runs: Sequence[Episodes]) -> Episodes:
