@@ -45,14 +45,6 @@ def mixed(**arguments) -> gymnasium.Env:
     return Mixed(**arguments)
 
 
-class Breaks(Mixed):
-    """Returns NaN after some steps."""
-
-    def step(self, action):
-        row, _, *rest = super().step(action)
-        return row, float("nan"), *rest
-
-
 class Audited(Mixed):
     """Reports at the end of an episode values without a reward."""
 

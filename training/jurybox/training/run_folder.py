@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from jurybox.training.checkpoints import Checkpoint, CheckpointError, Checkpoints, write_atomically
+from jurybox.training.contract import audits
 
 _LOCK = ".lock"
 _SETTINGS = "settings.json"
@@ -196,7 +197,7 @@ def audited(info: Mapping[str, Any]) -> dict[str, float]:
 
     They are the scores of audit jurors, or anything else that is logged but never rewarded.
     """
-    return {f"audit_{name}": float(value) for name, value in info.get("audit", {}).items()}
+    return {f"audit_{name}": value for name, value in audits(info).items()}
 
 
 class Tracker(Protocol):

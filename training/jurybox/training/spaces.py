@@ -16,13 +16,17 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Leaf", "StrangeObservation", "converted", "named"]
+__all__ = ["ContractBroken", "Leaf", "StrangeObservation", "converted", "named"]
 
 Array = npt.NDArray[Any]
 ALONE = "observation"  # name of the input where the observation is no Dict and no Tuple
 
 
-class StrangeObservation(ValueError):
+class ContractBroken(ValueError):
+    """An environment returned what its interface does not allow; the message names the part and what was expected."""
+
+
+class StrangeObservation(ContractBroken):
     """An observation is not contained in its space."""
 
 
@@ -121,7 +125,7 @@ def converted(value: Any, dtype: str, shape: Sequence[int], what: str) -> Array:
         given = np.empty((), object)
     expected = f"expected {wanted} of shape {tuple(shape)}"
     if given.dtype.kind not in "biuf":
-        raise StrangeObservation(f"{what} is {_short(value)}: {expected}")
+        raise StrangeObservation(f"{what} is {short(value)}: {expected}")
     if given.shape != tuple(shape):
         raise StrangeObservation(f"{what} has the shape {given.shape}: {expected}")
     if given.dtype == wanted:
@@ -170,6 +174,7 @@ def _name(value: Any, name: str, found: dict[str, Any]) -> None:
         _name(part, f"{name}.{key}" if name else str(key), found)
 
 
-def _short(value: Any) -> str:
+def short(value: Any) -> str:
+    """Describe a value in a few words, for a message."""
     text = repr(value)
     return f"a {type(value).__name__}, {text if len(text) < 60 else text[:57] + '...'}"

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from jurybox.training.contract import ContractBroken, begun, stepped
 from jurybox.training.environments.gymnasium_env import Actions, Environment, Observations, make_environment
 from jurybox.training.recipes.gym import CHANNEL, ON_POLICY, ROWS, GymTraining
 from jurybox.training.run_folder import audited
@@ -197,6 +198,15 @@ class Choice:
         return np.tanh(mean) if self._algorithm == "sac" else mean
 
 
+@contextmanager
+def _foreign(method: str) -> Iterator[None]:
+    """Say of an import that failed in an environment whose it is: it is no package of ours that is missing."""
+    try:
+        yield
+    except ImportError as error:
+        raise ContractBroken(f"the environment's {method} raised {type(error).__name__}: {error}") from error
+
+
 class Envs:
     """Several environments. The caller begins each episode.
 
@@ -222,17 +232,17 @@ class Envs:
 
     def begin(self, number: int, seed: int) -> None:
         """Begin an episode, and write its first observation to `rows`."""
-        observation, _ = self.envs[number].reset(seed=seed)
-        self.rows[number] = self._row(number, observation)
+        with _foreign("reset"):
+            found = self.envs[number].reset(seed=seed)
+        self.rows[number] = self._row(number, begun(found)[0])
 
     def step(self, number: int, action: Any) -> tuple[Array, float, bool, bool]:
         """Make one step; return the observation's row, the reward, terminated and truncated."""
         given = self.actions.chosen(action) if self.scaled else self.actions.clipped(action)
-        observation, reward, terminated, truncated, self.infos[number] = self.envs[number].step(given)
-        value = float(reward)
-        if not np.isfinite(value):
-            raise ValueError(f"the environment gave the reward {value}, which nothing can be learned from")
-        return self._row(number, observation), value, bool(terminated), bool(truncated)
+        with _foreign("step"):
+            found = self.envs[number].step(given)
+        observation, reward, terminated, truncated, self.infos[number] = stepped(found)
+        return self._row(number, observation), reward, terminated, truncated
 
     def _row(self, number: int, observation: Any) -> Array:
         found = self.observations.inputs(observation)

@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from jurybox.training.algorithms.league import League, draw
 from jurybox.training.algorithms.td3_actor import coloured_noise
+from jurybox.training.contract import number
 from jurybox.training.environments.hockey.bots import Opponent, make_opponent
 from jurybox.training.environments.hockey.game import GOAL_REWARD, Game, Turn
 from jurybox.training.environments.hockey.matches import Match, Policy, Result, Table, play
@@ -102,11 +103,12 @@ def fields(observation_size: int, action_size: int) -> dict[str, Field]:
 def shaped(turn: Turn, player: int, shaping: Shaping) -> float:
     """Return the shaped reward of `player` for a step."""
     info = turn.infos[player]
-    return float(
+    return number(
         GOAL_REWARD * info["winner"]
         + shaping.closeness * info["reward_closeness_to_puck"]
         + shaping.touch * info["reward_touch_puck"]
-        + shaping.direction * info["reward_puck_direction"]
+        + shaping.direction * info["reward_puck_direction"],
+        "the reward",
     )
 
 

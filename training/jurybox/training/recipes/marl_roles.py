@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from jurybox.training.contract import number
 from jurybox.training.recipes.marl_policies import ON_POLICY, FrameStack, Observation, policies
 from jurybox.training.recipes.marl_worlds import Environment, agent_spaces, encoders, make_world
 from jurybox.training.runtime.role_context import Actor, Evaluator, RoleContext
@@ -108,8 +109,9 @@ class TurnTaker(Actor):
         if agent in self._pending:
             # The result of an action is known at the agent's next turn.
             before, action, chosen = self._pending.pop(agent)
-            self._rows[agent].add(observation=before, action=action, reward=reward, terminated=terminated, **chosen)
-            self._totals[agent] += float(reward)
+            paid = number(reward, f"the reward of {agent}")
+            self._rows[agent].add(observation=before, action=action, reward=paid, terminated=terminated, **chosen)
+            self._totals[agent] += paid
         if terminated or truncated:
             self._rows[agent].end(0, observation=observation)
             # If the agent returns in this episode, it has no earlier frames, and its rows do not follow those before.
@@ -179,7 +181,7 @@ class PlayingEvaluator(Evaluator):
             seen = {agent: FrameStack(*frames) for agent, frames in self._frames.items()}
             for agent in self._env.agent_iter():
                 observation, reward, terminated, truncated, _ = self._env.last()
-                totals[agent] += float(reward) / self._episodes
+                totals[agent] += number(reward, f"the reward of {agent}") / self._episodes
                 if terminated or truncated:
                     seen[agent].clear()
                     self._env.step(None)

@@ -19,6 +19,7 @@ from pettingzoo.utils.conversions import parallel_to_aec
 
 from jurybox.training.replay import Field
 from jurybox.training.runtime.plan import ConfigError, load
+from jurybox.training.spaces import StrangeObservation, converted
 
 Observation = npt.NDArray[Any]
 Environment = tuple[str, Mapping[str, Any]]
@@ -160,26 +161,17 @@ class ObservationEncoder:
         Raises:
             WorldError: the observation is outside the space.
         """
+        shape = tuple(self._seen.shape or ())
+        try:
+            given = converted(observation, self._declared.name, shape, f"an observation of {self._agent}")
+        except StrangeObservation as error:
+            raise WorldError(f"{error}; its observation space is {self._seen}") from error
         if isinstance(self._seen, spaces.Discrete):
-            return self._one_hot([int(observation) - int(self._seen.start)], [int(self._seen.n)])
+            return self._one_hot([int(given) - int(self._seen.start)], [int(self._seen.n)])
         if isinstance(self._seen, spaces.MultiDiscrete):
             start = np.asarray(self._seen.start).ravel()
-            return self._one_hot((np.ravel(observation) - start).tolist(), self._seen.nvec.ravel().tolist())
-        given = np.asarray(observation)
-        if given.shape != self._spaces.shape:
-            raise self._mismatch(f"has the shape {given.shape}")
-        if given.dtype == self._dtype:
-            return given.copy()  # the environment may reuse its array
-        if given.dtype != self._declared and self._declared.kind != "f":
-            # A value that does not fit the declared dtype would be converted to a different number.
-            exact = given.astype(self._declared)
-            if not np.array_equal(exact, given):
-                raise self._mismatch(f"holds {given.ravel()[(exact != given).ravel()][0]}")
-        with np.errstate(over="ignore"):
-            row = given.astype(self._dtype)
-        if not np.isfinite(row).all() and np.isfinite(given).all():
-            raise self._mismatch(f"holds {given[~np.isfinite(row)][0]}, which is beyond {self._dtype}")
-        return row
+            return self._one_hot((given.ravel() - start).tolist(), self._seen.nvec.ravel().tolist())
+        return given.astype(self._dtype)  # a copy: the environment may reuse its array
 
     def _one_hot(self, numbers: Sequence[int], counts: Sequence[int]) -> Observation:
         out = np.zeros(self._spaces.shape, np.uint8)

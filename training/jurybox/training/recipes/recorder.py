@@ -22,6 +22,7 @@ from stable_baselines3.common.vec_env.base_vec_env import VecEnv
 
 from jurybox.training import interrupts
 from jurybox.training.checkpoints import Checkpoint, CheckpointError, Checkpoints
+from jurybox.training.contract import check_finite, check_losses
 from jurybox.training.recipes.progress import Watcher
 from jurybox.training.run_folder import RunLog, audited
 
@@ -117,6 +118,7 @@ class Recorder(BaseCallback):
 
     def _on_step(self) -> bool:
         interrupts.check()
+        check_finite(self.locals["rewards"], "a reward")
         self._sums += self.locals["rewards"]
         for index in np.flatnonzero(self.locals["dones"]):
             total, self._sums[index] = float(self._sums[index]), 0.0
@@ -164,6 +166,7 @@ class Recorder(BaseCallback):
         for name, column in _LEARNER.items():
             if (value := self.model.logger.name_to_value.get(name)) is not None:
                 row[column] = float(value)
+        check_losses(row)
         self.model.logger.dump(self.num_timesteps)  # clears the values; the logger has no outputs
         self._row_at, self._row_began, self._finished = self.num_timesteps, now, []
         return row

@@ -23,6 +23,7 @@ from jurybox.protocol.weights.publisher import Publisher
 from jurybox.protocol.weights.reader import State as Arrays
 from jurybox.protocol.weights.reader import Weights, WeightsReader
 from jurybox.training.checkpoints import EVALUATION, Checkpoints, write_atomically, write_state
+from jurybox.training.contract import check_losses
 from jurybox.training.replay import Replay
 from jurybox.training.runtime.plan import POLICY_FILE, Kind, Plan, RoleSpec
 from jurybox.training.runtime.scoreboard import AT_REST, INTERVALS, Control, Order, State, Subject, Word
@@ -169,7 +170,13 @@ class RoleContext:
             self._episodes.append({"return": float(total), "length": float(length), **numbers})
 
     def metrics(self, **numbers: float) -> None:
-        """Report numbers; their mean since the last report is recorded."""
+        """Report numbers; their mean since the last report is recorded.
+
+        Raises:
+            Diverged: a learner reports a loss ("loss" is in its name) that is not finite.
+        """
+        if self.spec.kind is Kind.LEARNER:
+            check_losses(numbers)
         for name, value in numbers.items():
             total, count = self._sums.get(name, (0.0, 0))
             self._sums[name] = (total + float(value), count + 1)

@@ -221,7 +221,9 @@ class LearnerTurn(Turn):
     def _publish(self) -> None:
         if self._publisher is not None:
             weights, extra = self._learner.publication()
-            version = self.context.words[Word.VERSION] = self._publisher.publish(weights, extra)
+            # What is not finite reaches no actor, no evaluation and no file.
+            version = self._publisher.publish(weights, extra, check_finite=True)
+            self.context.words[Word.VERSION] = version
             if self._served is not None:
                 self._served.publish(weights, version)
 

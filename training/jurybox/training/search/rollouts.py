@@ -11,6 +11,7 @@ import numpy.typing as npt
 from gymnasium.vector import VectorEnv
 
 from jurybox.training.algorithms.ppo import Rollout
+from jurybox.training.contract import check_finite
 from jurybox.training.environments.cage import tables as t
 from jurybox.training.search.settings import ENCODED, N_TYPES
 
@@ -400,6 +401,8 @@ class _Game:
         """Wait for the step, and record the results."""
         rollout, rows = self._rollout, self.rows
         self.observation, rewards, terminated, truncated, self._info = self._result()
+        check_finite(rewards, "a reward")
+        check_finite(self.observation, "an observation")
         # The result of this step was lost with its process: nothing is known of what followed the observation before.
         lost = np.zeros_like(self._resets) | self._info.get("restarted", False)
         resets, self._resets = self._resets, terminated | truncated

@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from jurybox.training.algorithms.ppo import PPO, Rollout
 from jurybox.training.algorithms.torch_states import as_tensors
+from jurybox.training.contract import check_losses
 from jurybox.training.environments.cage.tables import N_ACTIONS
 from jurybox.training.search.gp_ucb import Proposal, Trial, WorkflowSearch
 from jurybox.training.search.rollouts import INPUTS, Episodes, MaskedPolicy, Part, play, share
@@ -204,7 +205,9 @@ class WorkflowTrainer:
     def _learn(self, rollout: Rollout) -> dict[str, float]:
         self.updates += 1
         assert rollout.valid is not None
-        return self.learner.update(rollout) if rollout.valid.any() else {}
+        metrics = self.learner.update(rollout) if rollout.valid.any() else {}
+        check_losses(metrics)
+        return metrics
 
     def evaluate(
         self, order: Order | Sequence[Order] | None, episodes: int, *, with_orders: bool = True, fresh: bool = True

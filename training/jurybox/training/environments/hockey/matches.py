@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from jurybox.training.contract import check_finite
 from jurybox.training.environments.hockey.bots import Opponent
 from jurybox.training.environments.hockey.game import Game, Turn
 
@@ -101,6 +102,7 @@ class Table:
             turn = self.games[slot].step(actions[slot])
             if watch is not None:
                 watch(slot, seen[slot], actions[slot], turn)
+            check_finite(turn.observations, "an observation")
             seen[slot] = turn.observations
             self._steps[slot] += 1
             self._scores[slot] += turn.rewards[0]

@@ -1,0 +1,128 @@
+"""What environments have to return, and learners to report: one checker of both, in the words of their authors.
+
+Every message names the part, what it is, and what was expected.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from jurybox.training.spaces import ContractBroken, short
+
+__all__ = ["ContractBroken", "Diverged", "Stepped", "begun", "check_finite", "check_losses", "number", "stepped"]
+
+_MOST = float(np.finfo(np.float32).max)
+_OLD = "an environment of Gym's old interface needs a wrapper, such as those of the package shimmy"
+
+
+class Diverged(ValueError):
+    """A learner's numbers are not finite any more."""
+
+
+class Stepped(NamedTuple):
+    """The result of one step, checked; the observation as the environment gave it."""
+
+    observation: Any
+    reward: float
+    terminated: bool
+    truncated: bool
+    info: Mapping[str, Any]
+
+
+def begun(found: Any) -> tuple[Any, Mapping[str, Any]]:
+    """Check the result of an environment's `reset`.
+
+    Raises:
+        ContractBroken: it is not an observation and an info.
+    """
+    if not isinstance(found, tuple) or len(found) != 2 or not isinstance(found[1], Mapping):
+        raise ContractBroken(f"reset returned {short(found)}: expected (observation, info), info being a dict; {_OLD}")
+    return found
+
+
+def stepped(found: Any) -> Stepped:
+    """Check the result of an environment's `step`.
+
+    Raises:
+        ContractBroken: a part is missing, or not what it has to be.
+    """
+    if not isinstance(found, tuple) or len(found) != 5:
+        what = f"{len(found)} values" if isinstance(found, tuple) else short(found)
+        raise ContractBroken(
+            f"step returned {what}: expected (observation, reward, terminated, truncated, info); {_OLD}"
+        )
+    observation, reward, terminated, truncated, info = found
+    if not isinstance(info, Mapping):
+        raise ContractBroken(f"the info of a step is {short(info)}: expected a dict")
+    flags = (_flag(terminated, "terminated"), _flag(truncated, "truncated"))
+    return Stepped(observation, number(reward, "the reward"), *flags, info)
+
+
+def number(value: Any, what: str) -> float:
+    """Return one number that can be learned from.
+
+    Args:
+        what: names it in messages.
+
+    Raises:
+        ContractBroken: it is no number, or not finite as float32.
+    """
+    given = np.asarray(value)
+    if given.dtype.kind not in "biuf" or given.shape != ():
+        raise ContractBroken(f"{what} is {short(value)}: expected one number")
+    found = float(given)
+    if not -_MOST <= found <= _MOST:
+        raise ContractBroken(f"{what} is {found}, which is not finite as float32: nothing can be learned from it")
+    return found
+
+
+def check_finite(values: npt.ArrayLike, what: str) -> None:
+    """Check that numbers are finite as float32.
+
+    Raises:
+        ContractBroken: one is not.
+    """
+    found = np.asarray(values)
+    fine = (found >= -_MOST) & (found <= _MOST)
+    if not fine.all():
+        raise ContractBroken(
+            f"{what} is {np.ravel(found)[~np.ravel(fine)][0]}, which is not finite as float32: nothing can be learned "
+            "from it"
+        )
+
+
+def check_losses(metrics: Mapping[str, Any]) -> None:
+    """Check that a learner's losses are finite: the metrics whose names have "loss" in them.
+
+    Raises:
+        Diverged: one is not.
+    """
+    for name, value in metrics.items():
+        if "loss" in name and not np.isfinite(float(value)):
+            raise Diverged(
+                f"{name} is {float(value)}: the learner has diverged. Lower its learning_rate, or bound rewards and "
+                "observations; checkpoints/best and the checkpoints are from before"
+            )
+
+
+def audits(info: Mapping[str, Any]) -> dict[str, float]:
+    """Return ``info["audit"]``, numbers by name; empty if there is none.
+
+    Raises:
+        ContractBroken: it is something else.
+    """
+    found = info.get("audit", {})
+    if not isinstance(found, Mapping):
+        raise ContractBroken(f'info["audit"] is {short(found)}: expected numbers by name, {{"other": 0.5}}')
+    return {str(name): number(value, f'info["audit"][{name!r}]') for name, value in found.items()}
+
+
+def _flag(value: Any, what: str) -> bool:
+    given = np.asarray(value)
+    if given.shape != () or given.dtype.kind not in "biuf" or given not in (0, 1):
+        raise ContractBroken(f"{what} is {short(value)}: expected True or False")
+    return bool(given)
