@@ -154,9 +154,12 @@ def test_a_photo_editor(tmp_path, monkeypatch) -> None:
     from jurybox.training.environments.photo.environment import PhotoEdit
 
     step = PhotoEdit.step
-    monkeypatch.setattr(
-        PhotoEdit, "step", lambda self, a: (lambda o, _, *rest: (o, float("nan"), *rest))(*step(self, a))
-    )
+
+    def rewarded_with_nan(self, action):
+        observation, _, *rest = step(self, action)
+        return observation, float("nan"), *rest
+
+    monkeypatch.setattr(PhotoEdit, "step", rewarded_with_nan)
     with pytest.raises(ContractBroken, match="a reward is nan"):
         train_photo(tmp_path, PHOTO)
 
