@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import shutil
+import tomllib
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -463,3 +464,6 @@ def test_a_gpus_utilization_is_logged_and_a_cpus_or_an_unknown_one_is_not(monkey
     assert device_utilization("cuda:0") == {}
     assert "device_utilization" in columns(settings(device="cuda:0"))
     assert "device_utilization" not in columns(settings())
+    # torch.cuda.utilization asks this package, which torch does not require.
+    project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]
+    assert any(line.startswith("nvidia-ml-py") for line in project["optional-dependencies"]["training"])
