@@ -10,7 +10,7 @@ WORKERS ?= 4
 # Where torch comes from: PyTorch's CPU builds where there is no NVIDIA driver, since PyPI's brings 4 GB of CUDA along.
 TORCH_INDEX ?= $(if $(wildcard /proc/driver/nvidia/version),,https://download.pytorch.org/whl/cpu)
 
-.PHONY: setup demo test test-runs test-slow test-gpu test-containers test-browser test-native fuzz chaos soak lint licences audit wheel matrix release-check lock test-native-aarch64 format bench bench-full bench-crossover bench-peers gpu gpu-wheels monitoring proto sbom docs reward-kills clean
+.PHONY: setup demo test test-runs test-slow test-gpu test-containers test-browser test-native fuzz chaos soak lint licences audit wheel pythons test-fresh matrix release-check lock test-native-aarch64 format bench bench-full bench-crossover bench-peers gpu gpu-wheels monitoring proto sbom docs reward-kills clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -106,6 +106,16 @@ audit: setup  ## asks the vulnerability service about every pinned dependency; n
 
 wheel: setup  ## what is published, in dist/: a source distribution and wheels, looked at by auditwheel, abi3audit and twine
 	$(BIN)/python .ci/wheels.py
+
+pythons: wheel  ## every Python of 3.10 to 3.14 that is here: builds without warnings, serves, is asked over every transport and trains; CI runs it
+	TORCH_INDEX="$(TORCH_INDEX)" WORKERS=$(WORKERS) $(BIN)/python .ci/pythons.py
+
+# The releases of Debian, and README's commands.
+FRESH ?= 12 13
+FRESH_COMMANDS ?= demo test
+
+test-fresh:  ## README's two commands in minimal roots of Debian, as a plain user; needs root and mmdebstrap; docs/install.md
+	$(PYTHON) .ci/fresh.py --debian $(FRESH) --commands $(FRESH_COMMANDS) --page
 
 matrix: setup  ## the wheel beside others' packages and in the Pythons that are here; minutes, and the package index
 	$(BIN)/python -m pytest -m matrix --timeout 900 tests/wheel tests/integration/test_interpreters.py

@@ -2,9 +2,10 @@
 
     .venv/bin/python .ci/wheels.py [--out dist] [--python 3.12 ...] [--machine x86_64 ...] [--without-native]
 
-From Python 3.12 on there is one wheel (abi3); 3.10, 3.11 and free-threaded Pythons have their own. A wheel without the
-native part is for macOS and Windows, where clients connect over networks. Missing interpreters are left out with a
-message; so is aarch64 without its cross compiler (Debian's g++-aarch64-linux-gnu).
+From Python 3.12 on there is one wheel (abi3), which the oldest of these Pythons that is here makes; 3.10, 3.11 and
+free-threaded Pythons have their own. A wheel without the native part is for macOS and Windows, where clients connect
+over networks. Missing interpreters, and those without headers, are left out with a message; so is aarch64 without its
+cross compiler (Debian's g++-aarch64-linux-gnu).
 
 Then they are checked: auditwheel (manylinux), abi3audit (nothing outside the stable ABI), twine (as PyPI would).
 Built twice from one commit they are the same bytes: times come from the commit (SOURCE_DATE_EPOCH).
@@ -23,9 +24,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-from tests.wheel.environments import interpreter, uv  # noqa: E402  # one way to find an interpreter
+from tests.wheel.environments import has_headers, interpreter, uv  # noqa: E402  # one way to find an interpreter
 
 PYTHONS = ("3.10", "3.11", "3.12", "3.13t", "3.14t")
+ABI3 = ("3.12", "3.13", "3.14")
 # glibc 2.34 and newer (Ubuntu 22.04, RHEL 9), where glibc has the threads. For older systems build on one: the workflow
 # builds in manylinux_2_28's containers (pyproject.toml, cibuildwheel).
 POLICY = os.environ.get("WHEEL_POLICY", "manylinux_2_34")
@@ -44,6 +46,12 @@ def run(*command: object, env: dict[str, str] | None = None) -> None:
         sys.exit(f"{' '.join(words)}\n{done.stdout}\n{done.stderr}")
 
 
+def maker_of(python: str) -> str | None:
+    """The interpreter that makes the wheel for a Python."""
+    here = filter(None, map(interpreter, ABI3 if python == ABI3[0] else (python,)))
+    return next(filter(has_headers, here), None)
+
+
 def incarnation() -> str:
     """The time in seconds of the commit that is built; of the last one if there are changes."""
     told = subprocess.run(["git", "log", "-1", "--format=%ct"], cwd=ROOT, capture_output=True, text=True, check=False)
@@ -59,7 +67,7 @@ def sdist(out: Path) -> Path:
 
 def wheel(source: Path, python: str, machine: str, out: Path) -> Path:
     """A wheel of the source distribution, for one interpreter and one machine."""
-    maker = interpreter(python)
+    maker = maker_of(python)
     assert maker is not None
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
@@ -130,8 +138,8 @@ def main() -> None:
                 say(f"left out: {machine}, without {COMPILERS[machine]}")
                 continue
             for python in given.python or PYTHONS:
-                if interpreter(python) is None:
-                    say(f"left out: Python {python} for {machine}, which is not here")
+                if maker_of(python) is None:
+                    say(f"left out: Python {python} for {machine}, which is not here with its headers")
                     continue
                 built = Path(folder) / machine
                 built.mkdir(exist_ok=True)

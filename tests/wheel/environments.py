@@ -58,6 +58,13 @@ def interpreter(version: str) -> str | None:
     return managed.stdout.strip() or None
 
 
+@cache
+def has_headers(python: str) -> bool:
+    """Whether extensions can be built for an interpreter; Debian has the headers in python3-dev."""
+    script = "import sysconfig, os.path as p; print(p.exists(p.join(sysconfig.get_paths()['include'], 'Python.h')))"
+    return run(python, "-c", script).strip() == "True"
+
+
 def needed_interpreter(version: str) -> str:
     """As `interpreter`; the test is skipped aloud where there is none."""
     found = interpreter(version)
