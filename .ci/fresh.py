@@ -68,23 +68,28 @@ def pip_settings() -> dict[str, str]:
 
 
 def make_root(release: str, root: Path) -> None:
-    """A minimal root with PACKAGES and the user."""
-    if (root / "etc" / "debian_version").exists():
-        return
-    checks = [line for line in told("apt-config", "dump").splitlines() if line.startswith("Acquire::Check-")]
-    as_here = [f"--aptopt={line.rstrip(';')}" for line in checks]
-    command = ["mmdebstrap", "--quiet", "--variant=minbase", f"--include={','.join(PACKAGES)}", *as_here]
-    told(*command, NAMES[release], root, mirror())
+    """A minimal root with PACKAGES and the user, new each time; what mmdebstrap made is kept beside it."""
+    kept = root.with_name(f"{root.name}.tar")
+    if not kept.exists():
+        checks = [line for line in told("apt-config", "dump").splitlines() if line.startswith("Acquire::Check-")]
+        as_here = [f"--aptopt={line.rstrip(';')}" for line in checks]
+        unfinished = kept.with_suffix(".part.tar")
+        command = ["mmdebstrap", "--quiet", "--variant=minbase", f"--include={','.join(PACKAGES)}", *as_here]
+        told(*command, NAMES[release], unfinished, mirror())
+        unfinished.rename(kept)
+    told("rm", "-rf", "--one-file-system", root)
+    root.mkdir()
+    told("tar", "-xf", kept, "-C", root, "--numeric-owner")
     told("chroot", root, "useradd", "--uid", ID, "--create-home", USER)
 
 
 def prepare(root: Path, settings: dict[str, str]) -> list[Path]:
     """A clean clone, and what pip's settings name; return the folders that must be seen in the root, too."""
     home = root / "home" / USER
-    shutil.rmtree(home, ignore_errors=True)
     told("git", "clone", "--quiet", "--no-local", ROOT, home / "jurybox")
     told("chown", "-R", f"{ID}:{ID}", home)
-    shutil.copy("/etc/resolv.conf", root / "etc" / "resolv.conf")
+    for name in ("hosts", "resolv.conf"):
+        shutil.copy(f"/etc/{name}", root / "etc" / name)
     folders = []
     for word in " ".join(settings.values()).split():
         path = Path(word.removeprefix("file://"))
