@@ -6,6 +6,8 @@ from contextlib import contextmanager
 import pytest
 from tests.serving import segments, serving, wait_until
 
+from jurybox.client import connect
+
 MODELS = {
     "affine": {"factory": "tests.models:affine", "max_batch": 16, "rows": 64},
     "moody": {"factory": "tests.models:moody", "max_batch": 8, "rows": 64},
@@ -39,6 +41,37 @@ def enduring(tmp_path_factory):
     """One server for files whose clients mistreat it, but kill nothing of it: it must outlive whatever they do."""
     with leaving_nothing(), serving(tmp_path_factory.mktemp("enduring"), MODELS, tcp="127.0.0.1:0") as running:
         yield running
+
+
+REACHABLE = {
+    "affine": {"factory": "tests.models:affine", "max_batch": 16, "rows": 256},
+    "moody": {"factory": "tests.models:moody", "max_batch": 8, "rows": 64},
+    "learnt": {"factory": "tests.models:affine", "max_batch": 16, "rows": 64, "publish": "double_buffer"},
+    "sum": {"factory": "tests.open_models:running_sum", "max_batch": 16, "rows": 128},
+    "length": {"factory": "tests.reward_models:text_length", "max_batch": 16, "rows": 64},
+}
+
+
+@pytest.fixture(scope="session")
+def reachable(tmp_path_factory):
+    """One server on every transport, for files whose clients are interrupted: it must not notice."""
+    with (
+        leaving_nothing(),
+        serving(tmp_path_factory.mktemp("reachable"), REACHABLE, tcp="127.0.0.1:0", grpc="127.0.0.1:0") as running,
+    ):
+        yield running
+
+
+@pytest.fixture(params=["shm", "zmq", "libzmq", "tcp", "grpc"])
+def client(request, reachable, monkeypatch):
+    """A connection over each transport; "libzmq" as where the native core is missing."""
+    way = request.param.removeprefix("lib")
+    if way != request.param:
+        monkeypatch.setattr("jurybox.client.transports.zmq.can_dial", lambda address: False)
+    local = way in ("shm", "zmq")
+    where = reachable.address if local else f"{way}://{reachable.listening(way)}"
+    with connect(where, transport=way if local else "auto", timeout=60) as connection:
+        yield connection
 
 
 @pytest.fixture(params=["shm", "zmq"])

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.serving import serving, wait_until
+from tests.serving import wait_until
 
 import jurybox.client
-from jurybox.client import Busy, connect
+from jurybox.client import Busy
 
 # A KeyboardInterrupt can fall into a destructor of pyzmq's, where nobody can raise it: Python tells of it, and the
 # object is closed all the same, by __dealloc__ after __del__. This one report only.
@@ -24,28 +24,7 @@ pytestmark = pytest.mark.filterwarnings(
     r"ignore:(?s)Exception ignored in.*zmq.*KeyboardInterrupt:pytest.PytestUnraisableExceptionWarning"
 )
 ROWS = 20
-MODELS = {
-    "affine": {"factory": "tests.models:affine", "max_batch": 16, "rows": 256},
-    "moody": {"factory": "tests.models:moody", "max_batch": 8, "rows": 64},
-}
 CLIENT = str(Path(jurybox.client.__file__).parent)
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    with serving(tmp_path_factory.mktemp("server"), MODELS, tcp="127.0.0.1:0", grpc="127.0.0.1:0") as running:
-        yield running
-
-
-@pytest.fixture(params=["shm", "zmq", "libzmq", "tcp", "grpc"])
-def client(request, server, monkeypatch):
-    way = request.param.removeprefix("lib")
-    if way != request.param:  # as where the native core is missing
-        monkeypatch.setattr("jurybox.client.transports.zmq.can_dial", lambda address: False)
-    local = way in ("shm", "zmq")
-    where = server.address if local else f"{way}://{server.listening(way)}"
-    with connect(where, transport=way if local else "auto", timeout=60) as connection:
-        yield connection
 
 
 class Asker:

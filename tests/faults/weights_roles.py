@@ -73,7 +73,7 @@ def read(name: str, seconds: float, verify: bool = True, stop_at_tear: bool = Fa
                 _, version, extra = reader.read(out=state, timeout=seconds)
                 counts["extra"] += extra != {"version": version}
             else:
-                version, _ = reader._read_parts(parts, seconds, verify=False)
+                version, _ = reader._read_parts(reader._take_scratch(), parts, seconds, verify=False)
         except Timeout:
             continue
         finally:

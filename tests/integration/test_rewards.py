@@ -403,7 +403,8 @@ def test_requests_that_arrive_while_a_lone_one_waits_are_batched(connection):
         threads = [threading.Thread(target=lambda: found.extend(juror.scores({"text": ["abc"]}, 1))) for _ in range(16)]
         for thread in threads:
             thread.start()
-        wait_until(lambda: len(juror._waiting._parts) == 16, 30, "all requests")
+        waiting = juror._waiting
+        wait_until(lambda: len(waiting._parts) + waiting._new.qsize() == 16, 30, "all requests")
     for thread in threads:
         thread.join(60)
     assert found == [16.0] * 16

@@ -13,16 +13,15 @@ import os
 import threading
 import time
 import weakref
-from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeout
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from jurybox.client.juror_calls import Answer, Part, Waiting
 from jurybox.client.juror_rows import Call, Inputs
+from jurybox.client.locks import NESTED
 from jurybox.client.server import Server, connect
 from jurybox.protocol.errors import (
     Busy,
@@ -45,10 +44,26 @@ if TYPE_CHECKING:
 Scored = float | str  # a score, or the reason why there is none
 Members = Mapping[str, "float | Mapping[str, Any]"]  # a panel's members: each one's weight, or its settings as a dict
 _GRACE = 2.0  # seconds a call waits beyond its time-out for the server's own error
-_TOGETHER = 4096  # rows at which no further calls join a request
 _MOST_AT_ONCE = 16  # requests in flight, each on a lane of its own: other clients need lanes, too
 # Temporary errors: the next request may succeed.
 _PASSING = (Timeout, Busy, ServerGone)
+
+
+class _Sender(threading.local):
+    """The juror whose calls the current thread sends, and the model whose lane it uses; None: none.
+
+    A destructor that the garbage collector runs in it must not wait for this thread.
+    """
+
+    of: weakref.ref[Juror] | None = None
+    model: Model | None = None
+
+    @property
+    def juror(self) -> Juror | None:
+        return None if self.of is None else self.of()
+
+
+_sender = _Sender()
 
 
 class Passing(str):
@@ -106,9 +121,9 @@ class Juror:
 
     def _start(self) -> None:
         self._pid = os.getpid()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a destructor may call within a call
         self._answering = threading.Lock()  # held by the thread that uses the first of the models
-        self._waiting = _Waiting()
+        self._waiting = Waiting()
         self._started = False  # whether the first thread has started
         self._models: list[Model] = []  # one for each engine, with a lane of its own
         self._server: Server | None = None
@@ -132,12 +147,15 @@ class Juror:
         Raises:
             SpecMismatch: a column is missing, or no row fits the model.
             ServerGone, ModelNotFound, Refused: the server cannot be reached, or has no such model.
+            Refused: a panel is asked by a destructor that runs in a thread of one of its members.
         """
+        if (sender := _sender.juror) is not None and (sender is self or self._needs(sender)):
+            return self._scores_within(columns, n)
         asked = _Asked(dict(columns), n, time.monotonic() + self._timeout)
         self._hand_over([asked])
         try:
             return asked.answer.result(self._timeout + _GRACE)
-        except (TimeoutError, FutureTimeout):
+        except TimeoutError:
             return asked.late(self._timeout)
 
     async def scores_async(self, columns: Mapping[str, Any], n: int) -> Scores:
@@ -168,22 +186,50 @@ class Juror:
         Raises:
             As in `scores`.
         """
-        if not self._answering.acquire(blocking=False):
-            return None
-        try:
-            models = self._models
-            if not models or (n > 1 and len(models) > 1) or self._pid != os.getpid() or self._waiting:
+        with self._sends():  # before the lock, because a destructor's call within this one must not wait for it
+            if not self._answering.acquire(blocking=False):
                 return None
-            call = Call(dict(columns), n, time.monotonic() + self._timeout)
-            call.fit(models[0].spec, self._inputs, partial=self._partial)
-            return Scores(*self._computed(models[0], call.rows, call.until))
+            try:
+                models = self._models
+                if not models or (n > 1 and len(models) > 1) or self._pid != os.getpid() or self._waiting:
+                    return None
+                return self._scores_by(models[0], columns, n)
+            finally:
+                self._answering.release()
+
+    def _scores_by(self, model: Model, columns: Mapping[str, Any], n: int) -> Scores:
+        call = Call(dict(columns), n, time.monotonic() + self._timeout)
+        call.fit(model.spec, self._inputs, partial=self._partial)
+        return Scores(*self._computed(model, call.rows, call.until))
+
+    def _scores_within(self, columns: Mapping[str, Any], n: int) -> Scores:
+        """Compute scores in the thread that would otherwise be waited for, because it sends this juror's calls."""
+        model = _sender.model or next(iter(self._models), None)
+        if _sender.juror is not self or model is None:
+            raise Refused(
+                f"scores of {self.name!r} are under way, and this thread sends them: {NESTED}. Ask for scores in a "
+                "thread of your own"
+            )
+        return self._scores_by(model, columns, n)
+
+    def _needs(self, juror: Juror) -> bool:
+        """Return whether a juror is one of this panel's members."""
+        return any(member is juror or member._needs(juror) for _, member in list(self._members.values()))
+
+    @contextlib.contextmanager
+    def _sends(self) -> Iterator[None]:
+        """Mark the thread as the one that sends this juror's calls."""
+        before = _sender.of, _sender.model
+        _sender.of, _sender.model = weakref.ref(self), None
+        try:
+            yield
         finally:
-            self._answering.release()
+            _sender.of, _sender.model = before
 
     async def _scored(self, asked: _Asked) -> Scores:
         try:
-            return await asyncio.wait_for(asyncio.wrap_future(asked.answer), self._timeout + _GRACE)
-        except (TimeoutError, asyncio.TimeoutError):
+            return await asked.answer.awaited(self._timeout + _GRACE)
+        except TimeoutError:
             return asked.late(self._timeout)
 
     def close(self) -> None:
@@ -241,7 +287,7 @@ class Juror:
             members[name] = (weight, juror)
         return members
 
-    def _answer(self, parts: Sequence[_Part], model: Model | None) -> None:
+    def _answer(self, parts: Sequence[Part], model: Model | None) -> None:
         """Send parts of calls as one request, with the first model if none is given."""
         if not parts:
             return
@@ -252,7 +298,7 @@ class Juror:
                     _Vote(part.asked, self._members)
                 return
             model = models[0]
-        fitting: list[_Part] = []
+        fitting: list[Part] = []
         for part in parts:
             try:
                 part.asked.fit_once(model.spec, self._inputs, partial=self._partial)
@@ -349,89 +395,17 @@ def score_output(model: str, name: str | None, outputs: Mapping[str, TensorSpec]
     return name
 
 
-class _Part(NamedTuple):
-    """Rows of a call."""
-
-    asked: _Asked
-    first: int
-    end: int
-
-    @property
-    def n(self) -> int:
-        return self.end - self.first
-
-
-class _Waiting:
-    """The calls of a juror that wait to be sent, in order, for its threads. True if there are any."""
-
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._parts: deque[_Part] = deque()
-        self._idle = 0  # threads in `wait`
-        self._closed = False
-
-    def __bool__(self) -> bool:
-        return bool(self._parts)
-
-    def put(self, calls: Sequence[_Asked]) -> None:
-        """Add calls. In one step: otherwise a thread could send the first one alone."""
-        with self._changed:
-            self._parts.extend(_Part(asked, 0, asked.n) for asked in calls)
-            self._changed.notify()
-
-    def put_back(self, parts: Sequence[_Part]) -> None:
-        """Put parts that were taken before all others."""
-        with self._changed:
-            self._parts.extendleft(reversed(parts))
-            self._changed.notify()
-
-    def wait(self) -> bool:
-        """Wait until there are calls; return False if there are none and none will come."""
-        with self._changed:
-            self._idle += 1
-            self._changed.wait_for(lambda: self._parts or self._closed)
-            self._idle -= 1
-            return bool(self._parts)
-
-    def take(self) -> list[_Part]:
-        """Return what the calling thread sends as one request: all rows, or its share if other threads are idle."""
-        with self._changed:
-            most = _TOGETHER
-            if self._idle:
-                most = min(most, -(-sum(part.n for part in self._parts) // (1 + self._idle)))
-            taken: list[_Part] = []
-            rows = 0
-            while self._parts and (rows < most or not self._parts[0].n):
-                part = self._parts.popleft()
-                if not part.asked.begin():
-                    continue
-                if self._idle and part.n > most - rows:
-                    at = part.first + most - rows
-                    self._parts.appendleft(part._replace(first=at))
-                    part = part._replace(end=at)
-                taken.append(part)
-                rows += part.n
-            if self._parts:
-                self._changed.notify()
-            return taken
-
-    def close(self) -> None:
-        """End `wait` in all threads once no call is left."""
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
-
-
-def _work(of: weakref.ref[Juror], waiting: _Waiting, model: Model | None) -> None:
+def _work(of: weakref.ref[Juror], waiting: Waiting, model: Model | None) -> None:
     """Run a thread of a juror: send calls until it has ended, or no longer has the model."""
+    _sender.of, _sender.model = of, model
     while waiting.wait():
         if not _serve(of(), waiting, model):
             return
 
 
-def _serve(juror: Juror | None, waiting: _Waiting, model: Model | None) -> bool:
+def _serve(juror: Juror | None, waiting: Waiting, model: Model | None) -> bool:
     """Send what waits as one request; return False if the juror no longer has this model."""
-    parts: list[_Part] = []
+    parts: list[Part] = []
     try:
         with contextlib.nullcontext() if juror is None or model is not None else juror._answering:
             parts = waiting.take()
@@ -460,13 +434,13 @@ class _Vote:
         self._lock = threading.Lock()
         votes = {name: _Asked(asked.columns, asked.n, asked.until) for name in members}
         for name, vote in votes.items():
-            vote.answer.add_done_callback(partial(self._came, name))
+            vote.answer.when_done(partial(self._came, name))
             members[name][1]._hand_over([vote])
         asked.waits_for = list(votes.values())
 
-    def _came(self, name: str, answer: Future[Scores]) -> None:
+    def _came(self, name: str, answer: Answer[Scores]) -> None:
         try:
-            given: Scores | BaseException = answer.result()
+            given: Scores | BaseException = answer.result(0)
         except _PASSING as error:
             given = Scores([Passing(said(error, 300))] * self._asked.n)
         except BaseException as error:  # noqa: BLE001  `_answer` passes it on to the caller
@@ -516,7 +490,7 @@ class _Asked(Call):
     def __init__(self, columns: dict[str, Any], n: int, until: float) -> None:
         super().__init__(columns, n, until)
         self.waits_for: list[_Asked] = []  # a panel's members
-        self.answer: Future[Scores] = Future()
+        self.answer: Answer[Scores] = Answer()
         self._lock = threading.Lock()  # several threads may send parts of it
         self._wanted: bool | None = None  # None: no part of it was sent
         self._scores: list[Scored] = [""] * n
@@ -526,7 +500,7 @@ class _Asked(Call):
     def begin(self) -> bool:
         """Return whether its rows must be sent: unless it was cancelled before, or has failed."""
         if self._wanted is None:
-            self._wanted = self.answer.set_running_or_notify_cancel()
+            self._wanted = self.answer.begin()
         return self._wanted and not self.answer.done()
 
     def fit_once(self, spec: ModelSpec, inputs: Inputs, *, partial: bool = False) -> None:
@@ -553,7 +527,7 @@ class _Asked(Call):
     def late(self, timeout: float) -> Scores:
         """Return the scores if they arrived just before the time-out, else reasons. Raise if the call failed."""
         if not self.answer.cancel() and self.answer.done():
-            return self.answer.result()
+            return self.answer.result(0)
         for vote in self.waits_for:
             vote.answer.cancel()
         return Scores([Passing(f"no score came within {timeout} s: others' requests took too long")] * self.n)

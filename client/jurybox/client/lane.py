@@ -313,9 +313,12 @@ class Lane:
         return ticket.answer
 
     def wait_for_rows(self, deadline: int) -> bool:
-        """Wait up to LOOK_AFTER for rows in flight. Return False if none are in flight, or the deadline has passed."""
-        left = deadline - time.monotonic_ns()
-        if left <= 0 or not self.in_flight:
+        """Wait up to LOOK_AFTER for rows in flight. Return False if none are in flight, or the deadline has passed.
+
+        Tickets that a call is sending or reading, in which this one is nested, do not count: it goes on after this one.
+        """
+        left, tickets = deadline - time.monotonic_ns(), list(self.in_flight.values())
+        if left <= 0 or all(ticket.sending or self._transport.is_reading(ticket) for ticket in tickets):
             return False
         self.receive(min(left / 1e9, LOOK_AFTER))
         return True

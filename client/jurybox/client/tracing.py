@@ -95,6 +95,9 @@ class TracedTransport(Transport):
     def holds(self, ticket: InFlight) -> bool:
         return self._transport.holds(ticket)
 
+    def is_reading(self, ticket: InFlight) -> bool:
+        return self._transport.is_reading(ticket)
+
     def watch(self, loop: asyncio.AbstractEventLoop, arrived: Callable[[], None]) -> None:
         self._transport.watch(loop, arrived)
 

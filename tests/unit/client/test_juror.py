@@ -6,7 +6,8 @@ import threading
 
 import pytest
 
-from jurybox.client.juror import _Asked, _Waiting
+from jurybox.client.juror import _Asked
+from jurybox.client.juror_calls import Waiting
 from jurybox.protocol import ModelSpec, TensorSpec
 from jurybox.protocol.errors import ServerGone, SpecMismatch
 
@@ -19,7 +20,7 @@ def call(n):
 
 def waiting(*calls, idle=0):
     """Calls that wait, for one thread that takes them and `idle` others."""
-    made = _Waiting()
+    made = Waiting()
     made._idle = idle
     made.put(calls)
     return made
@@ -92,7 +93,7 @@ def test_a_call_is_fitted_once_and_fails_once():
 
 
 def test_threads_end_after_the_last_call():
-    made = _Waiting()
+    made = Waiting()
     found = []
 
     def work():

@@ -169,7 +169,7 @@ class GrpcTransport(Transport):
         if self._calls.get(sequence) is not asked:
             if not ticket.sending:  # else the call that sends it has not recorded it yet
                 self._drop(done)
-        elif sequence not in self._answers and not self._is_reading(sequence):
+        elif sequence not in self._answers and not self._reads(sequence):
             # A nested call leaves an answer that is being copied to the call that does so: it would settle it, and the
             # rows could be others' before the copy is complete.
             claim = Claim()
@@ -191,7 +191,10 @@ class GrpcTransport(Transport):
         with contextlib.suppress(ValueError):  # a nested call has dropped it
             self._done.remove(done)
 
-    def _is_reading(self, sequence: int) -> bool:
+    def is_reading(self, ticket: InFlight) -> bool:
+        return self._reads(ticket.sequence)
+
+    def _reads(self, sequence: int) -> bool:
         return (reading := self._reading.get(sequence)) is not None and reading() is not None
 
     def holds(self, ticket: InFlight) -> bool:

@@ -228,7 +228,7 @@ class _RelayTransport(Transport):
             return answer
         if answer.incarnation != self._connection.incarnation or (place := self._in_flight.get(sequence)) is None:
             return None
-        if self._is_reading(sequence):
+        if self._reads(sequence):
             return None
         claim = Claim()
         self._reading[sequence] = weakref.ref(claim)
@@ -239,7 +239,10 @@ class _RelayTransport(Transport):
         self._answers[sequence] = answer
         return answer
 
-    def _is_reading(self, sequence: int) -> bool:
+    def is_reading(self, ticket: InFlight) -> bool:
+        return self._reads(ticket.sequence)
+
+    def _reads(self, sequence: int) -> bool:
         return (reading := self._reading.get(sequence)) is not None and reading() is not None
 
     def _meant_for(self, ticket: InFlight) -> None:
@@ -392,7 +395,7 @@ class DirectTcpTransport(_RelayTransport):
                 time.sleep(min(timeout, _ATTEMPT_AGAIN))
             return list(self._answers.values())
         for sequence, message in link.answers(0 if self._answers else timeout):
-            if sequence in self._answers or self._is_reading(sequence):
+            if sequence in self._answers or self._reads(sequence):
                 continue
             try:
                 answer = self._read(message)

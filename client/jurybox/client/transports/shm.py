@@ -187,8 +187,8 @@ class ShmTransport(Transport):
             return known
         serving = int(self._engines["incarnation"][engine])
         for key in list(self._rings):
-            old = key[0] == engine and key[1] not in (incarnation, serving)
-            if old and (earlier := self._rings.pop(key, None)) is not None:
+            outlived = key[0] == engine and key[1] not in (incarnation, serving)
+            if outlived and (earlier := self._rings.pop(key, None)) is not None:
                 self._detach(earlier)
         if self._watching is not None:
             self._watching.add(rings)

@@ -226,7 +226,11 @@ class Transport(Protocol):
         """Drop an answer that `receive` returned; it may be dropped already."""
 
     def holds(self, ticket: InFlight) -> bool:
-        """Return whether the engine that it was sent to may have the ticket, or its answer is not settled."""
+        """Return whether the incarnation it was sent to may have the ticket, or its answer is not settled."""
+
+    def is_reading(self, ticket: InFlight) -> bool:
+        """Return whether a call is copying the answer to its rows. Only that call can go on with it."""
+        return False
 
     def watch(self, loop: asyncio.AbstractEventLoop, arrived: Callable[[], None]) -> None:
         """Call `arrived` in the loop's thread whenever answers may have arrived. Call this method in that thread."""

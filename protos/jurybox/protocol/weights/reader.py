@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -68,7 +67,9 @@ class WeightsReader(Closing):
         self._owner_lives = owner_lives
         self._owns = owns
         self._looked = 0.0  # when the owner was last checked
-        self._own = _Scratch(self.layout, channel.extra_bytes)
+        # Memory for reading. A call takes one out and puts it back, so that no two use the same one, also if a signal
+        # handler reads within a read of its thread.
+        self._scratch: list[_Scratch] = []
 
     @property
     def newest(self) -> int:
@@ -168,16 +169,15 @@ class WeightsReader(Closing):
             Refused: the channel was closed in this process.
             ProtocolMismatch: shared memory contains no valid publication; another process has overwritten it.
         """
-        own = self._own
         if out is None:
             flat = np.empty(self.layout.nbytes, np.uint8)
-            state, parts = self.layout.views(flat), own.whole
-            parts[0, 0] = flat.__array_interface__["data"][0]
-        else:
-            state, parts = out, own.parts
-            parts[:, 0] = self._addresses(out)
-        version, extra = self._read_parts(parts, timeout)
-        return Weights(state, version, decode_extra(extra))
+            version, extra = self.read_bytes(flat, timeout=timeout)
+            return Weights(self.layout.views(flat), version, decode_extra(extra))
+        own = self._take_scratch()
+        own.parts[:, 0] = self._addresses(out)
+        version, extra = self._read_parts(own, own.parts, timeout)
+        self._scratch.append(own)
+        return Weights(out, version, decode_extra(extra))
 
     def read_flat(self, out: npt.NDArray[np.uint8], *, timeout: float = 1.0) -> tuple[int, dict[str, Any]]:
         """Do the same as `read`, into ``layout.nbytes`` bytes in the slot's layout (see `layout.views`).
@@ -201,18 +201,28 @@ class WeightsReader(Closing):
             raise SpecMismatch(
                 f"expected a writable uint8[{self.layout.nbytes}] to read into, got {out.dtype}{list(out.shape)}"
             )
-        parts = self._own.whole
-        parts[0, 0] = out.__array_interface__["data"][0]
-        return self._read_parts(parts, timeout)
+        own = self._take_scratch()
+        own.whole[0, 0] = out.__array_interface__["data"][0]
+        came = self._read_parts(own, own.whole, timeout)
+        self._scratch.append(own)
+        return came
 
     def close(self) -> None:
         """Close the channel if this reader owns it. May be called again."""
         if self._owns:
             self.channel.close()
 
-    def _read_parts(self, parts: npt.NDArray[np.uint64], timeout: float, verify: bool = True) -> tuple[int, bytes]:
+    def _take_scratch(self) -> _Scratch:
+        try:
+            return self._scratch.pop()
+        except IndexError:  # at first, or other calls have all of it
+            return _Scratch(self.layout, self.channel.extra_bytes)
+
+    def _read_parts(
+        self, own: _Scratch, parts: npt.NDArray[np.uint64], timeout: float, verify: bool = True
+    ) -> tuple[int, bytes]:
         self.require_owner()
-        end, copies, buffer = time.monotonic() + timeout, 0, self._own.extra
+        end, copies, buffer = time.monotonic() + timeout, 0, own.extra
         while True:
             slice_ = min(_SLICE_SECONDS, max(0.0, end - time.monotonic()))
             version, extra_bytes, published_ns, tries = self.channel.slots.read(parts, buffer, slice_, verify)
@@ -274,8 +284,8 @@ class WeightsReader(Closing):
         return addresses
 
 
-class _Scratch(threading.local):
-    """Each thread's scratch memory for reading."""
+class _Scratch:
+    """Memory that a call of `read` needs: the addresses of the tensors, and the extra."""
 
     def __init__(self, layout: WeightsLayout, extra_bytes: int) -> None:
         self.parts = layout.parts()
