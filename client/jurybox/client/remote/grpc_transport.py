@@ -39,6 +39,19 @@ _FAREWELL = 0.5  # seconds to wait while the gateway is notified of closed sessi
 _parents: list[Any] = []  # kept alive in a forked child: if collected, gRPC would try to end the parent's calls
 
 
+class _Asked:
+    """A call that `send` starts; one that an interrupt kept from starting is made again."""
+
+    __slots__ = ("started",)
+
+    def __init__(self) -> None:
+        self.started = False
+
+
+class _Exchange:
+    """A call under way in its caller's thread."""
+
+
 class GrpcTransport(Transport):
     """Sends every ticket as a call.
 
@@ -57,8 +70,9 @@ class GrpcTransport(Transport):
         self._tickets = tickets
         self._spec = spec
         self._rows = rows
-        self._calls: dict[int, object] = {}  # sequence -> token of its last call; answers of other calls are dropped
-        self._done: deque[tuple[object, InFlight, Any]] = deque()  # filled by gRPC's threads, until they are settled
+        self._calls: dict[int, _Asked] = {}  # by sequence, the last call; answers of earlier ones are dropped
+        self._exchanges: dict[int, weakref.ref[_Exchange]] = {}  # by sequence; each lives as long as its call
+        self._done: deque[tuple[_Asked, InFlight, Any]] = deque()  # filled by gRPC's threads, until they are settled
         self._answers: dict[int, Answer] = {}  # that are in their rows, and not settled
         self._reading: dict[int, weakref.ref[Claim]] = {}  # the calls that copy an answer to its rows
         self._news = threading.Lock()  # released when _done is appended to; not an Event, whose internal lock could be
@@ -71,24 +85,23 @@ class GrpcTransport(Transport):
             self._base.parameters["extents"].bool_param = True
 
     def send(self, ticket: InFlight) -> None:
-        asked = Claim()
+        asked = self._calls[ticket.sequence] = _Asked()
         try:
             request = self._request(ticket)
         except Error as error:
-            self._calls[ticket.sequence] = asked
             self._arrived(asked, ticket, error)
-            return
-        self._tickets.start(request, _left(ticket), lambda call: self._arrived(asked, ticket, call))
-        self._calls[ticket.sequence] = asked
+        else:
+            self._tickets.start(request, _left(ticket), lambda call: self._arrived(asked, ticket, call))
+        asked.started = True
 
     def exchange(self, ticket: InFlight, timeout: float) -> Answer | None:
-        """See Transport.exchange. The call cannot be left and resumed: it takes up to the ticket's time-out.
-
-        `holds` is false meanwhile: no engine writes to its rows.
-        """
+        """See Transport.exchange. The call cannot be left and resumed: it takes up to the ticket's time-out."""
         if ticket.deadline <= time.monotonic_ns():  # gRPC would allow the call a millisecond, which may be enough
             late = f"the time-out of a request to model {self._spec.name!r} had passed before it was sent"
             return Answer(ticket.sequence, Code.TIMEOUT, late, 0, ticket.incarnation)
+        sequence = ticket.sequence
+        under_way = _Exchange()  # an interrupted call has none: no engine writes to its rows
+        self._exchanges[sequence] = weakref.ref(under_way, lambda _: self._exchanges.pop(sequence, None))
         try:
             call = self._channels.call("ModelInfer", self._request(ticket), _left(ticket))
         except (Error, grpc.RpcError) as error:
@@ -162,13 +175,12 @@ class GrpcTransport(Transport):
                 return list(self._answers.values())
             self._news.acquire(timeout=left)
 
-    def _take_in(self, done: tuple[object, InFlight, Any]) -> None:
+    def _take_in(self, done: tuple[_Asked, InFlight, Any]) -> None:
         """Read the answer of a finished call, unless that was done or nobody waits for it."""
         asked, ticket, call = done
         sequence = ticket.sequence
         if self._calls.get(sequence) is not asked:
-            if not ticket.sending:  # else the call that sends it has not recorded it yet
-                self._drop(done)
+            self._drop(done)
         elif sequence not in self._answers and not self._reads(sequence):
             # A nested call leaves an answer that is being copied to the call that does so: it would settle it, and the
             # rows could be others' before the copy is complete.
@@ -187,7 +199,7 @@ class GrpcTransport(Transport):
                 if done[0] is asked:
                     self._drop(done)
 
-    def _drop(self, done: tuple[object, InFlight, Any]) -> None:
+    def _drop(self, done: tuple[_Asked, InFlight, Any]) -> None:
         with contextlib.suppress(ValueError):  # a nested call has dropped it
             self._done.remove(done)
 
@@ -198,7 +210,8 @@ class GrpcTransport(Transport):
         return (reading := self._reading.get(sequence)) is not None and reading() is not None
 
     def holds(self, ticket: InFlight) -> bool:
-        return ticket.sequence in self._calls
+        asked, under_way = self._calls.get(ticket.sequence), self._exchanges.get(ticket.sequence)
+        return (asked is not None and asked.started) or (under_way is not None and under_way() is not None)
 
     def watch(self, loop: asyncio.AbstractEventLoop, arrived: Callable[[], None]) -> None:
         self._watching = Watching(loop, arrived)
@@ -215,7 +228,7 @@ class GrpcTransport(Transport):
         _parents.append((self._channels, self._tickets, self._calls, self._done))
         self._watching, self._calls, self._answers, self._done = None, {}, {}, deque()
 
-    def _arrived(self, asked: object, ticket: InFlight, call: Any) -> None:
+    def _arrived(self, asked: _Asked, ticket: InFlight, call: Any) -> None:
         """Record a finished call. Called in a gRPC thread, or by `send` if the call could not be made."""
         self._done.append((asked, ticket, call))
         with contextlib.suppress(RuntimeError):  # already released
