@@ -14,13 +14,17 @@ from typing import Any
 class Moment:
     """Calls `action` at the n-th such place in the code of some files, as a signal handler would be called.
 
-    The interpreter looks for signals after calls, at the beginning of functions and when it jumps back.
+    The interpreter looks for signals after calls, at the beginning of functions and when it jumps back. `anywhere`: at
+    the n-th instruction, because a destructor may run at each.
 
     Attributes:
         fell: whether there was such a place.
     """
 
-    def __init__(self, files: tuple[str, ...], number: int, action: Callable[[], None]) -> None:
+    def __init__(
+        self, files: tuple[str, ...], number: int, action: Callable[[], None], *, anywhere: bool = False
+    ) -> None:
+        self._anywhere = anywhere
         self._files = files
         self._left = number
         self._action = action
@@ -40,7 +44,7 @@ class Moment:
         return self._moved
 
     def _moved(self, frame: FrameType, event: str, _: Any) -> Any:
-        if event == "opcode" and frame.f_lasti in _places(frame.f_code):
+        if event == "opcode" and (self._anywhere or frame.f_lasti in _places(frame.f_code)):
             self._left -= 1
             if self._left < 0:
                 self.fell = True

@@ -147,11 +147,6 @@ class Turns:
         self.now = Turn(self.lock)
 
     @property
-    def nested(self) -> bool:
-        """Whether this thread has the lock: it is in a signal handler or a destructor within a call."""
-        return bool(self.lock._is_owned())
-
-    @property
     def mine(self) -> bool:
         """Whether this thread is within a call."""
         return bool(self.lock._is_owned())  # type: ignore[attr-defined]

@@ -115,7 +115,7 @@ class Sessions(Closing):
 
     def _refuse_nested(self) -> None:
         """Raise Refused in a signal handler or a destructor within a call: the step of its sessions is not decided."""
-        if self._requests.turns.nested:
+        if self._requests.turns.mine:
             raise Refused(
                 f"a call of these sessions of {self._requests.name!r} is under way in this thread: {NESTED}. A session "
                 "makes one step at a time: call them after it"

@@ -48,10 +48,6 @@ class _Asked:
         self.started = False
 
 
-class _Exchange:
-    """A call under way in its caller's thread."""
-
-
 class GrpcTransport(Transport):
     """Sends every ticket as a call.
 
@@ -71,7 +67,6 @@ class GrpcTransport(Transport):
         self._spec = spec
         self._rows = rows
         self._calls: dict[int, _Asked] = {}  # by sequence, the last call; answers of earlier ones are dropped
-        self._exchanges: dict[int, weakref.ref[_Exchange]] = {}  # by sequence; each lives as long as its call
         self._done: deque[tuple[_Asked, InFlight, Any]] = deque()  # filled by gRPC's threads, until they are settled
         self._answers: dict[int, Answer] = {}  # that are in their rows, and not settled
         self._reading: dict[int, weakref.ref[Claim]] = {}  # the calls that copy an answer to its rows
@@ -99,9 +94,6 @@ class GrpcTransport(Transport):
         if ticket.deadline <= time.monotonic_ns():  # gRPC would allow the call a millisecond, which may be enough
             late = f"the time-out of a request to model {self._spec.name!r} had passed before it was sent"
             return Answer(ticket.sequence, Code.TIMEOUT, late, 0, ticket.incarnation)
-        sequence = ticket.sequence
-        under_way = _Exchange()  # an interrupted call has none: no engine writes to its rows
-        self._exchanges[sequence] = weakref.ref(under_way, lambda _: self._exchanges.pop(sequence, None))
         try:
             call = self._channels.call("ModelInfer", self._request(ticket), _left(ticket))
         except (Error, grpc.RpcError) as error:
@@ -210,8 +202,8 @@ class GrpcTransport(Transport):
         return (reading := self._reading.get(sequence)) is not None and reading() is not None
 
     def holds(self, ticket: InFlight) -> bool:
-        asked, under_way = self._calls.get(ticket.sequence), self._exchanges.get(ticket.sequence)
-        return (asked is not None and asked.started) or (under_way is not None and under_way() is not None)
+        """See Transport.holds. Not the call of `exchange`: no engine writes to the rows of one that was interrupted."""
+        return (asked := self._calls.get(ticket.sequence)) is not None and asked.started
 
     def watch(self, loop: asyncio.AbstractEventLoop, arrived: Callable[[], None]) -> None:
         self._watching = Watching(loop, arrived)
