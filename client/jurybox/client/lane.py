@@ -430,6 +430,8 @@ class Lane:
             return
         ticket.submitted = time.monotonic_ns()
         ticket.engine, ticket.incarnation = engine, self._incarnations.item(engine)
+        if ticket.answer is not None:
+            return  # a nested call has received it from the engine that had it before; now that cannot happen any more
         try:
             self._transport.send(ticket)
         except (TooManyFiles, NotSent) as error:
@@ -531,6 +533,8 @@ class Lane:
         died = sent and int(self._incarnations[ticket.engine]) != ticket.incarnation
         if sent and not died and self._transport.holds(ticket):
             return
+        if ticket.answer is not None:
+            return  # a nested call has settled it, so the transport has it no more
         ticket.deaths += died and not self._far  # if far, a connection broke: the relay handles engines
         if not (waited or ticket.wanted) and not (self._far and sent):  # if far, it outlives its connection
             self._forget(ticket)  # no live engine has it, so none can write to its rows

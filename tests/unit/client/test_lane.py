@@ -144,3 +144,52 @@ def test_tickets_of_a_lane_are_spread_over_engines_that_are_equally_busy():
     engines["expected_wait"][2] = 120
     assert lane.choose_engine() == 2
     lane.close()
+
+
+def test_a_ticket_that_a_nested_call_settles_while_it_is_looked_for_is_not_sent_again():
+    """An engine would compute it once more, and write to rows that may be others' by then."""
+    engines = np.zeros(2, ENGINE)
+    engines["incarnation"], engines["state"] = (11, 22), SERVING
+    arena = SimpleNamespace(columns=Columns.here(SPEC, 8), close=lambda: None)
+    transport = Transport()
+    lane = Lane(
+        "m", SimpleNamespace(engines=engines, server_lives=lambda: True), arena, transport, 1, 0, 8, lambda: None
+    )
+    deadline = time.monotonic_ns() + 10**11
+
+    def settled(ticket):
+        transport.there = [Answer(ticket.sequence, Code.OK, "", 5, ticket.incarnation)]
+        lane.receive_now()
+
+    ticket = lane.submit(0, 2, deadline)
+    transport.holds = lambda of: settled(of) or False
+    lane._look_after((ticket,))
+    assert len(transport.sent) == 1 and ticket.answer.version == 5
+
+    ticket = lane.submit(0, 2, deadline)
+    engines["incarnation"][0] = 33  # its engine is gone, but its answer was there
+    lane.choose_engine = lambda: settled(ticket) or 1
+    lane._look_after((ticket,))
+    assert len(transport.sent) == 2 and ticket.answer.version == 5
+    lane.close()
+
+
+def test_a_ticket_that_a_call_is_sending_is_left_to_it():
+    engines = np.zeros(1, ENGINE)
+    engines["incarnation"], engines["state"] = 11, SERVING
+    arena = SimpleNamespace(columns=Columns.here(SPEC, 8), close=lambda: None)
+    transport = Transport()
+    lane = Lane(
+        "m", SimpleNamespace(engines=engines, server_lives=lambda: True), arena, transport, 1, 0, 8, lambda: None
+    )
+    sent = transport.send
+    transport.holds = lambda of: (of.engine, of.incarnation) in transport.sent
+
+    def send(ticket):
+        lane._look_after((ticket,))  # as a nested call does: the transport does not have it yet
+        sent(ticket)
+
+    transport.send = send
+    ticket = lane.submit(0, 2, time.monotonic_ns() + 10**11)
+    assert len(transport.sent) == 1 and ticket.sequence in lane.in_flight
+    lane.close()

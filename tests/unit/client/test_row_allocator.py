@@ -1,0 +1,88 @@
+"""Which rows of a lane are free, also if calls are nested in the taking of rows."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+from types import SimpleNamespace
+
+import pytest
+from tests.moments import Moment
+
+from jurybox.client import row_allocator
+from jurybox.client.row_allocator import RowAllocator, whole
+
+
+def rows(run):
+    return set(range(run.first, run.first + run.rows))
+
+
+def test_rows_are_free_when_nobody_holds_them_and_no_ticket_has_them():
+    lane = RowAllocator(100, 8)
+    a, b = lane.take(3), lane.take(4)
+    assert rows(a) | rows(b) <= set(range(100, 108)) and not rows(a) & rows(b)
+    assert lane.take(2) is None and lane.free == lane.largest == 1
+    lane.lent[7] = SimpleNamespace(first=a.first, rows=3)
+    lane.give(a)
+    lane.give(a)
+    assert lane.free == 1 and lane.is_lent(a.first + 2, 1), "an engine may still write to them"
+    del lane.lent[7]
+    assert lane.free == 4
+    del b
+    gc.collect()
+    assert lane.free == lane.largest == 8
+
+
+@pytest.mark.parametrize("n", [0, -1, -(2**40), 1.5, "1", None])
+def test_counts_that_are_no_whole_numbers_above_zero_are_refused(n):
+    lane = RowAllocator(0, 8)
+    with pytest.raises(ValueError, match="expected a whole number of at least 1"):
+        lane.take(n)
+    assert lane.free == 8
+    with pytest.raises(ValueError, match=r"row=.*: expected a whole number from 0 to 7"):
+        whole(n if n != 0 else 8, "row", 0, 7)
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_a_nested_call_never_gets_rows_of_the_one_that_it_is_nested_in(keeps):
+    """At every instruction of the allocator: as a destructor that takes rows, and keeps them or gives them back."""
+    for number in itertools.count():
+        lane, nested = RowAllocator(0, 16), []
+        earlier = [lane.take(2) for _ in range(3)]
+        lane.give(earlier[1])
+
+        def take(lane=lane, nested=nested):
+            run = lane.take(2)
+            lane.lent[1] = SimpleNamespace(first=run.first, rows=2)
+            if keeps:
+                nested.append(run)
+            else:
+                lane.give(run)
+
+        with Moment((row_allocator.__file__,), number, take, anywhere=True) as moment:
+            mine = lane.take(2)
+        if not moment.fell:
+            break
+        others = [earlier[0], earlier[2], *nested, lane.lent[1]]
+        assert not any(rows(mine) & rows(other) for other in others), number
+        assert len(set().union(rows(mine), *map(rows, others))) == 8
+    assert number > 30
+
+
+def test_ctrl_c_in_any_place_loses_no_rows():
+    def interrupt():
+        raise KeyboardInterrupt
+
+    lane = RowAllocator(0, 16)
+    for number in itertools.count():
+        with Moment((row_allocator.__file__,), number, interrupt) as moment:
+            try:
+                mine = lane.take(2)
+                lane.give(mine)
+            except KeyboardInterrupt:
+                pass
+        mine = None
+        assert lane.free == 16
+        if not moment.fell:
+            break
+    assert number > 10
