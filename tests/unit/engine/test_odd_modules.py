@@ -270,6 +270,27 @@ def test_a_quantized_module_is_served_and_its_weights_are_not_published(loaded):
             loaded(module, publish="double_buffer")
 
 
+class Partly(nn.Module):
+    """A part of it is compiled."""
+
+    def __init__(self):
+        super().__init__()
+        self.part = torch.compile(Plus(), backend="eager")
+
+    def forward(self, x):
+        return self.part(x)
+
+
+def test_weights_of_a_compiled_part_have_the_names_of_the_part(loaded, tmp_path):
+    from safetensors.torch import save_file
+
+    save_file({"part.bias": torch.full((4,), 7.0)}, tmp_path / "w.safetensors")
+    found = loaded(Partly(), publish="double_buffer", weights=str(tmp_path / "w.safetensors"))
+    assert list(found.layout.places) == ["part.bias"]
+    with torch.inference_mode():
+        assert found.model.module(torch.zeros(1, 4)).tolist() == [[7.0] * 4]
+
+
 # ---- weights that are kept elsewhere
 
 

@@ -254,3 +254,46 @@ def test_an_overtaken_reader_says_how_often_it_tried():
     reader = WeightsReader.__new__(WeightsReader)
     reader.channel, reader.tries = SimpleNamespace(name="w", newest=1, mode="double_buffer"), 0
     assert "overtook all 7 tries in 0.5 s" in str(reader._timeout(0.5, 7))
+
+
+def wrapped(how):
+    torch = pytest.importorskip("torch")
+
+    class Extra(torch.nn.Linear):
+        def get_extra_state(self):
+            return {"steps": 3}
+
+        def set_extra_state(self, state):
+            self.steps = state
+
+    net = Extra(3, 2)
+    torch.nn.init.constant_(net.weight, 7.0)
+    parallel, compiled = torch.nn.DataParallel, torch.compile
+    return {
+        "plain": lambda: net,
+        "compiled": lambda: compiled(net),
+        "parallel": lambda: parallel(net),
+        "compiled parallel": lambda: compiled(parallel(net)),
+        "parallel compiled": lambda: parallel(compiled(net)),
+        "part": lambda: torch.nn.ModuleDict({"module": compiled(net)}),
+        "its state": lambda: parallel(net).state_dict(),
+    }[how]()
+
+
+HOWS = ["plain", "compiled", "parallel", "compiled parallel", "parallel compiled", "part", "its state"]
+
+
+@pytest.mark.parametrize("how", HOWS)
+def test_wrapped_modules_are_published_by_the_names_of_the_module(make, how):
+    prefix = "module." if how == "part" else ""
+    layout = {f"{prefix}weight": np.zeros((2, 3), np.float32), f"{prefix}bias": np.zeros(2, np.float32)}
+    channel = make(layout)
+    Publisher(channel).publish(wrapped(how))
+    state = WeightsReader(channel).read().state
+    assert state.keys() == layout.keys() and (state[f"{prefix}weight"] == 7).all()
+
+
+def test_names_that_fit_behind_no_wrapper_are_an_error_with_the_names_that_came(make):
+    channel = make({"weight": np.zeros(2, np.float32)})
+    with pytest.raises(SpecMismatch, match="'weight' is missing.*'module.other' came"):
+        Publisher(channel).publish({"module.other": np.zeros(2, np.float32)})

@@ -18,7 +18,7 @@ from jurybox.protocol.errors import Code, Error, ProtocolMismatch, Refused, Serv
 from jurybox.protocol.weights import WeightsLayout
 from jurybox.protocol.weights.channel import decode_extra, encode_extra
 from jurybox.protocol.weights.layout import TensorPlace, dtype_name
-from jurybox.protocol.weights.publisher import array_of, layout_mismatch, tensors_of
+from jurybox.protocol.weights.publisher import array_of, in_layout, layout_mismatch, tensors_of
 from jurybox.protocol.weights.reader import State, Weights
 from jurybox.protocol.weights.transfer import PUBLISH, READ, Assembly, Flat, chunks, narrow, transfer_layout
 
@@ -201,7 +201,7 @@ class RemotePublisher(_Remote):
 
     def _flatten(self, tensors: Mapping[str, Any]) -> Flat:
         """Return the tensors as sent, copied to new memory. Raises SpecMismatch, naming the difference."""
-        places = self.layout.places
+        places, tensors = self.layout.places, in_layout(tensors, self.layout)
         if tensors.keys() != places.keys():
             raise layout_mismatch(self.layout, self._model, tensors)
         flat = np.zeros(self._travelling.nbytes, np.uint8)

@@ -42,6 +42,25 @@ def tensors_of(source: Any) -> Mapping[str, Any]:
     return source
 
 
+_COMPILED, _PARALLEL = "_orig_mod.", "module."  # what torch.compile and data parallelism add to names
+
+
+def in_layout(tensors: Mapping[str, Any], layout: WeightsLayout) -> Mapping[str, Any]:
+    """Return the tensors by the layout's names, if they have them behind the wrappers of torch.compile or DataParallel.
+
+    Values of a state_dict that are no tensors, those of `get_extra_state`, are left away. Tensors that do not fit are
+    returned as they came, for the error.
+    """
+    if tensors.keys() == layout.places.keys():
+        return tensors
+    found = {name: tensor for name, tensor in tensors.items() if hasattr(tensor, "dtype")}
+    for _ in range(2):  # either wrapper may be the outer one
+        found = {name.replace(_COMPILED, ""): tensor for name, tensor in found.items()}
+        if all(name.startswith(_PARALLEL) for name in found) and found.keys() != layout.places.keys():
+            found = {name.removeprefix(_PARALLEL): tensor for name, tensor in found.items()}
+    return found if found.keys() == layout.places.keys() else tensors
+
+
 class Publisher(forks.Closing):
     """Publishes the versions of a model's weights. A channel has one publisher at a time.
 
@@ -105,7 +124,8 @@ class Publisher(forks.Closing):
 
         Args:
             source: a module, a state_dict, or a dict of NumPy arrays or torch tensors, with exactly the layout's names,
-                shapes and dtypes. A bfloat16 tensor may be passed as a uint16 array of its bits.
+                shapes and dtypes. Names of torch.compile (`_orig_mod.`) and DataParallel (`module.`) are recognised. A
+                bfloat16 tensor may be passed as a uint16 array of its bits.
             extra: JSON-serialisable values and small arrays that readers get together with these weights.
             check_finite: refuse NaN and infinities, also in `extra`.
             version: the version number, larger than the last one by 2**32 at most; default: the last one plus one.
@@ -128,7 +148,7 @@ class Publisher(forks.Closing):
     def _published(
         self, source: Any, extra: Mapping[str, Any] | None, check_finite: bool, version: int | None, step: int
     ) -> int:
-        tensors = tensors_of(source)
+        tensors = in_layout(tensors_of(source), self.channel.layout)
         packed = encode_extra(extra)
         if len(packed) > self.channel.extra_bytes:
             raise SpecMismatch(

@@ -30,7 +30,7 @@ from jurybox.protocol.weights import WeightsLayout
 from jurybox.server.engine.compiled import AheadError, Compiled, CompiledAhead
 from jurybox.server.engine.exported import Direct, NotDirect, export, tensors_of
 from jurybox.server.engine.loads import LOADS
-from jurybox.server.engine.modules import alone, bare, unready, weights_of
+from jurybox.server.engine.modules import alone, bare, bare_name, unready, weights_of
 from jurybox.server.models import ServedModel
 
 _OURS = str(Path(__file__).resolve().parents[1]) + os.sep  # jurybox.server
@@ -509,9 +509,11 @@ def _probe_outputs(
 
 def _load_weights(name: str, module: torch.nn.Module, path: Path) -> None:
     state, module = _weights_of(name, path), bare(module)
-    kept = {key: value for key, value in module.state_dict().items() if not isinstance(value, torch.Tensor)}
+    own = module.state_dict()
+    kept = {key: value for key, value in own.items() if not isinstance(value, torch.Tensor)}
+    names = {bare_name(key): key for key in own}
     try:
-        module.load_state_dict(kept | state)
+        module.load_state_dict(kept | {names.get(bare_name(key), key): value for key, value in state.items()})
     except RuntimeError as error:
         raise LoadError(f"models.{name}.weights = {str(path)!r} does not fit the module: {plain(error)}") from error
 

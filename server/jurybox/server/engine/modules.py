@@ -41,7 +41,12 @@ def weights_of(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     A state_dict may also have values that are no tensors, of `get_extra_state` and of packed weights.
     """
     state = bare(module).state_dict(keep_vars=True)
-    return {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
+    return {bare_name(name): value for name, value in state.items() if isinstance(value, torch.Tensor)}
+
+
+def bare_name(name: str) -> str:
+    """Return a weight's name without what torch.compile adds, also for parts of a module that are compiled."""
+    return name.replace("_orig_mod.", "")
 
 
 def unready(module: object) -> str:

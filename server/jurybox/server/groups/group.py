@@ -20,7 +20,7 @@ from jurybox.protocol.scoreboard import MAX_MODELS
 from jurybox.protocol.spec import ModelSpec
 from jurybox.protocol.weights import WeightsChannel
 from jurybox.server.engine.batches import Counters
-from jurybox.server.engine.modules import host_values, require_kept, weights_of
+from jurybox.server.engine.modules import bare, host_values, require_kept, weights_of
 from jurybox.server.engine.served import Outcome, Served, WeightsSource
 
 _MATRIX = 2
@@ -65,6 +65,8 @@ def stacked_forward(
     The function takes the weights by name, (n, *shape), and the inputs by name, (n, rows, *shape). It returns the
     module's outputs, each of shape (n, rows, *shape).
     """
+
+    module = bare(module)
 
     def one(weights: dict[str, torch.Tensor], inputs: dict[str, torch.Tensor]) -> Any:
         return torch.func.functional_call(module, weights, kwargs=inputs, tie_weights=False)
