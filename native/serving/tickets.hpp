@@ -41,7 +41,7 @@ struct Lane {
     std::uint32_t rows;
     std::uint32_t pid;
     std::uint32_t arena;  // number of the arena whose rows these are
-    std::uint32_t pad;
+    std::uint32_t deaths;
 };
 static_assert(sizeof(Lane) == 32);
 

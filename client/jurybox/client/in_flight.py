@@ -54,7 +54,7 @@ class InFlight:
         deadline, submitted: ns of CLOCK_MONOTONIC.
         version: the requested weights version; 0: the newest.
         engine, incarnation: the engine that it was last sent to, or UNSENT, and that engine's incarnation.
-        deaths: the number of engines that died with it in flight.
+        deaths: the number of engines that died with it in flight, and whose deaths are charged to its model.
         answer: the answer, once it has arrived.
         owner: the call or the object that wants the answer; if it is gone, a lost request is not sent again.
         sender: the call that is sending it. Others leave it alone: they cannot know whether the transport has it.

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 # A program's seeded random numbers must not depend on its requests, and forked clients must not all draw the same.
 _random = random.SystemRandom()
-_DEATHS = 3  # after this many engine deaths with a ticket in flight, the ticket is assumed to be the cause
+_DEATHS = 3  # after this many deaths, charged to its model, with a ticket in flight, it is assumed to be the cause
 _WITHOUT = 1.0  # seconds without tickets for an engine that did not have the model
 
 
@@ -60,6 +60,7 @@ class Lane:
         engines: the engines that compute the model; empty: all.
         home: the one of them that the lane uses unless others are less busy.
         leased: the server's numbers of the lane and of its lease.
+        charged: shape (1,), the engines' deaths that are charged to the model; None: each is.
 
     Attributes:
         runs: which of the rows are free.
@@ -86,6 +87,7 @@ class Lane:
         engines: Sequence[int] = (),
         home: int = 0,
         leased: tuple[int, int] = (0, 0),
+        charged: NDArray[Any] | None = None,
     ) -> None:
         self.model = model
         self.rows = rows
@@ -111,6 +113,9 @@ class Lane:
         self.engines = 1 if self.columns.sessions is not None else len(self._mine)
         self._home = home if home in self._mine else self._mine[0]
         self._stays = -1  # the engine of this lane's sessions
+        self._charged = charged
+        self._charged_before = 0 if charged is None else charged.item(0)
+        self._blamed: dict[int, bool] = {}  # whether an engine's end was, by incarnation
         self._without: dict[int, float] = {}  # engines without the model, and until when they get no ticket, s
         self._looked = 0.0
         self._unsent_because = ""
@@ -535,7 +540,7 @@ class Lane:
             return
         if ticket.answer is not None:
             return  # a nested call has settled it, so the transport has it no more
-        ticket.deaths += died and not self._far  # if far, a connection broke: the relay handles engines
+        ticket.deaths += died and self._blames(ticket.incarnation)
         if not (waited or ticket.wanted) and not (self._far and sent):  # if far, it outlives its connection
             self._forget(ticket)  # no live engine has it, so none can write to its rows
         elif ticket.deaths >= _DEATHS:
@@ -545,6 +550,19 @@ class Lane:
                 now = time.monotonic_ns()
                 ticket.deadline = max(ticket.deadline, now + ticket.deadline - ticket.submitted)
             self._send(ticket)
+
+    def _blames(self, incarnation: int) -> bool:
+        """Return whether the end of an engine, found with tickets of this lane, is charged to this lane's model.
+
+        If far, a connection broke, and the relay handles engines.
+        """
+        if self._far or self._charged is None:
+            return not self._far
+        if incarnation not in self._blamed:
+            charged = self._charged.item(0)
+            self._blamed[incarnation] = charged != self._charged_before
+            self._charged_before = charged
+        return self._blamed[incarnation]
 
     def _fatal(self, ticket: InFlight) -> Answer:
         """Return an error in place of an engine's answer, so that a ticket that kills engines is not sent again."""
@@ -582,6 +600,7 @@ class Lane:
         self._let_go.detach()
         self._transport.forked()
         self._arena.close()
+        self._charged = None
         del self._scoreboard, self._states, self._incarnations, self._waits  # this unmaps the scoreboard
 
 

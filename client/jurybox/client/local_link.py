@@ -261,6 +261,7 @@ class LocalLink(ControlLink):
                 engines=lease.model.engines,
                 home=lease.engine,
                 leased=(lease.lane, lease.lease),
+                charged=scoreboard.lanes["deaths"][lease.lane : lease.lane + 1],
             )
             undo.pop_all()
             return lane

@@ -74,7 +74,7 @@ ENGINE = np.dtype(
     ]
 )
 
-# Written by native.grant_lane and native.take_back_lane.
+# Written by native.grant_lane and native.take_back_lane, and `deaths` by jurybox.server.supervisor.leases.
 LANE = np.dtype(
     [
         ("lease", "<u8"),
@@ -83,7 +83,7 @@ LANE = np.dtype(
         ("rows", "<u4"),
         ("pid", "<u4"),
         ("arena", "<u4"),  # number of the arena whose rows these are
-        ("pad", "V4"),
+        ("deaths", "<u4"),  # engines that ended while they computed or loaded its model, since the server's start
     ]
 )
 

@@ -68,6 +68,28 @@ def test_the_answer_of_a_dead_engine_is_not_taken_for_that_of_its_successor():
     lane.close()
 
 
+@pytest.mark.parametrize("charged_to_it", [True, False])
+def test_only_deaths_that_are_charged_to_its_model_count_for_a_ticket(charged_to_it):
+    """Otherwise a request that kills engines fails those of other models that were in flight with it."""
+    engines, deaths = np.zeros(1, ENGINE), np.zeros(1, np.uint32)
+    engines["incarnation"], engines["state"] = 1, SERVING
+    arena = SimpleNamespace(columns=Columns.here(SPEC, 8), close=lambda: None)
+    transport = Transport()
+    scoreboard = SimpleNamespace(engines=engines, server_lives=lambda: True)
+    lane = Lane("m", scoreboard, arena, transport, 1, 0, 8, lambda: None, charged=deaths)
+    tickets = [lane.submit(0, 1, time.monotonic_ns() + 10**11), lane.submit(1, 1, time.monotonic_ns() + 10**11)]
+    for death in range(2, 5):
+        deaths += charged_to_it
+        engines["incarnation"] = death
+        lane._look_after(tickets)
+    assert [ticket.answer is not None for ticket in tickets] == [charged_to_it] * 2
+    if charged_to_it:
+        assert "3 engines died one after another" in tickets[0].answer.message
+    else:
+        assert transport.sent[-1] == (0, 4)
+    lane.close()
+
+
 @pytest.mark.parametrize(
     ("said", "late", "told"),
     [

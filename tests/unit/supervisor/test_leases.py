@@ -25,6 +25,13 @@ def world(scoreboard):
     return world
 
 
+def test_a_death_is_shown_in_the_lanes_of_the_model_that_it_is_charged_to_and_survives_a_restoration(world, scoreboard):
+    first, other, second = (world.leases.grant(model, 1, 10) for model in (0, 1, 0))
+    world.leases.charge(0)
+    assert [scoreboard.lanes["deaths"][lane.lane] for lane in (first, other, second)] == [1, 0, 1]
+    assert not scoreboard.restore(), "the supervisor's own copy has it, too"
+
+
 def test_lanes_never_overlap(world):
     lanes = [world.leases.grant(0, 3, 10) for _ in range(3)]
     rows = [row for lane in lanes for row in range(lane.first, lane.first + lane.rows)]

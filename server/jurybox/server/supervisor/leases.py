@@ -115,6 +115,13 @@ class Leases:
             self._retire(leased, engines)
         return revoked
 
+    def charge(self, model: int) -> None:
+        """Show the clients of a model that an engine's death is charged to it."""
+        own = self._scoreboard.own_lanes
+        those = own["model"] == model
+        own["deaths"][those] += 1
+        self._scoreboard.lanes["deaths"][those] = own["deaths"][those]
+
     def confirmed(self, lane: int, lease: int, engine: int) -> None:
         """Record that an engine has forgotten a retiring lane. The lane is free once all engines have."""
         leased = self._lanes.get(lane)

@@ -305,6 +305,8 @@ class Supervisor:
         if child not in self._services:
             index = self._engines.engines.index(child)
             charged = self._charge(index, settled=settled, outside=outside)
+            if charged is not None:
+                self._leases.charge(charged.index)  # before clients can see that the engine is dead
             self._engines.died(index)
             self._leases.engine_died(index)
             for held in self._models:
