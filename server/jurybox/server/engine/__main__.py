@@ -4,8 +4,11 @@ import atexit
 import os
 import sys
 
-from jurybox.processes import attach
-from jurybox.server.engine.process import run
+from jurybox.server.shadows import NamingShadows
+
+with NamingShadows():
+    from jurybox.processes import attach
+    from jurybox.server.engine.process import run
 
 if __name__ == "__main__":
     status = run(attach(int(sys.argv[1])))

@@ -42,6 +42,7 @@ from jurybox.server.groups.group import Member
 from jurybox.server.groups.groups import Groups
 from jurybox.server.logs import traced
 from jurybox.server.models import ServedModel
+from jurybox.server.shadows import shadowing
 
 _HELD = 5.0  # seconds for which the loop is held at most, and for which this thread waits for that
 
@@ -467,7 +468,7 @@ class ModelLoader:
 
     def _failed(self, model: int, load: int, error: BaseException) -> None:
         place = place_of(error)
-        reason = said(error) if isinstance(error, LoadError) else f"{said(error)}{place}"
+        reason = "; ".join([said(error) if isinstance(error, LoadError) else f"{said(error)}{place}", *shadowing()])
         # First, since the supervisor logs the reason. The traceback of a user's code is long and says little more.
         self._tell("failed", model=model, load=load, reason=reason)
         log = self._detail if place or isinstance(error, LoadError) else self._report

@@ -3,8 +3,11 @@
 import os
 import sys
 
-from jurybox.processes import attach
-from jurybox.server.relay.process import run
+from jurybox.server.shadows import NamingShadows
+
+with NamingShadows():
+    from jurybox.processes import attach
+    from jurybox.server.relay.process import run
 
 if __name__ == "__main__":
     os._exit(run(attach(int(sys.argv[1]))))

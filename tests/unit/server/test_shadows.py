@@ -1,0 +1,36 @@
+"""A file of the start folder in place of a module: the first line of a process that fails for it names the file."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+
+@pytest.mark.parametrize("child", ["engine", "gateway", "relay"])
+@pytest.mark.parametrize("name", ["random", "json", "zmq"])
+def test_a_file_in_place_of_a_module_that_the_process_imports_is_named_first(tmp_path, child, name):
+    (tmp_path / f"{name}.py").write_text("raise RuntimeError('this is no module for others')\n")
+    done = subprocess.run(
+        [sys.executable, "-m", f"jurybox.server.{child}", "0"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode
+    if "this is no module" in done.stderr:  # nothing is said of a file that it does not import
+        first = done.stderr.splitlines()[0]
+        assert first.startswith(f"{tmp_path}/{name}.py stands in the way of "), done.stderr
+        assert f"module '{name}'" in first and "rename it" in first
+    else:
+        assert "stands in the way" not in done.stderr
+
+
+def test_files_that_stand_in_no_ones_way_are_not_named(tmp_path):
+    for name in ("test", "my_models", "code"):
+        (tmp_path / f"{name}.py").write_text("VALUE = 1\n")
+    script = "import my_models; from jurybox.server.shadows import shadowing; print(shadowing())"
+    done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip() == "[]", done.stderr
