@@ -53,8 +53,8 @@ def _raising(_: Any) -> list[Any]:
 
 def _raise_only(_: Any, wanted: list[Any]) -> None:
     rest = [each for each in warnings.filters if each[0] != "error"]
-    warnings.filters[:] = [*wanted, *rest]  # type: ignore[index]
-    warnings._filters_mutated()  # type: ignore[attr-defined]  # otherwise decisions that are cached stay
+    warnings.resetwarnings()  # decisions that are cached end, too
+    warnings.filters.extend([*wanted, *rest])  # type: ignore[attr-defined]
 
 
 def _device(torch: Any) -> Any:

@@ -82,7 +82,7 @@ class Loads:
     @contextlib.contextmanager
     def _counting(self) -> Iterator[None]:
         """Count this thread's changes of the default dtype: one that begins and ends within a forward counts, too."""
-        native: Any = torch._C
+        native: Any = getattr(torch, "_C", None)  # torch has no public name that every setter passes
         before = {name: getattr(native, name) for name in _SETTERS if hasattr(native, name)}
 
         def counted(setter: Callable[[Any], Any]) -> Callable[[Any], Any]:
