@@ -14,9 +14,12 @@ from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 from starlette.datastructures import MutableHeaders
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from jurybox.protocol.errors import TABLE, Code, Error, ServerGone, Timeout, said
+from jurybox.protocol.errors import TABLE, Code, Error, ServerGone, Timeout, plain, said
 from jurybox.protocol.revision import source_revision
 from jurybox.protocol.wire import PROTOCOL_VERSION, build_version
 from jurybox.server.gateway.inference.lanes import MOMENT, SOON, Lanes
@@ -280,6 +283,22 @@ def create_app(
         why = f"the gateway failed at this request ({said(error, 200)}); its log says more"
         return AnyText({"error": why, "code": Code.MODEL_FAILED.name}, 500)
 
+    @app.exception_handler(ClientDisconnect)
+    async def hung_up(_request: Request, _error: ClientDisconnect) -> Response:
+        return Response(status_code=400)  # nobody receives it: the client hung up within its request
+
+    @app.exception_handler(HTTPException)
+    async def unserved(request: Request, error: HTTPException) -> Response:
+        path = plain(request.url.path, 80)
+        if error.status_code != 405:
+            why = f"{error.detail}: {request.method} {path}"
+            return AnyText({"error": why, "code": Code.MODEL_NOT_FOUND.name}, error.status_code)
+        allowed = ", ".join(_methods_of((app.router, app.state.watching.router, *routers), request.scope))
+        if request.method == "OPTIONS":
+            return Response(status_code=204, headers={"Allow": allowed})
+        why = f"{request.method} {path} is not served: expected {allowed}"
+        return AnyText({"error": why, "code": Code.UNSUPPORTED.name}, 405, {"Allow": allowed})
+
     failures: dict[int | str, dict[str, Any]] = {_UNAVAILABLE: {"model": Failure}, 504: {"model": Failure}}
     ill: dict[int | str, dict[str, Any]] = {_UNAVAILABLE: {"model": Health}}
 
@@ -317,6 +336,13 @@ def create_app(
     for router in routers:
         app.include_router(router)
     return app
+
+
+def _methods_of(routers: Sequence[APIRouter], scope: Scope) -> list[str]:
+    """Return the methods that a path takes, over all routes."""
+    routes = [route for router in routers for route in router.routes if isinstance(route, Route)]
+    methods = {method for route in routes if route.matches(scope)[0] != Match.NONE for method in route.methods or ()}
+    return sorted(methods | {"HEAD"} if "GET" in methods else methods)
 
 
 def _health(response: Response, why: list[str]) -> Health:

@@ -16,6 +16,7 @@ from fastapi.responses import StreamingResponse
 from jurybox.client import Error, Server, ServerGone, Timeout, connect
 from jurybox.protocol.errors import Code, Refused, said
 from jurybox.server.gateway.metrics import exposition
+from jurybox.server.security.http import HEAD
 from jurybox.server.watch.history import History
 from jurybox.server.watch.sample import ScoreboardReader, Snapshot
 
@@ -169,7 +170,9 @@ class Watching:
         body, content_type = exposition(await self._watch.snapshot(), request.headers.get("accept", ""))
         return Response(body, headers={"Content-Type": content_type})
 
-    async def _events(self) -> Response:
+    async def _events(self, request: Request) -> Response:
+        if HEAD in request.scope:  # the stream would not end
+            return Response(media_type="text/event-stream", headers=PAGE_HEADERS)
         self._broadcast.require_room()
         return StreamingResponse(self._until_left(), media_type="text/event-stream", headers=PAGE_HEADERS)
 

@@ -37,6 +37,7 @@ READING = ("GET", "HEAD", "OPTIONS")
 
 RESERVATION = "jurybox.reservation"  # in a request's scope
 ACCEPTED = "jurybox.accepted"  # in a request's scope, if it was accepted before it came to the application
+HEAD = "jurybox.head"  # in a request's scope: only the headers of its answer are sent
 # Returns the status, headers and body of the response that reports an error.
 Refusal: TypeAlias = Callable[[Error], tuple[int, list[tuple[str, str]], bytes]]
 
@@ -77,7 +78,7 @@ def guarded(
         refusals: write the refusals of bodies in the form that a path's clients expect, by path; default: none.
         doors: what comes after they have closed is refused.
     """
-    kept = Doorkeeper(app, doors or Doors(), refusals or {})
+    kept = Doorkeeper(Heads(app), doors or Doors(), refusals or {})
     limited = BodyLimit(kept, access.max_message, budget or access.budget(), refusals or {})
     return SecurityHeaders(Gate(limited, access.token, loopback=loopback))
 
@@ -101,6 +102,19 @@ class SecurityHeaders:
             await send(message)
 
         await self._app(scope, receive, send_marked)
+
+
+class Heads:
+    """Answers HEAD like GET; the server leaves out the body."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle a request as an ASGI application."""
+        if scope["type"] == "http" and scope["method"] == "HEAD":
+            scope = {**scope, "method": "GET", HEAD: True}
+        await self._app(scope, receive, send)
 
 
 class Gate:
@@ -129,7 +143,7 @@ class Gate:
             await self._app(scope, receive, send)
             return
         host, reads = _header(scope, b"host"), scope["method"] in READING
-        if self._loopback and not _names_loopback(host):
+        if self._loopback and not _names_loopback(host) and not _is_plain_probe(scope):
             why = f"Host {host!r} is not this server: expected localhost, 127.0.0.1 or [::1]"
             await _refuse(send, 421, Code.REFUSED, why)
         elif not reads and (origin := _header(scope, b"origin")) and _netloc_of(origin) != host.lower():
@@ -305,6 +319,11 @@ def _header(scope: Scope, name: bytes) -> str:
         if key == name:
             return str(value, "latin-1")
     return ""
+
+
+def _is_plain_probe(scope: Scope) -> bool:
+    """Return whether a request is of HTTP/1.0 and names no host, like a load balancer's probe and unlike a page's."""
+    return scope["http_version"] == "1.0" and all(name != b"host" for name, _ in scope["headers"])
 
 
 @functools.lru_cache(maxsize=64)

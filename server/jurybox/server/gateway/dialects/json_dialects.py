@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from contextlib import suppress
 from functools import partial
+from math import isinf
 from typing import Any
 
 from jurybox import native
@@ -62,17 +63,24 @@ def read(body: bytes) -> dict[str, Any]:
 
 
 def parsed(body: bytes) -> Any:
-    """Parse JSON like json.loads, with the same errors, but cut long strings (pictures) out before.
+    """Parse JSON like json.loads, but refuse numbers that are too large for a float (ValueError).
 
-    json.loads would examine each of their characters.
+    Long strings (pictures) are cut out before, because json.loads would examine each of their characters.
     """
     if len(body) > 2 * _LONG and json.detect_encoding(body) == "utf-8":
         rest, texts = native.json_cut(bytes(body), _LONG) or (b"", [])
         if texts:
             left = iter(texts)
             with suppress(ValueError, RecursionError):  # json.loads of the whole body raises the right error
-                return json.loads(rest, parse_constant=lambda _: next(left))
-    return json.loads(body)
+                return json.loads(rest, parse_float=_finite, parse_constant=lambda _: next(left))
+    return json.loads(body, parse_float=_finite)
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if isinf(number):
+        raise ValueError(f"the number {text[:40]} is too large for a float")
+    return number
 
 
 def refusal(why: str, key: str = "error") -> tuple[bytes, str]:

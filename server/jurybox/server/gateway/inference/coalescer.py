@@ -277,7 +277,7 @@ class RequestCoalescer:
                 asyncio.get_running_loop().call_later(_OVERDUE, self._end, task)
 
     def _late(self, seconds: float) -> str:
-        return f"model {self._model.name!r} did not answer within {seconds:.3f} s"
+        return f"model {self._model.name!r} did not answer within {max(0.0, seconds):.3f} s"
 
     def _end(self, task: asyncio.Task[None] | _Pending) -> None:
         """Cancel a ticket that did not end by itself, so that nothing waits for it."""

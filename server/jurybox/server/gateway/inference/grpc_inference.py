@@ -13,6 +13,7 @@ from jurybox import native
 from jurybox.protocol import open_inference_pb2 as pb
 from jurybox.protocol import open_inference_pb2_grpc
 from jurybox.protocol.errors import Code, Error, Refused, said
+from jurybox.protocol.wire import require_name
 from jurybox.server.gateway.grpc_server import Service
 from jurybox.server.gateway.inference import models
 from jurybox.server.gateway.inference.direct_lane import DirectLanes
@@ -259,7 +260,13 @@ class InferenceServicer:
         return pb.ServerReadyResponse(ready=not await self._oip.reasons())
 
     async def ModelReady(self, request: pb.ModelReadyRequest, context: Context) -> pb.ModelReadyResponse:
-        why = await self._oip.model_reason(request.name, request.version)
+        require_name(request.name)
+        try:
+            why = await self._oip.model_reason(request.name, request.version)
+        except Error as error:
+            if error.code != Code.MODEL_NOT_FOUND:
+                raise
+            why = str(error)  # a model that is not here is not ready, as in Triton
         return pb.ModelReadyResponse(ready=not why)
 
     async def ServerMetadata(self, request: pb.ServerMetadataRequest, context: Context) -> pb.ServerMetadataResponse:

@@ -16,7 +16,7 @@ import numpy as np
 from fastapi import APIRouter, Request, Response
 from numpy.typing import NDArray
 
-from jurybox.protocol.errors import Code, ModelNotFound, Refused, ServerGone, error_for
+from jurybox.protocol.errors import Code, Refused, ServerGone, error_for
 from jurybox.server.gateway.app import AnyText
 from jurybox.server.gateway.inference import models
 from jurybox.server.gateway.inference.inference import (
@@ -201,7 +201,7 @@ def _parameters(given: dict[str, Any], where: str) -> dict[str, Any]:
 MAX_BODY_BYTES = 64 << 20
 _PIECE = 1 << 20  # bytes that are decompressed at a time, so that other requests do not wait for a whole body
 _MODEL = "/v2/models/{name:path}"
-_WINDOW = {"gzip": zlib.MAX_WBITS | 16, "deflate": zlib.MAX_WBITS}
+_WINDOW = {"gzip": zlib.MAX_WBITS | 16, "x-gzip": zlib.MAX_WBITS | 16, "deflate": zlib.MAX_WBITS}
 
 
 def router(oip: OpenInference, *, most: int = MAX_BODY_BYTES) -> APIRouter:
@@ -397,10 +397,6 @@ def _shared_memory(paths: APIRouter, oip: OpenInference, most: int) -> None:
             f"trace and log settings are not served here; there are: {', '.join(models.EXTENSIONS)}", Code.UNSUPPORTED
         )
 
-    @paths.api_route("/v2/{path:path}", methods=["PUT", "DELETE", "PATCH"], include_in_schema=False)
-    async def nowhere(path: str) -> Response:
-        raise ModelNotFound(f"/v2/{path[:80]} takes GET or POST")
-
 
 def _ready(reasons: list[str]) -> Response:
     return AnyText({"ready": not reasons, "reasons": reasons}, 503 if reasons else 200)
@@ -426,8 +422,8 @@ async def _json(request: Request, most: int) -> dict[str, Any]:
 async def _body(request: Request, most: int) -> bytes:
     """Read a body and decompress it if needed; `BodyLimit` (security.http) limits what is received."""
     body = await request.body()
-    encoding = request.headers.get("content-encoding", "identity")
-    if encoding == "identity":
+    encoding = request.headers.get("content-encoding", "identity").strip().lower()  # RFC 9110: in any case
+    if encoding in ("identity", ""):
         return body
     if encoding not in _WINDOW:
         raise malformed(f"Content-Encoding {encoding[:20]!r}: expected gzip or deflate")

@@ -176,7 +176,7 @@ class OpenInference:
         if options.over:
             self.sequences.over(request.model, options.over)
             return InferResponse(request.model, "", request.id, [])
-        if any(tensor.parameters.get(REGION) in self.cuda_regions for tensor in request.inputs):
+        if any(self._is_on_device(tensor) for tensor in request.inputs):
             return await self._infer_on_device(request, options)
         if options.steps is None:
             return await self._infer(request, options, None)
@@ -486,6 +486,10 @@ class OpenInference:
         except Error:
             return False
         return True
+
+    def _is_on_device(self, tensor: Input) -> bool:
+        region = tensor.parameters.get(REGION)
+        return isinstance(region, str) and region in self.cuda_regions
 
     async def model_reason(self, name: str, version: str) -> str:
         """Return the reason why a model is not ready; empty if it is ready. Raises ModelNotFound."""

@@ -31,6 +31,10 @@ def malformed(message: str) -> Error:
     return error_for(Code.MALFORMED, message)
 
 
+# What Python's JSON calls so. A number that is too large for a float becomes another object, which is refused.
+_NAMED = {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}
+
+
 def read_json(body: bytes) -> dict[str, Any]:
     """Parse a JSON object. Raises ProtocolMismatch if it is none, or has more parts than a request can have."""
     for mark, most in _MOST_PARTS.items():
@@ -39,7 +43,7 @@ def read_json(body: bytes) -> dict[str, Any]:
                 f"the JSON has {there} {mark.decode()}, expected at most {most}: send tensors as binary data"
             )
     try:
-        given = json.loads(body)
+        given = json.loads(body, parse_constant=_NAMED.__getitem__)
     except (ValueError, RecursionError) as error:
         raise malformed(f"the body is no JSON: {plain(error, 200)}") from error
     if not isinstance(given, dict):
@@ -191,13 +195,17 @@ class TypedData(InputData):
         if dtype.kind == "f":
             if (infinite := np.isinf(array)).any():
                 wrong = infinite & np.isfinite(np.array(flat, np.float64))
+                if isinstance(self._values, list):  # JSON
+                    given = tuple(map(id, _NAMED.values()))
+                    wrong |= infinite & [id(value) not in given for value in flat]
         elif in_int64:  # NumPy 1 would reduce them to the dtype's bits
             wrong = (array < np.iinfo(dtype).min) | (array > np.iinfo(dtype).max)
         elif dtype.kind == "u":
             wrong = [value < 0 for value in flat]
         if np.any(wrong):
             value = flat[int(np.flatnonzero(wrong)[0])]
-            raise SpecMismatch(f"input {self._name!r}: the value {value} does not fit {datatype}")
+            what = f"the value {value}" if abs(value) != math.inf else "a number that is too large for a float"
+            raise SpecMismatch(f"input {self._name!r}: {what} does not fit {datatype}")
         return array.astype(dtype, copy=False).reshape(shape)
 
     def strings(self, n: int, spec: TensorSpec) -> list[bytes]:
