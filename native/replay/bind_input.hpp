@@ -202,4 +202,25 @@ inline void source_of(const InputField& f, PyObject* value, std::size_t lead, st
     source_of_other(f, value, lead, n, s, held);
 }
 
+// Marks streams to which a call adds rows that may wait. A signal handler within it would add a row in the midst of an episode.
+class Adding {
+  public:
+    Adding(Stream* streams, std::size_t n) : streams_(streams), n_(streams == nullptr ? 0 : n) {
+        for (std::size_t i = 0; i < n_; ++i)
+            if (streams_[i].adding)
+                raise_protocol_error("Refused", "rows are being added to this stream: this is a signal handler or a destructor inside of that call, or another "
+                                                "thread; give it a stream of its own");
+        for (std::size_t i = 0; i < n_; ++i) streams_[i].adding = true;
+    }
+    ~Adding() {
+        for (std::size_t i = 0; i < n_; ++i) streams_[i].adding = false;
+    }
+    Adding(const Adding&) = delete;
+    Adding& operator=(const Adding&) = delete;
+
+  private:
+    Stream* streams_;
+    std::size_t n_;
+};
+
 }  // namespace jurybox::replay

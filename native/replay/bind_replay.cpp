@@ -104,7 +104,7 @@ struct Released {
 int sample(PyRing& self, PyColumns& columns, std::size_t n, std::size_t first, bool replacement, bool prioritized, double beta, std::uint64_t mark) {
     if (first + n > columns.capacity) throw std::out_of_range("the output arrays are shorter than the sample");
     if (columns.busy.exchange(true, std::memory_order_acquire))
-        raise_protocol_error("Busy", "another thread is drawing a sample into this batch: give each thread a batch of its own");
+        raise_protocol_error("Busy", "a sample is being drawn into this batch, by another thread or by the call that this one is inside of: give each a batch of its own");
     const Released released{columns.busy};
     Request& request = columns.request;
     request.n = n;

@@ -199,6 +199,8 @@ struct PyRing {
         std::uint64_t passed = 0;  // consecutive slots that were taken
         while (done < n) {
             Ticket first = 0;
+            // Rows that others see while this call waits can also be drawn by them.
+            if (!simple && prioritized) update.reset(), update.emplace(ring.tree);
             const std::uint64_t got = simple ? (first = ring.reserve(n - done), n - done) : tickets(n - done, first, deadline, without, wrote.interrupted);
             if (got == 0) {
                 if (ring.control->full == Full::drop_newest && !wrote.interrupted && admitted(1) != 0)
@@ -237,6 +239,8 @@ struct PyRing {
         std::size_t n = ~std::size_t{0};
         parse(values, positional, names, lead, n, sources, held);
         if (lead == 0) n = 1;
+        const bool handlers = ring.links != nullptr && (ring.limited() || ring.control->full == Full::block);  // it may wait
+        const Adding adding(handlers ? streams : nullptr, stream_rows != 0 ? stream_rows : 1);
         if (stream_rows != 0 && n != stream_rows)
             raise_protocol_error("SpecMismatch", "expected " + std::to_string(stream_rows) + " rows, one for each stream, came " + std::to_string(n));
         if (ring.links == nullptr) streams = nullptr;

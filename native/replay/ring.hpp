@@ -254,6 +254,7 @@ inline bool put_row(const Field& f, const Source& s, std::size_t row, std::byte*
 struct Stream {
     std::uint64_t last = 0;  // ticket + 1 of the newest row; 0: none
     bool ended = true;       // whether the next row begins an episode
+    bool adding = false;     // whether a call that may wait, and run Python's signal handlers meanwhile, adds rows to it
 };
 
 constexpr std::size_t kCached = std::size_t{32} << 20;  // a smaller ring may fit into a last-level cache

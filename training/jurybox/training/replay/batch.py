@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import math
 import queue
 import threading
@@ -225,14 +226,15 @@ class Prefetch(ForkGuard, Closing):
         arguments = () if windows is None else (windows,)
         self._n = n
         self._device = device
-        # One more than the depth: the batch that the caller holds.
+        # One more than the depth: the batch that the caller holds. The queues are simple ones, which have no lock in
+        # Python code: a signal handler or a destructor within `next` may ask for a batch, too, and close.
         pinned = device is not None and device.startswith("cuda")
-        self._free: queue.Queue[Batch] = queue.Queue()
+        self._free: queue.SimpleQueue[Batch] = queue.SimpleQueue()
         for _ in range(depth + 1):
             self._free.put(make(n, *arguments, pinned=pinned))
-        self._ready: queue.Queue[Any] = queue.Queue(maxsize=depth)
-        self._held: Batch | None = None
-        self._stop = threading.Event()
+        self._ready: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._held: collections.deque[Batch] = collections.deque()
+        self._stopped = False
         self._thread = threading.Thread(target=self._run, name="replay-prefetch", daemon=True)
         self._thread.start()
         super().__init__()
@@ -242,12 +244,12 @@ class Prefetch(ForkGuard, Closing):
 
     def __next__(self) -> Any:
         self._check_process()
-        if self._held is not None:
-            self._free.put(self._held)
-            self._held = None
+        with suppress(IndexError):
+            while True:
+                self._free.put(self._held.popleft())
         item = None
         while item is None:
-            if self._stop.is_set():
+            if self._stopped:
                 raise StopIteration
             with suppress(queue.Empty):
                 item = self._ready.get(timeout=_SLICE)
@@ -255,9 +257,10 @@ class Prefetch(ForkGuard, Closing):
             self.close()
             raise item
         if isinstance(item, Batch):
-            self._held = item
+            self._held.append(item)
             return item
-        tensors, copied = item
+        tensors, copied, batch = item
+        self._free.put(batch)
         if copied is not None:
             import torch
 
@@ -272,7 +275,7 @@ class Prefetch(ForkGuard, Closing):
         """Stop drawing; batches handed out stay valid."""
         if self._forked:
             return
-        self._stop.set()
+        self._stopped = True
         # An additional batch wakes the thread, so that it stops.
         self._free.put(self._make(0))
         self._thread.join()
@@ -282,23 +285,12 @@ class Prefetch(ForkGuard, Closing):
             move = None if self._device is None else _mover(self._device)
             while True:
                 batch = self._free.get()
-                if self._stop.is_set():
+                if self._stopped:
                     return
                 self._draw(self._n, batch, **self._options)
-                if move is None:
-                    self._put(batch)
-                else:
-                    tensors = move(batch)
-                    self._free.put(batch)
-                    self._put(tensors)
+                self._ready.put(batch if move is None else (*move(batch), batch))
         except BaseException as error:  # noqa: BLE001  (raised by the next request for a batch)
-            self._put(error)
-
-    def _put(self, item: Any) -> None:
-        while not self._stop.is_set():
-            with suppress(queue.Full):
-                self._ready.put(item, timeout=_SLICE)
-                return
+            self._ready.put(error)
 
 
 def _mover(device: str) -> Any:

@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from jurybox.protocol import forks
 from jurybox.protocol.errors import Refused, SpecMismatch
+from jurybox.protocol.locks import TimedLock
 from jurybox.protocol.segment import Segment
 from jurybox.training.replay import load as loading
 from jurybox.training.replay import save as saving
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 
 _PLAIN = Windows()
 _TIMEOUT = 10.0  # seconds
+_PATIENCE = 600.0  # seconds to wait for another thread's save
 
 
 class Replay:
@@ -76,6 +78,7 @@ class Replay:
         self.parts = open_parts(segment, layout, threads=threads, seed=seed, timeout=timeout)
         self._pool = self.parts[0]
         self.saved: Saved | None = None
+        self._saving = TimedLock("a save of this replay")
         self._streams: weakref.WeakSet[Streams] = weakref.WeakSet()
         self.add: Adding = self._pool.ring.add
         self.extend: Adding = self._pool.ring.extend
@@ -303,9 +306,17 @@ class Replay:
             part.ring.seed(seed + number)
 
     def save(self, path: str | Path, *, incremental: bool = False, codec: str = "lz4") -> Saved:
-        """Write all rows to a file while writers go on; see `jurybox.training.replay.save`."""
-        self.saved = saving.save(self, Path(path), before=self.saved if incremental else None, codec=codec)
-        return self.saved
+        """Write all rows to a file while writers go on; see `jurybox.training.replay.save`.
+
+        Saves of one replay come after each other.
+
+        Raises:
+            Refused: this is a signal handler or a destructor within a save; or the file is not as the last one left it.
+            Timeout: another thread's save of this replay did not end.
+        """
+        with saving.one_in_this_thread(), self._saving.within(_PATIENCE):
+            self.saved = saving.save(self, Path(path), before=self.saved if incremental else None, codec=codec)
+            return self.saved
 
     def save_in_background(
         self, path: str | Path, *, incremental: bool = False, codec: str = "lz4"
@@ -382,6 +393,7 @@ class Replay:
         for part in self.parts:
             part.ring.after_fork(secrets.randbits(63))
         self.saved = None  # the file goes on being the parent's
+        self._saving.anew()
         if self._segment is not None:
             self._segment.separate(hold=True)
 

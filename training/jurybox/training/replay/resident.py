@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -12,6 +14,7 @@ import torch
 
 from jurybox.protocol import forks
 from jurybox.protocol.errors import Refused, SpecMismatch
+from jurybox.protocol.locks import TimedLock
 from jurybox.training.replay.cursor import ENDED, FIRST, NOT_YET, UNKNOWN, NewRows
 from jurybox.training.replay.layout import Layout
 from jurybox.training.replay.options import FINITE_ERRORS, Codec, Field, NotEnoughRows, Windows
@@ -238,10 +241,27 @@ def _widened(spec: Field, stored: torch.Tensor) -> torch.Tensor:
 _PIECE_BYTES = 8 << 20
 _TRIES = 100
 _PLAIN = Windows()
+_PATIENCE = 60.0  # seconds to wait for another thread's call
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def _alone(call: Callable[Concatenate[Resident, P], T]) -> Callable[Concatenate[Resident, P], T]:
+    """Make calls of a method come after each other."""
+
+    @functools.wraps(call)
+    def called(self: Resident, /, *args: P.args, **options: P.kwargs) -> T:
+        with self._turn.once(_PATIENCE):
+            return call(self, *args, **options)
+
+    return called
 
 
 class Resident:
-    """Up to `capacity` rows of a replay on a device; belongs to one thread. Made by `Replay.resident`.
+    """Up to `capacity` rows of a replay on a device. Made by `Replay.resident`.
+
+    Calls of several threads come after each other. Within a call, one of a signal handler or a destructor is refused:
+    rows would change under it.
 
     A forked child may draw from the rows that were there, with draws of its own; `refresh` refuses there.
 
@@ -265,6 +285,7 @@ class Resident:
         self._layout = layout
         self.device = torch.device(device)
         self.rows = Rows(layout, capacity, self.device)
+        self._turn = TimedLock("a call of this copy of a replay")
         self._generator = torch.Generator(self.device)
         if seed is None:
             self._generator.seed()
@@ -282,6 +303,7 @@ class Resident:
         forks.register(self)
 
     def _after_fork_in_child(self) -> None:
+        self._turn.anew()
         if self.device.type == "cpu":  # CUDA itself refuses to go on in a forked child
             self._generator.seed()
 
@@ -319,6 +341,7 @@ class Resident:
         extra = 0 if self._priorities is None else self._priorities.nbytes
         return self.rows.nbytes + extra
 
+    @_alone
     def refresh(self) -> int:
         """Copy the rows that were added since the last call; returns their number."""
         before, linked = self.taken, self._layout.episodes is not None
@@ -340,6 +363,7 @@ class Resident:
             self._new.discard()
         return self.taken - before
 
+    @_alone
     def sample(
         self, n: int, *, windows: Windows = _PLAIN, replace: bool = True, uniform: bool = False, beta: float = 0.4
     ) -> dict[str, torch.Tensor]:
@@ -407,6 +431,7 @@ class Resident:
         total, rows = float(self._priorities.sum()), min(self.taken, self.capacity)
         return min(self._top, 100 * total / rows) if total else self._top
 
+    @_alone
     def update_priorities(self, indices: torch.Tensor, errors: torch.Tensor) -> None:
         """Set the priorities of rows to (|error| + 1e-6) ** alpha; rows that were replaced since are ignored.
 

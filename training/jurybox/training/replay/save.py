@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import count, islice
@@ -26,6 +26,7 @@ import numpy.typing as npt
 
 from jurybox import native
 from jurybox.protocol.errors import Refused
+from jurybox.protocol.locks import NESTED
 from jurybox.training.replay.archive import CODECS, RECORD_BYTES, Kind, Saved, head_of, record_head
 from jurybox.training.replay.options import ForkGuard
 from jurybox.training.replay.part import Part, Parts, standing_of
@@ -130,6 +131,22 @@ class _Job:
     codec: str
     compress: _Compressor
     pool: ThreadPoolExecutor
+
+
+_here = threading.local()  # `saving`: whether a save is under way in this thread
+
+
+@contextmanager
+def one_in_this_thread() -> Iterator[None]:
+    """Refuse a save within another one of this thread, of any replay: it would wait for locks of the standard library's
+    thread pool that the outer one has."""
+    if getattr(_here, "saving", False):
+        raise Refused(f"a save is under way in this thread: {NESTED}; save afterwards")
+    _here.saving = True
+    try:
+        yield
+    finally:
+        _here.saving = False
 
 
 def save(replay: Parts, path: Path, *, before: Saved | None, codec: str) -> Saved:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any, Protocol
 
 import numpy as np
@@ -33,7 +34,7 @@ class Reservation(ForkGuard):
         first = part.ring.reserve_run(n)
         if first is None:
             raise Busy(f"no {n} free slots side by side: writers hold the others; reserve fewer rows")
-        self._first: int | None = first
+        self._firsts = [first]  # until it is taken out, which ends the reservation once, also in nested calls
         slot = first % part.capacity
         self._arrays = {
             name: part.field_rows(name, slot, n)
@@ -44,7 +45,7 @@ class Reservation(ForkGuard):
 
     def _after_fork_in_child(self) -> None:
         super()._after_fork_in_child()
-        self._first = None
+        self._firsts.clear()
 
     def __getitem__(self, name: str) -> npt.NDArray[Any]:
         self._check_process()
@@ -74,9 +75,8 @@ class Reservation(ForkGuard):
         self._finish(commit=False)
 
     def _finish(self, *, commit: bool) -> None:
-        if self._first is not None:
-            first, self._first = self._first, None
-            self._part.ring.finish_run(first, self._rows, commit)
+        with suppress(IndexError):
+            self._part.ring.finish_run(self._firsts.pop(), self._rows, commit)
 
 
 class Adding(Protocol):
