@@ -80,11 +80,15 @@ def _is_listened_on(path: Path) -> bool:
         return True
 
 
-def prepare_folder(folder: Path) -> None:
+def prepare_folder(folder: Path, *, shared: bool = False) -> None:
     """Create the folder of an ipc address, and check that only this user and root can enter or replace it.
 
     Whoever can enter it can send requests, and a server runs code that its clients name. Whoever can replace it or one
     of its parents can pose as the server.
+
+    Args:
+        shared: accept a folder that other users may enter or replace, as a pod's emptyDir, whose mode is fixed. Sockets
+            in it are still for this user alone.
 
     Raises:
         Refused: it cannot be created, belongs to another user, or other users may enter or replace it. The message
@@ -102,12 +106,15 @@ def prepare_folder(folder: Path) -> None:
         raise Refused(f"{folder} belongs to user {found.st_uid}, not to {os.getuid()}: {_ELSEWHERE[3:]}")
     if not stat.S_ISDIR(found.st_mode):
         raise Refused(f"{folder} is no folder: {_ELSEWHERE[3:]}")
+    if shared:
+        return
     if mode := stat.S_IMODE(found.st_mode) & 0o077:
         ours = "" if found.st_uid == os.getuid() else f"chown {os.getuid()} {folder} && "
         what = "write to" if mode & 0o022 else "enter"
         raise Refused(
             f"others may {what} {folder} (mode {stat.S_IMODE(found.st_mode):04o}): {ours}chmod 700 {folder} (systemd: "
-            f"RuntimeDirectoryMode=0700; a tmpfs: mode=0700,uid={os.getuid()}), {_ELSEWHERE}"
+            f"RuntimeDirectoryMode=0700; a tmpfs: mode=0700,uid={os.getuid()}; a pod's emptyDir, whose mode is fixed: "
+            f"server.shared_folder = true, if all containers of the pod are trusted), {_ELSEWHERE}"
         )
     for above in folder.resolve().parents:
         mode = above.stat().st_mode

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tomllib
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 
@@ -159,14 +160,18 @@ def test_a_mirrored_picture_is_tilted_the_other_way(photos):
     assert float(tilts[0]) == pytest.approx(-float(tilts[1]), abs=0.5)
 
 
-def test_the_list_of_photographs_names_package_licence_and_author(tmp_path):
-    missing = photo_ranking.gather(tmp_path / "nothing", tmp_path / "photos")
-    assert missing and all(": " in each for each in missing)
+def test_the_list_of_photographs_names_package_licence_and_author(tmp_path, monkeypatch):
+    listed = tomllib.loads(photo_ranking.LIST.read_text())["photograph"]
+    for each in listed:
+        assert each["name"] and each["package"] and each["licence"] and each["author"]
+    installed = [each for each in listed if "module" in each]  # the others need packages of Debian
+    lines = ["\n".join(f"{key} = {json.dumps(value)}" for key, value in each.items()) for each in installed]
+    (tmp_path / "list.toml").write_text("".join(f"[[photograph]]\n{line}\n" for line in lines))
+    monkeypatch.setattr(photo_ranking, "LIST", tmp_path / "list.toml")
+    assert photo_ranking.gather(tmp_path / "nothing", tmp_path / "photos") == len(installed) > 0
     library = photo_ranking.photographs(tmp_path / "photos")
     names = {photo.name for photo in library.training}
     assert not names & {"chelsea.png", "china.jpg"}
-    for each in photo_ranking.tomllib.loads(photo_ranking.LIST.read_text())["photograph"]:
-        assert each["name"] and each["package"] and each["licence"] and each["author"]
 
 
 @pytest.mark.parametrize("what", ["train", "exploits"])
@@ -174,3 +179,16 @@ def test_a_missing_output_file_is_an_error_before_the_work(tmp_path, what, capsy
     with pytest.raises(SystemExit):
         photo_ranking.main([what, "--photos", str(tmp_path), "--run", str(tmp_path)])
     assert f"{what} needs --out" in capsys.readouterr().err
+
+
+def test_photographs_that_are_missing_are_an_error_that_counts_them(tmp_path, capsys):
+    (tmp_path / "packages").mkdir()
+    with pytest.raises(SystemExit) as ended:
+        photo_ranking.main(["gather", "--root", str(tmp_path / "packages"), "--photos", str(tmp_path / "photos")])
+    listed = tomllib.loads(photo_ranking.LIST.read_text())["photograph"]
+    said = capsys.readouterr().err
+    assert ended.value.code == 1 and not (tmp_path / "photos").exists(), (
+        "a training would start on the few that are there"
+    )
+    missing = int(said.split()[0])
+    assert f"{missing} of {len(listed)} photographs are missing" in said and len(said.splitlines()) == 1 + missing

@@ -3,6 +3,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+from pathlib import Path
 
 import pytest
 
@@ -57,6 +58,17 @@ def test_a_folder_that_others_may_put_another_in_the_place_of_is_refused(tmp_pat
         prepare_folder(tmp_path / "open" / "ours")
     (tmp_path / "open").chmod(0o1777)  # like /tmp, where all users may move their own files
     prepare_folder(tmp_path / "open" / "ours")
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o2770, 0o2777])
+def test_a_pods_folder_is_accepted_if_that_is_said_and_the_refusal_says_how(tmp_path, mode):
+    (tmp_path / "pod").mkdir()
+    (tmp_path / "pod").chmod(mode)
+    with pytest.raises(Refused, match="a pod's emptyDir.*server.shared_folder = true"):
+        prepare_folder(tmp_path / "pod")
+    prepare_folder(tmp_path / "pod", shared=True)
+    with pytest.raises(Refused, match="no folder"):
+        prepare_folder(Path("/dev/null"), shared=True)
 
 
 def test_a_folder_that_cannot_be_made_is_an_error_with_a_remedy(tmp_path):

@@ -38,13 +38,13 @@ async def http(source) -> AsyncIterator[httpx.AsyncClient]:
         yield client
 
 
-@pytest.mark.parametrize("path", ["/health", "/health/live", "/health/ready"])
+@pytest.mark.parametrize("path", ["/health", "/health/live", "/health/ready", "/healthz", "/livez", "/readyz"])
 async def test_a_serving_server_is_healthy(http, path):
     answer = await http.get(path)
     assert (answer.status_code, answer.json()) == (200, {"status": "ok", "reasons": []})
 
 
-@pytest.mark.parametrize("path", ["/health", "/health/live", "/health/ready"])
+@pytest.mark.parametrize("path", ["/health", "/health/live", "/health/ready", "/healthz", "/livez", "/readyz"])
 @pytest.mark.parametrize("error", [ServerGone("nobody there"), Timeout("too slow")])
 async def test_a_silent_supervisor_is_neither_live_nor_ready(http, source, path, error):
     source.error = error
@@ -54,9 +54,9 @@ async def test_a_silent_supervisor_is_neither_live_nor_ready(http, source, path,
 
 async def reasons(http: httpx.AsyncClient) -> list[str]:
     """Why it is not ready; it is live all the same."""
-    assert (await http.get("/health/live")).status_code == 200
-    answers = [await http.get(path) for path in ("/health", "/health/ready")]
-    assert [answer.status_code for answer in answers] == [503, 503]
+    assert {(await http.get(path)).status_code for path in ("/health/live", "/livez")} == {200}
+    answers = [await http.get(path) for path in ("/health", "/health/ready", "/healthz", "/readyz")]
+    assert [answer.status_code for answer in answers] == [503] * 4
     return answers[0].json()["reasons"]
 
 

@@ -304,11 +304,14 @@ def create_app(
 
     @app.get("/health", responses=ill)
     @app.get("/health/ready", responses=ill)
+    @app.get("/healthz", responses=ill, include_in_schema=False)  # as Kubernetes' own components name them
+    @app.get("/readyz", responses=ill, include_in_schema=False)
     async def ready(response: Response) -> Health:
         """Return 200 if requests would be answered, else 503 with the reasons."""
         return _health(response, await (readiness() if readiness else reasons(source)))
 
     @app.get("/health/live", responses=ill)
+    @app.get("/livez", responses=ill, include_in_schema=False)
     async def live(response: Response) -> Health:
         """Return 200 while the supervisor answers, whatever the state of its engines."""
         try:

@@ -18,7 +18,12 @@ from jurybox.server.security.access import CHALLENGES, Access, ByteBudget, Token
 from jurybox.server.security.doors import RETRY_AFTER, Doors, refusal
 
 # Probes of orchestrators and load balancers send no token. Without a token these paths answer yes or no, not why.
-OPEN_PATHS = frozenset({"/health", "/health/live", "/health/ready", "/v2/health/live", "/v2/health/ready"})
+OPEN_PATHS = frozenset(
+    {
+        *("/health", "/health/live", "/health/ready", "/v2/health/live", "/v2/health/ready"),
+        *("/healthz", "/livez", "/readyz"),
+    }
+)
 SECURITY_HEADERS = {
     "Content-Security-Policy": "default-src 'none'; frame-ancestors 'none'; base-uri 'none'; form-action 'none'",
     "X-Content-Type-Options": "nosniff",

@@ -127,6 +127,7 @@ class ServerSettings(SecuritySettings):
     """[server]: one server and its engines. docs/operations.md describes each setting."""
 
     address: Annotated[str, AfterValidator(check_address)] = Field(default_factory=default_address)
+    shared_folder: bool = False
     tcp: Listen = ""
     http: Listen = "127.0.0.1:8000"
     grpc: Listen = "127.0.0.1:8001"

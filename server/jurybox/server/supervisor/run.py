@@ -50,7 +50,7 @@ def _served(settings: Settings, shown: Settings | None = None) -> int:
     events = Events()
     log = configure("supervisor", server.log_level, server.log_format, keep=events.keep)
     try:
-        lock = _hold_address(server.address)
+        lock = _hold_address(server.address, shared=server.shared_folder)
     except (Error, OSError) as error:
         log.error("could not start", error=str(error))
         return COULD_NOT_START
@@ -125,12 +125,12 @@ def _any_port(where: str) -> str:
     return f"{where.rpartition(':')[0]}:0"
 
 
-def _hold_address(address: str) -> int | None:
+def _hold_address(address: str, *, shared: bool = False) -> int | None:
     """Lock the address while this server is alive, so that a second one cannot take over its socket."""
     path = ipc_path(address)
     if path is None:
         return None
-    prepare_folder(path.parent)
+    prepare_folder(path.parent, shared=shared)
     lock_path = Path(f"{path}.lock")
     try:
         fd = os.open(lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)

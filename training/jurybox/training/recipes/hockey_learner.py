@@ -29,7 +29,7 @@ _REPORT_EVERY = 10  # learner steps between two reports of the losses, since rea
 def device_utilization(device: str) -> dict[str, float]:
     """Return the recent utilization of the GPU in per cent, as NVIDIA's driver measures it; nothing for a CPU.
 
-    The result is also empty if torch cannot query the driver, or without the package nvidia-ml-py of the extra `training`.
+    The result is also empty if torch cannot query the driver, or without the package nvidia-ml-py.
     """
     if not device.startswith("cuda"):
         return {}

@@ -15,7 +15,7 @@ import shutil
 import struct
 import sys
 import tomllib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -57,22 +57,27 @@ _OTHERS = ("jpeg", "vignette", "posterise", "resample", "curve", "motion")
 Recipe = tuple[dict[str, float], dict[str, float]]  # damage, edits
 
 
-def gather(root: Path, out: Path) -> list[str]:
-    """Copy the listed photographs from a folder with the unpacked packages; return which are missing.
+def gather(root: Path, out: Path) -> int:
+    """Copy the listed photographs from a folder with the unpacked packages; return their number.
 
     Photographs of Python packages are copied from the installed packages.
+
+    Raises:
+        FileNotFoundError: some are missing, and nothing was copied; the message has their number and names.
     """
+    listed = tomllib.loads(LIST.read_text())["photograph"]
+    sources = [_source(each, root) for each in listed]
+    if missing := [
+        f"{each['package']}: {source}" for each, source in zip(listed, sources, strict=True) if not source.is_file()
+    ]:
+        raise FileNotFoundError(
+            f"{len(missing)} of {len(listed)} photographs are missing, so none was copied: unpack their packages into "
+            f"{root} (docs/photo.md)\n" + "\n".join(missing)
+        )
     out.mkdir(parents=True, exist_ok=True)
-    missing, archives = list[str](), dict[Path, dict[str, bytes]]()
-    for each in tomllib.loads(LIST.read_text())["photograph"]:
-        if "module" in each:
-            spec = importlib.util.find_spec(each["module"])
-            source = Path(spec.origin).parent / each["path"] if spec and spec.origin else Path(each["path"])
-        else:
-            source = root / each["path"]
-        if not source.is_file():
-            missing.append(f"{each['package']}: {source}")
-        elif "member" in each:
+    archives = dict[Path, dict[str, bytes]]()
+    for each, source in zip(listed, sources, strict=True):
+        if "member" in each:
             if source not in archives:
                 archives[source] = dict(_members(source.read_bytes()))
             encoded = np.frombuffer(archives[source][each["member"]], np.uint8)
@@ -82,7 +87,14 @@ def gather(root: Path, out: Path) -> list[str]:
             cv2.imwrite(str(copy), read_photo(copy).pixels[..., ::-1])
         else:
             shutil.copyfile(source, out / f"{each['name']}{source.suffix}")
-    return missing
+    return len(listed)
+
+
+def _source(each: Mapping[str, str], root: Path) -> Path:
+    if "module" not in each:
+        return root / each["path"]
+    spec = importlib.util.find_spec(each["module"])
+    return Path(spec.origin).parent / each["path"] if spec and spec.origin else Path(each["path"])
 
 
 def _members(data: bytes) -> Iterator[tuple[str, bytes]]:
@@ -493,7 +505,10 @@ def main(given: Sequence[str] | None = None) -> None:
     torch.set_num_threads(1)  # a second thread slows down so small a network, and changes the order of sums
     cv2.setNumThreads(0)
     if options.what == "gather":
-        _print("\n".join(gather(options.root, options.photos)) or "all photographs are there")
+        try:
+            _print(f"{gather(options.root, options.photos)} photographs are in {options.photos}")
+        except FileNotFoundError as error:
+            parser.exit(1, f"{error}\n")
         return
     if options.what == "exploits":
         worst = find_exploits(options.run, options.photos, episodes=options.episodes, seed=options.seed)
