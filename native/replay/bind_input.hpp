@@ -5,6 +5,7 @@
 
 #include <array>
 #include <atomic>
+#include <cmath>
 #include <cstring>
 #include <string>
 #include <vector>
@@ -32,7 +33,7 @@ constexpr int kContiguous = 0x1, kAligned = 0x100;
 
 struct NumPy {
     PyObject* array_type;
-    nb::object asarray, can_cast;
+    nb::object asarray, can_cast, array_equal, isinf, errstate;
     bool head_known;
 
     // Not a function's static: its initialisation would hold a lock while another thread, which waits for that lock, may get
@@ -52,6 +53,9 @@ struct NumPy {
         array_type = nb::object(numpy.attr("ndarray")).release().ptr();
         asarray = numpy.attr("asarray");
         can_cast = numpy.attr("can_cast");
+        array_equal = numpy.attr("array_equal");
+        isinf = numpy.attr("isinf");
+        errstate = numpy.attr("errstate");
         const nb::object probe = numpy.attr("zeros")(nb::make_tuple(2, 3), "float32");
         const auto* head = reinterpret_cast<const ArrayHead*>(probe.ptr());
         const auto address = nb::cast<std::uintptr_t>(nb::object(probe.attr("ctypes").attr("data")));
@@ -117,7 +121,7 @@ inline bool put_number(const InputField& f, PyObject* value, std::byte* out) {
             PyErr_Clear();
             return false;
         }
-        if (f.item == 4) return store(static_cast<float>(x)), true;
+        if (f.item == 4) return !std::isfinite(x) || std::isfinite(static_cast<float>(x)) ? (store(static_cast<float>(x)), true) : false;
         if (f.item == 8) return store(x), true;
         return false;
     }
@@ -164,6 +168,19 @@ inline bool strides_of(const InputField& f, std::size_t lead, int dims, const Py
     return true;
 }
 
+// The array in the field's dtype, if no number changes but by a float's rounding; else nothing.
+inline nb::object converted(const InputField& f, const nb::object& array) {
+    const NumPy& numpy = NumPy::get();
+    const std::string kind = text_of(array.attr("dtype").attr("kind"));
+    if (kind != "b" && kind != "i" && kind != "u" && kind != "f") return {};
+    const nb::object quiet = numpy.errstate(nb::arg("all") = "ignore");  // what overflows is found below
+    quiet.attr("__enter__")();
+    nb::object cast = array.attr("astype")(f.dtype);
+    quiet.attr("__exit__")(nb::none(), nb::none(), nb::none());
+    const bool same = f.kind == 'f' ? nb::cast<bool>(numpy.array_equal(numpy.isinf(cast), numpy.isinf(array))) : nb::cast<bool>(numpy.array_equal(cast, array));
+    return same ? cast : nb::object();
+}
+
 inline void source_of_other(const InputField& f, PyObject* value, std::size_t lead, std::size_t& n, Source& s, Held& held) {
     const NumPy& numpy = NumPy::get();
     nb::object array = numpy.asarray(nb::handle(value));
@@ -172,7 +189,9 @@ inline void source_of_other(const InputField& f, PyObject* value, std::size_t le
         const bool chosen = nb::hasattr(nb::handle(value), "dtype");
         if (chosen && !nb::cast<bool>(numpy.can_cast(array.attr("dtype"), f.dtype, "same_kind")))
             describe_mismatch(f, nb::handle(value), lead != 0, "convert it first (astype)");
-        array = array.attr("astype")(f.dtype);
+        nb::object cast = converted(f, array);
+        if (!cast.is_valid()) describe_mismatch(f, nb::handle(value), lead != 0, "it holds what this dtype cannot hold");
+        array = cast;
     }
     held.buffers.emplace_back();
     if (PyObject_GetBuffer(array.ptr(), &held.buffers.back(), PyBUF_STRIDES) != 0) {

@@ -155,11 +155,11 @@ def test_a_photo_editor(tmp_path, monkeypatch) -> None:
 
     step = PhotoEdit.step
 
-    def rewarded_with_nan(self, action):
+    def paid(self, action):
         observation, _, *rest = step(self, action)
         return observation, float("nan"), *rest
 
-    monkeypatch.setattr(PhotoEdit, "step", rewarded_with_nan)
+    monkeypatch.setattr(PhotoEdit, "step", paid)
     with pytest.raises(ContractBroken, match="a reward is nan"):
         train_photo(tmp_path, PHOTO)
 

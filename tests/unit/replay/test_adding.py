@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from jurybox.protocol.errors import Busy, Refused, SharedMemoryError, SpecMismatch, Timeout
-from jurybox.training.replay import Field, NotEnoughRows, Replay
+from jurybox.training.replay import Episodes, Field, NotEnoughRows, Replay
 
 
 def rows(replay: Replay, name: str = "n") -> list:
@@ -97,6 +97,55 @@ def test_the_error_for_a_row_that_does_not_fit_has_the_reason(make, fields: dict
     with pytest.raises(SpecMismatch, match=message):
         replay.add(**fields)
     assert len(replay) == 0
+
+
+def end_with(stream, value):
+    stream.add(x=0)
+    stream.end(x=value)
+
+
+WRITERS = {
+    "add": lambda replay, value: replay.add(x=value),
+    "extend": lambda replay, value: replay.extend(x=[0, value]),
+    "stream": lambda replay, value: replay.stream().add(x=value),
+    "streams": lambda replay, value: replay.streams(2).add(x=[0, value]),
+    "stream's extend": lambda replay, value: replay.stream().extend(x=[0, value]),
+    "anchor": lambda replay, value: replay.anchor.add(x=value),
+    "last observation": lambda replay, value: end_with(replay.stream(), value),
+}
+
+
+@pytest.mark.parametrize("writer", WRITERS)
+@pytest.mark.parametrize(
+    ("dtype", "value"),
+    [
+        *[("uint8", value) for value in (256, -1, 1.5, np.int64(256), np.float64(1.5), None, "7", 10**30)],
+        *[("int64", value) for value in (1.5, 2**63, float("nan"), np.uint64(2**63))],
+        *[("int8", value) for value in (np.int64(300), np.int16(-129))],
+        *[("bool", value) for value in (2, float("nan"), 0.5, None)],
+        *[("float32", value) for value in (1e39, -1e39, None, np.float64(1e39), "1")],
+        *[("float64", value) for value in (None, 10**400)],
+    ],
+)
+def test_a_number_that_the_dtype_cannot_hold_is_refused_by_every_writer(make, writer, dtype, value) -> None:
+    replay = make(5, {"x": Field((), dtype)}, episodes=Episodes(), anchor=5)
+    with pytest.raises(SpecMismatch, match=rf"field 'x': expected {dtype}\("):
+        WRITERS[writer](replay, value)
+    assert len(replay) <= 1
+
+
+def test_numbers_that_the_dtype_can_hold_are_taken_whatever_their_own(make) -> None:
+    taken = {"uint8": [255, 2.0, True, np.uint16(7)], "bool": [1, 0.0, np.bool_(1)], "int8": [np.int64(-128)]}
+    taken |= {"float32": [0.1, 3, True, float("inf"), float("nan"), np.float64(0.1)], "float64": [1e39, 2**70]}
+    for dtype, values in taken.items():
+        replay = make(9, {"x": Field((), dtype)})
+        for value in values:
+            replay.add(x=value)
+        replay.extend(x=np.array([float(each) for each in values]).tolist())
+        got = replay.sample(2 * len(values) if 2 * len(values) < 9 else 9, replace=False)
+        order = np.argsort(got.indices)
+        expected = np.array([*values, *values])[-9:].astype(dtype)
+        np.testing.assert_array_equal(got["x"][order], expected)
 
 
 def test_rows_of_one_extend_must_agree_on_their_number(make) -> None:

@@ -264,3 +264,97 @@ def test_a_forked_child_is_refused_by_stable_baselines_workers_too() -> None:
         assert env.step([0, 1])[1].tolist() == [1.0] * 2
     finally:
         env.close()
+
+
+class Says(gymnasium.Env):
+    """Returns what it is told to, in its first step."""
+
+    observation_space = gymnasium.spaces.Dict(
+        {"a": gymnasium.spaces.Box(-1, 1, (2,)), "b": gymnasium.spaces.Box(0, 9, (), np.int8)}
+    )
+    action_space = gymnasium.spaces.Box(-1, 1, (2,))
+
+    def __init__(self, **said):
+        self.said = {"a": np.zeros(2), "b": 3, "reward": 1.0, "terminated": False, "place": (1, 2), **said}
+
+    def see(self, which=("a", "b")):
+        return {name: self.said[name] for name in which if self.said[name] is not KeyError}
+
+    def reset(self, *, seed=None, options=None):
+        return {"a": np.zeros(2, np.float32), "b": 0}, {}
+
+    def step(self, action):
+        said = self.said
+        return self.see(), said["reward"], said["terminated"], False, said.get("info", {"place": said["place"]})
+
+
+SAID = [
+    ({"b": 300}, r"an observation\['b'\] holds 300: expected int8 of shape \(\)"),
+    ({"b": 1.5}, r"\['b'\] holds 1.5"),
+    ({"a": None}, r"\['a'\] is a NoneType, None: expected float32 of shape \(2,\)"),
+    ({"a": np.zeros(3)}, r"\['a'\] has the shape \(3,\)"),
+    ({"a": 0.5}, r"\['a'\] has the shape \(\)"),
+    ({"a": np.array([1e39, 0])}, r"\['a'\] holds a number beyond float32"),
+    ({"b": KeyError}, "an observation is a dict, .*: expected the parts a, b"),
+    ({"reward": None}, "the reward is a NoneType, None: expected one number"),
+    ({"reward": [1.0]}, r"the reward is a list, \[1.0\]: expected one number"),
+    ({"terminated": None}, "terminated is a NoneType, None: expected True or False"),
+    ({"place": (1.5, 2)}, r"info\['place'\] holds 1.5: expected int64"),
+    ({"info": None}, "the info of a step is a NoneType, None: expected a dict"),
+]
+
+
+def test_what_an_environment_may_not_return_is_refused_with_its_part() -> None:
+    with ProcessVectorEnv([Says], info_fields=FIELDS) as env:
+        right = env.get_attr("said")[0]
+        for said, told in SAID:
+            env.set_attr("said", {**right, **said})
+            env.reset()
+            with pytest.raises(WorkerFailed, match=told):
+                env.step(np.zeros((1, 2)))
+
+
+def test_actions_are_neither_broadcast_nor_cut_off() -> None:
+    with ProcessVectorEnv([Says, Says], workers=1) as env, ProcessVectorEnv([Counter] * 2, workers=1) as counters:
+        env.reset()
+        counters.reset()
+        for wrong in (np.zeros(2), np.zeros((1, 2)), 0.5, [[0, 0], [None, 0]], np.zeros((2, 3))):
+            with pytest.raises(ValueError, match="the batch of actions"):
+                env.step(wrong)
+        for wrong in (np.array([0.5, 1.0]), [0], np.zeros((2, 1), int), None):
+            with pytest.raises(ValueError, match="the batch of actions"):
+                counters.step(wrong)
+        env.step(np.zeros((2, 2)))  # as float64: rounded, not refused
+        counters.step(np.array([1.0, 2.0]).astype(np.int32))
+
+
+class Reuses(gymnasium.Env):
+    """Returns the same arrays at every step, as fast environments do."""
+
+    observation_space, action_space = gymnasium.spaces.Box(-9, 9, (1,)), gymnasium.spaces.Discrete(2)
+
+    def __init__(self):
+        self.seen, self.told = np.zeros(1, np.float32), np.zeros(1)
+
+    def reset(self, *, seed=None, options=None):
+        self.seen[:] = self.told[:] = -1
+        return self.seen, {"told": self.told}
+
+    def step(self, action):
+        self.seen += 3
+        self.told += 3
+        return self.seen, 0.0, True, False, {"told": self.told}
+
+
+def test_an_environment_that_reuses_its_arrays_ends_with_its_last_ones() -> None:
+    with ProcessVectorEnv([Reuses], autoreset_mode=AutoresetMode.SAME_STEP) as env:
+        env.reset()
+        seen, *_, info = env.step(np.zeros(1, int))
+        assert (info["final_obs"][0].item(), info["final_info"]["told"].item(), seen.item()) == (2, 2, -1)
+    workers = WorkerVecEnv([lambda kind=Reuses: kind()])  # a lambda, which pickle refuses
+    try:
+        workers.reset()
+        seen, _, _, (info,) = workers.step([0])
+        assert (info["terminal_observation"].item(), info["told"].item(), seen.item()) == (2, 2, -1)
+    finally:
+        workers.close()

@@ -44,8 +44,11 @@ def begun(found: Any) -> tuple[Any, Mapping[str, Any]]:
     return found
 
 
-def stepped(found: Any) -> Stepped:
+def stepped(found: Any, *, finite: bool = True) -> Stepped:
     """Check the result of an environment's `step`.
+
+    Args:
+        finite: refuse a reward that is not finite as float32.
 
     Raises:
         ContractBroken: a part is missing, or not what it has to be.
@@ -58,15 +61,16 @@ def stepped(found: Any) -> Stepped:
     observation, reward, terminated, truncated, info = found
     if not isinstance(info, Mapping):
         raise ContractBroken(f"the info of a step is {short(info)}: expected a dict")
-    flags = (_flag(terminated, "terminated"), _flag(truncated, "truncated"))
-    return Stepped(observation, number(reward, "the reward"), *flags, info)
+    flags = (flag(terminated, "terminated"), flag(truncated, "truncated"))
+    return Stepped(observation, number(reward, "the reward", finite=finite), *flags, info)
 
 
-def number(value: Any, what: str) -> float:
+def number(value: Any, what: str, *, finite: bool = True) -> float:
     """Return one number that can be learned from.
 
     Args:
         what: names it in messages.
+        finite: refuse what is not finite as float32.
 
     Raises:
         ContractBroken: it is no number, or not finite as float32.
@@ -75,7 +79,7 @@ def number(value: Any, what: str) -> float:
     if given.dtype.kind not in "biuf" or given.shape != ():
         raise ContractBroken(f"{what} is {short(value)}: expected one number")
     found = float(given)
-    if not -_MOST <= found <= _MOST:
+    if finite and not -_MOST <= found <= _MOST:
         raise ContractBroken(f"{what} is {found}, which is not finite as float32: nothing can be learned from it")
     return found
 
@@ -121,7 +125,8 @@ def audits(info: Mapping[str, Any]) -> dict[str, float]:
     return {str(name): number(value, f'info["audit"][{name!r}]') for name, value in found.items()}
 
 
-def _flag(value: Any, what: str) -> bool:
+def flag(value: Any, what: str) -> bool:
+    """Return whether an episode is over. Raises ContractBroken: it is neither True nor False."""
     given = np.asarray(value)
     if given.shape != () or given.dtype.kind not in "biuf" or given not in (0, 1):
         raise ContractBroken(f"{what} is {short(value)}: expected True or False")

@@ -112,8 +112,11 @@ class Leaf:
         out[first + found.ravel().astype(np.int64)] = 1
 
 
-def converted(value: Any, dtype: str, shape: Sequence[int], what: str) -> Array:
+def converted(value: Any, dtype: npt.DTypeLike, shape: Sequence[int], what: str, *, finite: bool = True) -> Array:
     """Return a value as an array of this dtype and shape, if it is one: no number changes but by a float's rounding.
+
+    Args:
+        finite: refuse what is not finite as float32.
 
     Raises:
         StrangeObservation: it is no such array; the message names the part, what it is, and what was expected.
@@ -138,11 +141,14 @@ def converted(value: Any, dtype: str, shape: Sequence[int], what: str) -> Array:
             raise StrangeObservation(f"{what} holds {changed}: {expected}")
         if wanted.kind != "f" and given.dtype.kind == "f":
             raise StrangeObservation(f"{what} has the dtype {given.dtype}: {expected}")
-    if wanted.kind == "f":
+    if wanted.kind == "f" and not finite:
+        if found is not given and not np.array_equal(np.isinf(found), np.isinf(given)):
+            raise StrangeObservation(f"{what} holds a number beyond {wanted}: {expected}")
+    elif wanted.kind == "f":
         with np.errstate(over="ignore"):
-            finite = np.isfinite(found.astype(np.float32))
-        if not finite.all():
-            wrong = found[~finite].ravel()[0] if found.shape else found[()]
+            fine = np.isfinite(found.astype(np.float32))
+        if not fine.all():
+            wrong = given[~fine].ravel()[0] if found.shape else given[()]
             raise StrangeObservation(
                 f"{what} holds {wrong}, which is not finite as float32 and which nothing can be learned from: bound it "
                 "in a wrapper of the environment"

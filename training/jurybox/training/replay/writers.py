@@ -86,7 +86,8 @@ class Adding(Protocol):
         The rows written: fewer than given (0 of 1) if the replay is full and drops rows.
 
     Raises:
-        SpecMismatch: a field is missing, unknown, or of another shape or kind of dtype.
+        SpecMismatch: a field is missing, unknown, or of another shape or kind of dtype, or holds a number that its
+            dtype cannot hold: nothing is cut off, wrapped around or taken for infinity.
         Timeout: full="block" or the rate limiter admitted no row for `timeout` seconds.
     """
 

@@ -12,6 +12,7 @@ from gymnasium import Space
 from gymnasium.spaces import Box, Dict, Discrete, MultiBinary, MultiDiscrete, Tuple
 
 from jurybox.protocol.segment import Segment
+from jurybox.training.spaces import StrangeObservation, converted, short
 
 # Arrays that environments and their worker share over one segment, with the same layout on both sides.
 #
@@ -90,16 +91,27 @@ def arrange(
     return shared, max(at, _ALIGNMENT)
 
 
-def put(tree: Tree, rows: Any, value: Any) -> None:
-    """Write one environment's value into row `rows`, or a batch into several."""
-    if isinstance(tree, dict):
-        for name, part in tree.items():
-            put(part, rows, value[name])
-    elif isinstance(tree, tuple):
-        for part, each in zip(tree, value, strict=True):
-            put(part, rows, each)
+def put(tree: Tree, rows: Any, value: Any, what: str) -> None:
+    """Write one environment's value into row `rows`, or a batch into several.
+
+    Args:
+        what: names the value in messages.
+
+    Raises:
+        StrangeObservation: it has another shape, lacks a part, or holds what the dtype cannot hold.
+    """
+    if isinstance(tree, dict | tuple):
+        names = list(tree) if isinstance(tree, dict) else list(range(len(tree)))
+        kind = Mapping if isinstance(tree, dict) else tuple | list
+        if not isinstance(value, kind) or any(name not in value for name in names if isinstance(tree, dict)):
+            raise StrangeObservation(f"{what} is {short(value)}: expected the parts {', '.join(map(str, names))}")
+        if isinstance(tree, tuple) and len(value) != len(tree):
+            raise StrangeObservation(f"{what} has {len(value)} parts: expected {len(tree)}")
+        for name in names:
+            put(tree[name], rows, value[name], f"{what}[{name!r}]")
     else:
-        tree[rows] = value
+        shape = tree.shape[1:] if isinstance(rows, int) else (len(rows), *tree.shape[1:])
+        tree[rows] = converted(value, tree.dtype, shape, what, finite=False)
 
 
 def take(tree: Tree, rows: Any) -> Any:

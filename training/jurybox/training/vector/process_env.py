@@ -236,7 +236,7 @@ class ProcessVectorEnv(VectorEnv[Any, Any, Any]):
         busy = [number for number in numbers if self._in_flight[number]]
         if busy:
             raise RuntimeError(f"environments {busy} have an action already: receive their results first")
-        put(self._shared.actions, numbers, actions)
+        put(self._shared.actions, numbers, actions, "the batch of actions")
         self._in_flight[numbers] = True
         if self._pool.restarts:
             numbers = self._send_to_new(numbers)
@@ -288,7 +288,7 @@ class ProcessVectorEnv(VectorEnv[Any, Any, Any]):
             self._ready.extend(numbers)
             return
         for number in numbers:
-            put(shared.final_observations, number, take(shared.observations, number))
+            put(shared.final_observations, number, take(shared.observations, number), "an observation")
             for mask in shared.final_info_masks.values():
                 mask[number] = False
         self._handle_loss(self._send_reset(numbers, [None] * self.num_envs, None))

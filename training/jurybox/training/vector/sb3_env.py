@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import pickle
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import cloudpickle
 from stable_baselines3.common.vec_env import SubprocVecEnv
 from stable_baselines3.common.vec_env.base_vec_env import VecEnv
 
@@ -71,7 +71,7 @@ class WorkerVecEnv(SubprocVecEnv):
     Ctrl-C, which is the learner's to handle, and bound to the learner's life.
 
     Args:
-        make: one picklable function for each environment; it is called in the worker.
+        make: one function for each environment, called in its worker; lambdas will do (cloudpickle).
         timeout: seconds that one answer may take, the making of an environment among them.
 
     Raises:
@@ -89,7 +89,7 @@ class WorkerVecEnv(SubprocVecEnv):
         self.remotes: list[Remote] = []
         try:
             for index, function in enumerate(make):
-                config = WorkerConfig(list(sys.path), pickle.dumps([function]), index, None)
+                config = WorkerConfig(list(sys.path), cloudpickle.dumps([function]), index, None)
                 member = WorkerProcess(index, range(index, index + 1), config, timeout)
                 self._members.append(member)
                 self.remotes.append(Remote(member, timeout))

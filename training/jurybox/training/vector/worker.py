@@ -21,6 +21,7 @@ Both ends are of one program and one user, and nothing else can write to the soc
 
 from __future__ import annotations
 
+import copy
 import pickle
 import signal
 import socket
@@ -28,7 +29,7 @@ import struct
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
@@ -39,6 +40,8 @@ from gymnasium.vector import AutoresetMode
 
 from jurybox.processes import end_with, thread_limits
 from jurybox.protocol.segment import Segment
+from jurybox.training.contract import begun, stepped
+from jurybox.training.spaces import converted
 from jurybox.training.vector.layout import arrange, put, take
 
 THREAD_LIMITS = thread_limits(1)
@@ -78,14 +81,15 @@ def execute(environment: Any, command: str, data: Any) -> Any:
 
 
 def _step(environment: Any, action: Any) -> tuple[Any, float, bool, dict[str, Any], dict[str, Any]]:
-    observation, reward, terminated, truncated, info = environment.step(action)
-    over = terminated or truncated
+    observation, reward, terminated, truncated, told = stepped(environment.step(action), finite=False)
+    over, info = terminated or truncated, dict(told)
     info["TimeLimit.truncated"] = truncated and not terminated
-    reset_info: dict[str, Any] = {}
+    reset_info: Mapping[str, Any] = {}
     if over:
-        info["terminal_observation"] = observation
-        observation, reset_info = environment.reset()
-    return observation, reward, over, info, reset_info
+        # Copies: the environment may reuse its arrays in `reset`.
+        info = copy.deepcopy({**info, "terminal_observation": observation})
+        observation, reset_info = begun(environment.reset())
+    return observation, reward, over, info, dict(reset_info)
 
 
 def _is_wrapped(environment: Any, kind: type) -> bool:
@@ -229,29 +233,29 @@ class SharedMemoryHandler:
         if self._mode is AutoresetMode.NEXT_STEP and shared.over[number]:
             self._reset(number)
             return
-        observation, reward, terminated, truncated, info = environment.step(take(shared.actions, number))
-        shared.rewards[number] = reward
+        found = stepped(environment.step(take(shared.actions, number)), finite=False)
+        observation, shared.rewards[number], terminated, truncated, info = found
         shared.terminated[number], shared.truncated[number] = terminated, truncated
         over = terminated or truncated
         if over and self._mode is AutoresetMode.SAME_STEP:
-            put(shared.final_observations, number, observation)
+            put(shared.final_observations, number, observation, "an observation")
             if more := _write_infos(number, info, shared.final_infos, shared.final_info_masks):
-                self._extras[number] = ({}, more)
-            observation, info = environment.reset()
+                self._extras[number] = ({}, copy.deepcopy(more))  # the environment may reuse its arrays in `reset`
+            observation, info = begun(environment.reset())
             over = False
         shared.over[number] = over
-        put(shared.observations, number, observation)
+        put(shared.observations, number, observation, "an observation")
         self._set_info(number, info)
 
     def _reset(self, number: int, seed: int | None = None, options: dict[str, Any] | None = None) -> None:
         shared = self._shared
-        observation, info = self._environments[number].reset(seed=seed, options=options)
-        put(shared.observations, number, observation)
+        observation, info = begun(self._environments[number].reset(seed=seed, options=options))
+        put(shared.observations, number, observation, "an observation")
         shared.rewards[number] = 0.0
         shared.terminated[number] = shared.truncated[number] = shared.over[number] = False
         self._set_info(number, info)
 
-    def _set_info(self, number: int, info: dict[str, Any]) -> None:
+    def _set_info(self, number: int, info: Mapping[str, Any]) -> None:
         if more := _write_infos(number, info, self._shared.infos, self._shared.info_masks):
             self._extras[number] = (more, self._extras.get(number, ({}, {}))[1])
 
@@ -268,11 +272,13 @@ class SharedMemoryHandler:
         return found
 
 
-def _write_infos(number: int, info: dict[str, Any], fields: dict[str, Any], masks: dict[str, Any]) -> dict[str, Any]:
+def _write_infos(
+    number: int, info: Mapping[str, Any], fields: dict[str, Any], masks: dict[str, Any]
+) -> Mapping[str, Any]:
     """Write declared infos to shared memory, and return the rest."""
     for name, field in fields.items():
         if name in info:
-            field[number] = info[name]
+            field[number] = converted(info[name], field.dtype, field.shape[1:], f"info[{name!r}]", finite=False)
             masks[name][number] = True
         else:
             masks[name][number] = False
