@@ -38,7 +38,8 @@ class Transport:
         return list(self.there)
 
     def settled(self, answer):
-        self.there.remove(answer)
+        if answer in self.there:
+            self.there.remove(answer)
 
     def holds(self, ticket):
         return True
