@@ -119,7 +119,7 @@ def smoke(there: Environment, version: str, wheel: Path, train: bool) -> None:
         if train:
             task = ["train", "gym", "--env", "CartPole-v1", "--algorithm", "ppo", "--steps", "2000"]
             command = [there.folder / "bin" / "jurybox", *task, "--out", Path(place) / "run"]
-            run(*command, env={**os.environ, "PATH": env["PATH"]}, timeout=300, cwd=place)
+            run(*command, env={**os.environ, "PATH": env["PATH"]}, timeout=900, cwd=place)
             assert (Path(place) / "run" / "report.html").exists()
             said += "a training ran\n"
     say(f"  {wheel.parent.name}: {'; '.join(said.splitlines())}")
@@ -131,7 +131,7 @@ def units(there: Environment, wheel: Path) -> None:
     pinned = ["--constraints", PINNED]
     run(uv(), "pip", "install", "--quiet", "--python", there.python, *pinned, wanted, timeout=1200)
     workers = ["-n", os.environ.get("WORKERS", "4"), "--dist", "loadfile", "--no-loadscope-reorder"]
-    said = there.run("-m", "pytest", "-q", "-p", "no:cacheprovider", *workers, ROOT / "tests" / "unit", timeout=1800)
+    said = there.run("-m", "pytest", "-q", "-p", "no:cacheprovider", *workers, ROOT / "tests" / "unit", timeout=3600)
     say(f"  the unit suite: {said.splitlines()[-1]}")
 
 
