@@ -436,7 +436,7 @@ class Lane:
         ticket.submitted = time.monotonic_ns()
         ticket.engine, ticket.incarnation = engine, self._incarnations.item(engine)
         if ticket.answer is not None:
-            return  # a nested call has received it from the engine that had it before; now that cannot happen any more
+            return  # a nested call has settled it meanwhile; from here on it settles no answer to an earlier sending
         try:
             self._transport.send(ticket)
         except (TooManyFiles, NotSent) as error:
@@ -538,8 +538,6 @@ class Lane:
         died = sent and int(self._incarnations[ticket.engine]) != ticket.incarnation
         if sent and not died and self._transport.holds(ticket):
             return
-        if ticket.answer is not None:
-            return  # a nested call has settled it, so the transport has it no more
         ticket.deaths += died and self._blames(ticket.incarnation)
         if not (waited or ticket.wanted) and not (self._far and sent):  # if far, it outlives its connection
             self._forget(ticket)  # no live engine has it, so none can write to its rows

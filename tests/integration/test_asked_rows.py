@@ -1,0 +1,184 @@
+"""Rows, counts and versions as callers name them: what is outside a client's own rows is refused on every way in."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+from tests.serving import serving, wait_until
+
+from jurybox.client import Busy, ModelFailed, Refused, connect
+from jurybox.protocol.errors import Code
+
+OPEN = {"factory": "tests.open_models:shout", "max_batch": 8, "rows": 64}
+SUM = {"factory": "tests.open_models:running_sum", "max_batch": 8, "rows": 64}
+MODELS = {
+    "affine": {"factory": "tests.models:affine", "max_batch": 16, "rows": 256},
+    "moody": {"factory": "tests.models:moody", "max_batch": 8, "rows": 64},
+    "learnt": {"factory": "tests.models:affine", "max_batch": 4, "rows": 64, "publish": "double_buffer"},
+    "shout": OPEN,
+    "sum": SUM,
+}
+X = np.arange(256, dtype=np.float32).reshape(64, 4)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    with serving(tmp_path_factory.mktemp("server"), MODELS, tcp="127.0.0.1:0", grpc="127.0.0.1:0") as running:
+        yield running
+
+
+@pytest.fixture(params=["shm", "zmq", "libzmq", "tcp", "grpc"])
+def client(request, server, monkeypatch):
+    way = request.param.removeprefix("lib")
+    if way != request.param:
+        monkeypatch.setattr("jurybox.client.transports.zmq.can_dial", lambda address: False)
+    local = way in ("shm", "zmq")
+    where = server.address if local else f"{way}://{server.listening(way)}"
+    with connect(where, transport=way if local else "auto", timeout=60) as connection:
+        yield connection
+
+
+@pytest.mark.parametrize("n", [-1, 0, 1.5, "2"])
+def test_a_count_of_rows_that_is_no_whole_number_above_zero_is_refused_before_any_row_is_taken(client, n):
+    model = client.model("affine", rows=4)
+    with pytest.raises(ValueError, match="expected a whole number of at least 1"):
+        model.rows(n)
+    with pytest.raises(ValueError, match="expected a whole number of at least 1"):
+        client.model("sum", rows=1).sessions(n)
+    with model.rows(4) as rows:
+        with pytest.raises(ValueError, match="expected a whole number from 1 to 4"):
+            rows.infer(n)
+        rows.inputs["observation"][:] = X[:4]
+        rows.infer()
+        np.testing.assert_array_equal(rows.outputs["action"], 2 * X[:4] + 1)
+    np.testing.assert_array_equal(model.infer(X[:4]), 2 * X[:4] + 1)
+
+
+@pytest.mark.parametrize("row", [-1, 2, 1.0])
+def test_a_row_that_rows_do_not_have_is_refused(client, row):
+    with client.model("shout", rows=4).rows(2) as rows:
+        for i in range(2):
+            rows.place("text", i, 2)[:] = np.frombuffer(b"ab", np.uint8)
+        rows.infer()
+        assert bytes(rows.row("text", 1)) == b"AB"
+        for ask in (lambda: rows.row("text", row), lambda: rows.place("text", row, 2)):
+            with pytest.raises(ValueError, match="expected a whole number from 0 to 1"):
+                ask()
+
+
+@pytest.mark.parametrize("name", ["affine", "shout", "sum"])
+def test_tickets_for_rows_of_others_are_refused_by_the_server(client, request, name):
+    """As a client with a fault would send them: past its own checks."""
+    if request.node.callspec.params["client"] == "grpc":
+        pytest.skip("over gRPC a client leases no rows: a message brings its own")
+    held = [client.model(name, rows=4).requests.of_sessions(4) if name == "sum" else client.model(name, rows=4).requests
+            for _ in range(3)]  # fmt: skip
+    lane = held[1].lane
+    before = {key: array.copy() for key, array in lane.columns.outputs.items()}
+    first = lane.runs.first
+    for at, n in [(first + 4, 1), (first + 3, 2), (first, 5), (first + 4, 2**31), *([(first - 1, 1)] if first else [])]:
+        if at + n > len(next(iter(lane.columns.inputs.values()))) and type(lane.columns.inputs) is dict:
+            continue  # this process has no such rows that it could send
+        answer = lane.ask(at, n, 20)
+        assert answer.code in (Code.REFUSED, Code.MALFORMED, Code.BUSY, Code.SPEC_MISMATCH), answer
+    for key, array in lane.columns.outputs.items():
+        np.testing.assert_array_equal(array, before[key])
+
+
+def test_tickets_of_one_lane_that_fail_have_each_their_own_reason(client):
+    model = client.model("moody", rows=8)
+    bad = [np.full((1, 4), 700 + i, np.float32) for i in range(4)]
+    tickets = [model.submit(x) for x in bad]
+    for i, ticket in enumerate(tickets):
+        with pytest.raises(ModelFailed, match=rf"RuntimeError: x{{{i}}}\u20ac"):
+            ticket.result()
+
+
+async def test_requests_in_flight_outlive_the_growth_of_their_lane(client):
+    for _ in range(10):
+        model = client.model("affine")
+        asked = [model.infer_async(X[:n]) for n in (64, 2, 2, 16, 3)]
+        for n, answer in zip((64, 2, 2, 16, 3), await asyncio.gather(*asked), strict=True):
+            np.testing.assert_array_equal(answer, 2 * X[:n] + 1)
+        model.close()
+
+
+def test_a_lane_grows_for_tickets_and_rows_as_for_infer_and_keeps_what_is_in_use(client):
+    model = client.model("affine")
+    with model.rows(1) as rows:
+        rows.inputs["observation"][:] = X[1]
+        larger = model.submit(X[:8])
+        rows.infer()
+        np.testing.assert_array_equal(rows.outputs["action"], 2 * X[1:2] + 1)
+    np.testing.assert_array_equal(larger.result().outputs, 2 * X[:8] + 1)
+    model.close()
+    model = client.model("affine")
+    earlier = model.submit(X[:1])
+    with model.rows(15) as rows:
+        rows.inputs["observation"][:] = X[:15]
+        rows.infer()
+        np.testing.assert_array_equal(rows.outputs["action"], 2 * X[:15] + 1)
+    np.testing.assert_array_equal(earlier.result().outputs, 2 * X[:1] + 1)
+    model.close()
+    fixed = client.model("affine", rows=2)
+    with pytest.raises(Busy):
+        fixed.submit(X[:3])
+    with pytest.raises(Busy):
+        fixed.rows(3)
+
+
+def test_an_outgrown_lane_is_released_with_the_last_that_uses_it(server):
+    with connect(server.address, timeout=60) as client:
+        model = client.model("affine")
+        earlier = model.submit(X[:1])
+        outgrown = model.requests.lane
+        scoreboard, number = client._link.scoreboard, outgrown.leased
+        model.infer(X[:16])
+        assert model.requests.lane is not outgrown and int(scoreboard.lanes["lease"][number[0]]) == number[1]
+        np.testing.assert_array_equal(earlier.result().outputs, 2 * X[:1] + 1)
+        del earlier, outgrown
+        wait_until(lambda: int(scoreboard.lanes["lease"][number[0]]) != number[1], 30, "the release of its lease")
+
+        model = client.model("affine")
+        ticket = model.submit(X[:1])
+        model.infer(X[:16])
+        model.close()
+        with pytest.raises(Refused, match="closed"):
+            ticket.result()
+
+
+def test_the_version_of_several_pieces_is_the_oldest_for_every_object(server):
+    """The rule of `Reply.version`; the newest would promise weights that some rows were not computed with."""
+    with (
+        connect(server.address, timeout=60) as client,
+        client.publisher("learnt") as publisher,
+        client.model("learnt", rows=9) as model,
+        model.rows(8) as rows,
+    ):
+        state = {"scale": np.float32(2), "offset": np.float32(0)}
+        version = publisher.publish(state)
+        wait_until(lambda: model.infer_reply(X[:1]).version == version, 30, "the first version")
+        answers = iter(range(100))
+        lane = model.requests.lane
+        wait = lane.wait
+
+        def between(ticket, deadline):  # a publication between the answers to two pieces
+            answer = wait(ticket, deadline)
+            return answer._replace(version=answer.version + next(answers))
+
+        lane.wait = between
+        rows.infer()
+        assert rows.version == version
+        del lane.wait
+
+
+def test_the_version_of_sessions_is_that_of_their_last_answer_also_of_a_ticket(server):
+    with connect(server.address, timeout=60) as client, client.model("sum", rows=1).sessions(2) as sessions:
+        lane = sessions._requests.lane
+        ticket = sessions.submit(np.ones((2, 1), np.float32))
+        wait_until(ticket.done, 30)
+        ticket._sent.answer = ticket._sent.answer._replace(version=7)
+        assert ticket.result().version == sessions.version == 7
+        assert lane.gone is None
