@@ -11,6 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 
 import numpy as np
+import zmq
 
 from jurybox.client.control import Control, Wires
 from jurybox.client.lane import Lane
@@ -100,6 +101,11 @@ class Link(Protocol):
         """Close every socket."""
 
 
+def closed_connection() -> Refused:
+    """Return the error of a connection that was closed."""
+    return Refused("this connection was closed: connect again")
+
+
 def _out_of_reach(model: str) -> Refused:
     """Return the error for a weights channel requested over tcp://."""
     return Refused(
@@ -185,9 +191,19 @@ class ControlLink(Link):
         if wires is not None:
             self._opened.close(partial(wires.close, linger))
 
-    def _wire(self) -> None:
+    @property
+    def _context(self) -> zmq.Context[zmq.Socket[bytes]]:
+        """The context of its sockets. Raises Refused if it was closed, perhaps within the present call."""
+        if (wires := self._wires) is None:
+            raise closed_connection()
+        return wires.context
+
+    def _require_open(self) -> None:
         if self._closed:
-            raise Refused("this connection was closed: connect again")
+            raise closed_connection()
+
+    def _wire(self) -> None:
+        self._require_open()
         require(_FILES_OF_A_LINK, "connecting to a server")
         wires = Wires()
         last_resort = weakref.finalize(self, wires.leave)

@@ -14,7 +14,7 @@ import numpy as np
 
 from jurybox.client.control import Control
 from jurybox.client.lane import Lane
-from jurybox.client.link import POLL, ControlLink, Transfer, spec_of, traced, wants_traces
+from jurybox.client.link import POLL, ControlLink, Transfer, closed_connection, spec_of, traced, wants_traces
 from jurybox.client.locks import TimedLock
 from jurybox.client.transports.transport import Transport
 from jurybox.client.transports.zmq import ZmqTransport
@@ -108,6 +108,9 @@ class LocalLink(ControlLink):
             raise Refused(f"model {name!r} is {message.state} and {why or 'has no weights channel yet'}")
         channel = WeightsChannel.attach(message.weights)
         self._channels.add(channel)
+        if self._closed:  # meanwhile
+            channel.close()
+        self._require_open()
         return channel, message
 
     def _version_in_use(self, model: int, engines: list[int]) -> int:
@@ -119,7 +122,7 @@ class LocalLink(ControlLink):
         """
         scoreboard = self.scoreboard
         if scoreboard is None:
-            raise Refused("this connection was closed: connect again")
+            raise closed_connection()
         serving = scoreboard.engines["state"] == EngineState.SERVING
         if engines:
             serving[[engine for engine in range(len(serving)) if engine not in engines]] = False
@@ -137,6 +140,8 @@ class LocalLink(ControlLink):
         pause = _Pause(scoreboard)
 
         def go_on() -> None:
+            if pause not in self._pauses:  # it never began
+                return
             with self._pausing.within(_RESUME):
                 if pause not in self._pauses:
                     return
@@ -207,16 +212,17 @@ class LocalLink(ControlLink):
         with self._lock.once(timeout):
             if self.scoreboard is None or not self.scoreboard.server_lives():
                 self._greet(max(_ENTER, until - time.monotonic()))
-            assert self.scoreboard is not None
-            return self.scoreboard
+            if (scoreboard := self.scoreboard) is None:  # closed within this call
+                raise closed_connection()
+            return scoreboard
 
     def enter(self, lease: Lease) -> Lane | None:
         """Lock a leased lane and map its arena; return None if another client has it locked.
 
         That client's lease expired before it locked the lane. The server will find the lane locked and skip it.
         """
-        scoreboard = self.scoreboard
-        assert scoreboard is not None
+        if (scoreboard := self.scoreboard) is None:
+            raise closed_connection()
         if (left := self._entering) is not None:  # an earlier attempt was interrupted
             unlock(left[0].segment.fd, LANE_LOCK + left[1])
             self._entering = None
@@ -302,8 +308,7 @@ class LocalLink(ControlLink):
                         f"transport='shm' needs the native core, which is missing here ({error}): install a wheel for "
                         "this platform, or use transport='zmq'"
                     ) from error
-        assert self._wires is not None
-        return ZmqTransport(self._wires.context, list(self._info.engines), lease.lane, lease.lease)
+        return ZmqTransport(self._context, list(self._info.engines), lease.lane, lease.lease)
 
 
 def _foreign_memory(address: str, scoreboard: str, error: SharedMemoryError) -> SharedMemoryError:

@@ -138,7 +138,7 @@ class Server(Closing):
         def lease(n: int, patient: bool) -> tuple[Lane, ModelSpec, int]:
             return self._open_link().lease(name, n, left if patient else 0.0, wait=wait)
 
-        return Model(name, lease, rows, self.timeout, self._requests.add)
+        return Model(name, lease, rows, self.timeout, self._opened)
 
     def device_rows(self, name: str, rows: int, *, device: int = 0, timeout: float | None = None) -> DeviceRows:
         """Allocate rows of a model in GPU memory, for a process whose inputs are already on the model's GPU.
@@ -341,6 +341,9 @@ class Server(Closing):
 
             publisher = self._open_link().publisher(name, transfer, self.timeout, driver(device))
         self._ends.add(publisher)
+        if self._link.closed:  # meanwhile
+            publisher.close()
+        self._open_link()
         return publisher
 
     def weights(self, name: str) -> WeightsReader | RemoteWeightsReader:
@@ -382,6 +385,13 @@ class Server(Closing):
         self._link.close()
 
     # ---- private
+
+    def _opened(self, requests: Requests) -> None:
+        """Remember a lane to close, and close it now if the connection was closed meanwhile."""
+        self._requests.add(requests)
+        if self._link.closed:
+            requests.end()
+        self._open_link()
 
     def _open_link(self) -> Link:
         if self._link.closed:

@@ -11,10 +11,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.moments import Moment, each_moment
 from tests.serving import wait_until
 
 from jurybox.client import Refused, ServerGone, Timeout, connect
-from jurybox.client.remote import grpc_channel
+from jurybox.client.remote import grpc_channel, weights
 
 ROW = np.array([[1, 2, 3, 4]], np.float32)
 ANSWER = [[3, 5, 7, 9]]
@@ -114,6 +115,7 @@ def interrupted(action) -> bool:
         time.sleep(1)
     except KeyboardInterrupt:
         return inside
+    return False  # a destructor that ran just then has swallowed it
 
 
 def test_ctrl_c_in_a_call_leaves_a_connection_that_other_threads_can_use(server):
@@ -219,3 +221,48 @@ def test_a_call_of_a_closed_connection_is_refused(server):
     server.close()
     with pytest.raises(Refused, match="closed"):
         server._link._channels.call("ServerLive", grpc_channel.ModelInferRequest(), 1.0)
+
+
+@pytest.mark.parametrize("end", ["publisher", "reader"])
+def test_a_handler_at_any_place_of_a_transfer_of_weights_is_answered_or_refused(server, end):
+    publisher, reader = server.publisher("policy"), server.weights("policy")
+    arrays = {"scale": np.float32(2), "offset": np.float32(1)}
+    publisher.publish(arrays)
+    came = []
+
+    def handler():
+        try:
+            publisher.publish(arrays) if end == "publisher" else reader.read()
+            came.append("made")
+        except Refused as error:
+            assert "a transfer of the weights of 'policy' is under way in this thread" in str(error)
+            came.append("refused")
+
+    files = (weights.__file__, grpc_channel.__file__)
+    try:
+        for moment in each_moment(files, handler, 3):
+            with moment:
+                version = publisher.publish(arrays)
+                state, seen, _ = reader.read()
+            assert seen >= version and state["scale"] == 2
+        assert "refused" in came and "made" in came
+    finally:
+        publisher.close()
+        reader.close()
+
+
+def test_a_publisher_closed_in_a_handler_of_its_publication_is_closed_at_its_end(server):
+    arrays = {"scale": np.float32(2), "offset": np.float32(1)}
+    for number in range(0, 10_000, 5):
+        publisher = server.publisher("policy")
+        with Moment((weights.__file__,), number, publisher.close) as moment:
+            try:
+                assert publisher.publish(arrays) > 0
+            except Refused as error:
+                assert "was closed" in str(error)
+        if not moment.fell:
+            break
+        with pytest.raises(Refused, match="was closed"):
+            publisher.publish(arrays)
+    publisher.close()
+    assert number > 10

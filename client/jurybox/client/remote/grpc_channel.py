@@ -18,6 +18,7 @@ from typing import Any
 import grpc
 from google.protobuf.message import Message
 
+from jurybox.client.link import closed_connection
 from jurybox.protocol import forks
 from jurybox.protocol.address import is_loopback
 from jurybox.protocol.control_pb2_grpc import ServerStatusStub
@@ -140,7 +141,14 @@ class Channels:
         """Open a channel for streams. It is closed with this object, or when it is dropped. Raises like `open`."""
         channel = self.open()
         self._lasting.add(channel)
+        if self._closed:  # meanwhile
+            channel.close()
+            raise closed_connection()
         return channel
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
 
     def open(self) -> grpc.Channel:
         """Open another channel; the caller closes it.
@@ -196,11 +204,6 @@ class Channels:
             self.close()
 
 
-def closed_connection() -> Refused:
-    """Return the error of a connection that was closed."""
-    return Refused("this connection was closed: connect again")
-
-
 class TicketCalls:
     """Starts calls whose answers are awaited elsewhere, in a thread that the first of them starts.
 
@@ -229,6 +232,9 @@ class TicketCalls:
             # It comes from _thread: this may be a destructor that was called inside of threading.
             _thread.start_new_thread(_start_calls, (channel, self._channels.metadata, queue))
             self._queue = queue
+        if self._channels.closed:  # perhaps meanwhile
+            self.close()
+            raise closed_connection()
         queue.put((request, timeout, done))
 
     def close(self) -> None:

@@ -71,14 +71,13 @@ class TcpLink(ControlLink):
         try:
             spec = spec_of(lease.model)
             memory = RowsHere(spec, lease.rows)
-            assert self._wires is not None
             connection: Connection | DirectConnection
             transport: Transport
             if self._keys is None and can_dial(self._address):
                 connection = DirectConnection(self._address)
                 transport = DirectTcpTransport(connection, memory, lease.lease)
             else:
-                connection = Connection(self._wires.context, self._address, self._keys)
+                connection = Connection(self._context, self._address, self._keys)
                 transport = TcpTransport(connection, memory, lease.lease)
             if self._traces:
                 transport = traced(transport, name, lane=lease.lane)
