@@ -99,7 +99,7 @@ def command_lines() -> list[str]:
         usage = " ".join([*words, *command.collect_usage_pieces(context)])
         lines.extend([f"{'#' * min(len(words) + 1, 4)} {' '.join(words)}", "", plain(command.help)])
         lines.extend(["", "```text", usage, "```", ""])
-        if rows := [row for each in command.params if (row := row_of(each, context))]:
+        if rows := [row for each in command.get_params(context) if (row := row_of(each, context))]:
             lines.extend(["| | | default |", "| --- | --- | --- |", *rows, ""])
         inner = {}
         if isinstance(command, TyperGroup):

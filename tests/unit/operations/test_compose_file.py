@@ -28,11 +28,11 @@ def test_a_trainings_service_is_a_client_of_the_server_that_is_there(name):
     assert service["network_mode"] == "none" and service["read_only"] and service["pull_policy"] == "never"
     command, training, *options = service["command"]
     assert command == "train"
-    with get_command(train).commands[training].make_context(training, list(options)) as context:
+    with get_command(train).get_command(None, training).make_context(training, list(options)) as context:
         given = context.params
     assert str(given["out"]).startswith("/runs/")
     if training != "photo":
-        assert given["policy"] == "served" and given["server"] == environment["JURYBOX_ADDRESS"]
+        assert given["setting_policy"] == "served" and given["setting_server"] == environment["JURYBOX_ADDRESS"]
 
 
 def test_the_servers_configuration_allows_models_of_local_trainings_over_grpc():

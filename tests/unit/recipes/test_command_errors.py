@@ -235,3 +235,10 @@ def test_a_run_whose_report_fails_writes_one_with_the_error(tmp_path):
         recorded_run(plan(steps=60), tmp_path, ("loss",), Settings(), report, serial=True)
     assert "no games were filmed" in (tmp_path / "report.html").read_text()
     assert '"env_steps": 60' in (tmp_path / "summary.json").read_text()
+
+
+def test_gym_without_an_environment_shows_what_to_give(tmp_path):
+    done = CliRunner().invoke(commands, ["gym", "--out", str(tmp_path / "out")])
+    assert done.exit_code == 2 and "which environment? Give one" in done.output
+    assert "--env CartPole-v1" in done.output and "--env my_module:MyEnv" in done.output
+    assert not (tmp_path / "out").exists()

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 from functools import partial
 
 import pytest
-import typer
 from pydantic import Field
 from tests.unit.runtime import toys
 from typer.testing import CliRunner
 
 from jurybox.training import interrupts
 from jurybox.training.checkpoints import CheckpointError
-from jurybox.training.cli import SEED, STEPS, TRAININGS, Command, Flag, command_of
+from jurybox.training.cli import TRAININGS, Command, train
 from jurybox.training.recipes.recorded_run import recorded_run
+from jurybox.training.recipes.setting_flags import Setting, settings_of
 from jurybox.training.recipes.training import Run, Training, carry_out
 from jurybox.training.run_folder import check_same, read_metrics
 from jurybox.training.runtime.progress import COLUMNS
@@ -41,7 +42,6 @@ def work(settings: ToyTraining, run: Run) -> str:
 
 
 TRAINING = Training("toy", ToyTraining, work)
-FLAGS = (SEED, STEPS, Flag("gamma", float, "The discount."))
 
 
 @pytest.fixture(autouse=True)
@@ -50,17 +50,49 @@ def signals_are_pytests(monkeypatch):
         monkeypatch.setattr(interrupts, take, lambda *_: None)
 
 
+@pytest.fixture(autouse=True)
+def toy(monkeypatch):
+    monkeypatch.setitem(TRAININGS, "toy", Command(f"{__name__}:TRAINING", "Teach toys.", ("steps",)))
+
+
 def run(*arguments):
-    app = typer.Typer(pretty_exceptions_enable=False)
-    app.command("toy")(command_of(Command(f"{__name__}:TRAINING", "Teach toys.", FLAGS)))
-    app.command("other")(lambda: None)
-    return CliRunner().invoke(app, ["toy", *arguments])
+    return CliRunner().invoke(train, ["toy", *arguments])
 
 
-def test_it_has_every_common_flag_and_its_own():
+def test_it_has_every_common_flag_and_one_for_each_setting():
     shown = run("--help").output
-    for flag in ("--out", "--config", "--set", "--serial", "--resume", "--launcher", "--ray-address", "--gamma"):
+    for flag in ("--out", "--config", "--set", "--serial", "--resume", "--launcher", "--ray-address"):
         assert flag in shown
+    for flag in ("--seed INTEGER", "--steps INTEGER", "--gamma NUMBER", "--learning-starts INTEGER"):
+        assert flag in shown
+
+
+@pytest.mark.parametrize("flag", ["--learning-starts", "--learning_starts"])
+def test_a_flag_is_a_setting_and_is_checked_as_one(tmp_path, flag):
+    done = run("--out", str(tmp_path / "run"), flag, "7", "--gamma", "0.5", "--serial")
+    assert done.exit_code == 0, done.output
+    assert json.loads((tmp_path / "run" / "settings.json").read_text())["learning_starts"] == 7
+    wrong = run("--out", str(tmp_path / "other"), flag, "-1")
+    assert wrong.exit_code == 2 and "learning_starts: Input should be greater" in " ".join(wrong.output.split())
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        (["--learning-start", "3"], "No such option: --learning-start; did you mean '--learning-starts'"),
+        (["--total-timesteps", "3"], "No such option: --total-timesteps: it is called --steps here"),
+        (["--total_timesteps", "3"], "it is called --steps here"),
+        (["--async_training"], "actors and learners always run side by side; --serial runs them in one process"),
+        (["--quite-another"], "No such option: --quite-another; --help lists all"),
+        (["--set", "total_timesteps = 3"], "no such setting: total_timesteps is called steps here"),
+        (["--set", "learning_start = 3"], "no such setting; did you mean 'learning_starts'?"),
+        (["--set", "async_training = true"], "no such setting: actors and learners always run side by side"),
+    ],
+)
+def test_an_unknown_flag_or_setting_is_answered_with_its_name_here(tmp_path, given, told):
+    done = run("--out", str(tmp_path / "run"), *given)
+    assert done.exit_code == 2
+    assert told in " ".join(re.sub("[│\n]", " ", done.output).split()), done.output
 
 
 def test_it_writes_the_files_of_every_training(tmp_path):
@@ -95,16 +127,28 @@ def test_errors_are_raised_before_the_start(tmp_path, arguments, told):
 
 
 @pytest.mark.parametrize("name", TRAININGS)
-def test_every_trainings_flags_name_settings_it_has(name):
-    module, _, attribute = TRAININGS[name].training.partition(":")
+def test_every_setting_of_a_training_is_a_flag_with_a_meaning_and_a_default(name):
+    command = TRAININGS[name]
+    module, _, attribute = command.training.partition(":")
     training = getattr(pytest.importorskip(module), attribute)
     assert training.name == name
-    for flag in TRAININGS[name].flags:
-        first, _, inner = flag.setting.partition(".")
-        if not first.startswith("+"):
-            assert first in training.settings.model_fields
-            default = training.settings.model_fields[first].get_default(call_default_factory=True)
-            assert not inner or hasattr(default, inner)
+    settings = {each.name: each for each in settings_of(training.settings)}
+    assert settings.keys() == training.settings().as_dict().keys()
+    assert [each.name for each in settings.values() if not each.meaning or not each.default] == []
+    assert {*command.first, *command.short} <= settings.keys()
+    shown = CliRunner().invoke(train, [name, "--help"], terminal_width=80).output
+    assert max(map(len, shown.splitlines())) <= 80
+    for each in settings.values():
+        assert re.search(rf"(^|\s){re.escape(each.flag)}[\s/]", shown), each.flag  # whole
+
+
+def test_values_of_flags_are_those_of_a_file():
+    def value(kind, text, literal=False):
+        return Setting("x", kind, "none", "", literal=literal).value_of(text)
+
+    assert value("integer", "3") == 3 and value("number", "1e-3") == 0.001 and value("list", "64,64") == [64, 64]
+    assert value("list", "[64, 64]") == [64, 64] and value("table", "{a = 1}") == {"a": 1}
+    assert value("number|auto", "auto") == "auto" and value("text", "3", literal=True) == "3"
 
 
 @pytest.mark.parametrize("name", TRAININGS)

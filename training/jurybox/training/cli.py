@@ -1,25 +1,34 @@
 """The commands `jurybox train`, which trains a policy, and `jurybox demo`, which shows everything in three minutes.
 
-The command of a training is created from its entry in `TRAININGS`: the common flags and its own, most of which set a
-setting. A training's module is imported only when it runs.
+The command of a training is created from its entry in `TRAININGS` and its settings, of which each is a flag. A
+training's module is imported only when its command is used.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
+from typer.core import TyperCommand, TyperGroup
+from typer.main import get_command
 
+from jurybox.protocol.errors import did_you_mean
+from jurybox.training.recipes.training import ExtraMissing, require_extra, until_interrupted
 from jurybox.training.recipes.training import train as carry_out
-from jurybox.training.recipes.training import until_interrupted
 
-train = typer.Typer(help="Train a policy.", no_args_is_help=True, pretty_exceptions_enable=False)
+if TYPE_CHECKING:
+    from jurybox.training.recipes.setting_flags import Setting
+    from jurybox.training.runtime.settings import Settings
+
+_USAGE = 2
+
 demo = typer.Typer(
     help="Show everything at once: server, workers, training, report.",
     no_args_is_help=True,
@@ -27,7 +36,6 @@ demo = typer.Typer(
 )
 
 
-@train.callback()
 @demo.callback()
 def _group() -> None:
     """Make typer keep the name of the training in the command even if there is only one."""
@@ -77,189 +85,248 @@ _COMMON: dict[str, tuple[Any, Any, typer.models.OptionInfo]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Flag:
-    """A flag that sets a setting; if it is not given, the value from the settings file is used.
+class More:
+    """An option of one training that is no setting; see `Run.more`."""
 
-    Attributes:
-        setting: name of the setting, or "part.NAME" for a nested one. A name that begins with "+" is not a setting, but
-            an option of this training only (see `Run.more`).
-        kind: type of the value.
-        help: the help text.
-        name: name of the flag; default: derived from `setting`.
-        also: another name of the flag.
-    """
-
-    setting: str
+    name: str
     kind: type
     help: str
-    name: str = ""
-    also: str = ""
 
     @property
-    def option(self) -> str:
-        return self.name or "--" + self.setting.removeprefix("+").replace("_", "-")
+    def flag(self) -> str:
+        return "--" + self.name.replace("_", "-")
 
 
-SEED = Flag("seed", int, "Seed of every random number generator.")
-STEPS = Flag("steps", int, "Total env steps.")
-WORKERS = Flag("workers", int, "Number of processes that step environments.")
-SECONDS = Flag("seconds", float, "Stop training after this many seconds.")
-ENVS = Flag("envs", int, "Number of environments, over all workers.")
-LEARNING_STARTS = Flag("learning_starts", int, "Env steps with random actions before learning starts.")
-INTERVALS = (
-    Flag("evaluate_every", int, "Env steps between evaluations."),
-    Flag("checkpoint_every", int, "Env steps between checkpoints."),
-)
-SERVED = (
-    Flag("policy", str, "local: actors run the policy themselves; served: a Jurybox server runs it."),
-    Flag(
-        "server",
-        str,
-        "Address of a running server (ipc:// or grpc://) for a served policy; without it a private one starts.",
-    ),
-    Flag("server_http", bool, "Serve HTTP from the private server, too."),
-)
+SEED, SPEED = ("seed", "steps", "seconds"), ("workers", "envs")
+SERVED = ("policy", "server", "server_http")
+LEARNING = ("learning_starts", "train_freq", "gradient_steps")
+INTERVALS = ("evaluate_every", "checkpoint_every")
 
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """A training's command: its `Training` as "module:attribute", its help text and its flags."""
+    """A training's command: every setting is a flag, ``--learning-rate``, ``--ppo.clip-range``.
+
+    Attributes:
+        training: its `Training` as "module:attribute".
+        help: the help text.
+        first: the settings that the help shows first.
+        short: shorter or further names of flags, by setting.
+        more: its options that are no settings.
+    """
 
     training: str
     help: str
-    flags: Sequence[Flag]
+    first: Sequence[str] = ()
+    short: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    more: Sequence[More] = ()
 
 
 TRAININGS = {
     "photo": Command(
         "jurybox.training.recipes.photo_run:TRAINING",
         "Train a policy to edit photos for a higher score from the server's juror.",
+        (*SEED, *SPEED, "environment.address", "environment.model", "environment.photos", "rollout", "damages"),
+        {
+            "environment.address": ("--server",),
+            "environment.model": ("--model",),
+            "environment.photos": ("--photos",),
+        },
         (
-            *(SEED, STEPS, WORKERS, ENVS),
-            Flag(
-                "environment.address",
-                str,
-                "Address of the server; without it JURYBOX_ADDRESS, the default address, or a private server.",
-                "--server",
-            ),
-            Flag("+server_http", bool, "Serve HTTP from the private server, too."),
-            Flag("+juror_replicas", int, "Number of engines of the private server."),
-            Flag("environment.model", str, "Name of the juror on the server.", "--model"),
-            Flag("environment.photos", str, "Folder of photos to use instead of the bundled ones.", "--photos"),
-            SECONDS,
-            Flag("rollout", int, "Env steps between two updates, over all environments."),
-            Flag("damages", int, "Number of degradation seeds in the evaluation."),
-            Flag("+network_address", str, "Address of the server for the other machines of a Ray cluster."),
+            More("server_http", bool, "Serve HTTP from the private server, too."),
+            More("juror_replicas", int, "Number of engines of the private server."),
+            More("network_address", str, "Address of the server for the other machines of a Ray cluster."),
         ),
     ),
     "plan": Command(
         "jurybox.training.recipes.any_plan:TRAINING",
         "Run a plan of your own, with the same options and outputs as the other trainings.",
-        (
-            Flag("plan", str, "module:function that returns a jurybox.training.runtime.Plan."),
-            *(SEED, STEPS, SECONDS),
-        ),
+        ("plan", "arguments", *SEED),
     ),
     "marl": Command(
         "jurybox.training.recipes.marl_run:TRAINING",
         "Train many agents in one world, each with its own learner process.",
-        (SEED, STEPS, SECONDS, WORKERS, ENVS, Flag("agents", int, "Number of agents in the treasure hunt."), *SERVED),
+        (*SEED, *SPEED, "environment", "agents", "algorithm", *SERVED),
     ),
     "hockey": Command(
         "jurybox.training.recipes.hockey:TRAINING",
         "Train a hockey policy against bots and its past selves, with collectors and a learner side by side.",
-        (
-            *(SEED, STEPS, SECONDS, WORKERS, ENVS),
-            Flag("target", float, "Stop at this score (wins - losses)."),
-            Flag("on_failure", str, "What to do when a process fails too often: end, or go on in serial."),
-            Flag("environment", str, "Environment class, module:Class, with the original's constructor.", "--env"),
-            Flag("mode", int, "0: whole games, 1: shooting, 2: defence."),
-            *SERVED,
-            Flag("train_freq", int, "Env steps per gradient_steps learner steps."),
-            Flag("gradient_steps", int, "Learner steps per train_freq env steps."),
-            LEARNING_STARTS,
-            Flag("weight_sync_interval", int, "Collector steps between two checks for new weights."),
-            Flag("max_lag", int, "Fetch weights at once when they are this many publications old."),
-            *INTERVALS,
-        ),
+        (*SEED, *SPEED, "target", "environment", "mode", *SERVED, *LEARNING, *INTERVALS),
+        {"environment": ("--env",)},
     ),
     "gym": Command(
         "jurybox.training.recipes.gym:TRAINING",
         "Train a policy in any Gymnasium environment, with PPO, DQN, TD3 or SAC.",
-        (
-            *(SEED, STEPS, SECONDS, WORKERS, ENVS),
-            Flag("env", str, "Gymnasium id, or module:factory."),
-            Flag("algorithm", str, "ppo, dqn, td3 or sac."),
-            *SERVED,
-            Flag("learning_rate", float, "Learning rate of Adam."),
-            Flag("n_steps", int, "ppo: steps per environment between two updates; else steps of the n-step return."),
-            LEARNING_STARTS,
-            Flag("train_freq", int, "Steps per environment per gradient_steps learner steps."),
-            Flag("gradient_steps", int, "Learner steps per train_freq steps; -1: as many as env steps."),
-            Flag("normalize_observations", bool, "Normalize observations to mean 0 and standard deviation 1."),
-            *INTERVALS,
-        ),
+        ("env", "algorithm", *SEED, *SPEED, *SERVED, "learning_rate", "n_steps", *LEARNING, *INTERVALS),
     ),
     "workflow": Command(
         "jurybox.training.recipes.workflow_run:TRAINING",
         "Search for the order of repairs that best defends a network, and train the policy that follows it.",
-        (
-            *(SEED, WORKERS, ENVS),
-            Flag("total_episodes", int, "Total training episodes."),
-            Flag("red", str, "Attacker: B_line or Meander.", also="--red-agent"),
-            Flag("env", str, "cage: our simulator; cyborg: CybORG, where installed."),
-            *SERVED,
-            Flag("halves", bool, "Compute actions for half of the networks while the other half steps."),
-            Flag("episode_length", int, "Steps per episode."),
-            Flag("update_every_steps", int, "Steps per network between two updates; an episode by default."),
-            Flag("gate", float, "Share of the judged fixes that must follow the workflow."),
-            Flag(
-                "max_train_episodes_per_env",
-                int,
-                "Training episodes per environment after which a workflow is given up.",
-            ),
-            Flag("align_lambda", float, "Penalty for a judged fix out of order."),
-            Flag("head_start", int, "Largest head start of the attacker, in steps."),
-            Flag("order_masks", bool, "Mask actions that would be out of order."),
-            Flag("evaluation_episodes", int, "Evaluation episodes per workflow; ten times as many at the end."),
-            Flag("beta", float, "Exploration coefficient of the search."),
-            Flag("inherit", bool, "Start each workflow from the previous one's policy."),
-            Flag("use_masks", bool, "Mask actions that are sure to fail.", "--masks"),
-            Flag("quirk", bool, "Drop the cost of Impact after Op_Server0 is restored."),
-        ),
+        ("seed", "total_episodes", *SPEED, "red", "env", *SERVED),
+        {"red": ("--red-agent",), "use_masks": ("--masks",)},
     ),
 }
 
 
-def command_of(command: Command) -> Callable[..., None]:
-    """Create the function for typer; its signature has the common flags and the training's own."""
-    own = {flag.option.strip("-").replace("-", "_"): flag for flag in command.flags}
+def settings_class(command: Command) -> type[Settings]:
+    """Import a training, and return the class of its settings."""
+    module, _, attribute = command.training.partition(":")
+    found: type[Settings] = getattr(import_module(module), attribute).settings
+    return found
 
-    def run(**given: Any) -> None:
-        settings = {flag.setting: given[name] for name, flag in own.items() if not flag.setting.startswith("+")}
-        more = {flag.setting[1:]: given[name] for name, flag in own.items() if flag.setting.startswith("+")}
-        common = {name: given[name] for name in _COMMON}
+
+class TrainCommand(TyperCommand):
+    """The command of a training. Its settings are flags; the training is imported when they are needed."""
+
+    of: Command
+    _groups: dict[str, list[tuple[str, str]]]
+    _settings: dict[str, Setting]  # by the name of the flag's parameter
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        """Return all options, those of the settings among them."""
+        if not hasattr(self, "_groups"):
+            self._add_settings()
+        return super().get_params(ctx)
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse the options; an unknown one is answered with the name that it has here, or one that is near."""
+        try:
+            return list(super().parse_args(ctx, list(map(_with_hyphens, args))))
+        except Exception as error:
+            if (option := getattr(error, "option_name", None)) is None or not hasattr(error, "possibilities"):
+                raise
+            error.message = f"No such option: {option}{self._instead_of(option)}"  # type: ignore[attr-defined]
+            error.possibilities = None
+            raise
+
+    def _instead_of(self, option: str) -> str:
+        name = option.lstrip("-").replace("-", "_")
+        if ours := settings_class(self.of).others_names().get(name):
+            return f": it is called --{ours.replace('_', '-')} here"
+        from jurybox.training.runtime.settings import WAYS
+
+        if name in WAYS:
+            return f": {WAYS[name]}"
+        near = did_you_mean(option, [flag for each in self.params for flag in each.opts])
+        return near if "did you mean" in near else "; --help lists all"
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Write the options in groups, in lines of at most 80 characters."""
+        self.get_params(ctx)
+        for title, rows in self._groups.items():
+            with formatter.section(title):
+                formatter.write_dl(rows, col_max=24)
+
+    def given(self, values: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return the settings and the options of this training that were given."""
+        settings = {
+            each.name: value if isinstance(value, bool) else each.value_of(value)
+            for name, each in self._settings.items()
+            if (value := values[name]) is not None
+        }
+        return settings, {more.name: values[_parameter(more.name)] for more in self.of.more}
+
+    def _add_settings(self) -> None:
+        try:
+            require_extra()
+        except ExtraMissing as error:
+            typer.echo(str(error), err=True)
+            raise typer.Exit(_USAGE) from error
+        from jurybox.training.recipes.setting_flags import settings_of
+
+        found = settings_of(settings_class(self.of))
+        self._settings = {_parameter(each.name): each for each in found}
+        common = [
+            (" ".join((*each.opts, each.metavar or "")).strip(), getattr(each, "help", None) or "")
+            for each in self.params
+        ]
+        groups: dict[str, list[tuple[str, str]]] = {"Settings": [], "Run": common}
+        groups["Run"].append(("--help", "Show this message and exit."))
+        options: list[inspect.Parameter] = []
+
+        def add(title: str, names: Sequence[str], name: str, text: str, kind: type, shown: str) -> None:
+            declared = [f"{each}/--no-{each[2:]}" if kind is bool else each for each in names]
+            option = typer.Option(*declared, help=text, show_default=False)
+            annotation: Any = Annotated[kind | None, option]
+            options.append(
+                inspect.Parameter(_parameter(name), inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+            )
+            line = ", ".join(declared) + ("" if kind is bool else f" {shown if '|' in shown else shown.upper()}")
+            groups.setdefault(title, []).append((line, text))
+
+        order = {name: place for place, name in enumerate(self.of.first)}
+        for each in sorted(found, key=lambda one: order.get(one.name, len(order))):
+            part = each.name.rpartition(".")[0]
+            title = f"Settings of {part}" if part else "Further settings"
+            names = [*self.of.short.get(each.name, ()), each.flag]
+            kind = bool if each.kind == "true|false" else str
+            text = f"{each.meaning} [default:\N{NO-BREAK SPACE}{each.default}]"
+            add("Settings" if each.name in order else title, names, each.name, text, kind, each.kind)
+        for more in self.of.more:
+            add("Settings", [more.flag], more.name, more.help, more.kind, more.kind.__name__)
+        self.params.extend(_command_with(options, lambda **_: None, self.name or "").params)
+        self._groups = groups
+
+
+def _command_with(options: Sequence[inspect.Parameter], call: Callable[..., None], name: str, **more: Any) -> Any:
+    """Return a command of these options, made by typer of a function's signature."""
+    call.__signature__ = inspect.Signature(options)  # type: ignore[attr-defined]
+    call.__annotations__ = {each.name: each.annotation for each in options}
+    single = typer.Typer(add_completion=False, rich_markup_mode=None)
+    single.command(name, **more)(call)
+    return get_command(single)
+
+
+def _parameter(name: str) -> str:
+    """Return the name of the parameter of a flag: the common options have others."""
+    return "setting_" + name.replace(".", "__")
+
+
+def command_of(name: str, command: Command) -> TrainCommand:
+    """Create the command of a training, with the options of all trainings; it adds its own when it needs them."""
+
+    def run(**values: Any) -> None:
+        settings, more = made.given(values)
+        common = {name: values[name] for name in _COMMON}
+        common |= {name: None if common[name] is None else Path(common[name]) for name in ("out", "config")}
         carry_out(command.training, given=settings, more=more, **{**common, "changes": common["changes"] or []})
 
-    keyword = inspect.Parameter.KEYWORD_ONLY
     parameters = [
-        inspect.Parameter(name, keyword, default=default, annotation=Annotated[kind, option])
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, option])
         for name, (kind, default, option) in _COMMON.items()
     ]
-    for name, flag in own.items():
-        option = f"{flag.option}/--no-{flag.option[2:]}" if flag.kind is bool else flag.option
-        kind: Any = flag.kind | None
-        names = [option, *filter(None, [flag.also])]
-        annotation = Annotated[kind, typer.Option(*names, help=flag.help, show_default=False)]
-        parameters.append(inspect.Parameter(name, keyword, default=None, annotation=annotation))
-    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    run.__annotations__ = {each.name: each.annotation for each in parameters}
     run.__doc__ = command.help
-    return run
+    made: Any = _command_with(parameters, run, name, cls=TrainCommand)
+    made.of, made.callback = command, run  # not typer's, which knows the common options alone
+    return made  # type: ignore[no-any-return]
 
 
-for _name, _command in TRAININGS.items():
-    train.command(_name)(command_of(_command))
+def _with_hyphens(option: str) -> str:
+    """--batch_size=64 is --batch-size=64."""
+    name, equals, value = option.partition("=")
+    return f"{name.replace('_', '-')}{equals}{value}" if option.startswith("--") else option
+
+
+class Trainings(TyperGroup):
+    """The group of all trainings."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """Return the names of all trainings."""
+        return list(TRAININGS)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """Return the command of a training, or None."""
+        if cmd_name in TRAININGS and cmd_name not in self.commands:
+            self.commands[cmd_name] = command_of(cmd_name, TRAININGS[cmd_name])
+        return super().get_command(ctx, cmd_name)
+
+
+train = typer.Typer(cls=Trainings, help="Train a policy.", no_args_is_help=True, pretty_exceptions_enable=False)
+
+
+@train.callback()
+def _trainings() -> None:
+    """Without a callback typer would make no group of it, since its commands are created later."""
 
 
 @demo.command("photo")

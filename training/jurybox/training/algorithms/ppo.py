@@ -76,8 +76,9 @@ class PPOSettings:
     """Settings of PPO.
 
     Attributes:
-        learning_rate, betas, adam_eps: of Adam.
-        gamma: discount.
+        learning_rate: learning rate of Adam.
+        betas, adam_eps: of Adam.
+        gamma: discount factor.
         n_epochs: passes over a rollout.
         batch_size: rows of one optimiser step.
         clip_range: maximum change of the probability ratio.
@@ -85,9 +86,9 @@ class PPOSettings:
         vf_coef: weight of the value loss.
         max_grad_norm: norm at which gradients are clipped.
         gae: generalised advantage estimation; else the discounted return minus the value.
-        gae_lambda: its lambda.
+        gae_lambda: lambda of generalised advantage estimation.
         bootstrap: add the value of the last state to a truncated episode; else add nothing.
-        normalize_advantage: to mean 0 and deviation 1 in a minibatch.
+        normalize_advantage: normalize advantages in each minibatch.
         normalise_returns: the critic learns returns scaled by their running mean and deviation.
         clip_value: keep new values within `clip_range` (of normalised returns) of the old ones.
         target_kl: stop an update when the policy has moved 1.5 times this far; None never stops.

@@ -20,7 +20,7 @@ class TD3Settings:
 
     Attributes:
         hidden_actor, hidden_critic: units of the layers.
-        actor_learning_rate, critic_learning_rate: of Adam.
+        actor_learning_rate, critic_learning_rate: learning rate of Adam.
         tau: how far target networks move towards the others in a step.
         policy_delay: critic steps for each step of actor and targets.
         target_policy_noise, target_noise_clip: deviation and bound of the noise on target actions (smoothing).

@@ -118,16 +118,6 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
 _OF_ALGORITHMS = frozenset(name for defaults in DEFAULTS.values() for name in defaults)
 _ONLY_PICTURES_HIDDEN: Mapping[str, tuple[int, ...]] = {"ppo": (), "dqn": (), "td3": (256, 256), "sac": (256, 256)}
 
-# Names of Stable-Baselines3 for what has another name in all trainings.
-_THEIRS = {
-    "total_timesteps": "steps",
-    "n_envs": "envs",
-    "eval_freq": "evaluate_every",
-    "n_eval_episodes": "evaluation_episodes",
-    "save_freq": "checkpoint_every",
-    "net_arch": "hidden",
-}
-
 
 class GymTraining(ServedSettings):
     """Settings of a gym training; a TOML file and the command line use the same names.
@@ -144,7 +134,7 @@ class GymTraining(ServedSettings):
     env: str = Field("CartPole-v1", description="Gymnasium id, or module:factory.")
     env_args: dict[str, Any] = Field({}, description="Keyword arguments of the environment.")
     max_episode_steps: int | None = Field(None, ge=1, description="Truncate episodes after this many steps.")
-    algorithm: Algorithm = "ppo"
+    algorithm: Algorithm = Field("ppo", description="The algorithm; settings without a default have its own.")
     seconds: float | None = Field(None, gt=0, description="Stop after this many seconds.")
     steps: int = Field(100_000, ge=1, description="Total env steps.")
     workers: int = Field(1, ge=1, description="Number of processes that step environments.")
@@ -153,24 +143,26 @@ class GymTraining(ServedSettings):
     normalize_observations: bool = Field(
         False, description="Normalize observations to mean 0 and standard deviation 1."
     )
-    gamma: float = Field(0.99, ge=0, le=1)
+    gamma: float = Field(0.99, ge=0, le=1, description="Discount factor.")
 
-    learning_rate: float | None = Field(None, gt=0)
-    batch_size: int | None = Field(None, ge=2)
+    learning_rate: float | None = Field(None, gt=0, description="Learning rate of Adam.")
+    batch_size: int | None = Field(None, ge=2, description="Transitions in one optimiser step.")
     hidden: tuple[int, ...] | None = Field(None, description="Sizes of the hidden layers of every network.")
     n_steps: int | None = Field(
         None, ge=1, description="PPO: steps per environment between two updates; others: steps of the n-step return."
     )
-    max_grad_norm: float | None = Field(None, gt=0)
+    max_grad_norm: float | None = Field(None, gt=0, description="Norm at which gradients are clipped.")
     ent_coef: float | str | None = Field(
         None, description='PPO: weight of the entropy bonus; SAC: a number, or "auto".'
     )
 
     n_epochs: int | None = Field(None, ge=1, description="Passes over a rollout.")
-    gae_lambda: float | None = Field(None, ge=0, le=1)
-    clip_range: float | None = Field(None, gt=0)
-    vf_coef: float | None = Field(None, ge=0)
-    normalize_advantage: bool | None = None
+    gae_lambda: float | None = Field(None, ge=0, le=1, description="PPO: lambda of generalised advantage estimation.")
+    clip_range: float | None = Field(
+        None, gt=0, description="PPO: largest change of the probability ratio in an update."
+    )
+    vf_coef: float | None = Field(None, ge=0, description="PPO: weight of the value loss.")
+    normalize_advantage: bool | None = Field(None, description="PPO: normalize advantages in each minibatch.")
     target_kl: float | None = Field(
         None, gt=0, description="An update stops when the KL divergence exceeds 1.5 times this."
     )
@@ -188,15 +180,23 @@ class GymTraining(ServedSettings):
     exploration_fraction: float | None = Field(
         None, gt=0, le=1, description="Fraction of all steps over which epsilon falls to its final value."
     )
-    exploration_initial_eps: float | None = Field(None, ge=0, le=1)
-    exploration_final_eps: float | None = Field(None, ge=0, le=1)
+    exploration_initial_eps: float | None = Field(
+        None, ge=0, le=1, description="DQN: probability of a random action at first."
+    )
+    exploration_final_eps: float | None = Field(
+        None, ge=0, le=1, description="DQN: probability of a random action at last."
+    )
     policy_delay: int | None = Field(None, ge=1, description="Critic steps per actor step.")
     action_noise: float | None = Field(
         None, ge=0, description="Standard deviation of the exploration noise, for actions in [-1, 1]."
     )
-    target_policy_noise: float | None = Field(None, ge=0)
-    target_noise_clip: float | None = Field(None, ge=0)
-    target_entropy: float | Literal["auto"] | None = None
+    target_policy_noise: float | None = Field(
+        None, ge=0, description="TD3: standard deviation of the noise on target actions."
+    )
+    target_noise_clip: float | None = Field(None, ge=0, description="TD3: bound of that noise.")
+    target_entropy: float | Literal["auto"] | None = Field(
+        None, description="SAC: the entropy aimed at; auto: minus the number of actions."
+    )
 
     max_ahead: int | None = Field(None, ge=0, description="Env steps by which workers may be ahead of the learner.")
     publish_interval: int | None = Field(None, ge=1, description="Learner steps between two publications.")
@@ -217,13 +217,6 @@ class GymTraining(ServedSettings):
         description="Env steps between two checkpoints; none: a tenth of all, at least 10,000; 0: one at the end.",
     )
     log_every: int = Field(1000, ge=1, description="Env steps between two rows of metrics.")
-
-    @model_validator(mode="before")
-    @classmethod
-    def _refuse_their_names(cls, given: Mapping[str, Any]) -> Mapping[str, Any]:
-        if theirs := _THEIRS.keys() & given.keys():
-            raise ValueError("; ".join(f"{name} is called {_THEIRS[name]} here" for name in sorted(theirs)))
-        return given
 
     @model_validator(mode="after")
     def _check_consistency(self) -> GymTraining:
@@ -248,6 +241,17 @@ class GymTraining(ServedSettings):
         if self.hidden is not None and (min(self.hidden, default=1) < 1 or (not self.hidden and self._needs_hidden)):
             raise ValueError(f"hidden={self.hidden}: expected one layer or more, of one unit or more")
         return self
+
+    @classmethod
+    def shown_default(cls, name: str) -> str:
+        """Return the algorithms' defaults of a setting that has none of its own."""
+        algorithms: dict[str, list[str]] = {}
+        for algorithm, defaults in DEFAULTS.items():
+            if name in defaults and cls.model_fields[name].default is None:
+                value = defaults[name]
+                shown = "none" if value is None else str(list(value) if isinstance(value, tuple) else value).lower()
+                algorithms.setdefault(shown, []).append(algorithm)
+        return ", ".join(f"{value} ({' '.join(names)})" for value, names in algorithms.items())
 
     @property
     def _needs_hidden(self) -> bool:
@@ -591,7 +595,20 @@ def _audits(settings: GymTraining, rows: Sequence[Mapping[str, float]]) -> Secti
     return page.Section("The audit", drawn, caption) if drawn else None
 
 
+_NO_ENVIRONMENT = """\
+which environment? Give one, for example:
+
+    jurybox train gym --env CartPole-v1                       one that Gymnasium knows, with ppo
+    jurybox train gym --env Pendulum-v1 --algorithm sac       ppo, dqn, td3 or sac
+    jurybox train gym --env ale_py:ALE/Pong-v5                of a module that registers it
+    jurybox train gym --env my_module:MyEnv                   a class or function of yours, in this folder
+
+`--steps` is how long it trains (100,000 env steps), `--help` shows the other settings, docs/gym.md describes them"""
+
+
 def _work(settings: GymTraining, run: Run) -> str:
+    if "env" not in settings.model_fields_set:
+        raise ConfigError(_NO_ENVIRONMENT)
     outcome = carry_out(partial(train, settings, run.folder, command=run.command), run)
     lines = [f"{outcome.text}: {outcome.episodes:,} episodes, {outcome.env_steps:,} steps in {outcome.seconds:.0f} s"]
     if (found := outcome.evaluation.get("eval_return")) is not None:

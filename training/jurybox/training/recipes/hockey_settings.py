@@ -62,7 +62,7 @@ class HockeyTraining(ServedSettings):
     # time. More games for each learner step would be fresher data, but gain less than the learner steps that they
     # displace on the CPU.
     train_freq: int = Field(8, ge=1, description="Env steps per `gradient_steps` learner steps.")
-    gradient_steps: int = Field(1, ge=1)
+    gradient_steps: int = Field(1, ge=1, description="Learner steps per `train_freq` env steps.")
     max_ahead: int = Field(2000, ge=0, description="Env steps by which collectors may be ahead of the learner.")
     publish_interval: int = Field(50, ge=1, description="Learner steps between two publications.")
     weight_sync_interval: int = Field(10, ge=1, description="Collector steps between two checks for new weights.")
@@ -70,16 +70,16 @@ class HockeyTraining(ServedSettings):
         20, ge=0, description="Publications by which a collector may lag before it fetches the weights."
     )
 
-    batch_size: int = Field(128, ge=2)
+    batch_size: int = Field(128, ge=2, description="Transitions in one optimiser step.")
     n_steps: int = Field(8, ge=1, description="Steps of the n-step return.")
-    gamma: float = Field(0.99, ge=0, le=1)
+    gamma: float = Field(0.99, ge=0, le=1, description="Discount factor.")
     buffer_size: int = Field(1_000_000, ge=1, description="Capacity of the replay, in rows.")
     # The dual buffer: games against bots remain available, however many games against past selves follow.
     anchor_size: int = Field(
         0, ge=0, description="Rows kept for games against anchors; other games do not overwrite them."
     )
     anchor_ratio: float = Field(0.25, ge=0, le=1, description="Share of each batch that comes from anchor games.")
-    prioritized: bool = True
+    prioritized: bool = Field(True, description="Sample transitions by their priorities; else uniformly.")
     alpha: float = Field(0.6, ge=0, le=1, description="The exponent of the priorities.")
     beta: float = Field(0.4, ge=0, le=1, description="The exponent of the importance weights.")
     both_sides: bool = Field(True, description="Store the opponents' transitions, too; the learner is off-policy.")

@@ -42,9 +42,9 @@ class OnPolicy(BaseModel):
 
     n_steps: int = Field(256, ge=2, description="Turns between two updates.")
     n_epochs: int = Field(4, ge=1, description="Passes over a rollout, in parts of batch_size.")
-    clip_range: float = Field(0.2, gt=0)
+    clip_range: float = Field(0.2, gt=0, description="Largest change of the probability ratio in an update.")
     ent_coef: float = Field(0.01, ge=0, description="Weight of the entropy bonus.")
-    gae_lambda: float = Field(0.95, ge=0, le=1)
+    gae_lambda: float = Field(0.95, ge=0, le=1, description="Lambda of generalised advantage estimation.")
     max_stale: int = Field(1, ge=0, description="Updates by which the policy of a transition may be out of date.")
 
 
@@ -81,7 +81,7 @@ class MarlTraining(ServedSettings):
     agents: int = Field(2, ge=1, description="Agents in the treasure hunt.")
     share: tuple[tuple[str, ...], ...] = Field((), description="Groups of agents that one learner serves.")
     # With DQN, not every seed reaches three times the return of random play in the treasure hunt; with PPO, all did.
-    algorithm: Algorithm = "ppo"
+    algorithm: Algorithm = Field("ppo", description="The algorithm of every learner.")
     ppo: OnPolicy = OnPolicy.model_validate({})
     own: dict[str, dict[str, Any]] = Field(
         {}, description="Settings of single agents that differ from the others', by agent."
@@ -91,20 +91,23 @@ class MarlTraining(ServedSettings):
     workers: int | None = Field(None, ge=1, description="Number of actor processes, each with one world.")
     seconds: float | None = Field(None, gt=0, description="Stop after this many seconds.")
 
-    publish_mode: Literal["double_buffer", "snapshot"] = "double_buffer"
+    publish_mode: Literal["double_buffer", "snapshot"] = Field(
+        "double_buffer",
+        description="Copies of the weights: two, or one for half of the memory, for which readers may wait.",
+    )
     publish_interval: int = Field(10, ge=0, description="Learner steps between two publications; 0: only the first.")
     buffer_size: int = Field(10_000, ge=1, description="Capacity of a learner's replay, in transitions.")
-    batch_size: int = Field(64, ge=1)
+    batch_size: int = Field(64, ge=1, description="Transitions in one optimiser step.")
     train_freq: int = Field(4, ge=1, description="Turns per step of every learner.")
     learning_rate: float | None = Field(None, gt=0, description="None: 0.001 with PPO, else 0.00025.")
     learning_starts: int = Field(1000, ge=1, description="Transitions before a learner's first step.")
-    gamma: float = Field(0.95, ge=0, le=1)
+    gamma: float = Field(0.95, ge=0, le=1, description="Discount factor.")
     n_steps: int = Field(3, ge=1, description="Steps of the n-step return.")
     target_update_interval: int = Field(200, ge=1, description="Learner steps between two target updates.")
     frames: int = Field(2, ge=1, description="Number of stacked observations.")
-    hidden: tuple[int, ...] = (128, 128)
-    exploration_initial_eps: float = Field(1.0, ge=0, le=1)
-    exploration_final_eps: float = Field(0.05, ge=0, le=1)
+    hidden: tuple[int, ...] = Field((128, 128), description="Sizes of the hidden layers of every network.")
+    exploration_initial_eps: float = Field(1.0, ge=0, le=1, description="Probability of a random action at first.")
+    exploration_final_eps: float = Field(0.05, ge=0, le=1, description="Probability of a random action at last.")
     exploration_steps: int = Field(
         5000, ge=0, description="Learner steps over which exploration falls from its first to its last value."
     )
@@ -123,7 +126,9 @@ class MarlTraining(ServedSettings):
     actor_timeout: float = Field(
         30.0, gt=0, description="Seconds without a heartbeat after which the actor counts as hung."
     )
-    learner_timeout: float = Field(60.0, gt=0)
+    learner_timeout: float = Field(
+        60.0, gt=0, description="Seconds without a heartbeat after which a learner counts as hung."
+    )
     checkpoint_every: int | None = Field(
         None,
         ge=0,
@@ -134,10 +139,10 @@ class MarlTraining(ServedSettings):
         ge=0,
         description="Turns between two evaluations; none: a tenth of all, at least 5,000; 0: one at the end.",
     )
-    evaluation_episodes: int = Field(20, ge=1)
+    evaluation_episodes: int = Field(20, ge=1, description="Episodes per evaluation, without exploration.")
     logging: bool = Field(True, description="Show progress.")
     log_every: int = Field(100, ge=1, description="Turns between two rows of metrics.")
-    log_dir: Path = Path("marl-out")
+    log_dir: Path = Field(Path("marl-out"), description="Folder of the run, where --out is not given.")
 
     @field_validator("share", mode="before")
     @classmethod

@@ -62,7 +62,6 @@ class PhotoTraining(Settings):
 
     Attributes:
         environment: settings of every worker's environment; environment i gets the seed ``seed + i``.
-        gamma, gae_lambda, clip_range: hyperparameters of PPO (Schulman et al., 2017; 2016 for lambda).
     """
 
     title = "photo"
@@ -82,15 +81,16 @@ class PhotoTraining(Settings):
     rollout: int = Field(ROLLOUT, ge=1, description="Env steps of all environments together between two updates.")
     n_epochs: int = Field(10, ge=1, description="Passes over a rollout.")
     batch_size: int = Field(64, ge=1, description="Steps of a rollout in one optimiser step.")
-    learning_rate: float = Field(1e-3, gt=0, description="At the first step.")
+    learning_rate: float = Field(1e-3, gt=0, description="Learning rate of Adam at the first step.")
     final_learning_rate: float = Field(1e-4, ge=0, description="At the last step; linear in between.")
-    gamma: float = Field(0.0, ge=0, le=1)
-    gae_lambda: float = Field(0.9, ge=0, le=1)
-    clip_range: float = Field(0.2, gt=0)
+    # Schulman et al., 2017; 2016 for lambda.
+    gamma: float = Field(0.0, ge=0, le=1, description="Discount factor.")
+    gae_lambda: float = Field(0.9, ge=0, le=1, description="Lambda of generalised advantage estimation.")
+    clip_range: float = Field(0.2, gt=0, description="Largest change of the probability ratio in an update.")
     ent_coef: float = Field(0.0, ge=0, description="Weight of the entropy bonus.")
     vf_coef: float = Field(0.5, ge=0, description="Weight of the value network's loss.")
     max_grad_norm: float = Field(0.5, gt=0, description="Gradients are scaled down to it.")
-    normalize_advantage: bool = True
+    normalize_advantage: bool = Field(True, description="Normalize advantages in each minibatch.")
     target_kl: float | None = Field(None, gt=0, description="An update ends early beyond this divergence.")
     hidden: tuple[int, ...] = Field((64, 64), description="Units of the layers of policy and value network.")
     log_std_init: float = Field(-1.2, description="Logarithm of the actions' deviation at the start.")

@@ -20,6 +20,35 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from jurybox.protocol.errors import did_you_mean
 from jurybox.training.runtime.plan import ConfigError, refuse_unused
 
+# Names of Stable-Baselines3, and then of other programs, for what has another name here.
+SB3 = {
+    "total_timesteps": "steps",
+    "n_envs": "envs",
+    "eval_freq": "evaluate_every",
+    "n_eval_episodes": "evaluation_episodes",
+    "save_freq": "checkpoint_every",
+    "net_arch": "hidden",
+}
+OTHERS = {
+    **SB3,
+    "num_envs": "envs",
+    "n_workers": "workers",
+    "num_workers": "workers",
+    "lr": "learning_rate",
+    "memory_size": "buffer_size",
+    "buffer_capacity": "buffer_size",
+    "discount": "gamma",
+    "mode": "publish_mode",
+    "epsilon": "exploration_initial_eps",
+    "target_network_update_interval": "target_update_interval",
+    "red_agent": "red",
+}
+WAYS = {
+    "async_training": "actors and learners always run side by side; --serial runs them in one process",
+    "verbose": "progress is always shown",
+    "tensorboard_log": "TensorBoard files are always written to --out",
+}
+
 
 class Settings(BaseModel):
     """Settings of a training; a TOML file and the command line hold the same names.
@@ -34,6 +63,29 @@ class Settings(BaseModel):
     may_change: ClassVar[Sequence[str] | None] = None
 
     seed: int = Field(0, ge=0, description="Seed of every random number generator.")
+
+    @classmethod
+    def others_names(cls) -> dict[str, str]:
+        """Return the names that others, mostly Stable-Baselines3, have for settings of this training, and ours."""
+        return {
+            theirs: ours
+            for theirs, ours in OTHERS.items()
+            if ours in cls.model_fields and theirs not in cls.model_fields
+        }
+
+    @classmethod
+    def shown_default(cls, name: str) -> str:
+        """Return how the default of a setting is shown if it depends on another setting; empty: as it is."""
+        return ""
+
+    @classmethod
+    def unknown(cls, name: str, table: Sequence[str] = ()) -> str:
+        """Return what a message says about a name that is no setting: what it is called here, or what is near."""
+        if not table and name in WAYS:
+            return f"no such setting: {WAYS[name]}"
+        if not table and name in (theirs := cls.others_names()):
+            return f"no such setting: {name} is called {theirs[name]} here"
+        return f"no such setting{did_you_mean(name, _names_in(cls, table))}"
 
     @model_validator(mode="before")
     @classmethod
@@ -88,7 +140,7 @@ class Settings(BaseModel):
             for each in error.errors():
                 key, message = tuple(map(str, each["loc"])), each["msg"].removeprefix("Value error, ")
                 if each["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
-                    message = f"no such setting{did_you_mean(key[-1], _names_in(cls, key[:-1]))}"
+                    message = cls.unknown(key[-1], key[:-1])
                 problems.append(f"{place(key)}{': '.join(filter(None, ('.'.join(key), message)))}")
             raise ConfigError(f"settings of the {cls.title} training: {'; '.join(problems)}") from error
 

@@ -66,9 +66,9 @@ class WorkflowTraining(ServedSettings):
     Attributes:
         env: "cage", our simulator, or "cyborg", the real CybORG in worker processes.
         red: the attacker, by our name or CybORG's (B_lineAgent, RedMeanderAgent).
-        quirk: reproduce a quirk of the original; see `Networks`.
+        quirk: reproduce a quirk of the original: drop the cost of Impact after Op_Server0 is restored.
         envs: networks; an update follows one episode of each, or `update_every_steps` of it.
-        episode_length: steps.
+        episode_length: steps of an episode.
         update_every_steps: steps of each network between two updates, perhaps fewer before the last in an episode;
             0: a whole episode.
         total_episodes: the training budget for all phases. Evaluations do not count.
@@ -79,16 +79,20 @@ class WorkflowTraining(ServedSettings):
             forgets no order. 0: one order after the other. Without `inherit` there is no such policy.
         final_share: share of the budget for the best workflow at the end.
         max_train_episodes_per_env: the maximum number of updates for one workflow.
-        gate: share of the judged fixes that must comply for a workflow to count as learned; see `Alignment`.
+        gate: share of the judged fixes that must comply for a workflow to count as learned.
         min_judged: least number of judged fixes; with fewer there is no verdict, and the gate is not passed.
         align_lambda: what a judged fix out of order costs, in points of return.
-        order_masks: leave out fixes that may be out of order, see `order_masks` of the rollouts.
+        order_masks: mask fixes that would be out of order.
         head_start: maximum number of steps before the defender takes over from the attacker, so that there are hosts
             of several types to fix; half of an episode at most. Drawn from 0 to this, for a share `head_start_share`
             of the episodes.
+        head_start_share: share of the episodes with a head start.
         inherit: begin a workflow's training with the policy of the last workflow; else with a new policy.
         use_masks: leave out actions that are sure to fail.
-        beta, length, noise, revisit: see `WorkflowSearch`.
+        beta: exploration of the search: deviations between the mean of an order's score and its bound.
+        length: length scale of the search's kernel, in Kendall distances.
+        noise: variance of a score in that kernel, in units of the scores' own variance.
+        revisit: whether an order may be proposed again before all were.
         shortfall_cost: points of score that a shortfall of obedience of 1 costs; a workflow that is not obeyed must not
             win by its return.
         evaluation_episodes: number of episodes after a workflow's training without a head start, and as many with one;
