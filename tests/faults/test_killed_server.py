@@ -19,8 +19,9 @@ def gone(pid):
 
 
 def test_its_children_die_its_clients_get_an_error_at_once_and_the_next_server_cleans_up_and_serves(
-    tmp_path, nothing_left, caplog
+    tmp_path, nothing_left, caplog, monkeypatch
 ):
+    monkeypatch.setattr("jurybox.client.control._NOTICE", 0.4)
     before = segments()
     with (
         serving(tmp_path, MODELS) as server,

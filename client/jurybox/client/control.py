@@ -220,7 +220,7 @@ class Control:
             self._reopen()
             self._sent(number, body)
         again = time.monotonic() + _UNHEARD
-        notice = time.monotonic() + _NOTICE
+        notice = time.monotonic() + _NOTICE if timeout >= 3 * _NOTICE else math.inf  # or the error comes soon enough
         while True:
             left = deadline - time.monotonic()
             if time.monotonic() > notice and (why := out_of_reach(self.address)):

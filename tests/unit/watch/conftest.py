@@ -30,6 +30,7 @@ class Scene:
             for index, name in ((3, "photo"), (7, "policy/agent0"))
         ]
         self.events: list[dict[str, Any]] = []
+        self.listening: dict[str, Any] = {}
         for index in (0, 1):
             self.engine(index, state=EngineState.SERVING, pid=100 + index, incarnation=5, heartbeat=1)
         self._reader = ScoreboardReader()
@@ -53,7 +54,7 @@ class Scene:
         return status_document(
             self.scoreboard, self.models, [], segments={self.scoreboard.segment.name: self.scoreboard.segment.size},
             server_id=self.id, address="ipc:///x/engine", now=5060.0, events=self.events,
-            engine_timeout=1e9,
+            engine_timeout=1e9, **self.listening,
         )  # fmt: skip
 
     def snapshot(self, **changes: Any) -> Snapshot:

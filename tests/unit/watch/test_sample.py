@@ -193,3 +193,18 @@ def test_watchers_cannot_write_to_the_scoreboard_and_notice_a_dead_server(scene)
     with pytest.raises(ServerGone, match="gone"):
         reader.read(document)
     scene.scoreboard.segment.unlink()
+
+
+def test_until_the_first_request_it_is_said_how_to_send_one(scene):
+    scene.listening = {"http": "127.0.0.1:8000"}
+    lines = sample(None, scene.snapshot())["first_request"]
+    assert "connect('ipc:///x/engine').model('photo')" in lines[1]
+    assert "curl http://127.0.0.1:8000/v2/models/photo " in lines[-1]
+    scene.add(1, POLICY, requests=1)
+    assert sample(None, scene.snapshot())["first_request"] == []
+
+
+def test_without_a_model_that_is_ready_nothing_is_said_of_requests(scene):
+    for model in scene.models:
+        model.engines.clear()
+    assert sample(None, scene.snapshot())["first_request"] == []

@@ -72,3 +72,10 @@ def test_page_and_terminal_have_the_same_columns_under_the_same_words():
 def test_the_distribution_is_drawn_from_one_row_on():
     assert _bars([0, 1, 0, 8, *[0] * 16]) == "▁·█·"
     assert _bars([0] * 20) == "-"
+
+
+def test_top_of_an_idle_server_says_how_to_send_a_request(scene):
+    console = Console(width=80, record=True, file=io.StringIO())
+    console.print(screen(sample(None, scene.snapshot())))
+    assert "No request yet. From Python" in console.export_text()
+    assert "No request yet" not in shown(scene)

@@ -148,6 +148,7 @@ class _Keys:
 def screen(sample: dict[str, Any]) -> RenderableType:
     """Render a document of jurybox.server.watch.sample."""
     server, rates, latency = sample["server"], sample["rates"], sample["latency"]
+    first = [*sample["first_request"], ""] if sample["first_request"] else []
     head = Text(f"jurybox {server['build']} at {server['address']}  ")
     head.append(server["state"], _TONES.get(server["state"], "yellow"))
     head.append(f"  up {duration(server['uptime'])}")
@@ -163,6 +164,7 @@ def screen(sample: dict[str, Any]) -> RenderableType:
         Phrases(words, "bold"),
         Phrases([f"p50 / p99: {stages[0]}", *stages[1:], f"batches {_bars(sample['batch']['counts'])}"]),
         Text(),
+        *(Text(line, "green") for line in first),
         _models(sample["models"]),
         Text(),
         _engines(sample["engines"]),

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from jurybox.protocol.address import default_address
 from jurybox.protocol.errors import ServerGone
 from jurybox.protocol.scoreboard import (
     BATCH_BUCKETS,
@@ -226,7 +227,27 @@ def sample(earlier: Snapshot | None, later: Snapshot, events: Sequence[Document]
         "models": [_model(later, at, grown[:, at], seconds) for at in range(len(later.models))],
         "engines": [_engine(later, at, grown[at], seconds) for at in range(len(later.engines))],
         "events": list(events),
+        "first_request": first_request(later),
     }
+
+
+def first_request(later: Snapshot) -> list[str]:
+    """Return the lines that say how to send a server its first request; none once it had one, or without a model."""
+    ready = next((model["name"] for model in later.models if model["state"] == "ready"), None)
+    if ready is None or any(later.counters[name].any() for name in ("requests", *FAILURES)):
+        return []
+    server = later.document["server"]
+    address = "" if server["address"] == default_address() else repr(server["address"])
+    lines = [
+        "No request yet. From Python, on this host (print shows the inputs):",
+        f"    from jurybox.client import connect; model = connect({address}).model({ready!r}); print(model)",
+        "    model(row)    # one row; a dict where there are several inputs",
+    ]
+    if server["http"]:
+        lines.append(
+            f"Over HTTP:    curl http://{server['http']}/v2/models/{ready}    then .../infer, see docs/start.md"
+        )
+    return lines
 
 
 def _counted(grown: NDArray[Any], seconds: float) -> Document:

@@ -116,6 +116,8 @@ function show(sample) {
   fill("models", sample.models.map(model));
   fill("engines", sample.engines.map(engine));
   events(sample.events);
+  $("first").hidden = !sample.first_request.length;
+  say("first", sample.first_request.join("\n"));
 }
 
 function draw(sample) {
