@@ -1,3 +1,4 @@
+import os
 import secrets
 
 import pytest
@@ -10,9 +11,13 @@ from jurybox.server.jurors import panel
 
 @pytest.fixture(scope="session")
 def images():
-    """The images by target, built from this tree."""
+    """The images by target, built from this tree; JURYBOX_TEST_IMAGES=NAME:TAG names those that are there already."""
     if why := why_none():
         pytest.skip(why)
+    if there := os.environ.get("JURYBOX_TEST_IMAGES"):
+        name, _, tag = there.partition(":")
+        yield {"server": there, "client": f"{name}-client:{tag}", "name": name, "tag": tag}
+        return
     name, tag = "jurybox-test", secrets.token_hex(3)
     yield {"server": build("server", f"{name}:{tag}"), "client": build("client", f"{name}-client:{tag}"),
            "name": name, "tag": tag}  # fmt: skip

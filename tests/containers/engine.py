@@ -115,11 +115,11 @@ class Project:
 
     def __init__(self, image: str, tag: str) -> None:
         self.name = f"jurybox-test-{secrets.token_hex(3)}"
-        self.http, self.grpc = free_port(), free_port()
+        self.http, self.grpc, tcp = free_port(), free_port(), free_port()
         self.server = f"{self.name}-server-1"
-        self.volume = f"{self.name}_shared_512m"
+        self.volume = f"{self.name}_shared"
         self._env = {"IMAGE": image, "TAG": tag, "HTTP_PORT": str(self.http), "GRPC_PORT": str(self.grpc),
-                     "SHARED_MEMORY": "512m"}  # fmt: skip
+                     "TCP_PORT": str(tcp)}  # fmt: skip
         self._files = ["-f", "compose.yaml"]
         if not bridges():
             self._files += ["-f", "tests/containers/host.yaml"]
@@ -149,9 +149,6 @@ class Project:
             container.remove()
         docker("rm", "--force", f"{self.name}-train", check=False)
         self.compose("--profile", "train", "down", "--volumes", "--timeout", "5", check=False)
-        mine = docker("volume", "ls", "--quiet", "--filter", f"label=com.docker.compose.project={self.name}").split()
-        if mine:  # those of another size
-            docker("volume", "rm", "--force", *mine, check=False)
 
 
 class Container:
