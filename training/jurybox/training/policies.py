@@ -29,6 +29,7 @@ from jurybox.protocol.wire import build_version
 from jurybox.server.models import ServedModel
 from jurybox.training import interrupts
 from jurybox.training.checkpoints import DOCUMENT, EVALUATION, CheckpointError, read_state, write_atomically
+from jurybox.training.contract import begun, stepped
 from jurybox.training.runtime.plan import POLICY_FILE, RunError, load
 from jurybox.training.spaces import StrangeObservation, converted, named
 
@@ -486,15 +487,15 @@ def play(
     with drawn, policy.environment(changes, render=frame is not None) as environment:
         for number in range(episodes):
             torch.manual_seed(seed + number)
-            seen, _ = environment.reset(seed=seed + number)
+            seen, _ = begun(environment.reset(seed=seed + number))
             total, length, over = 0.0, 0, False
             while not over:
                 interrupts.check()
                 if frame is not None:
                     frame(_picture(environment))
                 action = _as_action(policy.act(seen), getattr(environment, "action_space", None))
-                seen, reward, terminated, truncated, _ = environment.step(action)
-                total, length, over = total + float(reward), length + 1, bool(terminated or truncated)
+                seen, reward, terminated, truncated, _ = stepped(environment.step(action))
+                total, length, over = total + reward, length + 1, terminated or truncated
             if frame is not None:
                 frame(_picture(environment))
             played.append(Episode(total, length))

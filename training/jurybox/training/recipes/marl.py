@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 from jurybox.protocol.weights import WeightsLayout
 from jurybox.training.recipes.marl_policies import ON_POLICY, Algorithm, make_network
-from jurybox.training.recipes.marl_worlds import AgentSpaces, agent_spaces, make_world
+from jurybox.training.recipes.marl_worlds import AgentSpaces, agent_spaces, check_names, make_world
 from jurybox.training.replay import Episodes
 from jurybox.training.replay import Field as ReplayField
 from jurybox.training.runtime.plan import (
@@ -241,6 +241,7 @@ def plan(settings: MarlTraining, serve: Callable[[Models], ServedModels] | None 
     world = make_world(environment)
     if not getattr(world, "possible_agents", None):
         raise ConfigError(f"{settings.environment} does not say its possible_agents, and each needs a policy")
+    check_names(settings.environment, world.possible_agents)
     known = agent_spaces(world)
     world.close()
     groups = _groups(settings, list(known))

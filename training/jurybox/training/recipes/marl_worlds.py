@@ -19,11 +19,12 @@ from pettingzoo.utils.conversions import parallel_to_aec
 
 from jurybox.training.replay import Field
 from jurybox.training.runtime.plan import ConfigError, load
-from jurybox.training.spaces import StrangeObservation, converted
+from jurybox.training.spaces import StrangeObservation, converted, short
 
 Observation = npt.NDArray[Any]
 Environment = tuple[str, Mapping[str, Any]]
 
+_LONGEST_NAME, _FORBIDDEN = 60, frozenset("/+*\0\n")
 _KEPT_DTYPES = ("uint8", "int8", "int16", "float16", "float32")
 
 
@@ -59,6 +60,16 @@ def make_world(environment: Environment) -> AECEnv[Any, Any, Any]:
             "module of PettingZoo's own: module:env or module:parallel_env)"
         )
     return made
+
+
+def check_names(environment: str, agents: Sequence[Any]) -> None:
+    """Raise ConfigError if an agent's name cannot name a replay, a weights channel and files."""
+    for agent in agents:
+        if not isinstance(agent, str) or not 0 < len(agent) <= _LONGEST_NAME or not _FORBIDDEN.isdisjoint(agent):
+            raise ConfigError(
+                f"{environment} calls an agent {short(agent)}: expected text of 1 to {_LONGEST_NAME} characters "
+                "without /, + and *, since it names files; rename it in a wrapper of the environment"
+            )
 
 
 class _TruncateMissing(BaseParallelWrapper[Any, Any, Any]):  # type: ignore[misc]
