@@ -149,7 +149,7 @@ class Turns:
     @property
     def mine(self) -> bool:
         """Whether this thread is within a call."""
-        return bool(self.lock._is_owned())  # type: ignore[attr-defined]
+        return bool(self.lock._is_owned())
 
     def run(self, action: Callable[[], T], deadline: int) -> T:
         """Call `action` with the lock held and return its result.

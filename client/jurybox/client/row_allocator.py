@@ -96,7 +96,8 @@ class RowAllocator:
         # In this order: rows whose run is given while they are lent move from the first table to the second. `list` of
         # values runs no other code, unlike that of items.
         runs = [run for reference in list(self._taken.values()) if (run := reference()) is not None]
-        used = [(each.first, each.rows) for each in (*runs, *list(self.lent.values()))]
+        used = [(run.first, run.rows) for run in runs]
+        used += [(ticket.first, ticket.rows) for ticket in list(self.lent.values())]
         used.sort()
         return used
 
