@@ -111,7 +111,8 @@ def run_there(root: Path, folders: list[Path], settings: dict[str, str], command
     env = {"HOME": f"/home/{USER}", "USER": USER, "LANG": "C.UTF-8", "PATH": "/usr/local/bin:/usr/bin:/bin", **settings}
     proxies = {name: value for name, value in os.environ.items() if name.lower().endswith("_proxy")}
     words = ["env", "-i", *(f"{name}={value}" for name, value in {**env, **proxies}.items())]
-    words += ["chroot", str(root), "setpriv", f"--reuid={ID}", f"--regid={ID}", "--clear-groups"]
+    as_user = ["setpriv", f"--reuid={ID}", f"--regid={ID}", "--clear-groups"]
+    words += [shutil.which("chroot") or "chroot", str(root), *as_user]
     words += ["sh", "-c", f"cd && cd jurybox && {command}"]
     script = " && ".join([*lines, shlex.join(words)])
     began = time.monotonic()
