@@ -426,7 +426,7 @@ def test_a_change_that_begins_and_ends_within_a_forward_is_noticed():
         served = server.engine.slots[0].served
 
         def meanwhile(x):
-            LOADS.changes += 1
+            LOADS.changes += 2
             return x
 
         module.function = meanwhile

@@ -31,7 +31,7 @@ class Loads:
 
     Attributes:
         running: whether there is one.
-        changes: how often it has set the default dtype.
+        changes: twice the number of times that it has set the default dtype, and one more while it does.
     """
 
     def __init__(self) -> None:
@@ -54,10 +54,11 @@ class Loads:
         """
         self._thread, self._dtype = threading.get_ident(), torch.get_default_dtype()
         self._held, self._overdue = 0.0, False
-        with self._counting(), kept(changed):
+        with self._counting():
             self.running = True
             try:
-                yield
+                with kept(changed):
+                    yield
             finally:
                 self.running = False
         if self._overdue:
@@ -65,6 +66,15 @@ class Loads:
                 f"it kept torch's default dtype changed for more than {_PATIENCE:g} s while requests of other models "
                 "waited: set it back at once, or build the module in the engine's and convert it with .to(dtype)"
             )
+
+    def disturbed(self, changes: int, dtype: torch.dtype) -> bool:
+        """Return whether a load may have changed the default dtype during a forward.
+
+        Args:
+            changes: the attribute, from before the forward.
+            dtype: the default dtype, read after that and before the forward.
+        """
+        return bool(self.changes != changes or changes & 1 or (self.running and dtype is not self._dtype))
 
     def hold(self) -> bool:
         """Return whether no batch may begin now; wait for a moment then. Call it in the loop's thread."""
@@ -87,9 +97,12 @@ class Loads:
 
         def counted(setter: Callable[[Any], Any]) -> Callable[[Any], Any]:
             def set_and_count(value: Any) -> Any:
-                result = setter(value)
-                self.changes += threading.get_ident() == self._thread
-                return result
+                mine = threading.get_ident() == self._thread
+                self.changes += mine
+                try:
+                    return setter(value)
+                finally:
+                    self.changes += mine
 
             return set_and_count
 

@@ -320,7 +320,8 @@ class Served:
             self._row_errors = {}
         if self._compute is not None:
             staged = {key: self._cast(value) for key, value in staged.items()}
-        dtype, grad, changes = torch.get_default_dtype(), torch.is_grad_enabled(), LOADS.changes
+        changes = LOADS.changes  # first: a change after this line is noticed
+        dtype, grad = torch.get_default_dtype(), torch.is_grad_enabled()
         try:
             return self.module(**staged) if self._by_name else self.module(*staged.values())
         finally:
@@ -328,12 +329,13 @@ class Served:
                 torch.get_default_dtype() is not dtype
                 or torch.is_grad_enabled() is not grad
                 or LOADS.changes != changes
+                or LOADS.running
             ):
                 self._settle(dtype, changes, grad=grad)
 
     def _settle(self, dtype: torch.dtype, changes: int, *, grad: bool) -> None:
         """Set back what a forward has left changed for those of other models. Raises Disturbed if a load changed it."""
-        if LOADS.changes != changes:
+        if LOADS.disturbed(changes, dtype):
             raise Disturbed
         left = []
         if torch.get_default_dtype() is not dtype:
