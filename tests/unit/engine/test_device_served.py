@@ -52,7 +52,7 @@ class Arena:
 
 def recovered(batches, slot):
     """Compute the parts of a slot's failed batches, as the engine's next turns do."""
-    while batches.recovery.waits(slot):
+    while slot in batches.recovery.parts:
         batches.recover(slot)
 
 

@@ -174,7 +174,7 @@ def test_tickets_in_a_recovery_are_treated_as_those_that_wait(world, how):
                 ticket.result(0)
     elif how == "forgotten":
         assert module.seen == [4] and not engine.ready_in()
-    assert engine._admission.leave(np.zeros(0, engine._arrivals.dtype)) == -1 and not engine._batches.recovery
+    assert engine._admission.leave(np.zeros(0, engine._arrivals.dtype)) == -1 and not engine._batches.recovery.parts
 
 
 def test_sessions_keep_the_order_of_their_steps_through_a_recovery(world):

@@ -305,7 +305,7 @@ class Engine:
         if LOADS.running and LOADS.hold():
             return True
         queue = slot.queue
-        recovers = self._recovery.waits(slot)
+        recovers = slot in self._recovery.parts
         if self._tracker.overdue and self._pause is not None and not self._batches.under_way and not recovers:
             self._wait_for_more(slot, now)
         if (late := queue.expired(now)) is not None:
@@ -341,7 +341,7 @@ class Engine:
 
     def ready_in(self) -> int | None:
         """Return the nanoseconds until a held-back batch is due; None if no tickets wait."""
-        if self._recovery:
+        if self._recovery.parts:
             return 0
         due = None
         for slot in self._queues:
@@ -396,13 +396,13 @@ class Engine:
         arrived before that comes first.
         """
         recovery = self._recovery
-        if len(self._queues) == 1 and not recovery:
+        if len(self._queues) == 1 and not recovery.parts:
             (slot,) = self._queues
             return slot if slot.queue.rows and slot.queue.ready_in(now) == 0 else None
-        due = [slot for slot in self._queues if recovery.waits(slot) or slot.queue.ready_in(now) == 0]
+        due = [slot for slot in self._queues if slot in recovery.parts or slot.queue.ready_in(now) == 0]
 
         def since(slot: Slot) -> int:
-            return recovery.since(slot) if recovery.waits(slot) else int(slot.queue.waiting["submitted"][0])
+            return recovery.since(slot) if slot in recovery.parts else int(slot.queue.waiting["submitted"][0])
 
         return min(due, key=since, default=None)
 
@@ -414,7 +414,8 @@ class Engine:
         """
         for slot in self._queues:
             batches += slot.queue.rows // slot.queue.max_batch
-        batches += len(self._recovery) if self._recovery else 0
+        if self._recovery.parts:
+            batches += len(self._recovery)
         # Not the mean for its own batch: an engine that got larger batches than another one is not slower.
         self._shown[0] = int(self._batches.mean_ns * batches + self._batches.one_ns)
 

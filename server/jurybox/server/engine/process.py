@@ -134,8 +134,7 @@ class TracedBatches(Batches):
 _SWITCH = 0.0005
 _HEARTBEAT = 0.25  # seconds between two heartbeats of an idle engine
 _MEND_NS = 250_000_000  # between two checks of the memory that other processes may have overwritten
-_ORDERS_NS = 5_000_000  # between two reads of the control pipe by a busy engine
-_LOOK_NS = 1_000_000  # between two looks at what forwards have changed for the process: a look takes microseconds
+_ORDERS_NS = 5_000_000  # between two reads of the control pipe, and looks at what forwards changed, by a busy engine
 _ORDERS = 256  # the most orders carried out between two turns
 _CHANGED = "a forward changed what other models compute in, it was set back"
 _MILD = ("weights version not held", "out of memory, batches halved", _CHANGED)
@@ -237,20 +236,18 @@ class EngineProcess:
         self._context.term()
 
     def _loop(self) -> None:
-        engine, next_look, next_mend, next_check = self._engine, 0, 0, 0
+        engine, next_look, next_mend = self._engine, 0, 0
         surroundings = Surroundings()
         if self._paused:
             self._stand_by()
         while not self._stopped:
             busy = engine.turn() or self._sleep()
             now = time.monotonic_ns()
-            if busy and now >= next_check:
-                next_check = now + _LOOK_NS
-                if not LOADS.running and (changed := surroundings.restore()):
-                    self._report(_CHANGED, model=self._computed(), changed=", ".join(changed))
             if busy and now < next_look:
                 continue  # serve tickets first; orders and heartbeats can wait
             next_look = now + _ORDERS_NS
+            if not LOADS.running and (changed := surroundings.restore()):  # microseconds: not after every forward
+                self._report(_CHANGED, model=self._computed(), changed=", ".join(changed))
             self._beat(now)
             if now >= next_mend:
                 next_mend = now + _MEND_NS

@@ -30,40 +30,36 @@ class Recovery:
     """The parts of failed batches, by slot and in the order of their tickets.
 
     While a slot has parts, its queue waits: no ticket overtakes an earlier one of its lane.
+
+    Attributes:
+        parts: those of the slots that have some; read in every turn, and nearly always empty.
     """
 
     def __init__(self) -> None:
-        self._parts: dict[Slot, deque[Part]] = {}
+        self.parts: dict[Slot, deque[Part]] = {}
         self._turns: dict[Slot, int] = {}  # when a part of the slot was last taken
 
     def __len__(self) -> int:
-        return sum(map(len, self._parts.values()))
-
-    def __bool__(self) -> bool:
-        return bool(self._parts)
+        return sum(map(len, self.parts.values()))
 
     def add(self, slot: Slot, parts: Sequence[NDArray[Any]], version: int) -> None:
         """Add the parts of a batch, copies, before those of later batches."""
-        self._parts.setdefault(slot, deque()).extendleft(Part(part, version) for part in reversed(parts))
-
-    def waits(self, slot: Slot) -> bool:
-        """Return whether a slot has parts."""
-        return slot in self._parts
+        self.parts.setdefault(slot, deque()).extendleft(Part(part, version) for part in reversed(parts))
 
     def model(self, slot: Slot) -> int:
         """Return the number of the model of a slot's next part."""
-        return int(self._parts[slot][0].tickets["model"][0])
+        return int(self.parts[slot][0].tickets["model"][0])
 
     def since(self, slot: Slot) -> int:
         """Return since when a slot waits for a turn: its oldest ticket's arrival, but at least its last turn."""
-        return max(int(self._parts[slot][0].tickets["submitted"][0]), self._turns.get(slot, 0))
+        return max(int(self.parts[slot][0].tickets["submitted"][0]), self._turns.get(slot, 0))
 
     def next(self, slot: Slot, now: int) -> tuple[Part | None, NDArray[Any]]:
         """Take a slot's next part, and its tickets whose deadline has passed; None if none is left to compute."""
         self._turns[slot] = now
         late = np.zeros(0, TICKET)
         part = None
-        parts = self._parts[slot]
+        parts = self.parts[slot]
         while parts and part is None:
             tickets, version = parts.popleft()
             passed = (tickets["deadline"] != 0) & (tickets["deadline"] < now)
@@ -77,18 +73,18 @@ class Recovery:
     def remove(self, slot: Slot, field: str, value: int) -> NDArray[Any]:
         """Remove and return the tickets of a lane or a model, the `field` of their records."""
         removed = [np.zeros(0, TICKET)]
-        if slot in self._parts:
+        if slot in self.parts:
             kept: deque[Part] = deque()
-            for tickets, version in self._parts[slot]:
+            for tickets, version in self.parts[slot]:
                 those = tickets[field] == value
                 removed.append(tickets[those])
                 if not those.all():
                     kept.append(Part(tickets[~those], version))
-            self._parts[slot] = kept
+            self.parts[slot] = kept
             self._tidy(slot)
         return np.concatenate(removed)
 
     def _tidy(self, slot: Slot) -> None:
-        if not self._parts[slot]:
-            del self._parts[slot]
+        if not self.parts[slot]:
+            del self.parts[slot]
             self._turns.pop(slot, None)

@@ -22,6 +22,7 @@ from jurybox.server.models import RowErrors, ServedModel
 # Above this many bytes per row, checking whether a batch is one contiguous run is cheaper than copying it.
 LARGE_ROW = 4096
 _LARGE_TICKET = 32_768  # bytes: below, copying a ticket's rows takes less time than creating a tensor on them
+_default_dtype, _grad_enabled = torch.get_default_dtype, torch.is_grad_enabled  # asked twice for every forward
 OUT_OF_MEMORY: type[BaseException] = getattr(torch, "OutOfMemoryError", torch.cuda.OutOfMemoryError)  # before torch 2.5
 
 
@@ -321,19 +322,14 @@ class Served:
         if self._compute is not None:
             staged = {key: self._cast(value) for key, value in staged.items()}
         changes = LOADS.changes  # first: a change after this line is noticed
-        dtype, grad = torch.get_default_dtype(), torch.is_grad_enabled()
+        dtype = _default_dtype()
         try:
             return self.module(**staged) if self._by_name else self.module(*staged.values())
         finally:
-            if (
-                torch.get_default_dtype() is not dtype
-                or torch.is_grad_enabled() is not grad
-                or LOADS.changes != changes
-                or LOADS.running
-            ):
-                self._settle(dtype, changes, grad=grad)
+            if _default_dtype() is not dtype or _grad_enabled() or LOADS.changes != changes or LOADS.running:
+                self._settle(dtype, changes)
 
-    def _settle(self, dtype: torch.dtype, changes: int, *, grad: bool) -> None:
+    def _settle(self, dtype: torch.dtype, changes: int) -> None:
         """Set back what a forward has left changed for those of other models. Raises Disturbed if a load changed it."""
         if LOADS.disturbed(changes, dtype):
             raise Disturbed
@@ -341,9 +337,9 @@ class Served:
         if torch.get_default_dtype() is not dtype:
             left.append("torch's default dtype")
             torch.set_default_dtype(dtype)
-        if torch.is_grad_enabled() is not grad:
+        if torch.is_grad_enabled() and torch.is_inference_mode_enabled():  # the caller's inference mode has it off
             left.append("torch's grad mode")
-            torch.set_grad_enabled(grad)
+            torch.set_grad_enabled(False)
         if left:
             self.changed(left)
 
