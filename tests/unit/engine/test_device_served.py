@@ -379,3 +379,15 @@ def test_an_engine_keeps_to_its_share_of_a_device(monkeypatch):
     bound_device_memory(torch.device("cuda:0"), 2048)
     bound_device_memory(torch.device("cuda:0"), 1 << 20)  # more than there is
     assert set_to == [0.25, 1.0]
+
+
+def test_a_graph_is_captured_on_a_stream_that_no_other_thread_can_be_given(arena, monkeypatch):
+    """torch gives out the same 32 streams of one priority again and again, to models and to the threads of weights."""
+    asked = []
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device, priority=0: asked.append(priority))
+    monkeypatch.setattr("jurybox.server.engine.device.Graphs", lambda *_: None)
+    model = served(arena)
+    model._buffers[0].capture(None)
+    Stream(torch.device("cuda", 0))
+    captured, other = asked
+    assert captured != other

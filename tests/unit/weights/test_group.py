@@ -488,3 +488,18 @@ def test_few_members_are_computed_alone_if_a_stacked_forward_costs_more():
     parts = [(place, 1) for place in (0, 1, 2, 10, 11, 12, 13, 14)]
     assert [(run.start, run.stop) for run in plan(parts, hole=1, fewest=4)] == [(0, 1), (1, 2), (2, 3), (3, 8)]
     assert [(run.start, run.stop) for run in plan(parts, hole=128, fewest=2)] == [(0, 8)]
+
+
+def test_the_thread_of_a_groups_weights_uses_the_groups_device(monkeypatch):
+    """A thread has a current device of its own; without it, copies would wait for streams of the first GPU."""
+    used = []
+    monkeypatch.setattr(
+        "jurybox.server.groups.weights_updater.use_device",
+        lambda device: used.append((device, threading.current_thread().name)),
+    )
+    grouped = Grouped(2)
+    try:
+        wait_until(lambda: used, 30)
+        assert used == [(torch.device("cpu"), "group agents")]
+    finally:
+        grouped.close()

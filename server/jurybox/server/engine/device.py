@@ -478,7 +478,9 @@ class _StagingBuffer:
 
     def capture(self, alone: Callable[[], AbstractContextManager[object]]) -> None:
         """Capture the graphs over this buffer's inputs."""
-        stream = torch.cuda.Stream(self._served.device)  # type: ignore[no-untyped-call]
+        # torch gives out 32 streams of each priority again and again. One of another priority is never that of a thread
+        # that copies weights meanwhile, whose work would become a part of the graph.
+        stream = torch.cuda.Stream(self._served.device, priority=-1)  # type: ignore[no-untyped-call]
         self.graphs = Graphs(self._inputs, self._served.forward, stream, self._max_batch, alone)
 
 
