@@ -22,7 +22,8 @@ import yaml
 ROOT = Path(__file__).parents[3]
 DOCS = ROOT / "docs"
 SOURCES = [ROOT / name for name in ("protos", "client", "server", "training", "native")]
-NOT_PUBLIC = {"jurybox.server.settings.config", "jurybox.protocol.weights.channel"}  # for other modules of ours
+# For other modules of ours.
+NOT_PUBLIC = {"jurybox.server.settings.config", "jurybox.protocol.weights.channel", "jurybox.client.locks"}
 
 
 class Loader(yaml.SafeLoader):

@@ -22,6 +22,7 @@ def name_of(path):
 MODULES = {name_of(path): ast.parse(path.read_text()) for path in FILES}
 # Of other projects, which offer no public name for it.
 FOREIGN = {"_exit", "_run_exitfuncs", "_replace", "_get_running_loop", "_inductor", "_NormBase", "_foreach_copy_"} | {
+    "_is_owned",
     "_schema", "_version", "_foreach_lerp_", "_model_start_epoch_action", "_model_end_epoch_action", "_model_train_step"
 }  # fmt: skip
 
