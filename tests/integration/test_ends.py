@@ -22,6 +22,7 @@ CONTROL = tuple(module.__file__ for module in (control, link, local_link, tcp, l
 MODELS = {
     "affine": {"factory": "tests.models:affine", "max_batch": 16, "rows": 256},
     "policy": {"factory": "tests.models:affine", "publish": "double_buffer"},
+    "slow": {"factory": "tests.models:slow_to_load", "args": {"seconds": 3.0}},
     "sum": {"factory": "tests.open_models:running_sum", "max_batch": 8, "rows": 32},
 }
 
@@ -121,6 +122,16 @@ def test_no_call_waits_for_another_thread_longer_than_its_time_out(connecting):
         assert late >= 5 * len(locks_of(server)) - 5
         server.timeout = 30.0
         assert "affine" in server.models()
+
+
+@pytest.mark.parametrize("kind", ["shm", "tcp", "grpc"])
+def test_an_order_that_takes_long_ends_with_its_time_out(running, kind):
+    with connect(running[kind], timeout=30) as server:
+        began = time.monotonic()
+        with pytest.raises(Timeout, match="model 'slow' is still"):
+            server.load("slow", timeout=0.2)
+        assert time.monotonic() - began < 2.5  # of 3: it goes on
+        wait_until(lambda: server.describe("slow").settled, what="the end of the load")
 
 
 def test_close_does_not_wait_for_a_call_of_another_thread_that_does_not_end(connecting):

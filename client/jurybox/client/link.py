@@ -39,8 +39,13 @@ POLL = 0.05  # seconds between two requests for a model's state
 
 
 class Link(Protocol):
-    """A connection to a server: on this host through shared memory, or on another host over a network."""
+    """A connection to a server: on this host through shared memory, or on another host over a network.
 
+    Attributes:
+        waits: whether `load`, `sleep` and `wake` return when they are carried out, not when they have begun.
+    """
+
+    waits: bool = False
     _closed: bool = False
 
     def models(self, timeout: float) -> list[str]:

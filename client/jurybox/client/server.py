@@ -244,8 +244,9 @@ class Server(Closing):
             Refused: the configuration does not allow it; the message states which line to add.
         """
         settings_json = json.dumps(settings) if settings is not None else ""
-        self._open_link().load(name, settings_json, self.timeout, keep=keep or 0.0, remote=remote)
-        message = self._settled(name, timeout)
+        until = time.monotonic() + seconds(timeout)
+        self._open_link().load(name, settings_json, self._order(timeout), keep=keep or 0.0, remote=remote)
+        message = self._settled(name, timeout, until)
         if message.reason:
             raise ModelFailed(f"model {name!r} could not be loaded: {message.reason}")
 
@@ -274,8 +275,9 @@ class Server(Closing):
             trainer.step()
             server.wake("geneval")
         """
-        self._open_link().sleep(name, self.timeout)
-        message = self._settled(name, timeout)
+        until = time.monotonic() + seconds(timeout)
+        self._open_link().sleep(name, self._order(timeout))
+        message = self._settled(name, timeout, until)
         if message.state != "sleeping":
             raise ModelFailed(f"model {name!r} is {message.state}, not sleeping: {message.reason}")
 
@@ -287,8 +289,9 @@ class Server(Closing):
             ModelFailed: it could not be moved, for example for lack of device memory, and stays asleep.
             Timeout: it was not moved within `timeout` seconds.
         """
-        self._open_link().wake(name, self.timeout)
-        message = self._settled(name, timeout)
+        until = time.monotonic() + seconds(timeout)
+        self._open_link().wake(name, self._order(timeout))
+        message = self._settled(name, timeout, until)
         if message.reason or message.state != "ready":
             raise ModelFailed(f"model {name!r} could not be woken and is {message.state}: {message.reason}")
 
@@ -398,13 +401,18 @@ class Server(Closing):
             raise Refused("this connection was closed: connect again")
         return self._link
 
-    def _settled(self, name: str, timeout: float) -> ModelDescription:
-        """Wait until all engines have carried out the order, then return the model's description."""
-        from jurybox.client.link import POLL
+    def _order(self, timeout: float) -> float:
+        """Return how long an order may take: to be carried out, or to be accepted."""
+        return seconds(timeout) if self._open_link().waits else min(self.timeout, seconds(timeout))
 
-        deadline = time.monotonic() + seconds(timeout)
-        while not (message := self.describe(name)).settled:
+    def _settled(self, name: str, timeout: float, deadline: float) -> ModelDescription:
+        """Wait until all engines have carried out the order, then return the model's description."""
+        from jurybox.client.link import POLL, described
+
+        while True:
+            left = max(POLL, min(self.timeout, deadline - time.monotonic()))
+            if (message := described(self._open_link().describe(name, left))).settled:
+                return message
             if time.monotonic() > deadline:
                 raise Timeout(f"model {name!r} is still {message.state} after {timeout:.1f} s")
             time.sleep(POLL)
-        return message

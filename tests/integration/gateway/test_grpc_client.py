@@ -14,7 +14,7 @@ import pytest
 from tests.moments import Moment, each_moment
 from tests.serving import wait_until
 
-from jurybox.client import Refused, ServerGone, Timeout, connect
+from jurybox.client import Refused, RowFailed, ServerGone, Timeout, connect
 from jurybox.client.remote import grpc_channel, weights
 
 ROW = np.array([[1, 2, 3, 4]], np.float32)
@@ -266,3 +266,21 @@ def test_a_publisher_closed_in_a_handler_of_its_publication_is_closed_at_its_end
             publisher.publish(arrays)
     publisher.close()
     assert number > 10
+
+
+def test_failed_rows_are_named_and_the_others_answered_in_one_call_and_in_a_tickets(server):
+    model = server.model("picky")
+    rows = np.array([[1], [3], [5], [3]], np.float32)  # threes fail
+    asked = []
+    call = server._link._channels.call
+    server._link._channels.call = lambda method, request, *more: (
+        asked.append(list(request.parameters)) or call(method, request, *more)
+    )
+    good = model.infer(rows[::2])
+    assert asked == [[]]  # of a form that is answered natively
+    for ask in (lambda: model.infer(rows), lambda: model.submit(rows).result()):
+        with pytest.raises(RowFailed) as caught:
+            ask()
+        assert sorted(caught.value.errors) == [1, 3]
+        np.testing.assert_array_equal(np.asarray(caught.value.outputs)[::2], good)
+    assert asked == [[], [], ["row_errors"]]

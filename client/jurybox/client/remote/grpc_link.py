@@ -33,7 +33,6 @@ from jurybox.protocol.spec import OIP_NAMES, ModelSpec, specs_from_plain, tell_s
 _DTYPES = {name: dtype for dtype, name in OIP_NAMES.items()}
 CONTRACT = "jurybox"  # the parameter of a model's configuration that holds its complete spec
 _STATES = {"READY": "ready", "LOADING": "loading", "UNAVAILABLE": "failed"}
-_LOAD = 120.0  # seconds; the gateway answers only when the model has loaded
 
 
 class GrpcLink(Link):
@@ -45,6 +44,8 @@ class GrpcLink(Link):
         timeout: seconds to wait for a server that is still starting.
         tls_ca: for grpcs://, the authority's certificate; None: JURYBOX_TLS_CA.
     """
+
+    waits = True
 
     def __init__(self, address: str, token: str | None, timeout: float, tls_ca: str | bytes | None = None) -> None:
         self._address = address
@@ -108,7 +109,7 @@ class GrpcLink(Link):
             request.parameters["keep"].int64_param = math.ceil(keep)
         elif keep:  # of its own, because a request whose only parameter is keep loads nothing
             self.keep(name, keep, timeout)  # first: if it is refused, nothing is loaded
-        self._call("RepositoryModelLoad", request, max(timeout, _LOAD))
+        self._carried_out("RepositoryModelLoad", name, request, timeout)
 
     def keep(self, name: str, seconds: float, timeout: float) -> None:
         request = pb.RepositoryModelLoadRequest(model_name=name)
@@ -122,13 +123,13 @@ class GrpcLink(Link):
         """Move a model's weights to host memory and wait until that is done."""
         request = pb.RepositoryModelUnloadRequest(model_name=name)
         request.parameters["sleep"].bool_param = True
-        self._call("RepositoryModelUnload", request, max(timeout, _LOAD))
+        self._carried_out("RepositoryModelUnload", name, request, timeout)
 
     def wake(self, name: str, timeout: float) -> None:
         """Move a sleeping model's weights back to the device and wait until that is done."""
         request = pb.RepositoryModelLoadRequest(model_name=name)
         request.parameters["wake"].bool_param = True
-        self._call("RepositoryModelLoad", request, max(timeout, _LOAD))
+        self._carried_out("RepositoryModelLoad", name, request, timeout)
 
     def publisher(self, name: str, transfer: Transfer, timeout: float, driver: Driver | None = None) -> RemotePublisher:
         if driver is not None:
@@ -165,6 +166,15 @@ class GrpcLink(Link):
 
     def _index(self, timeout: float) -> Any:
         return self._call("RepositoryIndex", pb.RepositoryIndexRequest(), timeout).models
+
+    def _carried_out(self, method: str, name: str, request: Any, timeout: float) -> None:
+        """Call a method that the gateway answers when every engine has carried it out."""
+        try:
+            self._call(method, request, timeout)
+        except ServerGone as error:
+            if getattr(error.__cause__, "code", lambda: None)() != grpc.StatusCode.DEADLINE_EXCEEDED:
+                raise
+            raise Timeout(f"model {name!r} is still not ready after {timeout:.1f} s; it goes on") from error
 
     def _call(self, method: str, request: Any, timeout: float) -> Any:
         try:

@@ -35,6 +35,7 @@ from jurybox.protocol.spec import BYTES, OIP_NAMES, ModelSpec, TensorSpec
 if TYPE_CHECKING:
     import asyncio
 
+_ROW_ERRORS = "row_errors"  # the parameter with which an answer tells failed rows apart
 _FAREWELL = 0.5  # seconds to wait while the gateway is notified of closed sessions
 _parents: list[Any] = []  # kept alive in a forked child: if collected, gRPC would try to end the parent's calls
 
@@ -75,7 +76,7 @@ class GrpcTransport(Transport):
         self._watching: Watching | None = None
         self._client = secrets.token_hex(16) if spec.state else ""  # identifies this lane's sessions to the gateway
         self._base = pb.ModelInferRequest(model_name=spec.name)
-        self._base.parameters["row_errors"].bool_param = True
+        self._base.parameters[_ROW_ERRORS].bool_param = True
         if any(tensor.variable for tensor in spec.outputs.values()):
             self._base.parameters["extents"].bool_param = True
 
@@ -95,10 +96,28 @@ class GrpcTransport(Transport):
             late = f"the time-out of a request to model {self._spec.name!r} had passed before it was sent"
             return Answer(ticket.sequence, Code.TIMEOUT, late, 0, ticket.incarnation)
         try:
-            call = self._channels.call("ModelInfer", self._request(ticket), _left(ticket))
+            call = self._computed(ticket)
         except (Error, grpc.RpcError) as error:
             return self._read(ticket, error)
         return self._read(ticket, call)
+
+    def _computed(self, ticket: InFlight) -> Any:
+        """Return the response to a ticket. Raises grpc.RpcError, and Error as `_request`.
+
+        The reasons of failed rows are asked for only when there are some: requests without parameters are of a form
+        that the gateway answers natively, in half the time. A step of sessions cannot be repeated.
+        """
+        request = self._request(ticket)
+        if not self._spec.state:
+            del request.parameters[_ROW_ERRORS]
+            try:
+                return self._channels.call("ModelInfer", request, _left(ticket))
+            except grpc.RpcError as error:
+                if failure(error)[0] != Code.ROW_FAILED:
+                    raise
+            request.parameters[_ROW_ERRORS].bool_param = True
+        left = (ticket.deadline - time.monotonic_ns()) / 1e9
+        return self._channels.call("ModelInfer", request, max(0.001, left))
 
     def _request(self, ticket: InFlight) -> pb.ModelInferRequest:
         """Return a ticket's message. Raises Error (SPEC_MISMATCH) if a row's size is invalid."""
@@ -251,7 +270,7 @@ class GrpcTransport(Transport):
             lost = self._told(response, "session_lost", ticket)
             if lost is not None:
                 return answer(Code.SESSION_LOST, f"sessions of model {self._spec.name!r} have lost their state")
-            failed = self._told(response, "row_errors", ticket)
+            failed = self._told(response, _ROW_ERRORS, ticket)
             self._take(response, ticket.first, ticket.rows)
         except (Error, ValueError, TypeError, AttributeError) as wrong:
             return answer(Code.PROTOCOL_MISMATCH, f"the server's answer cannot be read: {plain(wrong, 500)}")
@@ -270,7 +289,7 @@ class GrpcTransport(Transport):
         if parameter not in response.parameters:
             return None
         text = response.parameters[parameter].string_param
-        if parameter == "row_errors":
+        if parameter == _ROW_ERRORS:
             reasons = {int(row): plain(reason) for row, reason in json.loads(text).items()}
         else:
             reasons = {int(row): "lost" for row in text.split(",") if row}
