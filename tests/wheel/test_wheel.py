@@ -14,6 +14,7 @@ from tests.serving import serving
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = {
+    "protos/toplevel/jurybox": "jurybox",
     "protos/jurybox/protocol": "jurybox/protocol",
     "protos/jurybox/processes": "jurybox/processes",
     "client/jurybox/client": "jurybox/client",
