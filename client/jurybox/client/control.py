@@ -9,7 +9,7 @@ import os
 import struct
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import zmq
 from google.protobuf.message import DecodeError, Message
@@ -20,9 +20,6 @@ from jurybox.protocol.control_pb2 import ControlReply, ControlRequest, Lease
 from jurybox.protocol.descriptors import exhausted, remedy, require
 from jurybox.protocol.errors import Error, ProtocolMismatch, Refused, ServerGone, Timeout, TooManyFiles, error_for
 from jurybox.protocol.wire import PREFIX, prefix_error, require_control_size, require_name
-
-if TYPE_CHECKING:
-    import logging
 
 _NUMBER = struct.Struct("<Q")
 _SLICE_MS = 100
@@ -35,10 +32,14 @@ _FILES = 10  # file descriptors of a socket and its monitor; libzmq aborts the p
 _MOST_BYTES = 64 << 20  # of an answer; a status document has about ten thousand
 
 
-def _log() -> logging.Logger:
-    import logging  # not needed by a client that reaches its server
+def say_that_it_waits(address: str, timeout: float) -> bool:
+    """Log that a call waits for a server that cannot be reached; return False if one may be reached."""
+    if why := out_of_reach(address):
+        import logging  # not needed by a client that reaches its server
 
-    return logging.getLogger("jurybox.client")
+        log = logging.getLogger("jurybox.client")
+        log.warning("waiting up to %.1f s for a server at %s%s", timeout, address, why)
+    return bool(why)
 
 
 def new_socket(context: zmq.Context[zmq.Socket[bytes]], purpose: str = "to the server") -> zmq.Socket[bytes]:
@@ -220,12 +221,12 @@ class Control:
             self._reopen()
             self._sent(number, body)
         again = time.monotonic() + _UNHEARD
-        notice = time.monotonic() + _NOTICE if timeout >= 3 * _NOTICE else math.inf  # or the error comes soon enough
+        # If the time-out is shorter, the error comes soon enough; a far server's link says it.
+        notice = math.inf if self._far is not None or timeout < 3 * _NOTICE else time.monotonic() + _NOTICE
         while True:
             left = deadline - time.monotonic()
-            if time.monotonic() > notice and (why := out_of_reach(self.address)):
+            if time.monotonic() > notice and say_that_it_waits(self.address, timeout):
                 notice = math.inf
-                _log().warning("waiting up to %.1f s for a server at %s%s", timeout, self.address, why)
             if left <= 0 or not still_there():
                 self._reopen()  # a late reply must not reach the next call or stay in a queue forever
                 raise ServerGone(

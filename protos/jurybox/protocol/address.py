@@ -12,6 +12,7 @@ from pathlib import Path
 from jurybox.protocol.errors import Refused
 
 _IPC = "ipc://"
+_PROBE = 0.2  # seconds
 NOT_LINUX = "servers run on Linux; give connect() a tcp:// or grpc:// address, or set JURYBOX_ADDRESS to one"
 _ELSEWHERE = "or set server.address (JURYBOX_ADDRESS) to ipc:// and a path in a folder of your own"
 
@@ -53,14 +54,23 @@ def engine_address(address: str, engine: int) -> str:
 
 
 def out_of_reach(address: str) -> str:
-    """Return why this process cannot access the socket of an ipc address, as the end of a sentence; empty if it can."""
+    """Return why no server can be reached at an address, as the end of a sentence; empty if one may be.
+
+    Of tcp:// addresses only those of this host are tried: for others it could take long.
+    """
     path = ipc_path(address)
     if path is None:
-        return ""
+        host, _, port = address.removeprefix("tcp://").rpartition(":")
+        if not address.startswith("tcp://") or not is_loopback(host.strip("[]")):
+            return ""
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        there = _is_listened_on(family, (host.strip("[]"), int(port)))
+        return "" if there else f"; nothing listens on {host}:{port}"
     try:
         path.lstat()
         if os.access(path, os.W_OK):
-            return "" if _is_listened_on(path) else f"; nothing listens on {path}: its server was killed"
+            there = _is_listened_on(socket.AF_UNIX, str(path))
+            return "" if there else f"; nothing listens on {path}: its server was killed"
     except (FileNotFoundError, NotADirectoryError):
         return f"; there is no socket {path} here (a container must mount the server's folder {path.parent})"
     except PermissionError:
@@ -68,11 +78,11 @@ def out_of_reach(address: str) -> str:
     return f"; {path} is closed to user {os.getuid()}: run this process as the server's user"
 
 
-def _is_listened_on(path: Path) -> bool:
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        probe.setblocking(False)
+def _is_listened_on(family: int, where: str | tuple[str, int]) -> bool:
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.settimeout(_PROBE)
         try:
-            probe.connect(str(path))
+            probe.connect(where)
         except ConnectionRefusedError:
             return False
         except OSError:

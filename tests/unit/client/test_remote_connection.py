@@ -7,6 +7,7 @@ import pytest
 import zmq
 from tests.serving import wait_until
 
+from jurybox.client import ServerGone, connect
 from jurybox.client.remote.connection import Connection
 
 
@@ -41,3 +42,12 @@ def test_an_idle_connection_stays_open(context, impatient):
     router.close(linger=0)
     wait_until(lambda: not connection.server_lives(), 20, "its end is noticed")
     connection.close()
+
+
+def test_a_connection_to_this_host_says_that_it_waits_where_nothing_listens(monkeypatch, caplog):
+    monkeypatch.setattr("jurybox.client.remote.tcp._ATTEMPT", 0.3)
+    with socket.create_server(("127.0.0.1", 0)) as once:
+        where = f"127.0.0.1:{once.getsockname()[1]}"
+    with pytest.raises(ServerGone, match=f"within 1.0 s: .*; nothing listens on {where}$"):
+        connect(f"tcp://{where}", timeout=1.0)
+    assert caplog.text.count(f"waiting up to 1.0 s for a server at tcp://{where}; nothing listens") == 1

@@ -90,7 +90,10 @@ def test_a_folder_or_link_of_another_user_is_refused(tmp_path):
 
 
 def test_a_missing_or_foreign_socket_is_named(tmp_path):
-    assert out_of_reach("tcp://127.0.0.1:7000") == ""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        where = f"127.0.0.1:{listener.getsockname()[1]}"
+        assert out_of_reach(f"tcp://{where}") == out_of_reach("tcp://192.0.2.1:7") == ""
+    assert out_of_reach(f"tcp://{where}") == f"; nothing listens on {where}"
     assert f"there is no socket {tmp_path}/engine here" in out_of_reach(f"ipc://{tmp_path}/engine")
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(tmp_path / "engine"))

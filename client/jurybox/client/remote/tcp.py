@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import zmq
 
-from jurybox.client.control import Control, Wires
+from jurybox.client.control import Control, Wires, say_that_it_waits
 from jurybox.client.in_flight import LOOK_AFTER, Answer, Claim, InFlight
 from jurybox.client.lane import Lane
 from jurybox.client.link import ControlLink, RowsHere, spec_of, traced, wants_traces
@@ -33,6 +33,7 @@ from jurybox.client.transports.transport import (
     read_reply,
 )
 from jurybox.protocol import row_frames
+from jurybox.protocol.address import out_of_reach
 from jurybox.protocol.control_pb2 import ControlReply, Lease, ReleaseRequest
 from jurybox.protocol.errors import Code, Error, ProtocolMismatch, ServerGone, Timeout
 from jurybox.protocol.spec import ModelSpec
@@ -147,18 +148,19 @@ class TcpLink(ControlLink):
         return super()._call(max(0.0, until - time.monotonic()), **request)
 
     def _greet(self, timeout: float) -> None:
-        until = time.monotonic() + timeout
+        until, told = time.monotonic() + timeout, False
         while True:
             try:
                 self._call(min(_ATTEMPT, max(0.1, until - time.monotonic())), hello=self.hello())
                 return
             except ServerGone:
                 if time.monotonic() < until:
+                    told = told or say_that_it_waits(self._address, timeout)
                     continue  # with a new connection: libzmq does not retry one whose handshake the server refused
                 asked = "with these keys" if self._keys else "without keys: if the server has some, give its public one"
                 raise ServerGone(
                     f"no answer from {self._address} within {timeout:.1f} s: is a server running there that listens "
-                    f"with server.tcp? It was asked {asked} (server_key, client_key)"
+                    f"with server.tcp? It was asked {asked} (server_key, client_key){out_of_reach(self._address)}"
                 ) from None
 
 
