@@ -21,6 +21,7 @@ from jurybox.training.algorithms.td3 import TD3
 from jurybox.training.algorithms.td3_actor import NumpyActor
 from jurybox.training.checkpoints import CheckpointError, Checkpoints, read_state, write_state
 from jurybox.training.environments.hockey import HockeyGame, make_opponent
+from jurybox.training.recipes import hockey_report
 from jurybox.training.recipes.hockey import plan, train
 from jurybox.training.recipes.hockey_actor import Collector, evaluate, fields, name_of, number_of, shaped
 from jurybox.training.recipes.hockey_learner import HockeyLearner
@@ -28,7 +29,7 @@ from jurybox.training.recipes.hockey_opponents import Pool
 from jurybox.training.recipes.hockey_settings import LEAVING, HockeyTraining, Shaping
 from jurybox.training.replay import Episodes, Replay, Windows
 from jurybox.training.replay.part import ANCHOR_MARK
-from jurybox.training.runtime.plan import ConfigError
+from jurybox.training.runtime.plan import ConfigError, End, Outcome
 from jurybox.training.runtime.role_context import RoleContext
 from jurybox.training.runtime.run import run
 from jurybox.training.runtime.settings import changes_of
@@ -467,3 +468,16 @@ def test_a_gpus_utilization_is_logged_and_a_cpus_or_an_unknown_one_is_not(monkey
     # torch.cuda.utilization asks this package, which torch does not require.
     project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]
     assert any(line.startswith("nvidia-ml-py") for line in project["optional-dependencies"]["training"])
+
+
+def test_a_report_after_a_signal_plays_no_games(tmp_path, monkeypatch):
+    def plays(*_):
+        raise AssertionError("whoever stops a run waits for its end")
+
+    for name in ("win_matrix", "_film", "learned"):
+        monkeypatch.setattr(hockey_report, name, plays)
+    stopped = Outcome(
+        end=End.SIGNAL, text=End.SIGNAL.value, env_steps=100, learner_steps=10, epochs=1, episodes=2, seconds=1.0,
+        return_mean=None, return_std=None, restarts=0, forced_syncs=0, busy={}, serial=True, evaluation={},
+    )  # fmt: skip
+    assert "A stop was requested" in hockey_report.report(HockeyTraining(), stopped, [], tmp_path, "")

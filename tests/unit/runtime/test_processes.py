@@ -124,6 +124,24 @@ def test_a_stop_ends_it_in_order_with_a_checkpoint(tmp_path):
     assert "stops on request" in (tmp_path / "logs" / "learner.log").read_text()
 
 
+def test_a_stop_does_not_wait_for_an_evaluation(tmp_path):
+    signals, asked = Signals(), []
+
+    def watch(shared):
+        if (
+            not signals.count
+            and shared.scoreboard.words[2][Word.STATE] == State.RUNNING
+            and shared.scoreboard.learner_steps > 100
+        ):
+            asked.append(time.monotonic())
+            signals.ask()
+
+    planned = plan(steps=10**9, evaluate=20, judge={"pause": 3600.0}, timeouts=Timeouts(stop=60.0))
+    outcome = run(planned, tmp_path, Rows(), signals=signals, watch=watch)
+    assert outcome.end is End.SIGNAL and list((tmp_path / "checkpoints").glob("step-*/run.json"))
+    assert time.monotonic() - asked[0] < 30.0
+
+
 @pytest.mark.parametrize("serial", [True, False])
 def test_time_that_is_up_ends_the_run_with_a_last_evaluation(tmp_path, serial):
     budget = Budget(steps=10**9, seconds=0.5 if serial else 3.0)

@@ -21,7 +21,7 @@ from jurybox.training.recipes.hockey_settings import HockeyTraining
 from jurybox.training.report import charts, page
 from jurybox.training.report.charts import Curve
 from jurybox.training.report.page import Part, Picture, Section, Table
-from jurybox.training.runtime.plan import Outcome
+from jurybox.training.runtime.plan import End, Outcome
 
 _SNAPSHOTS = 4  # past selves in the win matrix
 _SEED = 2_000_003  # makes the games of the matrix different from those of the training and its evaluations
@@ -36,8 +36,11 @@ def report(
     folder: Path,
     command: str,
 ) -> str:
-    """Return the report as one HTML document; also write game.gif."""
-    actor = learned(folder)
+    """Return the report as one HTML document; also write game.gif.
+
+    After a signal no games are played, which may take a minute: whoever stops a run waits for its end.
+    """
+    actor = None if outcome.end is End.SIGNAL else learned(folder)
     sections: list[Section | None] = [
         Section("How it ended", [_headline(outcome), *_standings(settings, outcome)]),
         *_games(settings, rows),

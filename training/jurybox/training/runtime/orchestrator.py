@@ -97,7 +97,7 @@ class Orchestrator:
             reason = self._loop(ending, tick)
             if reason is not End.FAILED:
                 self._save_last(self._plan.timeouts.stop if reason is End.SIGNAL else self._plan.timeouts.save)
-            self._stop()
+            self._stop(reason)
         finally:
             for child in self._children:
                 child.kill()
@@ -308,13 +308,14 @@ class Orchestrator:
     def _is_running(self, child: Child) -> bool:
         return child.alive and self._scoreboard.words[child.number][Word.STATE] == State.RUNNING
 
-    def _stop(self) -> None:
-        """Stop all roles after their current steps."""
+    def _stop(self, reason: End) -> None:
+        """Stop all roles after their current steps; evaluators are not waited for after a signal."""
         for child in self._children:
             child.order(Order.STOP)
         until = time.monotonic() + self._plan.timeouts.stop
-        while any(child.alive for child in self._children) and time.monotonic() < until and not self._at_once():
+        waited = self._savers if reason is End.SIGNAL else self._children
+        while any(child.alive for child in waited) and time.monotonic() < until and not self._at_once():
             self._listen(_TICK_SECONDS)
-        for child in self._children:
+        for child in waited:
             if child.alive and not self._at_once():
                 self._notify(f"{child.name} did not end within {self._plan.timeouts.stop:g} s and is killed")
