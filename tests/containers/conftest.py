@@ -25,6 +25,13 @@ def images():
 
 
 @pytest.fixture(scope="session")
+def image(images):
+    """The image of the trainings."""
+    tag = f"{images['name']}-training:{images['tag']}"
+    return tag if os.environ.get("JURYBOX_TEST_IMAGES") else build("training", tag)
+
+
+@pytest.fixture(scope="session")
 def scores():
     """What the jury gives each picture of the client program, computed in this process."""
     with torch.inference_mode():

@@ -1,12 +1,11 @@
 """`docker compose --profile train`: trainings as clients, each in a container of its own, and a juror of one's own."""
 
 import json
-import os
 import subprocess
 import sys
 
 import pytest
-from tests.containers.engine import ROOT, bridges, build, docker, free_port
+from tests.containers.engine import ROOT, bridges, docker, free_port
 
 pytestmark = [pytest.mark.containers, pytest.mark.timeout(1800)]
 
@@ -31,13 +30,6 @@ SMALL = {
     ],
 }
 # fmt: on
-
-
-@pytest.fixture(scope="module")
-def image(images):
-    """The image of the trainings."""
-    tag = f"{images['name']}-training:{images['tag']}"
-    return tag if os.environ.get("JURYBOX_TEST_IMAGES") else build("training", tag)
 
 
 def test_a_training_in_its_own_container_leaves_its_report(project, image):

@@ -7,12 +7,14 @@ container's limit is that of its control group.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 _GROUPS, _PROC = Path("/sys/fs/cgroup"), Path("/proc")
 _MIB = 1 << 20
+_EXPLAINS = 5.0  # seconds in which a kill explains the death of a process
 MORE = "give it more (docker run --memory, MEMORY of compose.yaml, systemd: MemoryMax)"
 
 
@@ -61,11 +63,16 @@ def bounded(most: int, limit: tuple[int, Path] | None) -> int:
 
 
 class MemoryKills:
-    """Tells whether the kernel has killed a process for lack of memory since the last look."""
+    """Tells whether the kernel has killed a process for lack of memory since the last look.
 
-    def __init__(self, proc: Path = _PROC, groups: Path = _GROUPS) -> None:
-        self._proc, self._groups = proc, groups
+    Several may be killed at once: each such kill explains one death, if that is looked at within seconds.
+    """
+
+    def __init__(self, proc: Path = _PROC, groups: Path = _GROUPS, clock: Callable[[], float] = time.monotonic) -> None:
+        self._proc, self._groups, self._clock = proc, groups, clock
         self._seen = self._counts()
+        self._here = self._anywhere = 0  # kills that have explained no death yet
+        self._until = 0.0
 
     @property
     def known(self) -> bool:
@@ -73,11 +80,18 @@ class MemoryKills:
         return any(count is not None for count in self._seen)
 
     def look(self) -> str:
-        """Return what was short of memory if a process was killed since the last call; else an empty text."""
-        before, self._seen = self._seen, self._counts()
-        group, machine = (
-            was is not None and now is not None and now > was for was, now in zip(before, self._seen, strict=True)
+        """Return what was short of memory if a process was killed that no earlier call reported; else an empty text."""
+        before, self._seen, now = self._seen, self._counts(), self._clock()
+        here, anywhere = (
+            max(0, after - was) if was is not None and after is not None else 0
+            for was, after in zip(before, self._seen, strict=True)
         )
+        if now > self._until:
+            self._here = self._anywhere = 0
+        if here or anywhere:
+            self._until = now + _EXPLAINS
+        group, machine = self._here + here > 0, self._anywhere + anywhere > 0
+        self._here, self._anywhere = max(0, self._here + here - 1), max(0, self._anywhere + anywhere - 1)
         if group and (limit := memory_limit(self._proc, self._groups)) is not None:
             return f"out of memory: the limit of {limit[0] / _MIB:.0f} MiB ({limit[1]}) is used up; {MORE}"
         if group or machine:

@@ -39,7 +39,8 @@ class Kernel:
 @pytest.mark.parametrize("version", [1, 2])
 def test_a_kill_by_the_limit_of_a_container_names_the_limit(tmp_path, version):
     kernel = Kernel(tmp_path, version)
-    kills = MemoryKills(kernel.proc, kernel.groups)
+    now = [0.0]
+    kills = MemoryKills(kernel.proc, kernel.groups, lambda: now[0])
     assert kills.known and kills.look() == ""
     kernel.killed(1, 1)
     why = kills.look()
@@ -47,6 +48,12 @@ def test_a_kill_by_the_limit_of_a_container_names_the_limit(tmp_path, version):
     assert kills.look() == "", "it is said once"
     kernel.killed(1, 2)
     assert "out of memory" in kills.look()
+    kernel.killed(3, 4)  # two at once: each explains a death
+    assert "the limit of 620 MiB" in kills.look() and "the limit of 620 MiB" in kills.look() and kills.look() == ""
+    kernel.killed(5, 6)  # of processes that are not the server's: they explain nothing later
+    assert "out of memory" in kills.look()
+    now[0] = 60.0
+    assert kills.look() == ""
 
 
 @pytest.mark.parametrize("version", [1, 2])
