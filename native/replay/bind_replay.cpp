@@ -379,6 +379,7 @@ void bind_replay(nb::module_& m) {
         .def("end_episode", [](PyRing& r) {
             if (r.ring.links != nullptr) Writer(r.ring).end(r.stream);
         })
+        .def_prop_ro("priority_sum", [](const PyRing& r) { return r.ring.tree.present() ? r.ring.tree.total() : 0; })
         .def("rebuild_sums", [](PyRing& r) { r.ring.tree.rebuild(); })
         .def("after_fork", &PyRing::after_fork, nb::arg("seed"), "Start with new writers, random draws and threads in a forked child.")
         .def("adopt", [](PyRing& r, std::uint64_t reserved, std::uint64_t tail, std::uint64_t top, std::uint64_t retried, std::uint64_t sampled) {

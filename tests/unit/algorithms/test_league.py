@@ -51,13 +51,14 @@ def test_prioritised_self_play_prefers_the_equal_or_the_hard(weighting, most: st
     assert drawn(of).most_common(1)[0][0] == most
 
 
-def test_a_member_that_hardly_played_weighs_most() -> None:
-    of = league(anchor_share=0.0)
+@pytest.mark.parametrize(("weighting", "wins"), [("variance", 10), ("hard", 0)])
+def test_a_member_that_hardly_played_weighs_as_much_as_the_most_interesting_can(weighting, wins) -> None:
+    of = league(anchor_share=0.0, weighting=weighting, decay=1.0)
     of.add(1)
     of.add(2)
-    play(of, "pool:1", 10, 10)
+    play(of, "pool:1", wins, 20 - wins)
     play(of, "pool:2", 3, 3)
-    assert of.chances()[1] == pytest.approx(1 / (1 + 0.25), rel=0.02)
+    assert of.chances().tolist() == pytest.approx([0.5, 0.5])
 
 
 def test_members_that_are_always_beaten_are_still_drawn_when_all_are() -> None:

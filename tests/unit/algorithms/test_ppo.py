@@ -6,9 +6,10 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 
 from jurybox.training.algorithms import ppo
-from jurybox.training.algorithms.ppo import PPO, PPOSettings, Rollout, advantages_of
+from jurybox.training.algorithms.ppo import PPO, ActorCritic, PPOSettings, Rollout, advantages_of
 
 SETTINGS = PPOSettings(batch_size=64, hidden=(16,))
 
@@ -197,6 +198,24 @@ def test_steps_that_are_not_valid_change_nothing_whatever_they_hold() -> None:
     made.valid = np.zeros_like(keep)
     with pytest.raises(ValueError, match="no step of this rollout is valid"):
         learner.update(made)
+
+
+def test_it_acts_and_values_on_its_device() -> None:
+    class Elsewhere(ActorCritic):
+        """Accepts what lies on its device alone, as a network on a GPU does; the outputs come back."""
+
+        def forward(self, observation):
+            assert observation.device.type == "meta"
+            return torch.zeros(len(observation), 3), torch.ones(len(observation))
+
+        def value(self, observation):
+            return self(observation)[1]
+
+    learner = PPO(2, 3, PPOSettings(), 0, network=Elsewhere(2, 3, (8,)))
+    learner.device = torch.device("meta")
+    seen = np.zeros((5, 2), np.float32)
+    actions, _, values = learner.act(seen, np.ones((5, 3), bool))
+    assert actions.shape == (5,) and values.tolist() == learner.values(seen).tolist() == [1.0] * 5
 
 
 def test_long_computations_give_signs_of_life(monkeypatch) -> None:

@@ -123,6 +123,23 @@ def test_a_round_is_of_every_environment_as_in_stable_baselines3() -> None:
     assert settings("ppo", envs=4).pace.collect == 64 and settings("ppo").pace.slack == 0
 
 
+@pytest.mark.parametrize(
+    ("envs", "train_freq", "gradient_steps", "starts"), [(1, 4, 1, 10), (2, 3, 2, 12), (3, 1, -1, 5)]
+)
+def test_a_serial_run_learns_as_often_as_stable_baselines3(envs, train_freq, gradient_steps, starts) -> None:
+    import stable_baselines3
+    from stable_baselines3.common.env_util import make_vec_env
+
+    given = {"train_freq": train_freq, "gradient_steps": gradient_steps, "learning_starts": starts, "batch_size": 4}
+    theirs = stable_baselines3.DQN("MlpPolicy", make_vec_env("CartPole-v1", envs), **given)
+    theirs.learn(60)
+    ours = settings("dqn", envs=envs, **given).pace
+    assert ours.learner_steps(60) == theirs._n_updates > 0
+    for made in range(0, 30, ours.learn):  # actors wait for a learner where its next round is due
+        due = ours.env_steps(made, 0)
+        assert ours.learner_steps(due) > made >= ours.learner_steps(due - 1)
+
+
 # ---- samples
 
 
@@ -137,7 +154,7 @@ def test_dqns_target_moves_when_the_environments_have_made_so_many_steps() -> No
     batch = {"observation": rows, "next_observation": rows, "action": torch.zeros(2), "reward": torch.ones(2)}
     for _ in range(10):
         dqn.learn({**batch, "discount": torch.ones(2)})
-    # Rounds are at 14, 18, 22, 26 and 30 env steps; 16 and 24 lie before the second and the fourth.
+    # Rounds are at 12, 16, 20, 24 and 28 env steps; 16 and 24 are reached before the second and the fourth.
     assert moved == [2, 6]
 
 

@@ -10,6 +10,7 @@ from tests.serving import wait_until
 
 from jurybox.protocol.errors import SpecMismatch
 from jurybox.training.replay import Field, Replay
+from jurybox.training.replay.part import ANCHOR_MARK
 
 
 def filled(make, n: int = 50, **options) -> Replay:
@@ -37,6 +38,25 @@ def test_weights_undo_the_priorities(make) -> None:
     wanted = errors[batch["n"]] ** -0.7
     np.testing.assert_allclose(batch.weights, wanted / wanted.max(), rtol=1e-4)
     assert (replay.sample(10, uniform=True).weights == 1).all()
+
+
+@pytest.mark.parametrize("ratio", [0.25, 0.5])
+def test_weights_of_ring_and_anchor_are_on_one_scale(make, ratio) -> None:
+    replay = filled(make, 50, anchor=10, alpha=1.0)
+    replay.anchor.extend(x=np.zeros((10, 3), np.float32), n=np.arange(100, 110))
+    ring, anchor = np.linspace(1, 5, 50, dtype=np.float32), np.linspace(10, 20, 10, dtype=np.float32)
+    replay.update_priorities(np.arange(50), ring)
+    replay.update_priorities(np.arange(10) + ANCHOR_MARK, anchor)
+    batch = replay.sample(400, beta=0.7, anchor_ratio=ratio)
+    kept = batch["n"] >= 100
+    assert kept.sum() == 400 * ratio
+    chances = np.where(
+        kept,
+        ratio * anchor[np.maximum(batch["n"] - 100, 0)] / anchor.sum(),
+        (1 - ratio) * ring[np.minimum(batch["n"], 49)] / ring.sum(),
+    )
+    wanted = (60 * chances) ** -0.7
+    np.testing.assert_allclose(batch.weights, wanted / wanted.max(), rtol=1e-3)
 
 
 def test_new_rows_get_the_highest_priority_so_far(make) -> None:

@@ -32,7 +32,7 @@ class LeagueSettings:
         pool: maximum number of past policies; a new one replaces the oldest.
         weighting: "variance" (f_var) or "hard" (f_hard).
         hardness: k of f_hard.
-        least_games: against a pool member with fewer (decayed) games than this the weight is 1, the maximum.
+        least_games: a pool member with fewer (decayed) games than this weighs as much as any member can.
         decay: factor for all earlier games of a pair at each new game, so that old results of an improving learner
             lose weight; 1 forgets nothing.
     """
@@ -157,7 +157,7 @@ class League:
     def _weight(self, name: str) -> float:
         s = self.settings
         if self.games(name) < s.least_games:
-            return 1.0
+            return 1.0 if s.weighting == "hard" else 0.25  # that of one that always wins, and that of an equal one
         p = self.chance(name)
         return (1.0 - p) ** s.hardness if s.weighting == "hard" else p * (1.0 - p)
 

@@ -229,8 +229,8 @@ class PPO:
         self, observations: Floats, masks: npt.NDArray[np.bool_] | None = None, *, greedy: bool = False
     ) -> tuple[npt.NDArray[np.int64], Floats, Floats]:
         """Actions int64 (n,), their log-probabilities and the values float32 (n,) of observations (n, inputs)."""
-        logits, values = self.network(torch.from_numpy(observations))
-        return self.choose(logits, values, masks, greedy=greedy)
+        logits, values = self.network(torch.from_numpy(observations).to(self.device))
+        return self.choose(logits.cpu(), values.cpu(), masks, greedy=greedy)
 
     @torch.inference_mode()
     def choose(

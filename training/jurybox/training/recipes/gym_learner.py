@@ -60,7 +60,7 @@ class PacedDQN(DQN):
     def learn(self, batch: Batch) -> torch.Tensor:
         # The target moves before the first learner step of a round, once for each interval's end among its env steps.
         first, pace = self.steps % self._pace.learn == 0, self._pace
-        reached = pace.warmup + (self.steps // pace.learn + 1) * pace.collect
+        reached = pace.env_steps(self.steps, 0)
         if first and (ends := reached // self._interval - (reached - pace.collect) // self._interval):
             self.move_target(1.0 - (1.0 - self._tau) ** ends)  # the network is the same at all of them
         return super().learn(batch)

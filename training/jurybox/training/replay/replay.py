@@ -268,7 +268,25 @@ class Replay:
         if fixed < n or n == 0:
             first, rest = fixed, n - fixed
             self._pool.draw(batch.columns[0], rest, first, replace=replace, prioritized=prioritized, beta=beta)
+        if prioritized and 0 < fixed < n:
+            self._weigh_together(batch, n, fixed, beta)
         return batch
+
+    def _weigh_together(self, batch: Batch, n: int, fixed: int, beta: float) -> None:
+        """Put the weights of both parts on one scale: (N P(i)) ** -beta, where P counts the share of the part, too.
+
+        Each part's own are divided by their largest, which belongs to the least probable of its rows.
+        """
+        weights, indices = batch.weights, batch.indices
+        assert weights is not None
+        scales = []
+        for part, rows in ((self.parts[1], slice(0, fixed)), (self._pool, slice(fixed, n))):
+            assert part.leaves is not None
+            rarest = int(indices[rows][weights[rows].argmax()]) - part.mark
+            chance = float(part.leaves[rarest % part.capacity]) / max(1, part.ring.priority_sum)
+            scales.append(((rows.stop - rows.start) / n * max(chance, 1e-12)) ** -beta)
+        weights[:fixed] *= scales[0] / max(scales)
+        weights[fixed:n] *= scales[1] / max(scales)
 
     def update_priorities(self, indices: npt.NDArray[np.int64], errors: npt.ArrayLike) -> int:
         """Set the priorities of rows to (|error| + 1e-6) ** alpha, from any process, while others add and sample.

@@ -115,9 +115,10 @@ class PolicyServer:
 class Pace:
     """The ratio of learner steps to environment steps over the whole run.
 
-    After `warmup` environment steps each learner makes `learn` steps for every `collect` steps of all actors together.
-    Serially this is the schedule. In parallel a learner waits for steps that are not there yet, and actors wait when
-    they are `slack` steps further than the slowest learner has used up.
+    Each learner makes `learn` steps for every `collect` steps of all actors together, counted from the first step on as
+    in Stable-Baselines3; rounds that end within the first `warmup` environment steps have none. Serially this is the
+    schedule. In parallel a learner waits for steps that are not there yet, and actors wait when they are `slack` steps
+    further than the slowest learner has used up.
 
     The rule is that of a samples-per-insert limiter (Reverb, arXiv:2102.04736), kept by the run's shared counters
     instead of inside the replay: a wait is between two steps and never within one, all roles see which one waits for
@@ -140,11 +141,11 @@ class Pace:
 
     def learner_steps(self, env_steps: int) -> int:
         """The number of learner steps due after so many environment steps."""
-        return max(0, env_steps - self.warmup) // self.collect * self.learn
+        return max(0, env_steps // self.collect - self.warmup // self.collect) * self.learn
 
     def env_steps(self, learner_steps: int, slack: int) -> int:
         """The number of environment steps at which actors wait for a learner with so many steps."""
-        return self.warmup + (learner_steps // self.learn + 1) * self.collect + slack
+        return (self.warmup // self.collect + learner_steps // self.learn + 1) * self.collect + slack
 
 
 @dataclass(frozen=True, slots=True)
