@@ -103,7 +103,6 @@ def ours(task: Task, seed: int) -> list[float]:
             "seed": seed,
             "evaluate_every": task.steps // _EVALUATIONS,
             "evaluation_episodes": _EPISODES,
-            "checkpoint_every": 0,
             **task.settings,
             **noise,
         }

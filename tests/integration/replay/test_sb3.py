@@ -13,7 +13,7 @@ from stable_baselines3.common.env_util import make_vec_env
 from stable_baselines3.common.vec_env import VecNormalize
 from tests.forking import in_a_child
 
-from jurybox.protocol.errors import SharedMemoryError
+from jurybox.protocol.errors import SharedMemoryError, SpecMismatch
 from jurybox.training.replay import Replay
 from jurybox.training.replay.sb3 import SharedReplayBuffer
 
@@ -106,6 +106,27 @@ def test_two_buffers_share_one_replay() -> None:
     assert learner.size() == 5
     samples = learner.sample(20)
     assert (samples.observations[:, :1] == samples.rewards).all()
+
+
+def test_an_attached_buffer_has_the_size_of_the_replay_and_its_rows() -> None:
+    spaces = gym.spaces.Box(-1, 1, (3,)), gym.spaces.Box(-1, 1, (2,))
+    owner = SharedReplayBuffer(60, *spaces, "cpu", 2, name="sb3-sized")
+    attached = SharedReplayBuffer(1_000_000, *spaces, "cpu", 2, name="sb3-sized", attach=True)
+    assert attached.buffer_size == owner.buffer_size == 30
+    for wrong in ((gym.spaces.Box(-1, 1, (4,)), spaces[1]), (spaces[0], gym.spaces.Discrete(2))):
+        with pytest.raises(SpecMismatch, match="the replay 'sb3-sized' holds (observation|action) as .*: expected"):
+            SharedReplayBuffer(60, *wrong, "cpu", 2, name="sb3-sized", attach=True)
+
+
+def test_stable_baselines_seed_decides_what_is_drawn() -> None:
+    def drawn(seed):
+        env = make_vec_env("Pendulum-v1", 1, seed=0)
+        given = {"learning_starts": 40, "buffer_size": 100, "device": "cpu", "policy_kwargs": {"net_arch": [4]}}
+        model = SAC("MlpPolicy", env, seed=seed, replay_buffer_class=SharedReplayBuffer, **given)
+        model.learn(40)
+        return model.replay_buffer.sample(30).rewards.numpy()
+
+    assert np.array_equal(drawn(3), drawn(3)) and not np.array_equal(drawn(3), drawn(4))
 
 
 def test_reset_forgets_all_rows() -> None:

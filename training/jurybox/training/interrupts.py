@@ -8,13 +8,17 @@ the exception was swallowed.
 
 from __future__ import annotations
 
+import os
 import signal
+import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_EXIT_SECONDS = 3.0  # for the interpreter's exit
 
 
 class _State:
@@ -40,12 +44,29 @@ def take_over(on_signal: Callable[[], None] | None = None) -> None:
         signal.signal(number, _on_signal)
 
 
-def ignore_from_now_on() -> None:
-    """Ignore both signals from now on: for the final cleanup, which is bounded, and the interpreter's exit."""
+def ignore_from_now_on(status: int = 0) -> None:
+    """Ignore both signals from now on: for the final cleanup, which is bounded, and the interpreter's exit.
+
+    The exit is bounded, too: what an environment leaves (a thread, a process, a vector environment) would be waited for
+    without end.
+
+    Args:
+        status: the process's exit status, should it have to be ended so.
+    """
     _state.raised = _state.ended = True
     for number in _SIGNALS:
         # Not a Python handler: at exit the interpreter would restore the default, and the next signal would kill it.
         signal.signal(number, signal.SIG_IGN)
+    threading.Thread(target=_end_after_main, args=(status,), name="end", daemon=True).start()
+
+
+def _end_after_main(status: int) -> None:
+    threading.main_thread().join()  # which has done all that it does when the interpreter begins its exit
+    time.sleep(_EXIT_SECONDS)
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(Exception):
+            stream.flush()
+    os._exit(status)
 
 
 def exit_status() -> int | None:

@@ -88,7 +88,7 @@ def make_environment(
     except ModuleNotFoundError as error:
         hint = ", neither in this folder nor on PYTHONPATH" if error.name == module else ""
         raise EnvironmentUnusable(f"{name!r} cannot be made: {error}{hint}") from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise EnvironmentUnusable(
             f"{name!r} cannot be made with {given}: {type(error).__name__}: {error}; expected a name that Gymnasium "
             "knows, or module:factory; `env_args` are its keyword arguments"

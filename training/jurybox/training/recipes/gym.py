@@ -36,6 +36,7 @@ from jurybox.training.runtime.plan import (
     Plan,
     ReplaySpec,
     RoleSpec,
+    Timeouts,
 )
 from jurybox.training.runtime.progress import COLUMNS as OF_EVERY_RUN
 from jurybox.training.runtime.settings import ServedSettings
@@ -55,6 +56,8 @@ _ACTOR = "jurybox.training.recipes.gym_actor"
 _LEARNER = "jurybox.training.recipes.gym_learner"
 _FACTORY = "jurybox.training.recipes.served_networks:gym_policy"
 _EVALUATOR_NICE = 10
+# Seconds without a heartbeat: a step or a reset of any environment is shorter, such as one that starts a simulator.
+_ACTOR_TIMEOUT, _EVALUATOR_TIMEOUT = 300.0, 600.0
 _MOST_BYTES = 2**31  # maximum size of a replay if `buffer_size` is not set
 _LAG = 10  # publications by which a served policy may be behind its learner, with off-policy algorithms
 
@@ -430,6 +433,7 @@ def plan(settings: GymTraining, served: ServedModels | None = None) -> Plan:
         channels=(ChannelSpec(CHANNEL, WeightsLayout.of(acting_network(**network).state_dict())),),
         pace=pace,
         budget=Budget(settings.steps, settings.seconds),
+        timeouts=Timeouts(actor=_ACTOR_TIMEOUT, evaluator=_EVALUATOR_TIMEOUT),
         seed=settings.seed,
         save_every=max(10_000, settings.steps // 10)
         if settings.checkpoint_every is None
@@ -509,6 +513,7 @@ def train(
     from jurybox.training.recipes.recorded_run import recorded_run
     from jurybox.training.runtime.serving import served_models
 
+    folder = folder.absolute()  # an environment may change the current folder
     seen, does = spaces_of(settings)
     with ExitStack() as resources:
         # A second thread slows down such small networks, and changes the order of sums and so their values.

@@ -23,7 +23,7 @@ Outputs = Mapping[str, Array]
 _SEED = 1_000_003  # makes the episodes of evaluations different from those of the training
 _STEP_BITS = 40  # low bits of a moment; the bits above are its incarnation
 _ADOPTED = 30.0  # seconds to wait for newer weights: an engine that restarts imports torch before it adopts them
-_ENDLESS = 1_000_000  # steps after which an evaluation's episode counts as endless
+_ENDLESS = 100_000  # steps after which an evaluation's episode counts as endless, if nothing bounds it
 _SIDE_BY_SIDE = 10  # maximum number of parallel environments of the evaluator
 
 
@@ -388,11 +388,13 @@ class GymEvaluator(Evaluator):
                 envs.rows[number] = row
                 returns[playing[number]] += reward
                 lengths[playing[number]] += 1
-                if lengths[playing[number]] >= _ENDLESS:
-                    raise ValueError(
-                        f"an episode of {s.env} has not ended after {_ENDLESS:,} steps: max_episode_steps bounds them"
+                over, taken = terminated or truncated, int(lengths[playing[number]])
+                if taken >= max(_ENDLESS, s.max_episode_steps or 0) and not over:
+                    raise ContractBroken(
+                        f"an episode of {s.env} has not ended after {taken:,} steps: set max_episode_steps, which "
+                        "bounds them (as high as you like)"
                     )
-                if terminated or truncated:
+                if over:
                     playing[number] += len(envs.envs)
                     if playing[number] < len(seeds):
                         envs.begin(number, seeds[playing[number]])

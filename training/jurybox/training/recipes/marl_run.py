@@ -34,7 +34,7 @@ def train(
     For other errors see `recorded_run`.
     """
     check_gpus(options.get("launcher"), {"learner_gpus": settings.learner_gpus})
-    folder = settings.log_dir
+    folder = settings.log_dir.absolute()  # an environment may change the current folder
     with ExitStack() as resources:
         serve = None
         if settings.policy == "served":

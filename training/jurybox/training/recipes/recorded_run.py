@@ -69,6 +69,7 @@ def recorded_run(
         RunLogError: the folder holds another run and `resume` is not set, or a run is in progress there.
         CheckpointError: `resume` is set, and no run was started in the folder, or one with other settings.
     """
+    folder = folder.absolute()  # an environment may change the current folder
     console, resume = options.get("console"), options.get("resume", False)
 
     def notify(text: str) -> None:

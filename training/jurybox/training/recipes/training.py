@@ -343,7 +343,7 @@ def until_interrupted(
     except Exception as error:  # noqa: BLE001 (the outermost handler: resources are closed below)
         status = _status_of(error)
         errors.print(_sentence(error, out, what), highlight=False, markup=False)
-    interrupts.ignore_from_now_on()
+    interrupts.ignore_from_now_on(status)
     resources.close()
     if interrupted and left is not None:
         errors.print(left(), highlight=False, markup=False)

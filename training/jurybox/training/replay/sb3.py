@@ -18,6 +18,7 @@ from stable_baselines3.common.buffers import BaseBuffer, ReplayBuffer
 from stable_baselines3.common.type_aliases import ReplayBufferSamples
 from stable_baselines3.common.vec_env import VecNormalize
 
+from jurybox.protocol.errors import SpecMismatch
 from jurybox.training.replay.batch import Batch
 from jurybox.training.replay.options import Field, RateLimiter
 from jurybox.training.replay.replay import Replay
@@ -66,12 +67,14 @@ class SharedReplayBuffer(ReplayBuffer):
             )
         if isinstance(observation_space, spaces.Dict):
             raise ValueError("SharedReplayBuffer takes array observations; for Dict observations flatten them first")
-        self.buffer_size = max(buffer_size // n_envs, 1)
+        self.buffer_size = max(buffer_size // n_envs, 1)  # with `attach`, that of the replay
         self.optimize_memory_usage = False
         self.handle_timeout_termination = handle_timeout_termination
         self.name = name or f"sb3-{os.getpid()}-{secrets.token_hex(4)}"
         observation = Field(tuple(self.obs_shape), np.dtype(observation_space.dtype).name, stored=stored_observations)
         action_dtype = self._maybe_cast_dtype(action_space.dtype)
+        if seed is None:  # Stable-Baselines3 has seeded this generator with its own `seed`, and draws from it
+            seed = int(np.random.randint(2**31))
         self.replay = (
             Replay.attach(self.name, seed=seed)
             if attach
@@ -89,9 +92,25 @@ class SharedReplayBuffer(ReplayBuffer):
                 seed=seed,
             )
         )
+        if attach:
+            self._adopt(observation, np.dtype(action_dtype).name)
         self._batch: Batch | None = None
         # The creator removes the name, because algorithms do not close their buffers.
         weakref.finalize(self, _close_replay, self.replay, os.getpid(), unlink=not attach)
+
+    def _adopt(self, observation: Field, action_dtype: str) -> None:
+        """Take over the size of the replay that was attached.
+
+        Raises:
+            SpecMismatch: its rows are of another environment.
+        """
+        layout, action = self.replay.layout, Field((self.action_dim,), action_dtype)
+        for name, wanted in (("observation", observation), ("action", action)):
+            there = layout.fields.get(name)
+            if there is None or (there.shape, there.dtype) != (wanted.shape, wanted.dtype):
+                self.replay.close()
+                raise SpecMismatch(f"the replay {self.name!r} holds {name} as {there}: expected {wanted}")
+        self.buffer_size = max(layout.capacity // self.n_envs, 1)
 
     def size(self) -> int:
         """Transitions of each environment, as the base class counts."""
@@ -138,7 +157,7 @@ class SharedReplayBuffer(ReplayBuffer):
             observation=np.asarray(obs).reshape(shape),
             next_observation=np.asarray(next_obs).reshape(shape),
             action=np.asarray(action).reshape(self.n_envs, self.action_dim),
-            reward=np.asarray(reward, np.float32),
+            reward=np.asarray(reward),
             done=ended,
         )
 

@@ -19,7 +19,7 @@ from jurybox.training.runtime.plan import Plan
 from jurybox.training.runtime.role_context import Message, RoleContext
 from jurybox.training.runtime.scoreboard import Order, State, Subject, Word
 from jurybox.training.runtime.shared_resources import SharedResources
-from jurybox.training.runtime.turns import Rules, Turn, make_turn
+from jurybox.training.runtime.turns import Rules, Turn, make_turn, no_exit
 
 _CONFIGURE_TIMEOUT = 30.0
 _SLICE_SECONDS = 0.2
@@ -125,7 +125,8 @@ def _take_turns(turn: Turn, context: RoleContext, control_pipe: ControlPipe, rep
         if order is Order.PAUSE:
             _pause(turn, context, control_pipe, reports)
         elif turn.may():
-            turn.take()
+            with no_exit(context.name):
+                turn.take()
             context.alive()
             context.report()
         else:

@@ -58,6 +58,7 @@ def run(
         SharedMemoryError: the replays or channels don't fit.
         Exception: serial runs raise what a role raises.
     """
+    folder = folder.absolute()  # a role may change the current folder
     signals = signals or Signals()
     sweep()
     checkpoints = Checkpoints(folder / "checkpoints")

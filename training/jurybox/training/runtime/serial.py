@@ -15,7 +15,7 @@ from jurybox.training.runtime.progress import RunMetrics
 from jurybox.training.runtime.role_context import Message, RoleContext
 from jurybox.training.runtime.scoreboard import Control, State, Subject, Word
 from jurybox.training.runtime.shared_resources import SharedResources, progress_of
-from jurybox.training.runtime.turns import Rules, Turn, make_turn
+from jurybox.training.runtime.turns import Rules, Turn, make_turn, no_exit
 
 
 class Deadlock(RuntimeError):
@@ -83,7 +83,8 @@ class Serial:
             for turn in (self._next_actor(), *self._others):
                 # Learners make all the steps that are due, so that the ratio holds after every round.
                 while turn.may() and ending() is None:
-                    turn.take()
+                    with no_exit(turn.context.name):
+                        turn.take()
                     turn.context.report()
                     moved = True
                     if turn.context.spec.kind is not Kind.LEARNER:
@@ -135,7 +136,8 @@ class Serial:
         self._rules.close()
         for turn in self._others:
             while turn.may():
-                turn.take()
+                with no_exit(turn.context.name):
+                    turn.take()
 
     def _finish(self, reason: End) -> End:
         for turn in self._turns:

@@ -6,6 +6,8 @@ A turn never waits. It tells whether it may be taken, and if not, what for; the 
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, cast
 
 from jurybox.protocol.errors import Timeout
@@ -108,6 +110,26 @@ class WeightsSync:
                     self._every
                 )  # a publisher is in the midst of it, or died there: again before the next step
         words[Word.VERSION] = min(weights.version for _, _, weights in self._context.followed)
+
+
+@contextmanager
+def no_exit(name: str) -> Iterator[None]:
+    """Make a failure of a role's sys.exit(): what a role's process or a serial run ends with is not the role's to say.
+
+    Raises:
+        RoleExited: it was called.
+    """
+    try:
+        yield
+    except SystemExit as error:
+        raise RoleExited(
+            f"{name} called sys.exit({error.code!r}): expected an exception, or the end of an episode, of the code "
+            "that it runs"
+        ) from error
+
+
+class RoleExited(RuntimeError):
+    """A role called sys.exit()."""
 
 
 class Turn:
@@ -274,7 +296,8 @@ def make_turn(context: RoleContext, rules: Rules, state: dict[str, Any] | None) 
         PlanError: the spec names no such callable.
         TypeError: it made something of another kind than the plan says.
     """
-    role = load(context.spec.make)(context, **context.spec.settings)
+    with no_exit(context.name):
+        role = load(context.spec.make)(context, **context.spec.settings)
     expected = {Kind.ACTOR: Actor, Kind.LEARNER: Learner, Kind.EVALUATOR: Evaluator}[context.spec.kind]
     if not isinstance(role, expected):
         raise TypeError(
