@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+import collections
 import contextlib
+import gc
 import itertools
+import threading
 import time
 from pathlib import Path
 
@@ -13,7 +17,8 @@ from tests.moments import Moment
 from tests.serving import wait_until
 
 import jurybox.client
-from jurybox.client import Busy
+from jurybox.client import Busy, Refused
+from jurybox.client.juror import Juror
 from jurybox.protocol.weights import reader
 
 ROWS = 20
@@ -125,3 +130,126 @@ def test_a_call_within_a_call_gets_its_own_answer_wherever_it_falls(client, way,
         stride *= 9  # it is long, and nested calls wait for the answers to its tickets before they are refused
     assert at_every_moment(outer, nested, stride) > 3
     all_rows_are_free(model)
+
+
+@pytest.mark.parametrize("stride", STRIDES)
+def test_a_step_within_a_step_of_the_same_sessions_is_refused_at_once_and_spoils_none(client, stride):
+    with client.model("sum", rows=1).sessions(3) as sessions:
+        x, total = np.ones((3, 1), np.float32), 0
+        told = []
+
+        def nested():
+            began = time.monotonic()
+            try:
+                sessions.infer(x)
+            except Refused as error:
+                assert "a signal handler or a destructor inside of it" in str(error)
+                told.append(True)
+            else:
+                told.append(False)  # before the outer call, or after it
+            assert time.monotonic() - began < PROMPT
+
+        for number in itertools.count():
+            with Moment(CODE, number * stride, nested, anywhere=True) as moment:
+                came = sessions.infer(x)
+            total += 1
+            if moment.fell and not told[-1]:
+                total += 1
+                assert came[0] in (total - 1, total)
+            else:
+                assert came.tolist() == [total] * 3
+            if not moment.fell:
+                break
+        assert sum(told) > 3
+
+
+def test_a_loop_within_a_call_that_has_the_rows_is_told_so_at_once(client):
+    model = client.model("affine", rows=2)
+    x = np.ones((2, 4), np.float32)
+
+    def nested():
+        began = time.monotonic()
+        with pytest.raises(Busy):
+            asyncio.run(model.infer_async(x))
+        assert time.monotonic() - began < PROMPT
+
+    put = model.requests.lane.codec.put
+
+    def within(*given):
+        model.requests.lane.codec.put = put
+        nested()
+        put(*given)
+
+    model.requests.lane.codec.put = within
+    np.testing.assert_array_equal(model.infer(x), 2 * x + 1)
+
+
+@pytest.mark.parametrize("panel", [False, True])
+def test_a_hook_within_its_own_call_scores_or_is_refused_at_once_in_whatever_thread(reachable, panel):
+    """The garbage collector also runs destructors in the threads that send a juror's calls: those must not wait."""
+    length = {"weight": 1.0, "model": "length", "output": "score"}
+    model = {"a": length, "b": length} if panel else "length"
+    juror = Juror(model, output=None if panel else "score", address=reachable.address, timeout=60.0)
+    times, seen, wrong = (2 if panel else 1), collections.Counter(), []
+
+    def scores():
+        came = juror.scores({"text": ["abc", "de"]}, 2)
+        if came != [3.0 * times, 2.0 * times]:
+            wrong.append(came)
+
+    class Destroyed:
+        def __init__(self) -> None:
+            self.me = self
+
+        def __del__(self) -> None:
+            began, here = time.monotonic(), threading.current_thread() is threading.main_thread()
+            try:
+                scores()
+                seen["main" if here else "sender"] += 1
+            except Refused as error:
+                if here or not panel:
+                    wrong.append(error)
+                seen["refused"] += 1
+            if time.monotonic() - began > PROMPT:
+                wrong.append("it waited for itself")
+
+    scores()
+    before = gc.get_threshold()
+    gc.set_threshold(19, 2, 2)
+    try:
+        for _ in range(200):
+            Destroyed()
+            scores()
+    finally:
+        gc.set_threshold(*before)
+        juror.close()
+    assert not wrong, wrong[:3]
+    assert seen["refused" if panel else "sender"] and sum(seen.values()) > 20, seen
+
+
+@pytest.mark.parametrize("to", ["out", "flat", "new"])
+def test_a_read_within_a_read_fills_its_own_memory_and_both_are_whole(reachable, to):
+    with reachable.connect() as connection, connection.publisher("learnt") as publisher:
+        publisher.publish({"scale": np.float32(5), "offset": np.float32(6)}, {"n": 1})
+        mine, other = connection.weights("learnt"), None
+
+        def read():
+            state = mine.buffers()
+            for array in state.values():
+                array[...] = np.nan
+            if to == "flat":
+                flat = np.full(mine.layout.nbytes, 0xFF, np.uint8)
+                mine.read_flat(flat)
+                state = mine.layout.views(flat)
+            else:
+                state = mine.read(out=state if to == "out" else None).state
+            assert (float(state["scale"]), float(state["offset"])) == (5.0, 6.0)
+            return state
+
+        for number in itertools.count():
+            with Moment((reader.__file__,), number, read, anywhere=True) as moment:
+                other = read()
+            if not moment.fell:
+                break
+        assert number > 20 and other is not None
+        publisher.publish({"scale": np.float32(2), "offset": np.float32(1)}, {"value": 1.0})

@@ -317,13 +317,18 @@ class Lane:
             self.receive(min(left / 1e9, LOOK_AFTER), (ticket,))
         return ticket.answer
 
-    def wait_for_rows(self, deadline: int) -> bool:
-        """Wait up to LOOK_AFTER for rows in flight. Return False if none are in flight, or the deadline has passed.
+    def may_free_rows(self) -> bool:
+        """Return whether tickets are in flight whose answers a call can wait for, also one that is nested in another.
 
-        Tickets that a call is sending or reading, in which this one is nested, do not count: it goes on after this one.
+        Those do not count that a call is sending or reading: it goes on only after the calls that are nested in it.
         """
-        left, tickets = deadline - time.monotonic_ns(), list(self.in_flight.values())
-        if left <= 0 or all(ticket.sending or self._transport.is_reading(ticket) for ticket in tickets):
+        tickets = list(self.in_flight.values())
+        return not all(ticket.sending or self._transport.is_reading(ticket) for ticket in tickets)
+
+    def wait_for_rows(self, deadline: int) -> bool:
+        """Wait up to LOOK_AFTER for rows in flight. Return False if there are none, or the deadline has passed."""
+        left = deadline - time.monotonic_ns()
+        if left <= 0 or not self.may_free_rows():
             return False
         self.receive(min(left / 1e9, LOOK_AFTER))
         return True

@@ -491,7 +491,7 @@ async def rows_come_back(turns: Turns, lane: Lane, deadline: int) -> None:
     import asyncio  # most clients have no event loop, and importing it takes as long as ZeroMQ
 
     left = (deadline - time.monotonic_ns()) / 1e9
-    if left <= 0:
+    if left <= 0 or (turns.mine and not lane.may_free_rows()):  # the latter in a handler, within a call with the rows
         raise Busy(f"no rows of this lane's {lane.rows} became free in time: ask for a larger lane")
     loop, future = asyncio.get_running_loop(), lane.row_waiter()
     await turns.alone(lambda: turns.watch(lane, loop), deadline)

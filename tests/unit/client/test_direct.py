@@ -104,7 +104,8 @@ def test_a_ticket_is_in_flight_until_its_answer_is_taken_in(router, engine):
     assert not engine.has(ticket(5))
 
 
-def test_requests_in_flight_on_a_broken_connection_count_if_answered_twice(router, engine):
+@pytest.mark.parametrize("code", [Code.OK, Code.MODEL_FAILED, Code.ROW_FAILED, Code.SESSION_LOST, Code.STALE_LEASE])
+def test_requests_in_flight_on_a_broken_connection_count_if_answered_twice(router, engine, code):
     """The first answer may come while the second ticket is computed, which writes to the same rows."""
     send(engine, 5)
     wait_until(lambda: (engine.answers(0), router.poll(10))[1], 20, "the ticket came")
@@ -119,8 +120,8 @@ def test_requests_in_flight_on_a_broken_connection_count_if_answered_twice(route
     assert answers(engine) == []
     assert engine.has(ticket(5))
     assert not router.poll(100), "it is not sent a third time"
-    reply(router, again)
-    assert [answer.sequence for answer in answers(engine)] == [5]
+    reply(router, again, int(code))
+    assert [(answer.sequence, answer.code) for answer in answers(engine)] == [(5, code)]
     assert not engine.has(ticket(5))
 
 
@@ -286,8 +287,8 @@ def test_a_caller_names_its_deadline_if_a_signal_ends_its_wait(router, engine, s
 
     with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
         dealer.setsockopt(zmq.LINGER, 0)
-        dealer.connect(router.getsockopt_string(zmq.LAST_ENDPOINT))
-        check_deadline(libzmq._Caller(libzmq._Attached(dealer, LANE, LEASE, LIFE), place), None)
+        address = router.getsockopt_string(zmq.LAST_ENDPOINT)
+        check_deadline(libzmq._Caller(libzmq._Attached(dealer, address, LANE, LEASE, LIFE), place), None)
 
     connection, rows, transport = connected(router)
     check_deadline(transport.caller(row_place(connection, rows)), np.ones(2, np.float32))

@@ -46,7 +46,6 @@ if TYPE_CHECKING:
 _MOST_REPLY = 1 << 20  # bytes; an engine's reply has no outputs, they are in the arena
 _PATIENCE = 0.02  # seconds that a send waits for buffer space if no event loop watches the socket
 _CONNECT = 0.1  # seconds to wait for space in an engine's listen queue
-_COMPUTED = (Code.OK, Code.MODEL_FAILED)
 FRAME = struct.Struct(f"<{len(PREFIX)}s{PACK_TICKET.format[1:]}")  # a ticket with its prefix
 
 
@@ -167,11 +166,11 @@ class EngineLink:
             number = answer.sequence
             sequence = self._again.get(number)
             if sequence is not None:
-                if answer.code in _COMPUTED:
-                    answers.append(answer._replace(sequence=sequence))
-                else:  # it was refused: `has` sends it again
+                if answer.code == Code.BUSY:  # the engine still has the first copy: `has` sends it again
                     self._again.pop(number, None)
                     self.drop(number)
+                else:
+                    answers.append(answer._replace(sequence=sequence))
             elif answer.code == Code.BUSY:
                 # The engine still has a ticket that was sent twice: `has` sends it again.
                 self.doubt_one(number)

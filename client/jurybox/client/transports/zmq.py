@@ -136,7 +136,7 @@ class ZmqTransport(Transport):
         if can_dial(address):
             engine = DirectEngine(address, self._lane, self._lease, incarnation)
         else:
-            engine = _Attached(self._socket(number), self._lane, self._lease, incarnation)
+            engine = _Attached(self._socket(number), address, self._lane, self._lease, incarnation)
         if (known := self._engines.setdefault((number, incarnation), engine)) is not engine:
             engine.close()  # a nested call has connected meanwhile
             return known
@@ -151,7 +151,6 @@ class ZmqTransport(Transport):
         socket.setsockopt(zmq.IDENTITY, lane_identity(self._lane, self._lease))
         socket.setsockopt(zmq.RECONNECT_IVL, 10)
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, 200)
-        socket.connect(self._addresses[number])
         return socket
 
     def _drop(self, key: tuple[int, int]) -> None:
@@ -199,9 +198,11 @@ class _Attached(EngineLink):
         unanswered: sequence numbers of tickets that were sent and are not settled.
     """
 
-    def __init__(self, socket: zmq.Socket[bytes], lane: int, lease: int, incarnation: int) -> None:
+    def __init__(self, socket: zmq.Socket[bytes], address: str, lane: int, lease: int, incarnation: int) -> None:
         super().__init__(lane, lease, incarnation)
         self.socket = socket
+        # One step of the interpreter connects, once. Two connections of one identity would take each other's answers.
+        self._connecting = map(partial(Bare.connect, socket), (address,))
         self.descriptor = int(socket.getsockopt(zmq.FD))
         self.unanswered: dict[int, None] = {}
         self._arrived: deque[bytes] = deque()  # replies that were not dropped
@@ -214,6 +215,7 @@ class _Attached(EngineLink):
         frame = self.frame(sequence, first, rows, submitted, deadline, version)
         claim = self._move()
         try:
+            next(self._connecting, None)
             self.unanswered[sequence] = None
             self._send(frame)
         except BaseException:
