@@ -184,28 +184,43 @@ class Lane:
         """
         deadline = time.monotonic_ns() + int(seconds * 1e9)
         claim = Claim()
-        ticket = self.exchange(first, rows, deadline, version, min(seconds, LOOK_AFTER), weakref.ref(claim))
+        this = weakref.ref(claim)
+        brief = seconds if seconds < LOOK_AFTER else LOOK_AFTER
+        ticket = self.exchange(first, rows, deadline, version, brief, this, this)
         try:
             return ticket.answer or self.wait(ticket, deadline)
         finally:
             ticket.owner = None
 
     def exchange(
-        self, first: int, rows: int, deadline: int, version: int, seconds: float, owner: weakref.ref[Any] | None = None
+        self,
+        first: int,
+        rows: int,
+        deadline: int,
+        version: int,
+        seconds: float,
+        owner: weakref.ref[Any] | None = None,
+        sender: weakref.ref[Claim] | None = None,
     ) -> InFlight:
         """Send a ticket as `submit` does; if no other one is in flight, wait at most `seconds` for its answer.
 
         The outputs of an answered ticket stay while the rows are held.
+
+        Args:
+            sender: the calling method's claim, if it has one.
         """
         engine = None if self.in_flight else self.choose_engine()
         if engine is None:
             return self.submit(first, rows, deadline, version, owner)
-        self._require()
+        if self.gone is not None:
+            raise self.lost()
         ticket = InFlight(next(self.numbers), first, rows, deadline, version)
         ticket.engine, ticket.incarnation = engine, self._incarnations.item(engine)
         ticket.submitted, ticket.owner = time.monotonic_ns(), owner
-        claim = Claim()
-        ticket.sender = weakref.ref(claim)
+        if sender is None:
+            claim = Claim()
+            sender = weakref.ref(claim)
+        ticket.sender = sender
         self.in_flight[ticket.sequence] = ticket
         try:
             answer = self._transport.exchange(ticket, seconds)

@@ -43,6 +43,7 @@ class RowAllocator:
     def __init__(self, first: int, rows: int) -> None:
         self.first = first
         self.rows = rows
+        self._end = first + rows
         self.lent: dict[int, InFlight] = {}
         self._taken: dict[int, weakref.ref[Run]] = {}  # by id
         self._attempts = itertools.count()
@@ -54,7 +55,7 @@ class RowAllocator:
         Raises:
             ValueError: n is not a whole number of at least 1.
         """
-        rows = whole(n, "rows", 1)
+        rows = n if type(n) is int and n > 0 else whole(n, "rows", 1)
         while True:
             attempt = self._last = next(self._attempts)
             if (first := self._fit(rows)) is None:
@@ -95,20 +96,26 @@ class RowAllocator:
         """Return the runs of rows in use, (first, rows), in order; they may overlap."""
         # In this order: rows whose run is given while they are lent move from the first table to the second. `list` of
         # values runs no other code, unlike that of items.
-        runs = [run for reference in list(self._taken.values()) if (run := reference()) is not None]
-        used = [(run.first, run.rows) for run in runs]
-        used += [(ticket.first, ticket.rows) for ticket in list(self.lent.values())]
-        used.sort()
+        used = [(run.first, run.rows) for each in list(self._taken.values()) if (run := each()) is not None]
+        if self.lent:
+            used += [(ticket.first, ticket.rows) for ticket in list(self.lent.values())]
+        if len(used) > 1:
+            used.sort()
         return used
 
     def _fit(self, n: int) -> int | None:
         """Return the first of n free rows."""
-        at = self.first
-        for first, rows in self._used():
+        at, runs = self.first, list(self._taken.values())
+        if len(runs) < 2 and not self.lent:  # a lone call, beside the rows that calls of one row keep
+            places = [(run.first, run.rows)] if runs and (run := runs[0]()) is not None else []
+        else:
+            places = self._used()
+        for first, rows in places:
             if first - at >= n:
-                return at
-            at = max(at, first + rows)
-        return at if self.first + self.rows - at >= n else None
+                break
+            if first + rows > at:
+                at = first + rows
+        return at if self._end - at >= n else None
 
     def _gaps(self) -> list[tuple[int, int]]:
         """Return the free runs, (first, length), in order."""
