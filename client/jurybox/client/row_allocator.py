@@ -113,8 +113,7 @@ class RowAllocator:
         for first, rows in places:
             if first - at >= n:
                 break
-            if first + rows > at:
-                at = first + rows
+            at = max(at, first + rows)
         return at if self._end - at >= n else None
 
     def _gaps(self) -> list[tuple[int, int]]:
