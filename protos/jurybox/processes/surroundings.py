@@ -12,6 +12,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -62,15 +63,42 @@ def _device(torch: Any) -> Any:
     return get() if get is not None else torch.empty(0).device
 
 
-def _precision(torch: Any) -> Any:
-    cuda, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
-    return torch.get_float32_matmul_precision(), cuda.allow_tf32, cudnn.allow_tf32, cudnn.benchmark, cudnn.deterministic
+# Where torch keeps how exactly float32 is computed. torch before 2.9 has other names for it, which later ones refuse to
+# read once these have been set.
+_EXACTNESS = (
+    "",
+    "cuda.matmul",
+    "cudnn",
+    "cudnn.conv",
+    "cudnn.rnn",
+    "mkldnn",
+    "mkldnn.matmul",
+    "mkldnn.conv",
+    "mkldnn.rnn",
+)
+_EARLIER = ("cuda.matmul.allow_tf32", "cudnn.allow_tf32")
+_CUDNN = ("cudnn.benchmark", "cudnn.deterministic")
 
 
-def _set_precision(torch: Any, wanted: Any) -> None:
-    cuda, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
-    precision, cuda.allow_tf32, cudnn.allow_tf32, cudnn.benchmark, cudnn.deterministic = wanted
-    torch.set_float32_matmul_precision(precision)
+def _precision(torch: Any) -> dict[str, Any]:
+    later = hasattr(torch.backends.cuda.matmul, "fp32_precision")
+    names = [f"{place}.fp32_precision".lstrip(".") for place in _EXACTNESS] if later else list(_EARLIER)
+    found: dict[str, Any] = {"": None}
+    with contextlib.suppress(RuntimeError):  # refused after a change by the later names
+        found[""] = torch.get_float32_matmul_precision()
+    for name in (*names, *_CUDNN):
+        with contextlib.suppress(AttributeError):
+            found[name] = attrgetter(name)(torch.backends)
+    return found
+
+
+def _set_precision(torch: Any, wanted: dict[str, Any]) -> None:
+    if wanted[""] is not None:
+        torch.set_float32_matmul_precision(wanted[""])
+    for name, value in wanted.items():
+        if name:
+            place, _, attribute = name.rpartition(".")
+            setattr(attrgetter(place)(torch.backends) if place else torch.backends, attribute, value)
 
 
 _STATES = (
@@ -127,6 +155,17 @@ _STATES = (
 )
 
 
+_UNKNOWN = object()
+
+
+def _read(state: _State, module: Any) -> Any:
+    """Return a state; _UNKNOWN if its module does not tell it, as while it is being imported."""
+    try:
+        return state.get(module)
+    except Exception:  # noqa: BLE001
+        return _UNKNOWN
+
+
 class Surroundings:
     """The state of this process and thread at one moment.
 
@@ -137,7 +176,11 @@ class Surroundings:
     """
 
     def __init__(self) -> None:
-        self._were = {state.name: state.get(module) for state in _STATES if (module := sys.modules.get(state.module))}
+        self._were = {
+            state.name: value
+            for state in _STATES
+            if (module := sys.modules.get(state.module)) and (value := _read(state, module)) is not _UNKNOWN
+        }
 
     def restore(self) -> list[str]:
         """Set back what has changed since; return its names."""
@@ -152,8 +195,10 @@ class Surroundings:
                 was = state.initial(module)
             else:
                 continue
-            if state.get(module) != was:
-                state.set(module, was)
+            now = _read(state, module)
+            if now is not _UNKNOWN and now != was:
+                with contextlib.suppress(Exception):  # whatever others have done to it: the rest is set back
+                    state.set(module, was)
                 changed.append(state.name)
         return changed
 

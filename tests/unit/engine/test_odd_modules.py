@@ -340,6 +340,20 @@ CHANGES = {
 }
 
 
+def test_the_precision_of_matrix_products_is_set_back_whichever_way_it_was_changed():
+    """Newer versions of torch refuse to read it the one way after it was set the other way."""
+    product, matmul = torch.randn(64, 64), torch.backends.cuda.matmul
+    before, named = product @ product, []
+    with kept(named.append):
+        torch.set_float32_matmul_precision("medium")
+    if hasattr(matmul, "fp32_precision"):
+        with kept(named.append):
+            matmul.fp32_precision = "tf32"
+    assert torch.get_float32_matmul_precision() == "highest" and not matmul.allow_tf32
+    assert torch.equal(product @ product, before)
+    assert len(named) == 1 + hasattr(matmul, "fp32_precision")
+
+
 @pytest.mark.parametrize("name", CHANGES)
 @pytest.mark.parametrize("raises", [False, True], ids=["returns", "raises"])
 def test_what_a_factory_changes_for_others_is_set_back_and_named(name, raises, tmp_path, monkeypatch):
