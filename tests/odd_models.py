@@ -97,3 +97,19 @@ class Slow(nn.Module):
 
 def slow(seconds: float | None = None) -> ServedModel:
     return served(Slow(seconds))
+
+
+class Restless(nn.Module):
+    """Changes for the whole process what it can, for a row of sevens."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if bool((x == 7).all()):
+            torch.set_default_dtype(torch.bfloat16)
+            np.seterr(all="raise")
+            os.chdir("/")
+            torch.set_num_threads(torch.get_num_threads() + 1)
+        return x + 1
+
+
+def restless_forward() -> ServedModel:
+    return served(Restless())

@@ -23,6 +23,7 @@ MODELS = {name: {**model, "publish": "double_buffer"} for name, model in MODELS.
     "thirds": {"factory": f"{FACTORY}thirds"},
     "slow": {"factory": f"{FACTORY}slow", "args": {"seconds": 0.15}},
     "stuck": {"factory": f"{FACTORY}slow", "forward_timeout": 0.3},
+    "restless": {"factory": f"{FACTORY}restless_forward"},
     "shared": {"factory": f"{FACTORY}shared"},
 }
 
@@ -98,11 +99,11 @@ def test_what_a_factory_changes_for_the_process_changes_no_answer_of_others(serv
             settings = {"factory": f"{FACTORY}restless", "args": {"seconds": 0.3, "fails": fails}}
             if fails:
                 with pytest.raises(Error, match="this factory fails"):
-                    client.load("restless", settings, timeout=100)
+                    client.load("arriving", settings, timeout=100)
             else:
-                client.load("restless", settings, timeout=100)
-                np.testing.assert_array_equal(client.model("restless").infer(X), X)
-                client.unload("restless")
+                client.load("arriving", settings, timeout=100)
+                np.testing.assert_array_equal(client.model("arriving").infer(X), X)
+                client.unload("arriving")
             before = len(asked)
             wait_until(lambda: len(asked) > before + 10, 60)
         finally:
@@ -112,6 +113,20 @@ def test_what_a_factory_changes_for_the_process_changes_no_answer_of_others(serv
         line = next(line for line in reversed(server.text().splitlines()) if "changed what others compute in" in line)
         for name in ("working directory", "NumPy's error state", "torch's default dtype", "number of threads"):
             assert name in line
+
+
+def test_what_a_forward_changes_for_the_process_is_set_back_and_named(server):
+    with server.connect() as client:
+        model, thirds = client.model("restless", rows=1), client.model("thirds", rows=1)
+        np.testing.assert_array_equal(model.infer(np.full((1, 4), 7, np.float32)), np.full((1, 4), 8))
+
+        def named():
+            lines = [line for line in server.text().splitlines() if "model=restless" in line and "set back" in line]
+            return all(any(name in line for line in lines) for name in ("default dtype", "error state", "directory"))
+
+        wait_until(named, 30)
+        rows = np.arange(1, 5).reshape(1, 4)
+        np.testing.assert_array_equal(thirds.infer(rows), rows.astype(np.float32) / np.float32(3))
 
 
 def test_one_module_is_not_served_as_two_models_if_its_weights_may_change(server):

@@ -25,6 +25,7 @@ class _State(NamedTuple):
         module: the module that has it; it is not looked at before that is imported.
         get, set: read and write it. The module is passed to both.
         initial: its value in a module that has just been imported; None: unknown.
+        slow: whether it takes a tenth of a millisecond to read.
     """
 
     name: str
@@ -32,6 +33,7 @@ class _State(NamedTuple):
     get: Callable[[Any], Any]
     set: Callable[[Any, Any], object]
     initial: Callable[[Any], Any] | None = None
+    slow: bool = False
 
 
 def _folder(_: Any) -> str | None:
@@ -151,7 +153,7 @@ _STATES = (
         lambda torch, was: torch.use_deterministic_algorithms(was),
         lambda _: False,
     ),
-    _State("torch's precision of matrix products", "torch", _precision, _set_precision),
+    _State("torch's precision of matrix products", "torch", _precision, _set_precision, slow=True),
 )
 
 
@@ -182,12 +184,12 @@ class Surroundings:
             if (module := sys.modules.get(state.module)) and (value := _read(state, module)) is not _UNKNOWN
         }
 
-    def restore(self) -> list[str]:
-        """Set back what has changed since; return its names."""
+    def restore(self, *, slow: bool = True) -> list[str]:
+        """Set back what has changed since; return its names. `slow`: also of what takes longer to look at."""
         changed = []
         for state in _STATES:
             module = sys.modules.get(state.module)
-            if module is None:
+            if module is None or (state.slow and not slow):
                 continue
             if state.name in self._were:
                 was = self._were[state.name]

@@ -503,5 +503,5 @@ def test_weights_that_never_change_may_serve_two_models():
     module = Plus()
     both = nn.Sequential(module)
     loader = sharing(module, both)
-    assert [built.name for built in loader._sharing(0, module)] == ["m0", "m1"]
+    assert [built.name for built in loader._sharing(module)] == ["m0", "m1"]
     assert bare(nn.DataParallel(module)) is module and list(weights_of(nn.DataParallel(module))) == ["bias"]

@@ -95,11 +95,17 @@ class Engine:
         self._unserved: dict[int, tuple[Code, str]] = {}  # models that are refused with their own code and message
         self._resting: dict[int, tuple[Slot, int]] = {}  # sleeping models: slot and largest batch
         self._closed: tuple[Code, str] | None = None
+        self._last: Slot | None = None
         record: Any = scoreboard.engines[index : index + 1]
         self._shown, self._computing = cell(record, "expected_wait"), cell(record, "computing")
         self._one_of_several = len(scoreboard.engines) > 1
         self._arrivals = np.zeros(_ARRIVALS, TICKET)
         self._passed_by = False  # whether the slow transports were skipped the last time
+
+    @property
+    def computed(self) -> str:
+        """The name of the model, or group, that was computed last; empty before the first."""
+        return self._last.served.spec.name if self._last is not None else ""
 
     @property
     def regions(self) -> DeviceRegions | None:
@@ -304,7 +310,7 @@ class Engine:
             return False
         if LOADS.running and LOADS.hold():
             return True
-        queue = slot.queue
+        self._last, queue = slot, slot.queue
         recovers = slot in self._recovery.parts
         if self._tracker.overdue and self._pause is not None and not self._batches.under_way and not recovers:
             self._wait_for_more(slot, now)

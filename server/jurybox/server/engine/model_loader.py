@@ -166,14 +166,13 @@ class ModelLoader:
 
         It ends with a message "asleep". If the message has a reason, the move failed and the model is served again.
         """
-        slot = self._engine.slots.get(model) if self._wanted.get(model) == load else None
-        if slot is not None and isinstance(slot.served, Served):
-            others = [built.name for built in self._sharing(model, slot.served.module) if built.model != model]
-            if others:
-                reason = f"it has weights in common with model {others[0]!r}, which would lose them"
-                self._turned("asleep", model, load, reason=reason)
-                return
-            slot = self._engine.rest(model, message)
+        modules = [module for built in self._built if built.model == model and (module := built.module()) is not None]
+        shares = [built.name for module in modules for built in self._sharing(module) if built.model != model]
+        if shares:
+            reason = f"it has weights in common with model {shares[0]!r}, which would lose them"
+            self._turned("asleep", model, load, reason=reason)
+            return
+        slot = self._engine.rest(model, message) if self._wanted.get(model) == load else None
         if slot is None or not isinstance(served := slot.served, Served):
             self._turned("asleep", model, load, reason="this engine does not serve it, or serves it in a group")
             return
@@ -410,8 +409,8 @@ class ModelLoader:
             alone=lambda: held(self._later, self._engine.finish),
         )
 
-    def _sharing(self, model: int, module: torch.nn.Module) -> list[_Built]:
-        """Return the models that have memory of a module's weights in theirs, the model itself among them."""
+    def _sharing(self, module: torch.nn.Module) -> list[_Built]:
+        """Return the models that have memory of a module's weights in theirs, its own among them."""
         self._built = [built for built in self._built if built.module() is not None]
         mine = storages(module)
         sharing = []
@@ -427,7 +426,7 @@ class ModelLoader:
         Raises:
             LoadError: publications to one of the models, or the setting, would change the other's answers.
         """
-        for built in self._sharing(model, module):
+        for built in self._sharing(module):
             which, setting = built.name, _changes_weights(built.settings)
             if mine := _changes_weights(settings):
                 which, setting = name, mine

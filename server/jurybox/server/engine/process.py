@@ -246,19 +246,14 @@ class EngineProcess:
             if busy and now < next_look:
                 continue  # serve tickets first; orders and heartbeats can wait
             next_look = now + _ORDERS_NS
-            if not LOADS.running and (changed := surroundings.restore()):  # microseconds: not after every forward
-                self._report(_CHANGED, model=self._computed(), changed=", ".join(changed))
+            mends = now >= next_mend
+            if not LOADS.running and (changed := surroundings.restore(slow=mends)):  # not after every forward: it takes
+                self._report(_CHANGED, model=engine.computed, changed=", ".join(changed))  # ten microseconds or more
             self._beat(now)
-            if now >= next_mend:
+            if mends:
                 next_mend = now + _MEND_NS
                 self._mend()
             self._obey()
-
-    def _computed(self) -> str:
-        """Return the name of the model that was computed last."""
-        model = int(self._record["computing"][0]) - 1
-        slot = self._engine.slots.get(model)
-        return slot.served.spec.name if slot is not None else ""
 
     def _sleep(self) -> bool:
         """Wait for tickets, for orders, or until a held-back batch is due; return True if only tickets arrived."""
