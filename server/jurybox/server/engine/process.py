@@ -134,7 +134,8 @@ class TracedBatches(Batches):
 _SWITCH = 0.0005
 _HEARTBEAT = 0.25  # seconds between two heartbeats of an idle engine
 _MEND_NS = 250_000_000  # between two checks of the memory that other processes may have overwritten
-_ORDERS_NS = 5_000_000  # between two reads of the control pipe, and looks at what forwards changed, by a busy engine
+_ORDERS_NS = 5_000_000  # between two reads of the control pipe by a busy engine
+_CHECK_NS = 50_000_000  # between two looks at what forwards changed for the process, of ten microseconds or more
 _ORDERS = 256  # the most orders carried out between two turns
 _CHANGED = "a forward changed what other models compute in, it was set back"
 _MILD = ("weights version not held", "out of memory, batches halved", _CHANGED)
@@ -236,7 +237,7 @@ class EngineProcess:
         self._context.term()
 
     def _loop(self) -> None:
-        engine, next_look, next_mend = self._engine, 0, 0
+        engine, next_look, next_mend, next_check = self._engine, 0, 0, 0
         surroundings = Surroundings()
         if self._paused:
             self._stand_by()
@@ -247,8 +248,10 @@ class EngineProcess:
                 continue  # serve tickets first; orders and heartbeats can wait
             next_look = now + _ORDERS_NS
             mends = now >= next_mend
-            if not LOADS.running and (changed := surroundings.restore(slow=mends)):  # not after every forward: it takes
-                self._report(_CHANGED, model=engine.computed, changed=", ".join(changed))  # ten microseconds or more
+            if (mends or now >= next_check) and not LOADS.running:
+                next_check = now + _CHECK_NS
+                if changed := surroundings.restore(slow=mends):
+                    self._report(_CHANGED, model=engine.computed, changed=", ".join(changed))
             self._beat(now)
             if mends:
                 next_mend = now + _MEND_NS
