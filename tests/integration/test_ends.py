@@ -16,6 +16,7 @@ from jurybox.client import ModelNotFound, Refused, ServerGone, Timeout, connect,
 from jurybox.client.remote import grpc_channel, grpc_link, tcp, weights
 from jurybox.protocol import locks
 from jurybox.protocol.locks import TimedLock
+from jurybox.protocol.weights import publisher as publishers
 
 X = np.arange(8, dtype=np.float32).reshape(2, 4)
 CONTROL = tuple(module.__file__ for module in (control, link, local_link, tcp, locks, grpc_channel, grpc_link, weights))
@@ -122,6 +123,30 @@ def test_no_call_waits_for_another_thread_longer_than_its_time_out(connecting):
         assert late >= 5 * len(locks_of(server)) - 5
         server.timeout = 30.0
         assert "affine" in server.models()
+
+
+@pytest.mark.parametrize("kind", ["shm", "grpc"])
+def test_a_publication_waits_for_another_threads_no_longer_than_it_says(running, kind, monkeypatch):
+    monkeypatch.setattr(publishers, "_PATIENCE", 0.1)
+    arrays = {"scale": np.float32(2), "offset": np.float32(1)}
+    with connect(running[kind], timeout=30) as server:
+        publisher, reader = server.publisher("policy"), server.weights("policy")
+        publisher.publish(arrays)
+        asks = {publisher: [lambda: publisher.publish(arrays), publisher.close]}
+        if kind == "grpc":
+            publisher._timeout = reader._timeout = 0.1
+            asks[reader] = [reader.read, lambda: reader.read(timeout=0.1), lambda: reader.newest]
+        for end, calls in asks.items():
+            with held(end._turn):
+                for call in calls:
+                    began = time.monotonic()
+                    with pytest.raises(Timeout, match="in another thread did not end within 0.1 s"):
+                        call()
+                    assert time.monotonic() - began < 10  # of 60
+        for ask in (lambda: publisher.publish(arrays), publisher.close):  # close() was called: it is closed now
+            with contextlib.suppress(Refused):
+                ask()
+        server.publisher("policy").close()
 
 
 @pytest.mark.parametrize("kind", ["shm", "tcp", "grpc"])

@@ -9,7 +9,7 @@ import os
 import struct
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import zmq
 from google.protobuf.message import DecodeError, Message
@@ -52,7 +52,14 @@ def new_socket(context: zmq.Context[zmq.Socket[bytes]], purpose: str = "to the s
         raise TooManyFiles(f"no socket {purpose}: {remedy()}") from error
 
 
-class _Socket(zmq.Socket[bytes]):
+if TYPE_CHECKING:
+    AnySocket: TypeAlias = zmq.Socket[bytes]
+    AnyContext: TypeAlias = zmq.Context["_Socket"]
+else:  # pyzmq before 23 has no generic classes
+    AnySocket, AnyContext = zmq.Socket, zmq.Context
+
+
+class _Socket(AnySocket):
     """A socket that its context holds until it is closed."""
 
     def close(self, linger: int | None = None) -> None:
@@ -61,7 +68,7 @@ class _Socket(zmq.Socket[bytes]):
         context.held.pop(id(self), None)
 
 
-class _Context(zmq.Context[_Socket]):
+class _Context(AnyContext):
     """A context that holds its sockets, so that only who closes them closes them.
 
     pyzmq closes a socket that is garbage-collected. Were it collected together with its link, that would happen at the
