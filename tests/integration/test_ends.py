@@ -191,7 +191,7 @@ def test_a_handler_at_any_place_of_a_call_of_the_server_is_answered_or_refused_a
                 ends.append("refused")
 
         ends = []
-        for moment in each_moment(CONTROL, handler, 1 if nested == "status" else 3):
+        for moment in each_moment(CONTROL, handler, 2 if nested == "status" else 5):
             with moment:
                 with server.model("affine", rows=2) as model:
                     assert model.infer(X).shape == (2, 4)
@@ -203,7 +203,7 @@ def test_a_handler_at_any_place_of_a_call_of_the_server_is_answered_or_refused_a
 
 @pytest.mark.parametrize("what", ["status", "lease", "weights"])
 def test_a_handler_that_closes_at_any_place_of_a_call_lets_the_call_end(connecting, running, what):
-    before, stride = lanes(running), 5 if what == "status" else 13
+    before, stride = lanes(running), 7 if what == "status" else 17
     kept, ended, refused = [], 0, 0
     for number in range(0, 10_000, stride):
         server = connecting()
