@@ -1,4 +1,4 @@
-"""Our client over grpc://: entered again by destructors and handlers, interrupted, dropped, behind a proxy."""
+"""Our client over grpc://: entered again by destructors and handlers, interrupted, dropped."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 from tests.moments import Moment, each_moment
 from tests.serving import wait_until
 
-from jurybox.client import Refused, RowFailed, ServerGone, Timeout, connect
+from jurybox.client import Refused, RowFailed, Timeout, connect
 from jurybox.client.remote import grpc_channel, weights
 
 ROW = np.array([[1, 2, 3, 4]], np.float32)
@@ -201,20 +201,6 @@ def test_calls_at_the_same_time_take_a_channel_each_and_keep_their_time_outs(ser
     for thread in threads:
         thread.join(30)
     assert 1 <= len(server._link._channels._free) <= 5  # kept for the next calls
-
-
-def test_a_proxy_of_the_environment_is_not_asked_for_a_server_on_this_host(gateway, monkeypatch):
-    for name in ("http_proxy", "https_proxy", "grpc_proxy"):
-        monkeypatch.setenv(name, "http://127.0.0.1:9")
-    for name in ("no_proxy", "no_grpc_proxy", "NO_PROXY"):
-        monkeypatch.delenv(name, raising=False)
-    for host in ("127.0.0.1", "localhost"):
-        with connect(f"grpc://{host}:{gateway.grpc.rpartition(':')[2]}", timeout=30) as server:
-            assert server.model("affine").infer(ROW).tolist() == ANSWER
-    with pytest.raises(
-        ServerGone, match="Calls may go through the proxy of grpc_proxy: add jurybox.invalid to no_proxy"
-    ):
-        connect("grpc://jurybox.invalid:1", timeout=0.3)
 
 
 def test_a_call_of_a_closed_connection_is_refused(server):
