@@ -150,8 +150,10 @@ def test_a_taken_port_is_noticed_before_anything_is_started(monkeypatch, door):
 def test_a_server_with_a_taken_port_ends_without_loading_a_model(tmp_path, nothing_left):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         where = f"127.0.0.1:{taken.getsockname()[1]}"
-        code, text = ended(launch(tmp_path, {"affine": {"factory": "tests.models:affine"}}, http=where))
-    assert code == 3 and "set server.http to another host:port" in text and "engine-0" not in text, text
+        models = {"affine": {"factory": "tests.models:affine"}}
+        code, text = ended(launch(tmp_path, models, http=where, log_level="debug"))
+    assert code == 3 and "set server.http to another host:port" in text
+    assert "started role=" not in text, text  # of a child
 
 
 BESIDE = """
