@@ -59,3 +59,17 @@ def test_its_ray_is_the_one_that_is_pinned_and_every_pod_has_shared_memory() -> 
         pod = group["template"]["spec"]
         assert any(mount["mountPath"] == "/dev/shm" for mount in pod["containers"][0]["volumeMounts"])
         assert any(volume.get("emptyDir", {}).get("medium") == "Memory" for volume in pod["volumes"])
+
+
+def test_its_volume_and_its_image_are_there() -> None:
+    pod = MANIFEST["spec"]["rayClusterSpec"]["headGroupSpec"]["template"]["spec"]
+    volumes = [volume["persistentVolumeClaim"] for volume in pod["volumes"] if "persistentVolumeClaim" in volume]
+    claims = [volume["claimName"] for volume in volumes]
+    volume = yaml.safe_load((FOLDER / "results.yaml").read_text())
+    assert claims == [volume["metadata"]["name"]] and volume["kind"] == "PersistentVolumeClaim"
+    dockerfile = (FOLDER.parent / "Dockerfile").read_text()
+    user = f"USER {pod['securityContext']['runAsUser']}:{pod['securityContext']['runAsGroup']}"
+    assert "FROM image AS ray\n" in dockerfile and user in dockerfile and "ray[default]" in dockerfile
+    clusters = MANIFEST["spec"]["rayClusterSpec"]
+    for group in (clusters["headGroupSpec"], *clusters["workerGroupSpecs"]):
+        assert group["template"]["spec"]["containers"][0]["image"] == "registry.example.com/jurybox-ray:latest"
