@@ -14,9 +14,10 @@ def images():
     """The images by target, built from this tree; JURYBOX_TEST_IMAGES=NAME:TAG names those that are there already."""
     if why := why_none():
         pytest.skip(why)
-    if there := os.environ.get("JURYBOX_TEST_IMAGES"):
+    if there := os.environ.pop("JURYBOX_TEST_IMAGES", None):  # servers on this host would take it for a setting
         name, _, tag = there.partition(":")
-        yield {"server": there, "client": f"{name}-client:{tag}", "name": name, "tag": tag}
+        yield {"server": there, "client": f"{name}-client:{tag}", "training": f"{name}-training:{tag}", "name": name,
+               "tag": tag}  # fmt: skip
         return
     name, tag = "jurybox-test", secrets.token_hex(3)
     yield {"server": build("server", f"{name}:{tag}"), "client": build("client", f"{name}-client:{tag}"),
@@ -27,8 +28,7 @@ def images():
 @pytest.fixture(scope="session")
 def image(images):
     """The image of the trainings."""
-    tag = f"{images['name']}-training:{images['tag']}"
-    return tag if os.environ.get("JURYBOX_TEST_IMAGES") else build("training", tag)
+    return images.get("training") or build("training", f"{images['name']}-training:{images['tag']}")
 
 
 @pytest.fixture(scope="session")

@@ -24,12 +24,14 @@ pytestmark = [pytest.mark.containers, pytest.mark.timeout(900)]
 PAGE = (ROOT / "docs/containers.md").read_text()
 
 
-LINES = "\n".join(re.findall(r"```bash\n(.*?)```", PAGE, re.S)).replace("\\\n", " ").splitlines()
+BLOCKS = "\n".join(re.findall(r"```bash\n(.*?)```", PAGE, re.S)).replace("\\\n", " ")
+LINES = [line for line in BLOCKS.splitlines() if line.strip()]
 
 
 def commands(beginning):
     """The commands of the page's bash blocks that begin so, each as its words."""
-    return [words for line in LINES if (words := shlex.split(line, comments=True))[: len(beginning)] == beginning]
+    firsts = [shlex.split(line, comments=True) for each in LINES for line in [each.partition("||")[0]]]
+    return [words for words in firsts if words[: len(beginning)] == beginning]
 
 
 NAMES = ("HTTP", "GRPC", "TCP")

@@ -22,6 +22,7 @@ from websockets.sync.client import connect as websocket
 from jurybox.client import Error, Refused, connect
 from jurybox.protocol.errors import Code
 from jurybox.server.gateway.robots.msgpack_arrays import packb, unpackb
+from jurybox.server.security.access import make_pair
 
 LOCAL = "127.0.0.1:0"
 MOOD = 100_000.0  # the model computes a batch, of one row, for 0.1 s
@@ -257,3 +258,27 @@ def test_a_request_that_is_not_answered_in_time_is_refused(tmp_path, nothing_lef
         for door in ("http", "http, known form", "grpc stream"):
             assert all("stopping" in why for why in unanswered[door]), unanswered
         assert "draining took too long" in server.text() and "Traceback" not in server.text()
+
+
+def test_a_relay_with_keys_answers_what_it_accepted_large_answers_too(tmp_path, nothing_left):
+    """Its messages are sent by a thread of libzmq, which may still hold them when the relay ends."""
+    keys = tmp_path / "keys"
+    keys.mkdir()
+    make_pair(keys / "server")
+    large = {"large": {"factory": "tests.models:big", "max_batch": 1, "rows": 16}}
+    guarded = {"tcp": LOCAL, "curve_key": str(keys / "server.key_secret")}
+    with serving(tmp_path, {"moody": MODELS["moody"], **large}, **guarded) as server:
+        address = f"tcp://{server.listening('tcp')}"
+        with connect(address, timeout=60.0, server_key=str(keys / "server.key")) as client:
+            moody, big = client.model("moody", rows=4), client.model("large", rows=4)
+            rows = {name: spec.zeros(1) for name, spec in big.spec.inputs.items()}
+            with server.connect() as pausing, pausing.pause():
+                tickets = [moody.submit(row(), timeout=60.0) for _ in range(2)]
+                others = [big.submit(rows, timeout=60.0) for _ in range(4)]
+                time.sleep(HELD)
+                server.process.send_signal(signal.SIGTERM)
+                assert all(right(ticket.result(60.0).outputs, MOOD) for ticket in tickets)
+                for other in others:
+                    other.result(60.0)
+        assert server.process.wait(20) == 0
+        assert "draining took too long" not in server.text()
