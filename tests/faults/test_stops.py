@@ -93,6 +93,14 @@ class Crowd:
         def through(door: str, work: Callable[..., bool], *arguments: Any) -> None:
             found.setdefault(door, []).append(self._pool.submit(work, *arguments))
 
+        # All are submitted before one is waited for: a submission would wait for another thread's wait.
+        tickets = [
+            (name, model.submit(row(mood), timeout=patience))
+            for _ in range(EACH)
+            for name, model in self.models.items()
+        ]
+        for name, ticket in tickets:
+            through(name, lambda ticket=ticket: right(ticket.result(patience).outputs, mood))
         for number in range(EACH):
             through("http", self._asks_json, mood)
             through("http, known form", self._asks_binary, mood)
@@ -101,9 +109,6 @@ class Crowd:
             through("dialect", self._asks_dialect, "/dialects/openrlhf")
             through("dialect's port", self._asks_dialect, self.dialect_port)
             through("robot", self._asks_robot, self._robots[number], mood)
-            for name, model in self.models.items():
-                ticket = model.submit(row(mood), timeout=patience)
-                through(name, lambda ticket=ticket: right(ticket.result(patience).outputs, mood))
         return found
 
     def _asks_json(self, mood: float) -> bool:
