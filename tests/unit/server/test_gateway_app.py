@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from jurybox.protocol.errors import Error, ProtocolMismatch, ServerGone, Timeout
+from jurybox.protocol.errors import Code, Error, ProtocolMismatch, Refused, ServerGone, Timeout
 from jurybox.protocol.wire import PROTOCOL_VERSION, build_version
 from jurybox.server.gateway.app import create_app
 
@@ -50,6 +50,12 @@ async def test_a_silent_supervisor_is_neither_live_nor_ready(http, source, path,
     source.error = error
     answer = await http.get(path)
     assert (answer.status_code, answer.json()) == (503, {"status": "unavailable", "reasons": [str(error)]})
+
+
+async def test_a_draining_server_says_when_to_ask_again(http, source):
+    source.error = Refused("the server is stopping", Code.DRAINING)
+    answer = await http.get("/status")
+    assert (answer.status_code, answer.headers["retry-after"]) == (503, "2")
 
 
 async def reasons(http: httpx.AsyncClient) -> list[str]:

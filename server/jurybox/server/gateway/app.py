@@ -24,6 +24,7 @@ from jurybox.protocol.revision import source_revision
 from jurybox.protocol.wire import PROTOCOL_VERSION, build_version
 from jurybox.server.gateway.inference.lanes import MOMENT, SOON, Lanes
 from jurybox.server.gateway.live import Document, StatusSource, Watching
+from jurybox.server.security.doors import RETRY_AFTER
 
 if TYPE_CHECKING:
     from jurybox.server.gateway.robots.counters import PortCounters
@@ -275,7 +276,8 @@ def create_app(
     @app.exception_handler(Error)
     async def failed(_request: Request, error: Error) -> JSONResponse:
         row = TABLE.get(error.code)
-        return AnyText({"error": said(error), "code": error.code.name}, row.http if row else 500)
+        again = {"Retry-After": RETRY_AFTER} if error.code == Code.DRAINING else None
+        return AnyText({"error": said(error), "code": error.code.name}, row.http if row else 500, again)
 
     @app.exception_handler(Exception)
     async def broke(_request: Request, error: Exception) -> JSONResponse:
