@@ -46,6 +46,7 @@ _MADV_POPULATE_WRITE = 23
 SOCKET, UNFINISHED = ".sock", ".sock-new"
 _MAKING = 1.0  # seconds after which an unfinished socket is stale; creating it takes microseconds
 _unfinished: dict[int, float] = {}  # by inode: when this process first saw it, on the monotonic clock
+_LONGEST_SOCKET = 80  # bytes of a socket's name; a replay's may be longer, which has no server and no socket
 _TIMEOUT = 2.0  # seconds a server may take to pass a segment
 _RETRY = 0.005
 # The reply's first byte: descriptors follow, there is no such segment, or the server has no free descriptor.
@@ -352,7 +353,7 @@ def _handed(name: str, *, writable: bool) -> list[int] | None:
     """
     path = socket_of(name)
     owner = _user_of(name)
-    if owner is None:
+    if owner is None or len(os.fsencode(path.name)) > _LONGEST_SOCKET:
         return None
     until = time.monotonic() + _TIMEOUT
     try:

@@ -423,6 +423,8 @@ def test_sacs_update_is_that_of_its_paper(ent_coef) -> None:
             assert number > 1 or ((one < two).any() and (two < one).any()), "weak data"
             wanted = batch["reward"] + batch["discount"] * (torch.where(one < two, one, two) - alpha * next_density)
         first, second = critic(seen, batch["action"])
+        expected_loss = 0.5 * ((first - wanted) ** 2).mean() + 0.5 * ((second - wanted) ** 2).mean()
+        assert float(update.metrics["critic_loss"]) == pytest.approx(float(expected_loss), rel=1e-3)
         assert float(update.metrics["ent_coef"]) == pytest.approx(alpha, rel=1e-4)
         follow(of_critic, 0.5 * ((first - wanted) ** 2).mean() + 0.5 * ((second - wanted) ** 2).mean())
         one, two = critic(seen, action)

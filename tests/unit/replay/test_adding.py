@@ -239,6 +239,21 @@ def test_a_name_in_use_is_refused(make) -> None:
         Replay.create(make().name, 3, {"x": Field()})
 
 
+@pytest.mark.parametrize("name", ["", "a/b", "a*", "n" * 101])
+def test_a_name_that_is_none_is_refused(name) -> None:
+    for use in (lambda: Replay.create(name, 5, {"x": Field(())}), lambda: Replay.attach(name)):
+        with pytest.raises(ValueError, match="names no replay: expected 1 to 100 characters without '/' and"):
+            use()
+
+
+def test_the_longest_name_is_taken() -> None:
+    with Replay.create("n" * 100, 5, {"x": Field(())}) as replay:
+        replay.add(x=1.0)
+        other = Replay.attach("n" * 100)
+        assert len(other) == 1
+        other.close()
+
+
 def test_a_replay_may_be_closed_before_it_is_unlinked(make) -> None:
     replay = make()
     replay.close()

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import json
 import os
+import stat
 import subprocess
 import sys
 import threading
@@ -10,10 +12,11 @@ import lz4.block
 import numpy as np
 import pytest
 
+from jurybox import native
 from jurybox.protocol.errors import Refused, SharedMemoryError, SpecMismatch
-from jurybox.training.replay import Damaged, Episodes, Field, RateLimiter, Replay, Windows
+from jurybox.training.replay import Damaged, Episodes, Field, RateLimiter, Replay, Windows, archive
 from jurybox.training.replay import save as saving
-from jurybox.training.replay.archive import CODECS, RECORD_BYTES, Archive, Kind, record_head
+from jurybox.training.replay.archive import CODECS, RECORD_BYTES, Archive, Kind, head_of, record_head
 
 FIELDS = {"x": Field((600,)), "p": Field((40,), "float32", stored="sparse", nonzero=5), "n": Field((), "int64")}
 
@@ -356,3 +359,49 @@ def test_retries_and_samples_are_counted_on_after_load_and_restore(make, loaded,
     fresh.save(tmp_path / "small.jbr")
     again.restore(tmp_path / "small.jbr")
     assert again.added == 11
+
+
+@pytest.mark.parametrize("part", ["slot_bytes", "offsets"])
+def test_a_file_whose_rows_are_laid_out_otherwise_is_refused(make, tmp_path, part) -> None:
+    replay = make(10, FIELDS)
+    add(replay, 0, 5)
+    replay.save(tmp_path / "rows")
+    data = (tmp_path / "rows").read_bytes()
+    head = head_of(replay.layout)
+    description = json.loads(head[archive._HEAD.size :])
+    if part == "offsets":
+        description["offsets"]["n"] += 8
+    else:
+        description["slot_bytes"] += 8
+    text = json.dumps(description).encode()
+    other = archive._HEAD.pack(archive.MAGIC, archive.VERSION, len(text), native.crc32c(text)) + text
+    (tmp_path / "rows").write_bytes(other + data[len(head) :])
+    with pytest.raises(Damaged, match="lays out its rows in another way"):
+        Replay.load(tmp_path / "rows", f"laid-out-{os.getpid()}")
+    with pytest.raises(Damaged, match="lays out its rows in another way"):
+        replay.restore(tmp_path / "rows")
+    assert len(replay) == 5
+
+
+def test_a_file_has_its_name_when_all_of_it_is_on_the_disk(make, tmp_path, monkeypatch) -> None:
+    replay, done = make(10, FIELDS), []
+    add(replay, 0, 5)
+    fsync, replace, pwrite = os.fsync, Path.replace, os.pwrite
+
+    def synced(fd: int) -> None:
+        done.append(f"synced {'folder' if stat.S_ISDIR(os.fstat(fd).st_mode) else 'file'}")
+        fsync(fd)
+
+    def written(fd: int, content: bytes, at: int) -> int:
+        done.extend(["commit"] if Kind.COMMIT.to_bytes(1, "little") == bytes(content[4:5]) and at else [])
+        return pwrite(fd, content, at)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(os, "pwrite", written)
+    monkeypatch.setattr(Path, "replace", lambda self, to: done.append("renamed") or replace(self, to))
+    replay.save(tmp_path / "rows")
+    assert done == ["synced file", "commit", "synced file", "renamed", "synced folder"]
+    done.clear()
+    add(replay, 5, 5)
+    replay.save(tmp_path / "rows", incremental=True)
+    assert done == ["synced file", "commit", "synced file"]

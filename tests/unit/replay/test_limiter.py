@@ -121,3 +121,37 @@ def test_a_signal_handler_ends_a_wait_by_its_exception(make) -> None:
 def test_a_limiter_that_blocks_everything_is_refused() -> None:
     with pytest.raises(ValueError, match="neither side"):
         RateLimiter(samples_per_insert=8, error=4)
+
+
+def test_the_bounds_of_a_limiter_lie_around_its_first_rows() -> None:
+    assert RateLimiter(2.0, least_rows=10, error=5.0).bounds == (15.0, 25.0)
+    assert RateLimiter(0.5, least_rows=1, error=1.0).bounds == (-0.5, 1.5)
+    assert RateLimiter(8.0, error=8.0).error == 8.0, "just enough for one insert"
+    for wrong in (
+        {"samples_per_insert": 0.0},
+        {"samples_per_insert": -1.0},
+        {"samples_per_insert": 1.0, "least_rows": 0},
+    ):
+        with pytest.raises(ValueError, match="samples_per_insert > 0 and least_rows >= 1"):
+            RateLimiter(**wrong)
+    for ratio, error in ((0.5, 0.9), (8.0, 7.9)):
+        with pytest.raises(ValueError, match="neither side"):
+            RateLimiter(ratio, error=error)
+
+
+@pytest.mark.parametrize(("least", "error"), [(1, 1.0), (5, 3.0)])
+def test_a_limiter_stops_both_sides_exactly_at_its_bounds(make, least, error) -> None:
+    replay = make(1000, limiter=RateLimiter(1.0, least_rows=least, error=error))
+    replay.parts[0].ring.timeout = 0.05
+    low, high = replay.layout.limiter.bounds
+    row = {"x": np.zeros(3, np.float32), "n": 0}
+    with pytest.raises(Timeout):
+        for _ in range(1000):
+            replay.add(**row)
+    assert replay.added == high, "one more would be beyond"
+    sampled = 0
+    with pytest.raises(Timeout):
+        for _ in range(1000):
+            replay.sample(1)
+            sampled += 1
+    assert high - sampled == max(low, 0) or high - sampled == low

@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import threading
+
 import numpy as np
 import pytest
 import torch
 
-from jurybox.training.replay import NotEnoughRows
+from jurybox.training.replay import NotEnoughRows, RateLimiter
 
 
 def filled(make, **options):
@@ -46,3 +48,26 @@ def test_on_a_device_tensors_are_the_callers_for_good(make) -> None:
 def test_errors_of_the_thread_are_raised_by_the_next_batch(make) -> None:
     with make().prefetch(8) as batches, pytest.raises(NotEnoughRows):
         next(batches)
+
+
+def test_after_close_the_next_batch_ends_the_iteration_in_every_thread(make) -> None:
+    replay = make(limiter=RateLimiter(1.0, least_rows=50, error=10))  # which has too few rows: a request waits
+    replay.extend(x=np.zeros((5, 3), np.float32), n=np.arange(5))
+    replay.parts[0].ring.timeout = 60.0
+    batches = replay.prefetch(4)
+    ended: list[str] = []
+
+    def ask(name: str) -> None:
+        for _ in batches:
+            pass
+        ended.append(name)
+
+    waiting = threading.Thread(target=ask, args=("waited",), daemon=True)
+    waiting.start()
+    replay.extend(x=np.zeros((60, 3), np.float32), n=np.arange(60))  # the sampler's own wait ends, or close would wait
+    batches.close()
+    waiting.join(20)
+    later = threading.Thread(target=ask, args=("asked later",), daemon=True)
+    later.start()
+    later.join(20)
+    assert ended == ["waited", "asked later"]
