@@ -10,6 +10,7 @@ from pathlib import Path
 import gymnasium
 import numpy as np
 import pytest
+import torch
 from gymnasium import spaces
 from tests.serving import START
 
@@ -76,6 +77,26 @@ def test_an_environment_that_changes_the_folder_does_not_move_the_run(tmp_path, 
     train(settings(goes=str(tmp_path / "elsewhere")), Path("run"), serial=True)
     assert (tmp_path / "run" / "report.html").exists() and (tmp_path / "run" / "checkpoints" / "best").exists()
     assert list((tmp_path / "elsewhere").iterdir()) == []
+
+
+class Double(Foreign):
+    """Computes in torch's default dtype, which it changes."""
+
+    def __init__(self):
+        super().__init__()
+        torch.set_default_dtype(torch.float64)
+
+    def act(self, where):
+        assert where == "init" or torch.zeros(1).dtype == torch.float64
+
+
+def test_an_environment_has_torchs_defaults_for_itself_in_a_serial_run(tmp_path) -> None:
+    s = settings().changed(env=f"{__name__}:Double", env_args={})
+    try:
+        assert train(s, tmp_path / "run", serial=True).learner_steps == 2
+        assert torch.get_default_dtype() == torch.float32
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 _LEAVES = """

@@ -75,10 +75,11 @@ def number(value: Any, what: str, *, finite: bool = True) -> float:
     Raises:
         ContractBroken: it is no number, or not finite as float32.
     """
-    given = np.asarray(value)
-    if given.dtype.kind not in "biuf" or given.shape != ():
-        raise ContractBroken(f"{what} is {short(value)}: expected one number")
-    found = float(given)
+    if not isinstance(value, float):  # which most are, and asking NumPy takes a microsecond
+        given = np.asarray(value)
+        if given.dtype.kind not in "biuf" or given.shape != ():
+            raise ContractBroken(f"{what} is {short(value)}: expected one number")
+    found = float(value)
     if finite and not -_MOST <= found <= _MOST:
         raise ContractBroken(f"{what} is {found}, which is not finite as float32: nothing can be learned from it")
     return found
@@ -127,6 +128,8 @@ def audits(info: Mapping[str, Any]) -> dict[str, float]:
 
 def flag(value: Any, what: str) -> bool:
     """Return whether an episode is over. Raises ContractBroken: it is neither True nor False."""
+    if isinstance(value, bool):
+        return value
     given = np.asarray(value)
     if given.shape != () or given.dtype.kind not in "biuf" or given not in (0, 1):
         raise ContractBroken(f"{what} is {short(value)}: expected True or False")

@@ -19,6 +19,7 @@ import numpy.typing as npt
 __all__ = ["ContractBroken", "Leaf", "StrangeObservation", "converted", "named"]
 
 Array = npt.NDArray[Any]
+_MOST = float(np.finfo(np.float32).max)
 ALONE = "observation"  # name of the input where the observation is no Dict and no Tuple
 
 
@@ -145,8 +146,7 @@ def converted(value: Any, dtype: npt.DTypeLike, shape: Sequence[int], what: str,
         if found is not given and not np.array_equal(np.isinf(found), np.isinf(given)):
             raise StrangeObservation(f"{what} holds a number beyond {wanted}: {expected}")
     elif wanted.kind == "f":
-        with np.errstate(over="ignore"):
-            fine = np.isfinite(found.astype(np.float32))
+        fine = np.isfinite(found) if wanted == np.float32 else np.abs(found) <= _MOST
         if not fine.all():
             wrong = given[~fine].ravel()[0] if found.shape else given[()]
             raise StrangeObservation(

@@ -49,6 +49,48 @@ class EnvironmentUnusable(ValueError):
     """An environment cannot be made, or has unsupported spaces; the message says which."""
 
 
+class _TorchDefaults:
+    """Lets environments have their own defaults of torch (dtype, device): in a serial run a learner has others.
+
+    Use it as a context manager around calls of environments. It does nothing where nobody has imported torch.
+
+    Attributes:
+        differ: whether theirs differ from ours, as far as it is known.
+    """
+
+    def __init__(self) -> None:
+        self.differ = False
+        self._ours: Any = None
+        self._theirs: Any = None
+
+    def __enter__(self) -> None:
+        self._ours = self._now()
+        if self._theirs is not None and self._theirs != self._ours:
+            self._set(self._theirs)
+
+    def __exit__(self, *_: object) -> None:
+        self._theirs = self._now()
+        if self._theirs is None:
+            return
+        torch: Any = sys.modules["torch"]  # which the environment may have imported: then ours are torch's own
+        ours = (torch.float32, torch.device("cpu")) if self._ours is None else self._ours
+        self.differ = self._theirs != ours
+        if self.differ:
+            self._set(ours)
+
+    def _now(self) -> Any:
+        torch: Any = sys.modules.get("torch")
+        return None if torch is None else (torch.get_default_dtype(), torch.get_default_device())
+
+    def _set(self, defaults: Any) -> None:
+        torch: Any = sys.modules["torch"]
+        torch.set_default_dtype(defaults[0])
+        torch.set_default_device(None if defaults[1].type == "cpu" else defaults[1])
+
+
+own_defaults = _TorchDefaults()
+
+
 def make_environment(
     name: str, arguments: Mapping[str, Any] | None = None, max_episode_steps: int | None = None
 ) -> Environment:
@@ -63,7 +105,11 @@ def make_environment(
     Raises:
         EnvironmentUnusable: it cannot be made.
     """
-    given = dict(arguments or {})
+    with own_defaults:
+        return _made(name, dict(arguments or {}), max_episode_steps)
+
+
+def _made(name: str, given: dict[str, Any], max_episode_steps: int | None) -> Environment:
     module, colon, attribute = name.partition(":")
     try:
         imported = _imported(module) if colon else None

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from jurybox.training.contract import ContractBroken, begun, stepped
-from jurybox.training.environments.gymnasium_env import Actions, Environment, Observations, make_environment
+from jurybox.training.environments.gymnasium_env import (
+    Actions,
+    Environment,
+    Observations,
+    make_environment,
+    own_defaults,
+)
 from jurybox.training.recipes.gym import CHANNEL, ON_POLICY, ROWS, GymTraining
 from jurybox.training.run_folder import audited
 from jurybox.training.runtime.role_context import Actor, Evaluator, RoleContext
@@ -198,13 +204,20 @@ class Choice:
         return np.tanh(mean) if self._algorithm == "sac" else mean
 
 
-@contextmanager
-def _foreign(method: str) -> Iterator[None]:
-    """Say of an import that failed in an environment whose it is: it is no package of ours that is missing."""
+def _foreign(method: Callable[..., Any], *given: Any, **named: Any) -> Any:
+    """Call a method of an environment, in its own defaults of torch.
+
+    Raises:
+        ContractBroken: an import failed in it; it is no package of ours that is missing.
+    """
     try:
-        yield
+        if own_defaults.differ or method.__name__ != "step":  # it may change them when it is made or reset
+            with own_defaults:
+                return method(*given, **named)
+        return method(*given, **named)
     except ImportError as error:
-        raise ContractBroken(f"the environment's {method} raised {type(error).__name__}: {error}") from error
+        what = f"the environment's {method.__name__} raised {type(error).__name__}: {error}"
+        raise ContractBroken(what) from error
 
 
 class Envs:
@@ -232,16 +245,14 @@ class Envs:
 
     def begin(self, number: int, seed: int) -> None:
         """Begin an episode, and write its first observation to `rows`."""
-        with _foreign("reset"):
-            found = self.envs[number].reset(seed=seed)
-        self.rows[number] = self._row(number, begun(found)[0])
+        self.rows[number] = self._row(number, begun(_foreign(self.envs[number].reset, seed=seed))[0])
 
     def step(self, number: int, action: Any) -> tuple[Array, float, bool, bool]:
         """Make one step; return the observation's row, the reward, terminated and truncated."""
         given = self.actions.chosen(action) if self.scaled else self.actions.clipped(action)
-        with _foreign("step"):
-            found = self.envs[number].step(given)
-        observation, reward, terminated, truncated, self.infos[number] = stepped(found)
+        observation, reward, terminated, truncated, self.infos[number] = stepped(
+            _foreign(self.envs[number].step, given)
+        )
         return self._row(number, observation), reward, terminated, truncated
 
     def _row(self, number: int, observation: Any) -> Array:
