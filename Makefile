@@ -10,7 +10,7 @@ WORKERS ?= 4
 # Where torch comes from: PyTorch's CPU builds where there is no NVIDIA driver, since PyPI's brings 4 GB of CUDA along.
 TORCH_INDEX ?= $(if $(wildcard /proc/driver/nvidia/version),,https://download.pytorch.org/whl/cpu)
 
-.PHONY: setup demo test test-runs test-slow test-gpu test-containers test-browser test-native fuzz chaos soak lint licences audit wheel pythons test-fresh matrix release-check lock test-native-aarch64 format bench bench-full bench-crossover bench-peers gpu gpu-wheels monitoring proto sbom docs reward-kills clean
+.PHONY: setup demo test test-runs test-slow test-gpu test-containers test-browser test-native fuzz fuzz-native chaos soak lint licences audit wheel pythons test-fresh matrix release-check lock test-native-aarch64 format bench bench-full bench-crossover bench-peers gpu gpu-wheels monitoring proto sbom docs reward-kills clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -71,6 +71,19 @@ fuzz: setup  ## the long fuzzing: 100,000 inputs at each ZeroMQ transport, over 
 	  JURYBOX_FUZZ_ROUNDS=100000 $(BIN)/ctest --test-dir build/native-$$s -R test_zmtp --output-on-failure --no-tests=error --timeout 1800 || exit 1; \
 	done
 	FUZZ_FIGURES=1 $(BIN)/python -m pytest tests/fuzz -m slow --timeout 3000
+
+# Seconds for each parser, and a compiler with libFuzzer (apt install clang libclang-rt-14-dev).
+FUZZ_SECONDS ?= 300
+CLANG ?= clang++
+
+fuzz-native: setup  ## libFuzzer on every native parser under the sanitizers, FUZZ_SECONDS (300) each; build/native-fuzz/*/ keeps what it finds
+	$(BIN)/cmake -S . -B build/native-fuzz -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja -DCMAKE_CXX_COMPILER=$(CLANG) -DJURYBOX_NATIVE_FUZZ=ON
+	$(BIN)/cmake --build build/native-fuzz
+	for fuzzer in build/native-fuzz/native/fuzz_*; do \
+	  name=$${fuzzer##*/fuzz_} && mkdir -p build/native-fuzz/$$name && \
+	  $$fuzzer -max_total_time=$(FUZZ_SECONDS) -timeout=20 -rss_limit_mb=2048 -print_final_stats=1 -artifact_prefix=build/native-fuzz/$$name- \
+	    build/native-fuzz/$$name native/tests/fuzz/seeds/$$name || exit 1; \
+	done
 
 chaos: setup  ## CHAOS_KILLS (default 1000) kills of anyone under load, half an hour on two cores of its own, CHAOS_SECONDS (3600) at most; goes on where it was broken off; build/chaos/table.md
 	nice -n 5 $(BIN)/python -m pytest -s -m slow -k thousand tests/faults/test_kills.py

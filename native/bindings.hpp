@@ -14,6 +14,7 @@
 
 namespace jurybox {
 
+void bind_budget(nanobind::module_& m);
 void bind_tickets(nanobind::module_& m);
 void bind_shm_rings(nanobind::module_& m);
 void bind_grpc(nanobind::module_& m);

@@ -5,6 +5,7 @@ NB_MODULE(native, m) {
     // Threads keep such objects until the end of the process, where they are no leaks.
     nanobind::set_leak_warnings(false);
     m.doc() = "Jurybox's native core: shm rings, sequence-locked slots, replay ring, gather.";
+    jurybox::bind_budget(m);
     jurybox::bind_tickets(m);
     jurybox::bind_shm_rings(m);
     jurybox::bind_grpc(m);

@@ -1,4 +1,5 @@
 #include <nanobind/stl/pair.h>
+#include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
@@ -12,6 +13,7 @@
 #include <vector>
 
 #include "bindings.hpp"
+#include "common/budget.hpp"
 #include "gateway/grpc_connection.hpp"
 #include "gateway/infer_lane.hpp"
 
@@ -65,7 +67,7 @@ struct HeldCall {
 };
 
 struct Peer {
-    explicit Peer(const GrpcLimits& limits) : connection(limits) {}
+    Peer(const GrpcLimits& limits, std::shared_ptr<Account> account) : connection(limits, std::move(account)) {}
     Connection connection;
     std::unordered_map<std::int32_t, HeldCall> held;
     std::string authorization;  // what a call must show, empty: nothing
@@ -116,7 +118,7 @@ struct Forms {
     InferParts parts;
 };
 
-enum { kDirect = 6 };  // an event of `feed` beside those of GrpcEvent
+enum { kDirect = 7 };  // an event of `feed` beside those of GrpcEvent
 
 void append(nb::list& made, GrpcEvent kind, std::int32_t call, nb::handle value) {
     made.append(nb::make_tuple(static_cast<int>(kind), call, value));
@@ -143,6 +145,30 @@ bool accept(Forms& forms, nb::handle owner, Peer& peer, std::int32_t call, HeldC
     return true;
 }
 
+// Drop a call that a lane has accepted, or all of a connection (-1): its peer is gone.
+void cancel(Forms& forms, const Peer& peer, std::int32_t call) {
+    const HeldLane* before = nullptr;
+    for (auto& [key, entry] : forms.entries) {
+        if (entry.lane == before || entry.lane->lane == nullptr) continue;
+        before = entry.lane;
+        entry.lane->lane->cancel([&](const Caller& caller, std::int32_t its) { return caller.peer == &peer && (call < 0 || its == call); });
+    }
+}
+
+// End a call whose answer the budget has no room for.
+void refuse_answer(Connection& connection, std::int32_t call) {
+    const std::string why = "answers of " + std::to_string(connection.account().held(Resource::kAnswers)) +
+                            " bytes wait to be read on this connection, as many as it may have, or others hold what there is: read them, and ask again later";
+    connection.finish(call, 8, why, {{"jurybox-code", std::to_string(kBusy)}});  // RESOURCE_EXHAUSTED
+}
+
+// Queue the only answer of a call, and end it.
+void answer_whole(Connection& connection, std::int32_t call, BytesMessage message) {
+    const Sent sent = connection.answer(call, std::move(message));
+    if (sent == Sent::kQueued) connection.finish(call, 0, {}, {});
+    if (sent == Sent::kRefused) refuse_answer(connection, call);
+}
+
 // Return the events for Python. Calls to the method of `forms` are held back until they are complete; those that a lane accepts
 // cause a single event, with the lane's `wake`.
 nb::list feed(Peer& peer, nb::handle data, std::size_t size, Forms* forms, nb::handle owner) {
@@ -154,6 +180,7 @@ nb::list feed(Peer& peer, nb::handle data, std::size_t size, Forms* forms, nb::h
     std::vector<Event> events;
     events.swap(peer.connection.events());
     for (auto& event : events) {
+        if (event.kind == GrpcEvent::kGone && forms != nullptr) cancel(*forms, peer, event.stream);
         const auto held = peer.held.find(event.stream);
         if (held != peer.held.end()) {
             HeldCall& call = held->second;
@@ -187,9 +214,10 @@ nb::list feed(Peer& peer, nb::handle data, std::size_t size, Forms* forms, nb::h
 }
 
 nb::bytes outgoing(Peer& peer) {
-    static thread_local std::string bytes;  // to reuse its memory
+    constexpr std::size_t kMost = 256u << 10;  // at once, so that what a peer does not read stays where it is counted
+    static thread_local std::string bytes;     // to reuse its memory
     bytes.clear();
-    peer.connection.send(bytes);
+    peer.connection.send(bytes, kMost);
     nb::bytes made(bytes.data(), bytes.size());
     if (bytes.capacity() > (4u << 20)) std::string().swap(bytes);
     return made;
@@ -246,7 +274,7 @@ nb::list answer(HeldLane& held) {
         held.lane->answer(*next, message);
         touched.append(next->caller.owner);
         Connection& connection = next->caller.peer->connection;
-        if (connection.answer(next->call, std::move(message))) connection.finish(next->call, 0, {}, {});
+        answer_whole(connection, next->call, std::move(message));
     }
     return touched;
 }
@@ -268,31 +296,44 @@ void bind_grpc(nb::module_& m) {
     nb::class_<Peer>(m, "GrpcConnection")
         .def(
             "__init__",
-            [](Peer* self, std::uint32_t message, std::uint32_t metadata, std::uint32_t streams) {
-                new (self) Peer(GrpcLimits{message, metadata, streams});
+            [](Peer* self, std::uint32_t message, std::uint32_t metadata, std::uint32_t streams, std::shared_ptr<Account> account) {
+                new (self) Peer(GrpcLimits{message, metadata, streams}, std::move(account));
             },
-            nb::arg("most_message"), nb::arg("most_metadata"), nb::arg("most_calls"))
+            nb::arg("most_message"), nb::arg("most_metadata"), nb::arg("most_calls"), nb::arg("account"))
         .def("feed", feed, nb::arg("data"), nb::arg("size"), nb::arg("forms").none() = nb::none(), nb::arg("owner") = nb::none(),
              "Process received bytes and return events (kind, call, value); None as the last one ends the connection. Requests of "
              "known `forms` go to their lanes; `owner` is the object that `InferLane.answer` and `take_back` return for them.")
-        .def("outgoing", outgoing)
+        .def_prop_ro("more", [](const Peer& self) { return self.connection.more(); },
+                     "Whether received bytes are left for another `feed`, without bytes, once others have had their turn.")
+        .def("gone", [](Peer& self, Forms* forms) { if (forms != nullptr) cancel(*forms, self, -1); }, nb::arg("forms").none(),
+             "Drop the requests that lanes have accepted: the peer is gone.")
+        .def("outgoing", outgoing, "Bytes to send, some 256 KiB at most; empty if there are none.")
         .def("metadata", metadata, nb::arg("call"))
         .def("trust", [](Peer& self, nb::bytes authorization) { self.authorization.assign(authorization.c_str(), authorization.size()); },
              nb::arg("authorization"), "Pass to lanes only calls that show this value, which was admitted.")
         .def("taken", [](Peer& self, std::int32_t call, std::size_t size, std::size_t messages) { self.connection.taken(call, size, messages); },
              nb::arg("call"), nb::arg("size"), nb::arg("messages") = 1,
              "Let the peer send as much more as so many messages of `size` bytes in all, which were processed.")
-        .def("send", [](Peer& self, std::int32_t call, nb::bytes message) { return self.connection.answer(call, BytesMessage(std::move(message))); },
-             nb::arg("call"), nb::arg("message"))
+        .def("hold", [](Peer& self, std::int32_t call, std::size_t size, std::size_t whole) { return static_cast<int>(self.connection.hold(call, size, whole)); },
+             nb::arg("call"), nb::arg("size"), nb::arg("whole"),
+             "Count so many bytes more for a call, of a message of `whole` bytes; return a refusal as `Account.take`.")
+        .def("silent", [](const Peer& self, std::int64_t before) { return self.connection.silent(before); }, nb::arg("before"),
+             "Calls with an incomplete message of which no byte has arrived since a time (ns of CLOCK_MONOTONIC).")
+        .def("send",
+             [](Peer& self, std::int32_t call, nb::bytes message) {
+                 const Sent sent = self.connection.answer(call, BytesMessage(std::move(message)));
+                 if (sent == Sent::kRefused) refuse_answer(self.connection, call);
+                 return sent == Sent::kQueued;
+             },
+             nb::arg("call"), nb::arg("message"), "Queue one of several answers; return False if the call is over, or ended as the budget has no room.")
         .def("finish",
              [](Peer& self, std::int32_t call, int status, const std::string& message, const std::vector<std::pair<std::string, std::string>>& trailing) {
+                 self.held.erase(call);
                  self.connection.finish(call, status, message, trailing);
              },
              nb::arg("call"), nb::arg("status"), nb::arg("message"), nb::arg("trailing"))
         .def("answer",
-             [](Peer& self, std::int32_t call, nb::bytes message) {
-                 if (self.connection.answer(call, BytesMessage(std::move(message)))) self.connection.finish(call, 0, {}, {});
-             },
+             [](Peer& self, std::int32_t call, nb::bytes message) { answer_whole(self.connection, call, BytesMessage(std::move(message))); },
              nb::arg("call"), nb::arg("message"))
         .def("queued", [](const Peer& self, std::int32_t call) { return self.connection.queued(call); }, nb::arg("call"))
         .def("drain", [](Peer& self) { self.connection.drain(); })

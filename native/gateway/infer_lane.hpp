@@ -215,6 +215,19 @@ class InferLane {
         put(id.data(), id.size());
     }
 
+    // Drop the requests for which `gone(caller, call)` is true, with their messages. Their rows stay in use as long as those of
+    // their ticket.
+    template <class Gone>
+    void cancel(Gone gone) {
+        const auto drop = [&gone](std::vector<Request>& some) {
+            some.erase(std::remove_if(some.begin(), some.end(), [&gone](const Request& one) { return gone(one.caller, one.call); }), some.end());
+        };
+        drop(answered_);
+        for (Sent& sent : sent_) drop(sent.requests);
+        drop(waiting_);
+        if (waiting_.empty()) used_ = 0;
+    }
+
     // Return the requests whose deadline is before `until`, those of an answered ticket, and those that no engine will answer as it
     // does not serve, and do not answer them. The rows of a ticket in flight stay in use until its engine has answered or ended.
     std::vector<Request> take_back(std::int64_t until) {

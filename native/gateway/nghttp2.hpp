@@ -54,7 +54,7 @@ constexpr std::uint8_t kNoFlags = 0, kEndStream = 1;
 constexpr std::int32_t kMaxStreams = 3, kInitialWindow = 4, kMaxFrame = 5, kMaxHeaders = 6;  // settings
 constexpr std::uint32_t kEof = 1, kNoEndStream = 2;                                          // flags of a ReadSource
 constexpr std::uint32_t kNoError = 0, kCancel = 8, kCalm = 11;                               // error codes
-constexpr int kDeferred = -508, kNoMemory = -901;
+constexpr int kDeferred = -508, kPause = -526, kNoMemory = -901;
 
 using OnFrame = int (*)(Session*, const FrameHead*, void* user);
 using OnHeader = int (*)(Session*, const FrameHead*, const std::uint8_t* name, std::size_t, const std::uint8_t* value, std::size_t, std::uint8_t flags, void* user);
@@ -93,7 +93,6 @@ using OnClose = int (*)(Session*, std::int32_t stream, std::uint32_t why, void* 
     X(session_resume_data, int, (Session*, std::int32_t))                                                     \
     X(session_get_last_proc_stream_id, std::int32_t, (Session*))                                              \
     X(session_get_stream_remote_close, int, (Session*, std::int32_t))                                         \
-    X(session_terminate_session, int, (Session*, std::uint32_t why))                                          \
     X(submit_settings, int, (Session*, std::uint8_t flags, const Setting*, std::size_t))                      \
     X(submit_request, std::int32_t, (Session*, const void*, const Field*, std::size_t, const Provider*, void*)) \
     X(submit_response, int, (Session*, std::int32_t, const Field*, std::size_t, const Provider*))             \

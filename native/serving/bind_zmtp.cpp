@@ -1,3 +1,4 @@
+#include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
@@ -91,12 +92,12 @@ void bind_zmtp(nb::module_& m) {
     nb::class_<Link>(m, "Zmtp", "A DEALER's connection to a ROUTER, or a ROUTER's to a DEALER, over a connected stream socket, which it closes.")
         .def(
             "__init__",
-            [](Link* self, int fd, nb::bytes identity, std::size_t most, double patience, bool router) {
-                new (self) Link(fd, {identity.c_str(), identity.size()}, most, static_cast<std::int64_t>(patience * 1e9), router);
+            [](Link* self, int fd, nb::bytes identity, std::size_t most, double patience, bool router, std::shared_ptr<Account> account) {
+                new (self) Link(fd, {identity.c_str(), identity.size()}, most, static_cast<std::int64_t>(patience * 1e9), router, std::move(account));
             },
-            nb::arg("fd"), nb::arg("identity"), nb::arg("most"), nb::arg("patience"), nb::arg("router") = false,
+            nb::arg("fd"), nb::arg("identity"), nb::arg("most"), nb::arg("patience"), nb::arg("router") = false, nb::arg("account").none() = nb::none(),
             "`identity`: the routing id, empty for the peer's choice; `most`: bytes of a frame that comes; `patience`: seconds that "
-            "a send may wait for room, where nobody watches for it.")
+            "a send may wait for room, where nobody watches for it; `account`: counts what has arrived and is not received.")
         .def(
             "send",
             [](Link& self, std::uint64_t sequence, nb::handle frames) {
@@ -166,6 +167,14 @@ void bind_zmtp(nb::module_& m) {
         .def(
             "look", [](Link& self) { return self.receive(0); }, nb::lock_self(),
             "Continue the handshake and send kept bytes; returns whether there are messages, which stay for receive.")
+        .def(
+            "refused",
+            [](Link& self) {
+                nb::list firsts;
+                for (const std::string& first : self.refused()) firsts.append(nb::bytes(first.data(), first.size()));
+                return firsts;
+            },
+            nb::lock_self(), "Remove the first frames of messages that the account had no room for; empty where that was none of a ticket.")
         .def_prop_ro("arrived", [](const Link& self) { return self.oldest() != nullptr; }, "Whether there are messages for receive.")
         .def("holds", [](const Link& self, std::uint64_t sequence) { return self.holds(sequence) || self.answered(sequence); },
              nb::arg("sequence"), nb::lock_self(), "Whether a message was sent and its answer is not settled.")

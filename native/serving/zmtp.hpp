@@ -17,6 +17,7 @@
 #include <cstdint>
 #include <cstring>
 #include <deque>
+#include <memory>
 #include <stdexcept>
 #include <string>
 #include <string_view>
@@ -24,6 +25,7 @@
 #include <utility>
 #include <vector>
 
+#include "common/budget.hpp"
 #include "common/wait.hpp"
 
 namespace jurybox {
@@ -39,9 +41,9 @@ class Zmtp {
     // fd: a connected stream socket, which this object owns from now on, unless the constructor throws. identity: the routing id;
     // empty: the peer chooses it. most: bytes of the longest frame that the peer may send. patience_ns: the maximum time of a send
     // if the kernel does not accept all bytes at once. router: whether this is a ROUTER's connection, whose peer sends its own
-    // routing id.
-    Zmtp(int fd, std::string_view identity, std::size_t most, std::int64_t patience_ns, bool router = false)
-        : fd_(fd), most_(most), patience_ns_(patience_ns), heard_(monotonic_ns()) {
+    // routing id. account: counts the messages that have not been taken, also those that are incomplete; null: none does.
+    Zmtp(int fd, std::string_view identity, std::size_t most, std::int64_t patience_ns, bool router = false, std::shared_ptr<Account> account = nullptr)
+        : fd_(fd), most_(most), patience_ns_(patience_ns), account_(std::move(account)), heard_(monotonic_ns()) {
         out_.append("\xFF\0\0\0\0\0\0\0\1\x7F\3\1NULL", 16).append(48, '\0');
         std::string ready("\5READY", 6);
         property(ready, "Socket-Type", router ? "ROUTER" : "DEALER");
@@ -57,7 +59,11 @@ class Zmtp {
         }
         flush();
     }
-    ~Zmtp() { close(); }
+    ~Zmtp() {
+        close();
+        give(charged_);
+        for (const std::size_t size : sizes_) give(size);
+    }
     Zmtp(const Zmtp&) = delete;
     Zmtp& operator=(const Zmtp&) = delete;
 
@@ -110,6 +116,9 @@ class Zmtp {
             const std::uint64_t named = sequence_of(*at);
             if (named != sequence && named != 0) continue;
             message = std::move(*at);
+            const auto size = sizes_.begin() + (at - arrived_.begin());
+            give(*size);
+            sizes_.erase(size);
             arrived_.erase(at);
             answered(named);
             return true;
@@ -119,13 +128,20 @@ class Zmtp {
 
     // The oldest message, which stays; null if there is none. For a ROUTER's connection, which gets no answers.
     const Message* oldest() const { return arrived_.empty() ? nullptr : &arrived_.front(); }
-    void drop_oldest() { arrived_.pop_front(); }
+    void drop_oldest() {
+        arrived_.pop_front();
+        give(sizes_.front());
+        sizes_.pop_front();
+    }
+
+    // Remove the first frames of messages that the budget had no room for, and that were not kept.
+    std::vector<std::string> refused() { return std::exchange(refused_, {}); }
 
     // Remove the oldest message. Its sequence number is no longer in flight.
     bool take(Message& message, std::uint64_t& sequence) {
         if (arrived_.empty()) return false;
         message = std::move(arrived_.front());
-        arrived_.pop_front();
+        drop_oldest();
         answered(sequence = sequence_of(message));
         return true;
     }
@@ -176,6 +192,8 @@ class Zmtp {
     static constexpr int kTurns = 4;  // reads; more only while a frame is incomplete
     static constexpr std::size_t kMostTaken = 4u << 20, kMostArrived = 64;  // bytes and messages after which nothing more is read
     static constexpr std::size_t kMostCommand = 16u << 10;  // bytes of a command, and of any frame before the end of the handshake
+    static constexpr std::size_t kEach = 64;                // bytes that a frame costs beside its own
+    static constexpr std::size_t kMostRefused = 64, kFirst = 4u << 10;  // refused messages that are told, and bytes of their first frames
     static constexpr std::size_t kSequence = 2;  // its offset in a reply, after the prefix
 
     static std::uint64_t sequence_of(const Message& message) {
@@ -190,6 +208,25 @@ class Zmtp {
         if (found == unanswered_.end()) return;
         *found = unanswered_.back();
         unanswered_.pop_back();
+    }
+
+    // Count `size` bytes more of the present message; if there is no room, it is discarded, and false returned.
+    bool charge(std::size_t size) {
+        if (discarding_) return false;
+        if (!account_) return true;
+        if (account_->take(Resource::kReceived, size, taken_) == Refusal::kNone) {
+            charged_ += size;
+            return true;
+        }
+        discarding_ = true;
+        first_.clear();
+        if (!partial_.empty() && partial_[0].size() <= kFirst && (partial_.size() > 1 || large_ == 0)) first_.swap(partial_[0]);
+        Message().swap(partial_);
+        give(std::exchange(charged_, 0));
+        return false;
+    }
+    void give(std::size_t size) {
+        if (account_) account_->give(Resource::kReceived, size);
     }
 
     static void big_endian(std::string& to, std::uint64_t value, int bytes) {
@@ -320,7 +357,8 @@ class Zmtp {
             }
             if (begin_ == end_) {
                 begin_ = end_ = 0;
-                if (in_.size() > 16 * kChunk) std::vector<char>().swap(in_);
+                const bool idle = account_ && arrived_.empty() && partial_.empty();  // one of many connections, and only a command came
+                if (in_.size() > 16 * kChunk || idle) std::vector<char>().swap(in_);
             } else if (begin_ >= kChunk) {
                 std::memmove(in_.data(), in_.data() + begin_, end_ - begin_);
                 end_ -= begin_, begin_ = 0;
@@ -332,14 +370,19 @@ class Zmtp {
     // Read at most `left` available bytes of a large frame directly to its place; return false if it is incomplete. Memory is
     // allocated as bytes arrive, so that announcing a large frame costs no memory.
     bool read_large(std::size_t& left) {
-        std::string& frame = partial_.back();
         while (got_ < large_) {
             if (left == 0) {
                 at_least(std::min(large_ - got_, kPiece));
                 return false;
             }
-            if (got_ == frame.size()) frame.resize(std::min(large_, std::max(4 * got_, kChunk)));
-            const ssize_t came = ::recv(fd_, frame.data() + got_, std::min(left, frame.size() - got_), MSG_DONTWAIT);
+            if (!discarding_ && got_ == partial_.back().size()) {
+                const std::size_t size = std::min(large_, std::max(2 * got_, kChunk));
+                if (charge(size - got_)) partial_.back().resize(size);
+            }
+            if (discarding_ && in_.size() < kChunk) in_.resize(kChunk);
+            char* const to = discarding_ ? in_.data() : partial_.back().data() + got_;
+            const std::size_t room = discarding_ ? std::min(in_.size(), large_ - got_) : partial_.back().size() - got_;
+            const ssize_t came = ::recv(fd_, to, std::min(left, room), MSG_DONTWAIT);
             if (came < 0 && errno == EINTR) continue;
             if (came < 0 && errno == EAGAIN) {
                 at_least(std::min(large_ - got_, kPiece));
@@ -369,9 +412,15 @@ class Zmtp {
 
     // Handle a complete message.
     void whole() {
-        arrived_.push_back(std::move(partial_));
-        partial_.clear();
         taken_ = 0;
+        if (discarding_) {
+            discarding_ = false;
+            if (refused_.size() < kMostRefused) refused_.push_back(std::move(first_));
+            return;
+        }
+        arrived_.push_back(std::move(partial_));
+        sizes_.push_back(std::exchange(charged_, 0));
+        partial_.clear();
     }
 
     // Handle one frame, or the greeting; return false if it is incomplete.
@@ -403,8 +452,8 @@ class Zmtp {
                 wanted_ = head + size;
                 return false;
             }
-            partial_.emplace_back(at + head, there - head);
             taken_ += size;
+            if (charge(there - head + kEach)) partial_.emplace_back(at + head, there - head);
             large_ = size, got_ = there - head;
             large_more_ = (flags & kMore) != 0;
             begin_ = end_;
@@ -415,8 +464,8 @@ class Zmtp {
         const std::string_view body(at + head, size);
         if (flags & kCommand) return command(body);
         if (!ready_) return broke("a message came before the handshake was over");
-        partial_.emplace_back(body);
         taken_ += size;
+        if (charge(size + kEach)) partial_.emplace_back(body);
         if (partial_.size() > kMostFrames) return broke("a message of too many frames came");
         if (!(flags & kMore)) whole();
         return true;
@@ -487,6 +536,7 @@ class Zmtp {
     int fd_, epoll_ = -1;
     const std::size_t most_;
     const std::int64_t patience_ns_;
+    const std::shared_ptr<Account> account_;
     std::int64_t heard_;
     bool greeted_ = false, ready_ = false, watched_ = false, wants_room_ = false;
     std::string why_, peer_;
@@ -499,6 +549,11 @@ class Zmtp {
     std::size_t at_least_ = 1;
     bool large_more_ = false;
     std::deque<Message> arrived_;
+    std::deque<std::size_t> sizes_;  // what each of them is charged with
+    std::size_t charged_ = 0;        // and the incomplete one
+    bool discarding_ = false;        // whether the rest of the present message is dropped
+    std::string first_;              // its first frame
+    std::vector<std::string> refused_;
     std::vector<std::uint64_t> unanswered_;
 };
 

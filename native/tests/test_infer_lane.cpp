@@ -298,6 +298,22 @@ void test_an_engine_in_another_thread() {
     computing.join();
 }
 
+void test_requests_whose_caller_is_gone_are_dropped() {
+    Gateway gateway;
+    CHECK(gateway.ask(1, 1, 'a') && gateway.ask(2, 1, 'b') && gateway.send());
+    const Ticket ticket = gateway.collect();
+    CHECK(gateway.ask(3, 1, 'c') && gateway.ask(4, 1, 'd'));
+    const auto gone = [](int of) { return [of](int caller, std::int32_t call) { return caller == of && call == of; }; };
+    gateway.lane->cancel(gone(1)), gateway.lane->cancel(gone(4)), gateway.lane->cancel(gone(9));
+    CHECK(gateway.lane->pending() == 2 && gateway.lane->waiting() == 1);
+    gateway.reply(ticket);
+    CHECK(gateway.lane->receive());
+    CHECK(gateway.lane->answered().size() == 1 && gateway.lane->answered()[0].caller == 2);
+    gateway.lane->cancel(gone(2)), gateway.lane->cancel(gone(3));
+    CHECK(gateway.lane->pending() == 0 && !gateway.send());
+    CHECK(gateway.ask(5, 3, 'e') && gateway.send());  // all rows of a part are free again
+}
+
 }  // namespace
 
 int main() {
@@ -310,6 +326,7 @@ int main() {
     test_each_engine_gets_a_ticket_before_requests_wait();
     test_a_ticket_goes_to_no_engine_that_is_much_slower();
     test_requests_of_an_engine_that_has_ended_are_returned_and_those_of_others_stay();
+    test_requests_whose_caller_is_gone_are_dropped();
     test_an_engine_in_another_thread();
     return 0;
 }

@@ -320,6 +320,71 @@ void test_messages_bent_in_any_way_are_messages_or_an_end(int rounds) {
 
 }  // namespace
 
+// A ROUTER's end with a budget, and a raw peer that has shaken hands.
+struct Counted {
+    Pair pair;
+    std::shared_ptr<jurybox::Budget> budget;
+    std::shared_ptr<jurybox::Account> account;
+    std::unique_ptr<Zmtp> router;
+
+    explicit Counted(std::size_t each, std::size_t all) : budget(std::make_shared<jurybox::Budget>(jurybox::BudgetLimits{{each, each, 9}, {all, all, 9}})) {
+        account = std::make_shared<jurybox::Account>(budget);
+        router = std::make_unique<Zmtp>(pair.ends[1], "", kMost, 0, true, account);
+        greet(pair.ends[0]);
+        for (int i = 0; i < 100 && !router->ready(); ++i) router->receive(0);
+        CHECK(router->ready());
+    }
+    std::size_t held() const { return account->held(jurybox::Resource::kReceived); }
+    static std::string frame(const std::string& content, bool more, std::size_t announced = 0) {
+        const std::uint64_t size = announced ? announced : content.size();
+        std::string made(1, static_cast<char>(2 | (more ? 1 : 0)));
+        for (int shift = 56; shift >= 0; shift -= 8) made.push_back(static_cast<char>(size >> shift & 0xFF));
+        return made + content;
+    }
+    void write(const std::string& bytes) {
+        const std::int64_t until = jurybox::monotonic_ns() + 20 * kSecond;
+        for (std::size_t at = 0; at < bytes.size();) {
+            CHECK(jurybox::monotonic_ns() < until);
+            const ssize_t went = ::send(pair.ends[0], bytes.data() + at, std::min<std::size_t>(bytes.size() - at, 64 << 10), MSG_DONTWAIT);
+            if (went > 0) at += static_cast<std::size_t>(went);
+            CHECK(!router->broken());
+            router->receive(0);
+        }
+        for (int i = 0; i < 20; ++i) router->receive(0);
+    }
+};
+
+void test_what_has_come_is_counted_until_it_is_taken() {
+    Counted counted(8 << 20, 16 << 20);
+    counted.write(Counted::frame(ticket(1), true) + Counted::frame(std::string(100'000, 'x'), false));
+    CHECK(counted.held() >= 100'000 && counted.held() < 140'000);
+    Zmtp::Message message;
+    CHECK(counted.router->take(message) && message.size() == 2 && counted.held() == 0);
+    counted.write(Counted::frame(ticket(2), true) + Counted::frame(std::string(300'000, 'x'), false, 5 << 20));  // and no more of it
+    CHECK(counted.held() >= 300'000 && counted.held() < 660'000 && counted.router->refused().empty());
+    counted.router.reset();
+    CHECK(counted.held() == 0);
+}
+
+void test_a_message_without_room_is_dropped_and_told_and_the_next_one_comes() {
+    for (const bool own : {true, false}) {  // the connection has its share, or others hold what there is
+        Counted counted(own ? 1 << 20 : 8 << 20, 16 << 20);
+        jurybox::Account others(counted.budget);
+        if (!own) others.owe(jurybox::Resource::kReceived, 13 << 20);
+        std::string few;
+        for (int i = 0; i < 30; ++i) few += Counted::frame(std::string(60'000, 's'), true);
+        counted.write(Counted::frame(ticket(1), true) + Counted::frame(std::string(3 << 20, 'x'), true) + Counted::frame("behind", false));
+        counted.write(Counted::frame(ticket(2), true) + few + few + Counted::frame("end", false));
+        counted.write(Counted::frame(std::string(3 << 20, 'x'), false));  // no first frame is kept
+        counted.write(Counted::frame(ticket(3), true) + Counted::frame("rows", false));
+        const auto refused = counted.router->refused();
+        CHECK(refused.size() == 3 && refused[0] == ticket(1) && refused[1] == ticket(2) && refused[2].empty());
+        Zmtp::Message message;
+        CHECK(counted.router->take(message) && message.size() == 2 && message[0] == ticket(3) && message[1] == "rows");
+        CHECK(!counted.router->take(message) && !counted.router->broken() && counted.held() == 0);
+    }
+}
+
 int main() {
     test_messages_go_to_and_fro_and_are_in_flight_until_answered();
     test_an_answer_to_another_stays_for_who_takes_all();
@@ -336,5 +401,7 @@ int main() {
     test_names_of_properties_have_no_case();
     test_a_socket_that_was_not_taken_is_still_its_owners();
     const char* rounds = std::getenv("JURYBOX_FUZZ_ROUNDS");
+    test_what_has_come_is_counted_until_it_is_taken();
+    test_a_message_without_room_is_dropped_and_told_and_the_next_one_comes();
     test_messages_bent_in_any_way_are_messages_or_an_end(rounds ? std::atoi(rounds) : 2000);
 }

@@ -228,6 +228,21 @@ def test_a_flood_of_connections_with_pings_ends_no_relay(server, identity):
     assert server.pids()["relay"] == server.relay
 
 
+def test_messages_that_were_announced_and_do_not_arrive_take_no_more_than_their_share(server):
+    """A hundred connections announce 64 MiB, send a few of them and wait; a client is answered meanwhile."""
+    host, port = server.where.removeprefix("tcp://").rsplit(":", 1)
+    still_answers(server)
+    relay = psutil.Process(server.relay)
+    before, sent = relay.memory_info().rss, bytes(700_000)
+    with contextlib.ExitStack() as stack:
+        for i in range(100):
+            one = stack.enter_context(socket.create_connection((host, int(port)), timeout=20))
+            one.sendall(GREETING + ready(b"Rhalf%d" % i) + b"\x02" + struct.pack(">Q", 64 * MIB) + sent)
+        still_answers(server)
+        assert relay.memory_info().rss - before < 2.5 * 100 * len(sent), "no more than twice what came"
+    still_answers(server)
+
+
 def test_no_client_replaces_another_by_its_name(server, dealer):
     first = dealer(b"Rvictim")
     lease = call(first, lease=LeaseRequest(model="affine", rows=2)).lease

@@ -15,12 +15,12 @@ import pytest
 import zmq
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.fuzz import messages
 
 from jurybox.client import connect
 from jurybox.protocol import wire
 from jurybox.protocol.address import engine_address
 from jurybox.protocol.control_pb2 import ControlRequest, Hello
+from tests.fuzz import messages
 
 AT_ONCE = 50  # messages between two questions whether the transport still answers
 AGAIN = 19

@@ -84,6 +84,8 @@ def test_a_client_elsewhere_brings_no_more_than_that_and_touches_nothing_of_the_
                 client.load(name, LOADED, keep=5.0)
         with pytest.raises(Refused, match=r'add this line .* remote_factories = \["os:\*"\]'):
             client.load("mine", {"factory": "os:getcwd"}, keep=5.0)
+        with pytest.raises(Refused, match="over HTTP that names a version of another model"):
+            client.load("local/versions/1", LOADED, keep=5.0)
         with pytest.raises(Refused, match="is held for 1 to 3600 s"):
             client.load("mine", LOADED)
         for more in ({"save_dir": str(tmp_path)}, {"weights": "/etc/passwd"}, {"compile": True}):

@@ -138,6 +138,12 @@ class Juror:
         self.__dict__.update(state)
         self._start()
 
+    @property
+    def spec(self) -> ModelSpec | None:
+        """The spec of its model once it has connected; None before, and for a panel."""
+        models = self._models
+        return models[0].spec if models else None
+
     def scores(self, columns: Mapping[str, Any], n: int) -> Scores:
         """Return the score of each of n rows, or the reason why it is missing.
 

@@ -261,7 +261,7 @@ def test_a_request_past_its_deadline_gets_its_status_and_the_next_one_its_answer
         wait_until(lambda: gateway.pending("moody") == 2 or late.done(), 20, "both arrive")
         assert not late.done(), "the machine is too slow for this test"
         assert late.code() == grpc.StatusCode.DEADLINE_EXCEEDED
-        wait_until(lambda: gateway.pending("moody") == 1, 20, "the request is returned")
+        wait_until(lambda: gateway.pending("moody") <= 1, 20, "the request is returned")
         assert not patient.done()
     finally:
         for pid in engines:

@@ -23,6 +23,7 @@ from jurybox.client.remote.grpc_channel import open_channel
 from jurybox.protocol.errors import Code, error_for
 from jurybox.server.gateway.grpc_server import GrpcServer, Service
 from jurybox.server.security.access import Access
+from jurybox.server.security.limits import budget_of
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 MIB = 1 << 20
@@ -397,7 +398,7 @@ def head_of_a_call(stream):
 
 def test_finalizers_may_use_a_connection_while_it_returns_events():
     """Creating the events may start the garbage collector, whose finalizers may run any code."""
-    connection = native.GrpcConnection(MIB, 8192, 1000)
+    connection = native.GrpcConnection(MIB, 8192, 1000, native.Account(budget_of(MIB)))
     connection.feed(PREFACE + frame(4, 0, 0), len(PREFACE) + 9)
     events = []
     calls = itertools.count(1, 2)

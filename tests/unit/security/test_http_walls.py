@@ -9,9 +9,11 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse
 from starlette.routing import Route
 
+from jurybox import native
 from jurybox.protocol.errors import Code
-from jurybox.server.security.access import Access, ByteBudget
+from jurybox.server.security.access import Access
 from jurybox.server.security.http import guarded
+from jurybox.server.security.limits import RECEIVED
 
 TOKEN = "0123456789abcdef"
 MOST = 1 << 20
@@ -134,7 +136,7 @@ def pickled(error):
 
 def test_a_path_with_refusals_of_its_own_gets_them_for_bodies_that_are_refused():
     async def go(path, *contents):
-        budget = ByteBudget(1000)
+        budget = native.Budget((1000, 1000, 9), (1000, 1000, 9))
         app = guarded(APP, Access(max_message=MOST), loopback=True, budget=budget, refusals={"/echo": pickled})
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://127.0.0.1:8000") as http:
             return [await http.post(path, content=content) for content in contents]
@@ -153,13 +155,13 @@ def test_a_path_with_refusals_of_its_own_gets_them_for_bodies_that_are_refused()
 
 def test_such_a_path_says_busy_when_the_client_has_sent_all_and_can_read_it():
     async def go():
-        sent, parts, budget = [], [b"x" * 600] * 5, ByteBudget(1000)
+        sent, parts, budget = [], [b"x" * 600] * 5, native.Budget((1000, 1000, 9), (1000, 1000, 9))
 
         async def receive():
             return {"type": "http.request", "body": parts.pop(), "more_body": bool(parts)}
 
         async def send(message):
-            sent.append((message["type"], len(parts), budget._held))
+            sent.append((message["type"], len(parts), budget.held(RECEIVED)))
 
         scope = {
             "type": "http", "method": "POST", "path": "/echo", "raw_path": b"/echo", "query_string": b"",

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import time
+import weakref
 from types import SimpleNamespace
 
 import numpy as np
@@ -386,10 +388,10 @@ class Later:
 async def answered_in_place(together, client):
     """Ask for one row; return whether it was answered before the loop turned."""
     answer = asyncio.get_running_loop().create_future()
-    late = together.put(ROW, 1, 60.0, 0, answer, None, client)
+    put = together.put(ROW, 1, 60.0, 0, answer, None, client)
     at_once = answer.done()
     outputs, version = await answer
-    late.cancel()
+    put.over()
     assert (outputs["y"] == 2).all() and version == 7
     return at_once
 
@@ -430,9 +432,31 @@ async def test_the_loop_does_not_block_for_a_slow_model(clock):
     client = ClientConnection(("192.0.2.7", 4000))
     for _ in range(20):
         answer = asyncio.get_running_loop().create_future()
-        late = together.put(ROW, 1, 60.0, 0, answer, None, client)
+        put = together.put(ROW, 1, 60.0, 0, answer, None, client)
         await asyncio.sleep(0)
         clock.now += 0.001
         await answer
-        late.cancel()
+        put.over()
     assert not any(lane.blocked)
+
+
+async def test_a_request_whose_caller_is_gone_keeps_neither_rows_nor_a_timer():
+    together, _ = coalescer(Lane(None))
+    running = asyncio.create_task(together.ask(ROW, 1, 60.0, 0))  # never answered: all others wait for it
+    await asyncio.sleep(0.01)
+    asked, rows = [], []
+    for _ in range(400):
+        inputs = {"x": np.ones((1, 2), np.float32)}
+        rows.append(weakref.ref(inputs["x"]))
+        asked.append(asyncio.create_task(together.ask(inputs, 1, 60.0, 0)))
+        del inputs
+    await asyncio.sleep(0.01)
+    assert len(together._waiting) == 400 and all(one() is not None for one in rows)
+    for one in asked[:399]:
+        one.cancel()
+    await asyncio.gather(*asked[:399], return_exceptions=True)
+    gc.collect()
+    assert [one() is not None for one in rows] == [False] * 399 + [True]
+    assert len(together._waiting) <= 65
+    running.cancel()
+    asked[399].cancel()

@@ -194,6 +194,7 @@ def test_variables_of_others_are_left_alone():
         (PHOTO + "count = 3\n", "expected count with a star in the name and the other way round, got 'photo'"),
         ("[models.'a*']\nfactory = 'a:b'\ncount = 129\n", "count = 129 of 'a*', expected 1 to 128"),
         ("[models.'a*']\nfactory = 'a:b'\ncount = 2\nrows = -1\n", "models.a1.rows = -1: expected"),
+        ("[models.'a/versions/1']\nfactory = 'a:b'\n", "over HTTP that names a version of another model"),
         ("[models.'../up']\nfactory = 'a:b'\n", ''':1: models."../up": expected a name of letters'''),
         ("[models.a]\nexported = 'absent.pt2'\n", "absent.pt2': there is no such file"),
         ("[models.a\n", ":1: not TOML"),

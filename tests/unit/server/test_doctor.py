@@ -220,3 +220,18 @@ def test_a_daemon_for_sharing_that_is_named_must_run(tmp_path):
     (tmp_path / "control").touch()
     found = sharing(tmp_path, CUDA_MPS_PIPE_DIRECTORY=str(tmp_path), CUDA_MPS_ACTIVE_THREAD_PERCENTAGE="30")
     assert found.level is Level.OK and "MPS" in found.found and "30 %" in found.found
+
+
+@pytest.mark.parametrize(
+    ("setting", "free", "level", "told"),
+    [
+        ("", 4096, Level.OK, "at most 1024 MiB each in gateway and relay with max_message_mib = 64"),
+        ("16", 4096, Level.OK, "at most 256 MiB each"),
+        ("64", 512, Level.WARN, "512 MiB are left"),
+        ("none", 4096, Level.OK, "max_message_mib = 64"),
+    ],
+)
+def test_what_clients_may_make_a_server_hold_is_computed_from_its_setting(setting, free, level, told):
+    finding = checks.check_clients(setting, free * MIB)
+    assert (finding.level, told in finding.found) == (level, True)
+    assert level is Level.OK or "max_message_mib to 32" in finding.remedy

@@ -8,9 +8,9 @@ import pytest
 import uvicorn
 from uvicorn.server import ServerState
 
-from jurybox.protocol.errors import Refused
+from jurybox import native
 from jurybox.server.gateway.inference.http_forms import _Head, protocol_of
-from jurybox.server.security.access import ByteBudget
+from jurybox.server.security.limits import RECEIVED
 
 pytest.importorskip("httptools")
 HEAD = b"POST /v2/models/m/infer HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n"
@@ -45,14 +45,15 @@ async def app(scope, receive, send):
 
 @pytest.fixture
 def budget():
-    return ByteBudget(600)
+    return native.Budget((600, 600, 9), (600, 600, 9))
 
 
 @pytest.fixture
 async def line(budget):
     config = uvicorn.Config(app, log_config=None, lifespan="off")
     config.load()
-    kind = protocol_of(None, budget)
+    kind = protocol_of(None)
+    kind.budget = budget
     kind.known.heads[HEAD] = _Head("m", "", 1000, 10)
 
     def connect():
@@ -67,19 +68,18 @@ async def test_a_body_reserves_only_the_bytes_that_have_arrived(budget, line):
     many = [line() for _ in range(50)]
     for one in many:
         one.data_received(HEAD + b"x" * 10)
-    budget.acquire(100)
-    with pytest.raises(Refused):
-        budget.acquire(1)
+    other = native.Account(budget)
+    assert other.take(RECEIVED, 100) == 0 and other.take(RECEIVED, 1) == 2
     for one in many:
         one.connection_lost(None)
-    budget.acquire(500)
+    assert other.take(RECEIVED, 500) == 0
 
 
 async def test_a_body_for_which_there_is_no_room_goes_the_usual_way_and_holds_none(budget, line):
     one = line()
     one.data_received(HEAD + b"x" * 500)
     one.data_received(b"x" * 200)
-    budget.acquire(600)
+    assert native.Account(budget).take(RECEIVED, 600) == 0
     await asyncio.sleep(0.05)
     assert one.transport.told.startswith(b"HTTP/1.1 418")
     one.connection_lost(None)

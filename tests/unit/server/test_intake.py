@@ -9,6 +9,7 @@ import json
 import random
 import re
 import threading
+import zlib
 
 import numpy as np
 import pytest
@@ -16,10 +17,13 @@ from PIL import Image
 from tests.loops import turns
 
 from jurybox import native
-from jurybox.protocol.errors import SpecMismatch
+from jurybox.client.juror import Scores as Found
+from jurybox.protocol import ModelSpec, TensorSpec
+from jurybox.protocol.errors import Code, Refused, SpecMismatch
 from jurybox.server.gateway.dialects import intake
 from jurybox.server.gateway.dialects.intake import ThreadPool, decoded, encoded_bytes
 from jurybox.server.gateway.dialects.json_dialects import parsed
+from jurybox.server.security.limits import OF_REQUEST, RECEIVED, Charge, budget_of
 
 
 def test_a_thread_returns_or_raises_what_its_function_does():
@@ -155,3 +159,97 @@ def test_memory_that_is_no_picture_of_that_size_is_not_read():
     for wrong in ((array, schema, np.empty((4, 5, 3), np.uint8)), (schema, array, frozen), (None, None, frozen)):
         with pytest.raises((ValueError, TypeError, BufferError)):
             native.drop_fourth(*wrong)
+
+
+class _Juror:
+    """A juror that has connected to a model with one picture; it scores the sizes of what it gets."""
+
+    def __init__(self, shape=(8, 8, 3)):
+        self.spec = ModelSpec(
+            "m",
+            {"image": TensorSpec("uint8", shape, 1 << 26 if shape[0] < 0 else 0)},
+            {"score": TensorSpec("float32", ())},
+        )
+        self.got = []
+
+    def scores_here(self, columns, n):
+        return None
+
+    def ask(self, columns, n):
+        self.got += [image.shape for image in columns["image"]]
+
+        async def answer():
+            return Found([1.0] * n, [7])
+
+        return answer
+
+
+def _intake(monkeypatch, shape, size=None):
+    monkeypatch.setattr(intake, "Juror", lambda **_: _Juror(shape))
+    return intake.Intake(ThreadPool(), "", size=size, model="m")
+
+
+def _png(width, height):
+    """Return a PNG of so many pixels in a few bytes, of which only the header is right."""
+    with io.BytesIO() as sink:
+        Image.new("1", (width, 1)).save(sink, "PNG")
+        data = bytearray(sink.getvalue())
+    data[20:24] = height.to_bytes(4, "big")
+    data[29:33] = zlib.crc32(data[12:29]).to_bytes(4, "big")
+    return bytes(data)
+
+
+@pytest.mark.parametrize("shape", [(8, 8, 3), (-1, -1, 3)], ids=["fixed", "variable"])
+@pytest.mark.parametrize("size", [None, (8, 8)], ids=["", "resized"])
+def test_pictures_that_are_larger_than_a_request_may_be_are_not_decoded(monkeypatch, shape, size):
+    def decode(*_):
+        raise AssertionError("a picture was decoded")
+
+    monkeypatch.setattr(intake, "_rgb", decode)
+    budget = budget_of(8 << 20)  # 32 MiB for one connection
+    account = native.Account(budget)
+
+    async def go(pictures):
+        OF_REQUEST.set(Charge(budget, account))
+        return await _intake(monkeypatch, shape, size).rows(intake.Request({}, len(pictures), {"image": pictures}))
+
+    bombs = [_png(4096, 4096)] * 40
+    if shape[0] == 8 and size is None:
+        found, why = (
+            asyncio.run(go(bombs)),
+            f"a picture of 4096 x 4096 pixels: the model takes {TensorSpec('uint8', shape)}",
+        )
+        assert list(found) == [why] * 40
+    else:
+        with pytest.raises(Refused, match="these pictures take .* GiB decoded, at most 32 MiB: send fewer") as caught:
+            asyncio.run(go(bombs))
+        assert caught.value.code == Code.TOO_LARGE
+    assert budget.held(RECEIVED) == 0
+
+
+def test_decoded_pictures_are_counted_until_the_answer(monkeypatch):
+    budget = budget_of(8 << 20)
+    account, held = native.Account(budget), []
+    with io.BytesIO() as sink:
+        Image.new("RGB", (1000, 500)).save(sink, "PNG")
+        picture = sink.getvalue()
+
+    async def go(n):
+        OF_REQUEST.set(Charge(budget, account))
+        taken = _intake(monkeypatch, (-1, -1, 3))
+        ask = taken._juror.ask
+
+        def asked(columns, rows):
+            held.append(account.held(RECEIVED))
+            return ask(columns, rows)
+
+        taken._juror.ask = asked
+        return await taken.rows(intake.Request({}, n, {"image": [picture] * n}))
+
+    assert list(asyncio.run(go(5))) == [1.0] * 5
+    assert held == [5 * 1_500_000] and budget.held(RECEIVED) == 0
+    others = [native.Account(budget) for _ in range(2)]
+    assert [one.take(RECEIVED, 28 << 20) for one in others] == [0, 0]
+    with pytest.raises(Refused, match="ask again later") as caught:  # it fits, but not now
+        asyncio.run(go(5))
+    assert caught.value.code == Code.BUSY and budget.held(RECEIVED) == 56 << 20

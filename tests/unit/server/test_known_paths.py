@@ -10,12 +10,14 @@ import pytest
 import uvicorn
 from uvicorn.server import ServerState
 
+from jurybox import native
 from jurybox.server.gateway.dialects.intake import Reply
 from jurybox.server.gateway.dialects.known_paths import Endpoint, KnownPaths, with_dialects
 from jurybox.server.gateway.dialects.router import DialectPaths
 from jurybox.server.gateway.inference.http_forms import InferProtocol, KnownHeads
-from jurybox.server.security.access import Access, ByteBudget
+from jurybox.server.security.access import Access
 from jurybox.server.security.http import guarded
+from jurybox.server.security.limits import RECEIVED
 
 MOST = 1 << 20
 HEAD = "POST /dialects/x HTTP/1.1\r\nHost: localhost\r\n"
@@ -33,7 +35,7 @@ class Gateway:
         self.bodies: list[bytes] = []
         self.go = asyncio.Event()
         self.go.set()
-        self.budget = ByteBudget(4 * MOST)
+        self.budget = native.Budget((4 * MOST, 4 * MOST, 9), (4 * MOST, 4 * MOST, 9))
         self.paths: KnownPaths | None = None
         self.state = ServerState()
         self.more: tuple[tuple[str, str], ...] = ()
@@ -41,7 +43,7 @@ class Gateway:
 
     @property
     def held(self) -> int:
-        return self.budget._held
+        return self.budget.held(RECEIVED)
 
     async def echo(self, body: bytes) -> Reply:
         self.bodies.append(body)
@@ -62,8 +64,8 @@ class Gateway:
     @contextlib.asynccontextmanager
     async def listening(self):
         access = Access(max_message=MOST)
-        plain = type("Plain", (InferProtocol,), {"known": KnownHeads(None, self.budget)})
-        protocol = with_dialects(plain, self.budget, MOST)
+        plain = type("Plain", (InferProtocol,), {"known": KnownHeads(None), "budget": self.budget})
+        protocol = with_dialects(plain, MOST)
         self.paths = protocol.paths
         config = uvicorn.Config(
             guarded(self.app, access, loopback=True, budget=self.budget), http=protocol, lifespan="off",
@@ -258,12 +260,13 @@ def test_a_body_that_is_too_large_is_refused_as_ever():
 def test_a_client_gets_an_error_if_there_is_no_memory_for_its_body():
     async def test(gateway, web):
         await learnt(web)
-        gateway.budget.acquire(4 * MOST - 100)
+        others = native.Account(gateway.budget)
+        others.take(RECEIVED, 4 * MOST - 100)
         assert (await web.ask(request(b"s" * 50)))[0] == 200
         async with Web(gateway) as large:
             assert (await large.ask(request(b"l" * 50)[:-1], b"l"))[0] == 200
             assert (await large.ask(request(b"l" * 5000)))[0] == 429
-        gateway.budget.release(4 * MOST - 100)
+        others.give(RECEIVED, 4 * MOST - 100)
         assert (await web.ask(request(b"s" * 5000)))[0] == 200
 
     run(test)

@@ -45,6 +45,7 @@ def examine(*, fix: bool = False) -> list[Finding]:
         lambda: check_http2(*_nghttp2()),
         lambda: host.check_kernel(os.uname().release),
         lambda: check_memory(*available_memory()),
+        lambda: check_clients(os.environ.get("JURYBOX_MAX_MESSAGE_MIB", ""), available_memory()[0]),
         lambda: check_room(*room, directory()),
         lambda: host.check_inodes(*inodes, directory()),
         check_segment,
@@ -130,6 +131,27 @@ def check_memory(free: int, where: str) -> Finding:
     if free < _COMFORT:
         return warn("memory", f"{text}; enough for {free // _ARENA} models' arenas", remedy)
     return ok("memory", text)
+
+
+def check_clients(max_message_mib: str, free: int) -> Finding:
+    """Check what gateway and relay may hold for their clients at most.
+
+    Args:
+        max_message_mib: the setting from the environment; "" for its default.
+    """
+    try:
+        from jurybox.server.security.access import SecuritySettings
+        from jurybox.server.security.limits import most_held
+    except ImportError as error:  # the checks of packages and of the native core say so, too
+        return warn("clients", f"not known: {error}", "see above")
+    default: int = SecuritySettings.model_fields["max_message_mib"].default
+    mib = int(max_message_mib) if max_message_mib.isdigit() else default
+    most = most_held(mib << 20)
+    text = f"at most {most / _MIB:.0f} MiB each in gateway and relay with max_message_mib = {mib}"
+    if most > free:
+        remedy = f"set server.max_message_mib to {max(1, mib * free // most)} or less, if strangers can connect"
+        return warn("clients", f"{text}; {free / _MIB:.0f} MiB are left", remedy)
+    return ok("clients", text)
 
 
 def check_room(total: int, free: int, folder: Path) -> Finding:

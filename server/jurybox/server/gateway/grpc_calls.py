@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import socket
 import ssl
 import time
@@ -21,12 +22,12 @@ from typing import Any, NamedTuple, NoReturn
 import grpc
 
 from jurybox import native
-from jurybox.protocol.errors import Error, Refused
-from jurybox.server.security.access import Access, ByteBudget, ClientConnection, Token
-from jurybox.server.security.doors import Doors, refusal
+from jurybox.protocol.errors import Code, Error, Refused
+from jurybox.server.security.access import Access, ClientConnection, Token
+from jurybox.server.security.doors import Doors
+from jurybox.server.security.doors import refusal as draining
 from jurybox.server.security.grpc import (
     MOST_METADATA,
-    MOST_STREAMS,
     UNAUTHENTICATED,
     Direct,
     admitted,
@@ -34,13 +35,15 @@ from jurybox.server.security.grpc import (
     status_of,
     works,
 )
+from jurybox.server.security.limits import ANSWERS, CALLS, GRPC_CONNECTIONS, MOST_CALLS, RECEIVED, SILENCE, refusal
 
-_MOST_CONNECTIONS = 4096
 _MOST_QUEUED = 1 << 20  # bytes of a stream's answers that are queued for the peer
 _READ = 1 << 18  # bytes read at once
 _QUIET = 20.0  # seconds without a byte after which the peer is pinged; it has as long to answer
 _LONE = 3  # events of a single unary call that arrives at once: call, message, end
-_CALL, _MESSAGE, _COMPRESSED, _END, _GONE, _TOO_LARGE, _WAKE = range(7)  # native.GrpcConnection's events
+_CALL, _MESSAGE, _COMPRESSED, _END, _GONE, _TOO_LARGE, _REFUSED, _WAKE = range(8)  # native.GrpcConnection's events
+_LOOKED_AT, _LULL = 64, 1.0  # connections, and seconds without a byte, to find one to end where there are too many
+_PIECE = 1 << 20  # bytes that are decompressed at a time
 _WINDOW_BITS = {b"gzip": 31, b"deflate": 15}
 _STATUS = grpc.StatusCode
 
@@ -56,8 +59,8 @@ class Call:
     """A call in progress, passed to its method as a grpc.aio.ServicerContext, or to a direct method as a DirectCall."""
 
     __slots__ = (
-        "_connection", "_direct", "_done", "_handler", "_late", "_message", "_number", "_requests", "_taken", "_task",
-        "_trailing", "_until", "_waiting", "works",
+        "_connection", "_direct", "_done", "_handler", "_late", "_message", "_number", "_requests", "_task",
+        "_trailing", "_until", "_waiting", "on_gone", "works",
     )  # fmt: skip
 
     def __init__(
@@ -77,7 +80,7 @@ class Call:
         self._until = until  # its deadline, s of the monotonic clock
         self._done = False
         self._message: bytes | None = None
-        self._taken = 0  # bytes reserved from the server's limit
+        self.on_gone: Callable[[], None] | None = None  # called if the peer is gone before the answer
         self._requests: deque[bytes | None] | None = None  # messages of a request stream, None after the last
         self._waiting: asyncio.Future[None] | None = None  # for the next of these messages
         self._task: asyncio.Task[None] | None = None
@@ -90,6 +93,11 @@ class Call:
     def connection(self) -> ClientConnection | None:
         """The connection, if it has no other call now; see `security.grpc.DirectCall.connection`."""
         return self._connection.client if self._connection.lone else None
+
+    @property
+    def account(self) -> native.Account:
+        """What its connection holds of the server's budget."""
+        return self._connection.account
 
     def done(self) -> bool:
         """Return whether the call was answered or its peer is gone; a further answer is discarded."""
@@ -129,7 +137,6 @@ class Call:
         """Let the ordinary method answer the message."""
         if self._done:
             return
-        self._give()
         handler, request = self._handler, self._handler.request_deserializer(self._message)
         self._message = None
         if handler.response_streaming:
@@ -167,32 +174,36 @@ class Call:
             self._finish(_STATUS.INTERNAL, "expected one request message, got none")
         elif self._direct is None or self._connection.closed:
             self.as_usual()  # which refuses it if the doors have closed
-        else:
-            try:
-                self._connection.budget.acquire(len(message))
-            except Refused as error:
-                self.fail(error)
-                return
-            self._taken = len(message)
-            if not self._direct(message, self):
-                self._watch()
-                self.as_usual()
+        elif not self._direct(message, self):
+            self._watch()
+            self.as_usual()
 
     def gone(self) -> None:
         """Handle the peer's cancellation of the call, or the end of the connection."""
         self._end()
-        self._wake()
-        if self._task is not None:
-            self._task.cancel()
+        self._cancel()
 
     def refuse(self, code: Any, details: str) -> None:
         """End the call with a status, and cancel its method."""
         self._finish(code, details)
+        self._cancel()
+
+    def no_room(self, error: Refused) -> None:
+        """End the call because the budget has no room, and cancel its method."""
+        self.fail(error)
+        self._cancel()
+
+    # ---- inside
+
+    def _cancel(self) -> None:
+        self._message = None
+        if self._requests is not None:
+            self._requests.clear()
         self._wake()
         if self._task is not None:
             self._task.cancel()
-
-    # ---- inside
+        if self.on_gone is not None:
+            self.on_gone()
 
     def _watch(self) -> None:
         if (left := self.time_remaining()) is not None and self._late is None and not self._done:
@@ -219,7 +230,8 @@ class Call:
         async for answer in answers:
             if self._done:
                 return
-            connection.native.send(number, self._handler.response_serializer(answer))
+            if not connection.native.send(number, self._handler.response_serializer(answer)):
+                self._end()
             connection.flush()
             while not self._done and connection.full(number):
                 await connection.taken_some()
@@ -245,13 +257,8 @@ class Call:
         if self._waiting is not None and not self._waiting.done():
             self._waiting.set_result(None)
 
-    def _give(self) -> None:
-        taken, self._taken = self._taken, 0
-        self._connection.budget.release(taken)
-
     def _end(self) -> None:
         self._done = True
-        self._give()
         if self._late is not None:
             self._late.cancel()
         self._connection.calls.pop(self._number, None)
@@ -271,13 +278,14 @@ class _Connection(asyncio.BufferedProtocol):
     def __init__(self, server: Calls) -> None:
         self._server = server
         self.loop = server.loop
-        self.budget = server.budget
-        self.native = native.GrpcConnection(server.most_message, MOST_METADATA, MOST_STREAMS)
+        self.account = native.Account(server.budget)
+        self.native = native.GrpcConnection(server.most_message, MOST_METADATA, MOST_CALLS, self.account)
         self.calls: dict[int, Call] = {}
         self.farewells: dict[str, Callable[[], None]] = {}  # called when the connection has ended
         self._transport: Any = None
         self.client: ClientConnection | None = None
-        self._paused = self._reading = self.lone = False
+        self._unsent = 0  # bytes in the transport's buffer, counted while it is paused
+        self._paused = self._reading = self.lone = self._behind = False
         self._trusted = server.token is None  # whether native code may answer calls: all, or those that show the token
         self._waiters: list[asyncio.Future[None]] = []  # of calls, until the peer may have received something
         self._heard = 0.0
@@ -290,10 +298,10 @@ class _Connection(asyncio.BufferedProtocol):
         """Register the connection; see `asyncio.BaseProtocol`."""
         self._transport = transport
         self.client = ClientConnection(transport.get_extra_info("peername"))
-        if len(self._server.connections) >= _MOST_CONNECTIONS:
+        if len(self._server.connections) >= GRPC_CONNECTIONS and not self._server.make_room():
             transport.abort()
             return
-        self._server.connections.add(self)
+        self._server.connections[self] = None
         self._heard = self.loop.time()
         self._timer = self.loop.call_later(_QUIET, self._look)
         self.flush()
@@ -306,19 +314,36 @@ class _Connection(asyncio.BufferedProtocol):
         """Parse the bytes in the buffer and handle the events; see `asyncio.BufferedProtocol`."""
         self._heard = self.loop.time()
         self._asked = False
+        self._feed(self._server.buffer, size)
+
+    def _feed(self, data: bytes | bytearray, size: int) -> None:
         self._reading = True  # answers made meanwhile are sent with one write
         over = False
         try:
             forms = self._server.forms if self._trusted and not self.closed else None
-            events = self.native.feed(self._server.buffer, size, forms, self)
+            events = self.native.feed(data, size, forms, self)
             self.lone = len(events) <= _LONE and len(self.calls) <= 1
             over = self._handle(events)
         finally:
             self._reading = False
             self.flush()
             self._wake()
-        if over and self._transport is not None:
+        if self._transport is None:
+            return
+        if over:
             self._transport.close()
+        elif self.native.more:  # other connections come first
+            self._behind = True
+            self._transport.pause_reading()
+            self.loop.call_soon(self._go_on)
+        elif self._behind:
+            self._behind = False
+            self._transport.resume_reading()
+
+    def _go_on(self) -> None:
+        """Handle the next of the received events."""
+        if self._transport is not None and not self._transport.is_closing():
+            self._feed(b"", 0)
 
     def _handle(self, events: Sequence[Any]) -> bool:
         """Handle events; return whether the connection is over."""
@@ -350,6 +375,18 @@ class _Connection(asyncio.BufferedProtocol):
             call.gone()
         elif kind == _TOO_LARGE:
             self._too_large(call, f"{value} vs. {self._server.most_message}")
+        elif kind == _REFUSED:
+            call.no_room(self._refusal(value))
+
+    @property
+    def idle(self) -> bool:
+        """Whether it has no call."""
+        return not self.native.calls
+
+    @property
+    def heard(self) -> float:
+        """When the peer was heard last, s of the loop's clock."""
+        return self._heard
 
     @property
     def closed(self) -> bool:
@@ -384,7 +421,7 @@ class _Connection(asyncio.BufferedProtocol):
 
     def connection_lost(self, error: Exception | None) -> None:
         """Cancel all calls; see `asyncio.BaseProtocol`."""
-        self._server.connections.discard(self)
+        self._server.connections.pop(self, None)
         if self._timer is not None:
             self._timer.cancel()
         self._transport = None
@@ -392,16 +429,20 @@ class _Connection(asyncio.BufferedProtocol):
             call.gone()
         for farewell in self.farewells.values():
             farewell()
+        self.native.gone(self._server.forms)
+        self._count_unsent(0)
         self._wake()
         self._server.look()
 
     def pause_writing(self) -> None:
         """Stop writing; see `asyncio.BaseProtocol`."""
         self._paused = True
+        self._count_unsent(self._transport.get_write_buffer_size())
 
     def resume_writing(self) -> None:
         """Write again; see `asyncio.BaseProtocol`."""
         self._paused = False
+        self._count_unsent(0)
         self.flush()
         self._wake()
 
@@ -409,9 +450,9 @@ class _Connection(asyncio.BufferedProtocol):
 
     def flush(self) -> None:
         """Write the pending bytes to the transport, unless it is paused or a read is being handled."""
-        if self._paused or self._reading or self._transport is None:
+        if self._reading or self._transport is None:
             return
-        if data := self.native.outgoing():
+        while not self._paused and (data := self.native.outgoing()):
             self._transport.write(data)
         if self.native.over:
             self._transport.close()
@@ -434,12 +475,39 @@ class _Connection(asyncio.BufferedProtocol):
     def close(self) -> None:
         """Refuse all calls, and close the connection."""
         for call in list(self.calls.values()):
-            call.fail(refusal())
+            call.fail(draining())
             call.gone()
         if self._transport is not None:
             self._transport.close()
 
+    # ---- called by `limits.Watch`
+
+    def end_silent(self, now: float) -> None:
+        """End the calls with a message that does not go on."""
+        for number in self.native.silent(int((now - SILENCE) * 1e9)):
+            why = f"no byte of the message has come for {SILENCE:.0f} s"
+            if (call := self.calls.get(number)) is not None:
+                call.refuse(_STATUS.DEADLINE_EXCEEDED, why)
+            else:
+                self.native.finish(number, _STATUS.DEADLINE_EXCEEDED.value[0], why, [])
+                self.flush()
+
+    def abort(self) -> None:
+        """Close the connection at once."""
+        if self._transport is not None:
+            self._transport.abort()
+
     # ---- inside
+
+    def _count_unsent(self, size: int) -> None:
+        before, self._unsent = self._unsent, size
+        self.account.give(ANSWERS, before)
+        self.account.owe(ANSWERS, size)
+
+    def _refusal(self, found: int) -> Refused:
+        share = self._server.budget.each[CALLS]
+        full = self.account.held(CALLS) >= share or (found == 2 and self._server.calls_are_full)
+        return refusal(self.account, self._server.budget, found, CALLS if full else RECEIVED)
 
     def _begin(self, number: int, path: bytes, timeout: int) -> None:
         server = self._server
@@ -472,28 +540,42 @@ class _Connection(asyncio.BufferedProtocol):
 
     def _inflate(self, call: Call, number: int, data: bytes) -> None:
         named = dict(self.native.metadata(number)).get(b"grpc-encoding", b"")
-        most = self._server.most_message
         encoding = named.decode("latin-1")
         if (bits := _WINDOW_BITS.get(named)) is None:
             call.set_trailing_metadata((("grpc-accept-encoding", "identity, deflate, gzip"),))
             call.refuse(_STATUS.UNIMPLEMENTED, f"unsupported message encoding {encoding!r}: expected gzip or deflate")
             return
-        inflating = zlib.decompressobj(bits)
         try:
-            message = inflating.decompress(data, most + 1)
-        except zlib.error as error:
+            message = self._inflated(number, data, bits)
+        except Refused as error:
+            if error.code == Code.TOO_LARGE:
+                self._too_large(call, str(error))
+            else:
+                call.no_room(error)
+        except (zlib.error, EOFError) as error:
             call.refuse(_STATUS.INTERNAL, f"a message with encoding {encoding!r} cannot be decompressed: {error}")
-            return
-        if len(message) > most:
-            self._too_large(call, f"more than {most} after decompression")
-        elif not inflating.eof:
-            call.refuse(_STATUS.INTERNAL, f"a message with encoding {encoding!r} is truncated")
-        elif behind := len(inflating.unused_data):
-            why = f"{behind} bytes came after the end of a message with encoding {encoding!r}: expected none"
-            call.refuse(_STATUS.INTERNAL, why)
         else:
-            self.native.taken(number, max(0, len(data) - len(message)), messages=0)  # the rest when it is taken
+            self.native.taken(number, len(data), messages=0)
             call.came(message)
+
+    def _inflated(self, number: int, data: bytes, bits: int) -> bytes:
+        """Decompress a message of a call, to which every piece is counted. Raises Refused, zlib.error, EOFError."""
+        most, size = self._server.most_message, 0
+        pieces: list[bytes] = []
+        inflating = zlib.decompressobj(bits)
+        while not inflating.eof:
+            piece = inflating.decompress(inflating.unconsumed_tail if pieces else data, _PIECE)
+            size += len(piece)
+            if size > most:
+                raise Refused(f"more than {most} after decompression", Code.TOO_LARGE)
+            if found := self.native.hold(number, len(piece), size):
+                raise self._refusal(found)
+            if not piece and not inflating.unconsumed_tail and not inflating.eof:
+                raise EOFError("it is truncated")
+            pieces.append(piece)
+        if behind := len(inflating.unused_data):
+            raise EOFError(f"{behind} bytes came after its end: expected none")
+        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
     def _look(self) -> None:
         """Ping a quiet peer; abort the connection if the last ping was not answered."""
@@ -521,7 +603,7 @@ class Calls:
 
     Args:
         access: token, TLS and limits.
-        budget: limits the bytes of all requests together.
+        budget: what all connections may hold.
         direct: direct methods, by path.
         forms: the forms of requests that native code answers.
         doors: after they have closed, calls that do more than read are refused.
@@ -533,7 +615,7 @@ class Calls:
     def __init__(
         self,
         access: Access,
-        budget: ByteBudget,
+        budget: native.Budget,
         direct: Mapping[str, Direct],
         forms: native.InferForms | None = None,
         doors: Doors | None = None,
@@ -545,7 +627,7 @@ class Calls:
         self.token = access.token
         self.direct = {path.encode(): method for path, method in direct.items()}
         self.forms = forms
-        self.connections: set[_Connection] = set()
+        self.connections: dict[_Connection, None] = {}  # in an order, as a set has none
         self.buffer = bytearray(_READ)
         self.stopping = False
         self._methods: dict[bytes, Any] = {}
@@ -591,6 +673,26 @@ class Calls:
         self.look()
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._idle.wait(), grace)
+
+    @property
+    def calls_are_full(self) -> bool:
+        """Whether no more calls may begin."""
+        return self.budget.held(CALLS) >= self.budget.in_all[CALLS]
+
+    def make_room(self) -> bool:
+        """End a connection without a call, of the oldest ones; return whether there is one."""
+        now, idle = self.loop.time(), None
+        for one in list(itertools.islice(self.connections, _LOOKED_AT)):
+            if one.idle and now - one.heard > _LULL and (idle is None or one.heard < idle.heard):
+                idle = one
+            elif not one.idle:  # not looked at again before the others
+                del self.connections[one]
+                self.connections[one] = None
+        if idle is None:
+            return False
+        self.connections.pop(idle, None)
+        idle.abort()
+        return True
 
     def look(self) -> None:
         """Let `stop` continue if no connection is open any more."""

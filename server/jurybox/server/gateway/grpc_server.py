@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -28,6 +28,7 @@ from jurybox.server.gateway.live import StatusSource
 from jurybox.server.security.access import Access
 from jurybox.server.security.doors import Doors
 from jurybox.server.security.grpc import Direct, Guarding, interceptors, limits, open_port
+from jurybox.server.security.limits import Limited
 from jurybox.server.settings.endpoints import CannotListen, listen, split_host
 
 Readiness = Callable[[], Awaitable[list[str]]]
@@ -138,6 +139,7 @@ class GrpcServer:
         doors: after they have closed, calls that do more than read are refused.
         http2: the HTTP/2 implementation: "nghttp2", the system's library, which is much faster; "grpcio", which is
             always available; or "auto", the first of them that is available.
+        budget: what the process may hold; None: a budget of the server's own.
 
     Attributes:
         http2: the HTTP/2 implementation in use, with its version, and for grpcio why it was chosen.
@@ -157,10 +159,11 @@ class GrpcServer:
         access: Access | None = None,
         http2: str = "auto",
         doors: Doors | None = None,
+        budget: native.Budget | None = None,
     ) -> None:
         self._doors = doors or Doors()
         self._access = access = access or Access()
-        self._budget = access.budget()
+        self._budget = budget or access.budget()
         self._services = services
         self._readiness = readiness
         self._stopping = False
@@ -181,6 +184,10 @@ class GrpcServer:
             # nor a remedy.
             self._listener.close()
             self._aio = self._new_aio()
+
+    def connections(self) -> Iterable[Limited]:
+        """Return the connections, for `limits.Watch`; grpcio's are its own."""
+        return () if self._calls is None else tuple(self._calls.connections)
 
     async def start(self) -> None:
         """Start serving."""
@@ -214,7 +221,7 @@ class GrpcServer:
         health = Service(
             "grpc.health.v1.Health", health_pb2.DESCRIPTOR, self._health, health_pb2_grpc.add_HealthServicer_to_server
         )
-        self._guarding = Guarding(server, self._budget, direct, self._doors)
+        self._guarding = Guarding(server, None if self._calls is not None else self._budget, direct, self._doors)
         guarding: Any = self._guarding
         for service in (*self._services, health):
             service.add(service.servicer, guarding)

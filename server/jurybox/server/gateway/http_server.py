@@ -9,16 +9,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections.abc import Generator, Mapping
+import time
+from collections.abc import Generator, Iterable, Mapping
 from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp
 
+from jurybox import native
 from jurybox.protocol.address import is_loopback
-from jurybox.server.security.access import Access, ByteBudget
+from jurybox.server.security.access import Access
 from jurybox.server.security.doors import Doors
-from jurybox.server.security.http import READING, Refusal, guarded
+from jurybox.server.security.http import ACCOUNT, READING, Refusal, guarded
+from jurybox.server.security.limits import ANSWERS, HTTP_CONNECTIONS, SILENCE, Limited
 from jurybox.server.settings.endpoints import listen, split_host
 
 
@@ -32,7 +35,6 @@ try:
 except ImportError:  # there is no wheel for this Python
     HttpToolsProtocol = None  # type: ignore[assignment, misc]
 
-_CONNECTIONS = 512  # open at once; beyond that requests are answered 503
 _KEEP_ALIVE = 75  # seconds that a connection may be idle between requests: longer than clients' pools keep theirs, so
 # that no client sends a request just when its connection is closed (httpx: 5, aiohttp: 15; uvicorn's default: 5)
 _MOST_HEADERS = 32 << 10  # bytes of a request line and headers
@@ -43,12 +45,100 @@ _LOOK = 0.005  # seconds between two looks whether they are
 _MOST_PIPELINED = 64  # requests of one connection that wait behind the one being answered
 
 
+_LULL = 1.0  # seconds without a byte after which an idle connection may be ended to make room for others
+_LATE = b"HTTP/1.1 408 Request Timeout\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
+
+
 def _works(cycle: Any) -> bool:
     return not cycle.response_complete and cycle.scope["method"] not in READING
 
 
 def _unsent(transport: Any) -> bool:
     return bool(transport.get_write_buffer_size())
+
+
+class _Counted:
+    """What a connection adds to uvicorn's: it is counted, and does not wait for ever. See `limits.Limited`.
+
+    Attributes:
+        account: what the connection holds.
+    """
+
+    budget: native.Budget  # of the process, set in a subclass by `HttpServer`
+    account: native.Account
+    connections: set[Any]
+    transport: Any
+    _unsent = 0  # bytes in the transport's buffer, counted while it is paused
+    _heard = 0.0
+    _asked = False  # whether a byte was received
+
+    def connection_made(self, transport: Any) -> None:
+        """See `asyncio.BaseProtocol`."""
+        self.account = native.Account(self.budget)
+        self._heard = time.monotonic()
+        super().connection_made(transport)  # type: ignore[misc]
+        if len(self.connections) >= HTTP_CONNECTIONS:
+            self._make_room()
+
+    def data_received(self, data: bytes) -> None:
+        """See `asyncio.Protocol`."""
+        self._heard = time.monotonic()
+        self._asked = True
+        super().data_received(data)  # type: ignore[misc]
+
+    def pause_writing(self) -> None:
+        """See `asyncio.BaseProtocol`."""
+        self._count_unsent(self.transport.get_write_buffer_size())
+        super().pause_writing()  # type: ignore[misc]
+
+    def resume_writing(self) -> None:
+        """See `asyncio.BaseProtocol`."""
+        self._count_unsent(0)
+        super().resume_writing()  # type: ignore[misc]
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """See `asyncio.BaseProtocol`."""
+        self._count_unsent(0)
+        super().connection_lost(exc)  # type: ignore[misc]
+
+    @property
+    def between(self) -> bool:
+        """Whether all requests were answered and no byte of the next was received."""
+        raise NotImplementedError
+
+    @property
+    def receiving(self) -> bool:
+        """Whether a request has begun that is not complete."""
+        return self._asked and not self.between
+
+    def end_silent(self, now: float) -> None:
+        """End a request that does not go on, and a connection that has never sent one."""
+        quiet = now - self._heard
+        if quiet < SILENCE or self.transport.is_closing():
+            return
+        if self.receiving:
+            self.transport.write(_LATE)
+            self.transport.close()
+        elif not self._asked and quiet > _KEEP_ALIVE:
+            self.transport.close()
+
+    def abort(self) -> None:
+        """Close the connection at once."""
+        self.transport.abort()
+
+    def _make_room(self) -> None:
+        """End the connection that has been idle for longest, if there is one."""
+        before = time.monotonic() - _LULL
+        idle = [one for one in self.connections if one.between and one._heard < before and not one._unsent]
+        if idle:
+            longest = min(idle, key=lambda one: one._heard)
+            self.connections.discard(longest)
+            longest.abort()
+
+    def _count_unsent(self, size: int) -> None:
+        before, self._unsent = self._unsent, size
+        self.account.give(ANSWERS, before)
+        self.account.owe(ANSWERS, size)
 
 
 class _Unfit(ValueError):
@@ -59,7 +149,7 @@ if HttpToolsProtocol is None:
     import h11
     from uvicorn.protocols.http.h11_impl import H11Protocol
 
-    class Connection(H11Protocol):
+    class Connection(_Counted, H11Protocol):
         """uvicorn's h11 connection."""
 
         @property
@@ -76,7 +166,7 @@ if HttpToolsProtocol is None:
 
 else:
 
-    class Connection(HttpToolsProtocol):  # type: ignore[no-redef]
+    class Connection(_Counted, HttpToolsProtocol):  # type: ignore[no-redef]
         """uvicorn's httptools connection, with limits on the request head, chunk framing and pipelined requests.
 
         Like h11, it requires exactly one Host header in an HTTP/1.1 request.
@@ -86,6 +176,11 @@ else:
         _reading = False  # whether a request has begun and is not complete yet
         _loose = 0  # bytes received since the last part of a body or the last complete request
         _headers_bytes = 0  # of the request line, headers and trailers
+
+        @property
+        def receiving(self) -> bool:
+            """Whether a request has begun that is not complete."""
+            return self._reading
 
         @property
         def between(self) -> bool:
@@ -129,6 +224,8 @@ else:
             hosts = [value for name, value in self.headers if name == b"host"]
             if len(hosts) > 1 or (not hosts and self.parser.get_http_version() == "1.1"):
                 raise _Unfit
+            state: Any = self.scope
+            state[ACCOUNT] = self.account
             super().on_headers_complete()
             self._cycles = (*(cycle for cycle in self._cycles if not cycle.response_complete), self.cycle)
 
@@ -218,7 +315,7 @@ class HttpServer:
         access: access control in front of the application.
         setting: the setting that the address comes from; see `listen`.
         protocol: class of the connections, instead of `Connection`.
-        budget: limits the bytes of all bodies; pass it if the protocol reserves bytes from it, too.
+        budget: that of the process; None: one of the server's own.
         refusals: write the refusals of bodies, by path; see `guarded`.
         doors: what comes after they have closed is refused.
 
@@ -236,13 +333,15 @@ class HttpServer:
         access: Access,
         setting: str = "server.http",
         protocol: type[asyncio.Protocol] | None = None,
-        budget: ByteBudget | None = None,
+        budget: native.Budget | None = None,
         refusals: Mapping[str, Refusal] | None = None,
         doors: Doors | None = None,
     ) -> None:
         self._listener = listen(address, setting)
         host, self.port = self._listener.getsockname()[:2]
         self.bound = bound_name(host, self.port)
+        budget = budget or access.budget()
+        kind = protocol or Connection
         self._uvicorn = _Uvicorn(
             uvicorn.Config(
                 guarded(
@@ -254,19 +353,23 @@ class HttpServer:
                     doors=doors,
                 ),
                 # Explicit: uvicorn would choose a protocol by what is installed, and that one may have no limits.
-                http=protocol or Connection,
+                http=type(kind.__name__, (kind,), {"budget": budget}),
                 ws="none",
                 log_config=None,  # uvicorn's records go to Jurybox's handlers
                 access_log=False,
                 lifespan="off",
                 server_header=False,
                 timeout_keep_alive=_KEEP_ALIVE,
-                limit_concurrency=_CONNECTIONS,
+                limit_concurrency=HTTP_CONNECTIONS,
                 h11_max_incomplete_event_size=_MOST_HEADERS,
                 ssl_certfile=access.tls_cert,
                 ssl_keyfile=access.tls_key,
             )
         )
+
+    def connections(self) -> Iterable[Limited]:
+        """Return the connections, for `limits.Watch`."""
+        return tuple(self._uvicorn.server_state.connections)  # type: ignore[arg-type]
 
     async def run(self) -> bool:
         """Serve until `stop` is called, and return whether the server started."""

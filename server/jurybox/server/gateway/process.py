@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Protocol
 
+from jurybox import native
 from jurybox.processes import ControlPipe, configuration, keep_freed_memory, signs_of_life, stop_event
 from jurybox.protocol.address import is_loopback
 from jurybox.protocol.errors import said
@@ -22,6 +23,7 @@ from jurybox.server.gateway.live import ClientSource, StatusSource
 from jurybox.server.logs import Log, configure
 from jurybox.server.security.access import Access
 from jurybox.server.security.doors import Doors, refusal
+from jurybox.server.security.limits import Watch
 from jurybox.server.settings.endpoints import split_host
 
 if TYPE_CHECKING:
@@ -47,6 +49,7 @@ async def serve(control_pipe: ControlPipe, orders: dict[str, Any], log: Log) -> 
     endpoints = [orders[name] for name in ("http", "grpc") if orders[name]]
     local = all(is_loopback(split_host(endpoint)[0]) for endpoint in endpoints)
     access = Access(**orders.get("access", {}))
+    budget = access.budget()
     # Shared memory is off if clients on other hosts can connect, whatever the settings: they could name regions of this
     # host.
     oip = OpenInference(
@@ -72,22 +75,21 @@ async def serve(control_pipe: ControlPipe, orders: dict[str, Any], log: Log) -> 
         app = create_app(source, oip.reasons, routers, counters, oip.lanes.timeouts)
         http = None
         if orders["http"]:
-            budget, whole = access.budget(), app if routes is None else DialectPaths(app, routes.endpoints)
-            protocol = protocol_of(oip, budget, doors)
+            whole, protocol = app if routes is None else DialectPaths(app, routes.endpoints), protocol_of(oip, doors)
             if routes is not None:
-                protocol = with_dialects(protocol, budget, access.max_message)
+                protocol = with_dialects(protocol, access.max_message)
             refusals = None if routes is None else routes.refusals
             http = HttpServer(
                 orders["http"], whole, access, protocol=protocol, budget=budget, refusals=refusals, doors=doors
             )
         dialects = {}
         for name, (its_app, refusals) in (routes.ports if routes else {}).items():
-            budget, listen = access.budget(), orders["dialects"][name]["listen"]
-            protocol = with_dialects(protocol_of(oip, budget, doors), budget, access.max_message)
+            listen = orders["dialects"][name]["listen"]
+            protocol = with_dialects(protocol_of(oip, doors), access.max_message)
             dialects[name] = HttpServer(
                 listen, its_app, access, f"dialects.{name}.port", protocol, budget, refusals, doors
             )
-        rpc = _grpc_server(orders, oip, source, access, doors) if orders["grpc"] else None
+        rpc = _grpc_server(orders, oip, source, access, doors, budget) if orders["grpc"] else None
         for robot in robots.values():
             await robot.start()
     except (OSError, ValueError, ImportError) as error:
@@ -111,6 +113,8 @@ async def serve(control_pipe: ControlPipe, orders: dict[str, Any], log: Log) -> 
         bound["dialects"] = {name: server.bound for name, server in dialects.items()}
     control_pipe.send("ready", port=http.port if http else 0, **bound)
     log.debug("listening", **bound)
+    watched = [door.connections for door in (http, *dialects.values(), rpc) if door is not None]
+    watching = asyncio.create_task(Watch(budget, watched).run())
     leasing = [asyncio.create_task(intake.lease()) for intake in (routes.intakes if routes else ())]
     serving = [server for server in (http, *dialects.values()) if server is not None]
 
@@ -131,7 +135,7 @@ async def serve(control_pipe: ControlPipe, orders: dict[str, Any], log: Log) -> 
             served = await _until(stop, serving, close, rpc)
     finally:
         draining.cancel()
-        for task in leasing:
+        for task in (watching, *leasing):
             task.cancel()
         if rpc is not None:
             await rpc.stop()
@@ -142,7 +146,12 @@ async def serve(control_pipe: ControlPipe, orders: dict[str, Any], log: Log) -> 
 
 
 def _grpc_server(
-    orders: dict[str, Any], oip: OpenInference, source: StatusSource, access: Access, doors: Doors
+    orders: dict[str, Any],
+    oip: OpenInference,
+    source: StatusSource,
+    access: Access,
+    doors: Doors,
+    budget: native.Budget,
 ) -> GrpcServer:
     # Imported here: without gRPC the import would waste memory and start-up time.
     from jurybox.protocol import control_pb2, control_pb2_grpc
@@ -153,11 +162,11 @@ def _grpc_server(
     add: Any = control_pb2_grpc.add_ServerStatusServicer_to_server
     status = Service("jurybox.protocol.ServerStatus", control_pb2.DESCRIPTOR, Status(source), add)
     services = [
-        grpc_inference.service(oip, access.budget(), doors),
+        grpc_inference.service(oip, budget, doors),
         remote_weights.service(orders["address"], doors),
         status,
     ]
-    return GrpcServer(orders["grpc"], services, oip.reasons, access, orders.get("grpc_http2", "auto"), doors)
+    return GrpcServer(orders["grpc"], services, oip.reasons, access, orders.get("grpc_http2", "auto"), doors, budget)
 
 
 def _robot_servers(orders: dict[str, Any], access: Access, doors: Doors) -> dict[str, RobotServer]:

@@ -15,8 +15,8 @@ from typing import Any
 from jurybox import native
 from jurybox.protocol.descriptors import exhausted
 from jurybox.protocol.wire import PREFIX
+from jurybox.server.security.limits import RELAY_CONNECTIONS, budget_of
 
-_MOST_CONNECTIONS = 8192  # of lanes and control sockets; further ones are closed at once
 _BACKLOG = 128
 _BEAT, _SILENCE, _HANDSHAKE = 2.0, 10.0, 5.0  # seconds, as in Front
 _CLIENTS = 8  # the limit on all clients' unread bytes, in limits of one; above it, each may have one unread message
@@ -27,9 +27,9 @@ _PROBE = (PREFIX, bytes(8), b"")  # a control reply to call number 0, which no c
 class _Connection:
     """A client's connection; `name` is set after the handshake."""
 
-    def __init__(self, made: socket.socket, most: int) -> None:
+    def __init__(self, made: socket.socket, most: int, budget: native.Budget) -> None:
         self.descriptor = made.fileno()
-        self.link = native.Zmtp(self.descriptor, b"", most, 0.0, router=True)
+        self.link = native.Zmtp(self.descriptor, b"", most, 0.0, router=True, account=native.Account(budget))
         made.detach()
         self.link.watched(on=True)  # a send never blocks: unsent bytes follow when the descriptor is writable
         self.since = time.monotonic()
@@ -46,6 +46,9 @@ class OpenFront:
 
     Attributes:
         bound: the actual "host:port".
+        budget: what all clients together may make the relay hold.
+        refused: called with a client and the first frame of a message for which the budget had no room; the frame is
+            empty if it was not kept.
 
     Raises:
         OSError: it cannot be bound; socket.gaierror: the host cannot be resolved.
@@ -53,6 +56,8 @@ class OpenFront:
 
     def __init__(self, where: str, max_message: int) -> None:
         self._most = max_message
+        self.budget = budget_of(max_message)
+        self.refused: Callable[[bytes, bytes], None] = lambda _client, _first: None
         host, _, port = where.rpartition(":")
         found = socket.getaddrinfo(
             None if host == "*" else host.strip("[]"), int(port), type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -200,9 +205,9 @@ class OpenFront:
         """Deliver a limited number of a connection's messages, so that a flood of them does not starve the others."""
         if connection.take_in is not None:
             connection.take_in()
-            if not connection.link.arrived:
-                return
         messages = connection.link.receive(0, _TURN)
+        for first in connection.link.refused():
+            self.refused(name, first)
         self._messages.extend([name, *frames] for frames in messages)
         if len(messages) == _TURN:
             self._more[name] = connection
@@ -234,13 +239,13 @@ class OpenFront:
                         self._epoll.unregister(self._listener.fileno())
                     return
                 continue  # the client is gone already
-            if len(self._connections) >= _MOST_CONNECTIONS:
+            if len(self._connections) >= RELAY_CONNECTIONS:
                 made.close()
                 continue
             try:
                 made.setblocking(False)
                 made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                connection = _Connection(made, self._most)
+                connection = _Connection(made, self._most, self.budget)
             except (OSError, RuntimeError):  # the client is gone, or no descriptor is free
                 made.close()
                 continue

@@ -89,6 +89,8 @@ class Relay:
         self._turns = 0  # for which it was the only one
         self._words = Words()
         self._back_descriptor = int(back.getsockopt(zmq.FD))
+        if isinstance(front, OpenFront):
+            front.refused = self._on_refused
         self._loop.add_reader(front.fileno(), self._serve)
         self._loop.add_reader(self._back_descriptor, self.pump)
         self._loop.add_reader(self._words.descriptor, self._on_word)
@@ -290,6 +292,15 @@ class Relay:
         front = self._front
         if isinstance(front, OpenFront) and (link := front.link(sender)) is not None and held.connect(sender, link):
             front.give_first(sender, lambda: self._take_in(held))
+
+    def _on_refused(self, sender: bytes, first: bytes) -> None:
+        """Answer a message for which there was no room: that of a ticket by its number."""
+        ticket = InlineTicket(sender, 0, 0, 0, 0, 0, 0)
+        if len(first) == TICKET_FRAME and first.startswith(PREFIX):
+            sequence, _, left, _, _, row, rows, _, version, incarnation = PACK_TICKET.unpack_from(first, len(PREFIX))
+            ticket = InlineTicket(sender, sequence, left, row, rows, version, incarnation)
+        why = "the server holds as many bytes of requests as it may: ask again later"
+        self._send([sender, head(ticket, Code.BUSY, why)])
 
     def _take_in(self, held: HeldLane) -> None:
         if held.take_in():

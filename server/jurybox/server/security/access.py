@@ -19,9 +19,9 @@ import zmq
 import zmq.auth
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr, model_validator
 
+from jurybox import native
 from jurybox.protocol.address import is_loopback
-from jurybox.protocol.errors import Code, Refused
-from jurybox.server.memory import bounded, memory_limit
+from jurybox.server.security.limits import budget_of
 from jurybox.server.settings.endpoints import split_host
 
 _OTHERS = stat.S_IRWXO | stat.S_IWGRP  # the group may read, since orchestrators mount secrets this way
@@ -246,35 +246,6 @@ def public_keys(folder: Path) -> list[Path]:
     return sorted(folder.glob(f"*{PUBLIC}"))
 
 
-_AT_ONCE = 8  # messages of the maximum size that a process may hold at once
-
-
-class ByteBudget:
-    """A limit on the bytes of all requests that a process holds at once. Use it in one event loop only.
-
-    Args:
-        most: the maximum number of bytes.
-    """
-
-    def __init__(self, most: int) -> None:
-        self._most = most
-        self._held = 0
-
-    def acquire(self, size: int) -> None:
-        """Reserve `size` bytes. Raises Refused (code BUSY) if too few are left."""
-        if self._held + size > self._most:
-            raise Refused(
-                f"requests of {self._held} bytes are being answered, and at most {self._most} are held at once: ask "
-                "again later",
-                Code.BUSY,
-            )
-        self._held += size
-
-    def release(self, size: int) -> None:
-        """Release `size` bytes."""
-        self._held -= size
-
-
 @dataclass(frozen=True, slots=True)
 class Access:
     """The gateway's part of the security settings; `repr` omits its secrets."""
@@ -301,9 +272,9 @@ class Access:
             settings.cuda_shared_memory,
         )
 
-    def budget(self) -> ByteBudget:
-        """Return a new limit for the requests of one transport."""
-        return ByteBudget(bounded(_AT_ONCE * self.max_message, memory_limit()))
+    def budget(self) -> native.Budget:
+        """Return the budget of a process with these settings."""
+        return budget_of(self.max_message)
 
     @property
     def token(self) -> Token | None:

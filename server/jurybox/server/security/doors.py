@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from jurybox.protocol.errors import Code, Error, Refused
 
-RETRY_AFTER = "2"  # seconds; of answers with status 503
+RETRY_AFTER = "2"  # seconds after which a client that was refused may ask again
 _HERE = 0.02  # seconds for a message that has come already
 
 T = TypeVar("T")

@@ -12,9 +12,11 @@ from typing import Any, NamedTuple, NoReturn, Protocol, TypeAlias
 import grpc
 from google.protobuf.descriptor import Descriptor
 
+from jurybox import native
 from jurybox.protocol.errors import TABLE, Code, Error, error_for, said
-from jurybox.server.security.access import Access, ByteBudget, ClientConnection, Token
+from jurybox.server.security.access import Access, ClientConnection, Token
 from jurybox.server.security.doors import Doors, refusal
+from jurybox.server.security.limits import MOST_CALLS, Charge
 
 # As in http.py: probes send no token; these methods reveal only yes or no.
 OPEN_METHODS = frozenset(
@@ -33,7 +35,6 @@ _LASTING = (Code.SLEEPING, Code.DRAINING)
 _NO_RETRY = ("grpc-retry-pushback-ms", "-1")
 MOST_METADATA = 16 << 10  # bytes
 _MOST_DETAILS = 1000  # characters of an error: they are sent as metadata, in up to twelve bytes each
-MOST_STREAMS = 1024  # calls in progress on one connection
 _FEW_BYTES = 64 << 10  # a message up to this size is harmless, whatever its parts
 _MOST_PARTS = 1 << 16  # of a message: every tensor, parameter and unpacked number counts
 _STATUS = {status.value[0]: status for status in grpc.StatusCode}
@@ -111,7 +112,13 @@ class _Received(NamedTuple):
 
 
 class DirectCall(Protocol):
-    """A call as passed to a direct method. It is answered once."""
+    """A call as passed to a direct method. It is answered once.
+
+    Attributes:
+        on_gone: called if the caller is gone before the answer, to drop what was kept for it.
+    """
+
+    on_gone: Callable[[], None] | None
 
     @property
     def connection(self) -> ClientConnection | None:
@@ -151,6 +158,7 @@ class _AwaitedCall:
     """A call of grpc.aio, whose coroutine awaits `answer`: bytes, or None for the regular method."""
 
     connection = None
+    on_gone: Callable[[], None] | None = None
 
     def __init__(self, context: Any) -> None:
         self.answer: asyncio.Future[bytes | None] = asyncio.get_running_loop().create_future()
@@ -171,7 +179,7 @@ class Guarding:
 
     Args:
         server: the server to which the wrapped methods are added.
-        budget: limits the bytes of all messages together.
+        budget: limits the bytes of all messages together; None: the server counts them itself.
         direct: functions to try before unary-unary methods, by the methods' paths.
         doors: after they have closed, calls that do more than read are refused.
 
@@ -180,7 +188,7 @@ class Guarding:
     """
 
     def __init__(
-        self, server: Any, budget: ByteBudget, direct: Mapping[str, Direct], doors: Doors | None = None
+        self, server: Any, budget: native.Budget | None, direct: Mapping[str, Direct], doors: Doors | None = None
     ) -> None:
         self._server = server
         self._budget = budget
@@ -234,11 +242,14 @@ class Guarding:
             try:
                 with entered():
                     message = _message_of(received)
-                    budget.acquire(received.size)
+                    if budget is None:
+                        return await method(message, context)
+                    charge = Charge(budget)
+                    charge.take(received.size)
                     try:
                         return await method(message, context)
                     finally:
-                        budget.release(received.size)
+                        charge.give()
             except Exception as error:  # noqa: BLE001
                 await _end(context, error)
 
@@ -255,16 +266,23 @@ class Guarding:
         budget = self._budget
 
         async def behave(data: bytes, context: Any) -> bytes:
+            call = _AwaitedCall(context)
             try:
                 with entered():
-                    budget.acquire(len(data))
+                    charge = None if budget is None else Charge(budget)
+                    if charge is not None:
+                        charge.take(len(data))
                     try:
-                        call = _AwaitedCall(context)
                         if direct(data, call) and (answer := await call.answer) is not None:
                             return answer
                         return write(await method(_message_of(read(data)), context))
                     finally:
-                        budget.release(len(data))
+                        if charge is not None:
+                            charge.give()
+            except asyncio.CancelledError:
+                if call.on_gone is not None:
+                    call.on_gone()
+                raise
             except Exception as error:  # noqa: BLE001
                 await _end(context, error)
 
@@ -393,7 +411,7 @@ def limits(access: Access) -> list[tuple[str, int]]:
         ("grpc.max_receive_message_length", access.max_message),
         ("grpc.max_send_message_length", access.max_message),
         ("grpc.max_metadata_size", MOST_METADATA),
-        ("grpc.max_concurrent_streams", MOST_STREAMS),
+        ("grpc.max_concurrent_streams", MOST_CALLS),
     ]
 
 

@@ -12,10 +12,12 @@ from urllib.parse import urlsplit
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from jurybox import native
 from jurybox.protocol.address import is_loopback
 from jurybox.protocol.errors import TABLE, Code, Error, Refused, error_for
-from jurybox.server.security.access import CHALLENGES, Access, ByteBudget, Token
+from jurybox.server.security.access import CHALLENGES, Access, Token
 from jurybox.server.security.doors import RETRY_AFTER, Doors, refusal
+from jurybox.server.security.limits import ANSWERS, Charge
 
 # Probes of orchestrators and load balancers send no token. Without a token these paths answer yes or no, not why.
 OPEN_PATHS = frozenset(
@@ -40,29 +42,12 @@ DATA_ONLY = "jurybox.data"  # in a request's scope: its answer needs only DATA_H
 READING = ("GET", "HEAD", "OPTIONS")
 
 
-RESERVATION = "jurybox.reservation"  # in a request's scope
 ACCEPTED = "jurybox.accepted"  # in a request's scope, if it was accepted before it came to the application
 HEAD = "jurybox.head"  # in a request's scope: only the headers of its answer are sent
+CHARGE = "jurybox.charge"  # in a request's scope: its `Charge`
+ACCOUNT = "jurybox.account"  # in a request's scope: its connection's account, if that has one
 # Returns the status, headers and body of the response that reports an error.
 Refusal: TypeAlias = Callable[[Error], tuple[int, list[tuple[str, str]], bytes]]
-
-
-class Reservation:
-    """The bytes that one request has reserved in a `ByteBudget`."""
-
-    def __init__(self, budget: ByteBudget) -> None:
-        self._budget = budget
-        self._size = 0
-
-    def take(self, size: int) -> None:
-        """Reserve `size` bytes; see `ByteBudget.acquire`."""
-        self._budget.acquire(size)
-        self._size += size
-
-    def give(self) -> None:
-        """Release all reserved bytes."""
-        self._budget.release(self._size)
-        self._size = 0
 
 
 def guarded(
@@ -70,7 +55,7 @@ def guarded(
     access: Access,
     *,
     loopback: bool,
-    budget: ByteBudget | None = None,
+    budget: native.Budget | None = None,
     refusals: Mapping[str, Refusal] | None = None,
     doors: Doors | None = None,
 ) -> ASGIApp:
@@ -79,7 +64,7 @@ def guarded(
     Args:
         loopback: whether it listens on loopback only; then a request that names another host comes from a web page
             whose name was changed to resolve to this host (DNS rebinding), and is refused.
-        budget: limits the bytes of all bodies, if it is shared with others; None: a new one is created.
+        budget: that of the process; None: a new one is created.
         refusals: write the refusals of bodies in the form that a path's clients expect, by path; default: none.
         doors: what comes after they have closed is refused.
     """
@@ -164,17 +149,17 @@ class Gate:
 
 
 class BodyLimit:
-    """Limits the actual size of each body, and of all bodies together.
+    """Limits the actual size of each body, and counts bodies and answers in the budget of the process.
 
-    The scope holds a `Reservation` under RESERVATION; the application reserves bytes for a decompressed body with it.
+    The scope holds a `Charge` under CHARGE, to which the application adds what it makes of the body.
 
     Args:
         most: largest body, bytes.
-        budget: limits the bytes of all bodies.
+        budget: that of the process.
         refusals: see `guarded`.
     """
 
-    def __init__(self, app: ASGIApp, most: int, budget: ByteBudget, refusals: Mapping[str, Refusal]) -> None:
+    def __init__(self, app: ASGIApp, most: int, budget: native.Budget, refusals: Mapping[str, Refusal]) -> None:
         self._app = app
         self._most = most
         self._budget = budget
@@ -190,9 +175,13 @@ class BodyLimit:
         if claimed.isascii() and claimed.isdigit() and (len(claimed) > 20 or int(claimed) > self._most):
             await self._refuse(scope, send, error_for(Code.TOO_LARGE, says))
             return
+        whole = int(claimed) if claimed.isascii() and claimed.isdigit() else 0
         came, more, started = 0, True, False
         failure: Error | None = None
-        taken = scope[RESERVATION] = Reservation(self._budget)
+        head: Message | None = None  # of the answer, until its first part has room
+        account = scope.get(ACCOUNT)
+        taken = scope[CHARGE] = Charge(self._budget, account)
+        answers = Charge(self._budget, account, ANSWERS)
 
         async def counted() -> Message:
             nonlocal came, more, failure
@@ -201,7 +190,7 @@ class BodyLimit:
             came += size
             try:
                 if came <= self._most and failure is None:
-                    taken.take(size)
+                    taken.take(size, whole)
                     return message
                 failure = failure or error_for(Code.TOO_LARGE, says)
             except Refused as error:
@@ -209,10 +198,25 @@ class BodyLimit:
             return {"type": "http.disconnect"}
 
         async def noted(message: Message) -> None:
-            nonlocal started
-            if failure is None:
-                started = True
+            nonlocal started, failure, head
+            if failure is not None and not started:
+                return
+            if message["type"] == "http.response.start":
+                head = message
+                return
+            try:
+                answers.take(len(message.get("body", b"")))
+            except Refused as error:
+                failure = error
+                return
+            try:
+                if head is not None:
+                    started = True
+                    await send(head)
+                    head = None
                 await send(message)
+            finally:
+                answers.give()  # what the kernel has not taken is counted by the connection
 
         try:
             await self._app(scope, counted, noted)
@@ -278,7 +282,7 @@ class Doorkeeper:
 
 async def _refuse_as(written: Refusal | None, send: Send, error: Error) -> None:
     if written is None:
-        again = [("Retry-After", RETRY_AFTER)] if error.code == Code.DRAINING else []
+        again = [("Retry-After", RETRY_AFTER)] if error.code in (Code.BUSY, Code.DRAINING) else []
         await _refuse(send, TABLE[error.code].http, error.code, str(error), again)
     else:
         status, headers, body = written(error)

@@ -115,8 +115,9 @@ FactoryPattern = Annotated[
 ModelName = Annotated[
     str,
     _text(
-        r"(?a)[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)*",
-        f'a name of letters, digits and "_.-", in parts divided by "/", at most {MAX_NAME} in all',
+        r"(?a)(?!.+/versions/[^/]+$)[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)*",
+        f'a name of letters, digits and "_.-", in parts divided by "/", at most {MAX_NAME} in all, and not one that '
+        'ends in "/versions/..." (over HTTP that names a version of another model)',
         MAX_NAME,
     ),
 ]

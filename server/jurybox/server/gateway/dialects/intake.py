@@ -17,7 +17,7 @@ import io
 import os
 import threading
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -34,10 +34,13 @@ from jurybox.client.juror import Juror, Passing
 from jurybox.client.juror import Scores as Found
 from jurybox.client.juror_rows import PICTURE_MODES
 from jurybox.protocol.errors import Code, Error, Refused, SpecMismatch, said
+from jurybox.protocol.spec import VARIABLE, TensorSpec
+from jurybox.server.security.limits import OF_REQUEST, DecodedCharge
 
 VERSION_HEADER = "x-jurybox-weights-version"
 _FORMATS = ("JPEG", "PNG", "WEBP")
 MOST_PIXELS = 1 << 25  # of one picture, about 100 MB decoded
+_PER_PIXEL = 11  # bytes while it is decoded: Pillow's own of two modes, four each, and the array's
 _MOST_ROWS = 4096  # of one request
 _WORKERS = max(2, os.cpu_count() or 1)
 
@@ -260,6 +263,13 @@ class Intake:
             SpecMismatch: the rows do not fit the model's inputs.
             Timeout, Busy, ServerGone, ModelNotFound, Refused.
         """
+        held = DecodedCharge(OF_REQUEST.get())
+        try:
+            return await self._rows(request, held)
+        finally:
+            held.give()
+
+    async def _rows(self, request: Request, held: DecodedCharge) -> Found:
         check_rows(request)
         self._in_hand += 1
         try:
@@ -268,7 +278,8 @@ class Intake:
                     partial(self._begin, here=self._in_hand == 1), request, request.pictures
                 )
             else:
-                decoded = {name: await self._decoded(pictures) for name, pictures in request.pictures.items()}
+                await self.off_loop(self._check_decoded, request, held)
+                decoded = {name: await self._decoded(pictures, held) for name, pictures in request.pictures.items()}
                 begun = self._begin(request, decoded)
             return await begun.end()
         finally:
@@ -298,23 +309,25 @@ class Intake:
         Raises:
             Error: whatever `read`, `write` and `rows` raise.
         """
+        held = DecodedCharge(OF_REQUEST.get())
         self._in_hand += 1
         try:
-            reply, request, begun = await self.off_loop(self._begun, read, write, body)
+            reply, request, begun = await self.off_loop(self._begun, read, write, body, held)
             if reply is None:
-                reply = write(request, await (self.rows(request) if begun is None else begun.end()))
+                reply = write(request, await (self._rows(request, held) if begun is None else begun.end()))
             return reply  # type: ignore[no-any-return]
         finally:
             self._in_hand -= 1
+            held.give()
 
     def _begun(
-        self, read: Callable[[bytes], Request], write: WriteRows, body: bytes
+        self, read: Callable[[bytes], Request], write: WriteRows, body: bytes, held: DecodedCharge
     ) -> tuple[Reply | None, Request, _Begun | None]:
         request = read(body)
         check_rows(request)
         if request.n > 1 and request.pictures:
             return None, request, None
-        decoded = {name: self._several(some) for name, some in request.pictures.items()}
+        decoded = {name: self._several(some, held) for name, some in request.pictures.items()}
         begun = self._begin(request, decoded, here=self._in_hand == 1)
         return None if begun.waiting is not None else write(request, begun.combined(begun.scores)), request, begun
 
@@ -338,17 +351,48 @@ class Intake:
         scores = self._juror.scores_here(given, len(good)) if here else None
         return _Begun(found, good, scores, None if scores is not None else self._juror.ask(given, len(good)))
 
-    async def _decoded(self, pictures: Sequence[Any]) -> list[Any]:
+    def _check_decoded(self, request: Request, held: DecodedCharge) -> None:
+        """Refuse a request whose pictures would take more memory than it may have, by their headers.
+
+        Raises:
+            Refused (code TOO_LARGE).
+        """
+        if (most := held.most) is None:
+            return
+        kept = largest = 0
+        for pictures in request.pictures.values():
+            for one in _each(pictures):
+                width, height = pixels_of(one)
+                if width * height > MOST_PIXELS or self._unfit(width, height):
+                    continue  # it is refused without being decoded
+                largest = max(largest, width * height)
+                kept += 3 * (width * height if self._size is None else self._size[0] * self._size[1])
+        whole = kept + _WORKERS * _PER_PIXEL * largest
+        if whole > most:
+            why = f"these pictures take {whole / (1 << 30):.1f} GiB decoded, at most {most >> 20} MiB: send fewer"
+            raise Refused(why, Code.TOO_LARGE)
+
+    def _unfit(self, width: int, height: int) -> str:
+        """Return why the model takes no picture of this size; "" if it may, or is not known yet."""
+        spec = self._juror.spec
+        if spec is None or self._size is not None:
+            return ""
+        pictures = [item for item in spec.inputs.values() if len(item.shape) >= 3]
+        if not pictures or any(_may_take(item, width, height) for item in pictures):
+            return ""
+        return f"a picture of {width} x {height} pixels: the model takes {' or '.join(map(str, pictures))}"
+
+    async def _decoded(self, pictures: Sequence[Any], held: DecodedCharge) -> list[Any]:
         """Return decoded pictures, or the reason for each that cannot be decoded. A large request uses a few tasks."""
         if self._is_ready(pictures):
             return list(pictures)
         step = 1 + len(pictures) // (4 * _WORKERS)
         parts = (pictures[i : i + step] for i in range(0, len(pictures), step))
-        images = await asyncio.gather(*(self.off_loop(self._several, part) for part in parts))
+        images = await asyncio.gather(*(self.off_loop(self._several, part, held) for part in parts))
         return [image for part in images for image in part]
 
-    def _several(self, pictures: Sequence[Any]) -> list[Any]:
-        return [self._picture(one) for one in pictures]
+    def _several(self, pictures: Sequence[Any], held: DecodedCharge) -> list[Any]:
+        return [self._picture(one, held) for one in pictures]
 
     def _is_ready(self, pictures: Sequence[Any]) -> bool:
         """Return whether all pictures are arrays of the right size, so that none needs to be decoded."""
@@ -370,24 +414,29 @@ class Intake:
         """Return whether the settings map this field to an input of the model; optional fields need that."""
         return name in self._named
 
-    def _picture(self, given: Any) -> NDArray[np.uint8] | NoPicture:
+    def _picture(self, given: Any, held: DecodedCharge) -> NDArray[np.uint8] | NoPicture:
         """Decode a picture or the frames of a video; return the reason if it cannot be decoded."""
         if type(given) is list:
-            return self._video(given)
+            return self._video(given, held)
         if isinstance(given, np.ndarray):
             if self._fits(given) or self._size is None:
                 return given
-            return _pixels(_resized(Image.fromarray(given), self._size))
+            copied = 8 * given.size // 3  # Pillow's pixels and the array's
+            held.take(copied)
+            pixels = _pixels(_resized(Image.fromarray(given), self._size))
+            held.give(max(0, copied - pixels.nbytes))
+            return pixels
         try:
-            return decoded(encoded_bytes(given), self._size)
+            data = encoded_bytes(given)
+            return decoded(data, self._size, held, self._unfit)
         except SpecMismatch as error:
             return NoPicture(error)
 
-    def _video(self, frames: list[Any]) -> NDArray[np.uint8] | NoPicture:
+    def _video(self, frames: list[Any], held: DecodedCharge) -> NDArray[np.uint8] | NoPicture:
         """Decode frames to (frames, height, width, 3); together they have the size limit of one picture."""
         pictures: list[NDArray[np.uint8]] = []
         for frame in frames:
-            picture = self._picture(frame) if type(frame) is not list else NoPicture("a frame is a list")
+            picture = self._picture(frame, held) if type(frame) is not list else NoPicture("a frame is a list")
             if isinstance(picture, NoPicture):
                 return NoPicture(f"frame {len(pictures)}: {picture}")
             if pictures and picture.shape != pictures[0].shape:
@@ -433,7 +482,42 @@ def encoded_bytes(given: Any) -> bytes:
         raise SpecMismatch(f"expected a picture in base64: {said(error, 100)}") from error
 
 
-def decoded(data: bytes, size: tuple[int, int] | None = None) -> NDArray[np.uint8]:
+def _may_take(item: TensorSpec, width: int, height: int) -> bool:
+    """Return whether an input may take a picture of this size, or does not take pictures as they are."""
+    sizes = (height, width, 3), (width, height, 3)  # EXIF data may swap them
+    return (
+        len(item.shape) != 3
+        or item.shape[2] not in (3, VARIABLE)
+        or any(item.extents_of(size) is not None for size in sizes)
+    )
+
+
+def _each(pictures: Sequence[Any]) -> Iterator[Any]:
+    """Return the pictures that must be decoded; those of videos, too."""
+    for one in pictures:
+        for part in one if type(one) is list else (one,):
+            if not isinstance(part, (np.ndarray, list)):
+                yield part
+
+
+def pixels_of(given: Any) -> tuple[int, int]:
+    """Return width and height from the header of a picture, without decoding it; (0, 0) if it is no picture."""
+    try:
+        data = encoded_bytes(given)
+        if data[:4] == b"RIFF":
+            return _webp_size(data)
+        with Image.open(io.BytesIO(data), formats=_FORMATS) as image:
+            return image.size
+    except Exception:  # noqa: BLE001  whatever is wrong is reported when it is decoded
+        return 0, 0
+
+
+def decoded(
+    data: bytes,
+    size: tuple[int, int] | None = None,
+    held: DecodedCharge | None = None,
+    unfit: Callable[[int, int], str] = lambda *_: "",
+) -> NDArray[np.uint8]:
     """Decode the bytes of a JPEG, PNG or WebP file; of an animation only the first frame.
 
     The size is read from the header and checked before the pixels are decoded.
@@ -441,6 +525,8 @@ def decoded(data: bytes, size: tuple[int, int] | None = None) -> NDArray[np.uint
     Args:
         data: contents of the file.
         size: (height, width) to resize to.
+        held: counts the pixels.
+        unfit: called with width and height before the pixels are decoded; returns why they are of no use.
 
     Returns:
         RGB pixels, uint8 (height, width, 3).
@@ -453,17 +539,34 @@ def decoded(data: bytes, size: tuple[int, int] | None = None) -> NDArray[np.uint
             _check_pixels(*_webp_size(data))
         with Image.open(io.BytesIO(data), formats=_FORMATS) as image:
             _check_pixels(*image.size)
+            if why := unfit(*image.size):
+                raise SpecMismatch(why)
             if image.mode not in PICTURE_MODES:
                 raise SpecMismatch(f"a picture of mode {image.mode!r}, expected 8 bits a channel")
-            ImageOps.exif_transpose(image, in_place=True)  # otherwise it copies pictures that need no rotation
-            rgb = image if image.mode == "RGB" else image.convert("RGB")
-            return _pixels(rgb if size is None else _resized(rgb, size))
-    except SpecMismatch:
+            peak = _PER_PIXEL * image.width * image.height
+            if held is not None:
+                held.take(peak)
+            try:
+                pixels = _rgb(image, size)
+            except BaseException:
+                if held is not None:
+                    held.give(peak)
+                raise
+            if held is not None:
+                held.give(max(0, peak - pixels.nbytes))
+            return pixels
+    except (SpecMismatch, Refused):
         raise
     except UnidentifiedImageError as error:  # its message is only a memory address
         raise SpecMismatch("expected a complete JPEG, PNG or WebP file: the header is of another format") from error
     except Exception as error:
         raise SpecMismatch(f"expected a complete JPEG, PNG or WebP file: {said(error, 150)}") from error
+
+
+def _rgb(image: Image.Image, size: tuple[int, int] | None) -> NDArray[np.uint8]:
+    ImageOps.exif_transpose(image, in_place=True)  # otherwise it copies pictures that need no rotation
+    rgb = image if image.mode == "RGB" else image.convert("RGB")
+    return _pixels(rgb if size is None else _resized(rgb, size))
 
 
 def _pixels(rgb: Image.Image) -> NDArray[np.uint8]:

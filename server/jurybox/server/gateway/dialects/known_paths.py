@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import time
 from collections.abc import Awaitable, Callable
 from typing import Any, NamedTuple
 
@@ -23,8 +24,8 @@ from jurybox.server.gateway.inference.http_forms import (
     InferProtocol,
     plain_length,
 )
-from jurybox.server.security.access import ByteBudget
-from jurybox.server.security.http import DATA_HEADERS, Reservation
+from jurybox.server.security.http import DATA_HEADERS
+from jurybox.server.security.limits import OF_REQUEST, Charge
 
 ANSWERED = "jurybox.dialect"  # in a request's scope: a function to call with the endpoint that answered its body
 Endpoint = Callable[[bytes], Awaitable[Reply]]
@@ -43,7 +44,7 @@ class _Pending(NamedTuple):
     head: bytes
     length: int
     answer: Endpoint
-    taken: Reservation
+    taken: Charge
     parts: list[bytes]  # of the body, as received
 
 
@@ -51,12 +52,10 @@ class KnownPaths:
     """The known heads of a port, which all its connections share.
 
     Args:
-        budget: limits the bytes of all bodies together.
         most: largest body, bytes.
     """
 
-    def __init__(self, budget: ByteBudget, most: int) -> None:
-        self.budget = budget
+    def __init__(self, most: int) -> None:
         self.most = min(most, MOST_BODY)
         self.heads: dict[_Key, Endpoint] = {}
 
@@ -69,15 +68,15 @@ class KnownPaths:
             self.heads.clear()
         self.heads[head[: found.start(1)], head[found.end(1) :]] = endpoint
 
-    def of(self, head: bytes) -> _Pending | None:
-        """Return a new request with this head; None if it must take the ordinary path."""
+    def of(self, head: bytes, taken: Charge) -> _Pending | None:
+        """Return a new request with this head, whose bytes `taken` counts; None if it must take the ordinary path."""
         if (found := _LENGTH.search(head)) is None:
             return None
         endpoint = self.heads.get((head[: found.start(1)], head[found.end(1) :]))
         length = int(found[1])
         if endpoint is None or length > self.most:
             return None
-        return _Pending(head, length, endpoint, Reservation(self.budget), [])
+        return _Pending(head, length, endpoint, taken, [])
 
 
 class DialectProtocol(InferProtocol):
@@ -89,6 +88,7 @@ class DialectProtocol(InferProtocol):
 
     def data_received(self, data: bytes) -> None:
         """Receive bytes of a request; see `asyncio.Protocol`."""
+        self._heard = time.monotonic()
         if self._asking:
             super().data_received(data)
         elif self._pending is not None:
@@ -109,6 +109,11 @@ class DialectProtocol(InferProtocol):
         """See `Connection.in_progress`."""
         return self._pending is not None or super().in_progress
 
+    @property
+    def receiving(self) -> bool:
+        """See `limits.Limited`."""
+        return (self._pending is not None and not self._asking) or super().receiving
+
     def shutdown(self) -> None:
         """Close the connection, after a request that has begun is answered; called by uvicorn."""
         self._leaving = True
@@ -116,7 +121,7 @@ class DialectProtocol(InferProtocol):
             super().shutdown()
 
     def _begin_dialect(self, data: bytes, head: bytes) -> None:
-        if (pending := self.paths.of(head)) is not None:
+        if (pending := self.paths.of(head, Charge(self.budget, self.account))) is not None:
             self._unset_keepalive_if_required()
             self._pending, self._left = pending, pending.length
             self._part(pending, data[len(head) :])
@@ -130,7 +135,7 @@ class DialectProtocol(InferProtocol):
         if data:
             pending.parts.append(data)
             try:
-                pending.taken.take(len(data))
+                pending.taken.take(len(data), pending.length)
             except Refused:  # the ordinary path answers with the error
                 data, self._ahead = b"".join((pending.head, *pending.parts, self._ahead)), b""
                 self._give()
@@ -145,6 +150,7 @@ class DialectProtocol(InferProtocol):
 
     async def _answered(self, pending: _Pending) -> None:
         parts = pending.parts
+        OF_REQUEST.set(pending.taken)
         try:
             reply = await pending.answer(parts.pop() if len(parts) == 1 else b"".join(parts))
         except asyncio.CancelledError:
@@ -170,12 +176,11 @@ class DialectProtocol(InferProtocol):
         super()._give()
 
 
-def with_dialects(protocol: type[InferProtocol], budget: ByteBudget, most: int) -> type[DialectProtocol]:
+def with_dialects(protocol: type[InferProtocol], most: int) -> type[DialectProtocol]:
     """Return the class of a port's connections.
 
     Args:
         protocol: the class for a port without dialects.
-        budget: limits the bytes of all bodies together.
         most: largest body, bytes.
     """
-    return type("KnownDialectProtocol", (DialectProtocol, protocol), {"paths": KnownPaths(budget, most)})
+    return type("KnownDialectProtocol", (DialectProtocol, protocol), {"paths": KnownPaths(most)})

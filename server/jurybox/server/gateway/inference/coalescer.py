@@ -31,6 +31,8 @@ from jurybox.server.security.access import ClientConnection
 
 Arrays = Mapping[str, Any]  # (n, *row shape) by name; a list of n arrays or bytes if the rows differ in size
 
+_NONE: Arrays = {}  # the rows of a request that was dropped
+_FEW = 64  # dropped requests may stay in the queue
 _IN_FLIGHT = 1  # tickets per engine
 _OVERDUE = 2.0  # seconds after its last request's deadline within which a ticket ends by itself
 _OVER = (Code.STALE_LEASE, Code.SERVER_GONE, Code.BUSY)  # the lane is no longer ours, or its rows are not returned
@@ -52,6 +54,24 @@ class _Request:
     answer: Receiver
     sessions: Mapping[int, bool] | None
     client: ClientConnection | None = None
+    queued: bool = True  # whether no ticket has it yet
+
+
+class Put:
+    """A request that was queued."""
+
+    __slots__ = ("_coalescer", "_late", "_request")
+
+    def __init__(self, coalescer: RequestCoalescer, request: _Request, late: asyncio.TimerHandle) -> None:
+        self._coalescer = coalescer
+        self._request = request
+        self._late = late
+
+    def over(self) -> None:
+        """Note that the request is answered, or that nobody waits for its answer: free its timer, and its rows."""
+        self._late.cancel()
+        if self._request.queued:
+            self._coalescer._drop(self._request)
 
 
 class Receiver(Protocol):
@@ -180,6 +200,7 @@ class RequestCoalescer:
         self._plain = sessions is None and gathering is None and not model.spec.open
         self._returning = ReturnTracker()
         self._called = False
+        self._dropped = 0  # requests that are in the queue although they were dropped
 
     @property
     def busy(self) -> bool:
@@ -200,11 +221,11 @@ class RequestCoalescer:
         """
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[tuple[Arrays, int]] = loop.create_future()
-        late = self.put(inputs, n, seconds, version, answer, sessions)
+        put = self.put(inputs, n, seconds, version, answer, sessions)
         try:
             return await answer
         finally:
-            late.cancel()
+            put.over()
 
     def put(
         self,
@@ -215,8 +236,8 @@ class RequestCoalescer:
         answer: Receiver,
         sessions: Mapping[int, bool] | None = None,
         client: ClientConnection | None = None,
-    ) -> asyncio.TimerHandle:
-        """Queue n rows as `ask` does, and deliver the result to `answer`. Return a timer to cancel once it is answered.
+    ) -> Put:
+        """Queue n rows as `ask` does, and deliver the result to `answer`. Call `over` of what is returned afterwards.
 
         Args:
             client: the connection that sent the request and has no other request in flight; None: unknown. If it is
@@ -224,7 +245,8 @@ class RequestCoalescer:
         """
         loop, now = asyncio.get_running_loop(), time.monotonic()
         late = loop.call_later(seconds, self._expire, answer, seconds)
-        self._waiting.append(_Request(inputs, n, version, now, now + seconds, answer, sessions, client))
+        request = _Request(inputs, n, version, now, now + seconds, answer, sessions, client)
+        self._waiting.append(request)
         if self._returning.arrived(client, seconds, len(self._waiting)) and self._gathered is not None:
             pass  # the ticket that waits for more requests includes it
         elif self._returning.alone and self._may_send() and not self._called:
@@ -235,7 +257,15 @@ class RequestCoalescer:
             loop.call_soon(self._send)
         if self._in_flight:
             self._look()  # the thread that watches for answers would have to wait until the loop pauses
-        return late
+        return Put(self, request, late)
+
+    def _drop(self, request: _Request) -> None:
+        """Forget a request that no ticket has: the next one may be far away."""
+        request.inputs, request.queued = _NONE, False
+        self._dropped += 1
+        if self._dropped > max(_FEW, len(self._waiting) // 2):
+            self._waiting = deque(one for one in self._waiting if one.queued)
+            self._dropped = 0
 
     def look_again(self) -> None:
         """Reconsider the wait for more requests: those expected may no longer come."""
@@ -395,7 +425,10 @@ class RequestCoalescer:
             ):
                 break
             self._waiting.popleft()
-            if not request.answer.done():  # else its caller has given up
+            if not request.queued:
+                self._dropped -= 1
+            elif not request.answer.done():  # else its caller has given up
+                request.queued = False
                 batch.append(request)
                 rows += request.n
         return batch

@@ -9,7 +9,6 @@ differ in size, sequences, panels) have no form and take the normal path, as doe
 
 from __future__ import annotations
 
-from asyncio import TimerHandle
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeAlias
 
@@ -17,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jurybox.protocol.errors import Code, Error, ModelNotFound
-from jurybox.server.gateway.inference.coalescer import Arrays
+from jurybox.server.gateway.inference.coalescer import Arrays, Put
 from jurybox.server.gateway.inference.inference import InferRequest, OpenInference, Output
 from jurybox.server.gateway.inference.lanes import DEFAULT_TIMEOUT, ModelLane
 from jurybox.server.gateway.inference.tensors import datatype_of, weights_version
@@ -99,16 +98,17 @@ class Form:
             for (name, dtype, shape), (at, _) in zip(self._arrays, places, strict=True)
         }
 
-    def ask(self, inputs: Arrays, seconds: float | None, responder: Responder) -> None:
+    def ask(self, inputs: Arrays, seconds: float | None, responder: Responder) -> Asked:
         """Compute these rows and answer `responder`; `seconds` is the responder's time-out, None: it has none."""
         left = DEFAULT_TIMEOUT if seconds is None else min(seconds, DEFAULT_TIMEOUT)
-        answer = _Answer(self, responder)
+        answer = Asked(self, responder)
         self.used += 1
-        late = self.held.coalescer.put(inputs, self.n, left, self._version, answer, None, responder.connection)
+        put = self.held.coalescer.put(inputs, self.n, left, self._version, answer, None, responder.connection)
         if answer.given:
-            late.cancel()
+            put.over()
         else:
-            answer.late = late
+            answer.put = put
+        return answer
 
     def answered(self, outputs: Arrays, version: int, responder: Responder) -> None:
         """Send the outputs to the responder."""
@@ -138,16 +138,16 @@ class Form:
         responder.fail(error)
 
 
-class _Answer:
-    """The receiver of one answer, in place of a future."""
+class Asked:
+    """A request: the receiver of its answer, in place of a future."""
 
-    __slots__ = ("_form", "_responder", "given", "late")
+    __slots__ = ("_form", "_responder", "given", "put")
 
     def __init__(self, form: Form, responder: Responder) -> None:
         self._form = form
         self._responder = responder
         self.given = False
-        self.late: TimerHandle | None = None
+        self.put: Put | None = None
 
     def done(self) -> bool:
         # After an answer, a late result must not be sent as the answer to the connection's next request.
@@ -161,10 +161,15 @@ class _Answer:
         self._given()
         self._form.failed(error, self._responder)
 
+    def drop(self) -> None:
+        """Forget the request: nobody waits for its answer any more."""
+        self._given()
+
     def _given(self) -> None:
         self.given = True
-        if self.late is not None:
-            self.late.cancel()
+        put, self.put = self.put, None
+        if put is not None:
+            put.over()
 
 
 class Forms:

@@ -27,9 +27,9 @@ from jurybox.server.gateway.inference.inference import (
     RequestedOutput,
 )
 from jurybox.server.gateway.inference.tensors import MOST_DIMENSIONS, MOST_TENSORS, malformed
-from jurybox.server.security.access import ByteBudget
 from jurybox.server.security.doors import Doors, refusal
 from jurybox.server.security.grpc import DirectCall
+from jurybox.server.security.limits import Charge
 
 _FIELDS = {
     "BOOL": "bool_contents",
@@ -153,8 +153,8 @@ _METHODS = pb.DESCRIPTOR.services_by_name["GRPCInferenceService"]
 _MODEL_INFER = f"/{_METHODS.full_name}/ModelInfer"
 
 
-def service(oip: OpenInference, budget: ByteBudget, doors: Doors | None = None) -> Service:
-    """Return the service for a GrpcServer; `budget` limits the requests of all streams together.
+def service(oip: OpenInference, budget: native.Budget, doors: Doors | None = None) -> Service:
+    """Return the service for a GrpcServer; `budget` is that of the process.
 
     Streams end when `doors` have closed.
     """
@@ -192,7 +192,7 @@ class KnownForms:
         form = self._forms.get(head)
         if form is None or (inputs := form.rows(message, raw)) is None:
             return False
-        form.ask(inputs, call.time_remaining(), _Caller(call, ident))
+        call.on_gone = form.ask(inputs, call.time_remaining(), _Caller(call, ident)).drop
         self.lanes.consider(head, form)
         return True
 
@@ -248,7 +248,7 @@ def _tagged(tag: int, size: int) -> bytes:
 class InferenceServicer:
     """The inference service. Errors get the status codes of the table in jurybox.protocol.errors."""
 
-    def __init__(self, oip: OpenInference, budget: ByteBudget, doors: Doors) -> None:
+    def __init__(self, oip: OpenInference, budget: native.Budget, doors: Doors) -> None:
         self._doors = doors
         self._oip = oip
         self._budget = budget
@@ -291,7 +291,7 @@ class InferenceServicer:
         self, requests: AsyncIterator[pb.ModelInferRequest], context: Context
     ) -> AsyncIterator[pb.ModelStreamInferResponse]:
         """Yield one answer or one error for each request, in order; several requests are in flight at once."""
-        free = asyncio.Semaphore(_PIPELINED)
+        free, account = asyncio.Semaphore(_PIPELINED), getattr(context, "account", None)  # grpcio's context has none
         asked: asyncio.Queue[asyncio.Task[pb.ModelStreamInferResponse] | None] = asyncio.Queue()
 
         async def take_in() -> None:
@@ -299,7 +299,7 @@ class InferenceServicer:
                 while True:
                     request = await self._doors.message(anext(requests))
                     await free.acquire()
-                    asked.put_nowait(asyncio.create_task(self._streamed(request)))
+                    asked.put_nowait(asyncio.create_task(self._streamed(request, account)))
             except (StopAsyncIteration, TimeoutError):  # the peer has ended the stream, or the doors have closed
                 pass
             finally:
@@ -319,14 +319,16 @@ class InferenceServicer:
                 if (left := asked.get_nowait()) is not None:
                     left.cancel()
 
-    async def _streamed(self, request: pb.ModelInferRequest) -> pb.ModelStreamInferResponse:
-        size = request.ByteSize()
+    async def _streamed(
+        self, request: pb.ModelInferRequest, account: native.Account | None
+    ) -> pb.ModelStreamInferResponse:
+        charge = Charge(self._budget, account)
         try:
-            self._budget.acquire(size)
+            charge.take(request.ByteSize())
             try:
                 answer = message_of(await self._oip.infer(request_of(request, None)))
             finally:
-                self._budget.release(size)
+                charge.give()
         except Exception as error:  # noqa: BLE001  one request's error must not end the stream of the others
             # No await before this line: the sequence must be lost before its next request is processed.
             if "sequence_id" in request.parameters:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from http import HTTPStatus
@@ -20,11 +21,12 @@ from typing import Any, NamedTuple
 from jurybox.protocol.errors import TABLE, Code, Error, Refused, said
 from jurybox.server.gateway.http_server import Connection
 from jurybox.server.gateway.inference import http_inference
-from jurybox.server.gateway.inference.forms import Forms
+from jurybox.server.gateway.inference.forms import Asked, Forms
 from jurybox.server.gateway.inference.inference import InferRequest, OpenInference, Output
-from jurybox.server.security.access import ByteBudget, ClientConnection
+from jurybox.server.security.access import ClientConnection
 from jurybox.server.security.doors import RETRY_AFTER, Doors
 from jurybox.server.security.http import ACCEPTED, SECURITY_HEADERS
+from jurybox.server.security.limits import ANSWERS, Charge, refusal
 
 MOST_HEADS = 1024
 MOST_HEAD = 8 << 10  # bytes of one
@@ -50,13 +52,11 @@ class KnownHeads:
     """The cached request heads of all connections of a port, and the forms of their bodies.
 
     Args:
-        budget: limits the bytes of all bodies together.
         doors: after they have closed, no request takes this path.
     """
 
-    def __init__(self, oip: OpenInference, budget: ByteBudget, doors: Doors | None = None) -> None:
+    def __init__(self, oip: OpenInference, doors: Doors | None = None) -> None:
         self.forms = Forms(oip, _read_form, _written_heads)
-        self.budget = budget
         self.doors = doors or Doors()
         self.heads: dict[bytes, _Head] = {}
 
@@ -114,12 +114,14 @@ class InferProtocol(Connection):
         self._head: _Head | None = None  # of the request that is being received or answered
         self._came = bytearray()  # the bytes received of that request: head and body
         self._begins = 0  # offset of the body in it
-        self._taken = 0  # bytes reserved in the budget
+        self._taken: Charge | None = None  # what that request holds
+        self._put: Asked | None = None  # that request, while it is being answered
         self._asking = self._gone = self._leaving = False
         self._ahead = b""  # bytes received after the request
 
     def data_received(self, data: bytes) -> None:
         """See `asyncio.Protocol.data_received`."""
+        self._heard = time.monotonic()
         if self._asking:
             self._ahead += data
             self.flow.pause_reading()
@@ -138,6 +140,9 @@ class InferProtocol(Connection):
     def connection_lost(self, exc: Exception | None) -> None:
         """See `asyncio.BaseProtocol.connection_lost`."""
         self._gone = True
+        put, self._put = self._put, None
+        if put is not None:
+            put.drop()
         self._give()
         super().connection_lost(exc)
 
@@ -152,6 +157,11 @@ class InferProtocol(Connection):
         """See `Connection.in_progress`."""
         return self._head is not None or super().in_progress
 
+    @property
+    def receiving(self) -> bool:
+        """See `limits.Limited`."""
+        return (self._head is not None and not self._asking) or super().receiving
+
     def _idle(self) -> bool:
         most = self.limit_concurrency
         closes = self._leaving or self.known.doors.closed
@@ -162,6 +172,7 @@ class InferProtocol(Connection):
         if (found := known.heads.get(head)) is not None:
             self._unset_keepalive_if_required()
             self._head, self._came, self._begins = found, bytearray(head), len(head)
+            self._taken = Charge(self.budget, self.account)
             self._more(found, data[len(head) :])
             return
         self._by_layers(
@@ -185,12 +196,12 @@ class InferProtocol(Connection):
             cut = whole - len(self._came)
             data, self._ahead = data[:cut], data[cut:]
         self._came += data
+        assert self._taken is not None
         try:
-            self.known.budget.acquire(len(data))  # as data arrives: a declared length alone must not reserve anything
+            self._taken.take(len(data), whole)  # as data arrives: a declared length alone must not reserve anything
         except Refused:
             self._as_usual()  # which reports the error
             return
-        self._taken += len(data)
         if len(self._came) < whole:
             return
         at = self._begins + head.json
@@ -207,7 +218,7 @@ class InferProtocol(Connection):
             self._as_usual()
             return
         self._asking = True
-        form.ask(inputs, None, self)
+        self._put = form.ask(inputs, None, self)
 
     # ---- the responder
 
@@ -222,7 +233,12 @@ class InferProtocol(Connection):
 
     def reply(self, pieces: list[bytes]) -> None:
         """See `Responder.reply`."""
+        size = sum(map(len, pieces))
+        if found := self.account.take(ANSWERS, size):
+            self.fail(refusal(self.account, self.budget, found, ANSWERS))
+            return
         self._answer(200, pieces)
+        self.account.give(ANSWERS, size)  # what the kernel has not taken is counted while the transport is paused
 
     def fail(self, error: Error) -> None:
         """See `Responder.fail`."""
@@ -232,8 +248,8 @@ class InferProtocol(Connection):
         row = TABLE.get(error.code)
         text = json.dumps({"error": said(error), "code": error.code.name}, ensure_ascii=False, separators=(",", ":"))
         body = text.encode("utf-8", "backslashreplace")
-        again = f"retry-after: {RETRY_AFTER}\r\n" if error.code == Code.DRAINING else ""
-        fields = f"content-length: {len(body)}\r\ncontent-type: application/json\r\n{again}{_HEADERS}".encode()
+        later = f"retry-after: {RETRY_AFTER}\r\n" if error.code in (Code.BUSY, Code.DRAINING) else ""
+        fields = f"content-length: {len(body)}\r\ncontent-type: application/json\r\n{later}{_HEADERS}".encode()
         self._answer(row.http if row else 500, [fields, body])
 
     # ---- inside
@@ -269,11 +285,12 @@ class InferProtocol(Connection):
 
     def _give(self) -> None:
         """End the current request and release its bytes."""
-        taken, self._taken = self._taken, 0
-        self._head, self._asking, self._came = None, False, bytearray()
-        self.known.budget.release(taken)
+        taken, self._taken = self._taken, None
+        self._head, self._asking, self._came, self._put = None, False, bytearray(), None
+        if taken is not None:
+            taken.give()
 
 
-def protocol_of(oip: OpenInference, budget: ByteBudget, doors: Doors | None = None) -> type[InferProtocol]:
+def protocol_of(oip: OpenInference, doors: Doors | None = None) -> type[InferProtocol]:
     """Return the protocol class for the connections of a port."""
-    return type("KnownInferProtocol", (InferProtocol,), {"known": KnownHeads(oip, budget, doors)})
+    return type("KnownInferProtocol", (InferProtocol,), {"known": KnownHeads(oip, doors)})

@@ -29,7 +29,8 @@ from jurybox.server.gateway.inference.inference import (
 )
 from jurybox.server.gateway.inference.shared_memory import Region
 from jurybox.server.gateway.inference.tensors import MOST_TENSORS, malformed, read_json, shown, truth
-from jurybox.server.security.http import RESERVATION, Reservation
+from jurybox.server.security.http import CHARGE
+from jurybox.server.security.limits import Charge
 
 LENGTH = "Inference-Header-Content-Length"
 ANSWERED = "jurybox.answered"  # in a request's scope: called with (model, version, bytes of JSON) on a binary answer
@@ -427,10 +428,10 @@ async def _body(request: Request, most: int) -> bytes:
         return body
     if encoding not in _WINDOW:
         raise malformed(f"Content-Encoding {encoding[:20]!r}: expected gzip or deflate")
-    return await _unpacked(body, encoding, most, request.scope[RESERVATION])
+    return await _unpacked(body, encoding, most, request.scope[CHARGE])
 
 
-async def _unpacked(body: bytes, encoding: str, most: int, taken: Reservation) -> bytes:
+async def _unpacked(body: bytes, encoding: str, most: int, taken: Charge) -> bytes:
     """Decompress a body in pieces, so that other requests can run in between."""
     decoder = zlib.decompressobj(_WINDOW[encoding])
     parts: list[bytes] = []

@@ -1,0 +1,147 @@
+"""What HTTP connections may make the gateway hold: each test is an attack beside a client that behaves."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import threading
+import time
+
+import httpx
+import pytest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from tests.serving import wait_until
+
+from jurybox.server.gateway import http_server
+from jurybox.server.gateway.http_server import HttpServer
+from jurybox.server.security import limits
+from jurybox.server.security.access import Access
+from jurybox.server.security.limits import ANSWERS, RECEIVED, Watch
+
+MIB = 1 << 20
+
+
+async def large(request: Request) -> Response:
+    return Response(bytes(int(request.query_params["n"])))
+
+
+async def echo(request: Request) -> Response:
+    return Response(await request.body())
+
+
+class Served:
+    """An HTTP server in a thread of its own."""
+
+    def __init__(self):
+        access = Access(max_message=MIB)
+        self.budget = access.budget()
+        app = Starlette(routes=[Route("/large", large), Route("/echo", echo, methods=["POST"])])
+        self.server = HttpServer("127.0.0.1:0", app, access, budget=self.budget)
+        self.loop = asyncio.new_event_loop()
+        self.thread = threading.Thread(target=self._serve, daemon=True)
+        self.thread.start()
+        self.watch = Watch(self.budget, [self.server.connections])
+
+    def _serve(self):
+        self.loop.run_until_complete(self.server.run())
+
+    def check(self, later):
+        async def check():
+            self.watch.check(time.monotonic() + later)
+
+        asyncio.run_coroutine_threadsafe(check(), self.loop).result(20)
+
+    def connected(self):
+        connection = socket.socket()
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.settimeout(20)
+        connection.connect(("127.0.0.1", self.server.port))
+        return connection
+
+    def close(self):
+        self.loop.call_soon_threadsafe(self.server.stop)
+        self.thread.join(30)
+
+
+@pytest.fixture(scope="module")
+def served():
+    served = Served()
+    yield served
+    served.close()
+
+
+@pytest.fixture
+def client(served):
+    """A client that behaves: it is answered before, during and after the attack."""
+    with httpx.Client(base_url=f"http://127.0.0.1:{served.server.port}", timeout=20) as client:
+        assert client.post("/echo", content=b"before").content == b"before"
+        yield client
+        assert client.post("/echo", content=b"after").content == b"after"
+    wait_until(lambda: [served.budget.held(kind) for kind in (RECEIVED, ANSWERS)] == [0, 0], 20, "all is returned")
+
+
+def asked(path, size=0, method="GET"):
+    return f"{method} {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {size}\r\n\r\n".encode()
+
+
+def test_answers_that_nobody_reads_are_refused_beyond_the_budget(served, client):
+    with contextlib.ExitStack() as stack:
+        for _ in range(20):
+            connection = stack.enter_context(contextlib.closing(served.connected()))
+            connection.sendall(asked("/large?n=6000000") * 3)
+        wait_until(lambda: served.budget.refused(ANSWERS) >= 10, 20, "answers are refused")
+        assert served.budget.held(ANSWERS) <= 8 * MIB + 20 * (64 << 10)
+        refused = client.get("/large?n=6000000")
+        assert (refused.status_code, refused.json()["code"], refused.headers["retry-after"]) == (429, "BUSY", "2")
+        assert client.post("/echo", content=bytes(60_000)).content == bytes(60_000)
+    wait_until(lambda: served.budget.held(ANSWERS) == 0, 20, "what is left is dropped")
+    assert len(client.get("/large?n=6000000").content) == 6_000_000
+
+
+def test_a_reader_that_leaves_no_room_for_others_is_ended(served, client):
+    with contextlib.closing(served.connected()) as connection:
+        connection.sendall(asked("/large?n=16000000"))
+        wait_until(lambda: served.budget.held(ANSWERS) > 6 * MIB, 20, "it owes much")
+        for later in (0, limits.UNREAD / 2):
+            served.check(later)
+        assert served.budget.held(ANSWERS) > 6 * MIB
+        served.check(limits.UNREAD + 1)
+        wait_until(lambda: served.budget.held(ANSWERS) == 0, 20, "it is ended")
+
+
+def test_a_slow_reader_that_is_in_nobodys_way_is_not_ended(served, client):
+    with contextlib.closing(served.connected()) as connection:
+        connection.sendall(asked("/large?n=5000000"))
+        wait_until(lambda: served.budget.held(ANSWERS) > MIB // 2, 20, "it owes something")
+        for later in (0, limits.UNREAD * 2, limits.UNREAD * 4):
+            served.check(later)
+        received = 0
+        while received < 5_000_000:
+            received += len(connection.recv(1 << 20))
+
+
+@pytest.mark.parametrize("part", [b"POST /ec", b"POST /echo HTTP/1.1\r\nHost: lo", asked("/echo", 9, "POST") + b"1234"])
+def test_a_request_that_does_not_go_on_is_ended(served, client, part):
+    with contextlib.closing(served.connected()) as connection:
+        connection.sendall(part)
+        wait_until(lambda: any(one.receiving for one in served.server.connections()), 20, "it has begun")
+        served.check(limits.SILENCE - 5)
+        assert any(one.receiving for one in served.server.connections())
+        served.check(limits.SILENCE + 1)
+        assert connection.recv(100).startswith(b"HTTP/1.1 408 ")
+        assert connection.recv(100) == b"" or connection.recv(100) == b""
+
+
+def test_idle_connections_make_room_for_a_client(served, monkeypatch):
+    monkeypatch.setattr(http_server, "HTTP_CONNECTIONS", 8)
+    monkeypatch.setattr(http_server, "_LULL", 0.0)
+    with contextlib.ExitStack() as stack:
+        for _ in range(30):
+            stack.enter_context(contextlib.closing(served.connected()))
+        with httpx.Client(base_url=f"http://127.0.0.1:{served.server.port}", timeout=20) as client:
+            assert client.post("/echo", content=b"x").content == b"x"
+        assert len(tuple(served.server.connections())) <= 8
