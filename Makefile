@@ -64,7 +64,7 @@ test-containers: setup  ## needs a container engine
 test-browser: setup  ## needs chromium
 	$(BIN)/python -m pytest -m browser --timeout 600
 
-fuzz: setup  ## the long fuzzing: 100,000 inputs at each ZeroMQ transport, over gRPC, to HTTP's infer and into shared memory; HTTP by its description; known forms; the ZMTP parser under the sanitizers
+fuzz: setup  ## the long fuzzing: 100,000 inputs at each ZeroMQ transport, over gRPC, to HTTP's infer and into shared memory; HTTP by its description; 100,000 requests on the fast paths beside the general ones; the ZMTP parser under the sanitizers
 	for s in address undefined; do \
 	  $(BIN)/cmake -S . -B build/native-$$s -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja -DJURYBOX_NATIVE_TESTS=ON -DJURYBOX_SANITIZE=$$s -DCMAKE_BUILD_TYPE=RelWithDebInfo && \
 	  $(BIN)/cmake --build build/native-$$s --target test_zmtp && \

@@ -1,0 +1,232 @@
+"""Requests on a fast path beside the same on the general path: both accept or both refuse, alike.
+
+Over HTTP a head that was seen before is not parsed again: neither for tensors nor for a dialect. One more field makes a
+head new, so the same request with it is the general path's. Over ``tcp://`` native code takes the tickets of a
+connection from the second on; the first one of a new connection is Python's. `test_known_forms_fuzz.py` does the same
+with the messages of gRPC and the bodies of HTTP. Together they send 2,000 requests, and 100,000 in `make fuzz`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+import socket
+import threading
+from random import Random
+
+import numpy as np
+import pytest
+import zmq
+from tests.unit.server.test_known_paths import Gateway
+
+from jurybox.protocol import wire
+from jurybox.protocol.control_pb2 import ControlReply, ControlRequest, LeaseRequest, ReleaseRequest
+from jurybox.protocol.errors import Code
+
+
+def counts(short, long):
+    return pytest.mark.parametrize(
+        "count",
+        [pytest.param(short, id="short"),
+         pytest.param(long, id="long", marks=[pytest.mark.slow, pytest.mark.timeout(3000)])],
+    )  # fmt: skip
+
+
+# ---- heads of HTTP
+
+FIELDS = [
+    b"Host: localhost", b"host: LOCALHOST:1", b"Host: evil.example", b"Accept: */*", b"Connection: keep-alive",
+    b"Connection: Keep-Alive", b"Connection: close", b"Content-Encoding: identity", b"Content-Encoding: gzip",
+    b"Content-Type: application/json", b"Content-Type: text/x", b"Origin: http://localhost", b"Origin: http://evil",
+    b"Transfer-Encoding: chunked", b"Expect: 100-continue", b"Upgrade: h2c", b"Authorization: Bearer x", b"A:b",
+    b"X-Long: " + b"x" * 900, b"Trailer: A", b"Content-Length: 5", b"Inference-Header-Content-Length: 5", b"Host:",
+]  # fmt: skip
+ONCE = itertools.count()
+INVALID = b"Invalid HTTP request received."
+
+
+def head(random, line, length, fields):
+    """Return the head of a request in two parts, between which another field may stand; None if it ends too early."""
+    given = [*fields, b"Content-Length: %d" % (length + random.choice([0] * 30 + [1, -1, 7]))]
+    if random.random() < 0.9:
+        given.append(b"Host: localhost")
+    given += random.choices(FIELDS, k=random.choice([0, 0, 0, 1, 2]))
+    random.shuffle(given)
+    made = bytearray(line + b"\r\n" + b"\r\n".join(given))
+    for _ in range(random.choice([0, 0, 0, 0, 1, 1, 2])):
+        at = random.randrange(len(made))
+        match random.randrange(4):
+            case 0:
+                made[at] = random.choice(b'0123456789,:;/ aetHx\\\x00\xff\t"')
+            case 1:
+                made[at:at] = random.choice([b" ", b"\t", b"\r", b"x", b"0", b"/", b"%2F"])
+            case 2:
+                del made[at]
+            case _:
+                made[at] ^= 32
+    return None if b"\n\r\n" in made or b"\n\n" in made or made.endswith((b"\r", b"\n")) else bytes(made)
+
+
+def exchanged(port, *pieces):
+    """Send bytes, and return all answers until the server closes: status, the fields that count, and content."""
+    with socket.create_connection(("127.0.0.1", port), timeout=20) as connection:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        with contextlib.suppress(OSError):
+            for piece in pieces:
+                connection.sendall(piece)
+        received = b""
+        with contextlib.suppress(ConnectionResetError):
+            while more := connection.recv(1 << 16):
+                received += more
+    answers = []
+    while received:
+        top, _, received = received.partition(b"\r\n\r\n")
+        line, *fields = top.split(b"\r\n")
+        named = {name.lower(): value for name, _, value in (field.partition(b": ") for field in fields)}
+        size = int(named.get(b"content-length", 0))
+        counted = {name: named.get(name) for name in (b"content-type", b"inference-header-content-length")}
+        answers.append((line.split()[1], counted, received[:size]))
+        received = received[size:]
+    return answers
+
+
+def compare(random, count, port, line, fields, body, behind):
+    """Send `count` requests with heads bent at random; return how many were accepted."""
+    accepted = 0
+    for _ in range(count):
+        made = None
+        while made is None:
+            made = head(random, line, len(body), fields)
+        known = made + b"\r\n\r\n" + body + behind
+        cut = random.randrange(len(known)) if random.random() < 0.3 else len(known)
+        once = b"\r\nX-Once: %d" % next(ONCE)
+        expected = exchanged(port, made + once + b"\r\n\r\n" + body + behind)
+        for _ in range(3):  # the first may teach the head, the others use it
+            found = exchanged(port, known[:cut], known[cut:])
+            if found != expected:  # what is no request ends those before it that were not answered yet
+                assert found and expected and found[-1] == expected[-1] and found[-1][2] == INVALID, known
+                longer, shorter = (found, expected) if len(found) > len(expected) else (expected, found)
+                assert longer[-len(shorter) :] == shorter, known
+        accepted += bool(expected) and expected[0][0] == b"200"
+    return accepted
+
+
+@counts(170, 10_000)
+def test_a_known_head_of_a_request_with_tensors_is_read_as_one_read_in_full(server, count):
+    random, port = Random(count), int(server.told["http"].rsplit(":", 1)[1])
+    rows = np.arange(4, dtype=np.float32).tobytes()
+    tensor = {"name": "observation", "datatype": "FP32", "shape": [1, 4], "parameters": {"binary_data_size": 16}}
+    text = json.dumps({"inputs": [tensor], "parameters": {"binary_data_output": True}}).encode()
+    line = b"POST /v2/models/affine/infer HTTP/1.1"
+    behind = line + b"\r\nHost: localhost\r\nConnection: close\r\nContent-Length: 2\r\n\r\n{}"
+    fields = [b"Inference-Header-Content-Length: %d" % len(text)]
+    accepted = compare(random, count, port, line, fields, text + rows, behind)
+    assert accepted > count / 10
+
+
+@counts(400, 20_000)
+def test_a_known_head_of_a_dialects_request_is_read_as_one_read_in_full(count):
+    loop, told = asyncio.new_event_loop(), threading.Event()
+    ports, over = [], asyncio.Event()
+
+    async def serve():
+        async with Gateway().listening() as gateway:
+            ports.append(gateway.port)
+            told.set()
+            await over.wait()
+            assert gateway.held == 0
+
+    thread = threading.Thread(target=lambda: loop.run_until_complete(serve()))
+    thread.start()
+    assert told.wait(20)
+    try:
+        line = b"POST /dialects/x HTTP/1.1"
+        behind = line + b"\r\nHost: localhost\r\nConnection: close\r\nContent-Length: 3\r\n\r\nend"
+        accepted = compare(Random(count), count, ports[0], line, [], b'{"a": 1}', behind)
+        assert accepted > count / 10
+    finally:
+        loop.call_soon_threadsafe(over.set)
+        thread.join(20)
+
+
+# ---- tickets over tcp
+
+
+class Remote:
+    """A bare client of the relay, whose first ticket is Python's; native code takes later ones that are as usual."""
+
+    def __init__(self, context, where, name):
+        self.socket = context.socket(zmq.DEALER)
+        for option, value in ((zmq.LINGER, 0), (zmq.RCVTIMEO, 10_000), (zmq.IDENTITY, b"R" + name)):
+            self.socket.setsockopt(option, value)
+        self.socket.connect(where)
+        self.sequence = 0
+        self.lease = self.call(lease=LeaseRequest(model="affine", rows=4)).lease
+
+    def call(self, **request):
+        """Make a control call."""
+        self.socket.send_multipart((wire.PREFIX, b"12345678", ControlRequest(**request).SerializeToString()))
+        while (frames := self.socket.recv_multipart())[1] != b"12345678":
+            pass
+        return ControlReply.FromString(frames[2])
+
+    def ask(self, record, frames):
+        """Send a ticket; return the code of its answer, and the frames behind it."""
+        self.sequence += 1
+        sequence, lease, left, first, rows, version = self.sequence, self.lease.lease, *record
+        made = wire.PACK_TICKET.pack(sequence, lease, left, 0, 0, first, rows, 0, version, 1)
+        self.socket.send_multipart((wire.PREFIX + made, *frames))
+        while True:
+            head, *rest = self.socket.recv_multipart()
+            if len(head) >= 10 and int.from_bytes(head[2:10], "little") in (sequence, 0) and len(head) >= 30:
+                return Code(int.from_bytes(head[26:30], "little")), rest
+
+    def close(self):
+        self.call(release=ReleaseRequest(lane=self.lease.lane, lease=self.lease.lease))
+        self.socket.close()
+
+
+def ticket(random):
+    """The fields of a ticket, and its tensors."""
+    first, rows = random.choice([(0, 1), (0, 4), (1, 2), (3, 1), (3, 2), (0, 0), (4, 1), (2**32 - 1, 2)])
+    left = random.choice([10**10] * 6 + [2**62, -1, 0])
+    row = np.array([[random.randrange(-99, 99) for _ in range(4)] for _ in range(min(rows, 4))], np.float32).tobytes()
+    frames = [row]
+    match random.randrange(12):
+        case 0:
+            frames = [row[:-1]]
+        case 1:
+            frames = [row, b""]
+        case 2:
+            frames = []
+        case 3:
+            frames = [row + b"x"]
+        case 4:
+            frames = [row[: len(row) // 2], row[len(row) // 2 :]]
+    return (left, first, rows, random.choice([0] * 8 + [1, 2**63])), frames
+
+
+@counts(230, 20_000)
+def test_a_ticket_that_native_code_takes_is_answered_as_one_that_python_takes(server, count):
+    random, where, context = Random(count), f"tcp://{server.told['tcp']}", zmq.Context()
+    one, accepted = Remote(context, where, b"native"), 0
+    try:
+        usual = (10**10, 0, 1, 0), [np.ones(4, np.float32).tobytes()]
+        for _ in range(3):
+            assert one.ask(*usual)[0] == Code.OK
+        for number in range(count):
+            record, frames = ticket(random)
+            native = one.ask(record, frames)
+            python = Remote(context, where, b"%d" % number)
+            try:
+                assert native == python.ask(record, frames), (record, frames)
+            finally:
+                python.close()
+            accepted += native[0] == Code.OK
+            assert one.ask(*usual)[0] == Code.OK  # so that native code has the lane again
+    finally:
+        one.close()
+        context.term()
+    assert accepted > count / 10
