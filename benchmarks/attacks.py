@@ -44,6 +44,8 @@ DIALECTS = {"flow_grpo": {"model": "brightness", "output": "score"}}
 
 # ---- frames of HTTP/2, by hand
 
+WIDE = struct.pack(">HI", 4, 2**31 - 1)  # SETTINGS: the other side may send answers without end
+
 
 def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
     return struct.pack(">I", len(payload))[1:] + bytes((kind, flags)) + struct.pack(">I", stream) + payload
@@ -69,12 +71,12 @@ def request(model: str, rows: int) -> bytes:
 class Peer:
     """A connection that reads and forgets what it is sent, or does not read."""
 
-    def __init__(self, where: str, settings: bytes = b"", *, reads: bool = True) -> None:
+    def __init__(self, where: str, settings: bytes = WIDE, *, reads: bool = True) -> None:
         host, port = where.rsplit(":", 1)
         self.socket = socket.create_connection((host, int(port)), timeout=20)
         self.socket.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + frame(4, 0, 0, settings))
         time.sleep(0.05)
-        self.socket.sendall(frame(4, 1, 0))
+        self.socket.sendall(frame(4, 1, 0) + frame(8, 0, 0, b"\x7f\xff\x00\x00"))
         if reads:
             threading.Thread(target=self._read, daemon=True).start()
 

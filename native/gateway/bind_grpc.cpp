@@ -134,6 +134,8 @@ void release(nb::list& made, std::int32_t call, HeldCall& held) {
 bool accept(Forms& forms, nb::handle owner, Peer& peer, std::int32_t call, HeldCall& held, nb::list& made) {
     constexpr std::int64_t kHurry = 100'000'000, kLongest = 60'000'000'000;  // ns; the second is DEFAULT_TIMEOUT of lanes.py
     if (!held.complete || (held.timeout >= 0 && held.timeout < kHurry) || !peer.admits(call)) return false;
+    Account& account = peer.connection.account();
+    if (2 * account.held(Resource::kAnswers) > account.budget().limits().each[static_cast<std::size_t>(Resource::kAnswers)]) return false;
     if (!forms.parts.cut({std::as_const(held.message).data(), held.message.size()})) return false;
     const auto found = forms.entries.find(forms.parts.head);
     if (found == forms.entries.end() || found->second.lane->lane == nullptr) return false;
@@ -305,8 +307,14 @@ void bind_grpc(nb::module_& m) {
              "known `forms` go to their lanes; `owner` is the object that `InferLane.answer` and `take_back` return for them.")
         .def_prop_ro("more", [](const Peer& self) { return self.connection.more(); },
                      "Whether received bytes are left for another `feed`, without bytes, once others have had their turn.")
-        .def("gone", [](Peer& self, Forms* forms) { if (forms != nullptr) cancel(*forms, self, -1); }, nb::arg("forms").none(),
-             "Drop the requests that lanes have accepted: the peer is gone.")
+        .def(
+            "gone",
+            [](Peer& self, Forms* forms) {
+                if (forms != nullptr) cancel(*forms, self, -1);
+                self.held.clear();
+                self.connection.abandon();
+            },
+            nb::arg("forms").none(), "Drop everything, also the requests that lanes have accepted: the peer is gone.")
         .def("outgoing", outgoing, "Bytes to send, some 256 KiB at most; empty if there are none.")
         .def("metadata", metadata, nb::arg("call"))
         .def("trust", [](Peer& self, nb::bytes authorization) { self.authorization.assign(authorization.c_str(), authorization.size()); },

@@ -215,6 +215,20 @@ class GrpcConnection {
 
     Account& account() const { return *account_; }
 
+    // Drop everything: the peer is gone, and this object may be kept for a while.
+    void abandon() {
+        for (auto& [id, stream] : streams_) {
+            release(*stream);
+            stream->finished = true;
+            stream->out.clear();
+        }
+        account_->give(Resource::kReceived, left_.size() + rest_.size());
+        std::string().swap(left_), std::string().swap(rest_);
+        at_ = 0;
+        events_.clear();
+        broken_ = true;
+    }
+
   private:
     static constexpr std::uint32_t kStreamWindow = 4u << 20, kFrame = 1u << 20;
     static constexpr std::int32_t kConnectionWindow = 16 << 20;

@@ -407,7 +407,7 @@ void messages_that_never_end_are_counted_and_refused_beyond_the_share() {
 
 void all_of_a_call_is_returned_however_it_ends() {
     const auto held = account(1);
-    for (int way = 0; way < 5; ++way) {
+    for (int way = 0; way < 6; ++way) {
         Client client;
         {
             Connection server(kLimits, held);
@@ -423,6 +423,11 @@ void all_of_a_call_is_returned_however_it_ends() {
             if (way == 2) CHECK(fed(server, frame(8, 0, 1, std::string("\0\1\0\0", 4))));  // WINDOW_UPDATE of the call
             server.send(back);
             if (way == 0 || way == 1 || way == 3) CHECK(server.calls() == 0 && held->held(Resource::kReceived) == 0 && held->held(Resource::kCalls) == 0);
+            if (way == 5) {
+                CHECK(server.answer(1, std::string(50'000, 'a')) == Sent::kQueued);
+                server.abandon();
+                CHECK(held->held(Resource::kAnswers) == 0 && held->held(Resource::kReceived) == 0 && held->held(Resource::kCalls) == 0);
+            }
             if (way == 2) CHECK(held->held(Resource::kAnswers) == 0 && held->held(Resource::kReceived) == 0);
         }
         for (const Resource kind : {Resource::kReceived, Resource::kAnswers, Resource::kCalls}) CHECK(held->held(kind) == 0);

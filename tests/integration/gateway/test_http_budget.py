@@ -145,3 +145,13 @@ def test_idle_connections_make_room_for_a_client(served, monkeypatch):
         with httpx.Client(base_url=f"http://127.0.0.1:{served.server.port}", timeout=20) as client:
             assert client.post("/echo", content=b"x").content == b"x"
         assert len(tuple(served.server.connections())) <= 8
+
+
+def test_requests_that_are_none_write_one_line_a_second_to_the_log(served, client, caplog):
+    began = time.monotonic()
+    for _ in range(200):
+        with contextlib.closing(served.connected()) as connection:
+            connection.sendall(b"no request\r\n\r\n")
+            assert connection.recv(100).startswith(b"HTTP/1.1 400")
+    lines = [record for record in caplog.records if "Invalid HTTP request" in record.getMessage()]
+    assert 1 <= len(lines) <= 2 + time.monotonic() - began

@@ -35,7 +35,17 @@ from jurybox.server.security.grpc import (
     status_of,
     works,
 )
-from jurybox.server.security.limits import ANSWERS, CALLS, GRPC_CONNECTIONS, MOST_CALLS, RECEIVED, SILENCE, refusal
+from jurybox.server.security.limits import (
+    ANSWERS,
+    CALLS,
+    GRPC_CONNECTIONS,
+    MOST_CALLS,
+    OF_REQUEST,
+    RECEIVED,
+    SILENCE,
+    Charge,
+    refusal,
+)
 
 _MOST_QUEUED = 1 << 20  # bytes of a stream's answers that are queued for the peer
 _READ = 1 << 18  # bytes read at once
@@ -98,6 +108,10 @@ class Call:
     def account(self) -> native.Account:
         """What its connection holds of the server's budget."""
         return self._connection.account
+
+    def room(self) -> Charge:
+        """Return what its answer will hold."""
+        return Charge(self._connection.budget, self._connection.account, ANSWERS)
 
     def done(self) -> bool:
         """Return whether the call was answered or its peer is gone; a further answer is discarded."""
@@ -211,6 +225,7 @@ class Call:
             self._late = loop.call_later(min(left, 1e8), self.refuse, _STATUS.DEADLINE_EXCEEDED, "Deadline Exceeded")
 
     def _run(self, work: Coroutine[Any, Any, None]) -> None:
+        OF_REQUEST.set(Charge(self._connection.budget, self._connection.account))
         self._task = task = self._connection.loop.create_task(work)
         self._watch()
         task.add_done_callback(self._ran)
@@ -278,6 +293,7 @@ class _Connection(asyncio.BufferedProtocol):
     def __init__(self, server: Calls) -> None:
         self._server = server
         self.loop = server.loop
+        self.budget = server.budget
         self.account = native.Account(server.budget)
         self.native = native.GrpcConnection(server.most_message, MOST_METADATA, MOST_CALLS, self.account)
         self.calls: dict[int, Call] = {}

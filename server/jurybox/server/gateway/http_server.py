@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import socket
 import time
 from collections.abc import Generator, Iterable, Mapping
@@ -139,6 +140,25 @@ class _Counted:
         before, self._unsent = self._unsent, size
         self.account.give(ANSWERS, before)
         self.account.owe(ANSWERS, size)
+
+
+class _OneASecond(logging.Filter):
+    """Lets one record of each text pass in a second: a stranger can cause any number of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._last: dict[str, float] = {}
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """See `logging.Filter`."""
+        now, text = time.monotonic(), str(record.msg)
+        if record.levelno > logging.WARNING or now - self._last.get(text, -1.0) >= 1.0:
+            self._last[text] = now
+            return True
+        return False
+
+
+logging.getLogger("uvicorn.error").addFilter(_OneASecond())
 
 
 class _Unfit(ValueError):

@@ -120,6 +120,10 @@ class DirectCall(Protocol):
 
     on_gone: Callable[[], None] | None
 
+    def room(self) -> Charge | None:
+        """Return what its answer will hold of the connection's account; None: nothing counts it."""
+        ...
+
     @property
     def connection(self) -> ClientConnection | None:
         """The connection of the call, if it has no other call in progress; None: unknown."""
@@ -159,6 +163,9 @@ class _AwaitedCall:
 
     connection = None
     on_gone: Callable[[], None] | None = None
+
+    def room(self) -> None:
+        return None
 
     def __init__(self, context: Any) -> None:
         self.answer: asyncio.Future[bytes | None] = asyncio.get_running_loop().create_future()

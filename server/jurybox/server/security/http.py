@@ -17,7 +17,7 @@ from jurybox.protocol.address import is_loopback
 from jurybox.protocol.errors import TABLE, Code, Error, Refused, error_for
 from jurybox.server.security.access import CHALLENGES, Access, Token
 from jurybox.server.security.doors import RETRY_AFTER, Doors, refusal
-from jurybox.server.security.limits import ANSWERS, Charge
+from jurybox.server.security.limits import ANSWERS, OF_REQUEST, Charge
 
 # Probes of orchestrators and load balancers send no token. Without a token these paths answer yes or no, not why.
 OPEN_PATHS = frozenset(
@@ -182,6 +182,7 @@ class BodyLimit:
         account = scope.get(ACCOUNT)
         taken = scope[CHARGE] = Charge(self._budget, account)
         answers = Charge(self._budget, account, ANSWERS)
+        OF_REQUEST.set(taken)
 
         async def counted() -> Message:
             nonlocal came, more, failure

@@ -7,9 +7,11 @@ asks it before it keeps a byte. What is beyond a limit is refused with the proto
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Protocol
 
@@ -26,6 +28,7 @@ HTTP_CONNECTIONS, GRPC_CONNECTIONS, RELAY_CONNECTIONS = 512, 4096, 8192
 SILENCE = 30.0  # seconds between two bytes of a request
 UNREAD = 10.0  # seconds after which the connection that owes most is ended, if there is no room for answers to others
 _EVERY = 1.0  # seconds between two checks
+_MUCH = 64 << 20  # bytes
 
 
 def budget_of(max_message: int) -> native.Budget:
@@ -116,6 +119,21 @@ class DecodedCharge:
 OF_REQUEST: ContextVar[Charge | None] = ContextVar("OF_REQUEST", default=None)
 
 
+@contextmanager
+def room_for_answer(size: int) -> Iterator[None]:
+    """Hold room for an answer of `size` bytes while it is computed. Raises Refused (code BUSY) if there is none."""
+    request = OF_REQUEST.get()
+    if request is None:
+        yield
+        return
+    answers = Charge(request.budget, request.account, ANSWERS)
+    answers.take(size)
+    try:
+        yield
+    finally:
+        answers.give()
+
+
 class Limited(Protocol):
     """A connection, as `watch` needs it."""
 
@@ -143,6 +161,8 @@ class Watch:
         self._most: Limited | None = None  # the connection that owes most
         self._owed = 0
         self._since = 0.0
+        self._peak = 0  # bytes held since memory was returned to the system
+        self._trim = getattr(ctypes.CDLL(None), "malloc_trim", lambda _: None)
 
     async def run(self) -> None:
         """Check every second."""
@@ -152,6 +172,7 @@ class Watch:
 
     def check(self, now: float) -> None:
         """Check all connections once; `now` is a time of the monotonic clock in s."""
+        self._return_memory()
         connections = [one for door in self._doors for one in door()]
         for one in connections:
             one.end_silent(now)
@@ -166,3 +187,11 @@ class Watch:
             self._most = None
             most.abort()
         self._owed = owed
+
+    def _return_memory(self) -> None:
+        """Return freed memory to the system after much was held: the allocator keeps it for the next requests."""
+        held = self._budget.held(RECEIVED) + self._budget.held(ANSWERS)
+        self._peak = max(self._peak, held)
+        if self._peak > _MUCH and held < self._peak // 8:
+            self._peak = 0
+            self._trim(0)

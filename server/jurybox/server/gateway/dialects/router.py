@@ -23,8 +23,7 @@ from jurybox.server.gateway.dialects.intake import Intake, Reply, ThreadPool
 from jurybox.server.gateway.dialects.known_paths import ANSWERED, NEVER_CACHED, Endpoint
 from jurybox.server.logs import Log
 from jurybox.server.security.doors import RETRY_AFTER, Doors, refusal
-from jurybox.server.security.http import CHARGE, DATA_ONLY, Refusal
-from jurybox.server.security.limits import OF_REQUEST
+from jurybox.server.security.http import DATA_ONLY, Refusal
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +85,6 @@ class DialectPaths:
             await self._app(scope, receive, send)
             return
         scope[DATA_ONLY] = True
-        OF_REQUEST.set(scope.get(CHARGE))
         try:
             reply = await endpoint(await _body(receive))
         except ClientDisconnect:

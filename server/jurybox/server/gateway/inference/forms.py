@@ -15,12 +15,13 @@ from typing import Any, Protocol, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from jurybox.protocol.errors import Code, Error, ModelNotFound
+from jurybox.protocol.errors import Code, Error, ModelNotFound, Refused
 from jurybox.server.gateway.inference.coalescer import Arrays, Put
 from jurybox.server.gateway.inference.inference import InferRequest, OpenInference, Output
 from jurybox.server.gateway.inference.lanes import DEFAULT_TIMEOUT, ModelLane
 from jurybox.server.gateway.inference.tensors import datatype_of, weights_version
 from jurybox.server.security.access import ClientConnection
+from jurybox.server.security.limits import Charge
 
 _MOST_FORMS = 1024
 _MOST_HEADS = 8  # weights versions for which the head of an answer is cached
@@ -85,6 +86,7 @@ class Form:
         self._outputs = [
             Output(name, datatype_of(spec.outputs[name]), (n, *spec.outputs[name].shape), None) for name in outputs
         ]
+        self._answer_bytes = sum(n * spec.outputs[name].row_bytes for name in outputs)
         self._bytes = [n * spec.outputs[name].row_bytes for name in outputs]
         self._write_heads = heads
         self._written: dict[int, list[bytes]] = {}
@@ -98,10 +100,22 @@ class Form:
             for (name, dtype, shape), (at, _) in zip(self._arrays, places, strict=True)
         }
 
-    def ask(self, inputs: Arrays, seconds: float | None, responder: Responder) -> Asked:
-        """Compute these rows and answer `responder`; `seconds` is the responder's time-out, None: it has none."""
+    def ask(self, inputs: Arrays, seconds: float | None, responder: Responder, room: Charge | None = None) -> Asked:
+        """Compute these rows and answer `responder`.
+
+        Args:
+            seconds: the responder's time-out; None: it has none.
+            room: what the answer will hold while it is computed; None: nothing counts it.
+        """
         left = DEFAULT_TIMEOUT if seconds is None else min(seconds, DEFAULT_TIMEOUT)
-        answer = Asked(self, responder)
+        answer = Asked(self, responder, room)
+        if room is not None:
+            try:
+                room.take(self._answer_bytes)
+            except Refused as error:
+                answer.given = True
+                responder.fail(error)
+                return answer
         self.used += 1
         put = self.held.coalescer.put(inputs, self.n, left, self._version, answer, None, responder.connection)
         if answer.given:
@@ -141,11 +155,12 @@ class Form:
 class Asked:
     """A request: the receiver of its answer, in place of a future."""
 
-    __slots__ = ("_form", "_responder", "given", "put")
+    __slots__ = ("_form", "_responder", "_room", "given", "put")
 
-    def __init__(self, form: Form, responder: Responder) -> None:
+    def __init__(self, form: Form, responder: Responder, room: Charge | None) -> None:
         self._form = form
         self._responder = responder
+        self._room = room
         self.given = False
         self.put: Put | None = None
 
@@ -168,8 +183,11 @@ class Asked:
     def _given(self) -> None:
         self.given = True
         put, self.put = self.put, None
+        room, self._room = self._room, None
         if put is not None:
             put.over()
+        if room is not None:
+            room.give()
 
 
 class Forms:

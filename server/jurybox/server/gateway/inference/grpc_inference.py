@@ -192,7 +192,7 @@ class KnownForms:
         form = self._forms.get(head)
         if form is None or (inputs := form.rows(message, raw)) is None:
             return False
-        call.on_gone = form.ask(inputs, call.time_remaining(), _Caller(call, ident)).drop
+        call.on_gone = form.ask(inputs, call.time_remaining(), _Caller(call, ident), call.room()).drop
         self.lanes.consider(head, form)
         return True
 

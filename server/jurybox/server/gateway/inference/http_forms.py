@@ -218,7 +218,7 @@ class InferProtocol(Connection):
             self._as_usual()
             return
         self._asking = True
-        self._put = form.ask(inputs, None, self)
+        self._put = form.ask(inputs, None, self, Charge(self.budget, self.account, ANSWERS))
 
     # ---- the responder
 

@@ -45,6 +45,7 @@ from jurybox.server.gateway.inference.tensors import (
     weights_version,
 )
 from jurybox.server.gateway.live import StatusSource
+from jurybox.server.security.limits import room_for_answer
 
 Panels = Mapping[str, Mapping[str, Any]]
 
@@ -276,37 +277,39 @@ class OpenInference:
             if turn is not None and options.state == GET:
                 n = len(turn.keys)
             places = self._wanted(gives, request.outputs, n)
-            try:
-                if turn is None:
-                    arrays, used = await self.lanes.ask(held, inputs, n, until - time.monotonic(), version)
-                else:
-                    arrays, used = await turn.infer(self.lanes, held, inputs, n, until, version, options.state)
-                break
-            except RowFailed as error:
-                self.record_outcome(request.model, True)
-                if not options.row_errors or not error.errors:
-                    raise
-                outputs = (
-                    error.outputs if len(held.spec.outputs) > 1 else {next(iter(held.spec.outputs)): error.outputs}
-                )
-                arrays, used, failed = outputs, error.version, error.errors
-                break
-            except NoSession:
-                # A lane with few rows, leased while others held the rest, is soon exchanged for a larger one.
-                if not held.makeshift or time.monotonic() > exchanged:
+            size = n * sum(gives[name].row_bytes for name, place in places if place is None)
+            with room_for_answer(size):
+                try:
+                    if turn is None:
+                        arrays, used = await self.lanes.ask(held, inputs, n, until - time.monotonic(), version)
+                    else:
+                        arrays, used = await turn.infer(self.lanes, held, inputs, n, until, version, options.state)
+                    break
+                except RowFailed as error:
+                    self.record_outcome(request.model, True)
+                    if not options.row_errors or not error.errors:
+                        raise
+                    outputs = (
+                        error.outputs if len(held.spec.outputs) > 1 else {next(iter(held.spec.outputs)): error.outputs}
+                    )
+                    arrays, used, failed = outputs, error.version, error.errors
+                    break
+                except NoSession:
+                    # A lane with few rows, leased while others held the rest, is soon exchanged for a larger one.
+                    if not held.makeshift or time.monotonic() > exchanged:
+                        self.record_outcome(request.model, False)
+                        raise
+                    await asyncio.sleep(SOON)
+                except Error as error:
+                    tries -= 1
+                    if turn is not None and error.code in _GONE:
+                        self.lanes.retire(held)
+                        if error.code == Code.STALE_LEASE and not turn.begins:
+                            raise turn.lost() from None
+                    if error.code == Code.STALE_LEASE and tries:
+                        continue  # the next lane may have another spec, so all checks run again
                     self.record_outcome(request.model, False)
                     raise
-                await asyncio.sleep(SOON)
-            except Error as error:
-                tries -= 1
-                if turn is not None and error.code in _GONE:
-                    self.lanes.retire(held)
-                    if error.code == Code.STALE_LEASE and not turn.begins:
-                        raise turn.lost() from None
-                if error.code == Code.STALE_LEASE and tries:
-                    continue  # the next lane may have another spec, so all checks run again
-                self.record_outcome(request.model, False)
-                raise
         _require_version(request, version, used)
         self.record_outcome(request.model, True)
         parameters: dict[str, Any] = dict(_FINAL) if options.final else {}
