@@ -17,8 +17,13 @@ HERE = "{}.{}".format(*sys.version_info[:2])
 # The Python, the extra, packages that are in none, and its tests.
 EXTRAS: dict[str, tuple[str, str, list[str], list[str]]] = {
     "ray": (HERE, "ray", [], ["tests/integration/cluster"]),
-    "jurors": (HERE, "jurors", [], ["tests/unit/jurors/test_ready_jurors.py"]),
-    "siglip": (HERE, "siglip", [], ["tests/unit/jurors/test_juror_siglip.py"]),
+    # Not the extra jurors: open_clip's torchvision of PyPI cannot be imported beside a CPU build of torch.
+    "siglip": (
+        HERE,
+        "siglip",
+        [],
+        ["tests/unit/jurors/test_ready_jurors.py", "tests/unit/jurors/test_juror_siglip.py"],
+    ),
     "TorchRL": (HERE, "training", ["torchrl", "tensordict"], ["tests/integration/replay/test_torchrl.py"]),
     "sorrel": ("3.12", "sorrel", [], ["tests/integration/marl/test_sorrel.py"]),
 }
