@@ -283,9 +283,10 @@ class _Attached(EngineLink):
 
     def only(self, sequence: int) -> bytes | None:
         """Return the bytes of the only reply if its ticket has this number and was computed, and settle it."""
-        if len(self._arrived) != 1:
+        arrived = list(self._arrived)
+        if len(arrived) != 1:
             return None
-        reply = self._arrived[0]
+        (reply,) = arrived
         if reply[_SEQUENCE] != PREFIX + sequence.to_bytes(8, "little") or reply[_CODE] != OK or self._settled_again:
             return None
         self.drop(sequence)
