@@ -152,8 +152,8 @@ class Calls:
     def one(self, number: int, *refused: type[Exception]) -> None:
         """Make the call of this number; errors other than these are wrong."""
         way = self.ways[number % len(self.ways)]
-        if Interrupted in refused and (way == self.several_loops or (self.grpc and way in (self.read, self.publish))):
-            return  # an exception within asyncio.run or a stream of gRPC breaks locks of their own
+        if Interrupted in refused and way == self.several_loops:
+            return  # an exception within asyncio.run, or the start of a thread, breaks locks of their own
         began = time.monotonic()
         try:
             way()
@@ -324,8 +324,8 @@ def test_no_call_gets_anothers_answer_or_waits_for_it_whatever_lands_in_it(clien
     address = f"{way}://{reachable.listening(way)}" if remote else reachable.address
     calls = Calls(client, address, remote, way == "grpc")
     for event in EVENTS:
-        if event is forks and calls.grpc:
-            continue  # gRPC does not survive a fork
+        if calls.grpc and event in (forks, raising_signals):
+            continue  # gRPC survives no fork, and takes a handler's Exception for its own; Ctrl-C has a test of its own
         before = sum(calls.seen.values())
         with event(calls) as land:
             for number in range(times // len(EVENTS)):
