@@ -147,6 +147,7 @@ def _set_parameters(mapping: Any, parameters: Mapping[str, Any]) -> None:
 
 Context: TypeAlias = Any  # grpc.aio.ServicerContext; grpcio has no types
 
+_AFTER_ERROR = 0.002  # seconds before the next request of a stream whose last answer was an error
 _PIPELINED = 64  # requests of one stream in flight
 _MOST_SAID = 1000  # characters of an error message
 _METHODS = pb.DESCRIPTOR.services_by_name["GRPCInferenceService"]
@@ -293,12 +294,15 @@ class InferenceServicer:
         """Yield one answer or one error for each request, in order; several requests are in flight at once."""
         free, account = asyncio.Semaphore(_PIPELINED), getattr(context, "account", None)  # grpcio's context has none
         asked: asyncio.Queue[asyncio.Task[pb.ModelStreamInferResponse] | None] = asyncio.Queue()
+        failing = False  # whether the last answer was an error
 
         async def take_in() -> None:
             try:
                 while True:
                     request = await self._doors.message(anext(requests))
                     await free.acquire()
+                    if failing:  # a flood of requests that are none, for example: other connections come first
+                        await asyncio.sleep(_AFTER_ERROR)
                     asked.put_nowait(asyncio.create_task(self._streamed(request, account)))
             except (StopAsyncIteration, TimeoutError):  # the peer has ended the stream, or the doors have closed
                 pass
@@ -307,8 +311,10 @@ class InferenceServicer:
 
         taking = asyncio.create_task(take_in())
         try:
-            while (answer := await asked.get()) is not None:
-                yield await answer
+            while (task := await asked.get()) is not None:
+                answer = await task
+                failing = bool(answer.error_message)
+                yield answer
                 free.release()
             await taking  # raises if the last message was no valid request
             if self._doors.closed:
