@@ -240,8 +240,8 @@ def measure(what: str, seconds: float) -> tuple[float, float, float, int, int, i
                     target=attack, args=(told, time.monotonic() + seconds), daemon=True
                 )
                 attacking.start()
-                time.sleep(1.0)
-                under = rate(stub, seconds - 1.0)
+                time.sleep(3.0)  # until its process has imported what it needs
+                under = rate(stub, seconds - 3.0)
                 attacking.join(10)
                 attacking.kill()
                 time.sleep(5.0)
