@@ -55,10 +55,10 @@ def client(request, server):
         yield connection
 
 
-def load_behind(server, name, settings):
-    """Order a load and do not wait for it."""
+def load_behind(server, name, settings, seconds=0.0):
+    """Order a load and do not wait for it, or only so long that a large order is sent."""
     with server.connect() as client, contextlib.suppress(Error):
-        client.load(name, settings, timeout=0.0)
+        client.load(name, settings, timeout=seconds)
 
 
 def test_a_model_that_failed_to_load_can_be_unloaded_and_loaded_again(server, client):
@@ -98,7 +98,7 @@ def test_an_order_larger_than_a_socket_holds_reaches_an_engine_that_was_stopped_
         engine = client.status()["engines"][0]["pid"]
         os.kill(engine, signal.SIGSTOP)
         try:
-            load_behind(server, "large", {"factory": "tests.models:affine", "args": {"text": "x" * 500_000}})
+            load_behind(server, "large", {"factory": "tests.models:affine", "args": {"text": "x" * 500_000}}, 1.0)
             load_behind(server, "next", {"factory": "tests.models:affine", "args": {"scale": 4.0}})
         finally:
             os.kill(engine, signal.SIGCONT)

@@ -312,7 +312,7 @@ def test_closing_a_reader_ends_a_waiting_read(server, client):
         os.kill(process.pid, signal.SIGSTOP)
         thread = threading.Thread(target=read)
         thread.start()
-        wait_until(reader._turn.locked)
+        wait_until(lambda: not reader._turn._lock.acquire(blocking=False) or reader._turn._lock.release())
         reader.close()
         thread.join(30)
         assert not thread.is_alive() and isinstance(errors[0], Refused)

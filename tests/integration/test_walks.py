@@ -24,8 +24,9 @@ TIMES = 40
 BEGIN, END = 1000.0, 2000.0  # as the first number of a row: they start and stop the engine's profile
 WATCHES = {
     "processes/__init__.py",
+    "processes/surroundings.py",
     "server/logs.py",
-}  # run in the engine's loop a hundred times a second, with or without requests
+}  # run in the engine a few times a second, with or without requests
 
 
 class Profile:
@@ -143,7 +144,7 @@ def test_the_map_names_every_module_or_its_folder():
     files = [
         path for part in ("protos", "client", "server", "training") for path in (root / part / "jurybox").rglob("*.py")
     ]
-    files += [path for path in (root / "native").rglob("*.hpp") if path.parent.name != "tests"]
+    files += [path for path in (root / "native").rglob("*.hpp") if "tests" not in path.parts]
     missing = []
     for path in files:
         if path.stem.startswith(("__", "bind_")) or "_pb2" in path.stem or "__pycache__" in path.parts:

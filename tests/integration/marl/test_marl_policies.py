@@ -95,7 +95,7 @@ def test_an_exported_policy_cannot_play_among_learned_others_but_among_random_on
     command("export", folder, "--name", "a", "--to", tmp_path / "a.pt2")
     exported = torch.export.load(tmp_path / "a.pt2").module()
     policy_a = Policy(choose(folder, name="a"))
-    seen = np.random.default_rng(0).normal(size=(5, *policy_a.observation.shape)).astype(np.float32)
+    seen = np.random.default_rng(0).normal(size=(5, *policy_a.inputs["observation"].shape)).astype(np.float32)
     rows = np.repeat(seen, 400, 0)
     drawn, ours = (act.reshape(5, 400) for act in (exported(torch.from_numpy(rows)).numpy(), policy_a(rows)))
     with torch.inference_mode():

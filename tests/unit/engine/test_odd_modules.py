@@ -185,10 +185,18 @@ class Two(nn.Module):
 @pytest.mark.parametrize("wrap", [lambda m: m, nn.DataParallel, lambda m: torch.compile(m, backend="eager")])
 def test_inputs_that_match_in_part_are_refused_and_never_swapped(wrap):
     inputs = {"image": ROW, "masks": ROW}
-    with pytest.raises(ModelFailed, match=r"takes 'image' by name, but not 'masks'.*\(image, mask\).*or none"):
+    with pytest.raises(ModelFailed, match=r"takes 'image' by name, but not 'masks'.*\(mask, image\).*or none"):
         answer(ServedModel(wrap(Two()), inputs, {"y": ROW}), {"image": X, "masks": X * 0})
     right = answer(ServedModel(wrap(Two()), {"image": ROW, "mask": ROW}, {"y": ROW}), {"image": X, "mask": X * 0})
     np.testing.assert_array_equal(right, 10 * X)
+
+
+def test_inputs_with_names_that_no_parameter_can_have_go_by_position_unless_that_would_swap_one():
+    inputs = {"arm/mask": ROW, "image": ROW}
+    right = answer(ServedModel(Two(), inputs, {"y": ROW}), {"arm/mask": X * 0, "image": X})
+    np.testing.assert_array_equal(right, 10 * X)
+    with pytest.raises(ModelFailed, match=r"takes 'image' by name, but not 'arm/mask'"):
+        answer(ServedModel(Two(), {"image": ROW, "arm/mask": ROW}, {"y": ROW}), {"image": X, "arm/mask": X * 0})
 
 
 def test_inputs_behind_a_wrapper_that_hides_names_are_passed_by_name_and_never_swapped():

@@ -205,7 +205,7 @@ async def test_a_slow_model_without_a_fixed_cost_gets_requests_at_once(monkeypat
         while not answer.done():
             assert coalescer.busy
             await asyncio.sleep(0)
-        late.cancel()
+        late.over()
     clock.now, made, clients = 0.0, coalescer._returning, connections()
     made._clock = clock
     ask_again(made, clock, clients)
@@ -232,6 +232,6 @@ async def test_every_request_is_answered_whether_or_not_the_others_come(missing,
             assert time.monotonic() - began < 10
             await asyncio.sleep(0)
         for late, answer in zip(lates, answers, strict=True):
-            late.cancel()
+            late.over()
             np.testing.assert_array_equal(answer.result[0]["y"], 2 * ROW["x"])
     assert not coalescer.busy

@@ -128,16 +128,16 @@ def _parts(value: Any) -> list[tuple[str, Any]]:
 # ---- arguments
 
 
-def _parameters(module: torch.nn.Module) -> tuple[set[str], bool, bool] | None:
-    """Return the names of forward's parameters, and whether it takes more by position and by name; None: unknown."""
+def _parameters(module: torch.nn.Module) -> tuple[list[str], bool, bool] | None:
+    """Return the names of forward's parameters in order, and whether it takes more by position and by name; None: unknown."""
     if isinstance(module, torch.jit.ScriptModule):
         arguments = module.forward.schema.arguments  # type: ignore[attr-defined]
-        return {argument.name for argument in arguments} - {"self"}, False, False
+        return [argument.name for argument in arguments if argument.name != "self"], False, False
     try:
         parameters = inspect.signature(module.forward).parameters.values()
     except (TypeError, ValueError):
         return None
-    named = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    named = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     kinds = {p.kind for p in parameters}
     return named, inspect.Parameter.VAR_POSITIONAL in kinds, inspect.Parameter.VAR_KEYWORD in kinds
 
@@ -158,11 +158,13 @@ def takes_names(module: torch.nn.Module, names: Sequence[str]) -> bool:
     if more_named:
         # A wrapper that hides the names of several arguments: one that is called otherwise raises at warm-up.
         return bool(matching) or not more or len(names) > 1
-    if matching:
+    # A name such as "observation/image" can be no parameter's: by position, if that passes what matches to its parameter.
+    in_place = all(parameters.index(name) == names.index(name) for name in matching)
+    if matching and (all(name.isidentifier() for name in names) or not in_place):
         others = ", ".join(repr(name) for name in names if name not in parameters)
         raise ModelFailed(
             f"forward takes {', '.join(map(repr, matching))} by name, but not {others}; its parameters are "
-            f"({', '.join(sorted(parameters))}): name all of them as in the spec, or none"
+            f"({', '.join(parameters)}): name all of them as in the spec, or none"
         )
     return False
 
