@@ -129,7 +129,7 @@ def _parts(value: Any) -> list[tuple[str, Any]]:
 
 
 def _parameters(module: torch.nn.Module) -> tuple[list[str], bool, bool] | None:
-    """Return the names of forward's parameters in order, and whether it takes more by position and by name; None: unknown."""
+    """Return forward's parameters in order, and whether it takes more by position and by name; None: unknown."""
     if isinstance(module, torch.jit.ScriptModule):
         arguments = module.forward.schema.arguments  # type: ignore[attr-defined]
         return [argument.name for argument in arguments if argument.name != "self"], False, False
@@ -158,7 +158,7 @@ def takes_names(module: torch.nn.Module, names: Sequence[str]) -> bool:
     if more_named:
         # A wrapper that hides the names of several arguments: one that is called otherwise raises at warm-up.
         return bool(matching) or not more or len(names) > 1
-    # A name such as "observation/image" can be no parameter's: by position, if that passes what matches to its parameter.
+    # "observation/image" can be no parameter's name: by position, if that passes what matches to its parameter.
     in_place = all(parameters.index(name) == names.index(name) for name in matching)
     if matching and (all(name.isidentifier() for name in names) or not in_place):
         others = ", ".join(repr(name) for name in names if name not in parameters)
