@@ -8,9 +8,8 @@ from typing import Any
 
 # In an editable installation the subpackages are in several folders. Without pathlib, which would take longer.
 if not os.path.isdir(os.path.join(os.path.dirname(__file__), "client")):  # noqa: PTH112, PTH118, PTH120
-    import pkgutil
-
-    __path__ = pkgutil.extend_path(__path__, __name__)
+    # In this form, which tools that read code without running it know as that of a package in several folders.
+    __path__ = __import__("pkgutil").extend_path(__path__, __name__)
 
 __all__ = ["__version__", "connect"]
 
