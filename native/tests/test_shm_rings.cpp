@@ -149,7 +149,7 @@ void failures_of_one_lane_have_each_their_own_message() {
     CHECK(engine.collect(taken, 5) == 5);
     for (std::size_t n = 0; n < 5; ++n) {
         const std::string why = "reason " + std::to_string(n);
-        CHECK(engine.reply(taken + n, 1, n == 3 ? kOk : 10, 1, why.data(), why.size()) == 0);
+        CHECK(engine.reply(taken + n, 1, n == 3 ? std::uint32_t{kOk} : 10U, 1, why.data(), why.size()) == 0);
     }
     Answer answer;
     std::vector<std::string> others;

@@ -55,11 +55,11 @@ REACHABLE = {
 @pytest.fixture(scope="session")
 def reachable(tmp_path_factory):
     """One server on every transport, for files whose clients are interrupted: it must not notice."""
-    with (
-        leaving_nothing(),
-        serving(tmp_path_factory.mktemp("reachable"), REACHABLE, tcp="127.0.0.1:0", grpc="127.0.0.1:0") as running,
-    ):
+    before = segments()
+    with serving(tmp_path_factory.mktemp("reachable"), REACHABLE, tcp="127.0.0.1:0", grpc="127.0.0.1:0") as running:
+        own = segments() - before  # other servers of this process's tests come and go meanwhile
         yield running
+    wait_until(lambda: not segments() & own, 30, "the end of the server's shared memory")
 
 
 @pytest.fixture(params=["shm", "zmq", "libzmq", "tcp", "grpc"])
