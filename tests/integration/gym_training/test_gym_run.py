@@ -107,7 +107,18 @@ def test_audits_of_an_environment_are_logged_and_drawn_and_not_rewarded(tmp_path
 @pytest.mark.runs
 def test_ctrl_c_ends_it_in_order_with_a_checkpoint(tmp_path) -> None:
     before = segments()
-    line = [*LINE, "--out", str(tmp_path), *SMALL_PPO, "--steps", "100000000", "--set", "log_every = 32"]
+    line = [
+        *LINE,
+        "--env",
+        "CartPole-v1",
+        "--out",
+        str(tmp_path),
+        *SMALL_PPO,
+        "--steps",
+        "100000000",
+        "--set",
+        "log_every = 32",
+    ]
     process = subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     try:
         deadline = time.monotonic() + 80
