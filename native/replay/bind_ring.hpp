@@ -200,7 +200,7 @@ struct PyRing {
         while (done < n) {
             Ticket first = 0;
             // Rows that others see while this call waits can also be drawn by them.
-            if (!simple && prioritized) update.reset(), update.emplace(ring.tree);
+            if (!simple && prioritized) update->finish();
             const std::uint64_t got = simple ? (first = ring.reserve(n - done), n - done) : tickets(n - done, first, deadline, without, wrote.interrupted);
             if (got == 0) {
                 if (ring.control->full == Full::drop_newest && !wrote.interrupted && admitted(1) != 0)

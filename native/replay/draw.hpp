@@ -109,7 +109,9 @@ class SumTree {
         explicit Update(SumTree& tree) : tree_(tree) {}
         Update(const Update&) = delete;
         Update& operator=(const Update&) = delete;
-        ~Update() {
+        ~Update() { finish(); }
+        // Bring all sums up to date.
+        void finish() {
             for (std::size_t l = 1; l < tree_.levels_; ++l) flush(l);
         }
         void set(std::size_t leaf, std::uint64_t priority) {

@@ -94,7 +94,7 @@ struct Caller {
     std::size_t item;
     std::uint64_t version = 0;
     std::int64_t deadline = 0;  // of the last ticket
-    std::string message;        // of the last failure
+    std::string message = {};   // of the last failure
 
     nb::object call(nb::handle row, std::uint64_t sequence, double seconds) {
         const int code = ask(row, sequence, seconds);
