@@ -9,8 +9,7 @@ For each of 3.10 to 3.14 that is on the path, in MATRIX_PYTHONS, pyenv's or uv's
   program but the environment's own is on the path. There `jurybox serve` serves a model, which is asked over shm, zmq,
   tcp, grpc and HTTP, and `jurybox train gym` trains for 2,000 steps. A Python that is too old for the server (3.10)
   gets what it can run: the client, and an engine of the server of this environment.
-- The unit suite runs in the newest, and in the oldest that the server supports. For the Python of this environment that
-  is `make test`.
+- The unit suite runs in those that `--units` names. For the Python of this environment that is `make test`.
 
 What is not here, and what a Python lacks, is named. Environments are kept in build/pythons, as long as constraints.txt
 and pyproject.toml stay the same. torch comes from TORCH_INDEX if that answers, else with its CUDA libraries from PyPI;
@@ -36,7 +35,6 @@ from tests.wheel.environments import Environment, Wheels, has_headers, interpret
 VERSIONS = ("3.10", "3.11", "3.12", "3.13", "3.14")
 SERVER_FROM = 11  # the minor version from which on the server runs
 COMPILERS = ("g++", "clang++")
-HERE = "{}.{}".format(*sys.version_info[:2])
 PLACE = ROOT / "build" / "pythons"
 PINNED = ROOT / "constraints.txt"
 # No wheel of box2d, which the trainings need, is for these.
@@ -177,8 +175,7 @@ def main() -> None:
     os.environ["MATRIX_WHEELS"] = str(given.wheels)
     wanted = given.python or VERSIONS
     here = [version for version in wanted if interpreter(version)]
-    suited = [version for version in here if minor(version) >= SERVER_FROM and version not in WITHOUT_TRAINING]
-    in_units = given.units or ({suited[0], suited[-1]} - {HERE} if suited else set())
+    in_units = given.units or ()
     lacking = [f"Python {version}, which is not here" for version in wanted if version not in here]
     for version in here:
         lacking += try_python(version, Wheels(given.wheels), version in in_units)

@@ -230,6 +230,7 @@ async def test_a_ticket_is_held_back_until_all_have_come_or_their_time_is_over()
     assert [answer[0]["y"][0, 0] for answer in answers] == [2, 4, 6]
     gathering.patience = 0.05
     outputs, _ = await asyncio.wait_for(together.ask(rows(4), 1, 60.0, 0), 30)  # nobody comes
+    await turns()
     assert outputs["y"][0, 0] == 8 and not together.busy
 
 
