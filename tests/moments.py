@@ -31,6 +31,7 @@ class Moment:
         self.fell = False
 
     def __enter__(self) -> Moment:
+        sys._getframe().f_trace_opcodes = True  # Python 3.12 decides by it, when tracing begins, whether to trace them
         sys.settrace(self._called)
         return self
 
@@ -40,6 +41,7 @@ class Moment:
     def _called(self, frame: FrameType, event: str, _: Any) -> Any:
         if not frame.f_code.co_filename.startswith(self._files):
             return None
+        frame.f_trace = self._moved  # Python 3.13 wants to know it first
         frame.f_trace_opcodes, frame.f_trace_lines = True, False
         return self._moved
 
@@ -71,5 +73,6 @@ def _places(code: CodeType) -> frozenset[int]:
         return next((i for i, entry in enumerate(tries) if entry.start <= offset < entry.end), None)
 
     pairs = itertools.pairwise(dis.get_instructions(code))
-    kinds = ("CALL", "RESUME", "JUMP_BACKWARD")
-    return frozenset(b.offset for a, b in pairs if a.opname.startswith(kinds) and around(a.offset) == around(b.offset))
+    kinds, others = ("CALL", "RESUME", "JUMP_BACKWARD"), ("CALL_INTRINSIC", "JUMP_BACKWARD_NO_INTERRUPT")
+    looked = ((a, b) for a, b in pairs if a.opname.startswith(kinds) and not a.opname.startswith(others))
+    return frozenset(b.offset for a, b in looked if around(a.offset) == around(b.offset))

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import dis
-import functools
-import itertools
 import random
 import signal
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.moments import Moment
 from tests.serving import wait_until
 
 import jurybox.client
@@ -117,53 +114,8 @@ def test_ctrl_c_at_random_moments_leaves_a_client_that_answers_rightly(client, a
     all_rows_come_back(model)
 
 
-class Moments:
-    """Raises KeyboardInterrupt where the interpreter would, at the n-th such place in the client's own code.
-
-    It looks for signals after calls, at the beginning of functions and when it jumps back.
-    """
-
-    def __init__(self, moment: int) -> None:
-        self.left = moment
-        self.fell = False
-
-    def __enter__(self):
-        sys.settrace(self._called)
-        return self
-
-    def __exit__(self, *_):
-        sys.settrace(None)
-
-    def _called(self, frame, event, _):
-        if frame.f_code.co_filename.startswith(CLIENT):
-            frame.f_trace_opcodes, frame.f_trace_lines = True, False
-            return self._moved
-        return None
-
-    def _moved(self, frame, event, _):
-        if event == "opcode" and frame.f_lasti in moments_of(frame.f_code):
-            self.left -= 1
-            if self.left < 0:
-                self.fell = True
-                sys.settrace(None)
-                raise KeyboardInterrupt
-        return self._moved
-
-
-@functools.cache
-def moments_of(code) -> frozenset[int]:
-    """Offsets of instructions that follow one after which signals are looked for, in the same ``try``."""
-    tries = getattr(dis.Bytecode(code), "exception_entries", ())
-
-    def around(offset):
-        return next((i for i, entry in enumerate(tries) if entry.start <= offset < entry.end), None)
-
-    steps = list(dis.get_instructions(code))
-    return frozenset(
-        after.offset
-        for step, after in itertools.pairwise(steps)
-        if step.opname.startswith(("CALL", "RESUME", "JUMP_BACKWARD")) and around(step.offset) == around(after.offset)
-    )
+def interrupt():
+    raise KeyboardInterrupt
 
 
 @pytest.mark.parametrize("stride", [7, pytest.param(1, marks=pytest.mark.slow)])
@@ -175,10 +127,10 @@ def test_ctrl_c_in_every_place_leaves_a_client_that_answers_rightly(client, way,
     ask()
     if way == "call":
         stride = 1  # its few steps are all there is in Python: the rest is one native call
-    moment = 0
+    number = 0
     while True:
         busy = False
-        with Moments(moment) as moments:
+        with Moment((CLIENT,), number, interrupt) as moment:
             try:
                 ask()
             except KeyboardInterrupt:
@@ -188,13 +140,13 @@ def test_ctrl_c_in_every_place_leaves_a_client_that_answers_rightly(client, way,
         if busy:  # outside the interrupted part
             rows_come_back(model)
             continue
-        if not moments.fell:
+        if not moment.fell:
             break
-        if moment % (stride * 10) == 0:
+        if number % (stride * 10) == 0:
             rows_come_back(model)
             ask()
-        moment += stride
-    assert moment > 2 * stride
+        number += stride
+    assert number > 2 * stride
     all_rows_come_back(model)
 
 

@@ -7,6 +7,7 @@ A settings class is the one definition: names, types and defaults are its fields
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import json
 import re
 import tomllib
@@ -132,12 +133,13 @@ def _as_toml(value: Any) -> str:
 
 def _attributes(of: Any) -> dict[str, str]:
     """Return what the "Attributes:" of a class's docstring say, by name."""
-    _, found, text = (of.__doc__ or "").partition("Attributes:\n")
+    # Python 3.13 strips the indentation from docstrings; without it they are the same in each version.
+    _, found, text = inspect.cleandoc(of.__doc__ or "").partition("Attributes:\n")
     told: dict[str, str] = {}
     names: list[str] = []
     for line in text.splitlines() if found else ():
         stripped = line.strip()
-        deeper = len(line) - len(line.lstrip()) > len("        ")
+        deeper = len(line) - len(line.lstrip()) > len("    ")
         if (match := _ATTRIBUTE.fullmatch(stripped)) and not deeper:
             names = match[1].split(", ")
             told |= dict.fromkeys(names, match[2])
