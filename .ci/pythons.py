@@ -9,7 +9,8 @@ For each of 3.10 to 3.14 that is on the path, in MATRIX_PYTHONS, pyenv's or uv's
   program but the environment's own is on the path. There `jurybox serve` serves a model, which is asked over shm, zmq,
   tcp, grpc and HTTP, and `jurybox train gym` trains for 2,000 steps. A Python that is too old for the server (3.10)
   gets what it can run: the client, and an engine of the server of this environment.
-- The unit suite runs in those that `--units` names. For the Python of this environment that is `make test`.
+- The unit suite runs in the newest, and in the oldest that the server supports, or in those that `--units` names. For
+  the Python of this environment that is `make test`.
 
 What is not here, and what a Python lacks, is named. Environments are kept in build/pythons, as long as constraints.txt
 and pyproject.toml stay the same. torch comes from TORCH_INDEX if that answers, else with its CUDA libraries from PyPI;
@@ -30,11 +31,12 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 from tests.serving import serving  # noqa: E402
-from tests.wheel.environments import Environment, Wheels, has_headers, interpreter, run, uv  # noqa: E402
+from tests.wheel.environments import Environment, Wheels, has_headers, interpreter, pinned, run, uv  # noqa: E402
 
 VERSIONS = ("3.10", "3.11", "3.12", "3.13", "3.14")
 SERVER_FROM = 11  # the minor version from which on the server runs
 COMPILERS = ("g++", "clang++")
+HERE = "{}.{}".format(*sys.version_info[:2])
 PLACE = ROOT / "build" / "pythons"
 PINNED = ROOT / "constraints.txt"
 # No wheel of box2d, which the trainings need, is for these.
@@ -65,16 +67,15 @@ def build(version: str, python: str, compiler: str) -> Path:
 def install_torch(there: Environment, env: dict[str, str]) -> None:
     """As the Makefile does: from TORCH_INDEX alone, or else from PyPI with all that it needs."""
     command = [uv(), "pip", "install", "--quiet", "--python", there.python]
-    index = os.environ.get("TORCH_INDEX")
-    pinned = next(line for line in PINNED.read_text().splitlines() if line.startswith("torch=="))
+    index, torch = os.environ.get("TORCH_INDEX"), pinned("torch")
     if index:
         try:
-            run(*command, "--no-deps", "--index-url", index, pinned, env={**env, "UV_HTTP_RETRIES": "0"}, timeout=1200)
+            run(*command, "--no-deps", "--index-url", index, torch, env={**env, "UV_HTTP_RETRIES": "0"}, timeout=1200)
         except AssertionError:
             say("  no torch from TORCH_INDEX: taking PyPI's, with CUDA")
         else:
             return
-    run(*command, pinned, env=env, timeout=1200)
+    run(*command, torch, env=env, timeout=1200)
 
 
 def environment(version: str, python: str, wheel: Path, extra: str) -> Environment:
@@ -126,11 +127,11 @@ def smoke(there: Environment, version: str, wheel: Path, train: bool) -> None:
 def units(there: Environment, wheel: Path) -> None:
     """The unit suite, with the tools of the tests in the environment."""
     wanted = f"jurybox[dev] @ {wheel.as_uri()}"
-    pinned = ["--constraints", PINNED]
-    run(uv(), "pip", "install", "--quiet", "--python", there.python, *pinned, wanted, timeout=1200)
+    run(uv(), "pip", "install", "--quiet", "--python", there.python, "--constraints", PINNED, wanted, timeout=1200)
     workers = ["-n", os.environ.get("WORKERS", "4"), "--dist", "loadfile", "--no-loadscope-reorder"]
+    began = time.monotonic()
     said = there.run("-m", "pytest", "-q", "-p", "no:cacheprovider", *workers, ROOT / "tests" / "unit", timeout=3600)
-    say(f"  the unit suite: {said.splitlines()[-1]}")
+    say(f"  the unit suite in {time.monotonic() - began:.0f} s: {said.splitlines()[-1]}")
 
 
 def try_python(version: str, published: Wheels, with_units: bool) -> list[str]:
@@ -175,7 +176,8 @@ def main() -> None:
     os.environ["MATRIX_WHEELS"] = str(given.wheels)
     wanted = given.python or VERSIONS
     here = [version for version in wanted if interpreter(version)]
-    in_units = given.units or ()
+    suited = [version for version in here if minor(version) >= SERVER_FROM and version not in WITHOUT_TRAINING]
+    in_units = given.units or ({suited[0], suited[-1]} - {HERE} if suited else set())
     lacking = [f"Python {version}, which is not here" for version in wanted if version not in here]
     for version in here:
         lacking += try_python(version, Wheels(given.wheels), version in in_units)

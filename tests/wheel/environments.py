@@ -29,6 +29,12 @@ def run(*command: object, timeout: float = 600.0, **more: object) -> str:
     return str(done.stdout)
 
 
+def pinned(package: str) -> str:
+    """The line of constraints.txt for a package: "torch==2.13.0"."""
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    return next(line for line in lines if line.startswith(f"{package}=="))
+
+
 def uv() -> str:
     """The program uv, of this environment or on the path; the test is skipped where there is none."""
     beside = Path(sys.executable).with_name("uv")
@@ -111,19 +117,28 @@ class Environment:
 
     @classmethod
     def make(
-        cls, folder: Path, version: str, wheel: Path, *packages: str, extra: str = "", options: tuple[str, ...] = ()
+        cls,
+        folder: Path,
+        version: str,
+        wheel: Path,
+        *packages: str,
+        extra: str = "",
+        options: tuple[str, ...] = (),
+        torch: bool = False,
     ) -> Environment:
         """Resolve and install the wheel, with an extra of its own, and packages, all at once; then look for conflicts.
 
-        The test is skipped aloud where the package index cannot be reached.
+        Without torch, or with the index's in the version of constraints.txt. The test is skipped aloud where the
+        package index cannot be reached.
         """
         run(uv(), "venv", "--quiet", "--python", needed_interpreter(version), folder)
         made = cls(folder, folder / "bin" / "python")
         overrides = folder / "overrides.txt"
         overrides.write_text(NO_TORCH)
-        wanted = [f"jurybox{f'[{extra}]' if extra else ''} @ {wheel.as_uri()}", *packages, "--override", overrides]
+        of_torch = [pinned("torch")] if torch else ["--override", overrides]
+        wanted = [f"jurybox{f'[{extra}]' if extra else ''} @ {wheel.as_uri()}", *packages, *of_torch]
         command = [uv(), "pip", "install", "--quiet", "--python", made.python, *wanted, *options]
-        done = subprocess.run([str(part) for part in command], capture_output=True, text=True, timeout=600)
+        done = subprocess.run([str(part) for part in command], capture_output=True, text=True, timeout=1200)
         if done.returncode and ("error sending request" in done.stderr or "dns error" in done.stderr):
             pytest.skip(f"the package index cannot be reached: {done.stderr.strip().splitlines()[-1]}")
         assert done.returncode == 0, done.stderr

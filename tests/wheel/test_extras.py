@@ -1,4 +1,4 @@
-"""The extras that a development environment lacks: their own tests, with the wheel and the extra. `make extras`.
+"""The extras that a development environment lacks: their own tests, with the wheel and the extra. `make matrix`.
 
 Minutes, and PyPI. Each extra is installed into an environment of its own. Tests without the package index are skipped,
 with the reason in pytest's summary.
@@ -7,25 +7,36 @@ with the reason in pytest's summary.
 from __future__ import annotations
 
 import sys
+from typing import NamedTuple
 
 import pytest
-from tests.wheel.environments import ROOT, Environment, Wheels, run, uv
+from tests.wheel.environments import ROOT, Environment, Wheels
 
 pytestmark = [pytest.mark.matrix, pytest.mark.timeout(1800)]
 
 HERE = "{}.{}".format(*sys.version_info[:2])
-# The Python, the extra, packages that are in none, and its tests.
-EXTRAS: dict[str, tuple[str, str, list[str], list[str]]] = {
-    "ray": (HERE, "ray", [], ["tests/integration/cluster"]),
-    # Not the extra jurors: open_clip's torchvision of PyPI cannot be imported beside a CPU build of torch.
-    "siglip": (
-        HERE,
-        "siglip",
-        [],
-        ["tests/unit/jurors/test_ready_jurors.py", "tests/unit/jurors/test_juror_siglip.py"],
+JURORS = "tests/unit/jurors"
+
+
+class Extra(NamedTuple):
+    """An extra, the Python and packages that are in none, and its tests."""
+
+    name: str
+    tests: list[str]
+    packages: tuple[str, ...] = ()
+    version: str = HERE
+    own_torch: bool = False
+
+
+EXTRAS = {
+    "ray": Extra("ray", ["tests/integration/cluster"]),
+    "siglip": Extra("siglip", [f"{JURORS}/test_juror_siglip.py"]),
+    # open_clip needs torchvision, and the index's cannot be imported beside a CPU build of torch.
+    "jurors": Extra(
+        "jurors,training", [f"{JURORS}/test_ready_jurors.py", f"{JURORS}/test_juror_siglip.py"], own_torch=True
     ),
-    "TorchRL": (HERE, "training", ["torchrl", "tensordict"], ["tests/integration/replay/test_torchrl.py"]),
-    "sorrel": ("3.12", "sorrel", [], ["tests/integration/marl/test_sorrel.py"]),
+    "TorchRL": Extra("training", ["tests/integration/replay/test_torchrl.py"], ("torchrl", "tensordict")),
+    "sorrel": Extra("sorrel", ["tests/integration/marl/test_sorrel.py"], version="3.12", own_torch=True),
 }
 SUITE = ["pytest", "pytest-timeout", "pytest-asyncio", "pytest-xdist", "hypothesis", "psutil"]
 
@@ -37,16 +48,12 @@ def wheels(tmp_path_factory) -> Wheels:
 
 @pytest.mark.parametrize("name", EXTRAS)
 def test_the_tests_of_an_extra_pass_with_it(name, wheels, tmp_path) -> None:
-    version, extra, packages, tests = EXTRAS[name]
-    there = Environment.make(tmp_path / "env", version, wheels.of(version), *packages, *SUITE, extra=extra)
-    if version == HERE:
+    extra, tests, packages, version, own_torch = EXTRAS[name]
+    wanted = [*packages, *SUITE]
+    there = Environment.make(tmp_path / "env", version, wheels.of(version), *wanted, extra=extra, torch=own_torch)
+    if not own_torch:
         there.lend_torch()
-    else:
-        pinned = next(
-            line for line in (ROOT / "constraints.txt").read_text().splitlines() if line.startswith("torch==")
-        )
-        run(uv(), "pip", "install", "--quiet", "--python", there.python, pinned, timeout=1200)
     options = ["-q", "-rs", "-p", "no:cacheprovider", "--rootdir", ROOT, "-c", ROOT / "pyproject.toml"]
     said = there.run("-m", "pytest", *options, *(ROOT / test for test in tests), timeout=1500)
     sys.stdout.write(f"{name}: {said.splitlines()[-1]}\n")
-    assert " passed" in said and "not installed" not in said, said
+    assert " passed" in said and "not installed" not in said and "could not import" not in said, said

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -50,10 +50,7 @@ def test_with_weights_that_are_not_there_the_error_names_the_place(tmp_path: Pat
 
 def test_without_transformers_the_error_says_how_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_file({"scoring_head.0.weight": torch.zeros(1)}, tmp_path / "some.safetensors")
-    find = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name, *rest: None if name == "transformers" else find(name, *rest)
-    )
+    monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(ModuleNotFoundError, match=re.escape(install_command("siglip"))):
         siglip(weights=str(tmp_path))
 
