@@ -19,6 +19,7 @@ from tests.serving import RunningServer, serving, wait_until
 from websockets.exceptions import InvalidStatus
 from websockets.sync.client import connect as websocket
 
+from jurybox import native
 from jurybox.client import Error, Refused, connect
 from jurybox.protocol.errors import Code
 from jurybox.server.gateway.robots.msgpack_arrays import packb, unpackb
@@ -47,6 +48,10 @@ DOORS: dict[str, Any] = {
 SAMPLE = {"query": ["abc"], "prompts": ["p"], "labels": [None]}
 HELD = 1.0  # seconds in which every request comes in through its door
 EACH = 2  # requests at every door
+HTTP2 = [
+    pytest.param("nghttp2", marks=pytest.mark.skipif(bool(native.nghttp2()[1]), reason="the system has no libnghttp2")),
+    "grpcio",
+]
 
 
 def row(mood: float = MOOD) -> np.ndarray:
@@ -189,7 +194,7 @@ def stop_in_the_middle(folder: Path, http2: str) -> None:
         assert "Traceback" not in log and "draining took too long" not in log, log[-3000:]
 
 
-@pytest.mark.parametrize("http2", ["nghttp2", "grpcio"])
+@pytest.mark.parametrize("http2", HTTP2)
 def test_requests_that_wait_in_every_door_are_answered_before_the_server_ends(tmp_path, nothing_left, http2):
     stop_in_the_middle(tmp_path, http2)
 
@@ -239,7 +244,7 @@ def test_while_it_drains_new_requests_are_refused_and_probes_answered(tmp_path, 
         assert set(lost(held)) <= set(held)  # everybody has an end
 
 
-@pytest.mark.parametrize("http2", ["nghttp2", "grpcio"])
+@pytest.mark.parametrize("http2", HTTP2)
 def test_a_stop_without_load_takes_no_time(tmp_path, nothing_left, http2):
     with serving(tmp_path, MODELS, grpc_http2=http2, **DOORS) as server, ExitStack() as stack:
         crowd = Crowd(server, stack)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -349,7 +350,10 @@ REQUESTS = [(block, statement) for block in of("bash") for statement in statemen
 def test_requests_to_a_server_are_answered(server) -> None:
     assert len(REQUESTS) >= 6
     bin_of_this = Path(sys.executable).parent
+    has_curl = shutil.which("curl") is not None
     for block, statement in REQUESTS:
+        if "curl " in statement and not has_curl:
+            continue
         script = re.sub(r"(127\.0\.0\.1|localhost):8000", server.listening("http"), statement)
         script = script.replace(".venv/bin/", "").replace("curl ", "curl --fail --silent --show-error --max-time 20 ")
         done = subprocess.run(
@@ -361,6 +365,8 @@ def test_requests_to_a_server_are_answered(server) -> None:
         )
         assert done.returncode == 0, f"{block}: {script}{done.stderr}"
         assert done.stdout
+    if not has_curl:
+        pytest.skip("no curl here: only the other requests were made")
 
 
 @pytest.mark.slow

@@ -103,7 +103,7 @@ print(max(faults[3:]))
 def test_a_warm_panel_pays_for_no_page_faults_on_a_cpu() -> None:
     # In its own process: whatever other tests allocated has moved this one's thresholds.
     done = subprocess.run([sys.executable, "-c", MEASURE_FAULTS], capture_output=True, text=True, check=True)
-    assert int(done.stdout) < 500, "one batch of four has some 10,000 pages of intermediates"
+    assert int(done.stdout) < 2000, "one batch of four has some 10,000 pages of intermediates"
 
 
 def test_the_regressor_names_its_source_and_licence() -> None:
