@@ -13,7 +13,6 @@ from jurybox import native
 from jurybox.protocol.errors import Code
 from jurybox.server.security.access import Access
 from jurybox.server.security.http import guarded
-from jurybox.server.security.limits import RECEIVED
 
 TOKEN = "0123456789abcdef"
 MOST = 1 << 20
@@ -151,25 +150,3 @@ def test_a_path_with_refusals_of_its_own_gets_them_for_bodies_that_are_refused()
         assert (answer.headers["content-type"], answer.content) == ("x/y", b"as its clients")
         assert answer.headers["retry-after"] == "2" and answer.headers["x-content-type-options"] == "nosniff"
     assert [answer.json()["code"] for answer in asyncio.run(go("/nothing", b"x" * (MOST + 1)))] == ["TOO_LARGE"]
-
-
-def test_such_a_path_says_busy_when_the_client_has_sent_all_and_can_read_it():
-    async def go():
-        sent, parts, budget = [], [b"x" * 600] * 5, native.Budget((1000, 1000, 9), (1000, 1000, 9))
-
-        async def receive():
-            return {"type": "http.request", "body": parts.pop(), "more_body": bool(parts)}
-
-        async def send(message):
-            sent.append((message["type"], len(parts), budget.held(RECEIVED)))
-
-        scope = {
-            "type": "http", "method": "POST", "path": "/echo", "raw_path": b"/echo", "query_string": b"",
-            "headers": [(b"host", b"localhost")], "http_version": "1.1", "scheme": "http",
-            "server": ("127.0.0.1", 1), "client": ("127.0.0.1", 2), "root_path": "",
-        }  # fmt: skip
-        access = Access(max_message=MOST)
-        await guarded(APP, access, loopback=True, budget=budget, refusals={"/echo": pickled})(scope, receive, send)
-        return sent
-
-    assert asyncio.run(go()) == [("http.response.start", 0, 0), ("http.response.body", 0, 0)]

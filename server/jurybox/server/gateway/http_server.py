@@ -11,7 +11,7 @@ import contextlib
 import logging
 import socket
 import time
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from typing import Any
 
 import uvicorn
@@ -32,6 +32,7 @@ def bound_name(host: str, port: int) -> str:
 
 
 try:
+    import httptools
     from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 except ImportError:  # there is no wheel for this Python
     HttpToolsProtocol = None  # type: ignore[assignment, misc]
@@ -47,6 +48,10 @@ _MOST_PIPELINED = 64  # requests of one connection that wait behind the one bein
 
 
 _LULL = 1.0  # seconds without a byte after which an idle connection may be ended to make room for others
+LINGER = 30.0  # seconds for which the rest of a request is read after its answer
+PAUSE = 5.0  # seconds without a byte that end this
+_MOST_DROPPED = 8 << 20  # bytes that are read after an answer to what cannot be parsed
+_INVALID = b"HTTP/1.1 400 Bad Request\r\nconnection: close\r\ncontent-type: text/plain; charset=utf-8\r\n"
 _LATE = b"HTTP/1.1 408 Request Timeout\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
 
 
@@ -54,12 +59,37 @@ def _works(cycle: Any) -> bool:
     return not cycle.response_complete and cycle.scope["method"] not in READING
 
 
-def _unsent(transport: Any) -> bool:
-    return bool(transport.get_write_buffer_size())
+class _Transport:
+    """The transport of a connection as uvicorn sees it: `close` is the connection's.
+
+    Args:
+        close: closes the connection; uvicorn calls it after an answer that ends the connection.
+    """
+
+    def __init__(self, transport: Any, close: Callable[[], None]) -> None:
+        self._transport = transport
+        self.close = close
+        self.closing = False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def write(self, data: bytes) -> None:
+        """See `asyncio.WriteTransport`; nothing follows the answer that ends the connection."""
+        if not self.closing:
+            self._transport.write(data)
+
+    def is_closing(self) -> bool:
+        """See `asyncio.BaseTransport`."""
+        return self.closing or self._transport.is_closing()
 
 
 class _Counted:
     """What a connection adds to uvicorn's: it is counted, and does not wait for ever. See `limits.Limited`.
+
+    An answer may end the connection before its request is complete: a refusal of a large body, for example. If it were
+    closed at once, the bytes that arrive afterwards would make the kernel reset it, and the client, which is still
+    sending, would see that instead of the answer. So the rest of the request is read and dropped (RFC 9112, 9.6).
 
     Attributes:
         account: what the connection holds.
@@ -72,12 +102,15 @@ class _Counted:
     _unsent = 0  # bytes in the transport's buffer, counted while it is paused
     _heard = 0.0
     _asked = False  # whether a byte was received
+    _since: float | None = None  # when the answer that ends the connection was written, while its request goes on
+    _broken = False  # whether what comes now cannot be parsed
+    _dropped = 0  # bytes of that
 
     def connection_made(self, transport: Any) -> None:
         """See `asyncio.BaseProtocol`."""
         self.account = native.Account(self.budget)
         self._heard = time.monotonic()
-        super().connection_made(transport)  # type: ignore[misc]
+        super().connection_made(_Transport(transport, self._close))  # type: ignore[misc]
         if len(self.connections) >= HTTP_CONNECTIONS:
             self._make_room()
 
@@ -85,7 +118,23 @@ class _Counted:
         """See `asyncio.Protocol`."""
         self._heard = time.monotonic()
         self._asked = True
-        super().data_received(data)  # type: ignore[misc]
+        if self._since is None:
+            super().data_received(data)  # type: ignore[misc]
+            return
+        if not self._broken:
+            over = self._drop(data)
+        else:
+            self._dropped += len(data)
+            over = self._dropped > _MOST_DROPPED
+        if over:
+            self.transport._transport.close()
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer an invalid request; what follows it is no request."""
+        self._broken = True
+        body = msg.encode()
+        self.transport.write(_INVALID + b"content-length: %d\r\n\r\n%b" % (len(body), body))
+        self.transport.close()
 
     def pause_writing(self) -> None:
         """See `asyncio.BaseProtocol`."""
@@ -110,11 +159,15 @@ class _Counted:
     @property
     def receiving(self) -> bool:
         """Whether a request has begun that is not complete."""
-        return self._asked and not self.between
+        raise NotImplementedError
 
     def end_silent(self, now: float) -> None:
         """End a request that does not go on, and a connection that has never sent one."""
         quiet = now - self._heard
+        if self._since is not None:
+            if quiet >= PAUSE or now - self._since >= LINGER:
+                self.transport.abort()
+            return
         if quiet < SILENCE or self.transport.is_closing():
             return
         if self.receiving:
@@ -126,6 +179,33 @@ class _Counted:
     def abort(self) -> None:
         """Close the connection at once."""
         self.transport.abort()
+
+    @property
+    def in_progress(self) -> bool:
+        """Whether a request that does more than read is not answered yet, or its client may not have the answer."""
+        return self._since is not None or bool(self.transport.get_write_buffer_size()) or self._works
+
+    @property
+    def _works(self) -> bool:
+        """Whether a request that does more than read is not answered yet."""
+        raise NotImplementedError
+
+    def _drop(self, data: bytes) -> bool:
+        """Parse the rest of a request that has its answer; return whether it is complete."""
+        raise NotImplementedError
+
+    def _close(self) -> None:
+        """Close the connection; if a request is not complete, when it is."""
+        transport, beneath = self.transport, self.transport._transport
+        if transport.is_closing():
+            return
+        if not self.receiving and not self._broken:
+            beneath.close()
+            return
+        transport.closing, self._since = True, time.monotonic()
+        if beneath.can_write_eof():  # not with TLS, where the answer's length must do
+            beneath.write_eof()
+        beneath.resume_reading()
 
     def _make_room(self) -> None:
         """End the connection that has been idle for longest, if there is one."""
@@ -179,10 +259,24 @@ if HttpToolsProtocol is None:
             return conn.our_state is h11.IDLE and conn.their_state is h11.IDLE and not conn.trailing_data[0]
 
         @property
-        def in_progress(self) -> bool:
-            """Whether a request that does more than read is not answered yet, or its answer is not sent."""
-            cycle = self.cycle
-            return _unsent(self.transport) or (cycle is not None and _works(cycle))
+        def receiving(self) -> bool:
+            """Whether a request has begun that is not complete."""
+            state = self.conn.their_state
+            return state is h11.SEND_BODY or (state is h11.IDLE and bool(self.conn.trailing_data[0]))
+
+        @property
+        def _works(self) -> bool:
+            return self.cycle is not None and _works(self.cycle)
+
+        def _drop(self, data: bytes) -> bool:
+            try:
+                self.conn.receive_data(data)
+                while isinstance(self.conn.next_event(), h11.Data):
+                    pass
+            except h11.RemoteProtocolError:
+                self._broken = True
+                return False
+            return self.conn.their_state is not h11.SEND_BODY
 
 else:
 
@@ -208,9 +302,15 @@ else:
             return not self._reading and all(cycle.response_complete for cycle in self._cycles)
 
         @property
-        def in_progress(self) -> bool:
-            """Whether a request that does more than read is not answered yet, or its answer is not sent."""
-            return _unsent(self.transport) or any(_works(cycle) for cycle in self._cycles)
+        def _works(self) -> bool:
+            return any(_works(cycle) for cycle in self._cycles)
+
+        def _drop(self, data: bytes) -> bool:
+            try:
+                self.parser.feed_data(data)
+            except (httptools.HttpParserError, httptools.HttpParserUpgrade):
+                self._broken = self._reading  # else another request begins
+            return not self._reading
 
         def data_received(self, data: bytes) -> None:
             """Parse the data; see `asyncio.Protocol`.
@@ -224,7 +324,7 @@ else:
 
         def on_message_begin(self) -> None:
             """Limit the pipelined requests; a callback of httptools."""
-            if len(self.pipeline) >= _MOST_PIPELINED:
+            if len(self.pipeline) >= _MOST_PIPELINED or self._since is not None:
                 raise _Unfit
             self._headers_bytes, self._reading = 0, True
             super().on_message_begin()

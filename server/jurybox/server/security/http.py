@@ -176,7 +176,7 @@ class BodyLimit:
             await self._refuse(scope, send, error_for(Code.TOO_LARGE, says))
             return
         whole = int(claimed) if claimed.isascii() and claimed.isdigit() else 0
-        came, more, started = 0, True, False
+        came, started = 0, False
         failure: Error | None = None
         head: Message | None = None  # of the answer, until its first part has room
         account = scope.get(ACCOUNT)
@@ -185,9 +185,9 @@ class BodyLimit:
         OF_REQUEST.set(taken)
 
         async def counted() -> Message:
-            nonlocal came, more, failure
+            nonlocal came, failure
             message = await receive()
-            size, more = len(message.get("body", b"")), message.get("more_body", False)
+            size = len(message.get("body", b""))
             came += size
             try:
                 if came <= self._most and failure is None:
@@ -226,13 +226,8 @@ class BodyLimit:
                 raise
         finally:
             taken.give()
-        if failure is None or started:
-            return
-        if failure.code == Code.BUSY and scope["path"] in self._refusals:
-            # A client that is still sending would see a reset connection instead of the answer, and when to try again.
-            while more and came <= self._most:
-                await counted()
-        await self._refuse(scope, send, failure)
+        if failure is not None and not started:
+            await self._refuse(scope, send, failure)
 
     async def _refuse(self, scope: Scope, send: Send, error: Error) -> None:
         await _refuse_as(self._refusals.get(scope["path"]), send, error)
@@ -256,9 +251,6 @@ class Doorkeeper:
             await self._app(scope, receive, send)
             return
         if self._doors.closed and scope["method"] not in READING and ACCEPTED not in scope:
-            # A client that is still sending would see a reset connection instead of the answer.
-            while (message := await receive())["type"] == "http.request" and message.get("more_body", False):
-                pass
             await self._refuse(scope, send)
             return
         started = False
