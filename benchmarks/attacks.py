@@ -1,8 +1,10 @@
 """What a client that behaves gets while others attack: ``python -m benchmarks.attacks [--write]``.
 
-Each attack runs for some seconds against a server of its own on loopback, beside one gRPC client in a closed loop. The
-table has the client's rate before and during the attack, and the memory of the attacked process before, at its peak,
-and 5 s after the attack. With `--write` it replaces the table in docs/security.md. Use two cores that do nothing else.
+Each attack runs against a server of its own on loopback, beside one gRPC client in a closed loop: some rounds, each
+with a quiet time before and after it. The table has the client's rates, the share of the quiet rate that it keeps (the
+median of the rounds), the processor time of the attacker, and the memory of the attacked process before, at its peak,
+and 5 s after the last round. Two rows are yardsticks: what a process that only computes leaves to the client, and a
+second client that behaves. With `--write` it replaces the table in docs/security.md.
 """
 
 from __future__ import annotations
@@ -13,13 +15,16 @@ import io
 import multiprocessing
 import os
 import socket
+import statistics
 import struct
 import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable
+from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import NamedTuple
 
 import grpc
 import numpy as np
@@ -34,6 +39,8 @@ PAGE = Path(__file__).parents[1] / "docs" / "security.md"
 BEGIN, END = "<!-- attacks: python -m benchmarks.attacks --write -->", "<!-- end of attacks -->"
 MIB = 1 << 20
 LOCAL = "127.0.0.1:0"
+QUIET, SETTLED = 1.5, 1.0  # seconds: of a quiet time, and between an attack and the next one
+CONNECTIONS: list[socket.socket] = []  # of the attacker
 MODELS = {
     "affine": {"factory": "tests.models:affine", "max_batch": 16, "rows": 256},
     "big": {"factory": "tests.models:big", "max_batch": 8, "rows": 32},  # 2.3 MiB of output a row
@@ -45,6 +52,14 @@ DIALECTS = {"flow_grpo": {"model": "brightness", "output": "score"}}
 # ---- frames of HTTP/2, by hand
 
 WIDE = struct.pack(">HI", 4, 2**31 - 1)  # SETTINGS: the other side may send answers without end
+
+
+def joined(where: str) -> socket.socket:
+    """Return a new connection, which is closed after the attack."""
+    host, port = where.rsplit(":", 1)
+    made = socket.create_connection((host, int(port)), timeout=20)
+    CONNECTIONS.append(made)
+    return made
 
 
 def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
@@ -72,8 +87,7 @@ class Peer:
     """A connection that reads and forgets what it is sent, or does not read."""
 
     def __init__(self, where: str, settings: bytes = WIDE, *, reads: bool = True) -> None:
-        host, port = where.rsplit(":", 1)
-        self.socket = socket.create_connection((host, int(port)), timeout=20)
+        self.socket = joined(where)
         self.socket.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + frame(4, 0, 0, settings))
         time.sleep(0.05)
         self.socket.sendall(frame(4, 1, 0) + frame(8, 0, 0, b"\x7f\xff\x00\x00"))
@@ -122,9 +136,7 @@ def unread_answers_of_http(told: dict[str, str], until: float) -> None:
     )
     body += b'{"binary_data_output":true}}'
     asked = b"POST /v2/models/big/infer HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(body) + body
-    host, port = told["http"].rsplit(":", 1)
-    kept = [socket.create_connection((host, int(port)), timeout=20) for _ in range(40)]
-    for one in kept:
+    for one in [joined(told["http"]) for _ in range(40)]:
         one.sendall(asked * 20)
     time.sleep(max(0.0, until - time.monotonic()))
 
@@ -176,30 +188,37 @@ def empty_messages(told: dict[str, str], until: float) -> None:
 
 
 def announced_messages(told: dict[str, str], until: float) -> None:
-    host, port = told["tcp"].rsplit(":", 1)
     greeting = b"\xff" + bytes(8) + b"\x7f\3\1NULL" + bytes(48)
-    kept = []
     for i in range(100):
         identity = b"Rhalf%d" % i
         body = b"\x05READY\x0bSocket-Type" + struct.pack(">I", 6) + b"DEALER"
         body += b"\x08Identity" + struct.pack(">I", len(identity)) + identity
-        one = socket.create_connection((host, int(port)), timeout=20)
-        one.sendall(greeting + bytes([4, len(body)]) + body + b"\x02" + struct.pack(">Q", 64 * MIB) + bytes(700_000))
-        kept.append(one)
+        announced = b"\x02" + struct.pack(">Q", 64 * MIB) + bytes(700_000)
+        joined(told["tcp"]).sendall(greeting + bytes([4, len(body)]) + body + announced)
     time.sleep(max(0.0, until - time.monotonic()))
 
 
 def idle_connections(told: dict[str, str], until: float) -> None:
-    kept = []
     for where in ("grpc", "http"):
-        host, port = told[where].rsplit(":", 1)
         for _ in range(2048):
             with contextlib.suppress(OSError):
-                kept.append(socket.create_connection((host, int(port)), timeout=5))
+                joined(told[where])
     time.sleep(max(0.0, until - time.monotonic()))
 
 
+def only_computes(_: dict[str, str], until: float) -> None:
+    while time.monotonic() < until:
+        pass
+
+
+def a_client_that_behaves(told: dict[str, str], until: float) -> None:
+    with grpc.insecure_channel(told["grpc"]) as channel:
+        rate(GRPCInferenceServiceStub(channel), until)
+
+
 ATTACKS = {
+    "none: a process beside it that only computes": ("gateway", only_computes),
+    "none: a second client that behaves": ("gateway", a_client_that_behaves),
     "40 gRPC messages of 60 MiB that never end": ("gateway", unfinished_messages),
     "250 gRPC calls whose answers of 18 MiB nobody reads": ("gateway", unread_answers),
     "40 HTTP connections that read no answer": ("gateway", unread_answers_of_http),
@@ -212,64 +231,100 @@ ATTACKS = {
 }
 
 
-def rate(stub: GRPCInferenceServiceStub, seconds: float) -> float:
-    """Return the requests a second of one client in a closed loop."""
+def rate(stub: GRPCInferenceServiceStub, until: float) -> float:
+    """Return the requests a second of one client in a closed loop, until that time of the monotonic clock."""
     asked, done, began = pb.ModelInferRequest.FromString(request("affine", 1)), 0, time.monotonic()
-    while (now := time.monotonic()) - began < seconds:
+    while (now := time.monotonic()) < until:
         with contextlib.suppress(grpc.RpcError):
             stub.ModelInfer(asked, timeout=10)
             done += 1
     return done / (now - began)
 
 
-def measure(what: str, seconds: float) -> tuple[float, float, float, int, int, int]:
-    """Return the client's rate before, during and after, and the memory in MiB: before, at the peak, and after."""
+def attacker(attack: Callable[[dict[str, str], float], None], told: dict[str, str], orders: Connection) -> None:
+    """Attack for as many seconds as each order says, close all connections, and report the processor time in s."""
+    while seconds := orders.recv():
+        before = time.process_time()
+        attack(told, time.monotonic() + seconds)
+        while CONNECTIONS:
+            with contextlib.suppress(OSError):
+                CONNECTIONS[-1].shutdown(socket.SHUT_RDWR)
+            CONNECTIONS.pop().close()
+        orders.send(time.process_time() - before)
+
+
+class Seen(NamedTuple):
+    """What was seen of one attack: requests/s, shares, and MiB."""
+
+    quiet: float
+    under: float
+    kept: float  # of the quiet rate just before and just after
+    cost: float  # processors that the attacker used
+    before: int
+    peak: int
+    after: int
+
+
+def measure(what: str, rounds: int, seconds: float) -> Seen:
+    """Attack a server of its own."""
     role, attack = ATTACKS[what]
+    context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
         where = Path(folder)
         with serving(where, MODELS, dialects=DIALECTS, http=LOCAL, grpc=LOCAL, tcp=LOCAL) as server:
             with server.connect() as client:
                 told = client.status()["server"]
             process = psutil.Process(server.pids()[role])
+            orders, others = context.Pipe()
+            attacking = context.Process(target=attacker, args=(attack, told, others), daemon=True)
+            attacking.start()
             with grpc.insecure_channel(told["grpc"]) as channel:
                 stub = GRPCInferenceServiceStub(channel)
-                rate(stub, 1.0)
-                quiet, before = rate(stub, 3.0), process.memory_info().rss
+                rate(stub, time.monotonic() + 3.0)  # the attacker's process has imported what it needs
+                before = process.memory_info().rss
                 Path(f"/proc/{process.pid}/clear_refs").write_text("5")
-                attacking = multiprocessing.get_context("spawn").Process(
-                    target=attack, args=(told, time.monotonic() + seconds), daemon=True
-                )
-                attacking.start()
-                time.sleep(3.0)  # until its process has imported what it needs
-                under = rate(stub, seconds - 3.0)
-                attacking.join(10)
-                attacking.kill()
-                time.sleep(5.0)
-                after_memory, after = process.memory_info().rss, rate(stub, 2.0)
+                quiet, under, cost = [rate(stub, time.monotonic() + QUIET)], [], []
+                for _ in range(rounds):
+                    orders.send(seconds)
+                    under.append(rate(stub, time.monotonic() + seconds))
+                    if not orders.poll(30):
+                        raise TimeoutError(f"{what}: the attacker does not end")
+                    cost.append(orders.recv() / seconds)
+                    time.sleep(SETTLED)
+                    quiet.append(rate(stub, time.monotonic() + QUIET))
+                time.sleep(max(0.0, 5.0 - SETTLED - QUIET))
+                after = process.memory_info().rss
                 status = Path(f"/proc/{process.pid}/status").read_text()
                 peak = int(status.split("VmHWM:")[1].split()[0]) << 10
                 assert server.pids()[role] == process.pid, f"{role} died"
-    return quiet, under, after, before // MIB, peak // MIB, after_memory // MIB
+            orders.send(0.0)
+            attacking.join(5)
+            attacking.kill()
+    kept = statistics.median(2 * now / (a + b) for a, now, b in zip(quiet, under, quiet[1:], strict=False))
+    rates = statistics.median(quiet), statistics.median(under), kept, statistics.median(cost)
+    return Seen(*rates, before // MIB, peak // MIB, after // MIB)
 
 
 def main() -> None:
     """Run the attacks and print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--write", action="store_true", help="write the table to docs/security.md")
-    parser.add_argument("--seconds", type=float, default=8.0, help="of each attack")
+    parser.add_argument("--seconds", type=float, default=4.0, help="of each round")
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--only", default="", help="attacks whose name contains this")
     options = parser.parse_args()
     bound = most_held(64 * MIB) // MIB
     lines = [
-        "| attack | client, requests/s: quiet, under attack, 5 s after | MiB: before, peak, 5 s after |",
-        "| --- | --- | --- |",
+        "| attack | client, requests/s: quiet, under attack | keeps | attacker, cores | MiB: before, peak, 5 s after |",
+        "| --- | --- | --- | --- | --- |",
     ]
     for what in ATTACKS:
         if options.only not in what:
             continue
-        quiet, under, after, before, peak, left = measure(what, options.seconds)
-        role = ATTACKS[what][0]
-        lines.append(f"| {what} | {quiet:.0f}, {under:.0f}, {after:.0f} | {role} {before}, {peak}, {left} |")
+        seen = measure(what, options.rounds, options.seconds)
+        memory = f"{ATTACKS[what][0]} {seen.before}, {seen.peak}, {seen.after}"
+        rates = f"{seen.quiet:.0f}, {seen.under:.0f} | {seen.kept:.0%} | {seen.cost:.1f}"
+        lines.append(f"| {what} | {rates} | {memory} |")
         print(lines[-1], flush=True)
     told = f"Bound with `max_message_mib = 64`: {bound} MiB beside what a process takes itself. {os.cpu_count()} cores."
     if options.write:

@@ -46,10 +46,12 @@ from jurybox.server.security.limits import (
     Charge,
     refusal,
 )
+from jurybox.server.security.pace import Pace
 
 _MOST_QUEUED = 1 << 20  # bytes of a stream's answers that are queued for the peer
 _READ = 1 << 18  # bytes read at once
 _QUIET = 20.0  # seconds without a byte after which the peer is pinged; it has as long to answer
+_TURN, _TIMED = 0.002, 8  # seconds after which other connections come first, and events between two looks at the clock
 _LONE = 3  # events of a single unary call that arrives at once: call, message, end
 _CALL, _MESSAGE, _COMPRESSED, _END, _GONE, _TOO_LARGE, _REFUSED, _WAKE = range(8)  # native.GrpcConnection's events
 _LOOKED_AT, _LULL = 64, 1.0  # connections, and seconds without a byte, to find one to end where there are too many
@@ -302,6 +304,7 @@ class _Connection(asyncio.BufferedProtocol):
         self.client: ClientConnection | None = None
         self._unsent = 0  # bytes in the transport's buffer, counted while it is paused
         self._paused = self._reading = self.lone = self._behind = False
+        self._events: deque[Any] = deque()  # of native code, that are not handled yet
         self._trusted = server.token is None  # whether native code may answer calls: all, or those that show the token
         self._waiters: list[asyncio.Future[None]] = []  # of calls, until the peer may have received something
         self._heard = 0.0
@@ -330,16 +333,22 @@ class _Connection(asyncio.BufferedProtocol):
         """Parse the bytes in the buffer and handle the events; see `asyncio.BufferedProtocol`."""
         self._heard = self.loop.time()
         self._asked = False
+        self._server.pace.heard(self)
         self._feed(self._server.buffer, size)
 
     def _feed(self, data: bytes | bytearray, size: int) -> None:
+        began = time.monotonic()
         self._reading = True  # answers made meanwhile are sent with one write
         over = False
         try:
-            forms = self._server.forms if self._trusted and not self.closed else None
-            events = self.native.feed(data, size, forms, self)
-            self.lone = len(events) <= _LONE and len(self.calls) <= 1
-            over = self._handle(events)
+            if size or not self._events:
+                forms = self._server.forms if self._trusted and not self.closed else None
+                self._events += self.native.feed(data, size, forms, self)
+                self.lone = len(self._events) <= _LONE and len(self.calls) <= 1
+            while self._events and not over:
+                over = self._handle([self._events.popleft() for _ in range(min(_TIMED, len(self._events)))])
+                if time.monotonic() - began > _TURN:
+                    break
         finally:
             self._reading = False
             self.flush()
@@ -348,15 +357,16 @@ class _Connection(asyncio.BufferedProtocol):
             return
         if over:
             self._transport.close()
-        elif self.native.more:  # other connections come first
-            self._behind = True
-            self._transport.pause_reading()
-            self.loop.call_soon(self._go_on)
+        elif self._events or self.native.more:  # other connections come first
+            if not self._behind:
+                self._behind = True
+                self._transport.pause_reading()
+            self._server.go_on_later(self, time.monotonic() - began)
         elif self._behind:
             self._behind = False
             self._transport.resume_reading()
 
-    def _go_on(self) -> None:
+    def go_on(self) -> None:
         """Handle the next of the received events."""
         if self._transport is not None and not self._transport.is_closing():
             self._feed(b"", 0)
@@ -441,6 +451,7 @@ class _Connection(asyncio.BufferedProtocol):
         if self._timer is not None:
             self._timer.cancel()
         self._transport = None
+        self._events.clear()
         for call in list(self.calls.values()):
             call.gone()
         for farewell in self.farewells.values():
@@ -645,6 +656,9 @@ class Calls:
         self.forms = forms
         self.connections: dict[_Connection, None] = {}  # in an order, as a set has none
         self.buffer = bytearray(_READ)
+        self.pace = Pace()
+        self._behind: dict[_Connection, None] = {}  # connections that have more to do than one turn
+        self._turning = False  # whether one of them has its turn soon
         self.stopping = False
         self._methods: dict[bytes, Any] = {}
         self._generic: list[Any] = []
@@ -689,6 +703,22 @@ class Calls:
         self.look()
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._idle.wait(), grace)
+
+    def go_on_later(self, connection: _Connection, seconds: float) -> None:
+        """Let a connection go on that has just had a turn of so many seconds, after all others that have more to do."""
+        self._behind[connection] = None
+        if not self._turning:
+            self._turning = True
+            self.loop.call_later(self.pace.rest(connection, seconds), self._next_turn)
+
+    def _next_turn(self) -> None:
+        self._turning = False
+        if (first := next(iter(self._behind), None)) is not None:
+            del self._behind[first]
+            first.go_on()
+        if self._behind and not self._turning:  # that one has caught up, or is gone
+            self._turning = True
+            self.loop.call_soon(self._next_turn)
 
     @property
     def calls_are_full(self) -> bool:

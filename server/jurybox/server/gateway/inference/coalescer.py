@@ -28,6 +28,7 @@ from jurybox.client.sessions import Sessions
 from jurybox.protocol.errors import Code, Error, ModelFailed, Refused, RowFailed, SessionLost, said
 from jurybox.server.gateway.inference.return_tracker import BRIEF, ReturnTracker
 from jurybox.server.security.access import ClientConnection
+from jurybox.server.security.pace import HEAVY, Breaks, Pace
 
 Arrays = Mapping[str, Any]  # (n, *row shape) by name; a list of n arrays or bytes if the rows differ in size
 
@@ -170,6 +171,7 @@ class RequestCoalescer:
         gathering: consulted before every ticket that is not full.
         engines: the number of engines that answer this lane; each is sent a ticket before another waits.
         expired: called for every request that was not answered in time.
+        pace: shared with other lanes, to which a ticket with large answers leaves as much time as it took.
     """
 
     def __init__(
@@ -182,8 +184,10 @@ class RequestCoalescer:
         gathering: Gathering | None = None,
         engines: int = 1,
         expired: Callable[[], None] = lambda: None,
+        pace: Pace | None = None,
     ) -> None:
         self._model = model
+        self._breaks = Breaks(pace or Pace(), self._go_on)
         self._expired = expired
         self._gathering = gathering
         self._most_in_flight = _IN_FLIGHT * engines
@@ -244,6 +248,7 @@ class RequestCoalescer:
                 the only active one for a while, `answer` may be set before this returns.
         """
         loop, now = asyncio.get_running_loop(), time.monotonic()
+        self._breaks.heard()
         late = loop.call_later(seconds, self._expire, answer, seconds)
         request = _Request(inputs, n, version, now, now + seconds, answer, sessions, client)
         self._waiting.append(request)
@@ -317,6 +322,8 @@ class RequestCoalescer:
 
     def _may_send(self) -> bool:
         """Return whether another ticket may be sent. A full one may exceed the limit by one if `gathering` is set."""
+        if self._breaks.resting:
+            return False
         free = self._most_in_flight - len(self._in_flight)
         return free > 0 or (self._gathering is not None and free == 0 and len(self._waiting) >= self._most)
 
@@ -364,6 +371,7 @@ class RequestCoalescer:
         if isinstance(ticket, tuple):
             self._record(batch, began)
             self._give(batch, *ticket)
+            self._leave_time(ticket[0], began)
             return True
         if brief:
             self._returning.blocked_in_vain()
@@ -371,6 +379,15 @@ class RequestCoalescer:
         self._in_flight[sent] = batch
         sent.look()
         return True
+
+    def _leave_time(self, outputs: Arrays, began: float) -> None:
+        """Let others come first after a ticket with large answers, for as long as it took until they are sent."""
+        if _size(outputs) >= HEAVY:
+            self._breaks.after(began)
+
+    def _go_on(self) -> None:
+        if not self._called:
+            self._send()
 
     def _record(self, batch: list[_Request], began: float) -> None:
         """Record how long a ticket took that was sent without a task."""
@@ -389,6 +406,7 @@ class RequestCoalescer:
         else:
             self._give(batch, outputs, version)
             sent.ticket.give_up()
+            self._leave_time(outputs, sent.began)
         if self._waiting:
             self._send()
         elif not self.busy:
@@ -521,6 +539,7 @@ class RequestCoalescer:
                 else:
                     request.answer.set_result((part, version))
             at = end
+        self._leave_time(outputs, began)
 
     def _joined_in(self, room: dict[str, Any], name: str, parts: list[Any]) -> Any:
         """Concatenate as `_joined` does, in a reused buffer: for images, new pages cost more than the copy."""
@@ -541,6 +560,14 @@ class RequestCoalescer:
                 request.answer.set_exception(Timeout(f"{self._late(request.until - request.arrived)}: {error}"))
             else:
                 request.answer.set_exception(error)
+
+
+def _size(outputs: Arrays) -> int:
+    """Return the bytes of some rows."""
+    return sum(
+        rows.nbytes if isinstance(rows, np.ndarray) else sum(getattr(row, "nbytes", None) or len(row) for row in rows)
+        for rows in outputs.values()
+    )
 
 
 def _share_session(request: _Request, batch: list[_Request]) -> bool:

@@ -25,6 +25,7 @@ from jurybox.server.gateway.inference.forms import Form
 from jurybox.server.gateway.inference.lanes import Lanes, ModelLane
 from jurybox.server.gateway.inference.return_tracker import BRIEF, ReturnTracker
 from jurybox.server.security.access import ClientConnection
+from jurybox.server.security.pace import HEAVY, Breaks, Pace
 
 _ROWS = 32  # of a ticket at most: the lane has as many for each engine's, and for the one that is written
 _WORTH = 16  # requests of a form after which native code answers them
@@ -60,13 +61,19 @@ class DirectLane:
         model: its lane belongs to this object, until `close`.
         forms: the forms of all models.
         record_outcome: called with the model's name and True after an answer.
+        pace: shared with other lanes.
 
     Attributes:
         lost: whether the server has revoked the lane.
     """
 
     def __init__(
-        self, held: ModelLane, model: Model, forms: native.InferForms, record_outcome: Callable[[str, bool], None]
+        self,
+        held: ModelLane,
+        model: Model,
+        forms: native.InferForms,
+        record_outcome: Callable[[str, bool], None],
+        pace: Pace,
     ) -> None:
         self.held = held
         self.model = model
@@ -80,6 +87,8 @@ class DirectLane:
         self._engines: dict[int, tuple[native.ShmRingsClient, NDArray[Any], int]] = {}  # with record and incarnation
         self._detached = True
         self._called = False
+        self._breaks = Breaks(pace, self._on_answer)
+        self._row_bytes = sum(spec.row_bytes for spec in held.spec.outputs.values())
         self._looking: asyncio.TimerHandle | None = None
         self._paused = 0.0
         self._returning = ReturnTracker()
@@ -147,6 +156,7 @@ class DirectLane:
 
     def _arrived(self, peer: Peer) -> None:
         """Send a ticket soon: requests that arrive in the same iteration of the loop share it."""
+        self._breaks.heard()
         keep = self._returning.arrived(peer.alone, _UNHURRIED, self._native.waiting)
         if self._looking is None:
             self._looking = self._loop.call_later(LOOK_AFTER, self._look)
@@ -156,7 +166,7 @@ class DirectLane:
             self._send_soon()
 
     def _send_soon(self) -> None:
-        if not self._called and self._native.may_send:
+        if not self._called and self._native.may_send and not self._breaks.resting:
             self._called = True
             self._loop.call_soon(self._send)
 
@@ -165,7 +175,7 @@ class DirectLane:
         if self._gathered is not None:
             self._gathered.cancel()
             self._gathered = None
-        if not (waiting := self._native.waiting) or not self._native.may_send:
+        if not (waiting := self._native.waiting) or not self._native.may_send or self._breaks.resting:
             return
         if (wait := self._returning.wait(waiting)) > 0:
             self._gathered = self._loop.call_later(wait, self._send)
@@ -207,6 +217,8 @@ class DirectLane:
                 self._loop.call_exception_handler({"message": "an answer could not be sent", "exception": error})
         if peers:
             self._record_outcome(self.model.name, True)
+        if rows * self._row_bytes >= HEAVY:
+            self._breaks.after(time.monotonic() - seconds)
         self._give_back(0)  # those of a form without heads of this version
 
     def _look(self) -> None:
@@ -267,7 +279,7 @@ class DirectLanes:
         if held.retired or name in self._open or not plain or not isinstance(lane.transport, ShmTransport):
             self._lanes.release(model)
         else:
-            self._open[name] = DirectLane(held, model, self.forms, self._record_outcome)
+            self._open[name] = DirectLane(held, model, self.forms, self._record_outcome, self._lanes.pace)
 
     def _close(self, lane: DirectLane) -> None:
         lane.close()

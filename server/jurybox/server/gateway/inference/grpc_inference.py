@@ -96,7 +96,7 @@ def message_of(response: InferResponse) -> pb.ModelInferResponse:
     for place, output in enumerate(response.outputs):
         if output.parameters:
             _set_parameters(message.outputs[place].parameters, output.parameters)
-    message.raw_output_contents.extend([output.raw() for output in response.outputs])
+    message.raw_output_contents.extend([bytes(output.raw()) for output in response.outputs])
     return message
 
 

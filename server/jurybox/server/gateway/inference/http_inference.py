@@ -82,7 +82,7 @@ def request_of(model: str, version: str, body: bytes, json_length: str | None) -
 
 def body_of(response: InferResponse, binary: set[str], *, all_binary: bool) -> tuple[bytes, int | None]:
     """Return the body of an answer, and the length of its JSON if binary tensors follow, else None."""
-    raw: list[bytes] = []
+    raw: list[bytes | memoryview] = []
     outputs = [_output(output, raw, binary=all_binary or output.name in binary) for output in response.outputs]
     document: dict[str, Any] = {"model_name": response.model, "model_version": response.version}
     if response.id:
@@ -125,7 +125,7 @@ def _input(part: dict[str, Any], binary: memoryview) -> tuple[Input, int]:
     return tensor, 0
 
 
-def _output(output: Output, raw: list[bytes], *, binary: bool) -> dict[str, Any]:
+def _output(output: Output, raw: list[bytes | memoryview], *, binary: bool) -> dict[str, Any]:
     document: dict[str, Any] = {"name": output.name, "datatype": output.datatype, "shape": list(output.shape)}
     parameters = dict(output.parameters)
     if output.array is not None and binary:

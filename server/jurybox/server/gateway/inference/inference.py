@@ -109,11 +109,13 @@ class Output:
     parameters: Parameters = field(default_factory=dict)
     failed: Collection[int] = ()
 
-    def raw(self) -> bytes:
-        """Return the elements as raw bytes; empty if they are in shared memory."""
+    def raw(self) -> bytes | memoryview:
+        """Return the elements as raw bytes, without a copy if possible; empty if they are in shared memory."""
         if self.array is None:
             return b""
-        return joined_strings(self.array) if isinstance(self.array, list) else self.array.tobytes()
+        if isinstance(self.array, list):
+            return joined_strings(self.array)
+        return np.ascontiguousarray(self.array).reshape(-1).view(np.uint8).data
 
 
 @dataclass(slots=True)

@@ -24,6 +24,7 @@ from jurybox.protocol.errors import Code, Error, ModelFailed, Refused, RowFailed
 from jurybox.protocol.spec import ModelSpec
 from jurybox.protocol.wire import require_name
 from jurybox.server.gateway.inference.coalescer import Arrays, RequestCoalescer
+from jurybox.server.security.pace import Pace
 
 T = TypeVar("T")
 
@@ -68,6 +69,7 @@ class ModelLane:
             self.sessions,
             engines=self.engines,
             expired=lambda: lanes.timeouts.update([self.spec.name]),
+            pace=lanes.pace,
         )
         self.in_use = 0  # callers inside the ``with``
         self.retired = self.closed = False
@@ -106,11 +108,13 @@ class Lanes:
 
     Attributes:
         timeouts: by model, the number of requests that were not answered in time.
+        pace: shares the time between the lanes.
     """
 
     def __init__(self, address: str) -> None:
         self._address = address
         self.timeouts: Counter[str] = Counter()
+        self.pace = Pace()
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="lanes")  # blocking calls run there
         self._connecting = threading.Lock()
         self._server: Server | None = None
