@@ -44,6 +44,7 @@ FIELDS = [
     b"X-Long: " + b"x" * 900, b"Trailer: A", b"Content-Length: 5", b"Inference-Header-Content-Length: 5", b"Host:",
 ]  # fmt: skip
 ONCE = itertools.count()
+OPEN = "the server waits for more"  # for bytes of a body whose length was bent, for example
 INVALID = b"Invalid HTTP request received."
 
 
@@ -69,17 +70,26 @@ def head(random, line, length, fields):
     return None if b"\n\r\n" in made or b"\n\n" in made or made.endswith((b"\r", b"\n")) else bytes(made)
 
 
-def exchanged(port, *pieces):
-    """Send bytes, and return all answers until the server closes: status, the fields that count, and content."""
+def exchanged(port, *pieces, patience=1.0):
+    """Send bytes, and return all answers until the server closes: status, the fields that count, and content.
+
+    OPEN is the last of them if nothing comes for `patience` seconds.
+    """
+    closed = True
     with socket.create_connection(("127.0.0.1", port), timeout=20) as connection:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         with contextlib.suppress(OSError):
             for piece in pieces:
                 connection.sendall(piece)
         received = b""
-        with contextlib.suppress(ConnectionResetError):
+        connection.settimeout(patience)
+        try:
             while more := connection.recv(1 << 16):
                 received += more
+        except TimeoutError:
+            closed = False
+        except ConnectionResetError:
+            pass
     answers = []
     while received:
         top, _, received = received.partition(b"\r\n\r\n")
@@ -89,7 +99,7 @@ def exchanged(port, *pieces):
         counted = {name: named.get(name) for name in (b"content-type", b"inference-header-content-length")}
         answers.append((line.split()[1], counted, received[:size]))
         received = received[size:]
-    return answers
+    return answers if closed else [*answers, OPEN]
 
 
 def compare(random, count, port, line, fields, body, behind):
@@ -105,8 +115,11 @@ def compare(random, count, port, line, fields, body, behind):
         expected = exchanged(port, made + once + b"\r\n\r\n" + body + behind)
         for _ in range(3):  # the first may teach the head, the others use it
             found = exchanged(port, known[:cut], known[cut:])
+            if found != expected and OPEN in (*found, *expected):  # only one of them was slow, or waits
+                expected = exchanged(port, made + once + b"\r\n\r\n" + body + behind, patience=20.0)
+                found = exchanged(port, known[:cut], known[cut:], patience=20.0)
             if found != expected:  # what is no request ends those before it that were not answered yet
-                assert found and expected and found[-1] == expected[-1] and found[-1][2] == INVALID, known
+                assert found and expected and found[-1] == expected[-1] != OPEN and found[-1][2] == INVALID, known
                 longer, shorter = (found, expected) if len(found) > len(expected) else (expected, found)
                 assert longer[-len(shorter) :] == shorter, known
         accepted += bool(expected) and expected[0][0] == b"200"
