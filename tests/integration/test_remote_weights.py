@@ -451,11 +451,14 @@ def test_a_forked_child_exits_normally(server, client):
 
 
 def test_an_unreferenced_publisher_frees_its_slot(remote, client):
-    RemotePublisher(remote, "policy").publish(affine(1))
+    publisher = RemotePublisher(remote, "policy")
+    publisher.publish(affine(1))
+    thread = publisher._stream._exchange.over
+    del publisher
     RemoteWeightsReader(remote, "policy")
     gc.collect()
     wait_until(lambda: freed(client, "policy"), what="the publisher slot")
-    wait_until(lambda: not [one for one in threading.enumerate() if one.name == "weights stream"], what="the threads")
+    wait_until(lambda: not thread.locked(), what="the thread's end")
 
 
 def test_an_interrupted_publication_leaves_a_usable_publisher(remote, client, monkeypatch):

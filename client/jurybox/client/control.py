@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import zmq
 from google.protobuf.message import DecodeError, Message
 
-from jurybox.client.locks import TimedLock
 from jurybox.protocol.address import out_of_reach
 from jurybox.protocol.control_pb2 import ControlReply, ControlRequest, Lease
 from jurybox.protocol.descriptors import exhausted, remedy, require
 from jurybox.protocol.errors import Error, ProtocolMismatch, Refused, ServerGone, Timeout, TooManyFiles, error_for
+from jurybox.protocol.locks import TimedLock
 from jurybox.protocol.wire import PREFIX, prefix_error, require_control_size, require_name
 
 _NUMBER = struct.Struct("<Q")

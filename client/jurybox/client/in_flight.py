@@ -9,8 +9,8 @@ import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
 
-from jurybox.client.locks import IN_SERVICE, Taken, Turn, is_serving
 from jurybox.protocol.errors import Refused, Timeout
+from jurybox.protocol.locks import IN_SERVICE, Taken, Turn, is_serving
 
 if TYPE_CHECKING:
     import asyncio

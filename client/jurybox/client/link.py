@@ -15,7 +15,6 @@ import zmq
 
 from jurybox.client.control import Control, Wires
 from jurybox.client.lane import Lane
-from jurybox.client.locks import TimedLock
 from jurybox.client.transports.transport import Transport
 from jurybox.protocol import control_pb2 as pb
 from jurybox.protocol import forks
@@ -23,6 +22,7 @@ from jurybox.protocol.arena import Columns
 from jurybox.protocol.descriptors import require
 from jurybox.protocol.device_memory import Driver
 from jurybox.protocol.errors import Busy, Code, Refused, ServerGone, Timeout
+from jurybox.protocol.locks import TimedLock
 from jurybox.protocol.scoreboard import ENGINE, EngineState
 from jurybox.protocol.spec import ModelSpec, TensorSpec
 from jurybox.protocol.wire import build_version

@@ -15,7 +15,6 @@ import numpy as np
 from jurybox.client.control import Control
 from jurybox.client.lane import Lane
 from jurybox.client.link import POLL, ControlLink, Transfer, closed_connection, spec_of, traced, wants_traces
-from jurybox.client.locks import TimedLock
 from jurybox.client.transports.transport import Transport
 from jurybox.client.transports.zmq import ZmqTransport
 from jurybox.protocol.arena import Arena, ArenaLayout
@@ -23,6 +22,7 @@ from jurybox.protocol.control_pb2 import BindRequest, Lease, ModelMessage, Pause
 from jurybox.protocol.descriptors import require
 from jurybox.protocol.device_memory import Driver
 from jurybox.protocol.errors import Busy, Error, Refused, ServerGone, SharedMemoryError, Timeout, TooManyFiles
+from jurybox.protocol.locks import TimedLock
 from jurybox.protocol.scoreboard import LANE_LOCK, PAUSE_LOCK, EngineState, Scoreboard
 from jurybox.protocol.segment import directory, try_lock, unlock
 from jurybox.protocol.spec import ModelSpec

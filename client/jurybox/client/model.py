@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 
 from jurybox.client.in_flight import Turns, seconds
 from jurybox.client.lane import Lane
-from jurybox.client.locks import Taken
 from jurybox.client.row_allocator import Run, whole
 from jurybox.client.row_codec import NO_SHAPE, Checked, shaped, utf8, words
 from jurybox.client.rows import CallRow, Rows
@@ -21,6 +20,7 @@ from jurybox.client.sessions import Sessions
 from jurybox.client.ticket import Pieces, Reply, Seen, Ticket, send_parts, send_rows
 from jurybox.protocol import forks
 from jurybox.protocol.errors import Busy, Code, Refused, ServerGone, SpecMismatch, StaleLease
+from jurybox.protocol.locks import Taken
 from jurybox.protocol.spec import BYTES, ModelSpec
 
 Arrays = NDArray[Any] | Mapping[str, NDArray[Any]]

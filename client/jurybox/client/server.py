@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 from jurybox.client.in_flight import seconds
 from jurybox.client.lane import Lane
-from jurybox.client.locks import NESTED
 from jurybox.client.model import Model, Requests
 from jurybox.protocol.address import NOT_LINUX, default_address
 from jurybox.protocol.errors import Error, ModelFailed, Refused, Timeout
 from jurybox.protocol.forks import Closing
+from jurybox.protocol.locks import NESTED
 from jurybox.protocol.spec import ModelSpec
 
 # ZeroMQ and protobuf are imported on the first connection: importing them takes as long as the rest of the client.

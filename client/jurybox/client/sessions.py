@@ -12,7 +12,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jurybox.client.lane import row_failed
-from jurybox.client.locks import NESTED, Taken
 from jurybox.client.row_codec import NO_SHAPE, SESSIONS, Checked, shaped
 from jurybox.client.session_book import Mask, Numbers, SessionBook, require_rows, resets
 from jurybox.client.ticket import Reply, Ticket, rows_come_back, send_rows
@@ -29,6 +28,7 @@ from jurybox.protocol.errors import (
     Timeout,
 )
 from jurybox.protocol.forks import Closing
+from jurybox.protocol.locks import NESTED, Taken
 
 if TYPE_CHECKING:
     from jurybox.client.lane import Lane

@@ -19,12 +19,12 @@ from numpy.typing import NDArray
 
 from jurybox.client.in_flight import Answer, InFlight
 from jurybox.client.lane import Lane
-from jurybox.client.locks import NESTED
 from jurybox.client.model import Model
 from jurybox.client.transports.transport import Transport
 from jurybox.protocol.arena import Arena, ArenaLayout
 from jurybox.protocol.errors import ModelNotFound, Refused
 from jurybox.protocol.forks import Closing
+from jurybox.protocol.locks import NESTED
 from jurybox.protocol.scoreboard import EngineState, Scoreboard
 from jurybox.protocol.segment import segment_name
 from jurybox.protocol.spec import ModelSpec

@@ -139,7 +139,7 @@ def test_each_of_many_threads_is_answered_and_the_lane_is_whole_afterwards(share
 
 
 def test_a_lock_that_is_given_up_on_stays_the_others():
-    from jurybox.client.locks import Taken, Turn
+    from jurybox.protocol.locks import Taken, Turn
 
     lock = threading.RLock()
     free = Turn(lock)

@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[3]
 DOCS = ROOT / "docs"
 SOURCES = [ROOT / name for name in ("protos", "client", "server", "training", "native")]
 # For other modules of ours.
-NOT_PUBLIC = {"jurybox.server.settings.config", "jurybox.protocol.weights.channel", "jurybox.client.locks"}
+NOT_PUBLIC = {"jurybox.server.settings.config", "jurybox.protocol.weights.channel", "jurybox.protocol.locks"}
 
 
 class Loader(yaml.SafeLoader):

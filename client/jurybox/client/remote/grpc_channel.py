@@ -11,21 +11,21 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from functools import cache, partial
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
 import grpc
 from google.protobuf.message import Message
+from google.protobuf.message_factory import GetMessageClass
 
 from jurybox.client.link import closed_connection
-from jurybox.protocol import forks
+from jurybox.protocol import control_pb2, forks, open_inference_pb2
 from jurybox.protocol.address import is_loopback
-from jurybox.protocol.control_pb2_grpc import ServerStatusStub
 from jurybox.protocol.errors import TABLE, Busy, Code, Error, Refused, ServerGone, Timeout, error_for
-from jurybox.protocol.locks import IN_SERVICE, is_serving, mark_serving
+from jurybox.protocol.locks import IN_SERVICE, THREAD, is_serving, mark_serving
 from jurybox.protocol.open_inference_pb2 import ModelInferRequest, ModelInferResponse
-from jurybox.protocol.open_inference_pb2_grpc import GRPCInferenceServiceStub
 from jurybox.protocol.remote_weights_pb2 import WeightsRefusal
 
 CODE = "jurybox-code"  # trailing metadata: the errors.Code, because several of them share a gRPC status
@@ -104,16 +104,33 @@ INFER = "/inference.GRPCInferenceService/ModelInfer"
 _interrupted: list[grpc.Channel] = []  # closed; see Channels.call
 
 
+class _Method:
+    """A method of the Open Inference Protocol, or `Get` of the status."""
+
+    def __init__(self, name: str) -> None:
+        file, service = (control_pb2, "ServerStatus") if name == "Get" else (open_inference_pb2, "GRPCInferenceService")
+        described = file.DESCRIPTOR.services_by_name[service]
+        self.path = f"/{described.full_name}/{name}"
+        self.response = GetMessageClass(described.methods_by_name[name].output_type)
+
+
+_method = cache(_Method)
+
+
 class _Calls:
-    """A channel and its methods, used by one call at a time."""
+    """A channel and its methods, used by one call at a time. They take and return bytes.
+
+    gRPC takes every Exception in a serializer for the serializer's, also that of a signal handler.
+    """
 
     def __init__(self, channel: grpc.Channel) -> None:
         self.channel = channel
-        self._inference: Any = GRPCInferenceServiceStub(channel)  # type: ignore[no-untyped-call]
-        self._status: Any = ServerStatusStub(channel)  # type: ignore[no-untyped-call]
+        self._found: dict[str, Any] = {}
 
-    def method(self, name: str) -> Any:
-        return getattr(self._status if name == "Get" else self._inference, name)
+    def of(self, path: str) -> Any:
+        if (found := self._found.get(path)) is None:
+            found = self._found[path] = self.channel.unary_unary(path)
+        return found
 
 
 class Channels:
@@ -160,7 +177,7 @@ class Channels:
             raise closed_connection()
         return open_channel(self.address, self._tls_ca)
 
-    def call(self, method: str, request: Message, timeout: float, *, wait_for_ready: bool = False) -> Any:
+    def call(self, name: str, request: Message, timeout: float, *, wait_for_ready: bool = False) -> Any:
         """Call a method of the Open Inference Protocol, or `Get` of the status; return its response.
 
         Raises:
@@ -168,13 +185,17 @@ class Channels:
             Refused: as `open`.
         """
         CORE.check()
+        method, message = _method(name), request.SerializeToString()
         try:
             calls = self._free.pop()
         except IndexError:
             calls = _Calls(self.open())
+        serving = THREAD.serving
         try:
-            response = calls.method(method)(
-                request, timeout=timeout, metadata=self.metadata, wait_for_ready=wait_for_ready or None
+            # At times gRPC holds a lock of the whole process, which a handler that runs meanwhile keeps from others.
+            THREAD.serving = True
+            answer = calls.of(method.path)(
+                message, timeout=timeout, metadata=self.metadata, wait_for_ready=wait_for_ready or None
             )
         except grpc.RpcError:
             self._give(calls)
@@ -184,8 +205,10 @@ class Channels:
             _interrupted.append(calls.channel)
             calls.channel.close()
             raise
+        finally:
+            THREAD.serving = serving  # first, and without a call: no handler can come before it
         self._give(calls)
-        return response
+        return method.response.FromString(answer)
 
     def close(self) -> None:
         """Close the channels. Those of calls that are under way are closed when these end."""
@@ -223,9 +246,11 @@ class TicketCalls:
         """Start a ModelInfer. `done` is called with it in a thread of gRPC, or with None if it could not be started.
 
         Raises:
-            Refused: as `Channels.open`.
+            Refused: as `Channels.open`; or this thread must not wait for another one.
         """
         CORE.check()
+        if is_serving():
+            raise Refused(f"no request can be sent by another thread and awaited here: {IN_SERVICE}")
         if (queue := self._queue) is None:
             channel, queue = self._channels.open(), SimpleQueue()
             self._ends.append(weakref.finalize(self, queue.put, None))
@@ -398,7 +423,7 @@ class RemoteStream:
         # The threads refer to the exchange, not to this object, so that it can be garbage-collected, which ends them.
         self._exchange = exchange = _Exchange()
         call = channel.stream_stream(method, lambda request: request.SerializeToString(), _in_service(message))
-        exchange.begin(call, metadata)
+        exchange.begin(partial(call, metadata=metadata))
         self._end = weakref.finalize(self, exchange.end)
         forks.register(self)
 
@@ -457,8 +482,9 @@ class RemoteStream:
         if self._forked:
             return
         self._end()
-        if self._exchange.thread is not threading.current_thread():
-            self._exchange.thread.join(self._timeout)
+        exchange = self._exchange
+        if exchange.thread != threading.get_ident() and exchange.over.acquire(timeout=self._timeout):
+            exchange.over.release()  # others may wait, too
 
     def _require_own(self) -> None:
         if self._forked:
@@ -479,19 +505,24 @@ class _Exchange:
         self.requests: queue.Queue[Message] = queue.Queue(_AHEAD)
         self.replies: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.ended = False  # not an Event: the thread that garbage-collects the stream could hold the Event's lock
-        self.thread = threading.Thread(target=self._listen, name="weights stream", daemon=True)
+        self.over = threading.Lock()  # released when the thread ends
+        self.over.acquire()
+        self.thread = 0
         self._call: Any = None
 
-    def begin(self, call: Any, metadata: tuple[tuple[str, str], ...]) -> None:
+    def begin(self, call: Callable[[Iterator[Message]], Any]) -> None:
+        """Start the call, in the thread: a handler that raised in it could leave one of gRPC's locks held for ever."""
         try:
-            self._call = call(self._outgoing(), metadata=metadata)
-        except ValueError as error:  # gRPC raises this for a closed channel
-            raise Refused(f"this connection was closed: connect again ({error})", Code.NOT_READY) from error
-        self.thread.start()
+            # From _thread: a handler that raises within threading.Thread.start would break the thread.
+            self.thread = _thread.start_new_thread(self._listen, (call,))
+        except BaseException:
+            self.ended = True
+            raise
 
     def end(self) -> None:
         self.ended = True
-        self._call.cancel()
+        if (call := self._call) is not None:
+            call.cancel()
 
     def _outgoing(self) -> Iterator[Message]:
         mark_serving()
@@ -501,8 +532,22 @@ class _Exchange:
             except queue.Empty:
                 continue
 
-    def _listen(self) -> None:
+    def _listen(self, begin: Callable[[Iterator[Message]], Any]) -> None:
         mark_serving()
+        try:
+            self._receive(begin)
+        finally:
+            self.ended = True
+            self.over.release()
+
+    def _receive(self, begin: Callable[[Iterator[Message]], Any]) -> None:
+        try:
+            self._call = begin(self._outgoing())
+        except ValueError as error:  # gRPC raises this for a closed channel
+            self.replies.put(Refused(f"this connection was closed: connect again ({error})", Code.NOT_READY))
+            return
+        if self.ended:  # meanwhile
+            self._call.cancel()
         try:
             for reply in self._call:
                 self.replies.put(reply)
@@ -512,7 +557,6 @@ class _Exchange:
         except Exception as error:  # noqa: BLE001  (the bytes are not a reply: the waiting caller must get an error)
             self.replies.put(Error(f"the gateway's reply cannot be decoded: {error}", Code.MALFORMED))
             self._call.cancel()
-        self.ended = True
 
 
 def _error(error: Any) -> Error:
