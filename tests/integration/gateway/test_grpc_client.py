@@ -16,6 +16,7 @@ from tests.serving import wait_until
 
 from jurybox.client import Refused, RowFailed, Timeout, connect
 from jurybox.client.remote import grpc_channel, weights
+from jurybox.protocol.locks import IN_SERVICE
 
 ROW = np.array([[1, 2, 3, 4]], np.float32)
 ANSWER = [[3, 5, 7, 9]]
