@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import zmq
+from tests.moments import each_moment
 from tests.serving import wait_until
 
 from jurybox import native
@@ -530,3 +531,23 @@ def test_a_socket_whose_connection_could_not_be_made_is_closed_once(monkeypatch)
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(number)
     theirs.close()
+
+
+def test_ctrl_c_while_an_answer_is_settled_leaves_no_ticket_that_waits_for_nothing(tmp_path):
+    """Over libzmq: either its answer is still here, or the engine does not count as having the ticket."""
+    address, asked = f"ipc://{tmp_path}/engine", SimpleNamespace(sequence=7)
+
+    def interrupt():
+        raise KeyboardInterrupt
+
+    fell = 0
+    with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
+        for moment in each_moment((libzmq.__file__,), interrupt):
+            engine = libzmq._Attached(dealer, address, LANE, LEASE, LIFE)
+            engine.unanswered[7] = None
+            engine._arrived.append(PREFIX + PACK_REPLY.pack(7, 0, LIFE, 0))
+            with contextlib.suppress(KeyboardInterrupt), moment:
+                engine.settled(7)
+            assert engine.has(asked) == bool(engine._arrived)
+            fell += moment.fell
+    assert fell > 3

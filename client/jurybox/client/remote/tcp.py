@@ -78,7 +78,15 @@ class TcpLink(ControlLink):
                 connection = DirectConnection(self._address)
                 transport = DirectTcpTransport(connection, memory, lease.lease)
             else:
-                connection = Connection(self._context, self._address, self._keys)
+                context: Any = self._context
+                try:
+                    connection = Connection(context, self._address, self._keys)
+                except zmq.ZMQError:
+                    if self._closed:  # by a handler within this call: the context waits for what was opened since
+                        for socket in list(context.held.values()):
+                            socket.close(0)
+                    self._require_open()
+                    raise
                 transport = TcpTransport(connection, memory, lease.lease)
             if self._traces:
                 transport = traced(transport, name, lane=lease.lane)

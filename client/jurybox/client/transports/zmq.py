@@ -275,11 +275,12 @@ class _Attached(EngineLink):
         return list(self._arrived)
 
     def drop(self, number: int) -> None:
+        # In this order: after an interrupt in between the reply is still here, so that its ticket is not waited for.
+        self.unanswered.pop(number, None)
         for reply in list(self._arrived):
             if number_in(reply) == number:
                 with contextlib.suppress(ValueError):  # a nested call has dropped it
                     self._arrived.remove(reply)
-        self.unanswered.pop(number, None)
 
     def only(self, sequence: int) -> bytes | None:
         """Return the bytes of the only reply if its ticket has this number and was computed, and settle it."""
@@ -297,7 +298,7 @@ class _Attached(EngineLink):
         self._doubt()
         sequence = ticket.sequence
         if sequence not in self.unanswered:
-            return False
+            return any(number_in(reply) == sequence for reply in list(self._arrived))
         if sequence in self._doubtful and not self._again_of(sequence):
             self.unanswered.pop(self._send_again(ticket), None)
         return True
