@@ -21,6 +21,7 @@ from jurybox.server.gateway.inference.forms import Form
 from jurybox.server.gateway.inference.inference import InferRequest, Input
 from jurybox.server.gateway.inference.lanes import ModelLane
 from jurybox.server.security.access import ClientConnection
+from jurybox.server.security.pace import Breaks, Pace
 
 SPEC = ModelSpec("m", {"x": TensorSpec("float32", (2,))}, {"y": TensorSpec("float32", (2,))})
 ROW = {"x": np.ones((1, 2), np.float32)}
@@ -246,7 +247,7 @@ async def test_a_lane_given_up_is_closed_when_its_last_ticket_has_ended():
             return Reply(inputs["x"], 1)
 
     let_go = []
-    lanes = SimpleNamespace(retire=lambda held: None, let_go=let_go.append)
+    lanes = SimpleNamespace(retire=lambda held: None, let_go=let_go.append, pace=Pace())
     held = ModelLane(Slow(), 8, makeshift=False, lanes=lanes)
     asking = asyncio.create_task(held.coalescer.ask(ROW, 1, 60.0, 0))
     await turns()
@@ -259,6 +260,45 @@ async def test_a_lane_given_up_is_closed_when_its_last_ticket_has_ended():
     await turns()
     assert not held.coalescer.busy
     assert let_go == [held]
+
+
+@pytest.mark.parametrize(("values", "others"), [(1 << 18, True), (1 << 18, False), (1, True)])
+async def test_a_ticket_with_large_answers_leaves_time_to_other_lanes(monkeypatch, values, others):
+    class Wide(Lane):
+        async def infer_reply_async(self, inputs, *, timeout, version):
+            return Reply(np.zeros((len(inputs["x"]), values), np.float32), 1)
+
+    rests = []
+
+    class Noted(Pace):
+        def rest(self, who, seconds):
+            rests.append(super().rest(who, seconds))
+            return 10 * rests[-1]
+
+    pace = Noted()
+    lane = Wide(None, None)
+    together = RequestCoalescer(lane, 8, pace=pace)
+    if others:
+        pace.heard(object())
+    await together.ask(ROW, 1, 60.0, 0)
+    await together.ask(ROW, 1, 60.0, 0)  # which comes after the rest, and is answered
+    await turns()
+    assert len(rests) == (2 if values > 1 else 0)
+    assert all((rest > 0) == others for rest in rests)
+
+
+async def test_the_time_left_to_others_is_not_that_of_the_engines_computing(monkeypatch):
+    computed, began = [], []
+
+    class Wide(Lane):
+        async def infer_reply_async(self, inputs, *, timeout, version):
+            await asyncio.sleep(0.01)
+            computed.append(time.monotonic())
+            return Reply(np.zeros((len(inputs["x"]), 1 << 18), np.float32), 1)
+
+    monkeypatch.setattr(Breaks, "after", lambda self, since: began.append(since))
+    await RequestCoalescer(Wide(None, None), 8).ask(ROW, 1, 60.0, 0)
+    assert began[0] >= computed[0]
 
 
 class Summing:

@@ -381,7 +381,11 @@ class RequestCoalescer:
         return True
 
     def _leave_time(self, outputs: Arrays, began: float) -> None:
-        """Let others come first after a ticket with large answers, for as long as it took until they are sent."""
+        """Let others come first after a ticket with large answers, for as long as it takes to send them.
+
+        Args:
+            began: when they came, s of the monotonic clock: the engine's computing keeps the loop from nobody.
+        """
         if _size(outputs) >= HEAVY:
             self._breaks.after(began)
 
@@ -395,6 +399,7 @@ class RequestCoalescer:
 
     def _on_answer(self, sent: _Pending) -> None:
         """Distribute the outputs of a ticket that was sent without a task, or handle its error."""
+        came = time.monotonic()
         batch = self._in_flight.pop(sent, None)
         if batch is None:
             return
@@ -406,7 +411,7 @@ class RequestCoalescer:
         else:
             self._give(batch, outputs, version)
             sent.ticket.give_up()
-            self._leave_time(outputs, sent.began)
+            self._leave_time(outputs, came)
         if self._waiting:
             self._send()
         elif not self.busy:
@@ -523,10 +528,11 @@ class RequestCoalescer:
             if len(batch) == 1 or not error.errors:
                 raise
             computed, version, failed = error.outputs, error.version, error.errors
+        came = time.monotonic()
         if room is not None:
             self._rooms.append(room)  # not after an error: it may still be read
         if self._gathering is not None:
-            self._gathering.took(sum(request.n for request in batch), time.monotonic() - began)
+            self._gathering.took(sum(request.n for request in batch), came - began)
         outputs = computed if len(self._outputs) > 1 else {self._outputs[0]: computed}
         at = 0
         for request in batch:
@@ -539,7 +545,7 @@ class RequestCoalescer:
                 else:
                     request.answer.set_result((part, version))
             at = end
-        self._leave_time(outputs, began)
+        self._leave_time(outputs, came)
 
     def _joined_in(self, room: dict[str, Any], name: str, parts: list[Any]) -> Any:
         """Concatenate as `_joined` does, in a reused buffer: for images, new pages cost more than the copy."""

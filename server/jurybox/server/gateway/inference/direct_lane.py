@@ -197,6 +197,7 @@ class DirectLane:
 
     def _answer(self, code: int, version: int, rows: int, seconds: float) -> None:
         """Answer the requests of a ticket."""
+        came = time.monotonic()
         self._returning.took(rows, seconds)
         if code:
             self.lost = self.lost or code == Code.STALE_LEASE
@@ -218,7 +219,7 @@ class DirectLane:
         if peers:
             self._record_outcome(self.model.name, True)
         if rows * self._row_bytes >= HEAVY:
-            self._breaks.after(time.monotonic() - seconds)
+            self._breaks.after(came)
         self._give_back(0)  # those of a form without heads of this version
 
     def _look(self) -> None:
