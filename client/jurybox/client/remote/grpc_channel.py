@@ -423,8 +423,8 @@ class RemoteStream:
         # The threads refer to the exchange, not to this object, so that it can be garbage-collected, which ends them.
         self._exchange = exchange = _Exchange()
         call = channel.stream_stream(method, lambda request: request.SerializeToString(), _in_service(message))
+        self._end = weakref.finalize(self, exchange.end)  # first: a handler may raise anywhere from here on
         exchange.begin(partial(call, metadata=metadata))
-        self._end = weakref.finalize(self, exchange.end)
         forks.register(self)
 
     def send(self, request: Message, until: float | None = None) -> None:
@@ -482,9 +482,8 @@ class RemoteStream:
         if self._forked:
             return
         self._end()
-        exchange = self._exchange
-        if exchange.thread != threading.get_ident() and exchange.over.acquire(timeout=self._timeout):
-            exchange.over.release()  # others may wait, too
+        if not is_serving() and self._exchange.over.acquire(timeout=self._timeout):  # else it may need this thread
+            self._exchange.over.release()  # others may wait, too
 
     def _require_own(self) -> None:
         if self._forked:
@@ -507,17 +506,12 @@ class _Exchange:
         self.ended = False  # not an Event: the thread that garbage-collects the stream could hold the Event's lock
         self.over = threading.Lock()  # released when the thread ends
         self.over.acquire()
-        self.thread = 0
         self._call: Any = None
 
     def begin(self, call: Callable[[Iterator[Message]], Any]) -> None:
         """Start the call, in the thread: a handler that raised in it could leave one of gRPC's locks held for ever."""
-        try:
-            # From _thread: a handler that raises within threading.Thread.start would break the thread.
-            self.thread = _thread.start_new_thread(self._listen, (call,))
-        except BaseException:
-            self.ended = True
-            raise
+        # From _thread: a handler that raises within threading.Thread.start would break the thread.
+        _thread.start_new_thread(self._listen, (call,))
 
     def end(self) -> None:
         self.ended = True
