@@ -21,6 +21,7 @@ import numpy as np
 
 from jurybox.client.juror_calls import Answer, Part, Waiting
 from jurybox.client.juror_rows import Call, Inputs
+from jurybox.client.locks import NESTED
 from jurybox.client.server import Server, connect
 from jurybox.protocol.errors import (
     Busy,
@@ -35,7 +36,6 @@ from jurybox.protocol.errors import (
     Timeout,
     said,
 )
-from jurybox.protocol.locks import NESTED, is_serving
 from jurybox.protocol.spec import BYTES, ModelSpec, TensorSpec
 
 if TYPE_CHECKING:
@@ -153,11 +153,9 @@ class Juror:
         Raises:
             SpecMismatch: a column is missing, or no row fits the model.
             ServerGone, ModelNotFound, Refused: the server cannot be reached, or has no such model.
-            Refused: a destructor or a signal handler asks in a thread that is needed for the answer, and the juror is
-                a panel or has not connected yet.
+            Refused: a panel is asked by a destructor that runs in a thread of one of its members.
         """
-        sender = _sender.juror
-        if is_serving() or (sender is not None and (sender is self or self._needs(sender))):
+        if (sender := _sender.juror) is not None and (sender is self or self._needs(sender)):
             return self._scores_within(columns, n)
         asked = _Asked(dict(columns), n, time.monotonic() + self._timeout)
         self._hand_over([asked])
@@ -168,8 +166,6 @@ class Juror:
 
     async def scores_async(self, columns: Mapping[str, Any], n: int) -> Scores:
         """Like `scores`, as a coroutine; calls in the same iteration of the event loop are sent together."""
-        if is_serving():
-            raise self._not_here()
         asked = _Asked(dict(columns), n, time.monotonic() + self._timeout)
         loop = asyncio.get_running_loop()
         turn = self._turns.setdefault(loop, [])
@@ -180,8 +176,6 @@ class Juror:
 
     def ask(self, columns: Mapping[str, Any], n: int) -> Callable[[], Awaitable[Scores]]:
         """Send a request now, from any thread; call and await the result to get what `scores_async` returns."""
-        if is_serving():
-            raise self._not_here()
         asked = _Asked(dict(columns), n, time.monotonic() + self._timeout)
         self._hand_over([asked])
         return partial(self._scored, asked)
@@ -215,17 +209,14 @@ class Juror:
         return Scores(*self._computed(model, call.rows, call.until))
 
     def _scores_within(self, columns: Mapping[str, Any], n: int) -> Scores:
-        """Compute scores in this thread, for which the one that sends this juror's calls would have to wait."""
-        model = (_sender.model if _sender.juror is self else None) or next(iter(self._models), None)
-        if model is None or not (_sender.juror is self or is_serving()):
-            raise self._not_here()
+        """Compute scores in the thread that would otherwise be waited for, because it sends this juror's calls."""
+        model = _sender.model or next(iter(self._models), None)
+        if _sender.juror is not self or model is None:
+            raise Refused(
+                f"scores of {self.name!r} are under way, and this thread sends them: {NESTED}. Ask for scores in a "
+                "thread of your own"
+            )
         return self._scores_by(model, columns, n)
-
-    def _not_here(self) -> Refused:
-        return Refused(
-            f"no scores of {self.name!r} can be awaited here, since this thread is needed for them: {NESTED}. Ask for "
-            "scores in a thread of your own"
-        )
 
     def _needs(self, juror: Juror) -> bool:
         """Return whether a juror is one of this panel's members."""

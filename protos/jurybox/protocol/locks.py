@@ -15,26 +15,18 @@ from typing import Any
 from jurybox.protocol.errors import Refused, Timeout
 
 NESTED = "this is a signal handler or a destructor inside of it"
-IN_SERVICE = "this is a destructor or a signal handler in a thread that others may need meanwhile; ask in another one"
-
-
-class _Thread(threading.local):
-    """The current thread. `serving`: others may need it to get their answers, so nothing that runs in it must wait."""
-
-    serving = False
-
-
-THREAD = _Thread()
+IN_SERVICE = "a destructor was run by the garbage collector in a thread that carries answers; ask in another one"
+_thread = threading.local()  # `serving`: it belongs to Jurybox or a library, and carries answers to waiting callers
 
 
 def mark_serving() -> None:
     """Mark this thread as one that carries answers: a destructor that is run in it must not wait for one."""
-    THREAD.serving = True
+    _thread.serving = True
 
 
 def is_serving() -> bool:
-    """Return whether others may need this thread to get their answers."""
-    return THREAD.serving
+    """Return whether this thread carries answers."""
+    return getattr(_thread, "serving", False)
 
 
 class Taken(Exception):

@@ -57,7 +57,7 @@ def test_a_destructor_in_a_thread_that_carries_answers_never_waits_for_a_lock(ot
         locks.mark_serving()
         return take(lock, 30.0)
 
-    with lock.within(30.0), pytest.raises(Refused, match="which may wait for this one: this is a destructor"):
+    with lock.within(30.0), pytest.raises(Refused, match="which may wait for this one: a destructor"):
         other(collected)
     assert other(collected)  # nobody has it
     with ThreadPoolExecutor(1) as third, lock.within(30.0), pytest.raises(Timeout):

@@ -214,6 +214,7 @@ def test_an_episode_survives_the_death_of_the_only_worker() -> None:
         def stepped(step: int) -> None:
             if step == 4:
                 os.kill(env.pids[0], signal.SIGKILL)
+                os.waitid(os.P_PID, env.pids[0], os.WEXITED | os.WNOWAIT)  # it may take another step before
 
         rollout, episodes = play(
             env, Always(action(Blue.RESTORE, "User1")), ORDER, steps=10, weight=30.0, stepped=stepped

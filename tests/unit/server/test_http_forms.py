@@ -37,6 +37,9 @@ class Transport(asyncio.Transport):
     def resume_reading(self):
         pass
 
+    def can_write_eof(self):
+        return False
+
 
 async def app(scope, receive, send):
     await send({"type": "http.response.start", "status": 418, "headers": []})
