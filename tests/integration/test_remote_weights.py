@@ -9,7 +9,6 @@ import sys
 import threading
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,7 +17,6 @@ from tests.serving import serving, wait_until
 
 from jurybox.client import Busy, ModelNotFound, Refused, ServerGone, SpecMismatch, Timeout
 from jurybox.protocol.errors import Code, Error, ProtocolMismatch
-from jurybox.protocol.locks import THREAD
 from jurybox.protocol.weights import WeightsLayout
 
 grpc = pytest.importorskip("grpc")
@@ -461,19 +459,6 @@ def test_an_unreferenced_publisher_frees_its_slot(remote, client):
     gc.collect()
     wait_until(lambda: freed(client, "policy"), what="the publisher slot")
     wait_until(lambda: not thread.locked(), what="the thread's end")
-
-
-def test_a_stream_closed_within_a_call_does_not_wait_for_a_thread_that_may_need_this_one(remote, client, monkeypatch):
-    publisher = RemotePublisher(remote, "policy")
-    stream, waited = publisher._stream, []
-    lock = stream._exchange.over
-    monkeypatch.setattr(
-        stream._exchange, "over", SimpleNamespace(acquire=lambda **_: waited.append(1), release=lock.release)
-    )
-    monkeypatch.setattr(THREAD, "serving", True)
-    stream.close()
-    assert not waited
-    wait_until(lambda: not lock.locked(), what="the thread's end")
 
 
 def test_an_interrupted_publication_leaves_a_usable_publisher(remote, client, monkeypatch):

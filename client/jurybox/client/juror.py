@@ -21,7 +21,6 @@ import numpy as np
 
 from jurybox.client.juror_calls import Answer, Part, Waiting
 from jurybox.client.juror_rows import Call, Inputs
-from jurybox.client.locks import NESTED
 from jurybox.client.server import Server, connect
 from jurybox.protocol.errors import (
     Busy,
@@ -36,6 +35,7 @@ from jurybox.protocol.errors import (
     Timeout,
     said,
 )
+from jurybox.protocol.locks import NESTED
 from jurybox.protocol.spec import BYTES, ModelSpec, TensorSpec
 
 if TYPE_CHECKING:

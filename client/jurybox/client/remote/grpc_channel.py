@@ -24,9 +24,14 @@ from jurybox.client.link import closed_connection
 from jurybox.protocol import control_pb2, forks, open_inference_pb2
 from jurybox.protocol.address import is_loopback
 from jurybox.protocol.errors import TABLE, Busy, Code, Error, Refused, ServerGone, Timeout, error_for
-from jurybox.protocol.locks import IN_SERVICE, THREAD, is_serving, mark_serving
+from jurybox.protocol.locks import IN_SERVICE, is_serving, mark_serving
 from jurybox.protocol.open_inference_pb2 import ModelInferRequest, ModelInferResponse
 from jurybox.protocol.remote_weights_pb2 import WeightsRefusal
+
+try:
+    from grpc import _observability
+except ImportError:  # gRPC is older than it
+    _observability = None
 
 CODE = "jurybox-code"  # trailing metadata: the errors.Code, because several of them share a gRPC status
 _MOST_BYTES = 1 << 30
@@ -67,6 +72,20 @@ _MEANING = {
     grpc.StatusCode.RESOURCE_EXHAUSTED: Code.TOO_LARGE,  # gRPC itself refused a message; BUSY always has its code
 }
 _BY_STATUS = {row.grpc: code for code, row in reversed(TABLE.items())}
+
+
+@contextlib.contextmanager
+def _plugin() -> Iterator[Any]:
+    """Give gRPC's plugin of observability, as `grpc._observability.get_plugin` does, but hold no lock meanwhile.
+
+    Its lock is one for the whole process, held when a call starts and ends. A signal handler or a destructor that runs
+    just then would keep every other thread from calling, also the one whose answer it waits for.
+    """
+    yield getattr(_observability, "_OBSERVABILITY_PLUGIN", None)
+
+
+if hasattr(_observability, "get_plugin"):
+    _observability.get_plugin = _plugin
 
 
 class _Core:
@@ -190,10 +209,7 @@ class Channels:
             calls = self._free.pop()
         except IndexError:
             calls = _Calls(self.open())
-        serving = THREAD.serving
         try:
-            # At times gRPC holds a lock of the whole process, which a handler that runs meanwhile keeps from others.
-            THREAD.serving = True
             answer = calls.of(method.path)(
                 message, timeout=timeout, metadata=self.metadata, wait_for_ready=wait_for_ready or None
             )
@@ -205,8 +221,6 @@ class Channels:
             _interrupted.append(calls.channel)
             calls.channel.close()
             raise
-        finally:
-            THREAD.serving = serving  # first, and without a call: no handler can come before it
         self._give(calls)
         return method.response.FromString(answer)
 
@@ -246,11 +260,9 @@ class TicketCalls:
         """Start a ModelInfer. `done` is called with it in a thread of gRPC, or with None if it could not be started.
 
         Raises:
-            Refused: as `Channels.open`; or this thread must not wait for another one.
+            Refused: as `Channels.open`.
         """
         CORE.check()
-        if is_serving():
-            raise Refused(f"no request can be sent by another thread and awaited here: {IN_SERVICE}")
         if (queue := self._queue) is None:
             channel, queue = self._channels.open(), SimpleQueue()
             self._ends.append(weakref.finalize(self, queue.put, None))
@@ -482,7 +494,7 @@ class RemoteStream:
         if self._forked:
             return
         self._end()
-        if not is_serving() and self._exchange.over.acquire(timeout=self._timeout):  # else it may need this thread
+        if not is_serving() and self._exchange.over.acquire(timeout=self._timeout):  # else it may be this thread
             self._exchange.over.release()  # others may wait, too
 
     def _require_own(self) -> None:
