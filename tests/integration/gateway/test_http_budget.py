@@ -23,10 +23,18 @@ from jurybox.server.security.access import Access
 from jurybox.server.security.limits import ANSWERS, RECEIVED, Watch
 
 MIB = 1 << 20
+DONE = threading.Event()  # the slow answers are computed
 
 
 async def large(request: Request) -> Response:
     return Response(bytes(int(request.query_params["n"])))
+
+
+async def slow(_request: Request) -> Response:
+    with limits.room_for_answer(3 * MIB + MIB // 4):
+        while not DONE.is_set():  # noqa: ASYNC110  another thread sets it
+            await asyncio.sleep(0.01)
+    return Response("computed")
 
 
 async def echo(request: Request) -> Response:
@@ -39,7 +47,7 @@ class Served:
     def __init__(self):
         access = Access(max_message=MIB)
         self.budget = access.budget()
-        app = Starlette(routes=[Route("/large", large), Route("/echo", echo, methods=["POST"])])
+        app = Starlette(routes=[Route("/large", large), Route("/slow", slow), Route("/echo", echo, methods=["POST"])])
         self.server = HttpServer("127.0.0.1:0", app, access, budget=self.budget)
         self.loop = asyncio.new_event_loop()
         self.thread = threading.Thread(target=self._serve, daemon=True)
@@ -111,6 +119,20 @@ def test_a_reader_that_leaves_no_room_for_others_is_ended(served, client):
         assert served.budget.held(ANSWERS) > 6 * MIB
         served.check(limits.UNREAD + 1)
         wait_until(lambda: served.budget.held(ANSWERS) == 0, 20, "it is ended")
+
+
+def test_answers_that_take_long_to_compute_end_no_connection(served, client):
+    DONE.clear()
+    with contextlib.ExitStack() as stack:
+        asking = [stack.enter_context(contextlib.closing(served.connected())) for _ in range(2)]
+        for connection in asking:
+            connection.sendall(asked("/slow"))
+        wait_until(lambda: served.budget.held(ANSWERS) > 6 * MIB, 20, "there is no room for others")
+        for later in (0, limits.UNREAD + 1, 2 * limits.UNREAD + 2):
+            served.check(later)
+        DONE.set()
+        for connection in asking:
+            assert connection.recv(1000).startswith(b"HTTP/1.1 200")
 
 
 def test_a_slow_reader_that_is_in_nobodys_way_is_not_ended(served, client):

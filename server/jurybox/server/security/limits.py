@@ -119,18 +119,36 @@ class DecodedCharge:
 OF_REQUEST: ContextVar[Charge | None] = ContextVar("OF_REQUEST", default=None)
 
 
+# The bytes of answers that are being computed, by account: nobody can have read them.
+_computed: dict[native.Account, int] = {}
+
+
+def unread(account: native.Account) -> int:
+    """Return the bytes of answers that wait for their client to read them."""
+    return account.held(ANSWERS) - _computed.get(account, 0)
+
+
 @contextmanager
 def room_for_answer(size: int) -> Iterator[None]:
-    """Hold room for an answer of `size` bytes while it is computed. Raises Refused (code BUSY) if there is none."""
+    """Hold room for an answer of `size` bytes while it is computed. Use it in one event loop only.
+
+    Raises:
+        Refused: there is no room (code BUSY).
+    """
     request = OF_REQUEST.get()
     if request is None:
         yield
         return
     answers = Charge(request.budget, request.account, ANSWERS)
     answers.take(size)
+    account = answers.account
+    _computed[account] = _computed.get(account, 0) + size
     try:
         yield
     finally:
+        _computed[account] -= size
+        if not _computed[account]:
+            del _computed[account]
         answers.give()
 
 
@@ -179,8 +197,11 @@ class Watch:
         if not connections or self._budget.held(ANSWERS) < 3 * self._budget.in_all[ANSWERS] // 4:
             self._most = None
             return
-        most = max(connections, key=lambda one: one.account.held(ANSWERS))
-        owed = most.account.held(ANSWERS)
+        most = max(connections, key=lambda one: unread(one.account))
+        owed = unread(most.account)
+        if not owed:  # all of it is being computed
+            self._most = None
+            return
         if most is not self._most or owed < self._owed:
             self._most, self._since = most, now
         elif now - self._since >= UNREAD:
