@@ -73,3 +73,33 @@ def test_nothing_interrupts_the_last_clearing_up():
 
 def test_without_a_signal_there_is_no_exit_status():
     assert says("interrupts.check(); print(interrupts.exit_status())") == ["None"]
+
+
+ENDS = """
+import atexit, signal, sys
+from jurybox.training import interrupts
+class Slow:
+    def __del__(self):
+        print("taken apart", flush=True)
+kept = Slow()
+atexit.register(print, "registered before")
+interrupts.take_over()
+try:
+    if len(sys.argv) > 1:
+        signal.raise_signal(signal.SIGTERM)
+except KeyboardInterrupt:
+    pass
+interrupts.ignore_from_now_on(143)
+atexit.register(print, "registered later")
+sys.exit(143)
+"""
+
+
+@pytest.mark.parametrize("signalled", [False, True])
+def test_after_a_signal_the_exit_does_all_but_take_the_modules_apart(signalled):
+    done = subprocess.run(
+        [sys.executable, "-c", ENDS, *(["x"] if signalled else [])], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 143, done.stderr
+    said = ["registered later", "registered before"]
+    assert done.stdout.splitlines() == (said if signalled else [*said, "taken apart"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import signal
 from pathlib import Path
 
 import pytest
@@ -83,3 +84,11 @@ def test_a_resumed_run_knows_its_last_evaluation(tmp_path):
     signals.ask()
     outcome = run(planned, tmp_path, Rows(), serial=True, resume=True, signals=signals)
     assert evaluation and outcome.evaluation == evaluation
+
+
+@pytest.mark.parametrize(("number", "drawn"), [(signal.SIGTERM, False), (signal.SIGINT, True)])
+def test_sigterm_is_not_kept_waiting_for_a_report_and_ctrl_c_gets_one(tmp_path, number, drawn):
+    signals = Signals()
+    signals.ask(number)
+    assert train(tmp_path, serial=True, signals=signals).end is End.SIGNAL
+    assert (tmp_path / "report.html").exists() == drawn and (tmp_path / "summary.json").exists()

@@ -8,6 +8,7 @@ the exception was swallowed.
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import sys
@@ -18,7 +19,7 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
-_EXIT_SECONDS = 3.0  # for the interpreter's exit
+_EXIT_SECONDS, _SIGNAL_EXIT_SECONDS = 3.0, 1.0  # for the interpreter's exit; after a signal, somebody waits for it
 
 
 class _State:
@@ -58,11 +59,24 @@ def ignore_from_now_on(status: int = 0) -> None:
         # Not a Python handler: at exit the interpreter would restore the default, and the next signal would kill it.
         signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=_end_after_main, args=(status,), name="end", daemon=True).start()
+    if _state.received:
+        atexit.register(_end_now, status)  # the last one registered runs first
+
+
+def _end_now(status: int) -> None:
+    """Run the other functions of the exit, and end: on a busy machine it takes seconds to take torch's modules apart."""
+    atexit.unregister(_end_now)
+    atexit._run_exitfuncs()
+    _end(status)
 
 
 def _end_after_main(status: int) -> None:
     threading.main_thread().join()  # which has done all that it does when the interpreter begins its exit
-    time.sleep(_EXIT_SECONDS)
+    time.sleep(_SIGNAL_EXIT_SECONDS if _state.received else _EXIT_SECONDS)
+    _end(status)
+
+
+def _end(status: int) -> None:
     for stream in (sys.stdout, sys.stderr):
         with suppress(Exception):
             stream.flush()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
@@ -56,6 +57,8 @@ def recorded_run(
 ) -> Outcome:
     """Carry out a plan, and write settings.json, metrics.csv, summary.json and report.html to `folder`.
 
+    After SIGTERM no report is written: the run ends within seconds, and continues with `resume`.
+
     If `resume` is set and the run has made all its steps already, nothing is trained; only its report is written again.
 
     Args:
@@ -88,6 +91,11 @@ def recorded_run(
             log.extend_summary(end=outcome.text, **{name: getattr(outcome, name) for name in _SAID})
         else:
             notify(f"the run in {folder} has made all its {outcome.env_steps:,} steps: it stays as it is")
+        signals = options.get("signals")
+        if outcome.end is End.SIGNAL and signals is not None and signals.first == signal.SIGTERM:
+            # Whoever sends it kills what has not ended in time, and drawing takes seconds. Ctrl-C gets its report.
+            log.finish([])
+            return outcome
         try:
             write_atomically(folder / "report.html", report(outcome, log.rows()))
         except Exception as error:
