@@ -1,4 +1,4 @@
-"""Every training that compose.yaml runs ends within seconds of SIGTERM, as `docker compose stop` sends it, under load too."""
+"""A training of compose.yaml ends within seconds of SIGTERM, which `docker compose stop` sends, on a busy machine too."""
 
 from __future__ import annotations
 

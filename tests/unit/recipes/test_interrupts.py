@@ -4,6 +4,8 @@ import subprocess
 import sys
 import textwrap
 
+import pytest
+
 HEAD = """
 import os, signal
 from jurybox.training import interrupts

@@ -64,7 +64,7 @@ def ignore_from_now_on(status: int = 0) -> None:
 
 
 def _end_now(status: int) -> None:
-    """Run the other functions of the exit, and end: on a busy machine it takes seconds to take torch's modules apart."""
+    """Run the other functions of the exit, and end: taking torch's modules apart takes seconds on a busy machine."""
     atexit.unregister(_end_now)
     atexit._run_exitfuncs()
     _end(status)
