@@ -1,4 +1,4 @@
-"""A training of compose.yaml ends within seconds of SIGTERM, which `docker compose stop` sends, on a busy machine too."""
+"""Trainings of compose.yaml end within seconds of SIGTERM, as `docker compose stop` sends it, on a busy machine too."""
 
 from __future__ import annotations
 

@@ -93,6 +93,7 @@ except KeyboardInterrupt:
     pass
 interrupts.ignore_from_now_on(143)
 atexit.register(print, "registered later")
+interrupts.shorten_exit(143)
 sys.exit(143)
 """
 

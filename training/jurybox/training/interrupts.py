@@ -59,12 +59,21 @@ def ignore_from_now_on(status: int = 0) -> None:
         # Not a Python handler: at exit the interpreter would restore the default, and the next signal would kill it.
         signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=_end_after_main, args=(status,), name="end", daemon=True).start()
+
+
+def shorten_exit(status: int) -> None:
+    """After a signal, let the interpreter's exit end when the functions of `atexit` have run. Call it last.
+
+    On a busy machine the rest, taking torch's modules apart, takes seconds.
+
+    Args:
+        status: the process's exit status.
+    """
     if _state.received:
-        atexit.register(_end_now, status)  # the last one registered runs first
+        atexit.register(_end_now, status)  # runs first
 
 
 def _end_now(status: int) -> None:
-    """Run the other functions of the exit, and end: taking torch's modules apart takes seconds on a busy machine."""
     atexit.unregister(_end_now)
     atexit._run_exitfuncs()
     _end(status)

@@ -349,6 +349,7 @@ def until_interrupted(
         errors.print(left(), highlight=False, markup=False)
     if status == 0:
         console.print(f"\n{result}", highlight=False, markup=False)
+    interrupts.shorten_exit(status)
     raise typer.Exit(status)
 
 
