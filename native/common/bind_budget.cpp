@@ -29,7 +29,12 @@ void bind_budget(nb::module_& m) {
         .def_prop_ro("each", [](const Budget& self) { return self.limits().each; })
         .def_prop_ro("in_all", [](const Budget& self) { return self.limits().in_all; })
         .def("held", [](const Budget& self, int kind) { return self.held(kind_of(kind)); }, nb::arg("kind"))
-        .def("refused", [](const Budget& self, int kind) { return self.refused(kind_of(kind)); }, nb::arg("kind"), "How often a request for more was refused.");
+        .def("refused",
+             [](const Budget& self, int kind, int reason) {
+                 if (reason < 0 || reason > 2) throw std::invalid_argument("expected a refusal of Account.take: 1 or 2, or 0 for both");
+                 return reason == 0 ? self.refused(kind_of(kind)) : self.refused(kind_of(kind), static_cast<Refusal>(reason));
+             },
+             nb::arg("kind"), nb::arg("reason") = 0, "How often a request for more was refused, with this result of `Account.take`; 0: with either.");
 
     nb::class_<Account>(m, "Account", "What one connection holds of a budget; what is left is returned with the object.")
         .def(nb::init<std::shared_ptr<Budget>>(), nb::arg("budget"))

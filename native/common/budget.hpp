@@ -40,7 +40,9 @@ class Budget {
 
     const BudgetLimits& limits() const { return limits_; }
     std::size_t held(Resource kind) const { return held_[index(kind)].load(std::memory_order_relaxed); }
-    std::uint64_t refused(Resource kind) const { return refused_[index(kind)].load(std::memory_order_relaxed); }
+    // How often a request for more was refused for this reason.
+    std::uint64_t refused(Resource kind, Refusal reason) const { return refused_[index(kind)][reason == Refusal::kAll].load(std::memory_order_relaxed); }
+    std::uint64_t refused(Resource kind) const { return refused(kind, Refusal::kShare) + refused(kind, Refusal::kAll); }
 
   private:
     friend class Account;
@@ -61,7 +63,7 @@ class Budget {
 
     const BudgetLimits limits_;
     std::array<std::atomic<std::size_t>, kResources> held_{};
-    std::array<std::atomic<std::uint64_t>, kResources> refused_{};
+    std::array<std::array<std::atomic<std::uint64_t>, 2>, kResources> refused_{};
 };
 
 // What one connection holds. Its destructor returns everything.
@@ -92,7 +94,7 @@ class Account {
             held.fetch_sub(size, std::memory_order_relaxed);
             refusal = Refusal::kAll;
         }
-        if (refusal != Refusal::kNone) budget_->refused_[Budget::index(kind)].fetch_add(1, std::memory_order_relaxed);
+        if (refusal != Refusal::kNone) budget_->refused_[Budget::index(kind)][refusal == Refusal::kAll].fetch_add(1, std::memory_order_relaxed);
         return refusal;
     }
 
