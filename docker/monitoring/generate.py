@@ -29,14 +29,15 @@ LAYOUT: dict[str, list[str]] = {
     "Weights": ["weights_version", "weights_newest_version", "weights_lag_versions", "weights_publications",
                 "weights_updates", "weights_update_duration_seconds", "weights_age_seconds", "versions_not_held"],
     "Clients and memory": ["lanes_in_use", "rows_in_use", "sessions_in_use", "arena_rows", "arena_bytes",
-                           "shared_memory_bytes", "device_bytes", "model_ready"],
+                           "shared_memory_bytes", "device_bytes", "model_ready", "client_bytes", "client_limit_bytes",
+                           "client_calls", "client_refusals"],
     "Robots": ["robot_connections", "robot_requests", "robot_request_failures", "robot_delay_seconds",
                "robot_batch_wait_seconds", "robot_jitter_seconds", "robot_client_delay_seconds",
                "robot_client_jitter_seconds", "robot_client_chunks_dropped", "robot_client_starved_steps",
                "robot_sessions", "robot_connections_opened", "robot_connections_refused"],
 }  # fmt: skip
 COLLAPSED = {"Robots"}  # rows that are opened by whoever needs them
-NOT_SHOWN = {"build_info", "start_time_seconds", "model_audit"}
+NOT_SHOWN = {"build_info", "start_time_seconds", "model_audit", "client_limit_calls"}
 
 # Alerting rules: name, PromQL over metrics of the table, duration, summary.
 ALERTS = [
@@ -216,7 +217,8 @@ def _queries(metric: Metric) -> Iterator[tuple[str, str]]:
     """PromQL and legend for a metric, by its kind."""
     chosen = '{instance=~"$instance"' + (', model=~"$model"}' if "model" in metric.labels else "}")
     by = ", ".join(("instance", *metric.labels))
-    legend = "{{instance}} " + _LEGEND[metric.labels[0]] + (" {{reason}}" if "reason" in metric.labels else "")
+    shown = ("{{instance}}", *(_LEGEND.get(label, "{{%s}}" % label) for label in metric.labels))  # noqa: UP031  braces
+    legend = " ".join(shown)
     name = f"{metric.full_name}{chosen}"
     if metric.kind is Kind.HISTOGRAM:
         buckets = f"sum by ({by}, le) (rate({metric.full_name}_bucket{chosen}[$__rate_interval]))"

@@ -235,3 +235,19 @@ def test_what_clients_may_make_a_server_hold_is_computed_from_its_setting(settin
     finding = checks.check_clients(setting, free * MIB)
     assert (finding.level, told in finding.found) == (level, True)
     assert level is Level.OK or "max_message_mib to 32" in finding.remedy
+
+
+@pytest.mark.parametrize(
+    ("text", "environ", "setting"),
+    [
+        ("[server]\nmax_message_mib = 16\n", {}, "16"),
+        ("[server]\nmax_message_mib = 16\n", {"JURYBOX_MAX_MESSAGE_MIB": "8"}, "8"),
+        ("[models.a]\n", {}, ""),
+        (None, {}, ""),
+    ],
+)
+def test_the_limits_of_clients_are_those_of_the_configuration(tmp_path, text, environ, setting):
+    file = None if text is None else tmp_path / "server.toml"
+    if file is not None:
+        file.write_text(text)
+    assert checks._max_message_mib(file, environ) == setting

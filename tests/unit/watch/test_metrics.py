@@ -9,6 +9,7 @@ import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as open_families
 from prometheus_client.parser import text_string_to_metric_families
 
+from jurybox import native
 from jurybox.protocol.errors import Code, Refused, SpecMismatch
 from jurybox.protocol.segment import segment_name
 from jurybox.protocol.weights import WeightsChannel, WeightsLayout
@@ -195,3 +196,29 @@ def test_a_model_name_cannot_break_the_format(scene):
     scene.models[0].name = 'a"b\\c'
     scene.add(0, PHOTO, requests=1)
     assert value(scene, "requests_total", model='a"b\\c') == 1
+
+
+def test_what_the_gateway_holds_and_refuses_is_told_by_kind_and_reason(scene):
+    budget = native.Budget((100, 100, 2), (150, 150, 3))
+    first, second = native.Account(budget), native.Account(budget)
+    assert [first.take(0, 90), first.take(0, 20), second.take(0, 90), first.take(1, 30), first.take(2, 1)] == [
+        0,
+        1,
+        2,
+        0,
+        0,
+    ]
+    body, _ = exposition(scene.snapshot(budget=budget), "")
+    found = {
+        (sample.name.removeprefix("jurybox_client_"), *sample.labels.values()): sample.value
+        for family in text_string_to_metric_families(body.decode())
+        for sample in family.samples
+        if sample.name.startswith("jurybox_client_")
+    }
+    assert found == {
+        ("bytes", "received"): 90, ("bytes", "answers"): 30, ("calls",): 1,
+        ("limit_bytes", "received"): 150, ("limit_bytes", "answers"): 150, ("limit_calls",): 3,
+        ("refusals_total", "received", "connection"): 1, ("refusals_total", "received", "all"): 1,
+        ("refusals_total", "answers", "connection"): 0, ("refusals_total", "answers", "all"): 0,
+        ("refusals_total", "calls", "connection"): 0, ("refusals_total", "calls", "all"): 0,
+    }  # fmt: skip

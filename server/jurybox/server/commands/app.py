@@ -135,6 +135,9 @@ _STYLES = {"ok": "green", "warn": "yellow", "fail": "red"}
 
 
 def doctor(
+    config: Annotated[
+        Path | None, typer.Argument(help="A server's configuration, to check its limits.", exists=True, dir_okay=False)
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     fix: Annotated[
         bool, typer.Option("--fix", help="Remove the shared memory and sockets that dead servers left.")
@@ -144,7 +147,11 @@ def doctor(
     from jurybox.server.doctor.checks import examine
     from jurybox.server.doctor.host import Level
 
-    findings = examine(fix=fix)
+    try:
+        findings = examine(fix=fix, config=config)
+    except ValueError as error:  # no TOML
+        typer.echo(f"jurybox doctor: {config}: {error}", err=True)
+        raise typer.Exit(_FAILED) from error
     failed = any(finding.level is Level.FAIL for finding in findings)
     if as_json:
         report = {"ok": not failed, "findings": [dataclasses.asdict(finding) for finding in findings]}

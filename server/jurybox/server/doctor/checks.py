@@ -12,6 +12,7 @@ import resource
 import secrets
 import sys
 import tempfile
+import tomllib
 from collections.abc import Callable, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -34,8 +35,13 @@ _FILES_OF_A_SERVER = 128
 _PACKAGES = ("numpy", "pyzmq", "protobuf", "torch", "safetensors", "fastapi", "uvicorn", "pydantic")
 
 
-def examine(*, fix: bool = False) -> list[Finding]:
-    """Run all checks on this host. With `fix`, remove the shared memory and sockets of dead processes."""
+def examine(*, fix: bool = False, config: Path | None = None) -> list[Finding]:
+    """Run all checks on this host.
+
+    Args:
+        fix: remove the shared memory and sockets of dead processes.
+        config: a server's configuration, whose limits are checked; None: the defaults.
+    """
     room, inodes = host.room(directory())
     checks: tuple[Callable[[], Finding], ...] = (
         lambda: check_python(sys.version_info[:3], sys.platform),
@@ -45,7 +51,7 @@ def examine(*, fix: bool = False) -> list[Finding]:
         lambda: check_http2(*_nghttp2()),
         lambda: host.check_kernel(os.uname().release),
         lambda: check_memory(*available_memory()),
-        lambda: check_clients(os.environ.get("JURYBOX_MAX_MESSAGE_MIB", ""), available_memory()[0]),
+        lambda: check_clients(_max_message_mib(config, os.environ), available_memory()[0]),
         lambda: check_room(*room, directory()),
         lambda: host.check_inodes(*inodes, directory()),
         check_segment,
@@ -133,11 +139,21 @@ def check_memory(free: int, where: str) -> Finding:
     return ok("memory", text)
 
 
+def _max_message_mib(config: Path | None, environ: Mapping[str, str]) -> str:
+    """Return the setting: from the environment, else from the configuration; "" for its default."""
+    if (given := environ.get("JURYBOX_MAX_MESSAGE_MIB", "")) or config is None:
+        return given
+    try:
+        return str(tomllib.loads(config.read_text())["server"]["max_message_mib"])
+    except KeyError:
+        return ""
+
+
 def check_clients(max_message_mib: str, free: int) -> Finding:
     """Check what gateway and relay may hold for their clients at most.
 
     Args:
-        max_message_mib: the setting from the environment; "" for its default.
+        max_message_mib: the setting; "" for its default.
     """
     try:
         from jurybox.server.security.access import SecuritySettings

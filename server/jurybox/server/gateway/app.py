@@ -19,6 +19,7 @@ from starlette.requests import ClientDisconnect
 from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from jurybox import native
 from jurybox.protocol.errors import TABLE, Code, Error, ServerGone, Timeout, plain, said
 from jurybox.protocol.revision import source_revision
 from jurybox.protocol.wire import PROTOCOL_VERSION, build_version
@@ -253,6 +254,7 @@ def create_app(
     routers: Sequence[APIRouter] = (),
     ports: Mapping[str, PortCounters] | None = None,
     timeouts: Mapping[str, int] | None = None,
+    budget: native.Budget | None = None,
 ) -> FastAPI:
     """Create the application over a source of the server's status.
 
@@ -262,6 +264,7 @@ def create_app(
         routers: further routes.
         ports: the counters of each port for robots, by name.
         timeouts: the number of requests that were not answered in time, by model.
+        budget: what the process holds for its clients.
     """
     app = FastAPI(
         title="Jurybox",
@@ -336,7 +339,7 @@ def create_app(
         """Return the status document, as `jurybox status --json` prints it."""
         return await source.status()
 
-    app.state.watching = Watching(source, ports, timeouts)
+    app.state.watching = Watching(source, ports, timeouts, budget)
     app.include_router(app.state.watching.router)
     for router in routers:
         app.include_router(router)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import StreamingResponse
 
+from jurybox import native
 from jurybox.client import Error, Server, ServerGone, Timeout, connect
 from jurybox.protocol.errors import Code, Refused, said
 from jurybox.server.gateway.metrics import exposition
@@ -133,6 +134,7 @@ class Watching:
         source: source of the server's status.
         ports: the counters of each port for robots, by name.
         timeouts: the number of requests that were not answered in time, by model.
+        budget: what the process holds for its clients.
 
     Attributes:
         router: the routes, for an application to include.
@@ -143,8 +145,9 @@ class Watching:
         source: StatusSource,
         ports: Mapping[str, PortCounters] | None = None,
         timeouts: Mapping[str, int] | None = None,
+        budget: native.Budget | None = None,
     ) -> None:
-        self._watch = Watch(source, ports, timeouts)
+        self._watch = Watch(source, ports, timeouts, budget)
         self._broadcast = Broadcast(self._watch)
         self.router = APIRouter()
         self.router.add_api_route("/metrics", self._metrics, response_class=Response, summary="For Prometheus")
@@ -199,10 +202,12 @@ class Watch:
         source: StatusSource,
         ports: Mapping[str, PortCounters] | None = None,
         timeouts: Mapping[str, int] | None = None,
+        budget: native.Budget | None = None,
     ) -> None:
         self._source = source
         self._ports = ports
         self._timeouts = timeouts
+        self._budget = budget
         self._reader = ScoreboardReader()
         self._document: Document | None = None
         self._asked = 0.0
@@ -225,7 +230,7 @@ class Watch:
                 if self._document is None or time.monotonic() - self._asked >= _SILENT_FOR:
                     raise
         try:
-            return self._reader.read(self._document, self._ports, self._timeouts)
+            return self._reader.read(self._document, self._ports, self._timeouts, self._budget)
         except ServerGone:
             self._document = None
             raise

@@ -16,6 +16,7 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.registry import Collector
 
+from jurybox import native
 from jurybox.client.chunks import DROPPED
 from jurybox.protocol.revision import source_revision
 from jurybox.protocol.scoreboard import BATCH_BUCKETS, EngineState
@@ -206,6 +207,28 @@ def _arena_bytes(snapshot: Snapshot, at: int) -> float | None:
     return size
 
 
+_HELD = ("received", "answers", "calls")  # in the order of native.Budget
+_REFUSED = ("connection", "all")
+
+
+def _budget(read: Callable[[native.Budget, int], float], kinds: Sequence[int]) -> Callable[[Snapshot], Samples]:
+    """Return a reader of one sample for each of these kinds of the gateway's budget."""
+
+    def samples(snapshot: Snapshot) -> Samples:
+        if snapshot.budget is not None:
+            for kind in kinds:
+                yield (_HELD[kind],), read(snapshot.budget, kind)
+
+    return samples
+
+
+def _budget_refusals(snapshot: Snapshot) -> Samples:
+    if snapshot.budget is not None:
+        for kind, name in enumerate(_HELD):
+            for reason, whose in enumerate(_REFUSED, 1):
+                yield (name, whose), float(snapshot.budget.refused(kind, reason))
+
+
 def _build(snapshot: Snapshot) -> Samples:
     server = snapshot.document["server"]
     labels = (server["build"], source_revision() or "", str(PROTOCOL_VERSION), platform.python_version(), server["id"])
@@ -386,6 +409,31 @@ TABLE = (
         by_engine(lambda record, snapshot, _: (snapshot.taken - int(record["heartbeat"])) / _NS
                   if record["heartbeat"] else None),
         "seconds",
+    ),
+    Metric(
+        "client_bytes", _GAUGE, ("kind",), "Bytes that the gateway holds for its clients.",
+        "`received`: requests until they are answered. `answers`: what clients have not read. At "
+        "`client_limit_bytes`, more is refused.", _budget(lambda budget, kind: float(budget.held(kind)), (0, 1)),
+        "bytes",
+    ),
+    Metric(
+        "client_limit_bytes", _GAUGE, ("kind",), "Bytes that the gateway may hold for all its clients.",
+        "It follows from `max_message_mib` and the memory limit.",
+        _budget(lambda budget, kind: float(budget.in_all[kind]), (0, 1)), "bytes",
+    ),
+    Metric(
+        "client_calls", _GAUGE, (), "gRPC calls in progress.", "At `client_limit_calls`, more are refused.",
+        lambda snapshot: [] if snapshot.budget is None else [((), float(snapshot.budget.held(2)))],
+    ),
+    Metric(
+        "client_limit_calls", _GAUGE, (), "gRPC calls that may be in progress.", "A constant.",
+        lambda snapshot: [] if snapshot.budget is None else [((), float(snapshot.budget.in_all[2]))],
+    ),
+    Metric(
+        "client_refusals", _COUNTER, ("kind", "reason"), "Requests that the gateway refused for want of room.",
+        "`connection`: a client holds its share, so it should wait for answers and read them. `all`: clients together "
+        "hold what the gateway may: raise `max_message_mib`, or look for the one that does not read. Begins at zero "
+        "with the gateway's process.", _budget_refusals,
     ),
     Metric(
         "robot_connections", _GAUGE, _PORT, "Robots connected to a port of [robots].",

@@ -70,9 +70,9 @@ async def serve(control_pipe: ControlPipe, orders: dict[str, Any], log: Log) -> 
 
             routes = applications(orders["dialects"], orders["address"], log, doors, oip.lanes.timeouts)
             routers.append(routes.paths)
-        robots = _robot_servers(orders, access, doors)
+        robots = _robot_servers(orders, access, doors, budget)
         counters = {name: robot.counters for name, robot in robots.items()}
-        app = create_app(source, oip.reasons, routers, counters, oip.lanes.timeouts)
+        app = create_app(source, oip.reasons, routers, counters, oip.lanes.timeouts, budget)
         http = None
         if orders["http"]:
             whole, protocol = app if routes is None else DialectPaths(app, routes.endpoints), protocol_of(oip, doors)
@@ -169,12 +169,15 @@ def _grpc_server(
     return GrpcServer(orders["grpc"], services, oip.reasons, access, orders.get("grpc_http2", "auto"), doors, budget)
 
 
-def _robot_servers(orders: dict[str, Any], access: Access, doors: Doors) -> dict[str, RobotServer]:
+def _robot_servers(
+    orders: dict[str, Any], access: Access, doors: Doors, budget: native.Budget
+) -> dict[str, RobotServer]:
     if not (robots := orders.get("robots")):
         return {}
     from jurybox.server.gateway.robots.server import RobotServer
 
-    return {name: RobotServer(name, settings, orders["address"], access, doors) for name, settings in robots.items()}
+    where = orders["address"]
+    return {name: RobotServer(name, settings, where, access, doors, budget) for name, settings in robots.items()}
 
 
 class _Doorway(Protocol):

@@ -25,6 +25,7 @@ from jurybox.protocol.segment import segment_name
 from jurybox.server.status import percentile
 
 if TYPE_CHECKING:
+    from jurybox import native
     from jurybox.server.gateway.robots.counters import PortCounters
 
 Document = dict[str, Any]
@@ -43,6 +44,7 @@ class Snapshot:
         lanes: the lanes in use, (lanes,) of scoreboard.LANE.
         ports: the gateway's counters of each port for robots, by name; they are not on the scoreboard.
         timeouts: the gateway's number of requests that were not answered in time, by model; likewise.
+        budget: what the gateway holds for its clients; None: there is no gateway.
     """
 
     taken: int
@@ -53,6 +55,7 @@ class Snapshot:
     lanes: NDArray[Any]
     ports: Mapping[str, PortCounters] = field(default_factory=dict)
     timeouts: Mapping[str, int] = field(default_factory=dict)
+    budget: native.Budget | None = None
 
     @property
     def server_id(self) -> str:
@@ -112,6 +115,7 @@ class ScoreboardReader:
         document: Document,
         ports: Mapping[str, PortCounters] | None = None,
         timeouts: Mapping[str, int] | None = None,
+        budget: native.Budget | None = None,
     ) -> Snapshot:
         """Take a snapshot.
 
@@ -119,6 +123,7 @@ class ScoreboardReader:
             document: the server's status document.
             ports: the gateway's counters of its ports for robots.
             timeouts: the gateway's number of requests that were not answered in time, by model.
+            budget: what the gateway holds for its clients.
 
         Raises:
             ServerGone: that server is dead.
@@ -138,6 +143,7 @@ class ScoreboardReader:
             lanes=scoreboard.lanes[np.flatnonzero(scoreboard.lanes["lease"])],
             ports=ports or {},
             timeouts=timeouts or {},
+            budget=budget,
         )
 
     def close(self) -> None:

@@ -20,6 +20,7 @@ from websockets.asyncio.server import Server, ServerConnection, serve
 from websockets.exceptions import ConnectionClosed
 from websockets.http11 import Request, Response
 
+from jurybox import native
 from jurybox.client import SessionLost, SpecMismatch
 from jurybox.client.chunks import ANSWER_WITHIN, REPORT
 from jurybox.protocol.errors import Busy, Error, plain, said
@@ -29,6 +30,7 @@ from jurybox.server.gateway.robots.msgpack_arrays import Malformed, packb, unpac
 from jurybox.server.gateway.robots.policy import ACTIONS, Episode, RobotPolicy
 from jurybox.server.security.access import Access, Token
 from jurybox.server.security.doors import RETRY_AFTER, Doors, refusal
+from jurybox.server.security.limits import ANSWERS, Charge
 from jurybox.server.settings.endpoints import listen
 
 VLLM_OMNI = "/v1/realtime/robot/openpi"  # the path of vllm-omni's variant
@@ -52,6 +54,7 @@ class RobotServer:
         address: address of the Jurybox server.
         access: token, TLS, and size of the largest message.
         doors: after they have closed, connections end between two observations, and new ones are refused.
+        budget: that of the process; None: one of the server's own.
 
     Attributes:
         bound: the address that it really listens on.
@@ -62,8 +65,15 @@ class RobotServer:
     """
 
     def __init__(
-        self, name: str, settings: Mapping[str, Any], address: str, access: Access, doors: Doors | None = None
+        self,
+        name: str,
+        settings: Mapping[str, Any],
+        address: str,
+        access: Access,
+        doors: Doors | None = None,
+        budget: native.Budget | None = None,
     ) -> None:
+        self._budget = budget or access.budget()
         self._doors = doors or Doors()
         self._name = name
         self._access = access
@@ -137,7 +147,7 @@ class RobotServer:
     async def _serve(self, connection: ServerConnection) -> None:
         path = connection.request.path.partition("?")[0] if connection.request is not None else "/"
         dialect = VllmOmni() if path.rstrip("/") == VLLM_OMNI else Openpi()
-        delays = RobotDelays(self.counters)
+        delays, account = RobotDelays(self.counters), native.Account(self._budget)
         try:
             async with self._policy.episode(_TIMEOUT) as episode:
                 self.counters.opened += 1
@@ -150,7 +160,7 @@ class RobotServer:
                         except TimeoutError:
                             await connection.close(_SERVICE_RESTART, plain(refusal(), 100))
                             return
-                        if not await self._answer(connection, dialect, episode, delays, frame):
+                        if not await self._answer(connection, account, dialect, episode, delays, frame):
                             await connection.close(_INTERNAL_ERROR, "the session is lost: connect again")
                             return
                 finally:
@@ -167,6 +177,7 @@ class RobotServer:
     async def _answer(
         self,
         connection: ServerConnection,
+        account: native.Account,
         dialect: Openpi,
         episode: Episode,
         delays: RobotDelays,
@@ -176,16 +187,22 @@ class RobotServer:
         began = time.monotonic()
         if isinstance(frame, str) and dialect.ignores_text:
             return True
+        received, answers = Charge(self._budget, account), Charge(self._budget, account, ANSWERS)
         try:
+            received.take(2 * len(frame))  # and its arrays
             request = await _read(frame)
             report = ChunkReport(request.pop(REPORT)) if REPORT in request else None
             within = _seconds(request.pop(ANSWER_WITHIN)) if ANSWER_WITHIN in request else None
             reply, observed = await dialect.answered(episode, request, within)
+            answers.take(len(reply))
+            await connection.send(reply)  # returns when the robot has read most of it
         except Error as error:
             self.counters.failed(error)
             await connection.send(dialect.error(said(error)))
             return not (isinstance(error, SessionLost) and dialect.ends_with_session)
-        await connection.send(reply)
+        finally:
+            received.give()
+            answers.give()
         seconds = time.monotonic() - began
         dialect.total_ms = 1e3 * seconds
         if observed:
