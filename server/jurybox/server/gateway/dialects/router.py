@@ -21,7 +21,7 @@ from jurybox.server.gateway.app import NeverCached
 from jurybox.server.gateway.dialects import chat, cosmos, json_dialects, pickle_dialects
 from jurybox.server.gateway.dialects.intake import Intake, Reply, ThreadPool
 from jurybox.server.gateway.dialects.known_paths import ANSWERED, NEVER_CACHED, Endpoint
-from jurybox.server.logs import Log
+from jurybox.server.logs import Log, LogLimiter
 from jurybox.server.security.doors import RETRY_AFTER, Doors, refusal
 from jurybox.server.security.http import DATA_ONLY, Refusal
 
@@ -153,9 +153,10 @@ def applications(
         )
         intakes.append(intake)
         dialect = _DIALECTS[settings["speaks"] or name]
-        answers = dialect.answers(intake, _reporter(log, name))
-        refused = partial(_refusal, name, dialect, log)
-        ends = partial(_answered, name, dialect, log, doors, partial(late.update, [settings["model"]]))
+        report = _reporter(log, name)
+        answers = dialect.answers(intake, report)
+        refused = partial(_refusal, dialect, report)
+        ends = partial(_answered, name, dialect, log, report, doors, partial(late.update, [settings["model"]]))
         answered = {path: partial(ends, answer) for path, answer in answers.items()}
         its = _add(paths, f"/dialects/{name}", name, dialect, intake, answered)
         endpoints |= its
@@ -195,7 +196,14 @@ async def _answered_before() -> Response:
 
 
 async def _answered(
-    name: str, dialect: Dialect, log: Log, doors: Doors, late: Callable[[], None], answer: Endpoint, body: bytes
+    name: str,
+    dialect: Dialect,
+    log: Log,
+    report: Callable[[str], None],
+    doors: Doors,
+    late: Callable[[], None],
+    answer: Endpoint,
+    body: bytes,
 ) -> Reply:
     try:
         return await answer(body)
@@ -210,11 +218,11 @@ async def _answered(
     except Exception as error:  # some clients retry a 500 for a day and a half
         log.error("a dialect failed", dialect=name, error=said(error), exc_info=error)
         failure = ModelFailed(f"the gateway failed at this request ({said(error, 200)}); its log says more")
-    return _refused(name, dialect, log, failure)
+    return _refused(dialect, report, failure)
 
 
-def _refused(name: str, dialect: Dialect, log: Log, failure: Error) -> Reply:
-    log.warning("no reward", dialect=name, reason=said(failure, 300))
+def _refused(dialect: Dialect, report: Callable[[str], None], failure: Error) -> Reply:
+    report(said(failure, 300))
     body, media = dialect.refusal(said(failure, 1000))
     if failure.code in _PASSING:
         return Reply(body, media, 503, headers=(("retry-after", RETRY_AFTER),))
@@ -222,8 +230,10 @@ def _refused(name: str, dialect: Dialect, log: Log, failure: Error) -> Reply:
     return Reply(body, media, dialect.status or (status if status < 500 else 422))
 
 
-def _refusal(name: str, dialect: Dialect, log: Log, failure: Error) -> tuple[int, list[tuple[str, str]], bytes]:
-    reply = _refused(name, dialect, log, failure)
+def _refusal(
+    dialect: Dialect, report: Callable[[str], None], failure: Error
+) -> tuple[int, list[tuple[str, str]], bytes]:
+    reply = _refused(dialect, report, failure)
     return reply.status, reply.fields(), reply.body
 
 
@@ -241,4 +251,6 @@ async def _body(receive: Receive) -> bytes:
 
 
 def _reporter(log: Log, name: str) -> Callable[[str], None]:
-    return lambda why: log.warning("no reward", dialect=name, reason=why)
+    """Return a function that logs why there was no reward, once a second at most: clients cause any number of these."""
+    limited = LogLimiter(log.warning)
+    return lambda why: limited("no reward", dialect=name, reason=why)
