@@ -313,7 +313,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--only", default="", help="attacks whose name contains this")
     options = parser.parse_args()
-    bound = most_held(64 * MIB) // MIB
+    bound, load = most_held(64 * MIB) // MIB, os.getloadavg()[0]
     lines = [
         "| attack | client, requests/s: quiet, under attack | keeps | attacker, cores | MiB: before, peak, 5 s after |",
         "| --- | --- | --- | --- | --- |",
@@ -327,6 +327,7 @@ def main() -> None:
         lines.append(f"| {what} | {rates} | {memory} |")
         print(lines[-1], flush=True)
     told = f"Bound with `max_message_mib = 64`: {bound} MiB beside what a process takes itself. {os.cpu_count()} cores."
+    told += f" The machine's load average was {load:.1f} before and {os.getloadavg()[0]:.1f} after."
     if options.write:
         text = PAGE.read_text()
         start, rest = text.split(BEGIN)

@@ -52,6 +52,7 @@ _MOST_QUEUED = 1 << 20  # bytes of a stream's answers that are queued for the pe
 _READ = 1 << 18  # bytes read at once
 _QUIET = 20.0  # seconds without a byte after which the peer is pinged; it has as long to answer
 _TURN, _TIMED = 0.002, 8  # seconds after which other connections come first, and events between two looks at the clock
+_HEAP = 1 << 16  # bytes of a read after which others come first, too: libuv reads 32 times before it looks at them
 _LONE = 3  # events of a single unary call that arrives at once: call, message, end
 _CALL, _MESSAGE, _COMPRESSED, _END, _GONE, _TOO_LARGE, _REFUSED, _WAKE = range(8)  # native.GrpcConnection's events
 _LOOKED_AT, _LULL = 64, 1.0  # connections, and seconds without a byte, to find one to end where there are too many
@@ -357,11 +358,14 @@ class _Connection(asyncio.BufferedProtocol):
             return
         if over:
             self._transport.close()
-        elif self._events or self.native.more:  # other connections come first
+            return
+        seconds = time.monotonic() - began
+        more = self._events or self.native.more
+        if more or (size >= _HEAP and self._server.pace.rest(self, seconds) > 0):  # other connections come first
             if not self._behind:
                 self._behind = True
                 self._transport.pause_reading()
-            self._server.go_on_later(self, time.monotonic() - began)
+            self._server.go_on_later(self, seconds)
         elif self._behind:
             self._behind = False
             self._transport.resume_reading()
