@@ -175,18 +175,24 @@ class Lane:
             ticket.sender = None
         return ticket
 
-    def ask(self, first: int, rows: int, seconds: float, version: int = 0) -> Answer:
+    def ask(
+        self, first: int, rows: int, seconds: float, version: int = 0, claim: weakref.ref[Any] | None = None
+    ) -> Answer:
         """Send a request for rows already written and wait for its answer. The outputs stay while the rows are held.
+
+        Args:
+            claim: of something that lives as long as the calling method runs; None: one is made.
 
         Raises:
             Timeout: no answer in time; the rows become free when the engine has answered or is gone.
             ServerGone: the server is dead; all tickets are lost.
         """
         deadline = time.monotonic_ns() + int(seconds * 1e9)
-        claim = Claim()
-        this = weakref.ref(claim)
+        if claim is None:
+            made = Claim()
+            claim = weakref.ref(made)
         brief = seconds if seconds < LOOK_AFTER else LOOK_AFTER
-        ticket = self.exchange(first, rows, deadline, version, brief, this, this)
+        ticket = self.exchange(first, rows, deadline, version, brief, claim, claim)
         try:
             return ticket.answer or self.wait(ticket, deadline)
         finally:
@@ -200,7 +206,7 @@ class Lane:
         version: int,
         seconds: float,
         owner: weakref.ref[Any] | None = None,
-        sender: weakref.ref[Claim] | None = None,
+        sender: weakref.ref[Any] | None = None,
     ) -> InFlight:
         """Send a ticket as `submit` does; if no other one is in flight, wait at most `seconds` for its answer.
 
@@ -224,21 +230,18 @@ class Lane:
         self.in_flight[ticket.sequence] = ticket
         try:
             answer = self._transport.exchange(ticket, seconds)
-            if answer is not None:
-                self._settle_one(ticket, answer)
+            if answer is None:
+                pass
+            elif answer.sequence == ticket.sequence and answer.code == Code.OK:  # as a rule
+                ticket.answer = answer
+                self.in_flight.pop(ticket.sequence, None)
+            else:
+                self.settle((answer,), mine=ticket)
         except (TooManyFiles, NotSent) as error:
             ticket.engine, self._unsent_because = UNSENT, str(error)  # `look_after` sends it
         finally:
             ticket.sender = None
         return ticket
-
-    def _settle_one(self, ticket: InFlight, answer: Answer) -> None:
-        """Settle the answer that an exchange has brought: that of its ticket as a rule."""
-        if answer.sequence != ticket.sequence or answer.code in (Code.STALE_LEASE, Code.MODEL_NOT_FOUND):
-            self.settle((answer,), mine=ticket)
-            return
-        ticket.answer = answer
-        self.in_flight.pop(ticket.sequence, None)
 
     def choose_engine(self) -> int | None:
         """Choose a serving engine: the one with the fewest of the lane's tickets unless others are less busy.

@@ -389,8 +389,10 @@ class Requests:
         Args:
             at_once: all n rows must fit; otherwise those of one batch, because further ones are sent later.
         """
-        lane, most = self.usable(), n if at_once else min(n, self.max_batch)
-        if most <= lane.rows or not self._may_grow:
+        lane = self.usable()
+        if n <= lane.rows or not self._may_grow:
+            return lane
+        if (most := n if at_once else min(n, self.max_batch)) <= lane.rows:
             return lane
         self.give_up_kept()
         try:
@@ -487,11 +489,11 @@ class Requests:
     def answered(self, given: Checked, n: int, deadline: int, version: int) -> Reply:
         """Send n checked rows and wait for their outputs."""
         lane = self.roomy(n)
-        if not 0 < n <= self.max_batch or (run := lane.take(n)) is None:
+        if not 0 < n <= self.max_batch or (run := lane.runs.take(n)) is None:
             return Pieces(self, lane, given, n, deadline, version).answered()
         try:
             lane.codec.put(lane.columns, given, 0, n, run.first)
-            answer = lane.ask(run.first, n, (deadline - time.monotonic_ns()) / 1e9, version)
+            answer = lane.ask(run.first, n, (deadline - time.monotonic_ns()) / 1e9, version, weakref.ref(run))
             if answer.code != Code.OK:
                 raise lane.failure(answer, run.first, n)
             return Reply(shaped(lane.codec.take(lane.columns, run.first, n)), answer.version)

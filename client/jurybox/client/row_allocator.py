@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import operator
 import weakref
-from functools import partial
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -45,7 +44,8 @@ class RowAllocator:
         self.rows = rows
         self._end = first + rows
         self.lent: dict[int, InFlight] = {}
-        self._taken: dict[int, weakref.ref[Run]] = {}  # by id
+        self._taken: set[weakref.ref[Run]] = set()
+        self._dropped = self._taken.discard  # when a run is dropped its entry goes, without code of the interpreter
         self._attempts = itertools.count()
         self._last = -1
 
@@ -61,15 +61,14 @@ class RowAllocator:
             if (first := self._fit(rows)) is None:
                 return None
             run = Run(first, rows)
-            # From here on the rows are taken. When the run is dropped, its entry goes, without code of the interpreter.
-            self._taken[id(run)] = weakref.ref(run, partial(self._taken.pop, id(run)))
+            self._taken.add(weakref.ref(run, self._dropped))  # from here on the rows are taken
             if self._last == attempt:
                 return run
             self.give(run)  # a nested call has taken rows since, perhaps these
 
     def give(self, run: Run) -> None:
         """Free rows now, or once their tickets are settled. Has no effect if they are free already."""
-        self._taken.pop(id(run), None)
+        self._taken.discard(weakref.ref(run))
 
     @property
     def free(self) -> int:
@@ -95,8 +94,8 @@ class RowAllocator:
     def _used(self) -> list[tuple[int, int]]:
         """Return the runs of rows in use, (first, rows), in order; they may overlap."""
         # In this order: rows whose run is given while they are lent move from the first table to the second. `list` of
-        # values runs no other code, unlike that of items.
-        used = [(run.first, run.rows) for each in list(self._taken.values()) if (run := each()) is not None]
+        # them runs no other code.
+        used = [(run.first, run.rows) for each in list(self._taken) if (run := each()) is not None]
         if self.lent:
             used += [(ticket.first, ticket.rows) for ticket in list(self.lent.values())]
         if len(used) > 1:
@@ -105,12 +104,8 @@ class RowAllocator:
 
     def _fit(self, n: int) -> int | None:
         """Return the first of n free rows."""
-        at, runs = self.first, list(self._taken.values())
-        if len(runs) < 2 and not self.lent:  # a lone call, beside the rows that calls of one row keep
-            places = [(run.first, run.rows)] if runs and (run := runs[0]()) is not None else []
-        else:
-            places = self._used()
-        for first, rows in places:
+        at = self.first
+        for first, rows in self._used():
             if first - at >= n:
                 break
             at = max(at, first + rows)

@@ -75,7 +75,7 @@ class PlainRows:
 
     def _named(self, inputs: Any) -> Mapping[str, Any]:
         specs = self.spec.inputs
-        if not isinstance(inputs, Mapping):
+        if isinstance(inputs, np.ndarray) or not isinstance(inputs, Mapping):  # the second takes half a microsecond
             if len(specs) != 1:
                 raise SpecMismatch(f"{self.spec.name!r} takes {words(self.spec)}: give a dict with an array for each")
             return {next(iter(specs)): inputs}

@@ -12,7 +12,7 @@ import pytest
 from jurybox.client.in_flight import Answer
 from jurybox.client.lane import Lane
 from jurybox.client.link import ControlLink
-from jurybox.client.row_allocator import Run
+from jurybox.client.row_allocator import RowAllocator
 from jurybox.client.rows import CallRow
 from jurybox.client.transports.transport import NOT_ANSWERED
 from jurybox.protocol import ModelSpec, TensorSpec
@@ -143,7 +143,7 @@ def test_a_wait_that_a_signal_ended_early_goes_on_until_the_deadline(seconds):
         wait=wait,
     )
     before = time.monotonic_ns()
-    assert CallRow(lane, Run(0, 1)).ask(None, seconds) == {}
+    assert CallRow(lane, RowAllocator(0, 1).take(1)).ask(None, seconds) == {}
     assert waited == [call.deadline] and waited[0] >= before + int(seconds * 1e9)
 
 
