@@ -40,6 +40,17 @@ def text_length():
     return ServedModel(TextLength(), {"text": TEXT}, OUTPUTS)
 
 
+class Pair(nn.Module):
+    """A hundred for each byte of the query, one for each of the document."""
+
+    def forward(self, query, document):
+        return torch.tensor([100.0 * len(a) + len(b) for a, b in zip(query, document, strict=True)])
+
+
+def pair():
+    return ServedModel(Pair(), {"query": TEXT, "document": TEXT}, {"score": TensorSpec("float32")})
+
+
 class Brightness(nn.Module):
     """The mean of each picture, 0 to 1; NaN of a white one; a black one fails."""
 

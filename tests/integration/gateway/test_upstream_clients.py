@@ -17,7 +17,7 @@ from tests.serving import serving
 
 MODELS = {
     name: {"factory": f"tests.reward_models:{name}", "max_batch": 32, "rows": 512, "lane_rows": 32}
-    for name in ("brightness", "brightness_and_prompt", "judged", "changed", "frames")
+    for name in ("brightness", "brightness_and_prompt", "judged", "changed", "frames", "text_length", "pair")
 }
 DIALECTS = {
     "flow_grpo": {"model": "brightness", "output": "score", "port": 0},
@@ -28,6 +28,8 @@ DIALECTS = {
     "flow_factory": {"model": "changed", "output": "score", "inputs": {"source": "source"}},
     "films": {"speaks": "flow_factory", "model": "frames", "output": "score", "inputs": {"video": "video"}},
     "gen_eval": {"speaks": "verl_omni", "model": "geneval"},
+    "texts": {"speaks": "reward_model", "model": "text_length", "output": "score"},
+    "pairs": {"speaks": "reward_model", "model": "pair"},
 }
 PANEL = """
 [panels.geneval.members]
@@ -145,3 +147,26 @@ def test_verl_omni(server):
     good, black, white = asyncio.run(scored(51, 0, 255))
     assert np.isclose(good["score"], 2.2, atol=1e-3)
     assert "a black picture" in str(black) and "the score is nan" in str(white)
+
+
+def test_openais_client_of_a_judge_and_of_embeddings(server):
+    openai = pytest.importorskip("openai", reason="openai is not installed")
+    url = f"http://{server.listening('http')}/dialects/texts/v1"
+    with openai.OpenAI(base_url=url, api_key="none", max_retries=0) as client:
+        assert [one.id for one in client.models.list().data] == ["text_length"]
+        chat = client.chat.completions.create(model="m", messages=[{"role": "user", "content": "abcd"}], temperature=0)
+        assert chat.choices[0].message.content == "4.000000"
+        for options in ({}, {"encoding_format": "float"}):  # by default it asks for base64
+            found = client.embeddings.create(model="m", input=["ab", "abc"], **options)
+            assert [one.embedding for one in found.data] == [[2.0], [3.0]]
+        with pytest.raises(openai.APIStatusError, match="a bad text"):
+            client.chat.completions.create(model="m", messages=[{"role": "user", "content": "bad"}])
+
+
+def test_coheres_client_of_a_reranker(server):
+    cohere = pytest.importorskip("cohere", reason="cohere is not installed")
+    client = cohere.ClientV2(base_url=f"http://{server.listening('http')}/dialects/pairs", api_key="none")
+    found = client.rerank(model="m", query="q", documents=["b", "bbb", "bb"], top_n=2)
+    assert [(one.index, one.relevance_score) for one in found.results] == [(1, 103.0), (2, 102.0)]
+    with pytest.raises(cohere.core.ApiError):
+        client.rerank(model="m", query="q" * 3000, documents=["b"], request_options={"max_retries": 0})

@@ -446,7 +446,7 @@ def test_a_panel_may_be_bound_to_a_dialect(write):
     text = PHOTO + "[panels.a]\nmembers = {photo = 2}\n[dialects.slime]\nmodel = 'a'\n"
     settings = load_settings(write(text), (), {})
     assert settings.plain_panels() == {"a": {"photo": {"weight": 2.0, "model": "photo", "output": None}}}
-    assert settings.plain_dialects()["slime"]["members"] == ["photo"]
+    assert settings.plain_dialects()["slime"]["members"] == {"photo": 2.0}
 
 
 ROBOT = PHOTO + '\n[robots.arm]\nmodel = "{model}"\nlisten = "{listen}"\n'

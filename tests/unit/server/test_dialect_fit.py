@@ -8,7 +8,7 @@ from tests.serving import launch, serving
 from jurybox.client import ModelFailed
 from jurybox.protocol.errors import SpecMismatch
 from jurybox.protocol.spec import ModelSpec, TensorSpec
-from jurybox.server.gateway.dialects import chat, json_dialects, pickle_dialects
+from jurybox.server.gateway.dialects import chat, json_dialects, pickle_dialects, reward_model
 from jurybox.server.gateway.dialects.router import _DIALECTS
 from jurybox.server.settings.config import Settings
 from jurybox.server.settings.dialect_fields import FIELDS, FRAMES, GENEVAL, IF_NAMED, PICTURE, TEXT
@@ -88,6 +88,20 @@ def test_the_fields_are_those_that_a_full_request_has(speaks, request_):
     request = request_()
     found = dict.fromkeys(request.columns, TEXT) | dict.fromkeys(request.pictures, PICTURE)
     assert found == FIELDS[speaks]
+
+
+def test_the_fields_of_reward_models_are_those_of_all_their_requests():
+    pair = reward_model._score(Naming(), {"text_1": "a", "text_2": "b"})
+    message = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:image"}}]}
+    talk = chat.conversation([message])
+    columns = dict.fromkeys((*pair.columns, *talk.columns), TEXT) | dict.fromkeys(talk.pictures, PICTURE)
+    assert columns == FIELDS["reward_model"]
+
+
+def test_a_column_of_nemo_gyms_dataset_may_be_any_text():
+    check({"speaks": "nemo_gym", "inputs": {"mine": "expected_answer"}}, {"mine": SPECS[TEXT]})
+    with pytest.raises(SpecMismatch, match="'expected_answer', which is text"):
+        check({"speaks": "nemo_gym", "inputs": {"mine": "expected_answer"}}, {"mine": SPECS[PICTURE]})
 
 
 def test_genevals_fields_need_a_panel_of_its_judgements():

@@ -445,6 +445,9 @@ class DialectSettings(_Strict):
     port: int | None = Field(default=None, ge=0, le=65535)
     host: Annotated[str, Field(min_length=1, max_length=255)] = "127.0.0.1"
     pickles_from_elsewhere: bool = False
+    like: Literal["vllm", "sglang", "lmdeploy"] = "vllm"
+    score_range: list[float] = Field(default=[], max_length=2)
+    decimals: Annotated[int, Field(ge=0, le=9)] = 6
 
     @property
     def listen(self) -> str:
@@ -458,6 +461,8 @@ class DialectSettings(_Strict):
         check_listen(self.listen)
         if len(self.resize) == 1:
             raise ValueError(f"resize = {self.resize}, expected [height, width]")
+        if self.score_range and not (len(self.score_range) == 2 and self.score_range[0] < self.score_range[1]):
+            raise ValueError(f"score_range = {self.score_range}, expected [lowest, highest]")
         return self
 
 
@@ -652,13 +657,14 @@ class Settings(_Strict):
         return {"http": server.http, "grpc": server.grpc, "tcp": server.tcp, "robots": robots, "dialects": dialects}
 
     def plain_dialects(self) -> dict[str, dict[str, Any]]:
-        """Return the dialects as JSON values for the gateway, with the names of a panel's members."""
+        """Return the dialects as JSON values for the gateway, with the weights of a panel's members."""
         return {
             name: {
                 **dialect.model_dump(mode="json"),
-                "members": list(self.panels[dialect.model].members) if dialect.model in self.panels else [],
+                "members": {name: one.weight for name, one in panel.members.items()} if panel else {},
             }
             for name, dialect in self.dialects.items()
+            for panel in [self.panels.get(dialect.model)]
         }
 
     def plain_panels(self) -> dict[str, dict[str, dict[str, Any]]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 TEXT, PICTURE, FRAMES = "text", "a picture", "a list of frames"  # kinds of values
-PICKLED = ("flow_grpo", "verl_omni")  # dialects whose clients send pickles; `inputs` may name any picture of an edit
+PICKLED = ("flow_grpo", "verl_omni")  # dialects whose clients send pickles
 _PICTURE_AND_PROMPT = {"image": PICTURE, "prompt": TEXT}
 _PICTURE_AND_TEXT = {**_PICTURE_AND_PROMPT, "text": TEXT}
 FIELDS: Mapping[str, Mapping[str, str]] = {
@@ -17,7 +17,15 @@ FIELDS: Mapping[str, Mapping[str, str]] = {
     "flow_factory": _PICTURE_AND_TEXT,
     "cosmos": _PICTURE_AND_TEXT,
     "unifiedreward": _PICTURE_AND_TEXT,
-}
+    # A text alone, a chat, or a pair: the request's path and form say which.
+    "reward_model": {
+        "text": TEXT, "prompt": TEXT, "chat": TEXT, "query": TEXT, "document": TEXT, "image": PICTURE,
+    },
+    "nemo_gym": {"text": TEXT, "prompt": TEXT},
+    "robometer": {"video": FRAMES, "prompt": TEXT, "text": TEXT},
+}  # fmt: skip
+# What every other name in `inputs` is: a picture of an edit; a column of the dataset.
+OTHERS: Mapping[str, str] = {**dict.fromkeys(PICKLED, PICTURE), "nemo_gym": TEXT}
 # Fields that exist only where a dialect's `inputs` name them.
 IF_NAMED: Mapping[str, Mapping[str, str]] = {
     "unirl": {"source": PICTURE},

@@ -14,7 +14,17 @@ from jurybox.client.juror_rows import column_names
 from jurybox.protocol.errors import SpecMismatch
 from jurybox.protocol.spec import BYTES, ModelSpec, TensorSpec
 from jurybox.server.settings.config import DialectSettings, PanelSettings, Settings
-from jurybox.server.settings.dialect_fields import FIELDS, FRAMES, GENEVAL, IF_NAMED, JUDGED, PICKLED, PICTURE, TEXT
+from jurybox.server.settings.dialect_fields import (
+    FIELDS,
+    FRAMES,
+    GENEVAL,
+    IF_NAMED,
+    JUDGED,
+    OTHERS,
+    PICKLED,
+    PICTURE,
+    TEXT,
+)
 
 _AXES = {PICTURE: 3, FRAMES: 4}
 _CHANNELS = 3
@@ -56,9 +66,7 @@ def _require_fields(speaks: str, dialect: DialectSettings, panel: PanelSettings 
     for name, tensor in spec.inputs.items():
         source = dialect.inputs.get(name)
         field = next((one for one in column_names(name, source) if one in fields), source)
-        kind = (
-            fields.get(field or "") or if_named.get(source or "") or (PICTURE if source and speaks in PICKLED else "")
-        )
+        kind = fields.get(field or "") or if_named.get(source or "") or (OTHERS.get(speaks, "") if source else "")
         if kind and _may_fit(tensor, kind, dialect.resize):
             continue
         given = f"the field {field!r}, which is {kind}" if kind else f"{field or name!r}, which is no field of {speaks}"

@@ -174,16 +174,28 @@ def _split(body: bytes) -> tuple[dict[str, Any], NDArray[np.uint8]]:
     if given.get("media_type") != "image":
         came = plain(json.dumps(given.get("media_type")), 50)
         raise Refused(f'expected media_type "image", came {came}: latents and video are not supported')
-    file = io.BytesIO(body[end + 1 : end + 12_000])  # only the header: NumPy limits it to 10,000 bytes
+    pictures = npy_array(body, end + 1, _SPOKEN)
+    if pictures.ndim != 4 or pictures.shape[3] != 3:
+        raise SpecMismatch(f"{_SPOKEN}, came uint8 {plain(pictures.shape, 100)}")
+    return given, pictures
+
+
+def npy_array(body: bytes | memoryview, start: int, expected: str) -> NDArray[np.uint8]:
+    """Return the array in a .npy file of bytes, in C order, that fills a body from `start`, as a view of it.
+
+    Raises:
+        ProtocolMismatch, SpecMismatch: the message begins with `expected`.
+    """
+    file = io.BytesIO(body[start : start + 12_000])  # only the header: NumPy limits it to 10,000 bytes
     try:
         version = npy.read_magic(file)
         header = npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0
         shape, fortran, dtype = header(file)
     except (ValueError, EOFError, SyntaxError, TypeError) as error:
-        raise ProtocolMismatch(f"{_SPOKEN}: {said(error, 200)}", Code.MALFORMED) from error
-    if dtype != np.uint8 or len(shape) != 4 or shape[3] != 3 or min(shape) < 0 or fortran:
-        raise SpecMismatch(f"{_SPOKEN}, came {plain(dtype, 50)} {plain(shape, 100)}")
-    start = end + 1 + file.tell()
+        raise ProtocolMismatch(f"{expected}: {said(error, 200)}", Code.MALFORMED) from error
+    if dtype != np.uint8 or min(shape, default=0) < 0 or fortran:
+        raise SpecMismatch(f"{expected}, came {plain(dtype, 50)} {plain(shape, 100)}")
+    start += file.tell()
     if len(body) - start != math.prod(shape):
         raise ProtocolMismatch(f"{len(body) - start} bytes follow the header of {shape}", Code.MALFORMED)
-    return given, np.frombuffer(body, np.uint8, offset=start).reshape(shape)
+    return np.frombuffer(body, np.uint8, offset=start).reshape(shape)

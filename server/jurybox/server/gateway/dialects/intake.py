@@ -118,6 +118,22 @@ def _end(done: asyncio.Future[Any], found: Any, failure: BaseException | None) -
         done.set_exception(failure)
 
 
+class Form(NamedTuple):
+    """How a dialect writes its answers, where its client leaves that open.
+
+    Attributes:
+        like: the server whose form it is, where two answer the same request differently.
+        score_range: [lowest, highest] that a judge may say; empty: 0 and more.
+        decimals: digits after the point of a number that a judge says.
+        weights: those of a panel's members, by name.
+    """
+
+    like: str = "vllm"
+    score_range: Sequence[float] = ()
+    decimals: int = 6
+    weights: Mapping[str, float] = MappingProxyType({})
+
+
 class Scores(NamedTuple):
     """The scores of a request.
 
@@ -233,6 +249,7 @@ class Intake:
         size: (height, width) to resize pictures to; None: no resizing.
         reward: name of the reward, for dialects whose requests name one.
         members: names of the members, if the model is a panel.
+        form: how answers are written.
 
     Attributes:
         rewards: the names that a request may ask for: the reward's and those of a panel's members.
@@ -246,9 +263,11 @@ class Intake:
         size: tuple[int, int] | None = None,
         reward: str = "",
         members: Sequence[str] = (),
+        form: Form | None = None,
         **juror: Any,
     ) -> None:
         self.reward = reward
+        self.form = form or Form()
         self.rewards = list(dict.fromkeys((reward, *members)))
         self._pool = pool
         self._juror = Juror(address=address, **juror)

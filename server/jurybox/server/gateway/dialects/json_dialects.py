@@ -83,7 +83,7 @@ def _finite(text: str) -> float:
     return number
 
 
-def refusal(why: str, key: str = "error") -> tuple[bytes, str]:
+def refusal(why: str, _status: int = 0, key: str = "error") -> tuple[bytes, str]:
     """Return the body of an error response, with the reason under `key`, and its media type."""
     return json.dumps({key: why}).encode(), MEDIA
 
@@ -98,10 +98,11 @@ async def slime(intake: Intake, body: bytes) -> Reply:
 
     The whole body is the reward, so a sample without a score gets an error status. slime tries ten times, then stops.
     """
-    return await intake.answered(_slime, lambda _, scores: _versioned(scores.values[0], scores.version), body)
+    return await intake.answered(_slime, lambda _, scores: versioned(scores.values[0], scores.version), body)
 
 
-def _versioned(answer: Any, version: int) -> Reply:
+def versioned(answer: Any, version: int) -> Reply:
+    """Return an answer in JSON, with the weights version in a header."""
     return Reply(_WRITTEN(answer).encode(), MEDIA, version=version)
 
 
@@ -121,7 +122,7 @@ async def flow_factory(intake: Intake, body: bytes) -> Reply:
     """
     return await intake.answered(
         lambda body: _flow_factory(intake, body),
-        lambda _, scores: _versioned({"rewards": scores.values}, scores.version),
+        lambda _, scores: versioned({"rewards": scores.values}, scores.version),
         body,
     )
 
@@ -193,7 +194,7 @@ def _unirl_answer(intake: Intake, request: Request, found: Found) -> Reply:
     for i, name in wanted:
         if isinstance(why := scores[name][i], str):
             errors[i][name] = plain(why, 500)
-    return _versioned({"results": results, "errors": errors}, found.version)
+    return versioned({"results": results, "errors": errors}, found.version)
 
 
 def _unirl(intake: Intake, body: bytes) -> Request:

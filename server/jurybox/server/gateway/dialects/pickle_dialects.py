@@ -140,7 +140,7 @@ def _pictures(intake: Intake, given: dict[str, Any]) -> tuple[dict[str, list[Any
     return {name: listed(came, key, n) for name, key in names.items()}, n
 
 
-def refusal(why: str) -> tuple[bytes, str]:
+def refusal(why: str, _status: int = 0) -> tuple[bytes, str]:
     """Return the body of an error response, and its media type."""
     return dumps({"error": why}), MEDIA
 

@@ -18,8 +18,16 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from jurybox.protocol.errors import TABLE, Code, Error, ModelFailed, said
 from jurybox.server.gateway.app import NeverCached
-from jurybox.server.gateway.dialects import chat, cosmos, json_dialects, pickle_dialects
-from jurybox.server.gateway.dialects.intake import Intake, Reply, ThreadPool
+from jurybox.server.gateway.dialects import (
+    chat,
+    cosmos,
+    json_dialects,
+    nemo_gym,
+    pickle_dialects,
+    reward_model,
+    robometer,
+)
+from jurybox.server.gateway.dialects.intake import Form, Intake, Reply, ThreadPool
 from jurybox.server.gateway.dialects.known_paths import ANSWERED, NEVER_CACHED, Endpoint
 from jurybox.server.logs import Log, LogLimiter
 from jurybox.server.security.doors import RETRY_AFTER, Doors, refusal
@@ -33,15 +41,15 @@ class Dialect:
     Attributes:
         answers: called with the dialect's intake and a function that logs reasons; returns the functions that answer
             request bodies, by path below the dialect's own.
-        refusal: returns the body of an error response, and its media type.
+        refusal: returns the body of an error response of a status, and its media type.
         status: status of an error that a retry does not help; 0: a 4xx that depends on the error.
         about: returns the JSON responses to GET requests, by path.
     """
 
     answers: Callable[[Intake, Callable[[str], None]], Mapping[str, Endpoint]]
-    refusal: Callable[[str], tuple[bytes, str]]
+    refusal: Callable[[str, int], tuple[bytes, str]]
     status: int = 0
-    about: Callable[[Intake], dict[str, dict[str, Any]]] = lambda _: {"/health": {"status": "ok"}}
+    about: Callable[[Intake], Mapping[str, Any]] = lambda _: {"/health": {"status": "ok"}}
 
 
 def _at(
@@ -59,6 +67,11 @@ _DIALECTS = {
     "flow_factory": Dialect(_at("/compute", json_dialects.flow_factory), json_dialects.refusal, status=200),
     "unirl": Dialect(_at("/score", json_dialects.unirl), json_dialects.unirl_refusal, about=json_dialects.unirl_about),
     "unifiedreward": Dialect(_at(chat.PATH, chat.unifiedreward), chat.refusal, about=chat.about),
+    "reward_model": Dialect(reward_model.answers, reward_model.refusal, about=reward_model.about),
+    "nemo_gym": Dialect(nemo_gym.answers, json_dialects.unirl_refusal, about=nemo_gym.about),
+    "robometer": Dialect(
+        _at("/evaluate_batch_npy", robometer.robometer), json_dialects.unirl_refusal, about=robometer.about
+    ),
     "cosmos": Dialect(lambda intake, log: cosmos.Cosmos(intake, log).answers(), cosmos.refusal),
 }
 # Temporary errors: the server is busy, or an engine is starting. A retry may succeed.
@@ -144,7 +157,8 @@ def applications(
             pool,
             address,
             reward=settings["reward"] or settings["model"],
-            members=settings.get("members", ()),
+            members=tuple(members := settings.get("members", {})),
+            form=Form(settings["like"], settings["score_range"], settings["decimals"], members),
             size=tuple(size) if size else None,
             model=settings["model"],
             inputs=settings["inputs"],
@@ -176,7 +190,7 @@ def _add(
 ) -> dict[str, Endpoint]:
     for path, document in dialect.about(intake).items():
 
-        def about(document: dict[str, Any]) -> Callable[[], dict[str, Any]]:
+        def about(document: Any) -> Callable[[], Any]:
             return lambda: document
 
         paths.add_api_route(base + path, about(document), methods=["GET"], response_model=None, name=f"{name}{path}")
@@ -223,11 +237,11 @@ async def _answered(
 
 def _refused(dialect: Dialect, report: Callable[[str], None], failure: Error) -> Reply:
     report(said(failure, 300))
-    body, media = dialect.refusal(said(failure, 1000))
     if failure.code in _PASSING:
-        return Reply(body, media, 503, headers=(("retry-after", RETRY_AFTER),))
-    status = TABLE[failure.code].http
-    return Reply(body, media, dialect.status or (status if status < 500 else 422))
+        return Reply(*dialect.refusal(said(failure, 1000), 503), 503, headers=(("retry-after", RETRY_AFTER),))
+    known = TABLE[failure.code].http
+    status = dialect.status or (known if known < 500 else 422)
+    return Reply(*dialect.refusal(said(failure, 1000), status), status)
 
 
 def _refusal(
