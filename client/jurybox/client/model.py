@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +20,7 @@ from jurybox.client.rows import CallRow, Rows
 from jurybox.client.sessions import Sessions
 from jurybox.client.ticket import Pieces, Reply, Seen, Ticket, send_parts, send_rows
 from jurybox.protocol import forks
-from jurybox.protocol.errors import Busy, Code, Refused, ServerGone, SpecMismatch, StaleLease
+from jurybox.protocol.errors import Busy, Code, Refused, ServerGone, SpecMismatch, StaleLease, plain
 from jurybox.protocol.locks import Taken
 from jurybox.protocol.spec import BYTES, ModelSpec
 
@@ -27,11 +28,16 @@ Arrays = NDArray[Any] | Mapping[str, NDArray[Any]]
 Outputs = NDArray[Any] | dict[str, NDArray[Any]]
 
 
+def _leased(name: str, model: Callable[..., Model], rows: int, timeout: float, wait: bool) -> Model:
+    return model(name, rows=rows, timeout=timeout, wait=wait)
+
+
 class Model(forks.Closing):
     """Inference on one model through a lane of the server's shared memory. Created by `Server.model`.
 
     Thread-safe: calls from several threads run one after another, and event loops do not block meanwhile. For
-    concurrent requests, give each thread its own model. In a forked child a model leases its own lane on first use.
+    concurrent requests, give each thread its own model. In a forked child a model leases its own lane on first use, and
+    so it does where it is unpickled, over a connection of its own.
 
     Attributes:
         spec: names, dtypes and row shapes of inputs and outputs.
@@ -46,9 +52,16 @@ class Model(forks.Closing):
         rows: int,
         default_timeout: float,
         opened: Callable[[Requests], None] = lambda _: None,
+        again: tuple[Callable[..., Model], float, bool] | None = None,
     ) -> None:
         self.name = name
+        self._again = None if again is None else (again[0], rows, *again[1:])
         self.requests = Requests(name, lease, rows, default_timeout, opened)
+
+    def __reduce__(self) -> str | tuple[Any, ...]:
+        if self._again is None:
+            return super().__reduce__()
+        return _leased, (self.name, *self._again)
 
     @property
     def spec(self) -> ModelSpec:
@@ -135,7 +148,9 @@ class Model(forks.Closing):
             pass
         return requests.asked(lambda: requests.lane.codec.one(row), (deadline - time.monotonic_ns()) / 1e9, 0)
 
-    def infer(self, inputs: Arrays, *, timeout: float | None = None, version: int = 0) -> Any:
+    def infer(
+        self, inputs: Arrays, *, timeout: float | None = None, version: int = 0, output: str | None = None
+    ) -> Any:
         """Compute n rows. If they exceed the lane or a batch, they are split into several requests.
 
         Waits for rows that earlier requests still use after a time-out.
@@ -144,12 +159,13 @@ class Model(forks.Closing):
             inputs: array (n, *row shape) of the spec's dtype; a dict of arrays if the model has several inputs.
             timeout: seconds in total. Defaults to the connection's.
             version: weights version to use, if the server still holds it; 0: the newest.
+            output: return the array of this output alone, however many the model has.
 
         Returns:
             Array (n, *row shape) of the output; a dict of arrays if the model has several outputs.
 
         Raises:
-            SpecMismatch: dtype or shape differs from the spec; the message names both.
+            SpecMismatch: dtype or shape differs from the spec, or it has no such output; the message names both.
             RowFailed: the model failed on some rows; `errors` maps their indices to the reasons.
             Timeout: no answer in time.
             Busy: no row became free in time.
@@ -157,7 +173,10 @@ class Model(forks.Closing):
             Refused: the request is not allowed, for example because the model keeps state.
             ServerGone: the server ended, and was not restarted in time.
         """
-        return self.infer_reply(inputs, timeout=timeout, version=version).outputs
+        if output is None:
+            return self.infer_reply(inputs, timeout=timeout, version=version).outputs
+        chosen = self._output(output)
+        return chosen(self.infer_reply(inputs, timeout=timeout, version=version).outputs)
 
     def infer_reply(self, inputs: Arrays, *, timeout: float | None = None, version: int = 0) -> Reply:
         """Like `infer`, but return a `Reply` with the weights version.
@@ -167,12 +186,23 @@ class Model(forks.Closing):
         requests = self.requests
         return requests.asked(lambda: requests.lane.codec.checked(inputs), timeout, version)
 
-    async def infer_async(self, inputs: Arrays, *, timeout: float | None = None, version: int = 0) -> Any:
+    async def infer_async(
+        self, inputs: Arrays, *, timeout: float | None = None, version: int = 0, output: str | None = None
+    ) -> Any:
         """Like `infer`, as a coroutine: the same arguments, outputs and errors.
 
         If no rows are free, it waits until other tasks release theirs, up to the time-out.
         """
-        return (await self.infer_reply_async(inputs, timeout=timeout, version=version)).outputs
+        chosen = None if output is None else self._output(output)
+        outputs = (await self.infer_reply_async(inputs, timeout=timeout, version=version)).outputs
+        return outputs if chosen is None else chosen(outputs)
+
+    def _output(self, name: str) -> Callable[[Any], Any]:
+        """Return a function that takes one output out of a reply's. Raises SpecMismatch."""
+        outputs = self.spec.outputs
+        if name not in outputs:
+            raise SpecMismatch(f"model {self.name!r} has the outputs {', '.join(outputs)}: none is {plain(name, 80)!r}")
+        return (lambda arrays: arrays) if len(outputs) == 1 else operator.itemgetter(name)
 
     async def infer_reply_async(self, inputs: Arrays, *, timeout: float | None = None, version: int = 0) -> Reply:
         """Like `infer_async`, but return a `Reply` with the weights version, as `infer_reply` does."""

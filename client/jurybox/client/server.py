@@ -36,18 +36,20 @@ def connect(
     *,
     transport: str = "auto",
     timeout: float = 10.0,
+    start_timeout: float | None = None,
     server_key: str | None = None,
     client_key: str | None = None,
     token: str | None = None,
     tls_ca: str | bytes | None = None,
 ) -> Server:
-    """Connect to a server, waiting up to `timeout` seconds for one that is still starting.
+    """Connect to a server, waiting up to `start_timeout` seconds for one that is still starting.
 
     Args:
         address: the server's address. Defaults to JURYBOX_ADDRESS, then to the default ipc address. ``ipc://`` is for
             a server on this host, ``tcp://host:port`` and ``grpc://host:port`` (``grpcs://`` with TLS) for any host.
         transport: for ipc://: "auto" (the fastest available), "zmq" or "shm".
-        timeout: seconds; also the default time-out of all later calls.
+        timeout: seconds, the default time-out of all later calls.
+        start_timeout: seconds to wait for the server. Defaults to `timeout`.
         server_key: for tcp://, the server's public CURVE key or its .key file. Defaults to JURYBOX_SERVER_KEY.
         client_key: for tcp://, the .key_secret file with this client's pair. Defaults to JURYBOX_CLIENT_KEY. A
             temporary pair is generated if the server does not authenticate clients.
@@ -64,13 +66,18 @@ def connect(
     if transport not in TRANSPORTS:
         raise ValueError(f"transport={transport!r}: expected one of {', '.join(map(repr, TRANSPORTS))}")
     timeout = seconds(timeout)
+    wait = timeout if start_timeout is None else seconds(start_timeout)
     where = address or default_address()
+    again = {
+        "transport": transport, "timeout": timeout, "start_timeout": wait, "server_key": server_key,
+        "client_key": client_key, "token": token, "tls_ca": tls_ca,
+    }  # fmt: skip
     if where.startswith("ipc://"):
         if sys.platform != "linux":
             raise Refused(f"{where} is for clients on the server's own host: {NOT_LINUX}")
         from jurybox.client.local_link import LocalLink
 
-        return Server(where, LocalLink(where, transport, timeout), timeout)
+        return Server(where, LocalLink(where, transport, wait), timeout, again)
     if transport != "auto":
         raise ValueError(f"transport={transport!r} is for ipc:// addresses: {where} chooses its own")
     if where.startswith("tcp://"):
@@ -79,7 +86,7 @@ def connect(
         from jurybox.client.remote.connection import keys
         from jurybox.client.remote.tcp import TcpLink
 
-        return Server(where, TcpLink(where, keys(server_key, client_key), timeout), timeout)
+        return Server(where, TcpLink(where, keys(server_key, client_key), wait), timeout, again)
     if where.startswith(("grpc://", "grpcs://")):
         try:
             from jurybox.client.remote.grpc_link import GrpcLink
@@ -87,7 +94,7 @@ def connect(
             from jurybox.protocol.revision import install_command
 
             raise Refused(f"grpc:// addresses need grpcio, not installed here: {install_command('grpc')}") from error
-        return Server(where, GrpcLink(where, token, timeout, tls_ca), timeout)
+        return Server(where, GrpcLink(where, token, wait, tls_ca), timeout, again)
     raise _no_address(where)
 
 
@@ -101,20 +108,31 @@ def _no_address(where: str) -> ValueError:
     )
 
 
+def _connected(address: str, options: dict[str, Any]) -> Server:
+    return connect(address, **options)
+
+
 class Server(Closing):
     """A connection to one server. Close it, or use it in a ``with`` statement.
 
     A connection, like a model, also closes when it is garbage-collected. In a forked child it reconnects on first use,
-    except over grpc://, where it raises Refused.
+    except over grpc://, where it raises Refused. It can be pickled, as can a model: where it is unpickled it connects
+    again, with the same arguments. A token that was given to `connect` is in the pickle, one of the environment is not.
     """
 
-    def __init__(self, address: str, link: Link, timeout: float) -> None:
+    def __init__(self, address: str, link: Link, timeout: float, again: Mapping[str, Any] | None = None) -> None:
         self.address = address
+        self._again = again
         self.timeout = seconds(timeout)
         self._link = link
         # Weak references: what is garbage-collected releases its lane or its channel.
         self._requests: weakref.WeakSet[Requests] = weakref.WeakSet()  # of models and of sessions
         self._ends: weakref.WeakSet[Publisher | RemotePublisher] = weakref.WeakSet()
+
+    def __reduce__(self) -> str | tuple[Any, ...]:
+        if self._again is None:
+            return super().__reduce__()
+        return _connected, (self.address, dict(self._again))
 
     # ---- the server's services
 
@@ -138,7 +156,7 @@ class Server(Closing):
         def lease(n: int, patient: bool) -> tuple[Lane, ModelSpec, int]:
             return self._open_link().lease(name, n, left if patient else 0.0, wait=wait)
 
-        return Model(name, lease, rows, self.timeout, self._opened)
+        return Model(name, lease, rows, self.timeout, self._opened, (self.model, left, wait))
 
     def device_rows(self, name: str, rows: int, *, device: int = 0, timeout: float | None = None) -> DeviceRows:
         """Allocate rows of a model in GPU memory, for a process whose inputs are already on the model's GPU.

@@ -17,6 +17,7 @@ from jurybox.client.lane import Lane, row_failed
 from jurybox.client.row_allocator import Run
 from jurybox.client.row_codec import SESSIONS, Checked, shaped
 from jurybox.client.session_book import not_computed
+from jurybox.protocol import forks
 from jurybox.protocol.errors import Busy, Code, Error, Refused, RowFailed, SessionLost, Timeout, VersionNotHeld
 
 if TYPE_CHECKING:
@@ -51,6 +52,7 @@ class Ticket:
         rows: number of rows in the request.
     """
 
+    __reduce__ = forks.cannot_be_sent
     __slots__ = ("__weakref__", "_cancelled", "_failure", "_lane", "_reply", "_run", "_sent", "_turns", "first", "rows")
 
     def __init__(self, turns: Turns, lane: Lane, run: Run) -> None:

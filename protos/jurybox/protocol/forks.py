@@ -9,9 +9,17 @@ from __future__ import annotations
 import os
 import sys
 import weakref
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 T = TypeVar("T", bound="Closing")
+
+
+def cannot_be_sent(self: object) -> str | tuple[Any, ...]:
+    """Raise TypeError: the `__reduce__` of an object that is of use in its process alone."""
+    raise TypeError(
+        f"a {type(self).__name__} holds resources of its process and cannot be pickled or copied: create it where "
+        "it is used. A jurybox Server or Model can be sent, and connects again there"
+    )
 
 
 class Closing:
@@ -26,6 +34,8 @@ class Closing:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    __reduce__ = cannot_be_sent
 
 
 class Forked(Protocol):
