@@ -20,6 +20,7 @@ import weakref
 
 import numpy as np
 import pytest
+from tests.collecting import collecting_often
 from tests.forking import in_a_child
 from tests.serving import wait_until
 
@@ -193,7 +194,7 @@ class Watched:
 
 @contextlib.contextmanager
 def destructors(calls):
-    with collecting():
+    with collecting_often(23):
         yield lambda: Destroyed(calls)
 
 
@@ -205,18 +206,8 @@ def weakref_callbacks(calls):
         kept[:] = kept[-5:]
         kept.append(weakref.ref(Watched(), lambda _: threading.get_ident() == calls.main and calls.nested()))
 
-    with collecting():
+    with collecting_often(23):
         yield watch
-
-
-@contextlib.contextmanager
-def collecting():
-    before = gc.get_threshold()
-    gc.set_threshold(23, 2, 2)
-    try:
-        yield
-    finally:
-        gc.set_threshold(*before)
 
 
 @contextlib.contextmanager

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import collections
 import contextlib
-import gc
 import itertools
 import threading
 import time
@@ -13,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.collecting import collecting_often
 from tests.moments import Moment
 from tests.serving import wait_until
 
@@ -214,15 +214,10 @@ def test_a_hook_within_its_own_call_scores_or_is_refused_at_once_in_whatever_thr
                 wrong.append("it waited for itself")
 
     scores()
-    before = gc.get_threshold()
-    gc.set_threshold(19, 2, 2)
-    try:
+    with contextlib.closing(juror), collecting_often(19):
         for _ in range(200):
             Destroyed()
             scores()
-    finally:
-        gc.set_threshold(*before)
-        juror.close()
     assert not wrong, wrong[:3]
     assert seen["refused" if panel else "sender"] and sum(seen.values()) > 20, seen
 

@@ -15,7 +15,7 @@ from jurybox.client.in_flight import seconds
 from jurybox.client.lane import Lane
 from jurybox.client.model import Model, Requests
 from jurybox.protocol.address import NOT_LINUX, default_address
-from jurybox.protocol.errors import Error, ModelFailed, Refused, Timeout
+from jurybox.protocol.errors import Error, ModelFailed, Refused, ServerGone, Timeout
 from jurybox.protocol.forks import Closing
 from jurybox.protocol.locks import NESTED
 from jurybox.protocol.spec import ModelSpec
@@ -427,10 +427,16 @@ class Server(Closing):
         """Wait until all engines have carried out the order, then return the model's description."""
         from jurybox.client.link import POLL, described
 
+        message: ModelDescription | None = None
         while True:
             left = max(POLL, min(self.timeout, deadline - time.monotonic()))
-            if (message := described(self._open_link().describe(name, left))).settled:
-                return message
+            try:
+                if (message := described(self._open_link().describe(name, left))).settled:
+                    return message
+            except ServerGone:
+                if message is None or time.monotonic() < deadline:
+                    raise  # else it has answered, but had too little time to do so again
             if time.monotonic() > deadline:
-                raise Timeout(f"model {name!r} is still {message.state} after {timeout:.1f} s")
+                state = "loading" if message is None else message.state
+                raise Timeout(f"model {name!r} is still {state} after {timeout:.1f} s")
             time.sleep(POLL)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import signal
 import threading
@@ -11,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.collecting import collecting_often
 from tests.moments import Moment, each_moment
 from tests.serving import wait_until
 
@@ -40,17 +40,6 @@ class Dropped:
 
     def __del__(self):
         self.action()
-
-
-@contextlib.contextmanager
-def collecting_often():
-    before = gc.get_threshold()
-    gc.set_threshold(20, 2, 2)
-    try:
-        yield
-    finally:
-        gc.set_threshold(*before)
-        gc.collect()
 
 
 @pytest.mark.parametrize("way", ["infer", "submit"])

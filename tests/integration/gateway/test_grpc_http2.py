@@ -17,6 +17,7 @@ from types import SimpleNamespace
 import grpc
 import pytest
 from google.protobuf import descriptor_pb2
+from tests.collecting import collecting_often
 
 from jurybox import native
 from jurybox.client.remote.grpc_channel import open_channel
@@ -414,9 +415,7 @@ def test_finalizers_may_use_a_connection_while_it_returns_events():
             data = head_of_a_call(next(calls))
             from_finalizers.extend(connection.feed(data, len(data)))
 
-    thresholds = gc.get_threshold()
-    gc.set_threshold(20, 2, 2)
-    try:
+    with collecting_often():
         for _ in range(10):
             gc.disable()
             for _ in range(5):
@@ -424,9 +423,6 @@ def test_finalizers_may_use_a_connection_while_it_returns_events():
             data = b"".join(head_of_a_call(next(calls)) for _ in range(50))
             gc.enable()
             events.extend(connection.feed(data, len(data)))
-    finally:
-        gc.set_threshold(*thresholds)
-        gc.collect()
     assert len(from_finalizers) == 50
     assert sorted(event[1] for event in events + from_finalizers) == list(range(1, next(calls), 2))
 

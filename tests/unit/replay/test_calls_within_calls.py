@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import signal
 import threading
@@ -12,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.collecting import collecting_often
 from tests.moments import each_moment
 
 from jurybox.protocol.errors import Busy, Refused, Timeout
@@ -178,15 +178,10 @@ def test_a_destructor_may_add_rows_that_no_other_row_is_mixed_with(create):
         def __del__(self):
             ended.append(stream.add(**row(self.number)))
 
-    before = gc.get_threshold()
-    gc.set_threshold(10, 2, 2)
-    try:
+    with collecting_often(10):
         for number in range(300):
             Env(number)
             assert replay.extend(a=[[number] * 4], b=[2 * number], done=[False]) == 1  # converted by Python code
-    finally:
-        gc.set_threshold(*before)
-        gc.collect()
     assert len(replay) == 300 + len(ended) == 600
     assert whole(replay.sample(2000))
 

@@ -239,7 +239,7 @@ def test_durations_are_in_the_unit_that_suits_them(seconds, text):
 def test_doctor_ends_with_1_where_a_server_could_not_run(run, monkeypatch, level, status):
     fixed: list[bool] = []
 
-    def examine(*, fix: bool) -> list[Finding]:
+    def examine(*, fix: bool, config: object) -> list[Finding]:
         fixed.append(fix)
         return [Finding("memory", Level.OK, "much"), Finding("locks", level, "[none]", "buy some")]
 
