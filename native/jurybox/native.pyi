@@ -395,7 +395,15 @@ class ReplayRing:
     def counters(self) -> tuple[int, int, int, int, int, int]: ...
     def seed(self, seed: int) -> None: ...
     def sample(
-        self, columns: ReplayColumns, n: int, first: int, replacement: bool, prioritized: bool, beta: float, mark: int
+        self,
+        columns: ReplayColumns,
+        n: int,
+        first: int,
+        replacement: bool,
+        prioritized: bool,
+        beta: float,
+        mark: int,
+        timeout: float = -1.0,
     ) -> int: ...
     def update_priorities(self, indices: NDArray[np.int64], errors: NDArray[np.float32], mark: int) -> int: ...
     def reserve_run(self, rows: int) -> int | None: ...

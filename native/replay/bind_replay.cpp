@@ -101,7 +101,7 @@ struct Released {
 };
 
 // Statuses other than 0 are reported by Python code, which can say more about them.
-int sample(PyRing& self, PyColumns& columns, std::size_t n, std::size_t first, bool replacement, bool prioritized, double beta, std::uint64_t mark) {
+int sample(PyRing& self, PyColumns& columns, std::size_t n, std::size_t first, bool replacement, bool prioritized, double beta, std::uint64_t mark, double timeout) {
     if (first + n > columns.capacity) throw std::out_of_range("the output arrays are shorter than the sample");
     if (columns.busy.exchange(true, std::memory_order_acquire))
         raise_protocol_error("Busy", "a sample is being drawn into this batch, by another thread or by the call that this one is inside of: give each a batch of its own");
@@ -113,15 +113,15 @@ int sample(PyRing& self, PyColumns& columns, std::size_t n, std::size_t first, b
     request.prioritized = prioritized;
     request.beta = beta;
     request.mark = mark;
-    request.key = self.next_key();
     Sampled outcome;
     bool in_time = true, interrupted = false;
     {
         Unlocked without;
         if (self.ring.limited())
-            in_time = wait_until(self.ring.control->rows, monotonic_seconds() + self.timeout, [&] { return self.ring.may_sample(n); },
+            in_time = wait_until(self.ring.control->rows, monotonic_seconds() + (timeout < 0 ? self.timeout : timeout), [&] { return self.ring.may_sample(n); },
                                  [&] { return interrupted = without.interrupted(); });
         if (in_time) {
+            request.key = self.next_key();  // not for a sample that is not drawn, so that waiting in parts changes nothing
             Sampler sampler(self.ring, request);
             outcome = sampler.run(self.threads.get());
             if (self.ring.limited()) announce(self.ring.control->room);
@@ -369,7 +369,7 @@ void bind_replay(nb::module_& m) {
         .def("seed", [](PyRing& r, std::uint64_t seed) {
             r.reseed(seed);
         }, nb::arg("seed"))
-        .def("sample", &sample, nb::arg("columns"), nb::arg("n"), nb::arg("first"), nb::arg("replacement"), nb::arg("prioritized"), nb::arg("beta"), nb::arg("mark"))
+        .def("sample", &sample, nb::arg("columns"), nb::arg("n"), nb::arg("first"), nb::arg("replacement"), nb::arg("prioritized"), nb::arg("beta"), nb::arg("mark"), nb::arg("timeout") = -1.0)
         .def("update_priorities", &update_priorities, nb::arg("indices"), nb::arg("errors"), nb::arg("mark"))
         .def("reserve_run", &reserve_run, nb::arg("rows"))
         .def("finish_run", &finish_run, nb::arg("first"), nb::arg("rows"), nb::arg("commit"))

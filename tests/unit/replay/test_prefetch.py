@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from jurybox.protocol.errors import Timeout
 from jurybox.training.replay import NotEnoughRows, RateLimiter
 
 
@@ -50,10 +51,11 @@ def test_errors_of_the_thread_are_raised_by_the_next_batch(make) -> None:
         next(batches)
 
 
-def test_after_close_the_next_batch_ends_the_iteration_in_every_thread(make) -> None:
-    replay = make(limiter=RateLimiter(1.0, least_rows=50, error=10))  # which has too few rows: a request waits
-    replay.extend(x=np.zeros((5, 3), np.float32), n=np.arange(5))
-    replay.parts[0].ring.timeout = 60.0
+@pytest.mark.parametrize("rows", [5, 65])  # fewer than a sample waits for; enough for some, then it waits for more
+def test_close_ends_the_iteration_in_every_thread_also_while_a_sample_waits(make, rows) -> None:
+    replay = make(limiter=RateLimiter(1.0, least_rows=50, error=20))
+    replay.extend(x=np.zeros((rows, 3), np.float32), n=np.arange(rows))
+    replay.parts[0].ring.timeout = 600.0
     batches = replay.prefetch(4)
     ended: list[str] = []
 
@@ -64,10 +66,29 @@ def test_after_close_the_next_batch_ends_the_iteration_in_every_thread(make) -> 
 
     waiting = threading.Thread(target=ask, args=("waited",), daemon=True)
     waiting.start()
-    replay.extend(x=np.zeros((60, 3), np.float32), n=np.arange(60))  # the sampler's own wait ends, or close would wait
     batches.close()
     waiting.join(20)
     later = threading.Thread(target=ask, args=("asked later",), daemon=True)
     later.start()
     later.join(20)
     assert ended == ["waited", "asked later"]
+
+
+def test_a_sample_that_waits_too_long_is_a_time_out_of_the_next_batch(make) -> None:
+    replay = make(limiter=RateLimiter(1.0, least_rows=50, error=20))
+    with replay.prefetch(4, timeout=0.25) as batches, pytest.raises(Timeout, match="let no 4 rows be sampled"):
+        next(batches)
+
+
+def test_a_sample_that_waited_in_parts_draws_what_one_that_did_not_wait_draws(make) -> None:
+    found = []
+    for at_once in (True, False):
+        replay = make(limiter=RateLimiter(1.0, least_rows=50, error=20))
+        replay.seed(3)
+        if not at_once:
+            for _ in range(5):
+                with pytest.raises(Timeout):
+                    replay.sample(4, timeout=0.01)
+        replay.extend(x=np.zeros((60, 3), np.float32), n=np.arange(60))
+        found.append(replay.sample(16)["n"].tolist())
+    assert found[0] == found[1]

@@ -6,6 +6,7 @@ import collections
 import math
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from jurybox import native
-from jurybox.protocol.errors import SpecMismatch
+from jurybox.protocol.errors import SpecMismatch, Timeout
 from jurybox.protocol.forks import Closing
 from jurybox.training.replay.layout import Layout
 from jurybox.training.replay.options import ForkGuard, Windows
@@ -204,6 +205,7 @@ class Prefetch(ForkGuard, Closing):
 
     Args:
         make, draw: `Replay.batch` and `Replay.sample`.
+        timeout: seconds that a sample may wait for the rate limiter.
     """
 
     refusal = "these batches are drawn by a thread of the process before its fork: prefetch in this one"
@@ -216,6 +218,7 @@ class Prefetch(ForkGuard, Closing):
         *,
         depth: int,
         device: str | None,
+        timeout: float,
         options: dict[str, Any],
     ) -> None:
         if depth < 1:
@@ -225,6 +228,7 @@ class Prefetch(ForkGuard, Closing):
         windows = self._options.pop("windows", None)
         arguments = () if windows is None else (windows,)
         self._n = n
+        self._timeout = timeout
         self._device = device
         # One more than the depth: the batch that the caller holds. The queues are simple ones, which have no lock in
         # Python code: a signal handler or a destructor within `next` may ask for a batch, too, and close.
@@ -287,10 +291,23 @@ class Prefetch(ForkGuard, Closing):
                 batch = self._free.get()
                 if self._stopped:
                     return
-                self._draw(self._n, batch, **self._options)
+                if not self._drawn(batch):
+                    return
                 self._ready.put(batch if move is None else (*move(batch), batch))
         except BaseException as error:  # noqa: BLE001  (raised by the next request for a batch)
             self._ready.put(error)
+
+    def _drawn(self, batch: Batch) -> bool:
+        """Draw a batch; return False if `close` came first. The wait for the rate limiter is in parts for its sake."""
+        until = time.monotonic() + self._timeout
+        while not self._stopped:
+            try:
+                self._draw(self._n, batch, timeout=min(_SLICE, self._timeout), **self._options)
+                return True
+            except Timeout:
+                if time.monotonic() >= until:
+                    raise
+        return False
 
 
 def _mover(device: str) -> Any:

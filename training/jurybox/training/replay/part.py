@@ -173,21 +173,26 @@ class Part:
         replace: bool,
         prioritized: bool,
         beta: float,
+        timeout: float | None = None,
     ) -> None:
         """Draw n rows into `columns` from position `first` on.
+
+        Args:
+            timeout: seconds to wait for the rate limiter; None: the ring's.
 
         Raises:
             NotEnoughRows: there are too few rows to draw.
             Timeout: the rate limiter allowed no sample.
         """
         ring = self.ring
-        status = ring.sample(columns, n, first, replace, prioritized, beta, self.mark)
+        wait = ring.timeout if timeout is None else max(0.0, timeout)
+        status = ring.sample(columns, n, first, replace, prioritized, beta, self.mark, wait)
         if status == 0:
             return
         rows, kind = ring.size, "anchor" if self.mark else "replay"
         if status < 0:
             raise Timeout(
-                f"the rate limiter let no {n} rows be sampled within {ring.timeout} s ({ring.added} added); "
+                f"the rate limiter let no {n} rows be sampled within {wait} s ({ring.added} added); "
                 "add more rows, or give a longer timeout"
             )
         if rows == 0:

@@ -232,6 +232,7 @@ class Replay:
         uniform: bool = False,
         beta: float = 0.4,
         anchor_ratio: float = 0.25,
+        timeout: float | None = None,
     ) -> Batch:
         """Draw n rows; a row that is overwritten while it is copied is drawn again.
 
@@ -242,6 +243,7 @@ class Replay:
             uniform: ignore the priorities of a prioritized replay.
             beta: exponent of the importance weights, 0 to 1.
             anchor_ratio: share of the rows that come from the anchor, if it has any rows.
+            timeout: seconds to wait for the rate limiter. Defaults to the replay's.
 
         Raises:
             NotEnoughRows: the replay is empty, holds fewer rows than asked for without replacement, or none that
@@ -259,15 +261,14 @@ class Replay:
             raise SpecMismatch("prioritized samples are drawn with replacement: give uniform=True with replace=False")
         if prioritized is False and batch.weights is not None:
             batch.weights[:n] = 1.0
-        fixed = 0
-        if len(self.parts) > 1:
-            kept = self.parts[1]
-            if kept.ring.size:
-                fixed = n if not self._pool.ring.size else round(n * anchor_ratio)
-                kept.draw(batch.columns[1], fixed, 0, replace=replace, prioritized=prioritized, beta=beta)
-        if fixed < n or n == 0:
-            first, rest = fixed, n - fixed
-            self._pool.draw(batch.columns[0], rest, first, replace=replace, prioritized=prioritized, beta=beta)
+        kept = self.parts[1] if len(self.parts) > 1 and self.parts[1].ring.size else None
+        fixed = 0 if kept is None else n if not self._pool.ring.size else round(n * anchor_ratio)
+        if fixed < n or n == 0:  # first, because only these rows are waited for
+            self._pool.draw(
+                batch.columns[0], n - fixed, fixed, replace=replace, prioritized=prioritized, beta=beta, timeout=timeout
+            )
+        if kept is not None:
+            kept.draw(batch.columns[1], fixed, 0, replace=replace, prioritized=prioritized, beta=beta)
         if prioritized and 0 < fixed < n:
             self._weigh_together(batch, n, fixed, beta)
         return batch
@@ -310,7 +311,8 @@ class Replay:
 
     def prefetch(self, n: int, *, depth: int = 2, device: str | None = None, **options: Any) -> Prefetch:
         """Sample batches in advance on a thread, with device="cuda" on the device. Options as for `sample`."""
-        return Prefetch(self.batch, self.sample, n, depth=depth, device=device, options=options)
+        wait = options.pop("timeout", self.parts[0].ring.timeout)
+        return Prefetch(self.batch, self.sample, n, depth=depth, device=device, timeout=wait, options=options)
 
     def resident(self, device: str, *, capacity: int | None = None, seed: int | None = None) -> Resident:
         """A copy of the rows in a device's memory, which samples there: see `jurybox.training.replay.resident`."""
