@@ -54,6 +54,15 @@ def threshold():
     return ServedModel(Threshold(), {"image": IMAGE}, {"mask": TensorSpec("bool", (-1, -1), capacity=1024)})
 
 
+class Waves(nn.Module):
+    def forward(self, x):
+        return torch.stack([one.sum() for one in x])
+
+
+def waves():
+    return ServedModel(Waves(), {"x": TensorSpec("float32", (-1,), capacity=16)}, {"y": NUMBER})
+
+
 class Picky(nn.Module):
     """Twice the number; threes and sixes fail."""
 

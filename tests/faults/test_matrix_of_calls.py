@@ -347,4 +347,5 @@ def test_no_call_gets_anothers_answer_or_waits_for_it_whatever_lands_in_it(clien
     for number in range(len(calls.ways)):
         calls.one(number)
     assert not calls.wrong, calls.wrong
+    print(f"{way}: {sum(calls.seen.values())} calls, the slowest {calls.slowest:.2f} s, {dict(calls.seen)}")
     calls.close()

@@ -1,4 +1,4 @@
-"""Rows, counts and versions as callers name them: what is outside a client's own rows is refused on every way in."""
+"""Rows, counts, versions and values as callers give them: what does not fit is refused on every way in."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from tests.serving import serving, wait_until
 
-from jurybox.client import Busy, ModelFailed, Refused, connect
+from jurybox.client import Busy, ModelFailed, Refused, SpecMismatch, connect
 from jurybox.protocol.errors import Code
 
 OPEN = {"factory": "tests.open_models:shout", "max_batch": 8, "rows": 64}
@@ -19,6 +19,7 @@ MODELS = {
     "learnt": {"factory": "tests.models:affine", "max_batch": 4, "rows": 64, "publish": "double_buffer"},
     "shout": OPEN,
     "sum": SUM,
+    "waves": {"factory": "tests.open_models:waves", "max_batch": 8, "rows": 64},
 }
 X = np.arange(256, dtype=np.float32).reshape(64, 4)
 
@@ -66,6 +67,106 @@ def test_a_row_that_rows_do_not_have_is_refused(client, row):
         for ask in (lambda: rows.row("text", row), lambda: rows.place("text", row, 2)):
             with pytest.raises(ValueError, match="expected a whole number from 0 to 1"):
                 ask()
+
+
+def within(model, write):
+    with model.rows(2) as rows:
+        write(rows)
+        rows.infer()
+
+
+def at_once(asked):
+    return asyncio.run(asked)
+
+
+def ways_in(client):
+    """Each way in which rows of one float32 input of shape (2, n) are given, by name; each takes such an array."""
+    affine, total, free = client.model("affine", rows=16), client.model("sum", rows=1), client.model("waves", rows=4)
+    x = "observation"
+
+    def sessions(ask):
+        def given(values):
+            with total.sessions(2) as opened:
+                ask(opened, values[:, :1])
+
+        return given
+
+    return {
+        "call": lambda values: affine(values[0]),
+        "infer": affine.infer,
+        "infer_reply": lambda values: affine.infer_reply({x: values}),
+        "infer_async": lambda values: at_once(affine.infer_async(values)),
+        "submit": lambda values: affine.submit(values).result(),
+        "rows[name] =": lambda values: within(affine, lambda rows: rows.inputs.__setitem__(x, values)),
+        "rows[name][:] =": lambda values: within(affine, lambda rows: rows.inputs[x].__setitem__(slice(None), values)),
+        "rows[name][i] =": lambda values: within(affine, lambda rows: rows.inputs[x].__setitem__(1, values[1])),
+        "place": lambda values: within(free, lambda rows: rows.place("x", 1, 4).__setitem__(slice(None), values[1])),
+        "variable rows": lambda values: free.infer([values[0], values[1]]),
+        "a row of variable size": lambda values: free(values[0]),
+        "sessions": sessions(lambda opened, values: opened.infer(values)),
+        "some sessions": sessions(lambda opened, values: opened.infer(values, session=[1, 0])),
+        "sessions, async": sessions(lambda opened, values: at_once(opened.infer_async(values))),
+        "sessions, submit": sessions(lambda opened, values: opened.submit(values).result()),
+        "set_state": sessions(lambda opened, values: opened.set_state({"total": values[:, 0]})),
+    }
+
+
+def test_values_of_another_dtype_are_refused_on_every_way_in_and_never_cast(client):
+    for way, give in ways_in(client).items():
+        give(X[:2])
+        for other in (np.float64, np.float16, np.int32, np.complex64, ">f4"):
+            with pytest.raises(SpecMismatch, match="float32.*came"):
+                give(X[:2].astype(other))
+                pytest.fail(f"{way} took {other}")
+
+
+def test_torch_tensors_are_taken_on_every_way_in_or_refused_with_how_to_convert_them(client):
+    torch = pytest.importorskip("torch")
+    x = torch.from_numpy(X[:2].copy())
+    for give in ways_in(client).values():
+        give(x)
+        with pytest.raises(SpecMismatch, match=r"torch.bfloat16 tensor: .*tensor.detach\(\).to\(torch.float32\).numpy"):
+            give(x.bfloat16())
+        with pytest.raises(SpecMismatch, match=r"requires grad, .*: convert it on purpose: tensor.detach\(\).numpy"):
+            give(x.clone().requires_grad_())
+        with pytest.raises(SpecMismatch, match=r"tensor.detach\(\).resolve_neg\(\).numpy"):
+            give(torch._neg_view(x))
+        with pytest.raises(SpecMismatch, match="float32"):
+            give(x.double())
+
+
+def test_rows_take_numbers_that_their_dtype_holds_and_results_in_place_are_not_cast_either(client):
+    with client.model("affine", rows=4).rows(2) as rows:
+        inputs = rows.inputs["observation"]
+        inputs[:], inputs[0], inputs[1, 2] = 1, True, 0.1
+        rows.inputs["observation"] += np.float32(1)
+        rows.inputs["observation"] /= 2
+        np.stack([X[0], X[1]], out=inputs)
+        rows.infer()
+        np.testing.assert_array_equal(rows.outputs["action"], 2 * X[:2] + 1)
+        for write in (
+            lambda: inputs.__setitem__(0, 1e39),
+            lambda: inputs.__setitem__(0, 10**400),
+            lambda: inputs.fill(np.float64(1)),
+            lambda: inputs[:1].reshape(-1).__setitem__(0, np.float64(1)),
+            lambda: inputs.__iadd__(np.ones(4)),
+            lambda: np.multiply(X[:2], np.ones(4), out=inputs),
+            lambda: np.copyto(inputs, np.ones(4)),
+            lambda: np.stack([np.ones(4)] * 2, out=inputs),
+        ):
+            with pytest.raises(SpecMismatch, match="'observation' of 'affine': expected float32, came"):
+                write()
+        np.testing.assert_array_equal(inputs, X[:2])
+        copy = inputs.copy()
+        copy[:] = np.ones(4)  # it is no rows' memory
+        with pytest.raises(SpecMismatch, match=r"have \['observation'\] here, 'observations' came"):
+            rows.inputs["observations"] = X[:2]
+        with pytest.raises(SpecMismatch, match="cannot be replaced"):
+            rows.outputs["action"] = X[:2]
+        with pytest.raises(AttributeError):
+            rows.inputs = {"observation": X[:2]}
+    with pytest.raises(Refused, match="released"):
+        rows.inputs["observation"] = X[:2]
 
 
 @pytest.mark.parametrize("name", ["affine", "shout", "sum"])

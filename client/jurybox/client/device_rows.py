@@ -8,6 +8,7 @@ from jurybox.protocol.control_pb2 import BindRequest, RegionPlace
 from jurybox.protocol.device_memory import Driver
 from jurybox.protocol.errors import Error, Refused
 from jurybox.protocol.forks import Closing
+from jurybox.protocol.row_arrays import RowArrays
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -98,7 +99,7 @@ class DeviceRows(Closing):
     def __init__(
         self, model: Model, rows: int, driver: Driver, bind: Callable[[BindRequest, float], None], timeout: float
     ) -> None:
-        self._driver, self._timeout = driver, timeout
+        self._name, self._driver, self._timeout = model.name, driver, timeout
         self._pointer = self._event = 0
         self._rows: BoundRows | None = None
         spec = model.spec
@@ -112,8 +113,8 @@ class DeviceRows(Closing):
         except BaseException:
             self._free()  # an engine that could not open all of it has released the rest
             raise
-        self.inputs = self._arrays(spec.inputs, inputs, rows)
-        self.outputs = self._arrays(spec.outputs, outputs, rows)
+        self.inputs = RowArrays(self._arrays(spec.inputs, inputs, rows), model.name)
+        self.outputs = RowArrays(self._arrays(spec.outputs, outputs, rows), model.name)
 
     def __len__(self) -> int:
         return len(self._open())
@@ -148,7 +149,7 @@ class DeviceRows(Closing):
         still write to it.
         """
         bound, self._rows = self._rows, None
-        self.inputs, self.outputs = {}, {}
+        self.inputs = self.outputs = RowArrays({}, self._name)
         if bound is not None and bound.end(self._timeout):
             self._free()
 

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from jurybox.client.row_codec import utf8
 from jurybox.protocol.errors import SpecMismatch, said
+from jurybox.protocol.row_arrays import array_of
 from jurybox.protocol.spec import BYTES, ModelSpec, TensorSpec
 
 Inputs = Mapping[str, "str | Callable[[Mapping[str, Any]], Sequence[Any]]"]
@@ -93,9 +94,9 @@ def fitted(name: str, spec: TensorSpec, value: Any) -> Any:
             raise SpecMismatch(f"{name} is a picture of mode {value.mode!r}, expected 8 bits a channel")
         value = value.convert("RGB")
     elif hasattr(value, "detach"):  # a torch tensor
-        value = value.detach().cpu()
-        value = (value.float() if str(value.dtype) == "torch.bfloat16" else value).numpy()  # NumPy has no bfloat16
-    array = np.asarray(value)
+        value = value.detach().cpu().resolve_neg()
+        value = value.float() if str(value.dtype) == "torch.bfloat16" else value  # NumPy has no bfloat16
+    array = array_of(name, spec.dtype, value)
     if spec.shape[-1:] == (3,) and array.ndim == 3 and array.shape[0] == 3 != array.shape[2]:
         array = array.transpose(1, 2, 0)  # from torch's channels-first order
     if array.dtype != spec.numpy_dtype:

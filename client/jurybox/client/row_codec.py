@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from jurybox.protocol.arena import Columns
 from jurybox.protocol.errors import Refused, SpecMismatch, plain
+from jurybox.protocol.row_arrays import array_of, other_dtype
 from jurybox.protocol.spec import BYTES, ModelSpec, TensorSpec
 
 NO_SHAPE = (-1,)  # the shape of no array
@@ -27,7 +28,7 @@ class PlainRows:
     def checked(self, inputs: Any) -> tuple[Checked, int]:
         """Check inputs against the spec; return them by name, and the number of rows. Raises SpecMismatch."""
         named = self._named(inputs)
-        given = {name: np.asarray(named[name]) for name in self.spec.inputs}
+        given = {name: self._array(name, spec, named[name]) for name, spec in self.spec.inputs.items()}
         first = next(iter(given.values()))
         n = len(first) if first.ndim else 0
         for name, spec in self.spec.inputs.items():
@@ -42,7 +43,7 @@ class PlainRows:
             if spec.variable:
                 given[name] = [self._row(name, spec, named[name], 0)]
             else:
-                array = np.asarray(named[name])
+                array = self._array(name, spec, named[name])
                 self._check_row(name, spec, array)
                 given[name] = array[None]
         return given, 1
@@ -83,6 +84,11 @@ class PlainRows:
             raise SpecMismatch(f"{self.spec.name!r} takes inputs {sorted(specs)}, {sorted(map(plain, inputs))} came")
         return inputs
 
+    def _array(self, name: str, spec: TensorSpec, value: Any) -> NDArray[Any]:
+        if type(value) is np.ndarray:
+            return value
+        return array_of(f"input {name!r} of {self.spec.name!r}", spec.dtype, value)
+
     def _check(self, name: str, spec: TensorSpec, array: NDArray[Any], n: int) -> None:
         if array.dtype != spec.numpy_dtype or array.shape != (n, *spec.shape):
             expected = "n, " + ", ".join(map(str, spec.shape)) if spec.shape else "n"
@@ -112,12 +118,10 @@ class PlainRows:
                 )
             array = np.frombuffer(value, np.uint8)
         else:
-            array = np.ascontiguousarray(value)
+            what = f"input {name!r} of {self.spec.name!r}, row {i}"
+            array = np.ascontiguousarray(array_of(what, spec.dtype, value))
             if array.dtype != spec.numpy_dtype:
-                raise SpecMismatch(
-                    f"input {name!r} of {self.spec.name!r}, row {i}: expected {spec.dtype}, came {array.dtype}; "
-                    f"convert it on purpose: array.astype({spec.dtype!r})"
-                )
+                raise other_dtype(what, spec.dtype, array.dtype)
         extents = spec.extents_of(array.shape)
         if extents is None:
             raise SpecMismatch(
@@ -145,7 +149,7 @@ class OpenRows(PlainRows):
             if spec.variable:
                 given[name] = self._rows(name, spec, value)
             else:
-                array = given[name] = np.asarray(value)
+                array = given[name] = self._array(name, spec, value)
                 self._check(name, spec, array, len(array) if array.ndim else 0)
             counts[name] = len(given[name])
         if len(set(counts.values())) != 1:

@@ -16,6 +16,7 @@ from jurybox.client.row_codec import Checked, shaped
 from jurybox.client.transports.transport import NOT_ANSWERED, NOT_FIT, NOT_SENT, Caller, RowPlace
 from jurybox.protocol.errors import Busy, Code, Refused, SpecMismatch, error_for
 from jurybox.protocol.forks import Closing
+from jurybox.protocol.row_arrays import RowArray, RowArrays
 
 
 class Rows(Closing):
@@ -23,7 +24,9 @@ class Rows(Closing):
 
     Attributes:
         inputs, outputs: arrays of shape (n, *row shape) by name, views of shared memory. Valid in the ``with`` block.
-            A tensor of variable size has shape (n, capacity) here; `place` and `row` return its rows.
+            A tensor of variable size has shape (n, capacity) here; `place` and `row` return its rows. Inputs are not
+            cast: values of another dtype are refused with SpecMismatch, as by `Model.infer`; Python numbers are written
+            if the dtype holds them.
         version: weights version that computed the outputs, the oldest if they took several batches; 0 before the first
             `infer`.
     """
@@ -37,11 +40,27 @@ class Rows(Closing):
         self._max_batch = max_batch
         self.version = 0
         end = first + run.rows
-        self.inputs: dict[str, NDArray[Any]] = {name: array[first:end] for name, array in lane.columns.inputs.items()}
-        self.outputs: dict[str, NDArray[Any]] = {name: array[first:end] for name, array in lane.columns.outputs.items()}
+        model = lane.codec.spec.name
+        inputs, outputs = lane.columns.inputs.items(), lane.columns.outputs.items()
+        self._inputs = RowArrays(
+            {name: RowArray.over(array[first:end], f"input {name!r} of {model!r}") for name, array in inputs},
+            model,
+            writable=True,
+        )
+        self._outputs = RowArrays({name: array[first:end] for name, array in outputs}, model)
 
     def __len__(self) -> int:
         return self.rows
+
+    @property
+    def inputs(self) -> RowArrays:
+        """Arrays of the inputs, (n, *row shape) by name."""
+        return self._inputs
+
+    @property
+    def outputs(self) -> RowArrays:
+        """Arrays of the outputs, (n, *row shape) by name."""
+        return self._outputs
 
     @property
     def leased(self) -> tuple[int, int]:
@@ -120,7 +139,7 @@ class Rows(Closing):
 
     def close(self) -> None:
         """Release the rows. Rows that an engine may still write to become free once it has answered."""
-        self.inputs, self.outputs = {}, {}
+        self._inputs = self._outputs = RowArrays({}, self._inputs.model)
         self._lane.give(self._run)
 
     def _check(self) -> None:

@@ -20,6 +20,7 @@ from jurybox.protocol.errors import (
     StaleLease,
     VersionNotHeld,
 )
+from jurybox.protocol.row_arrays import array_of
 
 Numbers = Sequence[int] | NDArray[np.integer[Any]]
 Mask = Sequence[bool] | NDArray[np.bool_]
@@ -59,7 +60,7 @@ class SessionBook:
         """
         if session is None:
             return self.all
-        ids = np.asarray(session)
+        ids = array_of("session", "whole numbers", session)
         if ids.ndim != 1 or ids.dtype.kind not in "iu" or not len(ids):
             raise SpecMismatch(f"session is {ids.dtype} of shape {ids.shape}: expected whole numbers, one for each row")
         if int(ids.min()) < 0 or int(ids.max()) >= len(self.all):
@@ -186,7 +187,9 @@ def require_rows(n: int, sessions: int) -> None:
 
 def resets(reset: Mask, n: int) -> NDArray[np.bool_]:
     """Check a caller's reset mask of n rows and return it as an array. Raises SpecMismatch."""
-    begin = np.asarray(reset, np.bool_)
+    begin = array_of("reset", "bool", reset)
+    if begin.dtype != np.bool_:
+        begin = begin.astype(np.bool_)
     if begin.shape != (n,):
         raise SpecMismatch(f"reset has shape {begin.shape}: expected one bool for each of {n} rows")
     return begin

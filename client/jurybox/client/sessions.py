@@ -29,6 +29,7 @@ from jurybox.protocol.errors import (
 )
 from jurybox.protocol.forks import Closing
 from jurybox.protocol.locks import NESTED, Taken
+from jurybox.protocol.row_arrays import array_of
 
 if TYPE_CHECKING:
     from jurybox.client.lane import Lane
@@ -277,7 +278,7 @@ class Sessions(Closing):
         ids, specs = self._book.ids(session), self._requests.spec.state
         if state.keys() != specs.keys():
             raise SpecMismatch(f"state of {self._requests.name!r} is {sorted(specs)}, {sorted(state)} came")
-        given = {name: np.asarray(value) for name, value in state.items()}
+        given = {name: array_of(f"state {name!r}", specs[name].dtype, value) for name, value in state.items()}
         for name, spec in specs.items():
             if given[name].shape != (len(ids), *spec.shape) or given[name].dtype != spec.numpy_dtype:
                 raise SpecMismatch(

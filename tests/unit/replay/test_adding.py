@@ -193,13 +193,25 @@ def test_reserved_rows_are_written_in_place(make) -> None:
     replay = make(10, {"x": Field((3,)), "b": Field((9,), "float32", stored="bits"), "n": Field((), "int64")})
     for start in range(0, 30, 4):
         with replay.reserve(4) as reserved:
-            reserved["x"][:] = np.arange(start, start + 4)[:, None]
-            reserved["n"][:] = np.arange(start, start + 4)
+            reserved["x"][:] = np.arange(start, start + 4, dtype=np.float32)[:, None]
+            reserved["n"] = np.arange(start, start + 4)
             reserved["b"][:] = np.packbits(np.ones((4, 9), np.uint8), axis=1, bitorder="little")
             assert all(n < start for n in replay.sample(20)["n"]) if start else True
     batch = replay.sample(10, replace=False)
     assert (batch["x"] == batch["n"][:, None]).all() and (batch["b"] == 1).all()
     assert {28, 29, 30, 31} <= set(batch["n"].tolist())
+
+
+def test_reserved_rows_cast_nothing_silently(make) -> None:
+    replay = make(10, {"x": Field((3,)), "u": Field((), "uint8")})
+    with replay.reserve(2) as rows:
+        rows["x"][:], rows["u"] = 1, np.array([7, 8], np.uint8)
+        rows["x"] += np.float32(1)
+        for name, values in (("x", np.ones(3)), ("x", 1e39), ("u", np.array([300, 1])), ("u", 1.5), ("u", 256)):
+            for write in (lambda: rows.__setitem__(name, values), lambda: rows[name].__setitem__(0, values)):  # noqa: B023
+                with pytest.raises(SpecMismatch, match=f"field '{name}', as it is stored: expected"):
+                    write()
+    assert (replay.sample(5)["x"] == 2).all() and set(replay.sample(9)["u"].tolist()) <= {7, 8}
 
 
 def test_a_reservation_that_fails_leaves_no_row(make) -> None:

@@ -11,12 +11,13 @@ import numpy.typing as npt
 from jurybox import native
 from jurybox.protocol import forks
 from jurybox.protocol.errors import Busy, Refused, SpecMismatch
+from jurybox.protocol.row_arrays import RowArray
 from jurybox.training.replay.options import Codec, ForkGuard
 from jurybox.training.replay.part import Part
 
 
 class Reservation(ForkGuard):
-    """`rows[name]` is an array of shape (n, ...) that IS the ring's rows, in their stored dtype.
+    """`rows[name]` is an array of shape (n, ...) that IS the ring's rows, in their stored dtype: nothing is cast to it.
 
     Leaving the ``with`` block makes them visible, an exception in it releases them. Until then no reader sees
     them, and a killed writer loses these slots. A forked child cannot use its parent's reservation.
@@ -37,7 +38,7 @@ class Reservation(ForkGuard):
         self._firsts = [first]  # until it is taken out, which ends the reservation once, also in nested calls
         slot = first % part.capacity
         self._arrays = {
-            name: part.field_rows(name, slot, n)
+            name: RowArray.over(part.field_rows(name, slot, n), f"field {name!r}, as it is stored")
             for name, spec in part.layout.fields.items()
             if spec.codec is not Codec.SPARSE
         }
@@ -52,6 +53,10 @@ class Reservation(ForkGuard):
         if name not in self._arrays:
             raise SpecMismatch(f"field {name!r} cannot be written in place; expected one of {', '.join(self._arrays)}")
         return self._arrays[name]
+
+    def __setitem__(self, name: str, values: Any) -> None:
+        if self[name] is not values:  # otherwise `rows[name] += ...` did it
+            self[name][...] = values
 
     def __len__(self) -> int:
         return self._rows
