@@ -16,9 +16,10 @@ import pytest
 import torch
 from tests.serving import serving, wait_until, wait_until_computing
 
-from jurybox.client import Refused
+from jurybox.client import Refused, connect
 from jurybox.protocol.control_pb2 import BindRequest, RegionPlace
 from jurybox.protocol.device_memory import FAKE, HANDLE, driver
+from jurybox.protocol.errors import Code
 
 ROWS = np.arange(16, dtype=np.float32).reshape(4, 4)
 
@@ -63,6 +64,11 @@ def mapped(server, folder):
     """Return how many pieces of the fake device's memory the engine has mapped."""
     text = Path(f"/proc/{engine(server)}/maps").read_text()
     return sum(str(folder) in line for line in text.splitlines())
+
+
+def failures(client):
+    """Return how many rows of the model "affine" have failed."""
+    return next(model for model in client.status()["models"] if model["name"] == "affine")["failed"]
 
 
 def test_rows_in_device_memory_are_read_and_answered_in_place(server, client, folder):
@@ -219,6 +225,64 @@ def test_a_reloaded_model_reads_device_memory_and_one_that_cannot_refuses(client
             rows.infer()
         client.load("affine", {"factory": "tests.models:affine", "rows": 64})
         rows.infer()
+
+
+@pytest.mark.parametrize("transport", ["shm", "zmq"])
+def test_tickets_for_rows_of_others_reach_neither_their_device_memory_nor_unbound_rows(server, client, transport):
+    """As a client with a fault would send them: past its own checks, for rows of its neighbours or bound in part."""
+    with (
+        connect(server.address, transport=transport, timeout=30) as mine,
+        client.device_rows("affine", 4) as before,
+        mine.device_rows("affine", 4) as rows,
+        client.device_rows("affine", 4) as after,
+        client.model("affine", rows=4).rows(4) as host,
+    ):
+        for held in (before, rows, after, host):
+            held.inputs["observation"][:] = ROWS
+            held.infer()
+            held.outputs["action"][:] = -1
+        lane = rows._rows._model.requests.lane
+        first = lane.runs.first
+        others = [each._rows._rows.first for each in (before, after)] + [host.first]
+        for at, n in ((first + 3, 2), (first, 5), (first, 2**31), *((other, 4) for other in others)):
+            answer = lane.ask(at, n, 20)
+            assert answer.code in (Code.REFUSED, Code.MALFORMED, Code.BUSY), (at, n, answer)
+        for held in (before, rows, after, host):
+            np.testing.assert_array_equal(held.outputs["action"], np.full((4, 4), -1))
+        rows.infer()
+        np.testing.assert_array_equal(rows.outputs["action"], 2 * ROWS + 1)
+
+
+@pytest.mark.parametrize("transport", ["shm", "zmq"])
+def test_a_ticket_for_rows_that_are_bound_only_in_part_is_refused(server, transport):
+    device = driver()
+    memory = device.allocate(4096)
+    inside = device.array(memory, (1024,), np.dtype(np.float32))
+    inside[:] = 5
+    with connect(server.address, transport=transport, timeout=30) as client, client.model("affine", rows=4) as model:
+        lane = model.requests.lane
+        before = failures(client)
+        with model.rows(4) as rows:
+            place = {"lane": rows.leased[0], "lease": rows.leased[1], "first": rows.first}
+            handle = device.export(memory)
+            client._open_link().bind(
+                BindRequest(
+                    rows=2,
+                    inputs=[RegionPlace(tensor="observation", handle=handle)],
+                    outputs=[RegionPlace(tensor="action", handle=handle, offset=2048)],
+                    **place,
+                ),
+                20.0,
+            )
+            for at, n in ((1, 2), (0, 3), (0, 4), (2, 1), (2, 2)):
+                answer = lane.ask(rows.first + at, n, 20)
+                assert answer.code == Code.REFUSED and "not bound to device memory" in answer.message, (at, n, answer)
+            assert (inside == 5).all()
+            assert lane.ask(rows.first, 2, 20).code == Code.OK
+            assert (inside[512:520] == 11).all() and (np.delete(inside, range(512, 520)) == 5).all()
+            client._open_link().bind(BindRequest(end=True, **place), 20.0)
+        assert failures(client) == before, "the client erred, not the model"
+    device.free(memory)
 
 
 def test_memory_of_another_process_is_refused(server, client, folder):

@@ -12,12 +12,12 @@ import torch
 from numpy.typing import NDArray
 
 from jurybox import native
-from jurybox.protocol.errors import Code, Error, ModelFailed, Refused, VersionNotHeld, plain, said
+from jurybox.protocol.errors import Code, Error, ModelFailed, VersionNotHeld, plain, said
 from jurybox.protocol.scoreboard import TIME_BUCKETS
 from jurybox.protocol.spec import ModelSpec
 from jurybox.server.batch_cost import BatchCost
 from jurybox.server.engine.device import Batch, DeviceLost, DeviceServed, device_error, forget_frames
-from jurybox.server.engine.device_regions import DeviceRegions
+from jurybox.server.engine.device_regions import DeviceRegions, RowsNotBound
 from jurybox.server.engine.forward_timeout import ForwardTimeout, limited
 from jurybox.server.engine.loads import Disturbed
 from jurybox.server.engine.queues import Queue
@@ -284,7 +284,7 @@ class Batches:
         began = self._clock()
         try:
             if self.regions and not isinstance(slot.served, DeviceServed) and self.regions.of(tickets) is not None:
-                raise Refused("this model reads no device memory any more: it was loaded anew. Take rows again")
+                raise RowsNotBound("this model reads no device memory any more: it was loaded anew. Take rows again")
             if slot.served.forward_timeout:
                 with limited(slot.served.forward_timeout):
                     outcome = slot.served.run(tickets, rows, version)
@@ -406,6 +406,10 @@ class Batches:
 
     def _fail(self, slot: Slot, tickets: NDArray[Any], error: BaseException) -> None:
         name = slot.name(tickets)
+        if isinstance(error, RowsNotBound):
+            slot.counters.add("refused", tickets)
+            self._refuse(slot, tickets, error.code, said(error))
+            return
         if isinstance(error, VersionNotHeld):  # the requested version is missing: not a failure of the model
             slot.counters.add("not_held", tickets)
             self._report("weights version not held", model=name, error=said(error), tickets=len(tickets))

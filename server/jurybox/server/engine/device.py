@@ -260,7 +260,7 @@ class DeviceServed(Served):
         Arguments as `run`.
 
         Raises:
-            Refused: rows that should be in device memory are not bound, or cannot be used.
+            RowsNotBound: rows that should be in device memory are not bound, or cannot be used.
             torch.OutOfMemoryError: the device is out of memory.
             Exception: whatever the model raises.
         """

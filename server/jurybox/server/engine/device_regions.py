@@ -110,6 +110,10 @@ class PublishedOnDevice:
         self._slots = slots
 
 
+class RowsNotBound(Refused):
+    """A ticket's rows are not in the device memory that it was sent for: its client errs, the model does not."""
+
+
 class DeviceRegions:
     """The bindings of all clients, for all models of an engine. Only the loop's thread uses it.
 
@@ -177,7 +181,7 @@ class DeviceRegions:
         """Return each ticket's binding, None for rows in the arena; return None alone if all rows are in the arena.
 
         Raises:
-            Refused: the rows are not bound, but others of their lease are; or their memory could not be opened.
+            RowsNotBound: the rows are not bound, but others of their lease are; or their memory could not be opened.
         """
         if not self._bound:
             return None
@@ -191,7 +195,7 @@ class DeviceRegions:
                 continue
             found = next((b for b in bindings if b.first <= first and first + rows <= b.first + b.rows), None)
             if found is None or found.broken:
-                raise Refused(
+                raise RowsNotBound(
                     found.broken if found else f"rows {first} to {first + rows} are not bound to device memory"
                 )
             places.append(found)
