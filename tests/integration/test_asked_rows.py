@@ -46,6 +46,11 @@ def test_a_count_of_rows_that_is_no_whole_number_above_zero_is_refused_before_an
     model = client.model("affine", rows=4)
     with pytest.raises(ValueError, match="expected a whole number of at least 1"):
         model.rows(n)
+    with pytest.raises(ValueError, match="expected a whole number from 1 to"):
+        client.device_rows("affine", n)
+    if n != 0:  # the server's default
+        with pytest.raises(ValueError, match="expected a whole number from 0 to"):
+            client.model("affine", rows=n)
     with pytest.raises(ValueError, match="expected a whole number of at least 1"):
         client.model("sum", rows=1).sessions(n)
     with model.rows(4) as rows:
@@ -55,6 +60,28 @@ def test_a_count_of_rows_that_is_no_whole_number_above_zero_is_refused_before_an
         rows.infer()
         np.testing.assert_array_equal(rows.outputs["action"], 2 * X[:4] + 1)
     np.testing.assert_array_equal(model.infer(X[:4]), 2 * X[:4] + 1)
+
+
+def test_a_version_that_no_ticket_can_carry_is_refused_and_leaves_model_and_sessions_as_they_were(client):
+    model = client.model("affine", rows=4)
+    with client.model("sum", rows=1).sessions(2) as sessions, model.rows(2) as rows:
+        x = np.ones((2, 1), np.float32)
+        sessions.infer(x)
+        for version in (-1, 2**64, 1.5, "1", None):
+            for ask in (
+                lambda version: model.infer(X[:2], version=version),
+                lambda version: model.infer_reply(X[:32], version=version),
+                lambda version: at_once(model.infer_async(X[:2], version=version)),
+                lambda version: model.submit(X[:2], version=version),
+                lambda version: rows.infer(version=version),
+                lambda version: sessions.infer(x, version=version),
+                lambda version: at_once(sessions.infer_async(x, version=version)),
+                lambda version: sessions.submit(x, version=version),
+            ):
+                with pytest.raises(ValueError, match="version=.*: expected a whole number from 0 to"):
+                    ask(version)
+        np.testing.assert_array_equal(model.infer(X[:8]), 2 * X[:8] + 1)
+        assert sessions.infer(x).tolist() == [2, 2]
 
 
 @pytest.mark.parametrize("row", [-1, 2, 1.0])

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from jurybox.client.in_flight import Turns, seconds
 from jurybox.client.lane import Lane
-from jurybox.client.row_allocator import Run, whole
+from jurybox.client.row_allocator import Run, version_of, whole
 from jurybox.client.row_codec import NO_SHAPE, Checked, shaped, utf8, words
 from jurybox.client.rows import CallRow, Rows
 from jurybox.client.sessions import Sessions
@@ -172,6 +172,7 @@ class Model(forks.Closing):
             ModelFailed: the model raised, or is quarantined after several crashes.
             Refused: the request is not allowed, for example because the model keeps state.
             ServerGone: the server ended, and was not restarted in time.
+            ValueError: the version is no whole number of at least 0.
         """
         if output is None:
             return self.infer_reply(inputs, timeout=timeout, version=version).outputs
@@ -183,7 +184,7 @@ class Model(forks.Closing):
 
         Up to `max_batch` rows are computed by one version. For more rows, `version` is the oldest one used.
         """
-        requests = self.requests
+        requests, version = self.requests, version_of(version)
         return requests.asked(lambda: requests.lane.codec.checked(inputs), timeout, version)
 
     async def infer_async(
@@ -206,7 +207,7 @@ class Model(forks.Closing):
 
     async def infer_reply_async(self, inputs: Arrays, *, timeout: float | None = None, version: int = 0) -> Reply:
         """Like `infer_async`, but return a `Reply` with the weights version, as `infer_reply` does."""
-        requests = self.requests
+        requests, version = self.requests, version_of(version)
         deadline = requests.turns.deadline(timeout)
         given, n = requests.lane.codec.checked(inputs)
         requests.require_stateless()
@@ -233,7 +234,7 @@ class Model(forks.Closing):
             Refused: the request is not allowed, for example because the model keeps state.
             ServerGone: the server ended, and was not restarted in time.
         """
-        turns = self.requests.turns
+        turns, version = self.requests.turns, version_of(version)
         deadline = turns.deadline(timeout)
         return turns.run(lambda: self._submitted(inputs, deadline, version), deadline)
 

@@ -7,6 +7,8 @@ import operator
 import weakref
 from typing import TYPE_CHECKING
 
+MOST_ROWS = (1 << 31) - 1  # of a lane
+
 if TYPE_CHECKING:
     from jurybox.client.in_flight import InFlight
 
@@ -133,3 +135,11 @@ def whole(value: int, what: str, least: int, most: int | None = None) -> int:
         bound = f"of at least {least}" if most is None else f"from {least} to {most}"
         raise ValueError(f"{what}={value!r}: expected a whole number {bound}")
     return number
+
+
+def version_of(value: int) -> int:
+    """Check a weights version that comes from a caller; 0 is the newest. Raises ValueError.
+
+    A ticket with another one could never be sent, and its lane would try again and again.
+    """
+    return value if type(value) is int and 0 <= value < 1 << 64 else whole(value, "version", 0, (1 << 64) - 1)

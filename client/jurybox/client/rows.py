@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from jurybox.client.in_flight import Answer, Claim, InFlight, Turns
 from jurybox.client.lane import Lane, row_failed
-from jurybox.client.row_allocator import Run, whole
+from jurybox.client.row_allocator import Run, version_of, whole
 from jurybox.client.row_codec import Checked, shaped
 from jurybox.client.transports.transport import NOT_ANSWERED, NOT_FIT, NOT_SENT, Caller, RowPlace
 from jurybox.protocol.errors import Busy, Code, Refused, SpecMismatch, error_for
@@ -111,6 +111,7 @@ class Rows(Closing):
             ServerGone, Refused: the lane is lost; call `Model.rows` again.
         """
         n = self.rows if rows is None else whole(rows, "rows", 1, self.rows)
+        version = version_of(version)
         deadline = self._turns.deadline(timeout)
         self._turns.run(lambda: self._infer(n, deadline, version), deadline)
 

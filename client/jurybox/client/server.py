@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from jurybox.client.in_flight import seconds
 from jurybox.client.lane import Lane
 from jurybox.client.model import Model, Requests
+from jurybox.client.row_allocator import MOST_ROWS, whole
 from jurybox.protocol.address import NOT_LINUX, default_address
 from jurybox.protocol.errors import Error, ModelFailed, Refused, ServerGone, Timeout
 from jurybox.protocol.forks import Closing
@@ -150,7 +151,9 @@ class Server(Closing):
             ModelFailed: the model could not be loaded; the message states the reason.
             Busy: the arena has no free rows.
             Timeout: the model is still loading.
+            ValueError: rows is no such number.
         """
+        rows = whole(rows, "rows", 0, MOST_ROWS)
         left = self.timeout if timeout is None else seconds(timeout)
 
         def lease(n: int, patient: bool) -> tuple[Lane, ModelSpec, int]:
@@ -175,11 +178,12 @@ class Server(Closing):
 
         Raises:
             Refused: the server is on another host, there is no CUDA driver, or an engine cannot open this GPU's memory.
-            ModelNotFound, ModelFailed, Busy, Timeout: as in `model`.
+            ModelNotFound, ModelFailed, Busy, Timeout, ValueError: as in `model`.
         """
         from jurybox.client.device_rows import DeviceRows
         from jurybox.protocol.device_memory import driver
 
+        rows = whole(rows, "rows", 1, MOST_ROWS)
         wait = self.timeout if timeout is None else seconds(timeout)
         link = self._open_link()
         memory = driver(device)

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jurybox.client.lane import row_failed
+from jurybox.client.row_allocator import version_of
 from jurybox.client.row_codec import NO_SHAPE, SESSIONS, Checked, shaped
 from jurybox.client.session_book import Mask, Numbers, SessionBook, require_rows, resets
 from jurybox.client.ticket import Reply, Ticket, rows_come_back, send_rows
@@ -94,7 +95,7 @@ class Sessions(Closing):
             Refused: the request is not allowed.
             ServerGone: the server ended, and was not restarted in time.
         """
-        requests = self._requests
+        requests, version = self._requests, version_of(version)
         self._refuse_nested()
         if session is None and not version and self._pinned is None:
             try:
@@ -183,7 +184,7 @@ class Sessions(Closing):
         version: int = 0,
     ) -> Any:
         """Like `infer`, as a coroutine."""
-        requests = self._requests
+        requests, version = self._requests, version_of(version)
         deadline = requests.turns.deadline(timeout)
         ask = partial(self._infer_async, inputs, session, reset, deadline, version)
         try:
@@ -223,6 +224,7 @@ class Sessions(Closing):
             Busy, SessionLost, SpecMismatch, ServerGone: as in `infer`.
         """
         self._refuse_nested()
+        version = version_of(version)
         deadline = self._requests.turns.deadline(timeout)
         return self._requests.turns.run(lambda: self._submitted(inputs, session, reset, deadline, version), deadline)
 
