@@ -189,6 +189,8 @@ def resets(reset: Mask, n: int) -> NDArray[np.bool_]:
     """Check a caller's reset mask of n rows and return it as an array. Raises SpecMismatch."""
     begin = array_of("reset", "bool", reset)
     if begin.dtype != np.bool_:
+        if begin.dtype.kind not in "iuf" or not ((begin == 0) | (begin == 1)).all():  # perhaps numbers of sessions
+            raise SpecMismatch(f"reset is {begin.dtype} with other values than 0 and 1: expected one bool for each row")
         begin = begin.astype(np.bool_)
     if begin.shape != (n,):
         raise SpecMismatch(f"reset has shape {begin.shape}: expected one bool for each of {n} rows")

@@ -68,6 +68,9 @@ def test_a_request_that_was_not_computed_leaves_every_state_as_it_was(sessions):
     for wrong in (ones[:2], ones.astype(np.float64), [[1.0]] * N):
         with pytest.raises(SpecMismatch):
             sessions.infer(wrong)
+    for numbers in ([0, 1, 2, 3], [0, 0, 0, 2], [0.5, 1, 0, 0], [np.nan, 0, 0, 0]):  # of sessions, perhaps: no mask
+        with pytest.raises(SpecMismatch, match="expected one bool for each row"):
+            sessions.infer(np.ones((N, 1), np.float32), reset=numbers)
     with pytest.raises(SpecMismatch, match="reset has shape"):
         sessions.infer(ones, reset=[True])
     with pytest.raises(ModelFailed):

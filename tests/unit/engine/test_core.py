@@ -110,14 +110,18 @@ def test_rows_left_for_a_later_batch_are_shown_as_waiting(x):
 def test_an_engine_that_got_larger_batches_is_not_shown_as_slower():
     """Clients choose an engine by this wait: that of a ticket of few rows, whatever the last batches were."""
 
+    now = time.monotonic_ns()
+
     class Rowwise(torch.nn.Module):
         def forward(self, observation):
-            time.sleep(0.002 * len(observation))
+            nonlocal now
+            now += 2_000_000 * len(observation)
             return observation + 1
 
     def wait(*batches):
         served = ServedModel(Rowwise(), VECTOR, {"action": TensorSpec("float32", (4,))})
         with InprocServer({"m": served}, max_batch=16) as server:
+            server.engine._clock = server.engine._batches._clock = lambda: now
             model = server.model("m")
             for rows in batches:
                 model.infer(np.zeros((rows, 4), np.float32))
@@ -125,7 +129,7 @@ def test_an_engine_that_got_larger_batches_is_not_shown_as_slower():
             return int(server.engine.scoreboard.engines["expected_wait"][0]) / 1e9
 
     one = wait(*[1] * 30)
-    assert 0.001 < one < 0.004
+    assert one == pytest.approx(0.002, rel=0.1)
     assert wait(*[2, 12] * 15) < 2 * one
     assert wait(*[8] * 30) < 2 * one, "batches of one size do not show what a row costs: expect the least"
 

@@ -9,7 +9,7 @@ import contextlib
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -249,30 +249,26 @@ class _Attached(EngineLink):
 
     def receive_one(self) -> None:
         """Receive one frame, waiting at most LOOK_AFTER seconds."""
-        claim = self._move()
-        try:
-            # The socket's own time-out takes one call, polling first would take two.
-            self._arrived.extend(map(self._receive, _WAITING))
-        except zmq.Again:
-            pass
-        except BaseException:
-            self._moving[id(claim)] = _ENDED
-            raise
-        self._moving.pop(id(claim), None)
+        # The socket's own time-out takes one call, polling first would take two.
+        self._take_in(map(self._receive, _WAITING))
 
     def replies(self, timeout: float) -> list[bytes]:
         if timeout > 0 and not self._arrived:
             self.wait(timeout)
+        self._take_in(iter(self._receive_now, None))
+        return list(self._arrived)
+
+    def _take_in(self, frames: Iterator[bytes]) -> None:
+        """Receive frames until there are no more. Each is kept in the step of the interpreter that received it."""
         claim = self._move()
         try:
-            self._arrived.extend(iter(self._receive_now, None))
+            self._arrived.extend(frames)
         except zmq.Again:
             pass
         except BaseException:
             self._moving[id(claim)] = _ENDED
             raise
         self._moving.pop(id(claim), None)
-        return list(self._arrived)
 
     def drop(self, number: int) -> None:
         # In this order: after an interrupt in between the reply is still here, so that its ticket is not waited for.
