@@ -196,6 +196,31 @@ def test_rows_take_numbers_that_their_dtype_holds_and_results_in_place_are_not_c
         rows.inputs["observation"] = X[:2]
 
 
+def test_released_rows_are_not_written_to_by_who_has_kept_their_arrays(client):
+    model = client.model("affine", rows=2)
+    with model.rows(2) as rows:
+        kept = rows.inputs["observation"]
+        view = kept[1:].reshape(-1)
+        kept[:] = X[:2]
+        rows.infer()
+    with model.rows(2) as rows:  # the same memory
+        rows.inputs["observation"][:] = X[4:6]
+        for write in (
+            lambda: kept.__setitem__(0, X[9]),
+            lambda: view.__setitem__(0, 9),
+            lambda: kept.fill(9),
+            lambda: np.add(X[:2], 1, out=kept),
+            lambda: kept.__iadd__(1),
+            lambda: np.copyto(kept, X[:2]),
+            lambda: np.stack([X[0], X[1]], out=kept),
+        ):
+            with pytest.raises(Refused, match="'observation' of 'affine': these rows were released"):
+                write()
+        rows.infer()
+        np.testing.assert_array_equal(rows.outputs["action"], 2 * X[4:6] + 1)
+        np.testing.assert_array_equal(kept + 0, X[4:6])  # they may be read
+
+
 @pytest.mark.parametrize("name", ["affine", "shout", "sum"])
 def test_tickets_for_rows_of_others_are_refused_by_the_server(client, request, name):
     """As a client with a fault would send them: past its own checks."""

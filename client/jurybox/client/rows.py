@@ -16,7 +16,7 @@ from jurybox.client.row_codec import Checked, shaped
 from jurybox.client.transports.transport import NOT_ANSWERED, NOT_FIT, NOT_SENT, Caller, RowPlace
 from jurybox.protocol.errors import Busy, Code, Refused, SpecMismatch, error_for
 from jurybox.protocol.forks import Closing
-from jurybox.protocol.row_arrays import RowArray, RowArrays
+from jurybox.protocol.row_arrays import Held, RowArray, RowArrays
 
 
 class Rows(Closing):
@@ -40,14 +40,13 @@ class Rows(Closing):
         self._max_batch = max_batch
         self.version = 0
         end = first + run.rows
-        model = lane.codec.spec.name
-        inputs, outputs = lane.columns.inputs.items(), lane.columns.outputs.items()
-        self._inputs = RowArrays(
-            {name: RowArray.over(array[first:end], f"input {name!r} of {model!r}") for name, array in inputs},
-            model,
-            writable=True,
-        )
-        self._outputs = RowArrays({name: array[first:end] for name, array in outputs}, model)
+        model, self._held = lane.codec.spec.name, Held()
+        inputs = {
+            name: RowArray.over(array[first:end], f"input {name!r} of {model!r}", self._held)
+            for name, array in lane.columns.inputs.items()
+        }
+        self._inputs = RowArrays(inputs, model, writable=True)
+        self._outputs = RowArrays({name: array[first:end] for name, array in lane.columns.outputs.items()}, model)
 
     def __len__(self) -> int:
         return self.rows
@@ -140,6 +139,7 @@ class Rows(Closing):
 
     def close(self) -> None:
         """Release the rows. Rows that an engine may still write to become free once it has answered."""
+        self._held.released = True
         self._inputs = self._outputs = RowArrays({}, self._inputs.model)
         self._lane.give(self._run)
 

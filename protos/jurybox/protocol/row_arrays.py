@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -15,26 +15,43 @@ _write = np.ndarray.__setitem__
 _CASTING = (np.copyto, np.concatenate, np.stack)
 
 
+class Held:
+    """Who holds the memory of some arrays, and for how long: nothing is written once `released` is true."""
+
+    __slots__ = ("released",)
+
+    def __init__(self) -> None:
+        self.released = False
+
+
+_NOBODYS = Held()
+
+
 class RowArray(np.ndarray[Any, np.dtype[Any]]):
     """A view of rows' memory. NumPy would cast what is written to it; this array refuses another dtype.
 
-    A Python number is written if the dtype holds it. Views of it are checked likewise; copies and results are plain
-    arrays. `numpy.asarray` returns the same memory as a plain array, which casts.
+    A Python number is written if the dtype holds it. After the rows are released, nothing is written: they may be those
+    of another request. Views of it are checked likewise; copies and results are plain arrays. `numpy.asarray` returns
+    the same memory as a plain array, which checks nothing.
     """
 
-    _what: str | None  # what it is, for messages; None: its memory is no longer that of rows
+    _what: str | None  # what it is, for messages; None: its memory is not that of rows
+    _held: Held
 
     @classmethod
-    def over(cls, array: NDArray[Any], what: str) -> RowArray:
+    def over(cls, array: NDArray[Any], what: str, held: Held) -> RowArray:
         """Return a view of an array. `what`: what it is, for messages."""
         made = array.view(cls)
-        made._what = what
+        made._what, made._held = what, held
         return made
 
     def __array_finalize__(self, source: Any) -> None:
-        self._what = None if self.flags.owndata else getattr(source, "_what", None)
+        rows = isinstance(source, RowArray) and not self.flags.owndata
+        self._what, self._held = (source._what, source._held) if rows else (None, _NOBODYS)
 
     def __setitem__(self, key: Any, value: Any) -> None:
+        if self._held.released:
+            raise _released(self._what)
         if type(value) is not np.ndarray or value.dtype is not self.dtype:
             value = self._fitting(value)
         _write(self, key, value)
@@ -47,6 +64,7 @@ class RowArray(np.ndarray[Any, np.dtype[Any]]):
         # In-place operators, too: the result of the operation may be of another dtype.
         out = options.get("out", ())
         if out:
+            _require_held(out)
             options["out"] = tuple(map(_plain, out))
             if method == "__call__" and any(map(_guarded, out)):
                 options.setdefault("casting", "safe")
@@ -58,6 +76,7 @@ class RowArray(np.ndarray[Any, np.dtype[Any]]):
         if function not in _CASTING:
             return super().__array_function__(function, types, given, options)
         out = given[:1] if function is np.copyto else (options.get("out"),)
+        _require_held(out)
         if any(map(_guarded, out)):
             options = {"casting": "safe"} | options
         with _Refused(out):
@@ -169,6 +188,18 @@ class _Refused:
         if guarded is not None and isinstance(error, TypeError) and "Cannot cast" in str(error):
             came = getattr(error, "from_", None)
             raise other_dtype(guarded._what, guarded.dtype.name, came or "values of another dtype") from error
+
+
+def _released(what: str | None) -> Refused:
+    return Refused(
+        f"{what}: these rows were released, and may be another request's: take rows again, and write to those"
+    )
+
+
+def _require_held(arrays: Iterable[Any]) -> None:
+    for array in arrays:
+        if isinstance(array, RowArray) and array._held.released:
+            raise _released(array._what)
 
 
 def _guarded(array: Any) -> bool:

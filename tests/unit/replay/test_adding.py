@@ -211,6 +211,9 @@ def test_reserved_rows_cast_nothing_silently(make) -> None:
             for write in (lambda: rows.__setitem__(name, values), lambda: rows[name].__setitem__(0, values)):  # noqa: B023
                 with pytest.raises(SpecMismatch, match=f"field '{name}', as it is stored: expected"):
                     write()
+        kept = rows["x"]
+    with pytest.raises(Refused, match="field 'x'.*these rows were released"):
+        kept[0] = np.zeros(3, np.float32)  # readers see them
     assert (replay.sample(5)["x"] == 2).all() and set(replay.sample(9)["u"].tolist()) <= {7, 8}
 
 

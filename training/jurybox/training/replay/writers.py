@@ -11,7 +11,7 @@ import numpy.typing as npt
 from jurybox import native
 from jurybox.protocol import forks
 from jurybox.protocol.errors import Busy, Refused, SpecMismatch
-from jurybox.protocol.row_arrays import RowArray
+from jurybox.protocol.row_arrays import Held, RowArray
 from jurybox.training.replay.options import Codec, ForkGuard
 from jurybox.training.replay.part import Part
 
@@ -37,8 +37,9 @@ class Reservation(ForkGuard):
             raise Busy(f"no {n} free slots side by side: writers hold the others; reserve fewer rows")
         self._firsts = [first]  # until it is taken out, which ends the reservation once, also in nested calls
         slot = first % part.capacity
+        self._held = Held()
         self._arrays = {
-            name: RowArray.over(part.field_rows(name, slot, n), f"field {name!r}, as it is stored")
+            name: RowArray.over(part.field_rows(name, slot, n), f"field {name!r}, as it is stored", self._held)
             for name, spec in part.layout.fields.items()
             if spec.codec is not Codec.SPARSE
         }
@@ -80,6 +81,7 @@ class Reservation(ForkGuard):
         self._finish(commit=False)
 
     def _finish(self, *, commit: bool) -> None:
+        self._held.released = True
         with suppress(IndexError):
             self._part.ring.finish_run(self._firsts.pop(), self._rows, commit)
 
