@@ -194,7 +194,7 @@ def stop_in_the_middle(folder: Path, http2: str) -> None:
         assert "Traceback" not in log and "draining took too long" not in log, log[-3000:]
 
 
-@pytest.mark.parametrize("http2", HTTP2)
+@pytest.mark.parametrize("http2", [HTTP2[0], pytest.param("grpcio", marks=pytest.mark.runs)])
 def test_requests_that_wait_in_every_door_are_answered_before_the_server_ends(tmp_path, nothing_left, http2):
     stop_in_the_middle(tmp_path, http2)
 
@@ -244,7 +244,7 @@ def test_while_it_drains_new_requests_are_refused_and_probes_answered(tmp_path, 
         assert set(lost(held)) <= set(held)  # everybody has an end
 
 
-@pytest.mark.parametrize("http2", HTTP2)
+@pytest.mark.parametrize("http2", [HTTP2[0], pytest.param("grpcio", marks=pytest.mark.runs)])
 def test_a_stop_without_load_takes_no_time(tmp_path, nothing_left, http2):
     with serving(tmp_path, MODELS, grpc_http2=http2, **DOORS) as server, ExitStack() as stack:
         crowd = Crowd(server, stack)

@@ -28,6 +28,7 @@ def run(folder, *arguments, steps="", timeout=120):
     )  # fmt: skip
 
 
+@pytest.mark.runs
 def test_a_step_that_fails_or_hangs_stops_no_other_and_is_reported(tmp_path):
     steps = (("nonsense", 1, 60.0), ("loop", 1, 0.3), ("floor", 1, 90.0))
     done = run(tmp_path, "--window", 0.02, steps=steps)

@@ -157,7 +157,7 @@ def begin(address, how):
     return process, process.stdout.readline().strip()
 
 
-@pytest.mark.parametrize("kind", ["ipc", "grpc"])
+@pytest.mark.parametrize("kind", ["ipc", pytest.param("grpc", marks=pytest.mark.runs)])
 def test_two_runs_have_their_own_models_which_are_unloaded_however_they_end(server, kind):
     address = server.address if kind == "ipc" else f"{kind}://{server.listening(kind)}"
     runs = [begin(address, how) for how in ("stay", "stay", "raise")]

@@ -295,6 +295,7 @@ def demo(tmp_path, shared_memory, request):
 
 
 @pytest.mark.parametrize("demo", [128], indirect=True, ids=["128 steps"])
+@pytest.mark.runs
 @pytest.mark.timeout(400)
 def test_a_demo_leaves_its_report_and_no_process(demo):
     wait_until(lambda: demo.says("evaluating"), 200, "the evaluation")

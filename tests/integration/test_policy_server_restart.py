@@ -45,6 +45,7 @@ def plan_of(served):
     return replace(planned, roles=(actor, replace(learner, make=f"{__name__}:Idle")), channels=channels)
 
 
+@pytest.mark.runs
 @pytest.mark.timeout(300)
 def test_a_server_that_is_started_again_gets_the_weights_of_an_idle_learner(tmp_path, monkeypatch):
     monkeypatch.setattr(serving, "KEEP", 4.0)  # how soon the run notices that its models are gone

@@ -170,6 +170,11 @@ def test_a_dead_replicas_tickets_go_to_a_living_one(uneven, way):
         wait_until(lambda: all(e["state"] == "serving" for e in client.status()["engines"]), 60, "recovery")
 
 
+@pytest.mark.parametrize(
+    "way",
+    ["shm", "grpc", *(pytest.param(one, marks=pytest.mark.runs) for one in ("zmq", "tcp", "http"))],
+    indirect=True,
+)
 def test_a_replica_that_could_not_load_a_model_gets_no_requests_for_it(tmp_path, way):
     """It computes nothing, so it seems to be the one with the shortest wait."""
     models = {"only": {"factory": "tests.models:loads_once", "args": {"taken": str(tmp_path / "taken")}}}

@@ -35,6 +35,7 @@ def newest_file(folder: Path) -> Path:
     return sorted((folder / "kept" / "policy").glob("weights-*.safetensors"))[-1]
 
 
+@pytest.mark.runs
 def test_each_start_continues_from_the_right_version_however_the_last_server_ended(tmp_path):
     """One after the other: kill -9, a damaged newest file, an orderly stop, and only damaged files."""
     other = {"other": {"factory": "tests.models:affine"}}

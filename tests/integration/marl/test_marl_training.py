@@ -64,6 +64,7 @@ def test_processes_make_the_same_trajectory_as_one_process_when_publication_is_f
     assert segments() <= before
 
 
+@pytest.mark.runs
 def test_a_resumed_serial_training_depends_on_its_checkpoint_alone(tmp_path):
     def settings(name, steps):
         return MarlTraining(**{**SMALL, "steps": steps, "algorithm": "iqn"}, log_dir=tmp_path / name)

@@ -103,7 +103,7 @@ def test_rows_of_a_call_that_waits_can_be_drawn_by_their_priorities(create):
         until = time.monotonic() + 20
         while not adding.done() and time.monotonic() < until:
             try:
-                assert whole(replay.sample(4))
+                assert whole(replay.sample(4, timeout=0.05))
             except (Timeout, package.NotEnoughRows):
                 time.sleep(0.001)
         assert adding.result(20) == 40

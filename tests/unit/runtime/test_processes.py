@@ -246,6 +246,7 @@ run(plan(steps=10**9, actors=2, actor={"pause": 0.001}, evaluate=10**9, timeouts
 """
 
 
+@pytest.mark.runs
 def test_a_pause_of_all_processes_longer_than_roles_may_be_silent_kills_none(tmp_path):
     """As `docker pause` does."""
     running = subprocess.Popen([sys.executable, "-c", PAUSED, str(tmp_path)], cwd=ROOT)
