@@ -67,6 +67,11 @@ def bodies(data: bytes) -> dict[str, tuple[str, bytes]]:
     turn = {"text": "a", "image_b64": text}
     unirl = {"requests": [{"history": [turn], "required_rewards": ["conv"]}]}
     told = json.dumps({"prompts": ["a"], "reward_fn": {"conv": 1.0}, "media_type": "image"}).encode()
+    parts = [
+        {"type": "image_url", "image_url": {"url": f"data:image/jpeg;base64,{text}"}},
+        {"type": "text", "text": "a"},
+    ]
+    judged = {"model": "conv", "messages": [{"role": "user", "content": parts}]}
     raw = io.BytesIO()
     np.save(raw, decoded(data)[None])  # it sends pixels, so nothing is decoded
     return {
@@ -74,6 +79,7 @@ def bodies(data: bytes) -> dict[str, tuple[str, bytes]]:
         "verl_omni": ("/dialects/verl_omni", pickle.dumps({"images": [data], "prompts": ["a"], "metadata": {}}, 4)),
         "unirl": ("/dialects/unirl/score", json.dumps(unirl).encode()),
         "flow_factory": ("/dialects/flow_factory/compute", json.dumps({"prompt": ["a"], "image": [text]}).encode()),
+        "reward_model": ("/dialects/reward_model/v1/chat/completions", json.dumps(judged).encode()),
         "cosmos": ("/dialects/cosmos/enqueue", told + b"\n" + raw.getvalue()),
     }
 
@@ -212,8 +218,9 @@ def jurybox(threads: int, replicas: int = 1) -> Iterator[tuple[str, int]]:
             "rows = 320",
             "lane_rows = 32",
         ]
-        for name in ("flow_grpo", "verl_omni", "unirl", "flow_factory", "cosmos"):
+        for name in ("flow_grpo", "verl_omni", "unirl", "flow_factory", "reward_model", "cosmos"):
             lines += [f"[dialects.{name}]", 'model = "conv"']
+            lines += ["score_range = [-1e9, 1e9]"] if name == "reward_model" else []
         file = Path(folder) / "server.toml"
         file.write_text("\n".join(lines) + "\n")
         with ended([sys.executable, "-m", "jurybox.server.cli", "serve", str(file)]) as pid:
