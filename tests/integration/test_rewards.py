@@ -21,11 +21,16 @@ from tests.serving import serving, wait_until
 from jurybox.client import ModelNotFound, RowFailed, ServerGone, SpecMismatch
 from jurybox.client.juror import Juror, Passing
 from jurybox.client.rewards import (
+    areal_reward,
+    easyr1_score,
     gymnasium_reward,
+    ms_swift_reward,
     openrlhf_reward,
     sb3_reward,
+    skyrl_env,
     slime_reward,
     trl_reward,
+    verl_batch_score,
     verl_score,
 )
 
@@ -228,6 +233,58 @@ def test_slime_samples_are_scored_alone_and_in_lists(connection):
     assert asyncio.run(custom_rm(None, [sample("abc"), sample("d")])) == [3.0, 1.0]
     with pytest.raises(RowFailed):
         asyncio.run(custom_rm(None, [sample("abc"), sample("bad")]))
+
+
+def test_verls_batches_are_scored_in_one_call(connection):
+    compute_score = verl_batch_score("text_length", **connection)
+    batch = (["a", "b"], ["abc", "de"], ["x", "y"], [{"text": "abcd", "index": 1}, {"text": "a", "other": 2}])
+    assert compute_score(*batch, reward_router_address="x") == [4.0, 1.0]  # the column of extra_infos that both have
+    told = verl_batch_score("text_length", inputs={"text": "ground_truths"}, **connection)
+    assert told(*batch) == [1.0, 1.0]
+    with pytest.raises(RowFailed, match="1 of 2"):
+        compute_score(["a", "b"], ["abc", "bad"], ["x", "y"], [None, None])
+    some = verl_batch_score("text_length", missing="nan", **connection)
+    assert math.isnan(some(["a", "b"], ["abc", "bad"], ["x", "y"], [None, None])[1])
+
+
+def test_easyr1_gets_an_overall_score_and_those_of_a_panels_members(connection, server):
+    rows = [{"response": "abc", "response_length": 3, "ground_truth": "x"}, {"response": "d", "ground_truth": None}]
+    assert easyr1_score("text_length", **connection)(rows) == [{"overall": 3.0}, {"overall": 1.0}]
+    found = easyr1_score("lengths", address=server.address)(rows)
+    assert found == [{"short": 3.0, "long": 3.0, "overall": 33.0}, {"short": 1.0, "long": 1.0, "overall": 11.0}]
+    for name, options in (("text_length", connection), ("lengths", {"address": server.address})):
+        with pytest.raises(RowFailed):
+            easyr1_score(name, **options)([*rows, {"response": "bad"}])
+
+
+def test_ms_swifts_class_is_called_without_prompts(connection):
+    orm = ms_swift_reward("text_length", **connection)(None, args="x")
+    assert orm(completions=["abc", "d"], trainer_state=object(), solution=["x", "y"]) == [3.0, 1.0]
+    labelled = ms_swift_reward("text_length", inputs={"text": "solution"}, **connection)()
+    assert labelled(["abc", "d"], solution=["xy", "z"]) == [2.0, 1.0]
+    with pytest.raises(RowFailed):
+        orm(["abc", "bad"])
+
+
+def test_areals_function_is_pickled_and_connects_where_it_is_called(connection):
+    reward = pickle.loads(pickle.dumps(areal_reward("text_length", inputs={"text": "completions"}, **connection)))
+    assert reward("p", "abc", [1, 2], [3], answer="x") == 3.0
+    with pytest.raises(RowFailed):
+        reward("p", "bad", [1], [2])
+
+
+def test_skyrls_environment_is_one_turn_with_the_jurors_reward(connection):
+    pytest.importorskip("skyrl_gym", reason="skyrl_gym is not installed")
+    made = skyrl_env("text_length", inputs={"text": "response"}, **connection)
+    env = made(env_config={}, extras={"reward_spec": {"ground_truth": "42"}, "max_turns": 1})
+    assert env.init([{"role": "user", "content": "q"}]) == ([{"role": "user", "content": "q"}], {})
+    assert env.step("abc") == {"observations": [], "reward": 3.0, "done": True, "metadata": {}}
+    with pytest.raises(RowFailed):
+        env.step("bad")
+    labelled = skyrl_env("text_length", inputs={"text": "label"}, **connection)(
+        {}, {"reward_spec": {"ground_truth": "42"}}
+    )
+    assert labelled.step("abc")["reward"] == 2.0
 
 
 def test_gymnasium_environments_are_rewarded_by_a_juror(connection):

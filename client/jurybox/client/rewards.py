@@ -1,4 +1,4 @@
-"""Rewards for trainers that call a Python function: TRL, verl, OpenRLHF, slime, Gymnasium and Stable-Baselines3.
+"""Rewards for trainers that call a Python function: TRL, verl, OpenRLHF, slime, EasyR1, Gymnasium and others.
 
 A trainer's package is imported only when its hook is used. A missing reward is never a number: each hook returns the
 value that its trainer skips, and raises if the trainer has no such value.
@@ -31,7 +31,10 @@ from jurybox.protocol.errors import RowFailed
 if TYPE_CHECKING:
     import gymnasium
 
-__all__ = ["Juror", "gymnasium_reward", "openrlhf_reward", "sb3_reward", "slime_reward", "trl_reward", "verl_score"]
+__all__ = [
+    "Juror", "areal_reward", "easyr1_score", "gymnasium_reward", "ms_swift_reward", "openrlhf_reward", "sb3_reward",
+    "skyrl_env", "slime_reward", "trl_reward", "verl_batch_score", "verl_score",
+]  # fmt: skip
 
 Missing = Literal["raise", "nan"]
 _LOG = logging.getLogger("jurybox.rewards")
@@ -120,6 +123,142 @@ def verl_score(
     return compute_score if asynchronous else compute_score_now
 
 
+def verl_batch_score(model: str | Members, *, missing: Missing = "raise", **juror: Any) -> Callable[..., list[float]]:
+    """Return a ``compute_score`` for verl's reward manager `batch`, which scores a whole batch in one call.
+
+    The columns are `data_sources`, `solution_strs`, `ground_truths`, the same in the singular, and the entries that all
+    dicts of `extra_infos` have.
+
+    Args:
+        model, missing, juror: as for `verl_score`.
+    """
+    asks = Juror(model, **juror)
+
+    def compute_score(
+        data_sources: Any, solution_strs: Any, ground_truths: Any, extra_infos: Any, **_: Any
+    ) -> list[float]:
+        given = {"data_source": data_sources, "solution_str": solution_strs, "ground_truth": ground_truths}
+        columns = {**_columns([one or {} for one in extra_infos]), **given}
+        columns |= {f"{name}s": values for name, values in given.items()}
+        return _numbers(asks.name, asks.scores(columns, len(solution_strs)), missing)
+
+    return compute_score
+
+
+def easyr1_score(model: str | Members, **juror: Any) -> Callable[[list[dict[str, Any]]], list[dict[str, float]]]:
+    """Return a ``compute_score`` for EasyR1's batches. A missing reward raises: EasyR1 handles no other.
+
+    Each answer is ``{"overall": score}``, with the scores of a panel's members by their names.
+
+    Args:
+        model: see Juror.
+        juror: arguments of Juror; the columns are the keys that all inputs have: response, ground_truth and others.
+
+    Example:
+        REWARD_NAME, REWARD_TYPE = "helpfulness", "batch"  # in the file given by worker.reward.reward_function
+        compute_score = easyr1_score("helpfulness")
+    """
+    asks = Juror(model, **juror)
+
+    def compute_score(reward_inputs: list[dict[str, Any]], **_: Any) -> list[dict[str, float]]:
+        scored = asks.scores(_columns(reward_inputs), len(reward_inputs))
+        parts = {name: _numbers(name, list(part)) for name, part in scored.parts.items()}
+        return [
+            {**{name: part[i] for name, part in parts.items()}, "overall": score}
+            for i, score in enumerate(_numbers(asks.name, list(scored)))
+        ]
+
+    return compute_score
+
+
+def ms_swift_reward(model: str | Members, **juror: Any) -> type:
+    """Return a class for ms-swift's ``orms``. A missing reward raises, which stops the run.
+
+    Args:
+        model: see Juror.
+        juror: arguments of Juror; the columns are completions and those of the dataset.
+
+    Example:
+        from swift.rewards import orms  # in the file given by --external_plugins
+
+        orms["helpfulness"] = ms_swift_reward("helpfulness", inputs={"text": "completions"})
+    """
+    asks = Juror(model, **juror)
+
+    class JurorReward:
+        def __init__(self, *_: Any, **__: Any) -> None:
+            pass
+
+        def __call__(self, completions: Sequence[Any], **columns: Any) -> list[float]:
+            n = len(completions)
+            fitting = {name: one for name, one in columns.items() if isinstance(one, (list, tuple)) and len(one) == n}
+            return _numbers(asks.name, asks.scores({**fitting, "completions": completions}, n))
+
+    return JurorReward
+
+
+def areal_reward(model: str | Members, **juror: Any) -> Callable[..., float]:
+    """Return a ``reward_fn`` for AReaL, which runs it in a pool of processes. A missing reward raises.
+
+    It can be pickled, and connects in the process that calls it. AReaL ends a call after 15 s: a smaller `timeout` of
+    the juror leaves time for its retries.
+
+    Args:
+        model: see Juror.
+        juror: arguments of Juror; the columns are prompt, completions, prompt_ids, completion_ids and those of the
+            dataset.
+    """
+    return _ArealReward(Juror(model, **{"timeout": 10.0, **juror}))
+
+
+class _ArealReward:
+    def __init__(self, juror: Juror) -> None:
+        self._juror = juror
+
+    def __call__(
+        self, prompt: Any, completions: Any, prompt_ids: Any = None, completion_ids: Any = None, **columns: Any
+    ) -> float:
+        columns |= {"prompt": prompt, "completions": completions}
+        columns |= {"prompt_ids": prompt_ids, "completion_ids": completion_ids}
+        row = {name: [value] for name, value in columns.items() if value is not None}
+        return _numbers(self._juror.name, self._juror.scores(row, 1))[0]
+
+
+def skyrl_env(model: str | Members, **juror: Any) -> type:
+    """Return an environment of one turn for SkyRL-gym, whose reward is the juror's score. A missing reward raises.
+
+    Args:
+        model: see Juror.
+        juror: arguments of Juror; the columns are prompt (the messages), response, label (the `ground_truth` of the
+            row's reward_spec) and the row's other entries.
+
+    Example:
+        HelpfulEnv = skyrl_env("helpfulness", inputs={"text": "response"})  # in my_envs.py
+        skyrl_gym.register(id="helpful", entry_point="my_envs:HelpfulEnv")
+    """
+    from skyrl_gym.envs.base_text_env import BaseTextEnv
+
+    asks = Juror(model, **juror)
+
+    class JurorEnv(BaseTextEnv):  # type: ignore[misc]
+        def __init__(self, env_config: Any = None, extras: Any = None) -> None:
+            super().__init__()
+            row = dict(extras or {})
+            spec = row.pop("reward_spec", None) or {}
+            self._row = {**row, "label": spec.get("ground_truth")}
+
+        def init(self, prompt: Any) -> tuple[Any, dict[str, Any]]:
+            self._row["prompt"] = prompt
+            return prompt, {}
+
+        def step(self, action: str) -> dict[str, Any]:
+            given = {name: [value] for name, value in {**self._row, "response": action}.items() if value is not None}
+            reward = _numbers(asks.name, asks.scores(given, 1))[0]
+            return {"observations": [], "reward": reward, "done": True, "metadata": {}}
+
+    return JurorEnv
+
+
 def openrlhf_reward(model: str | Members, **juror: Any) -> Callable[..., dict[str, Any]]:
     """Return a ``reward_func`` for the file given by OpenRLHF's ``--reward.remote_url``.
 
@@ -158,9 +297,7 @@ def slime_reward(model: str | Members, **juror: Any) -> Callable[..., Any]:
             }
             for one in samples
         ]
-        names = set.intersection(*(set(row) for row in rows)) if rows else set()
-        given = {key: [row[key] for row in rows] for key in names}
-        rewards = _numbers(asks.name, await asks.scores_async(given, len(samples)) if samples else [])
+        rewards = _numbers(asks.name, await asks.scores_async(_columns(rows), len(samples)) if samples else [])
         return rewards if isinstance(sample, list) else rewards[0]
 
     return custom_rm
@@ -247,6 +384,12 @@ def sb3_reward(venv: Any, model: str | Members, *, missing: Missing = "raise", *
             return observations, np.array(_numbers(asks.name, scored, missing), np.float32), dones, infos
 
     return JurorRewards(venv)
+
+
+def _columns(rows: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:
+    """Return the columns that all rows have."""
+    names = set.intersection(*(set(row) for row in rows)) if rows else set()
+    return {key: [row[key] for row in rows] for key in names}
 
 
 def _columns_of(observations: list[Any], more: dict[str, Any]) -> dict[str, Any]:
