@@ -29,6 +29,7 @@ SILENCE = 30.0  # seconds between two bytes of a request
 UNREAD = 10.0  # seconds after which the connection that owes most is ended, if there is no room for answers to others
 _EVERY = 1.0  # seconds between two checks
 _MUCH = 64 << 20  # bytes
+_CONNECTION = 32 << 10  # bytes that a connection takes at least, with TLS twice as much
 
 
 def budget_of(max_message: int) -> native.Budget:
@@ -190,8 +191,8 @@ class Watch:
 
     def check(self, now: float) -> None:
         """Check all connections once; `now` is a time of the monotonic clock in s."""
-        self._return_memory()
         connections = [one for door in self._doors for one in door()]
+        self._return_memory(len(connections))
         for one in connections:
             one.end_silent(now)
         if not connections or self._budget.held(ANSWERS) < 3 * self._budget.in_all[ANSWERS] // 4:
@@ -209,9 +210,9 @@ class Watch:
             most.abort()
         self._owed = owed
 
-    def _return_memory(self) -> None:
+    def _return_memory(self, connections: int) -> None:
         """Return freed memory to the system after much was held: the allocator keeps it for the next requests."""
-        held = self._budget.held(RECEIVED) + self._budget.held(ANSWERS)
+        held = self._budget.held(RECEIVED) + self._budget.held(ANSWERS) + connections * _CONNECTION
         self._peak = max(self._peak, held)
         if self._peak > _MUCH and held < self._peak // 8:
             self._peak = 0
