@@ -3,6 +3,7 @@
 
 #include <memory>
 #include <stdexcept>
+#include <utility>
 
 #include "bindings.hpp"
 #include "common/budget.hpp"
@@ -15,6 +16,11 @@ namespace {
 Resource kind_of(int kind) {
     if (kind < 0 || kind >= static_cast<int>(kResources)) throw std::invalid_argument("expected RECEIVED, ANSWERS or CALLS: 0, 1 or 2");
     return static_cast<Resource>(kind);
+}
+
+Door door_of(int door) {
+    if (door < 0 || door >= static_cast<int>(kDoors)) throw std::invalid_argument("expected HTTP, GRPC, ROBOTS or TCP: 0, 1, 2 or 3");
+    return static_cast<Door>(door);
 }
 
 }  // namespace
@@ -30,14 +36,17 @@ void bind_budget(nb::module_& m) {
         .def_prop_ro("in_all", [](const Budget& self) { return self.limits().in_all; })
         .def("held", [](const Budget& self, int kind) { return self.held(kind_of(kind)); }, nb::arg("kind"))
         .def("refused",
-             [](const Budget& self, int kind, int reason) {
-                 if (reason < 0 || reason > 2) throw std::invalid_argument("expected a refusal of Account.take: 1 or 2, or 0 for both");
-                 return reason == 0 ? self.refused(kind_of(kind)) : self.refused(kind_of(kind), static_cast<Refusal>(reason));
+             [](const Budget& self, int kind, int reason, int door) {
+                 if (reason < 1 || reason > 2) throw std::invalid_argument("expected a refusal of Account.take: 1 or 2");
+                 return self.refused(kind_of(kind), static_cast<Refusal>(reason), door_of(door));
              },
-             nb::arg("kind"), nb::arg("reason") = 0, "How often a request for more was refused, with this result of `Account.take`; 0: with either.");
+             nb::arg("kind"), nb::arg("reason"), nb::arg("door"),
+             "How often a request for more was refused at a door, with this result of `Account.take`.");
 
     nb::class_<Account>(m, "Account", "What one connection holds of a budget; what is left is returned with the object.")
-        .def(nb::init<std::shared_ptr<Budget>>(), nb::arg("budget"))
+        .def(
+            "__init__", [](Account* self, std::shared_ptr<Budget> budget, int door) { new (self) Account(std::move(budget), door_of(door)); },
+            nb::arg("budget"), nb::arg("door"), "`door`: where the connection came in, for the count of refusals.")
         .def("take", [](Account& self, int kind, std::size_t size, std::size_t whole) { return static_cast<int>(self.take(kind_of(kind), size, whole)); },
              nb::arg("kind"), nb::arg("size"), nb::arg("whole") = 0,
              "Take more for a request or an answer of `whole` bytes. Return 0, or a refusal: 1 if the connection has its share, 2 if others "

@@ -26,6 +26,9 @@ enum class Refusal {
     kAll = 2,    // all connections together hold what the process may
 };
 
+enum class Door { kHttp = 0, kGrpc = 1, kRobots = 2, kTcp = 3 };  // where a connection came in
+inline constexpr std::size_t kDoors = 4;
+
 struct BudgetLimits {
     std::array<std::size_t, kResources> each, in_all;
 };
@@ -40,9 +43,10 @@ class Budget {
 
     const BudgetLimits& limits() const { return limits_; }
     std::size_t held(Resource kind) const { return held_[index(kind)].load(std::memory_order_relaxed); }
-    // How often a request for more was refused for this reason.
-    std::uint64_t refused(Resource kind, Refusal reason) const { return refused_[index(kind)][reason == Refusal::kAll].load(std::memory_order_relaxed); }
-    std::uint64_t refused(Resource kind) const { return refused(kind, Refusal::kShare) + refused(kind, Refusal::kAll); }
+    // How often a request for more was refused at a door for this reason.
+    std::uint64_t refused(Resource kind, Refusal reason, Door door) const {
+        return refused_[static_cast<std::size_t>(door)][index(kind)][reason == Refusal::kAll].load(std::memory_order_relaxed);
+    }
 
   private:
     friend class Account;
@@ -60,16 +64,19 @@ class Budget {
     }
     void owe(Resource kind, std::size_t size) { held_[index(kind)].fetch_add(size, std::memory_order_relaxed); }
     void give(Resource kind, std::size_t size) { held_[index(kind)].fetch_sub(size, std::memory_order_relaxed); }
+    void refuse(Resource kind, Refusal reason, Door door) {
+        refused_[static_cast<std::size_t>(door)][index(kind)][reason == Refusal::kAll].fetch_add(1, std::memory_order_relaxed);
+    }
 
     const BudgetLimits limits_;
     std::array<std::atomic<std::size_t>, kResources> held_{};
-    std::array<std::array<std::atomic<std::uint64_t>, 2>, kResources> refused_{};
+    std::array<std::array<std::array<std::atomic<std::uint64_t>, 2>, kResources>, kDoors> refused_{};
 };
 
 // What one connection holds. Its destructor returns everything.
 class Account {
   public:
-    explicit Account(std::shared_ptr<Budget> budget) : budget_(std::move(budget)) {}
+    Account(std::shared_ptr<Budget> budget, Door door) : budget_(std::move(budget)), door_(door) {}
     Account(const Account&) = delete;
     Account& operator=(const Account&) = delete;
     ~Account() {
@@ -94,7 +101,7 @@ class Account {
             held.fetch_sub(size, std::memory_order_relaxed);
             refusal = Refusal::kAll;
         }
-        if (refusal != Refusal::kNone) budget_->refused_[Budget::index(kind)][refusal == Refusal::kAll].fetch_add(1, std::memory_order_relaxed);
+        if (refusal != Refusal::kNone) budget_->refuse(kind, refusal, door_);
         return refusal;
     }
 
@@ -115,6 +122,7 @@ class Account {
 
   private:
     const std::shared_ptr<Budget> budget_;
+    const Door door_;
     std::array<std::atomic<std::size_t>, kResources> held_{};
 };
 

@@ -531,7 +531,7 @@ void a_turn_reports_a_few_messages_and_the_rest_follows() {
 void calls_beyond_those_in_flight_are_refused() {
     Client client;
     const auto budget = std::make_shared<Budget>(BudgetLimits{{kMiB, kMiB, 3}, {kMiB, kMiB, 5}});
-    Connection server({1 << 20, 4096, 100}, std::make_shared<Account>(budget));
+    Connection server({1 << 20, 4096, 100}, std::make_shared<Account>(budget, Door::kGrpc));
     talk(client, server);
     for (std::uint32_t call = 1; call <= 9; call += 2) CHECK(fed(server, head(call)));
     CHECK(count(server, GrpcEvent::kCall) == 5 && count(server, GrpcEvent::kRefused) == 2 && server.events().back().timeout == static_cast<int>(Refusal::kShare));

@@ -328,7 +328,7 @@ struct Counted {
     std::unique_ptr<Zmtp> router;
 
     explicit Counted(std::size_t each, std::size_t all) : budget(std::make_shared<jurybox::Budget>(jurybox::BudgetLimits{{each, each, 9}, {all, all, 9}})) {
-        account = std::make_shared<jurybox::Account>(budget);
+        account = std::make_shared<jurybox::Account>(budget, jurybox::Door::kTcp);
         router = std::make_unique<Zmtp>(pair.ends[1], "", kMost, 0, true, account);
         greet(pair.ends[0]);
         for (int i = 0; i < 100 && !router->ready(); ++i) router->receive(0);
@@ -369,7 +369,7 @@ void test_what_has_come_is_counted_until_it_is_taken() {
 void test_a_message_without_room_is_dropped_and_told_and_the_next_one_comes() {
     for (const bool own : {true, false}) {  // the connection has its share, or others hold what there is
         Counted counted(own ? 1 << 20 : 8 << 20, 16 << 20);
-        jurybox::Account others(counted.budget);
+        jurybox::Account others(counted.budget, jurybox::Door::kTcp);
         if (!own) others.owe(jurybox::Resource::kReceived, 13 << 20);
         std::string few;
         for (int i = 0; i < 30; ++i) few += Counted::frame(std::string(60'000, 's'), true);

@@ -240,6 +240,9 @@ def test_messages_that_were_announced_and_do_not_arrive_take_no_more_than_their_
             one.sendall(GREETING + ready(b"Rhalf%d" % i) + b"\x02" + struct.pack(">Q", 64 * MIB) + sent)
         still_answers(server)
         assert relay.memory_info().rss - before < 2.5 * 100 * len(sent), "no more than twice what came"
+        with server.connect() as client:
+            wait_until(lambda: client.status()["relay"]["received"]["bytes"] > 90 * len(sent), 20, "its status")
+            assert client.status()["relay"]["received"]["limit"] == 8 * 64 * MIB
     still_answers(server)
 
 

@@ -11,7 +11,7 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
     if (!nghttp2::library().missing.empty()) return 0;
     constexpr std::size_t kMessage = 4096, kShare = 16 << 10;
     const auto budget = std::make_shared<Budget>(BudgetLimits{{kShare, kShare, 8}, {2 * kShare, 2 * kShare, 12}});
-    const auto account = std::make_shared<Account>(budget);
+    const auto account = std::make_shared<Account>(budget, Door::kGrpc);
     Input input(data, size);
     {
         GrpcConnection<std::string> server({kMessage, 512, 4}, account);

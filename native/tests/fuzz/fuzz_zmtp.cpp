@@ -16,7 +16,7 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
     int ends[2];
     CHECK(::socketpair(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK, 0, ends) == 0);
     const auto budget = std::make_shared<Budget>(BudgetLimits{{kMost, kMost, 9}, {kMost, kMost, 9}});
-    const auto account = std::make_shared<Account>(budget);
+    const auto account = std::make_shared<Account>(budget, Door::kTcp);
     Input input(data, size);
     {
         Zmtp router(ends[1], "", kMost, 0, true, account);

@@ -277,15 +277,15 @@ _EVERY = 1.0  # seconds
 
 
 @contextlib.asynccontextmanager
-async def signs_of_life(control_pipe: ControlPipe) -> AsyncIterator[None]:
-    """Send the parent a heartbeat every second inside the ``with`` block."""
+async def signs_of_life(control_pipe: ControlPipe, told: Callable[[], dict[str, Any]] = dict) -> AsyncIterator[None]:
+    """Send the parent a heartbeat every second inside the ``with`` block, with the fields that `told` returns."""
     import asyncio  # engines have no event loop
 
     async def tell() -> None:
         # A parent that was stopped (SIGSTOP) reads nothing: waiting for it would block this process, too.
         while True:
             if control_pipe.writable():
-                control_pipe.send("alive")
+                control_pipe.send("alive", **told())
             await asyncio.sleep(_EVERY)
 
     telling = asyncio.create_task(tell())

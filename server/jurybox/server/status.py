@@ -42,6 +42,7 @@ def status_document(
     server_id: str,
     address: str,
     panels: Mapping[str, Any] | None = None,
+    relay: Mapping[str, Any] | None = None,
     draining: bool = False,
     engine_timeout: float = 30.0,
     events: Sequence[dict[str, Any]] = (),
@@ -58,6 +59,7 @@ def status_document(
         lanes: the lanes that are leased or retiring.
         segments: the size of each of the server's segments in bytes, by name.
         panels: the members of each panel, by name.
+        relay: what the relay holds for its clients; None: there is none.
         engine_timeout: seconds; a serving engine whose heartbeat is older than a third of it counts as hung.
         events: the events of jurybox.server.supervisor.run.
         devices: the device of each engine.
@@ -92,6 +94,7 @@ def status_document(
         "engines": engines,
         "panels": dict(panels or {}),
         "models": [_model(held, counters[:, held.index], lanes, monotonic_ns) for held in models],
+        "relay": dict(relay or {}),
         "lanes": {
             "in_use": sum(lane.retiring is None for lane in lanes),
             "retiring": sum(lane.retiring is not None for lane in lanes),

@@ -24,7 +24,7 @@ from jurybox.client.remote.grpc_channel import open_channel
 from jurybox.protocol.errors import Code, error_for
 from jurybox.server.gateway.grpc_server import GrpcServer, Service
 from jurybox.server.security.access import Access
-from jurybox.server.security.limits import budget_of
+from jurybox.server.security.limits import GRPC, budget_of
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 MIB = 1 << 20
@@ -401,7 +401,7 @@ def test_finalizers_may_use_a_connection_while_it_returns_events():
     """Creating the events may start the garbage collector, whose finalizers may run any code."""
     if missing := native.nghttp2()[1]:
         pytest.skip(missing)
-    connection = native.GrpcConnection(MIB, 8192, 1000, native.Account(budget_of(MIB)))
+    connection = native.GrpcConnection(MIB, 8192, 1000, native.Account(budget_of(MIB), GRPC))
     connection.feed(PREFACE + frame(4, 0, 0), len(PREFACE) + 9)
     events = []
     calls = itertools.count(1, 2)

@@ -1,16 +1,16 @@
-"""A process returns memory to the system after clients have made it hold much: bytes, or connections that do nothing."""
+"""A process returns memory to the system after clients made it hold much: bytes, or connections that do nothing."""
 
 from __future__ import annotations
 
 import pytest
 
 from jurybox import native
-from jurybox.server.security.limits import RECEIVED, Watch, budget_of
+from jurybox.server.security.limits import HTTP, RECEIVED, Watch, budget_of
 
 
 class Idle:
     def __init__(self, budget):
-        self.account = native.Account(budget)
+        self.account = native.Account(budget, HTTP)
 
     def end_silent(self, now):
         pass

@@ -10,7 +10,7 @@ from uvicorn.server import ServerState
 
 from jurybox import native
 from jurybox.server.gateway.inference.http_forms import _Head, protocol_of
-from jurybox.server.security.limits import RECEIVED
+from jurybox.server.security.limits import HTTP, RECEIVED
 
 pytest.importorskip("httptools")
 HEAD = b"POST /v2/models/m/infer HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n"
@@ -71,7 +71,7 @@ async def test_a_body_reserves_only_the_bytes_that_have_arrived(budget, line):
     many = [line() for _ in range(50)]
     for one in many:
         one.data_received(HEAD + b"x" * 10)
-    other = native.Account(budget)
+    other = native.Account(budget, HTTP)
     assert other.take(RECEIVED, 100) == 0 and other.take(RECEIVED, 1) == 2
     for one in many:
         one.connection_lost(None)
@@ -82,7 +82,7 @@ async def test_a_body_for_which_there_is_no_room_goes_the_usual_way_and_holds_no
     one = line()
     one.data_received(HEAD + b"x" * 500)
     one.data_received(b"x" * 200)
-    assert native.Account(budget).take(RECEIVED, 600) == 0
+    assert native.Account(budget, HTTP).take(RECEIVED, 600) == 0
     await asyncio.sleep(0.05)
     assert one.transport.told.startswith(b"HTTP/1.1 418")
     one.connection_lost(None)

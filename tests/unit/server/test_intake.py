@@ -23,7 +23,7 @@ from jurybox.protocol.errors import Code, Refused, SpecMismatch
 from jurybox.server.gateway.dialects import intake
 from jurybox.server.gateway.dialects.intake import ThreadPool, decoded, encoded_bytes
 from jurybox.server.gateway.dialects.json_dialects import parsed
-from jurybox.server.security.limits import OF_REQUEST, RECEIVED, Charge, budget_of
+from jurybox.server.security.limits import HTTP, OF_REQUEST, RECEIVED, Charge, budget_of
 
 
 def test_a_thread_returns_or_raises_what_its_function_does():
@@ -207,7 +207,7 @@ def test_pictures_that_are_larger_than_a_request_may_be_are_not_decoded(monkeypa
 
     monkeypatch.setattr(intake, "_rgb", decode)
     budget = budget_of(8 << 20)  # 32 MiB for one connection
-    account = native.Account(budget)
+    account = native.Account(budget, HTTP)
 
     async def go(pictures):
         OF_REQUEST.set(Charge(budget, account))
@@ -229,7 +229,7 @@ def test_pictures_that_are_larger_than_a_request_may_be_are_not_decoded(monkeypa
 
 def test_decoded_pictures_are_counted_until_the_answer(monkeypatch):
     budget = budget_of(8 << 20)
-    account, held = native.Account(budget), []
+    account, held = native.Account(budget, HTTP), []
     with io.BytesIO() as sink:
         Image.new("RGB", (1000, 500)).save(sink, "PNG")
         picture = sink.getvalue()
@@ -248,7 +248,7 @@ def test_decoded_pictures_are_counted_until_the_answer(monkeypatch):
 
     assert list(asyncio.run(go(5))) == [1.0] * 5
     assert held == [5 * 1_500_000] and budget.held(RECEIVED) == 0
-    others = [native.Account(budget) for _ in range(2)]
+    others = [native.Account(budget, HTTP) for _ in range(2)]
     assert [one.take(RECEIVED, 28 << 20) for one in others] == [0, 0]
     with pytest.raises(Refused, match="ask again later") as caught:  # it fits, but not now
         asyncio.run(go(5))

@@ -17,7 +17,7 @@ from jurybox.server.gateway.dialects.router import DialectPaths
 from jurybox.server.gateway.inference.http_forms import InferProtocol, KnownHeads
 from jurybox.server.security.access import Access
 from jurybox.server.security.http import guarded
-from jurybox.server.security.limits import RECEIVED
+from jurybox.server.security.limits import HTTP, RECEIVED
 
 MOST = 1 << 20
 HEAD = "POST /dialects/x HTTP/1.1\r\nHost: localhost\r\n"
@@ -260,7 +260,7 @@ def test_a_body_that_is_too_large_is_refused_as_ever():
 def test_a_client_gets_an_error_if_there_is_no_memory_for_its_body():
     async def test(gateway, web):
         await learnt(web)
-        others = native.Account(gateway.budget)
+        others = native.Account(gateway.budget, HTTP)
         others.take(RECEIVED, 4 * MOST - 100)
         assert (await web.ask(request(b"s" * 50)))[0] == 200
         async with Web(gateway) as large:

@@ -9,7 +9,7 @@ from jurybox.server.gateway.robots import server as module
 from jurybox.server.gateway.robots.counters import PortCounters, RobotDelays
 from jurybox.server.gateway.robots.msgpack_arrays import packb
 from jurybox.server.gateway.robots.server import RobotServer
-from jurybox.server.security.limits import ANSWERS, RECEIVED
+from jurybox.server.security.limits import ANSWERS, RECEIVED, ROBOTS
 
 
 class Robot:
@@ -31,9 +31,9 @@ class Fixed(module.Openpi):
 )
 async def test_an_observation_without_room_gets_an_error_and_the_next_one_an_answer(size, in_all, whose):
     budget = native.Budget((150, 150, 9), (in_all, in_all, 9))
-    server, robot, account = RobotServer.__new__(RobotServer), Robot(budget), native.Account(budget)
+    server, robot, account = RobotServer.__new__(RobotServer), Robot(budget), native.Account(budget, ROBOTS)
     server._budget, server.counters = budget, PortCounters()
-    neighbour = native.Account(budget)
+    neighbour = native.Account(budget, ROBOTS)
     neighbour.owe(RECEIVED, 60)
     frame = packb({"x": "y" * size})
 
@@ -43,7 +43,7 @@ async def test_an_observation_without_room_gets_an_error_and_the_next_one_an_ans
     assert await answer()
     if whose:
         assert whose in robot.received[0] and "ask again later" in robot.received[0]
-        assert budget.refused(RECEIVED, 1 if whose == "this connection" else 2) == 1
+        assert budget.refused(RECEIVED, 1 if whose == "this connection" else 2, ROBOTS) == 1
     else:
         assert robot.held == [[60 + 2 * len(frame), 40]]
     neighbour.give(RECEIVED, 60)

@@ -17,6 +17,7 @@ from jurybox.protocol.weights.publisher import Publisher
 from jurybox.server.gateway.metrics import TABLE, Kind, exposition
 from jurybox.server.gateway.robots.counters import ChunkReport, PortCounters, RobotDelays
 from jurybox.server.gateway.robots.msgpack_arrays import Malformed
+from jurybox.server.security.limits import GRPC, ROBOTS
 
 PHOTO, POLICY = 3, 7
 OPEN = "application/openmetrics-text;version=1.0.0"
@@ -198,9 +199,9 @@ def test_a_model_name_cannot_break_the_format(scene):
     assert value(scene, "requests_total", model='a"b\\c') == 1
 
 
-def test_what_the_gateway_holds_and_refuses_is_told_by_kind_and_reason(scene):
+def test_what_gateway_and_relay_hold_and_refuse_is_told_by_door_kind_and_reason(scene):
     budget = native.Budget((100, 100, 2), (150, 150, 3))
-    first, second = native.Account(budget), native.Account(budget)
+    first, second = native.Account(budget, GRPC), native.Account(budget, ROBOTS)
     assert [first.take(0, 90), first.take(0, 20), second.take(0, 90), first.take(1, 30), first.take(2, 1)] == [
         0,
         1,
@@ -208,17 +209,27 @@ def test_what_the_gateway_holds_and_refuses_is_told_by_kind_and_reason(scene):
         0,
         0,
     ]
-    body, _ = exposition(scene.snapshot(budget=budget), "")
+    snapshot = scene.snapshot(budget=budget)
+    snapshot.document["relay"] = {
+        "received": {"bytes": 7, "limit": 70}, "answers": {"bytes": 8, "limit": 80},
+        "refused": {"connection": 3, "all": 4},
+    }  # fmt: skip
+    body, _ = exposition(snapshot, "")
     found = {
         (sample.name.removeprefix("jurybox_client_"), *sample.labels.values()): sample.value
         for family in text_string_to_metric_families(body.decode())
         for sample in family.samples
         if sample.name.startswith("jurybox_client_")
     }
-    assert found == {
-        ("bytes", "received"): 90, ("bytes", "answers"): 30, ("calls",): 1,
-        ("limit_bytes", "received"): 150, ("limit_bytes", "answers"): 150, ("limit_calls",): 3,
-        ("refusals_total", "received", "connection"): 1, ("refusals_total", "received", "all"): 1,
-        ("refusals_total", "answers", "connection"): 0, ("refusals_total", "answers", "all"): 0,
-        ("refusals_total", "calls", "connection"): 0, ("refusals_total", "calls", "all"): 0,
+    refusals = {key[1:]: count for key, count in found.items() if key[0] == "refusals_total"}
+    assert {key: count for key, count in found.items() if key[0] != "refusals_total"} == {
+        ("bytes", "received", "gateway"): 90, ("bytes", "answers", "gateway"): 30, ("calls",): 1,
+        ("bytes", "received", "relay"): 7, ("bytes", "answers", "relay"): 8,
+        ("limit_bytes", "received", "gateway"): 150, ("limit_bytes", "answers", "gateway"): 150, ("limit_calls",): 3,
+        ("limit_bytes", "received", "relay"): 70, ("limit_bytes", "answers", "relay"): 80,
     }  # fmt: skip
+    assert {key: count for key, count in refusals.items() if count} == {
+        ("grpc", "received", "connection"): 1, ("robots", "received", "all"): 1,
+        ("tcp", "received", "connection"): 3, ("tcp", "received", "all"): 4,
+    }  # fmt: skip
+    assert len(refusals) == 2 * (2 + 3 + 2 + 1)

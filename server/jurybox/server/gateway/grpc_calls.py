@@ -38,6 +38,7 @@ from jurybox.server.security.grpc import (
 from jurybox.server.security.limits import (
     ANSWERS,
     CALLS,
+    GRPC,
     GRPC_CONNECTIONS,
     MOST_CALLS,
     OF_REQUEST,
@@ -297,7 +298,7 @@ class _Connection(asyncio.BufferedProtocol):
         self._server = server
         self.loop = server.loop
         self.budget = server.budget
-        self.account = native.Account(server.budget)
+        self.account = native.Account(server.budget, GRPC)
         self.native = native.GrpcConnection(server.most_message, MOST_METADATA, MOST_CALLS, self.account)
         self.calls: dict[int, Call] = {}
         self.farewells: dict[str, Callable[[], None]] = {}  # called when the connection has ended

@@ -22,7 +22,7 @@ from jurybox.protocol.address import is_loopback
 from jurybox.server.security.access import Access
 from jurybox.server.security.doors import Doors
 from jurybox.server.security.http import ACCOUNT, READING, Refusal, guarded
-from jurybox.server.security.limits import ANSWERS, HTTP_CONNECTIONS, SILENCE, Limited
+from jurybox.server.security.limits import ANSWERS, HTTP, HTTP_CONNECTIONS, SILENCE, Limited
 from jurybox.server.settings.endpoints import listen, split_host
 
 
@@ -108,7 +108,7 @@ class _Counted:
 
     def connection_made(self, transport: Any) -> None:
         """See `asyncio.BaseProtocol`."""
-        self.account = native.Account(self.budget)
+        self.account = native.Account(self.budget, HTTP)
         self._heard = time.monotonic()
         super().connection_made(_Transport(transport, self._close))  # type: ignore[misc]
         if len(self.connections) >= HTTP_CONNECTIONS:

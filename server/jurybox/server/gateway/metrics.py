@@ -23,6 +23,7 @@ from jurybox.protocol.scoreboard import BATCH_BUCKETS, EngineState
 from jurybox.protocol.wire import PROTOCOL_VERSION
 from jurybox.server.gateway.robots.counters import FAILURES as FAILURES_AT_PORT
 from jurybox.server.gateway.robots.counters import REFUSALS, PortCounters, Times
+from jurybox.server.security.limits import GRPC, HTTP, REASONS, ROBOTS
 from jurybox.server.watch.sample import FAILURES, Snapshot
 
 PREFIX = "jurybox_"
@@ -208,25 +209,30 @@ def _arena_bytes(snapshot: Snapshot, at: int) -> float | None:
 
 
 _HELD = ("received", "answers", "calls")  # in the order of native.Budget
-_REFUSED = ("connection", "all")
+_AT_DOOR = {"http": (HTTP, 2), "grpc": (GRPC, 3), "robots": (ROBOTS, 2)}  # its number, and how many of these it counts
 
 
-def _budget(read: Callable[[native.Budget, int], float], kinds: Sequence[int]) -> Callable[[Snapshot], Samples]:
-    """Return a reader of one sample for each of these kinds of the gateway's budget."""
+def _held(read: Callable[[native.Budget, int], int], of_relay: str) -> Callable[[Snapshot], Samples]:
+    """Return a reader of bytes received and of answers: from the gateway's budget, and from what the relay tells."""
 
     def samples(snapshot: Snapshot) -> Samples:
-        if snapshot.budget is not None:
-            for kind in kinds:
-                yield (_HELD[kind],), read(snapshot.budget, kind)
+        for kind, name in enumerate(_HELD[:2]):
+            if snapshot.budget is not None:
+                yield ("gateway", name), float(read(snapshot.budget, kind))
+            if name in (relay := snapshot.document["relay"]):  # with keys libzmq counts no requests
+                yield ("relay", name), float(relay[name][of_relay])
 
     return samples
 
 
-def _budget_refusals(snapshot: Snapshot) -> Samples:
-    if snapshot.budget is not None:
-        for kind, name in enumerate(_HELD):
-            for reason, whose in enumerate(_REFUSED, 1):
-                yield (name, whose), float(snapshot.budget.refused(kind, reason))
+def _refusals(snapshot: Snapshot) -> Samples:
+    for reason, whose in enumerate(REASONS, 1):
+        if (budget := snapshot.budget) is not None:
+            for door, (number, kinds) in _AT_DOOR.items():
+                for kind in range(kinds):
+                    yield (door, _HELD[kind], whose), float(budget.refused(kind, reason, number))
+        if (refused := snapshot.document["relay"].get("refused")) is not None:
+            yield ("tcp", "received", whose), float(refused[whose])
 
 
 def _build(snapshot: Snapshot) -> Samples:
@@ -411,15 +417,16 @@ TABLE = (
         "seconds",
     ),
     Metric(
-        "client_bytes", _GAUGE, ("kind",), "Bytes that the gateway holds for its clients.",
+        "client_bytes", _GAUGE, ("process", "kind"), "Bytes that gateway and relay hold for their clients.",
         "`received`: requests until they are answered. `answers`: what clients have not read. At "
-        "`client_limit_bytes`, more is refused.", _budget(lambda budget, kind: float(budget.held(kind)), (0, 1)),
-        "bytes",
+        "`client_limit_bytes`, more is refused. With CURVE keys the relay counts answers only.",
+        _held(lambda budget, kind: budget.held(kind), "bytes"), "bytes",
     ),
     Metric(
-        "client_limit_bytes", _GAUGE, ("kind",), "Bytes that the gateway may hold for all its clients.",
+        "client_limit_bytes", _GAUGE, ("process", "kind"),
+        "Bytes that gateway and relay may hold for all their clients.",
         "It follows from `max_message_mib` and the memory limit.",
-        _budget(lambda budget, kind: float(budget.in_all[kind]), (0, 1)), "bytes",
+        _held(lambda budget, kind: budget.in_all[kind], "limit"), "bytes",
     ),
     Metric(
         "client_calls", _GAUGE, (), "gRPC calls in progress.", "At `client_limit_calls`, more are refused.",
@@ -430,10 +437,10 @@ TABLE = (
         lambda snapshot: [] if snapshot.budget is None else [((), float(snapshot.budget.in_all[2]))],
     ),
     Metric(
-        "client_refusals", _COUNTER, ("kind", "reason"), "Requests that the gateway refused for want of room.",
-        "`connection`: a client holds its share, so it should wait for answers and read them. `all`: clients together "
-        "hold what the gateway may: raise `max_message_mib`, or look for the one that does not read. Begins at zero "
-        "with the gateway's process.", _budget_refusals,
+        "client_refusals", _COUNTER, ("door", "kind", "reason"), "Requests that were refused for want of room.",
+        "`http` has the dialects, `tcp` is the relay's. `connection`: a client holds its share, so it should wait for "
+        "answers and read them. `all`: clients together hold what the process may: raise `max_message_mib`, or look "
+        "for the one that does not read. Begins at zero with the process.", _refusals,
     ),
     Metric(
         "robot_connections", _GAUGE, _PORT, "Robots connected to a port of [robots].",

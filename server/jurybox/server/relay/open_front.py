@@ -15,7 +15,7 @@ from typing import Any
 from jurybox import native
 from jurybox.protocol.descriptors import exhausted
 from jurybox.protocol.wire import PREFIX
-from jurybox.server.security.limits import RELAY_CONNECTIONS, budget_of
+from jurybox.server.security.limits import REASONS, RECEIVED, RELAY_CONNECTIONS, TCP, budget_of
 
 _BACKLOG = 128
 _BEAT, _SILENCE, _HANDSHAKE = 2.0, 10.0, 5.0  # seconds, as in Front
@@ -29,7 +29,7 @@ class _Connection:
 
     def __init__(self, made: socket.socket, most: int, budget: native.Budget) -> None:
         self.descriptor = made.fileno()
-        self.link = native.Zmtp(self.descriptor, b"", most, 0.0, router=True, account=native.Account(budget))
+        self.link = native.Zmtp(self.descriptor, b"", most, 0.0, router=True, account=native.Account(budget, TCP))
         made.detach()
         self.link.watched(on=True)  # a send never blocks: unsent bytes follow when the descriptor is writable
         self.since = time.monotonic()
@@ -158,6 +158,16 @@ class OpenFront:
     def is_there(self, client: bytes) -> bool:
         """Return whether a client is connected."""
         return self.send((client, *_PROBE))
+
+    def held(self) -> dict[str, Any]:
+        """Return what the relay holds for its clients, as the status document has it."""
+        budget = self.budget
+        return {
+            "connections": len(self._connections),
+            "received": {"bytes": budget.held(RECEIVED), "limit": budget.in_all[RECEIVED]},
+            "answers": {"bytes": sum(one.link.pending for one in self._named.values()), "limit": _CLIENTS * self._most},
+            "refused": {why: budget.refused(RECEIVED, reason, TCP) for reason, why in enumerate(REASONS, 1)},
+        }
 
     @property
     def unsent(self) -> bool:

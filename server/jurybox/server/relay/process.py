@@ -52,7 +52,7 @@ async def serve(control_pipe: ControlPipe, orders: dict[str, Any], log: Log) -> 
     control_pipe.send("ready", tcp=front.bound)
     log.debug("listening", tcp=front.bound)
     try:
-        async with signs_of_life(control_pipe):
+        async with signs_of_life(control_pipe, lambda: {"relay": front.held()}):
             await _until(stop, relay)
     except ServerGone:
         return STOPPED

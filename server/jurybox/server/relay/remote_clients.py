@@ -177,6 +177,11 @@ class Front:
         """Return whether a client is connected."""
         return self.send((client, *_PROBE))
 
+    def held(self) -> dict[str, Any]:
+        """Return what the relay holds for its clients, as the status document has it; libzmq counts no requests."""
+        self.forget_sent()
+        return {"answers": {"bytes": self._unsent_bytes, "limit": _CLIENTS * self._most_unsent}}
+
     @property
     def unsent(self) -> bool:
         """Whether large answers have not been sent yet. `close` waits a moment for small ones."""

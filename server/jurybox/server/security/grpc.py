@@ -16,7 +16,7 @@ from jurybox import native
 from jurybox.protocol.errors import TABLE, Code, Error, error_for, said
 from jurybox.server.security.access import Access, ClientConnection, Token
 from jurybox.server.security.doors import Doors, refusal
-from jurybox.server.security.limits import MOST_CALLS, Charge
+from jurybox.server.security.limits import GRPC, MOST_CALLS, Charge
 
 # As in http.py: probes send no token; these methods reveal only yes or no.
 OPEN_METHODS = frozenset(
@@ -251,7 +251,7 @@ class Guarding:
                     message = _message_of(received)
                     if budget is None:
                         return await method(message, context)
-                    charge = Charge(budget)
+                    charge = Charge(budget, native.Account(budget, GRPC))
                     charge.take(received.size)
                     try:
                         return await method(message, context)
@@ -276,7 +276,7 @@ class Guarding:
             call = _AwaitedCall(context)
             try:
                 with entered():
-                    charge = None if budget is None else Charge(budget)
+                    charge = None if budget is None else Charge(budget, native.Account(budget, GRPC))
                     if charge is not None:
                         charge.take(len(data))
                     try:

@@ -17,7 +17,7 @@ from jurybox.protocol.address import is_loopback
 from jurybox.protocol.errors import TABLE, Code, Error, Refused, error_for
 from jurybox.server.security.access import CHALLENGES, Access, Token
 from jurybox.server.security.doors import RETRY_AFTER, Doors, refusal
-from jurybox.server.security.limits import ANSWERS, OF_REQUEST, Charge
+from jurybox.server.security.limits import ANSWERS, HTTP, OF_REQUEST, Charge
 
 # Probes of orchestrators and load balancers send no token. Without a token these paths answer yes or no, not why.
 OPEN_PATHS = frozenset(
@@ -179,7 +179,7 @@ class BodyLimit:
         came, started = 0, False
         failure: Error | None = None
         head: Message | None = None  # of the answer, until its first part has room
-        account = scope.get(ACCOUNT)
+        account = scope.get(ACCOUNT) or native.Account(self._budget, HTTP)  # h11's requests do not name theirs
         taken = scope[CHARGE] = Charge(self._budget, account)
         answers = Charge(self._budget, account, ANSWERS)
         OF_REQUEST.set(taken)

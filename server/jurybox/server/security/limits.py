@@ -20,6 +20,8 @@ from jurybox.protocol.errors import Code, Refused
 from jurybox.server.memory import bounded, memory_limit
 
 RECEIVED, ANSWERS, CALLS = range(3)  # what is counted; bytes, bytes and calls
+HTTP, GRPC, ROBOTS, TCP = range(4)  # the doors, by which refusals are counted
+REASONS = ("connection", "all")  # of refusals, from 1: a connection holds its share, or all hold what there is
 
 SHARE, ALL = 4, 8  # the largest messages that one connection may make the process hold, and all together
 SMALL = 64 << 10  # bytes of a request or an answer that large ones do not shut out: an eighth of ALL is theirs
@@ -62,15 +64,15 @@ class Charge:
     """What one request holds of its connection's account.
 
     Args:
-        account: the connection's; None: a new one, for a request whose connection is not known.
+        account: that of the connection.
         kind: RECEIVED or ANSWERS.
     """
 
     __slots__ = ("_kind", "account", "budget", "size")
 
-    def __init__(self, budget: native.Budget, account: native.Account | None = None, kind: int = RECEIVED) -> None:
+    def __init__(self, budget: native.Budget, account: native.Account, kind: int = RECEIVED) -> None:
         self.budget = budget
-        self.account = account or native.Account(budget)
+        self.account = account
         self._kind = kind
         self.size = 0
 

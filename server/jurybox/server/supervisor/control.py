@@ -180,6 +180,7 @@ class ControlHandlers:
         self.draining = self.closed = False  # whether the server stops; whether no lanes are leased any more
         # As configured; gateway and relay replace it with the addresses that they bound.
         self.listening = {**settings.doors(), "grpc_http2": ""}
+        self.relay: dict[str, Any] = {}  # what it holds for its clients, as it told last
         self._panels = settings.plain_panels()
         self.handlers: dict[str, Any] = {
             "hello": self._hello,
@@ -255,6 +256,7 @@ class ControlHandlers:
                 address=self._settings.server.address,
                 **self.listening,
                 panels=self._panels,
+                relay=self.relay,
                 draining=self.draining,
                 engine_timeout=self._settings.server.engine_timeout,
                 events=self._events.last(),

@@ -387,6 +387,8 @@ class Supervisor:
                 child.send("drain")
             reported = ("http", "grpc", "grpc_http2", "tcp", "robots", "dialects")
             self._control.listening.update({key: message[key] for key in reported if key in message})
+        elif message["kind"] == "alive":
+            self._control.relay = message.get("relay", self._control.relay)
         elif message["kind"] == "drained":
             child.drained = True
             self._go_on_draining()

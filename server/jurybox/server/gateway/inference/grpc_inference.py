@@ -29,7 +29,7 @@ from jurybox.server.gateway.inference.inference import (
 from jurybox.server.gateway.inference.tensors import MOST_DIMENSIONS, MOST_TENSORS, malformed
 from jurybox.server.security.doors import Doors, refusal
 from jurybox.server.security.grpc import DirectCall
-from jurybox.server.security.limits import Charge
+from jurybox.server.security.limits import GRPC, Charge
 
 _FIELDS = {
     "BOOL": "bool_contents",
@@ -328,7 +328,7 @@ class InferenceServicer:
     async def _streamed(
         self, request: pb.ModelInferRequest, account: native.Account | None
     ) -> pb.ModelStreamInferResponse:
-        charge = Charge(self._budget, account)
+        charge = Charge(self._budget, account or native.Account(self._budget, GRPC))
         try:
             charge.take(request.ByteSize())
             try:

@@ -30,7 +30,7 @@ from jurybox.server.gateway.robots.msgpack_arrays import Malformed, packb, unpac
 from jurybox.server.gateway.robots.policy import ACTIONS, Episode, RobotPolicy
 from jurybox.server.security.access import Access, Token
 from jurybox.server.security.doors import RETRY_AFTER, Doors, refusal
-from jurybox.server.security.limits import ANSWERS, Charge
+from jurybox.server.security.limits import ANSWERS, ROBOTS, Charge
 from jurybox.server.settings.endpoints import listen
 
 VLLM_OMNI = "/v1/realtime/robot/openpi"  # the path of vllm-omni's variant
@@ -147,7 +147,7 @@ class RobotServer:
     async def _serve(self, connection: ServerConnection) -> None:
         path = connection.request.path.partition("?")[0] if connection.request is not None else "/"
         dialect = VllmOmni() if path.rstrip("/") == VLLM_OMNI else Openpi()
-        delays, account = RobotDelays(self.counters), native.Account(self._budget)
+        delays, account = RobotDelays(self.counters), native.Account(self._budget, ROBOTS)
         try:
             async with self._policy.episode(_TIMEOUT) as episode:
                 self.counters.opened += 1
