@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import collections
+import contextlib
+import gc
+import itertools
 import random
 import signal
 from pathlib import Path
@@ -13,7 +17,7 @@ from tests.moments import Moment
 from tests.serving import wait_until
 
 import jurybox.client
-from jurybox.client import Busy
+from jurybox.client import Busy, SessionLost
 
 # A KeyboardInterrupt can fall into a destructor of pyzmq's, where nobody can raise it: Python tells of it, and the
 # object is closed all the same, by __dealloc__ after __del__. This one report only.
@@ -181,3 +185,56 @@ async def test_cancelled_tasks_give_their_rows_back(client):
         done = await asyncio.gather(*tasks, return_exceptions=True)
         assert all(isinstance(end, asyncio.CancelledError | None) for end in done), done
     await asyncio.to_thread(all_rows_come_back, model)
+
+
+def step_in_a_loop(sessions, x, came):
+    async def ask():
+        came.append(await sessions.infer_async(x))
+
+    asyncio.run(ask())
+
+
+def load(sessions, x, came):
+    sessions.set_state({"total": np.full(2, 1000, np.float32)})
+    came.append(None)
+
+
+STEPS = {
+    "infer": lambda sessions, x, came: came.append(sessions.infer(x)),
+    "by number": lambda sessions, x, came: came.append(sessions.infer(x, session=[1, 0])),
+    "infer_async": step_in_a_loop,
+    "submit": lambda sessions, x, came: came.append(sessions.submit(x)),
+    "set_state": load,
+}
+
+
+@pytest.mark.filterwarnings("ignore:coroutine .* was never awaited:RuntimeWarning")  # where the interrupt fell
+@pytest.mark.parametrize("stride", [13, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("way", STEPS)
+def test_ctrl_c_in_every_place_of_a_step_makes_no_second_step_of_the_next(client, request, way, stride):
+    """The caller has no answer: either its sessions are as before, or lost, and say so until they are reset."""
+    x = np.ones((2, 1), np.float32)
+    with client.model("sum", rows=1).sessions(2) as sessions:
+        if way == "infer" and request.node.callspec.params["client"] in ("shm", "zmq"):
+            stride = min(stride, 2)  # there are few
+        ends = collections.Counter()
+        for number in itertools.count(0, stride):
+            begun = float(sessions.infer(x, reset=[True, True])[0])
+            came = []
+            with Moment((CLIENT,), number, interrupt) as moment, contextlib.suppress(KeyboardInterrupt):
+                STEPS[way](sessions, x, came)
+            if came:
+                outputs = came[0].result().outputs if way == "submit" else came[0]
+                assert outputs is None or outputs.tolist() == [begun + 1] * 2
+            else:
+                if way == "infer_async":
+                    gc.collect()  # a task keeps its error, and that the frames with their rows
+                try:
+                    now = sessions.infer(x).tolist()
+                    assert now == [begun + 1] * 2 or (way == "set_state" and now == [1001] * 2)
+                    ends["as before"] += 1
+                except SessionLost:
+                    ends["lost"] += 1
+            if not moment.fell:
+                break
+        assert sum(ends.values()) > 5, ends

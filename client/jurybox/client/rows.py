@@ -84,8 +84,8 @@ class Rows(Closing):
         if extents is None:
             raise SpecMismatch(f"input {name!r}: row {row} of {sizes} came, expected {spec}")
         self._lane.columns.input_extents[name][self.first + row] = extents
-        place: NDArray[Any] = self.inputs[name][row, : math.prod(sizes)].reshape(sizes)
-        return place
+        array: NDArray[Any] = self.inputs[name]
+        return array[row, : math.prod(sizes)].reshape(sizes)
 
     def row(self, name: str, row: int) -> NDArray[Any]:
         """Return one row of an output of variable size, a view of shared memory. Raises ValueError: no such row."""
@@ -95,8 +95,8 @@ class Rows(Closing):
         sizes = spec.measured(self._lane.columns.output_extents[name][self.first + row].tolist())
         if not 0 <= math.prod(sizes) <= spec.capacity or min(sizes, default=0) < 0:
             raise Refused(f"output {name!r} came with sizes {sizes}: {spec} was expected")
-        found: NDArray[Any] = self.outputs[name][row, : math.prod(sizes)].reshape(sizes)
-        return found
+        array: NDArray[Any] = self.outputs[name]
+        return array[row, : math.prod(sizes)].reshape(sizes)
 
     def infer(self, rows: int | None = None, *, timeout: float | None = None, version: int = 0) -> None:
         """Compute the outputs of the first `rows` rows; of all rows by default.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -39,10 +40,12 @@ class SessionBook:
     Attributes:
         next: (n,) uint32, the step of each session's next request; 0: the session begins.
         all: (n,) the session numbers.
+        advances: how often sessions have advanced, or may have.
     """
 
     def __init__(self, model: str, n: int) -> None:
         self.next = np.zeros(n, np.uint32)
+        self.advances = 0
         self.all = np.arange(n)
         self._model = model
         self._lost = np.zeros(n, np.bool_)
@@ -85,12 +88,26 @@ class SessionBook:
 
     def stepped(self, ids: NDArray[np.intp], steps: NDArray[np.uint32]) -> None:
         """Record that a request of these sessions was sent and will advance them."""
+        self.advances += 1
         self.next[ids] = steps + 1
         self._lost[ids] = False
 
     def lose(self, ids: NDArray[np.intp]) -> None:
         """Record that these sessions have lost their state."""
         self._lost[ids] = self._some_lost = True
+
+    def interrupted(self, session: Numbers | None, advances: int) -> None:
+        """Record that the caller of a request gets neither its answer nor its ticket, because it was interrupted.
+
+        Its sessions are lost if they may have advanced: a repeated request would be their second step.
+
+        Args:
+            session: the caller's session numbers; None: all.
+            advances: the attribute at the beginning of the request.
+        """
+        if self.advances != advances:
+            with suppress(SpecMismatch):
+                self.lose(self.ids(session))
 
     # ---- a request of all sessions in order: only a flag marks it as in flight
 
@@ -111,6 +128,7 @@ class SessionBook:
 
     def end_all(self) -> None:
         """Record that the request was answered."""
+        self.advances += 1
         np.add(self._steps, 1, out=self.next)
         if self._some_lost:
             self._lost[:] = self._some_lost = False
@@ -152,6 +170,7 @@ class Step:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
         book, those = self._book, self._those
+        book.advances += 1
         if error is None:
             book.next[those] = self._steps + 1
             book._lost[those] = False

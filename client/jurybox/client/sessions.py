@@ -95,7 +95,19 @@ class Sessions(Closing):
             Refused: the request is not allowed.
             ServerGone: the server ended, and was not restarted in time.
         """
-        requests, version = self._requests, version_of(version)
+        advances = self._book.advances
+        try:
+            return self._answered(inputs, session, reset, timeout, version_of(version))
+        except (Error, ValueError, TypeError):
+            raise
+        except BaseException:
+            self._book.interrupted(session, advances)
+            raise
+
+    def _answered(
+        self, inputs: Any, session: Numbers | None, reset: Mask | None, timeout: float | None, version: int
+    ) -> Any:
+        requests = self._requests
         self._refuse_nested()
         if session is None and not version and self._pinned is None:
             try:
@@ -187,11 +199,21 @@ class Sessions(Closing):
         requests, version = self._requests, version_of(version)
         deadline = requests.turns.deadline(timeout)
         ask = partial(self._infer_async, inputs, session, reset, deadline, version)
+        advances = self._book.advances
         try:
+            try:
+                return await ask()
+            except StaleLease:
+                pass
             return await ask()
-        except StaleLease:
-            pass
-        return await ask()
+        except (Error, ValueError, TypeError):
+            raise
+        except BaseException as error:
+            import asyncio  # the loop's
+
+            if not isinstance(error, asyncio.CancelledError):  # which comes where a step waits, and is settled there
+                self._book.interrupted(session, advances)
+            raise
 
     async def _infer_async(
         self, inputs: Any, session: Numbers | None, reset: Mask | None, deadline: int, version: int
@@ -226,7 +248,14 @@ class Sessions(Closing):
         self._refuse_nested()
         version = version_of(version)
         deadline = self._requests.turns.deadline(timeout)
-        return self._requests.turns.run(lambda: self._submitted(inputs, session, reset, deadline, version), deadline)
+        send, advances = partial(self._submitted, inputs, session, reset, deadline, version), self._book.advances
+        try:
+            return self._requests.turns.run(send, deadline)
+        except (Error, ValueError, TypeError):
+            raise
+        except BaseException:
+            self._book.interrupted(session, advances)
+            raise
 
     def _submitted(
         self, inputs: Any, session: Numbers | None, reset: Mask | None, deadline: int, version: int
