@@ -184,6 +184,35 @@ def test_a_loop_within_a_call_that_has_the_rows_is_told_so_at_once(client):
     np.testing.assert_array_equal(model.infer(x), 2 * x + 1)
 
 
+def test_a_call_within_one_that_has_received_an_answer_for_the_rows_is_told_so_at_once(reachable, monkeypatch):
+    """A handler may run when pyzmq has taken a frame out of the socket and not returned it: nobody else gets it."""
+    monkeypatch.setattr("jurybox.client.transports.zmq.can_dial", lambda address: False)
+    with jurybox.client.connect(reachable.address, transport="zmq", timeout=60) as client:
+        model = client.model("affine", rows=ROWS)
+        x = np.arange(180, dtype=np.float32).reshape(45, 4)
+        model.infer(x)
+        (engine,) = model.requests.lane._transport._engines.values()
+        told = []
+
+        def then_nested(receive):
+            def received():
+                frame = receive()
+                if not told:
+                    told.append(True)
+                    began = time.monotonic()
+                    with pytest.raises(Busy):
+                        model(x[0])
+                    assert time.monotonic() - began < PROMPT, "it waited for what the call has that it is nested in"
+                return frame
+
+            return received
+
+        engine._receive_now = then_nested(engine._receive_now)
+        np.testing.assert_array_equal(model.infer(x), 2 * x + 1)
+        assert told
+        all_rows_are_free(model)
+
+
 @pytest.mark.parametrize("panel", [False, True])
 def test_a_hook_within_its_own_call_scores_or_is_refused_at_once_in_whatever_thread(reachable, panel):
     """The garbage collector also runs destructors in the threads that send a juror's calls: those must not wait."""

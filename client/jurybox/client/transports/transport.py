@@ -229,7 +229,7 @@ class Transport(Protocol):
         """Return whether the incarnation it was sent to may have the ticket, or its answer is not settled."""
 
     def is_reading(self, ticket: InFlight) -> bool:
-        """Return whether a call is copying the answer to its rows. Only that call can go on with it."""
+        """Return whether a call has the answer, or may have it, and only that call can go on with it."""
         return False
 
     def watch(self, loop: asyncio.AbstractEventLoop, arrived: Callable[[], None]) -> None:

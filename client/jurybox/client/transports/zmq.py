@@ -97,6 +97,10 @@ class ZmqTransport(Transport):
         engine = self._engines.get((ticket.engine, ticket.incarnation))
         return engine is not None and self._whole(engine).has(ticket)
 
+    def is_reading(self, ticket: InFlight) -> bool:
+        engine = self._engines.get((ticket.engine, ticket.incarnation))
+        return isinstance(engine, _Attached) and engine.may_be_taking(ticket.sequence)
+
     def watch(self, loop: asyncio.AbstractEventLoop, arrived: Callable[[], None]) -> None:
         earlier = self._watching
         if earlier is None or earlier.loop is not loop:
@@ -207,6 +211,8 @@ class _Attached(EngineLink):
         self.unanswered: dict[int, None] = {}
         self._arrived: deque[bytes] = deque()  # replies that were not dropped
         self._moving: dict[int, weakref.ref[Claim]] = {}
+        self._newest = 0  # the last sequence number that was sent
+        self._taking: dict[int, int] = {}  # those of `_moving` that receive: the last number sent before
         self._send = partial(Bare.send, socket)
         self._receive = partial(Bare.recv, socket)
         self._receive_now = partial(Bare.recv, socket, _NOBLOCK)
@@ -217,6 +223,7 @@ class _Attached(EngineLink):
         try:
             next(self._connecting, None)
             self.unanswered[sequence] = None
+            self._newest = max(self._newest, sequence)
             self._send(frame)
         except BaseException:
             self._moving[id(claim)] = _ENDED  # a traceback may keep the claim
@@ -261,6 +268,7 @@ class _Attached(EngineLink):
     def _take_in(self, frames: Iterator[bytes]) -> None:
         """Receive frames until there are no more. Each is kept in the step of the interpreter that received it."""
         claim = self._move()
+        self._taking[id(claim)] = self._newest
         try:
             self._arrived.extend(frames)
         except zmq.Again:
@@ -268,7 +276,18 @@ class _Attached(EngineLink):
         except BaseException:
             self._moving[id(claim)] = _ENDED
             raise
+        self._taking.pop(id(claim), None)
         self._moving.pop(id(claim), None)
+
+    def may_be_taking(self, sequence: int) -> bool:
+        """Return whether a call that is under way, and within which this one is, may have received a ticket's answer.
+
+        A handler runs when pyzmq has received a frame and has not returned it.
+        """
+        return sequence in self.unanswered and any(
+            sequence <= newest and (moving := self._moving.get(key)) is not None and moving() is not None
+            for key, newest in list(self._taking.items())
+        )
 
     def drop(self, number: int) -> None:
         # In this order: after an interrupt in between the reply is still here, so that its ticket is not waited for.
@@ -318,6 +337,7 @@ class _Attached(EngineLink):
         self._again.clear()
         for key in ended:
             self._moving.pop(key, None)
+            self._taking.pop(key, None)
 
 
 class _Caller(SocketCaller):
