@@ -213,6 +213,26 @@ def test_a_call_within_one_that_has_received_an_answer_for_the_rows_is_told_so_a
         all_rows_are_free(model)
 
 
+def test_a_ticket_is_answered_or_refused_at_once_wherever_a_nested_call_asks_for_it(client, request):
+    """Also where the call around it is copying its answer, and only that call can go on."""
+    model = client.model("affine", rows=8)
+    x = np.ones((2, 4), np.float32)
+    carriers = tuple(f"{CODE[0]}/{folder}" for folder in ("remote", "transports"))
+    stride = {"tcp": 13, "grpc": 53}.get(request.node.callspec.params["client"], 23)
+    for number in itertools.count(0, stride):
+        tickets = {scale: model.submit(scale * x) for scale in (1, 3)}
+
+        def ask(tickets=tickets):
+            for scale in (3, 1):
+                np.testing.assert_array_equal(tickets[scale].result().outputs, 2 * scale * x + 1)
+
+        with Moment(carriers, number, promptly(ask, Busy), anywhere=True) as moment:
+            for scale, ticket in tickets.items():
+                np.testing.assert_array_equal(ticket.result().outputs, 2 * scale * x + 1)
+        if not moment.fell:
+            break
+
+
 @pytest.mark.parametrize("panel", [False, True])
 def test_a_hook_within_its_own_call_scores_or_is_refused_at_once_in_whatever_thread(reachable, panel):
     """The garbage collector also runs destructors in the threads that send a juror's calls: those must not wait."""

@@ -20,6 +20,7 @@ from jurybox.client.transports.transport import SERVING, Caller, NotSent, RowPla
 from jurybox.protocol import forks
 from jurybox.protocol.arena import Arena, Columns
 from jurybox.protocol.errors import (
+    Busy,
     Code,
     Error,
     ProtocolMismatch,
@@ -31,6 +32,7 @@ from jurybox.protocol.errors import (
     TooManyFiles,
     error_for,
 )
+from jurybox.protocol.locks import NESTED
 from jurybox.protocol.scoreboard import Scoreboard, state_of
 
 if TYPE_CHECKING:
@@ -326,6 +328,7 @@ class Lane:
 
         Raises:
             Timeout: no answer in time; the ticket keeps its rows until the engine answers or is gone.
+            Busy: a call that this one is nested in has the answer, or may have it.
             ServerGone: the server is dead; all tickets are lost.
         """
         while ticket.answer is None:
@@ -333,6 +336,11 @@ class Lane:
             if left <= 0:
                 raise Timeout(self.why_late(ticket))
             self.receive(min(left / 1e9, LOOK_AFTER), (ticket,))
+            if ticket.answer is None and self._transport.is_reading(ticket):
+                raise Busy(
+                    f"a call of model {self.model!r} is reading the answer to this ticket: {NESTED}. Ask for it "
+                    "after that call"
+                )
         return ticket.answer
 
     def may_free_rows(self) -> bool:
