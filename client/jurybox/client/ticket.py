@@ -74,6 +74,7 @@ class Ticket:
 
         Raises:
             Timeout: no answer in time. The ticket stays valid: call `result` again, or `cancel` it.
+            Busy: in a signal handler or a destructor, within a call that is reading the answer. The ticket stays valid.
             CancelledError: the ticket was cancelled.
             ModelFailed: the model raised, or is quarantined after several crashes.
             RowFailed: the model failed on single rows.
