@@ -1,5 +1,7 @@
 """Security of the tcp transport: only known keys connect, and clients with such a key have limited rights."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import zmq
@@ -12,7 +14,9 @@ from jurybox.protocol import wire
 from jurybox.protocol.control_pb2 import ControlReply, ControlRequest, LeaseRequest, LoadRequest, ReleaseRequest
 from jurybox.protocol.errors import Code
 from jurybox.server.security.access import make_pair
+from jurybox.server.security.limits import most_held
 
+MIB = 1 << 20
 MODELS = {"affine": {"factory": "tests.models:affine", "max_batch": 16, "rows": 64}}
 X = np.ones((2, 4), np.float32)
 
@@ -166,6 +170,23 @@ def test_a_message_beyond_the_limit_ends_its_connection_and_nothing_else(server,
     assert not socket.poll(1000)
     with connect(server.url, **friend) as client:
         np.testing.assert_array_equal(client.model("affine").infer(X), 2 * X + 1)
+
+
+def test_a_message_of_any_number_of_parts_takes_no_more_memory_than_the_relay_may_have(server, friend, raw):
+    status = Path(f"/proc/{server.pids()['relay']}/status")
+
+    def kib(field):
+        return int(status.read_text().split(f"{field}:")[1].split()[0])
+
+    before, socket = kib("VmRSS"), raw(b"Rparts")
+    for _ in range(200):
+        socket.send(bytes(900_000), zmq.SNDMORE)
+    socket.send(b"")
+    wait_until(lambda: not status.exists() or kib("VmHWM") - before > 60 << 10, 20, "it arrives")
+    with connect(server.url, **friend) as client:
+        np.testing.assert_array_equal(client.model("affine").infer(X), 2 * X + 1)
+    if status.exists():  # libzmq has ended the connection; it may also end the process, which is restarted
+        assert kib("VmHWM") - before < (most_held(MIB) + (64 << 20)) >> 10
 
 
 def test_rows_of_remote_clients_are_counted(server, friend):

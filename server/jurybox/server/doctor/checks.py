@@ -164,6 +164,7 @@ def check_clients(max_message_mib: str, free: int) -> Finding:
     mib = int(max_message_mib) if max_message_mib.isdigit() else default
     most = most_held(mib << 20)
     text = f"at most {most / _MIB:.0f} MiB each in gateway and relay with max_message_mib = {mib}"
+    text += "; with curve_key the relay takes 64 MiB more"
     if most > free:
         remedy = f"set server.max_message_mib to {max(1, mib * free // most)} or less, if strangers can connect"
         return warn("clients", f"{text}; {free / _MIB:.0f} MiB are left", remedy)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import resource
 import socket
 from pathlib import Path
 from typing import Any
@@ -17,12 +18,14 @@ from jurybox.server.logs import Log, configure
 from jurybox.server.relay.open_front import OpenFront
 from jurybox.server.relay.relay import Relay
 from jurybox.server.relay.remote_clients import Front
+from jurybox.server.security.limits import most_held
 
 _CONNECT = 10.0  # seconds for the server's own transport
 _MOST_REPLY = 64 << 20  # bytes of a supervisor's reply, independent of max_message: a status document may be large
 _LOOK_AFTER = 0.1  # seconds between two checks of the engines
 _RECLAIM = 1.0  # seconds between two checks whether clients are connected
 _KEPT = 8 << 20  # bytes of freed memory that the process keeps, for the buffers of large messages
+_OWN = 64 << 20  # bytes that the process may take besides what it holds for clients
 _FIRST_TO_DIE = 500  # of -1000..1000: when memory runs out, the kernel kills this process before an engine
 STOPPED, FAILED, COULD_NOT_START = 0, 1, 3
 
@@ -41,6 +44,8 @@ async def serve(control_pipe: ControlPipe, orders: dict[str, Any], log: Log) -> 
     back.setsockopt(zmq.MAXMSGSIZE, _MOST_REPLY)
     back.connect(orders["address"])
     relay = Relay(front, back, link, log.warning)
+    if isinstance(front, Front):
+        _limit_memory(most_held(orders["max_message"]) + _OWN)
 
     def obey(kind: str) -> None:
         if kind == "drain":
@@ -71,6 +76,16 @@ def _front(context: zmq.Context[zmq.Socket[bytes]], orders: dict[str, Any]) -> F
         with contextlib.suppress(socket.gaierror):
             return OpenFront(orders["tcp"], orders["max_message"])
     return Front(context, orders["tcp"], orders["curve_key"], orders["curve_clients"], orders["max_message"])
+
+
+def _limit_memory(more: int) -> None:
+    """Let the process take at most so many bytes more: libzmq counts nothing of what arrives.
+
+    Beyond that libzmq ends the connection whose message has no room, or the process, which is restarted.
+    """
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        used = int(Path("/proc/self/status").read_text().split("VmData:")[1].split()[0]) << 10
+        resource.setrlimit(resource.RLIMIT_DATA, (used + more, resource.getrlimit(resource.RLIMIT_DATA)[1]))
 
 
 async def _until(stop: asyncio.Event, relay: Relay) -> None:

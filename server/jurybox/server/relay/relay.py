@@ -175,10 +175,12 @@ class Relay:
         """Release the lanes of clients that are gone, and forget unanswered calls."""
         owners = {held.owner for held in self._lanes.values()} | self._kept.keys()
         self._missing = {owner: self._missing.get(owner, 0) + 1 for owner in owners if not self._front.is_there(owner)}
-        for number, held in list(self._lanes.items()):
-            if self._missing.get(held.owner, 0) >= _MISSED:
-                self._report("remote client gone, rows released", rows=held.lane.rows)
-                self._drop(number)
+        gone = {number: held for number, held in self._lanes.items() if self._missing.get(held.owner, 0) >= _MISSED}
+        if gone:  # one line for all: a stranger can come and go any number of times
+            clients, rows = len({held.owner for held in gone.values()}), sum(held.lane.rows for held in gone.values())
+            self._report("remote clients gone, rows released", clients=clients, rows=rows)
+        for number in gone:
+            self._drop(number)
         for owner in [owner for owner, missed in self._missing.items() if missed >= _MISSED]:
             for name in self._kept.pop(owner, ()):
                 self._keep_no_longer(name)
