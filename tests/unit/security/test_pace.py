@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+import statistics
 import time
 
 import pytest
 
+from jurybox.server.gateway.http_server import _Paced, _Transport
 from jurybox.server.security import pace as module
-from jurybox.server.security.pace import Breaks, Pace
+from jurybox.server.security.pace import HEAP, HEAVY, Breaks, Pace, Turns, joined
 
 
 @pytest.fixture
@@ -61,3 +64,124 @@ def test_after_each_rest_the_work_goes_on_once():
         assert len(times) == 1
 
     asyncio.run(work())
+
+
+class Heavy:
+    """Somebody with so many turns to do, each of which takes 5 ms."""
+
+    def __init__(self, turns, name, left, order):
+        self.turns, self.name, self.left, self.order = turns, name, left, order
+        turns.later(self, 0.0)
+
+    def go_on(self):
+        self.order.append((self.name, time.monotonic()))
+        time.sleep(0.005)
+        self.left -= 1
+        if self.left:
+            self.turns.later(self, 0.005)
+
+
+class Light:
+    pass
+
+
+async def turns_of(number, *, beside):
+    """Return the order of twelve turns of so many, and the time that each left to others before the next one."""
+    turns, order, light = Turns(), [], Light()
+    heavy = [Heavy(turns, name, 12 // number, order) for name in range(number)]
+    until = time.monotonic() + 20
+    while len(order) < 12 and time.monotonic() < until:
+        for one in [light] if beside else heavy:
+            turns.heard(one)
+        await asyncio.sleep(0)
+    return [name for name, _ in order], [after[1] - before[1] - 0.005 for before, after in itertools.pairwise(order)]
+
+
+@pytest.mark.parametrize("number", [1, 3])
+def test_many_with_more_to_do_take_turns_and_leave_others_as_much_time_as_they_take(number):
+    order, left = asyncio.run(turns_of(number, beside=True))
+    assert order == [*range(number)] * (12 // number)
+    assert min(left) >= 0.0045, "also after one that has caught up"
+
+
+def test_who_has_more_to_do_does_not_rest_for_others_of_that_kind():
+    order, left = asyncio.run(turns_of(3, beside=False))
+    assert order == [0, 1, 2] * 4
+    assert statistics.median(left) < 0.0045
+
+
+def test_who_no_longer_has_much_to_do_counts_again(monkeypatch):
+    monkeypatch.setattr(module, "_ACTIVE", 0.0)
+    turns, one, other = Turns(), Light(), Light()
+    turns.rest(one, 0.01)
+    turns.heard(one)
+    assert turns.rest(other, 1.0) > 0
+
+
+class Beneath:
+    reads, ended = True, False
+
+    def pause_reading(self):
+        self.reads = False
+
+    def resume_reading(self):
+        assert not self.ended
+        self.reads = True
+
+    def is_closing(self):
+        return self.ended
+
+
+class Reader:
+    """A protocol that holds up the event loop for 10 ms with what it reads."""
+
+    def data_received(self, data):
+        time.sleep(0.01)
+
+
+def upload(size, *, others, pauses=False, ends=False):
+    """Return for how long a connection does not read after a read of so many bytes, s; None: to the end."""
+
+    async def work():
+        turns, light = Turns(), Light()
+        connection = type("Connection", (_Paced, Reader), {"turns": turns})()
+        beneath = Beneath()
+        connection.transport = _Transport(beneath, lambda: None)
+        if others:
+            turns.heard(light)
+        connection.data_received(bytes(size))
+        began = time.monotonic()
+        if pauses:
+            connection.transport.pause_reading()
+        beneath.ended = ends
+        while not beneath.reads:
+            if time.monotonic() - began > 0.2:
+                if not pauses:
+                    return None
+                connection.transport.resume_reading()
+            await asyncio.sleep(0)
+        return time.monotonic() - began
+
+    return asyncio.run(work())
+
+
+def test_a_large_upload_rests_after_each_read_while_others_want_something():
+    assert upload(HEAP, others=True) >= 0.01
+    assert upload(HEAP, others=False) < 0.01
+    assert upload(HEAP - 1, others=True) < 0.01
+
+
+def test_the_end_of_a_rest_reads_only_if_the_protocol_wants_it_and_the_connection_is_open():
+    assert upload(HEAP, others=True, pauses=True) > 0.2
+    assert upload(HEAP, others=True, ends=True) is None
+
+
+def test_the_pieces_of_a_large_body_are_joined_in_a_thread(monkeypatch):
+    async def work(pieces):
+        began, threads = [], asyncio.to_thread
+        monkeypatch.setattr(asyncio, "to_thread", lambda *call: (began.append(1), threads(*call))[1])
+        assert await joined(pieces) == b"".join(pieces)
+        return len(began)
+
+    assert asyncio.run(work([b"x"])) == asyncio.run(work([b"x", b"y"])) == asyncio.run(work([])) == 0
+    assert asyncio.run(work([bytes(HEAVY), b"x"])) == 1

@@ -47,13 +47,12 @@ from jurybox.server.security.limits import (
     Charge,
     refusal,
 )
-from jurybox.server.security.pace import Pace
+from jurybox.server.security.pace import HEAP, Turns
 
 _MOST_QUEUED = 1 << 20  # bytes of a stream's answers that are queued for the peer
 _READ = 1 << 18  # bytes read at once
 _QUIET = 20.0  # seconds without a byte after which the peer is pinged; it has as long to answer
 _TURN, _TIMED = 0.002, 8  # seconds after which other connections come first, and events between two looks at the clock
-_HEAP = 1 << 16  # bytes of a read after which others come first, too: libuv reads 32 times before it looks at them
 _LONE = 3  # events of a single unary call that arrives at once: call, message, end
 _CALL, _MESSAGE, _COMPRESSED, _END, _GONE, _TOO_LARGE, _REFUSED, _WAKE = range(8)  # native.GrpcConnection's events
 _LOOKED_AT, _LULL = 64, 1.0  # connections, and seconds without a byte, to find one to end where there are too many
@@ -335,7 +334,7 @@ class _Connection(asyncio.BufferedProtocol):
         """Parse the bytes in the buffer and handle the events; see `asyncio.BufferedProtocol`."""
         self._heard = self.loop.time()
         self._asked = False
-        self._server.pace.heard(self)
+        self._server.turns.heard(self)
         self._feed(self._server.buffer, size)
 
     def _feed(self, data: bytes | bytearray, size: int) -> None:
@@ -362,11 +361,11 @@ class _Connection(asyncio.BufferedProtocol):
             return
         seconds = time.monotonic() - began
         more = self._events or self.native.more
-        if more or (size >= _HEAP and self._server.pace.rest(self, seconds) > 0):  # other connections come first
+        if more or (size >= HEAP and self._server.turns.rest(self, seconds) > 0):  # other connections come first
             if not self._behind:
                 self._behind = True
                 self._transport.pause_reading()
-            self._server.go_on_later(self, seconds)
+            self._server.turns.later(self, seconds)
         elif self._behind:
             self._behind = False
             self._transport.resume_reading()
@@ -639,6 +638,7 @@ class Calls:
         direct: direct methods, by path.
         forms: the forms of requests that native code answers.
         doors: after they have closed, calls that do more than read are refused.
+        turns: shared with other doors.
 
     Raises:
         ValueError, OSError: the certificate or its key cannot be loaded.
@@ -651,6 +651,7 @@ class Calls:
         direct: Mapping[str, Direct],
         forms: native.InferForms | None = None,
         doors: Doors | None = None,
+        turns: Turns | None = None,
     ) -> None:
         self.doors = doors or Doors()
         self.loop = asyncio.get_running_loop()
@@ -661,9 +662,7 @@ class Calls:
         self.forms = forms
         self.connections: dict[_Connection, None] = {}  # in an order, as a set has none
         self.buffer = bytearray(_READ)
-        self.pace = Pace()
-        self._behind: dict[_Connection, None] = {}  # connections that have more to do than one turn
-        self._turning = False  # whether one of them has its turn soon
+        self.turns = turns or Turns()
         self.stopping = False
         self._methods: dict[bytes, Any] = {}
         self._generic: list[Any] = []
@@ -708,22 +707,6 @@ class Calls:
         self.look()
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._idle.wait(), grace)
-
-    def go_on_later(self, connection: _Connection, seconds: float) -> None:
-        """Let a connection go on that has just had a turn of so many seconds, after all others that have more to do."""
-        self._behind[connection] = None
-        if not self._turning:
-            self._turning = True
-            self.loop.call_later(self.pace.rest(connection, seconds), self._next_turn)
-
-    def _next_turn(self) -> None:
-        self._turning = False
-        if (first := next(iter(self._behind), None)) is not None:
-            del self._behind[first]
-            first.go_on()
-        if self._behind and not self._turning:  # that one has caught up, or is gone
-            self._turning = True
-            self.loop.call_soon(self._next_turn)
 
     @property
     def calls_are_full(self) -> bool:

@@ -29,6 +29,7 @@ from jurybox.server.security.access import Access
 from jurybox.server.security.doors import Doors
 from jurybox.server.security.grpc import Direct, Guarding, interceptors, limits, open_port
 from jurybox.server.security.limits import Limited
+from jurybox.server.security.pace import Turns
 from jurybox.server.settings.endpoints import CannotListen, listen, split_host
 
 Readiness = Callable[[], Awaitable[list[str]]]
@@ -140,6 +141,7 @@ class GrpcServer:
         http2: the HTTP/2 implementation: "nghttp2", the system's library, which is much faster; "grpcio", which is
             always available; or "auto", the first of them that is available.
         budget: what the process may hold; None: a budget of the server's own.
+        turns: shared with other doors.
 
     Attributes:
         http2: the HTTP/2 implementation in use, with its version, and for grpcio why it was chosen.
@@ -160,6 +162,7 @@ class GrpcServer:
         http2: str = "auto",
         doors: Doors | None = None,
         budget: native.Budget | None = None,
+        turns: Turns | None = None,
     ) -> None:
         self._doors = doors or Doors()
         self._access = access = access or Access()
@@ -177,7 +180,7 @@ class GrpcServer:
         if found:
             direct = {path: function for service in services for path, function in service.direct.items()}
             forms = next((service.forms for service in services if service.forms is not None), None)
-            self._calls = Calls(access, self._budget, direct, forms, self._doors)
+            self._calls = Calls(access, self._budget, direct, forms, self._doors, turns)
             self._offer(self._calls, {})
         else:
             # grpcio binds the address itself. `listen` came first because gRPC's error message gives neither the cause

@@ -23,6 +23,7 @@ from jurybox.server.security.access import Access
 from jurybox.server.security.doors import Doors
 from jurybox.server.security.http import ACCOUNT, READING, Refusal, guarded
 from jurybox.server.security.limits import ANSWERS, HTTP, HTTP_CONNECTIONS, SILENCE, Limited
+from jurybox.server.security.pace import HEAP, Turns
 from jurybox.server.settings.endpoints import listen, split_host
 
 
@@ -70,6 +71,7 @@ class _Transport:
         self._transport = transport
         self.close = close
         self.closing = False
+        self._paused = self._resting = False
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._transport, name)
@@ -82,6 +84,28 @@ class _Transport:
     def is_closing(self) -> bool:
         """See `asyncio.BaseTransport`."""
         return self.closing or self._transport.is_closing()
+
+    def pause_reading(self) -> None:
+        """See `asyncio.ReadTransport`."""
+        self._paused = True
+        self._transport.pause_reading()
+
+    def resume_reading(self) -> None:
+        """See `asyncio.ReadTransport`; after a rest."""
+        self._paused = False
+        if not self._resting:
+            self._transport.resume_reading()
+
+    def rest(self) -> None:
+        """Read nothing until `go_on`, whatever the protocol wants."""
+        self._resting = True
+        self._transport.pause_reading()
+
+    def go_on(self) -> None:
+        """End a rest."""
+        self._resting = False
+        if not self._paused and not self._transport.is_closing():
+            self._transport.resume_reading()
 
 
 class _Counted:
@@ -205,7 +229,7 @@ class _Counted:
         transport.closing, self._since = True, time.monotonic()
         if beneath.can_write_eof():  # not with TLS, where the answer's length must do
             beneath.write_eof()
-        beneath.resume_reading()
+        transport.resume_reading()
 
     def _make_room(self) -> None:
         """End the connection that has been idle for longest, if there is one."""
@@ -220,6 +244,33 @@ class _Counted:
         before, self._unsent = self._unsent, size
         self.account.give(ANSWERS, before)
         self.account.owe(ANSWERS, size)
+
+
+class _Paced:
+    """What a connection adds to all of its layers: others come first after each large read of it."""
+
+    turns: Turns  # set in a subclass by `HttpServer`
+    transport: Any
+
+    def data_received(self, data: bytes) -> None:
+        """See `asyncio.Protocol`."""
+        began = time.monotonic()
+        self.turns.heard(self)
+        super().data_received(data)  # type: ignore[misc]
+        if len(data) >= HEAP and not self.transport._transport.is_closing():
+            self.transport.rest()
+            asyncio.get_running_loop().call_soon(self._had_turn, began)  # behind what the read has set going
+
+    def _had_turn(self, began: float) -> None:
+        seconds = time.monotonic() - began
+        if self.turns.rest(self, seconds) > 0:
+            self.turns.later(self, seconds)
+        else:
+            self.go_on()
+
+    def go_on(self) -> None:
+        """Read again."""
+        self.transport.go_on()
 
 
 class _OneASecond(logging.Filter):
@@ -438,6 +489,7 @@ class HttpServer:
         budget: that of the process; None: one of the server's own.
         refusals: write the refusals of bodies, by path; see `guarded`.
         doors: what comes after they have closed is refused.
+        turns: shared with other doors.
 
     Attributes:
         bound: the address that it really listens on.
@@ -456,6 +508,7 @@ class HttpServer:
         budget: native.Budget | None = None,
         refusals: Mapping[str, Refusal] | None = None,
         doors: Doors | None = None,
+        turns: Turns | None = None,
     ) -> None:
         self._listener = listen(address, setting)
         host, self.port = self._listener.getsockname()[:2]
@@ -473,7 +526,7 @@ class HttpServer:
                     doors=doors,
                 ),
                 # Explicit: uvicorn would choose a protocol by what is installed, and that one may have no limits.
-                http=type(kind.__name__, (kind,), {"budget": budget}),
+                http=type(kind.__name__, (_Paced, kind), {"budget": budget, "turns": turns or Turns()}),
                 ws="none",
                 log_config=None,  # uvicorn's records go to Jurybox's handlers
                 access_log=False,

@@ -24,6 +24,7 @@ from jurybox.server.logs import Log, configure
 from jurybox.server.security.access import Access
 from jurybox.server.security.doors import Doors, refusal
 from jurybox.server.security.limits import Watch
+from jurybox.server.security.pace import Turns
 from jurybox.server.settings.endpoints import split_host
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ async def serve(control_pipe: ControlPipe, orders: dict[str, Any], log: Log) -> 
     endpoints = [orders[name] for name in ("http", "grpc") if orders[name]]
     local = all(is_loopback(split_host(endpoint)[0]) for endpoint in endpoints)
     access = Access(**orders.get("access", {}))
-    budget = access.budget()
+    budget, turns = access.budget(), Turns()
     # Shared memory is off if clients on other hosts can connect, whatever the settings: they could name regions of this
     # host.
     oip = OpenInference(
@@ -70,7 +71,7 @@ async def serve(control_pipe: ControlPipe, orders: dict[str, Any], log: Log) -> 
 
             routes = applications(orders["dialects"], orders["address"], log, doors, oip.lanes.timeouts)
             routers.append(routes.paths)
-        robots = _robot_servers(orders, access, doors, budget)
+        robots = _robot_servers(orders, access, doors, budget, turns)
         counters = {name: robot.counters for name, robot in robots.items()}
         app = create_app(source, oip.reasons, routers, counters, oip.lanes.timeouts, budget)
         http = None
@@ -79,17 +80,15 @@ async def serve(control_pipe: ControlPipe, orders: dict[str, Any], log: Log) -> 
             if routes is not None:
                 protocol = with_dialects(protocol, access.max_message)
             refusals = None if routes is None else routes.refusals
-            http = HttpServer(
-                orders["http"], whole, access, protocol=protocol, budget=budget, refusals=refusals, doors=doors
-            )
+            http = HttpServer(orders["http"], whole, access, "server.http", protocol, budget, refusals, doors, turns)
         dialects = {}
         for name, (its_app, refusals) in (routes.ports if routes else {}).items():
             listen = orders["dialects"][name]["listen"]
             protocol = with_dialects(protocol_of(oip, doors), access.max_message)
             dialects[name] = HttpServer(
-                listen, its_app, access, f"dialects.{name}.port", protocol, budget, refusals, doors
+                listen, its_app, access, f"dialects.{name}.port", protocol, budget, refusals, doors, turns
             )
-        rpc = _grpc_server(orders, oip, source, access, doors, budget) if orders["grpc"] else None
+        rpc = _grpc_server(orders, oip, source, access, doors, budget, turns) if orders["grpc"] else None
         for robot in robots.values():
             await robot.start()
     except (OSError, ValueError, ImportError) as error:
@@ -152,6 +151,7 @@ def _grpc_server(
     access: Access,
     doors: Doors,
     budget: native.Budget,
+    turns: Turns,
 ) -> GrpcServer:
     # Imported here: without gRPC the import would waste memory and start-up time.
     from jurybox.protocol import control_pb2, control_pb2_grpc
@@ -166,18 +166,19 @@ def _grpc_server(
         remote_weights.service(orders["address"], doors),
         status,
     ]
-    return GrpcServer(orders["grpc"], services, oip.reasons, access, orders.get("grpc_http2", "auto"), doors, budget)
+    http2 = orders.get("grpc_http2", "auto")
+    return GrpcServer(orders["grpc"], services, oip.reasons, access, http2, doors, budget, turns)
 
 
 def _robot_servers(
-    orders: dict[str, Any], access: Access, doors: Doors, budget: native.Budget
+    orders: dict[str, Any], access: Access, doors: Doors, budget: native.Budget, turns: Turns
 ) -> dict[str, RobotServer]:
     if not (robots := orders.get("robots")):
         return {}
     from jurybox.server.gateway.robots.server import RobotServer
 
     where = orders["address"]
-    return {name: RobotServer(name, settings, where, access, doors, budget) for name, settings in robots.items()}
+    return {name: RobotServer(name, settings, where, access, doors, budget, turns) for name, settings in robots.items()}
 
 
 class _Doorway(Protocol):

@@ -26,6 +26,7 @@ from jurybox.server.gateway.inference.http_forms import (
 )
 from jurybox.server.security.http import DATA_HEADERS
 from jurybox.server.security.limits import OF_REQUEST, Charge
+from jurybox.server.security.pace import joined
 
 ANSWERED = "jurybox.dialect"  # in a request's scope: a function to call with the endpoint that answered its body
 Endpoint = Callable[[bytes], Awaitable[Reply]]
@@ -152,7 +153,7 @@ class DialectProtocol(InferProtocol):
         parts = pending.parts
         OF_REQUEST.set(pending.taken)
         try:
-            reply = await pending.answer(parts.pop() if len(parts) == 1 else b"".join(parts))
+            reply = await pending.answer(parts.pop() if len(parts) == 1 else await joined(parts))
         except asyncio.CancelledError:
             self.transport.abort()  # there will be no answer
             raise

@@ -32,6 +32,7 @@ from jurybox.server.gateway.dialects.known_paths import ANSWERED, NEVER_CACHED, 
 from jurybox.server.logs import Log, LogLimiter
 from jurybox.server.security.doors import RETRY_AFTER, Doors, refusal
 from jurybox.server.security.http import DATA_ONLY, Refusal
+from jurybox.server.security.pace import joined
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,7 +262,7 @@ async def _body(receive: Receive) -> bytes:
             raise ClientDisconnect
         parts.append(message.get("body", b""))
         more = message.get("more_body", False)
-    return parts[0] if len(parts) == 1 else b"".join(parts)
+    return await joined(parts)
 
 
 def _reporter(log: Log, name: str) -> Callable[[str], None]:

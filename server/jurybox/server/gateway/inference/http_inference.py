@@ -31,6 +31,7 @@ from jurybox.server.gateway.inference.shared_memory import Region
 from jurybox.server.gateway.inference.tensors import MOST_TENSORS, malformed, read_json, shown, truth
 from jurybox.server.security.http import CHARGE
 from jurybox.server.security.limits import Charge
+from jurybox.server.security.pace import joined
 
 LENGTH = "Inference-Header-Content-Length"
 ANSWERED = "jurybox.answered"  # in a request's scope: called with (model, version, bytes of JSON) on a binary answer
@@ -422,7 +423,7 @@ async def _json(request: Request, most: int) -> dict[str, Any]:
 
 async def _body(request: Request, most: int) -> bytes:
     """Read a body and decompress it if needed; `BodyLimit` (security.http) limits what is received."""
-    body = await request.body()
+    body = await joined([piece async for piece in request.stream() if piece])
     encoding = request.headers.get("content-encoding", "identity").strip().lower()  # RFC 9110: in any case
     if encoding in ("identity", ""):
         return body

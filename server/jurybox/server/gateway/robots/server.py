@@ -31,6 +31,7 @@ from jurybox.server.gateway.robots.policy import ACTIONS, Episode, RobotPolicy
 from jurybox.server.security.access import Access, Token
 from jurybox.server.security.doors import RETRY_AFTER, Doors, refusal
 from jurybox.server.security.limits import ANSWERS, ROBOTS, Charge
+from jurybox.server.security.pace import Turns
 from jurybox.server.settings.endpoints import listen
 
 VLLM_OMNI = "/v1/realtime/robot/openpi"  # the path of vllm-omni's variant
@@ -55,6 +56,7 @@ class RobotServer:
         access: token, TLS, and size of the largest message.
         doors: after they have closed, connections end between two observations, and new ones are refused.
         budget: that of the process; None: one of the server's own.
+        turns: of the other doors, whose heavy work leaves time to robots.
 
     Attributes:
         bound: the address that it really listens on.
@@ -72,8 +74,10 @@ class RobotServer:
         access: Access,
         doors: Doors | None = None,
         budget: native.Budget | None = None,
+        turns: Turns | None = None,
     ) -> None:
         self._budget = budget or access.budget()
+        self._turns = turns or Turns()
         self._doors = doors or Doors()
         self._name = name
         self._access = access
@@ -157,6 +161,7 @@ class RobotServer:
                     while True:
                         try:
                             frame = await self._doors.message(connection.recv())
+                            self._turns.heard(connection)
                         except TimeoutError:
                             await connection.close(_SERVICE_RESTART, plain(refusal(), 100))
                             return
