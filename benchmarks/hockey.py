@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from threadpoolctl import threadpool_limits
 
-from jurybox.training.algorithms.td3 import TD3, TD3Settings
+from jurybox.training.algorithms.td3 import TD3Learner, TD3Settings
 from jurybox.training.environments.hockey import HockeyGame, Match, make_opponent, play
 from jurybox.training.environments.hockey.drawing import draw
 
@@ -53,7 +53,7 @@ def bot_steps() -> int:
 
 
 def policy_steps(hidden: tuple[int, int]) -> Callable[[], int]:
-    actor = TD3(18, 4, TD3Settings(hidden_actor=hidden, hidden_critic=hidden)).numpy_actor()
+    actor = TD3Learner(18, 4, TD3Settings(hidden_actor=hidden, hidden_critic=hidden)).numpy_actor()
     games = [HockeyGame() for _ in range(8)]
 
     def work() -> int:
@@ -64,7 +64,7 @@ def policy_steps(hidden: tuple[int, int]) -> Callable[[], int]:
 
 
 def updates(hidden: tuple[int, int], n: int) -> Callable[[], int]:
-    learner = TD3(18, 4, TD3Settings(hidden_actor=hidden, hidden_critic=hidden))
+    learner = TD3Learner(18, 4, TD3Settings(hidden_actor=hidden, hidden_critic=hidden))
     rows = {
         "observation": torch.randn(n, 18),
         "action": torch.rand(n, 4) * 2 - 1,

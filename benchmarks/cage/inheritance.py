@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from jurybox.training.algorithms.ppo import PPO
+from jurybox.training.algorithms.ppo import PPOLearner
 from jurybox.training.environments.cage.tables import N_ACTIONS
 from jurybox.training.search import environments
 from jurybox.training.search.rollouts import INPUTS, Episodes, play
@@ -33,7 +33,7 @@ class Trains:
 
     def __init__(self, settings: WorkflowTraining, seed: int, stream: int) -> None:
         self.settings = settings
-        self.learner = PPO(INPUTS, N_ACTIONS, settings.ppo, seed)
+        self.learner = PPOLearner(INPUTS, N_ACTIONS, settings.ppo, seed)
         self._env = environments.make(settings, stream)
         self._random = np.random.default_rng((seed, stream))
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from jurybox.training.algorithms.ppo import PPO, PPOSettings
+from jurybox.training.algorithms.ppo import PPOLearner, PPOSettings
 from jurybox.training.environments.cage import CageVectorEnv, RedName
 from jurybox.training.environments.cage.tables import N_ACTIONS
 from jurybox.training.search.rollouts import INPUTS, play
@@ -24,9 +24,9 @@ from jurybox.training.search.rollouts import INPUTS, play
 RESULTS = Path(__file__).parent / "results"
 
 
-def learn(red: RedName, seed: int, updates: int) -> tuple[list[float], PPO, float]:
+def learn(red: RedName, seed: int, updates: int) -> tuple[list[float], PPOLearner, float]:
     """Mean return of each update's 100 episodes, the learner, and seconds of CPU time."""
-    learner = PPO(INPUTS, N_ACTIONS, PPOSettings(), seed)
+    learner = PPOLearner(INPUTS, N_ACTIONS, PPOSettings(), seed)
     env = CageVectorEnv(100, red, autoreset_mode="Disabled")
     env.reset(seed=seed)
     curve, began = [], time.process_time()

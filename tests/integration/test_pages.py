@@ -311,6 +311,8 @@ def test_every_command_is_valid(block, tmp_path, monkeypatch) -> None:
     for one in of("toml"):  # files that the page shows, by name
         if one.page in (block.page, PARTS.get(block.page)) and (named := re.match(r"# (\w+\.toml)\n", one.text)):
             (tmp_path / named[1]).write_text(one.text)
+    for name, text in files_of(block.page).items():
+        (tmp_path / name).write_text(text)
     for command in commands(text):
         program, *words = command
         match Path(program).name, words:

@@ -29,7 +29,7 @@ from jurybox.training.policy_commands import edit, policy
 from jurybox.training.recipes import hockey, served_networks
 from jurybox.training.recipes.photo import METRICS, PhotoTraining, train
 from jurybox.training.run_folder import RunLog
-from jurybox.training.spaces import Leaf
+from jurybox.training.spaces import ActionSpec, AgentSpec, Leaf
 
 JUROR = "tests.unit.recipes.cheap_juror:middle_grey"
 
@@ -300,7 +300,7 @@ def test_a_foreign_file_may_only_name_code_of_jurybox_without_trust(command, tmp
     )
     assert "--trust allows it" in command("play", tmp_path / "bad.safetensors", status=2)
     for number in (1, 99):
-        with pytest.raises(PolicyError, match=f"has the format {number}, this build reads 2: use the build that wrote"):
+        with pytest.raises(PolicyError, match=f"has the format {number}, this build reads 3: use the build that wrote"):
             Description.of({**description, "format": number}, tmp_path)
 
 
@@ -314,8 +314,8 @@ def test_a_foreign_file_may_only_name_code_of_jurybox_without_trust(command, tmp
     ],
 )
 def test_a_foreign_file_runs_nothing_through_jurybox_itself(key, value, tmp_path):
-    arguments = {"algorithm": "ppo", "numbers": 4, "pictures": [], "normalise": False, "discrete": True, "actions": 2}
-    arguments |= {"hidden": [8], "inputs": [Leaf("observation", (4,), "float32").as_dict()]}
+    spec = AgentSpec((Leaf("observation", (4,), "float32"),), ActionSpec(True, 2)).as_dict()
+    arguments = {"algorithm": "ppo", "settings": {"hidden": [8]}, "spec": spec}
     made = served_networks.gym_policy(**arguments)
     acts = Acts("jurybox.training.recipes.served_networks:gym_policy", arguments, "p", "logits", "best")
     rows = "jurybox.training.environments.gymnasium_env:played_environment"

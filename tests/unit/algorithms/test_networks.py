@@ -5,16 +5,15 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from tests.unit.algorithms.acting import acting_network, algorithm, spec_of
 
 from jurybox.training.algorithms.networks import (
     CLIP,
     Features,
     GaussianActorCritic,
-    acting_network,
     features_of,
-    outputs_of,
 )
-from jurybox.training.algorithms.ppo import PPO, PPOSettings
+from jurybox.training.algorithms.ppo import PPOLearner, PPOSettings
 
 
 def test_numbers_come_out_as_they_are_unless_they_are_to_be_normalised() -> None:
@@ -38,17 +37,17 @@ def test_a_row_of_numbers_and_a_picture_is_told_apart_to_the_bit() -> None:
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "discrete"), [("dqn", True), ("td3", False), ("sac", False), ("ppo", True), ("ppo", False)]
+    ("name", "discrete"), [("dqn", True), ("iqn", True), ("td3", False), ("sac", False), ("ppo", True), ("ppo", False)]
 )
 @pytest.mark.parametrize("pictures", [[], [(1, 36, 36)]])
-def test_outputs_of_a_network_have_its_names_and_depend_on_the_seed(algorithm, discrete, pictures) -> None:
-    made = [acting_network(algorithm, 3, pictures, True, discrete, 2, (8,), seed) for seed in (1, 1)]
+def test_outputs_of_a_network_have_its_names_and_depend_on_the_seed(name, discrete, pictures) -> None:
+    made = [acting_network(name, 3, pictures, True, discrete, 2, (8,), seed) for seed in (1, 1)]
     rows = torch.zeros(5, 3) if not pictures else torch.zeros(5, 12 + 36 * 36, dtype=torch.uint8)
     one, two = (network(rows) for network in made)
     one, two = ((each,) if isinstance(each, torch.Tensor) else each for each in (one, two))
-    assert len(one) == len(outputs_of(algorithm, discrete))
-    for name, a, b in zip(outputs_of(algorithm, discrete), one, two, strict=True):
-        assert a.shape == ((5,) if name == "value" else (5, 2)) and torch.equal(a, b)
+    outputs = algorithm(name, spec_of(3, pictures, True, discrete, 2)).outputs
+    for shape, a, b in zip(outputs.values(), one, two, strict=True):
+        assert a.shape == (5, *shape) and torch.equal(a, b)
     assert len(features_of(made[0])) == 1
 
 
@@ -68,7 +67,9 @@ def test_scores_of_actions_that_are_numbers_are_those_of_torchs_normal() -> None
 def test_ppo_moves_actions_towards_rewards() -> None:
     network = acting_network("ppo", 1, [], False, False, 1, (8,))
     assert isinstance(network, GaussianActorCritic)
-    learner = PPO(0, 0, PPOSettings(learning_rate=0.01, target_kl=None, normalise_returns=False), 0, network=network)
+    learner = PPOLearner(
+        0, 0, PPOSettings(learning_rate=0.01, target_kl=None, normalise_returns=False), 0, network=network
+    )
     from tests.unit.algorithms.test_ppo import rollout
 
     random = np.random.default_rng(0)

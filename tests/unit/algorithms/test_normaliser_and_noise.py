@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from jurybox.training.algorithms.td3 import Normaliser
+from jurybox.training.algorithms.statistics import Normaliser
 from jurybox.training.algorithms.td3_actor import coloured_noise
 
 
@@ -13,7 +13,7 @@ def test_pieces_give_the_statistics_of_the_whole() -> None:
     rows = np.random.default_rng(0).normal([3.0, -100.0, 0.0], [1.0, 50.0, 1e-3], (5000, 3))
     normaliser = Normaliser(3)
     for piece in np.array_split(rows, 37):
-        normaliser.see(piece)
+        normaliser.update(piece)
     np.testing.assert_allclose(normaliser.mean, rows.mean(0), rtol=1e-9)
     np.testing.assert_allclose(normaliser.std, rows.std(0), rtol=1e-9)
     mean, scale = normaliser.shift_and_scale()
@@ -24,25 +24,25 @@ def test_pieces_give_the_statistics_of_the_whole() -> None:
 def test_constant_values_stay_unchanged() -> None:
     normaliser = Normaliser(2)
     np.testing.assert_array_equal(normaliser.std, 1.0)
-    normaliser.see(np.full((10, 2), 4.0))
+    normaliser.update(np.full((10, 2), 4.0))
     np.testing.assert_array_equal(normaliser.shift_and_scale(), [[4.0, 4.0], [1.0, 1.0]])
 
 
 def test_statistics_survive_json() -> None:
     normaliser = Normaliser(3)
-    normaliser.see(np.random.default_rng(0).normal(size=(50, 3)))
+    normaliser.update(np.random.default_rng(0).normal(size=(50, 3)))
     again = Normaliser(3)
     again.load_state_dict(json.loads(json.dumps(normaliser.state_dict())))
     more = np.random.default_rng(1).normal(size=(50, 3))
     for each in (normaliser, again):
-        each.see(more)
+        each.update(more)
     np.testing.assert_array_equal(again.std, normaliser.std)
     assert again.count == 100
 
 
 def test_observations_of_another_size_are_refused() -> None:
     with pytest.raises(ValueError, match=r"\(n, 3\)"):
-        Normaliser(3).see(np.zeros((2, 4)))
+        Normaliser(3).update(np.zeros((2, 4)))
     with pytest.raises(ValueError, match="expected 3"):
         Normaliser(3).load_state_dict(Normaliser(4).state_dict())
 

@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from jurybox.training.algorithms import ppo
-from jurybox.training.algorithms.ppo import PPO, ActorCritic, PPOSettings, Rollout, advantages_of
+from jurybox.training.algorithms.base import Rollout
+from jurybox.training.algorithms.networks import ActorCritic
+from jurybox.training.algorithms.ppo import PPOLearner, PPOSettings, advantages_of
 
 SETTINGS = PPOSettings(batch_size=64, hidden=(16,))
 
@@ -81,7 +83,7 @@ def test_only_a_truncated_episode_counts_the_value_of_its_last_state(terminated,
     assert found[2] == last and found[0] == 1.0, "nothing leaks over the end of an episode"
 
 
-def played(learner: PPO, random: np.random.Generator, masks=None) -> Rollout:
+def played(learner: PPOLearner, random: np.random.Generator, masks=None) -> Rollout:
     """A bandit with two states: the right action is 1 in the first, 3 in the second."""
     t, n = 8, 32
     state = random.integers(0, 2, (t, n))
@@ -117,7 +119,7 @@ def played(learner: PPO, random: np.random.Generator, masks=None) -> Rollout:
 )
 def test_it_learns_a_bandit_with_every_switch_thrown(off) -> None:
     random = np.random.default_rng(0)
-    learner = PPO(2, 5, replace(SETTINGS, learning_rate=0.01, **off), seed=1)
+    learner = PPOLearner(2, 5, replace(SETTINGS, learning_rate=0.01, **off), seed=1)
     for _ in range(25):
         told = learner.update(played(learner, random))
     assert learner.act(np.eye(2, dtype=np.float32), greedy=True)[0].tolist() == [1, 3]
@@ -126,7 +128,7 @@ def test_it_learns_a_bandit_with_every_switch_thrown(off) -> None:
 
 def test_a_masked_action_is_never_chosen_and_learning_stays_finite() -> None:
     random = np.random.default_rng(0)
-    learner = PPO(2, 5, SETTINGS, seed=1)
+    learner = PPOLearner(2, 5, SETTINGS, seed=1)
     masks = np.ones((8, 32, 5), bool)
     masks[:, :, [0, 4]] = False
     for _ in range(3):
@@ -139,16 +141,16 @@ def test_an_update_stops_when_the_policy_has_moved_far_enough() -> None:
     random = np.random.default_rng(0)
     steps = {}
     for kl in (None, 1e-4):
-        learner = PPO(2, 5, replace(SETTINGS, learning_rate=0.05, target_kl=kl), seed=1)
+        learner = PPOLearner(2, 5, replace(SETTINGS, learning_rate=0.05, target_kl=kl), seed=1)
         learner.update(played(learner, random))
         steps[kl] = learner.learner_steps
     assert steps[None] == SETTINGS.n_epochs * 4 and 0 < steps[1e-4] < steps[None]
 
 
 def test_a_saved_run_continues_bit_for_bit() -> None:
-    first = PPO(2, 5, SETTINGS, seed=1)
+    first = PPOLearner(2, 5, SETTINGS, seed=1)
     first.update(played(first, np.random.default_rng(0)))
-    second = PPO(2, 5, SETTINGS, seed=2)
+    second = PPOLearner(2, 5, SETTINGS, seed=2)
     second.restore(first.state())
     told = [learner.update(played(learner, np.random.default_rng(5))) for learner in (first, second)]
     assert told[0] == told[1]
@@ -158,14 +160,14 @@ def test_the_same_seed_makes_the_same_network_independently_of_torchs_generator(
     import torch
 
     torch.manual_seed(99)
-    left = PPO(2, 5, SETTINGS, seed=4)
+    left = PPOLearner(2, 5, SETTINGS, seed=4)
     torch.rand(3)
-    right = PPO(2, 5, SETTINGS, seed=4)
+    right = PPOLearner(2, 5, SETTINGS, seed=4)
     assert all(torch.equal(a, b) for a, b in zip(left.network.parameters(), right.network.parameters(), strict=True))
 
 
 def test_a_last_batch_size_of_one_row_leaves_the_network_finite() -> None:
-    learner = PPO(2, 5, replace(SETTINGS, batch_size=64), seed=1)
+    learner = PPOLearner(2, 5, replace(SETTINGS, batch_size=64), seed=1)
     random = np.random.default_rng(0)
     rows = 65
     learner.update(
@@ -182,7 +184,7 @@ def test_a_last_batch_size_of_one_row_leaves_the_network_finite() -> None:
 
 def test_steps_that_are_not_valid_change_nothing_whatever_they_hold() -> None:
     settings = PPOSettings(batch_size=8, hidden=(8,), n_epochs=3)
-    made = played(PPO(2, 3, settings, 0), np.random.default_rng(0))
+    made = played(PPOLearner(2, 3, settings, 0), np.random.default_rng(0))
     keep = np.ones(made.rewards.shape, bool)
     keep[2:4, 0] = False
     weights = []
@@ -190,7 +192,7 @@ def test_steps_that_are_not_valid_change_nothing_whatever_they_hold() -> None:
         for name in ("observations", "rewards", "values", "log_probs"):
             getattr(made, name)[~keep] = garbage
         made.over[1:4, 0], made.valid = True, keep
-        learner = PPO(2, 3, settings, 0)
+        learner = PPOLearner(2, 3, settings, 0)
         learner.update(made)
         weights.append([each.detach().numpy().copy() for each in learner.network.parameters()])
         assert learner._deviation < 1e3
@@ -211,7 +213,7 @@ def test_it_acts_and_values_on_its_device() -> None:
         def value(self, observation):
             return self(observation)[1]
 
-    learner = PPO(2, 3, PPOSettings(), 0, network=Elsewhere(2, 3, (8,)))
+    learner = PPOLearner(2, 3, PPOSettings(), 0, network=Elsewhere(2, 3, (8,)))
     learner.device = torch.device("meta")
     seen = np.zeros((5, 2), np.float32)
     actions, _, values = learner.act(seen, np.ones((5, 3), bool))
@@ -220,7 +222,7 @@ def test_it_acts_and_values_on_its_device() -> None:
 
 def test_long_computations_give_signs_of_life(monkeypatch) -> None:
     signs = []
-    learner = PPO(2, 3, replace(SETTINGS, n_epochs=3, target_kl=None), 0, alive=lambda: signs.append(1))
+    learner = PPOLearner(2, 3, replace(SETTINGS, n_epochs=3, target_kl=None), 0, alive=lambda: signs.append(1))
     learner.update(rollout(100, 2))
     assert len(signs) == 3 * 4, "one for each minibatch"
     seen = np.random.default_rng(0).normal(size=(100, 2)).astype(np.float32)

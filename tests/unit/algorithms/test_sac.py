@@ -7,17 +7,16 @@ import math
 import numpy as np
 import pytest
 import torch
+from tests.unit.algorithms.acting import acting_network
 from torch import nn
 
+from jurybox.training.algorithms.heads import normal_log_prob, tanh_correction
 from jurybox.training.algorithms.networks import (
     Features,
     SeeingCritic,
     SquashedGaussianActor,
-    acting_network,
-    normal_log_prob,
-    tanh_correction,
 )
-from jurybox.training.algorithms.sac import SAC, SACSettings, first_temperature
+from jurybox.training.algorithms.sac import SACLearner, SACSettings, first_temperature
 
 
 class Fixed(nn.Module):
@@ -53,11 +52,11 @@ def batch(n: int = 4, reward: float = 2.0, discount: float = 0.5) -> dict[str, t
     }
 
 
-def learner(seed: int = 0, **settings) -> SAC:
+def learner(seed: int = 0, **settings) -> SACLearner:
     actor = acting_network("sac", 3, [], False, False, 2, (16, 16), seed)
     assert isinstance(actor, SquashedGaussianActor)
     torch.manual_seed(seed + 1)
-    return SAC(actor, SeeingCritic(Features(3), 2, (16, 16)), 2, SACSettings(**settings), seed=seed)
+    return SACLearner(actor, SeeingCritic(Features(3), 2, (16, 16)), 2, SACSettings(**settings), seed=seed)
 
 
 def test_the_density_of_a_squashed_action_is_that_of_torchs_transformed_distribution() -> None:
@@ -77,7 +76,7 @@ def test_the_correction_stays_finite_where_tanh_is_one() -> None:
 
 def test_the_target_is_the_smaller_value_less_the_temperature_times_the_log_density() -> None:
     # A deviation of e^-20 makes every draw the mean, 0: its log density is 20 - log(2 pi) / 2, and tanh's part is 0.
-    sac = SAC(Fixed(0.0, -20.0), Constant(5.0, 3.0), 1, SACSettings(ent_coef=0.1))
+    sac = SACLearner(Fixed(0.0, -20.0), Constant(5.0, 3.0), 1, SACSettings(ent_coef=0.1))
     density = 20 - 0.5 * math.log(2 * math.pi)
     noise = torch.Generator().manual_seed(0)
     drawn = [torch.empty(4, 1).normal_(generator=noise) for _ in range(2)][1]  # the second draw is the next action's
@@ -88,16 +87,16 @@ def test_the_target_is_the_smaller_value_less_the_temperature_times_the_log_dens
 
 
 def test_nothing_is_bootstrapped_if_the_discount_is_zero() -> None:
-    sac = SAC(Fixed(0.0, -20.0), Constant(5.0, 3.0), 1, SACSettings(ent_coef=0.1))
+    sac = SACLearner(Fixed(0.0, -20.0), Constant(5.0, 3.0), 1, SACSettings(ent_coef=0.1))
     update = sac.update(batch(discount=0.0))
     assert float(update.metrics["critic_loss"]) == pytest.approx(0.5 * (3.0**2 + 1.0**2))
-    np.testing.assert_allclose(update.errors.numpy(), [2.0] * 4)
+    np.testing.assert_allclose(update.priorities.numpy(), [2.0] * 4)
 
 
 @pytest.mark.parametrize(("log_std", "grows"), [(-20.0, True), (0.0, False)])
 def test_the_temperature_grows_while_the_entropy_is_below_its_target(log_std, grows) -> None:
     # The entropy of a squashed standard normal is some 0.6 nats below log 2: above -1, the target of one action.
-    sac = SAC(Fixed(0.0, log_std), Constant(0.0, 0.0), 1, SACSettings(learning_rate=0.01))
+    sac = SACLearner(Fixed(0.0, log_std), Constant(0.0, 0.0), 1, SACSettings(learning_rate=0.01))
     assert sac.target_entropy == -1.0
     update = sac.update(batch(64))
     assert float(update.metrics["ent_coef"]) == 1.0, "the update before it changes is with the first one"

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from jurybox.training.algorithms.td3 import TD3, Actor, TD3Settings, TwinCritic
+from jurybox.training.algorithms.networks import Actor, TwinCritic
+from jurybox.training.algorithms.td3 import TD3Learner, TD3Settings
 from jurybox.training.algorithms.td3_actor import NumpyActor
 from jurybox.training.checkpoints import read_state, write_state
 
@@ -34,13 +35,13 @@ def batch(seed: int, n: int = 64, observations: int = 5, actions: int = 2) -> di
     }
 
 
-def weights(learner: TD3) -> list[torch.Tensor]:
+def weights(learner: TD3Learner) -> list[torch.Tensor]:
     return [value.clone() for value in (*learner.actor.parameters(), *learner.critic.parameters())]
 
 
 def test_it_finds_the_best_action_of_a_one_step_task() -> None:
     """The reward is highest where the action is tanh of a known function of the observation."""
-    learner = TD3(2, 1, SMALL, seed=1)
+    learner = TD3Learner(2, 1, SMALL, seed=1)
     g = torch.Generator().manual_seed(0)
     for _ in range(1500):
         observation = torch.rand(64, 2, generator=g) * 2 - 1
@@ -62,7 +63,9 @@ def test_it_finds_the_best_action_of_a_one_step_task() -> None:
 
 
 def test_the_target_is_that_of_the_lower_critic_and_of_the_discount() -> None:
-    learner = TD3(5, 2, TD3Settings(hidden_actor=(8,), hidden_critic=(8,), target_policy_noise=0.0, reward_scale=0.5))
+    learner = TD3Learner(
+        5, 2, TD3Settings(hidden_actor=(8,), hidden_critic=(8,), target_policy_noise=0.0, reward_scale=0.5)
+    )
     rows = batch(0)
     with torch.no_grad():
         following = learner.policy.normalised(rows["next_observation"])
@@ -71,20 +74,20 @@ def test_the_target_is_that_of_the_lower_critic_and_of_the_discount() -> None:
         now = learner.critic(learner.policy.normalised(rows["observation"]), rows["action"])
     update = learner.update(rows)
     assert update.metrics["target"] == pytest.approx(float(expected.mean()), rel=1e-4)
-    torch.testing.assert_close(update.errors, (now - expected).abs().mean(0))
+    torch.testing.assert_close(update.priorities, (now - expected).abs().mean(0))
 
 
 @pytest.mark.parametrize("weighted", [False, True])
 def test_the_gradients_in_closed_form_are_those_of_autograd(weighted: bool) -> None:
     s = TD3Settings(hidden_actor=(16, 8), hidden_critic=(8, 16), pre_tanh_penalty=0.5, policy_delay=2)
-    learner = TD3(5, 2, s, seed=1)
+    learner = TD3Learner(5, 2, s, seed=1)
     # Networks of the caller's own go through autograd. Actions near their bounds, so that the penalty counts.
     networks = Actor(5, 2, s.hidden_actor), TwinCritic(5, 2, s.hidden_critic)
     with torch.no_grad():
         learner.actor.layers[-1].weight.mul_(100)
     networks[0].load_state_dict(learner.actor.state_dict())
     networks[1].load_state_dict(learner.critic.state_dict())
-    reference = TD3(5, 2, s, seed=1, networks=networks)
+    reference = TD3Learner(5, 2, s, seed=1, given=networks)
     for target, live in ((learner.target_actor, learner.actor), (reference.target_actor, reference.actor)):
         target.load_state_dict(live.state_dict())
     g = torch.Generator().manual_seed(0)
@@ -95,7 +98,7 @@ def test_the_gradients_in_closed_form_are_those_of_autograd(weighted: bool) -> N
         assert one.metrics.keys() == other.metrics.keys()
         for name, value in one.metrics.items():
             torch.testing.assert_close(value, other.metrics[name], rtol=1e-4, atol=1e-6)
-        torch.testing.assert_close(one.errors, other.errors, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(one.priorities, other.priorities, rtol=1e-4, atol=1e-6)
         for (name, p), q in zip(learner.critic.named_parameters(), reference.critic.parameters(), strict=True):
             torch.testing.assert_close(
                 p.grad, q.grad, rtol=1e-4, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}"
@@ -107,7 +110,7 @@ def test_the_gradients_in_closed_form_are_those_of_autograd(weighted: bool) -> N
 
 
 def test_the_actor_and_the_targets_move_every_second_time_only() -> None:
-    learner = TD3(5, 2, SMALL)
+    learner = TD3Learner(5, 2, SMALL)
     actor = [p.clone() for p in learner.actor.parameters()]
     target = [p.clone() for p in learner.target_critic.parameters()]
     assert "actor_loss" not in learner.update(batch(0)).metrics
@@ -120,14 +123,16 @@ def test_the_actor_and_the_targets_move_every_second_time_only() -> None:
 
 
 def test_the_actors_step_leaves_the_critics_alone() -> None:
-    learner = TD3(5, 2, TD3Settings(hidden_actor=(8,), hidden_critic=(8,), policy_delay=1, critic_learning_rate=0.0))
+    learner = TD3Learner(
+        5, 2, TD3Settings(hidden_actor=(8,), hidden_critic=(8,), policy_delay=1, critic_learning_rate=0.0)
+    )
     before = [p.clone() for p in learner.critic.parameters()]
     learner.update(batch(0))
     assert all(torch.equal(a, b) for a, b in zip(before, learner.critic.parameters(), strict=True))
 
 
 def test_rows_of_weight_nothing_teach_nothing() -> None:
-    a, b = TD3(5, 2, SMALL), TD3(5, 2, SMALL)
+    a, b = TD3Learner(5, 2, SMALL), TD3Learner(5, 2, SMALL)
     rows = batch(0)
     counts = torch.ones(64)
     counts[32:] = 0.0
@@ -154,13 +159,13 @@ def test_twin_critics_are_two_critics() -> None:
 
 
 def test_a_restored_learner_goes_on_bit_for_bit(tmp_path: Path) -> None:
-    straight = TD3(5, 2, SMALL, seed=3)
-    straight.normaliser.see(np.random.default_rng(0).normal(1, 3, (100, 5)))
+    straight = TD3Learner(5, 2, SMALL, seed=3)
+    straight.normaliser.update(np.random.default_rng(0).normal(1, 3, (100, 5)))
     straight.refresh_normaliser()
     for number in range(7):
         straight.update(batch(number))
     write_state(tmp_path / "learner.state", straight.state())
-    resumed = TD3(5, 2, SMALL, seed=99)
+    resumed = TD3Learner(5, 2, SMALL, seed=99)
     resumed.restore(read_state(tmp_path / "learner.state"))
     for number in range(7, 20):
         straight.update(batch(number))
@@ -171,7 +176,7 @@ def test_a_restored_learner_goes_on_bit_for_bit(tmp_path: Path) -> None:
 
 
 def test_the_seed_decides_everything() -> None:
-    first, same, other = (TD3(5, 2, SMALL, seed=seed) for seed in (1, 1, 2))
+    first, same, other = (TD3Learner(5, 2, SMALL, seed=seed) for seed in (1, 1, 2))
     for learner in (first, same, other):
         for number in range(4):
             learner.update(batch(number))
@@ -183,14 +188,14 @@ def test_making_a_learner_leaves_torchs_own_chance_alone() -> None:
     torch.manual_seed(5)
     expected = torch.rand(3)
     torch.manual_seed(5)
-    TD3(5, 2, SMALL, seed=1)
+    TD3Learner(5, 2, SMALL, seed=1)
     assert torch.equal(torch.rand(3), expected)
 
 
 def test_the_numpy_actor_acts_as_the_torch_one() -> None:
-    learner = TD3(18, 4, TD3Settings())
+    learner = TD3Learner(18, 4, TD3Settings())
     rows = np.random.default_rng(0).normal(2, 5, (50, 18)).astype(np.float32)
-    learner.normaliser.see(rows)
+    learner.normaliser.update(rows)
     learner.refresh_normaliser()
     with torch.no_grad():
         expected = learner.acting()(torch.from_numpy(rows)).numpy()
@@ -203,9 +208,9 @@ def test_the_numpy_actor_acts_as_the_torch_one() -> None:
 
 
 def test_published_state_carries_the_statistics_it_was_trained_with() -> None:
-    learner = TD3(5, 2, SMALL)
+    learner = TD3Learner(5, 2, SMALL)
     rows = np.random.default_rng(0).normal(7, 3, (50, 5))
-    learner.normaliser.see(rows)
+    learner.normaliser.update(rows)
     before = {name: value.clone() for name, value in learner.acting().state_dict().items()}
     learner.refresh_normaliser()
     now = learner.acting().state_dict()
@@ -215,7 +220,7 @@ def test_published_state_carries_the_statistics_it_was_trained_with() -> None:
 
 
 def test_a_copy_for_acting_stays_as_it_was() -> None:
-    learner = TD3(5, 2, SMALL)
+    learner = TD3Learner(5, 2, SMALL)
     actor, rows = learner.numpy_actor(), np.ones((1, 5), np.float32)
     before = actor(rows).copy()
     for number in range(4):

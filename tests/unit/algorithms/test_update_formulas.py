@@ -13,14 +13,25 @@ import math
 import numpy as np
 import pytest
 import torch
+from tests.unit.algorithms.acting import acting_network
 from torch import nn
 from torch.nn import functional
 
-from jurybox.training.algorithms.dqn import DQN, IQN, QNetwork, QuantileNetwork, ValueSettings
-from jurybox.training.algorithms.networks import Features, SeeingCritic, acting_network
-from jurybox.training.algorithms.ppo import PPO, ActorCritic, PPOSettings, Rollout
-from jurybox.training.algorithms.sac import SAC, SACSettings
-from jurybox.training.algorithms.td3 import TD3, Actor, TD3Settings, TwinCritic
+from jurybox.training.algorithms.base import Rollout
+from jurybox.training.algorithms.dqn import DQNLearner, ValueSettings
+from jurybox.training.algorithms.iqn import IQNLearner
+from jurybox.training.algorithms.networks import (
+    Actor,
+    ActorCritic,
+    Features,
+    QNetwork,
+    QuantileNetwork,
+    SeeingCritic,
+    TwinCritic,
+)
+from jurybox.training.algorithms.ppo import PPOLearner, PPOSettings
+from jurybox.training.algorithms.sac import SACLearner, SACSettings
+from jurybox.training.algorithms.td3 import TD3Learner, TD3Settings
 
 OBSERVATIONS, ACTIONS = 3, 2
 
@@ -202,9 +213,9 @@ def test_ppos_update_is_that_of_its_formulas(case) -> None:
         network = widened(acting_network("ppo", OBSERVATIONS, [], False, False, ACTIONS, (8,)))
     rollout = rollout_of(network, discrete=discrete, masks=masks)
     expected, statistics, first = expected_ppo(network, rollout, s, discrete, seed=5)
-    learner = PPO(0, 0, s, 5, network=copy.deepcopy(network))
+    learner = PPOLearner(0, 0, s, 5, network=copy.deepcopy(network))
     if s.n_epochs * math.ceil(18 / s.batch_size) == s.n_epochs:  # one minibatch an epoch: the metrics are their means
-        once = PPO(0, 0, PPOSettings(**{**USUAL, **changes, "n_epochs": 1}), 5, network=copy.deepcopy(network))
+        once = PPOLearner(0, 0, PPOSettings(**{**USUAL, **changes, "n_epochs": 1}), 5, network=copy.deepcopy(network))
         metrics = once.update(rollout)
         names = ("policy_loss", "value_loss", "entropy", "approx_kl", "clip_fraction")
         assert [metrics[name] for name in names] == pytest.approx(first, rel=1e-3, abs=1e-5)
@@ -217,7 +228,7 @@ def test_ppos_update_is_that_of_its_formulas(case) -> None:
 
 def test_ppos_statistics_of_returns_follow_them_with_a_tenth_of_each_rollout() -> None:
     network = widened(ActorCritic(OBSERVATIONS, 4, (8,)))
-    learner = PPO(0, 0, PPOSettings(**USUAL), 0, network=network)
+    learner = PPOLearner(0, 0, PPOSettings(**USUAL), 0, network=network)
     mean = second = 0.0
     for number in range(12):
         rollout = rollout_of(network, discrete=True, seed=number)
@@ -238,7 +249,7 @@ def test_ppos_statistics_of_returns_follow_them_with_a_tenth_of_each_rollout() -
 @pytest.mark.parametrize("masked", [False, True])
 def test_ppo_draws_from_the_distribution_that_it_reports(masked) -> None:
     network = widened(ActorCritic(OBSERVATIONS, 4, (8,)))
-    learner = PPO(0, 0, PPOSettings(), 0, network=network)
+    learner = PPOLearner(0, 0, PPOSettings(), 0, network=network)
     n = 20_000
     observation = np.tile(np.array([[0.3, -0.2, 0.5]], np.float32), (n, 1))
     masks = np.tile(np.array([[True, False, True, True]]), (n, 1)) if masked else None
@@ -280,7 +291,7 @@ def batches(count: int, n: int, *, discrete: bool = False, seed: int = 0) -> lis
 
 def test_dqns_update_is_that_of_double_q_learning_with_the_huber_loss() -> None:
     s = ValueSettings(learning_rate=1e-2, target_update_interval=4, max_grad_norm=0.5)
-    learner = DQN(widened(QNetwork(OBSERVATIONS, 4, (8,))), s)
+    learner = DQNLearner(widened(QNetwork(OBSERVATIONS, 4, (8,))), s)
     network, target = copy.deepcopy(learner.network), copy.deepcopy(widened(copy.deepcopy(learner.network), 9))
     learner.target.load_state_dict(target.state_dict())
     optimiser = torch.optim.Adam(network.parameters(), 1e-2)
@@ -303,7 +314,7 @@ def test_dqns_update_is_that_of_double_q_learning_with_the_huber_loss() -> None:
 
 def test_iqns_update_is_quantile_regression_between_samples_of_both_networks() -> None:
     s = ValueSettings(learning_rate=1e-2, target_update_interval=3)
-    learner = IQN(widened(QuantileNetwork(OBSERVATIONS, 4, (8, 8))), s, seed=4)
+    learner = IQNLearner(widened(QuantileNetwork(OBSERVATIONS, 4, (8, 8))), s, seed=4)
     network, target = copy.deepcopy(learner.network), widened(copy.deepcopy(learner.network), 9)
     learner.target.load_state_dict(target.state_dict())
     optimiser, generator = torch.optim.Adam(network.parameters(), 1e-2), torch.Generator().manual_seed(4)
@@ -312,10 +323,10 @@ def test_iqns_update_is_quantile_regression_between_samples_of_both_networks() -
         found = float(learner.learn(batch))
         own_taus, other_taus = (torch.rand(6, 8, generator=generator) for _ in range(2))
         loss = torch.zeros(())
-        best = network(batch["next_observation"], spread).mean(1).argmax(1)
+        best = network.quantiles(batch["next_observation"], spread).mean(1).argmax(1)
         own_all, other_all = (
-            network(batch["observation"], own_taus),
-            target(batch["next_observation"], other_taus).detach(),
+            network.quantiles(batch["observation"], own_taus),
+            target.quantiles(batch["next_observation"], other_taus).detach(),
         )
         for row in range(6):
             for i in range(8):
@@ -349,7 +360,7 @@ def test_td3s_update_is_that_of_its_paper(closed_form, weighted) -> None:
     with torch.no_grad():
         actor.layers[-1].weight.mul_(3.0)  # some actions beyond the bound of the penalty
     if closed_form:
-        learner = TD3(OBSERVATIONS, ACTIONS, s, seed=6)
+        learner = TD3Learner(OBSERVATIONS, ACTIONS, s, seed=6)
         for mine, given in (
             (learner.actor, actor),
             (learner.target_actor, actor),
@@ -358,7 +369,7 @@ def test_td3s_update_is_that_of_its_paper(closed_form, weighted) -> None:
         ):
             mine.load_state_dict(given.state_dict())
     else:
-        learner = TD3(OBSERVATIONS, ACTIONS, s, seed=6, networks=(copy.deepcopy(actor), copy.deepcopy(critic)))
+        learner = TD3Learner(OBSERVATIONS, ACTIONS, s, seed=6, given=(copy.deepcopy(actor), copy.deepcopy(critic)))
     target_actor, target_critic = copy.deepcopy(actor), copy.deepcopy(critic)
     of_actor, of_critic = torch.optim.Adam(actor.parameters(), 1e-2), torch.optim.Adam(critic.parameters(), 2e-2)
     generator = torch.Generator().manual_seed(6)
@@ -375,7 +386,7 @@ def test_td3s_update_is_that_of_its_paper(closed_form, weighted) -> None:
             wanted = 0.5 * batch["reward"] + batch["discount"] * torch.where(one < two, one, two)
         values = critic(seen, batch["action"])
         squares = (values - wanted) ** 2 * (1 if weights is None else weights)
-        np.testing.assert_allclose(update.errors, (values - wanted).abs().mean(0).detach(), rtol=1e-3, atol=1e-4)
+        np.testing.assert_allclose(update.priorities, (values - wanted).abs().mean(0).detach(), rtol=1e-3, atol=1e-4)
         follow(of_critic, squares[0].mean() + squares[1].mean())
         if number % 2 == 0:
             raw = actor.layers(seen)
@@ -395,7 +406,7 @@ def test_sacs_update_is_that_of_its_paper(ent_coef) -> None:
     s = SACSettings(learning_rate=1e-2, tau=0.1, target_update_interval=2, ent_coef=ent_coef)
     actor = widened(acting_network("sac", OBSERVATIONS, [], False, False, ACTIONS, (8, 8)), 1)
     critic = widened(SeeingCritic(Features(OBSERVATIONS), ACTIONS, (8,)))
-    learner = SAC(copy.deepcopy(actor), copy.deepcopy(critic), ACTIONS, s, seed=7)
+    learner = SACLearner(copy.deepcopy(actor), copy.deepcopy(critic), ACTIONS, s, seed=7)
     target = widened(copy.deepcopy(critic), 9)
     learner.target.load_state_dict(target.state_dict())
     learns = isinstance(ent_coef, str)

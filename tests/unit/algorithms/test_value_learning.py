@@ -6,12 +6,14 @@ import numpy as np
 import pytest
 import torch
 
-from jurybox.training.algorithms.dqn import DQN, IQN, QNetwork, QuantileNetwork, ValueSettings, quantile_loss
+from jurybox.training.algorithms.dqn import DQNLearner, ValueSettings
+from jurybox.training.algorithms.iqn import IQNLearner, quantile_loss
+from jurybox.training.algorithms.networks import QNetwork, QuantileNetwork
 from jurybox.training.checkpoints import read_state, write_state
 
 torch.set_num_threads(1)  # threads of networks this small wait for each other more than they compute
 SETTINGS = ValueSettings(learning_rate=0.003, target_update_interval=50, hidden=(32, 32))
-KINDS = {"dqn": (DQN, QNetwork), "iqn": (IQN, QuantileNetwork)}
+KINDS = {"dqn": (DQNLearner, QNetwork), "iqn": (IQNLearner, QuantileNetwork)}
 
 
 def make(kind, seed=0):

@@ -66,7 +66,7 @@ OBSERVED = [
 def test_a_wrong_reset(monkeypatch, begins, told) -> None:
     monkeypatch.setattr(Says, "begins", begins)
     with pytest.raises(ContractBroken, match=told):
-        Envs(GymTraining(env=f"{__name__}:Says"), 1).begin(0, 0)
+        Envs(GymTraining(env=f"{__name__}:Says"), 1, clips=True).begin(0, 0)
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ def test_a_wrong_reset(monkeypatch, begins, told) -> None:
     ],
 )
 def test_a_wrong_step(monkeypatch, steps, told) -> None:
-    envs = Envs(GymTraining(env=f"{__name__}:Says"), 1)
+    envs = Envs(GymTraining(env=f"{__name__}:Says"), 1, clips=True)
     envs.begin(0, 0)
     monkeypatch.setattr(Says, "steps", steps)
     with pytest.raises(ContractBroken, match=told):
@@ -93,7 +93,7 @@ def test_a_wrong_step(monkeypatch, steps, told) -> None:
 
 
 def test_numbers_of_every_kind_are_rewards(monkeypatch) -> None:
-    envs = Envs(GymTraining(env=f"{__name__}:Says"), 1)
+    envs = Envs(GymTraining(env=f"{__name__}:Says"), 1, clips=True)
     envs.begin(0, 0)
     for reward in (1, 1.0, True, np.float32(1), np.int8(1), np.array(1.0)):
         monkeypatch.setattr(Says, "steps", said(1, reward))

@@ -11,14 +11,17 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from tests.unit.algorithms.acting import acting_network, algorithm, spec_of
 
-from jurybox.training.algorithms.networks import acting_network, features_of
+from jurybox.training.algorithms.base import Progress, Update
+from jurybox.training.algorithms.heads import log_softmax
+from jurybox.training.algorithms.networks import features_of
 from jurybox.training.algorithms.ppo import advantages_of
-from jurybox.training.algorithms.td3 import Normaliser
+from jurybox.training.algorithms.registry import algorithm_named
+from jurybox.training.algorithms.statistics import Normaliser
 from jurybox.training.checkpoints import Checkpoints, read_state
-from jurybox.training.recipes.gym import DEFAULTS, GymTraining, plan, spaces_of, train
-from jurybox.training.recipes.gym_actor import Choice, log_softmax
-from jurybox.training.recipes.gym_learner import PacedDQN, ReplayLearner, RolloutLearner, rollout
+from jurybox.training.recipes.gym import GymTraining, plan, train
+from jurybox.training.recipes.gym_learner import ReplayLearner, RolloutLearner, rollout
 from jurybox.training.replay.batch import BatchOnDevice
 from jurybox.training.run_folder import read_metrics
 from jurybox.training.runtime.plan import ConfigError
@@ -32,6 +35,7 @@ MIXED = {"env": "tests.unit.gym_training.gym_worlds:mixed"}
 SMALL = {
     "ppo": {"n_steps": 16, "batch_size": 16, "n_epochs": 2, "hidden": (8,)},
     "dqn": {"buffer_size": 500, "learning_starts": 10, "batch_size": 8, "hidden": (8,)},
+    "iqn": {"buffer_size": 500, "learning_starts": 10, "batch_size": 8, "hidden": (8,)},
     "td3": {"buffer_size": 500, "learning_starts": 10, "batch_size": 8, "hidden": (8,), "env_args": {"numbers": True}},
     "sac": {"buffer_size": 500, "learning_starts": 10, "batch_size": 8, "hidden": (8,), "env_args": {"numbers": True}},
 }
@@ -58,30 +62,33 @@ def test_every_algorithms_defaults_are_stable_baselines3s() -> None:
 
     import stable_baselines3
 
-    theirs_alone = {"hidden", "publish_interval", "max_ahead", "action_noise"}
-    for algorithm, defaults in DEFAULTS.items():
-        made = inspect.signature(getattr(stable_baselines3, algorithm.upper()).__init__).parameters
-        policy = {"policy_delay", "target_policy_noise", "target_noise_clip"}
-        for name in defaults.keys() - theirs_alone - policy:
-            assert defaults[name] == made[name].default, (algorithm, name)
+    ours_alone = {"hidden", "publish_interval", "max_ahead", "action_noise", "buffer_size"}
+    policy = {"policy_delay", "target_policy_noise", "target_noise_clip"}
+    for name in ("ppo", "dqn", "td3", "sac"):
+        made = inspect.signature(getattr(stable_baselines3, name.upper()).__init__).parameters
+        fields = algorithm_named(name).Settings.model_fields
+        for each in fields.keys() - ours_alone - policy:
+            assert fields[each].default == made[each].default, (name, each)
 
 
 @pytest.mark.parametrize(
     ("said", "told"),
     [
-        ({"algorithm": "dqn", "clip_range": 0.1}, "clip_range is set and would have no effect: dqn does not use it"),
-        ({"algorithm": "ppo", "tau": 0.1}, "tau is set"),
-        ({"algorithm": "sac", "action_noise": 0.1}, "action_noise is set"),
-        ({"algorithm": "td3", "ent_coef": 0.1}, "ent_coef is set"),
+        ({"algorithm": "dqn", "clip_range": 0.1}, "clip_range: dqn does not use it"),
+        ({"algorithm": "ppo", "tau": 0.1}, "tau: ppo does not use it"),
+        ({"algorithm": "sac", "action_noise": 0.1}, "action_noise: sac does not use it"),
+        ({"algorithm": "td3", "ent_coef": 0.1}, "ent_coef: td3 does not use it"),
         ({"server": "ipc:///nowhere"}, "server is set"),
-        ({"algorithm": "ppo", "ent_coef": "auto"}, "ppo takes a number"),
+        ({"algorithm": "ppo", "ent_coef": "auto"}, "ent_coef: .*a valid number"),
         ({"algorithm": "sac", "ent_coef": "loud"}, "expected a number above 0"),
         ({"algorithm": "dqn", "gradient_steps": 0}, "nothing would be learned"),
         ({"envs": 3, "workers": 2}, "the same number for each worker"),
         ({"algorithm": "dqn", "n_steps": 3, "envs": 4, "buffer_size": 16}, "expected 17 rows.*raise buffer_size"),
         ({"algorithm": "sac", "buffer_size": 2}, "buffer_size=2 with n_steps=1 and envs=1: expected 3"),
         ({"n_envs": 2}, "n_envs is called envs here"),
-        ({"algorithm": "a2c"}, "algorithm"),
+        ({"algorithm": "a2c"}, "expected ppo, dqn, iqn, td3, sac, or module:Class of your own"),
+        ({"algorithm": "sac", "hidden": []}, "one layer or more"),
+        ({"algorithm": "dqn", "hidden": [8, 0]}, "layers of one unit or more"),
     ],
 )
 def test_a_setting_that_cannot_be_or_has_no_effect_is_an_error(tmp_path, said, told) -> None:
@@ -143,52 +150,41 @@ def test_a_serial_run_learns_as_often_as_stable_baselines3(envs, train_freq, gra
 # ---- samples
 
 
+def targets_moved(s: GymTraining, updates: int) -> list[tuple[int, float]]:
+    """Of DQN with these settings: before which updates its target moved, and how far."""
+    dqn = algorithm("dqn", spec_of(1, (), False, True, 2), **s.own.model_dump())
+    dqn.envs = s.envs
+    dqn.setup(0, "cpu")
+    moved, rows = [], torch.zeros(1, 1)
+    dqn.learner.move_target = lambda tau: moved.append((dqn.learner.steps, tau))
+    batch = {"observation": rows, "next_observation": rows, "action": torch.zeros(1), "reward": torch.ones(1)}
+    for made in range(updates):
+        dqn.update({**batch, "discount": torch.ones(1)}, Progress(s.pace.env_steps(made, 0), s.steps))
+    return moved
+
+
 def test_dqns_target_moves_when_the_environments_have_made_so_many_steps() -> None:
     s = settings("dqn", learning_starts=10, train_freq=4, gradient_steps=2, target_update_interval=8)
-    seen, does = spaces_of(s)
-    network = {"algorithm": "dqn", "numbers": seen.numbers, "pictures": [], "normalise": False, "discrete": True}
-    dqn = PacedDQN(s, {**network, "actions": does.size, "hidden": [8]}, 0)
-    moved = []
-    dqn.move_target = lambda tau: moved.append(dqn.steps)  # type: ignore[method-assign]
-    rows = torch.zeros(2, network["numbers"])
-    batch = {"observation": rows, "next_observation": rows, "action": torch.zeros(2), "reward": torch.ones(2)}
-    for _ in range(10):
-        dqn.learn({**batch, "discount": torch.ones(2)})
     # Rounds are at 12, 16, 20, 24 and 28 env steps; 16 and 24 are reached before the second and the fourth.
-    assert moved == [2, 6]
+    assert targets_moved(s, 10) == [(2, 1.0), (6, 1.0)]
 
 
 @pytest.mark.parametrize(("envs", "moves"), [(1, 10), (4, 10), (16, 10), (64, 16)])
 def test_dqns_target_moves_as_often_with_more_environments(envs, moves) -> None:
-    s = settings("dqn", envs=envs, learning_starts=1, train_freq=1, gradient_steps=1, target_update_interval=100)
-    network = {"algorithm": "dqn", "numbers": 1, "pictures": [], "normalise": False, "discrete": True}
-    dqn = PacedDQN(s, {**network, "actions": 2, "hidden": [1]}, 0)
-    moved = []
-    dqn.move_target = lambda tau: moved.append(dqn.steps)  # type: ignore[method-assign]
-    rows = torch.zeros(1, 1)
-    batch = {"observation": rows, "next_observation": rows, "action": torch.zeros(1), "reward": torch.ones(1)}
-    for _ in range(1024 // envs):
-        dqn.learn({**batch, "discount": torch.ones(1)})
+    often = {"learning_starts": 1, "train_freq": 1, "gradient_steps": 1, "target_update_interval": 100, "steps": 1024}
+    moved = targets_moved(settings("dqn", envs=envs, **often), 1024 // envs)
     assert len(moved) == moves, "every 100 of 1,024 env steps, in whole steps of all environments"
 
 
 def test_dqns_target_moves_once_for_each_interval_of_a_round() -> None:
     changes = {"learning_starts": 8, "train_freq": 4, "gradient_steps": 1, "target_update_interval": 2, "tau": 0.5}
-    s = settings("dqn", envs=2, **changes)
-    network = {"algorithm": "dqn", "numbers": 1, "pictures": [], "normalise": False, "discrete": True}
-    dqn = PacedDQN(s, {**network, "actions": 2, "hidden": [1]}, 0)
-    moved = []
-    dqn.move_target = moved.append  # type: ignore[method-assign]
-    rows = torch.zeros(1, 1)
-    batch = {"observation": rows, "next_observation": rows, "action": torch.zeros(1), "reward": torch.ones(1)}
-    for _ in range(2):
-        dqn.learn({**batch, "discount": torch.ones(1)})
-    assert moved == [1 - 0.5**4] * 2, "four steps of both environments, each of which halves the distance"
+    moved = targets_moved(settings("dqn", envs=2, **changes), 2)
+    assert moved == [(0, 1 - 0.5**4), (1, 1 - 0.5**4)], "four steps of both environments, each halves the distance"
 
 
 def test_rows_of_many_environments_do_not_hold_up_their_learner(tmp_path) -> None:
     s = settings("dqn", envs=16, n_steps=10, steps=320)
-    assert s.pace.warmup + s.pace.collect < (s.n_steps + 1) * s.envs, "the pace stops before the learner may begin"
+    assert s.pace.warmup + s.pace.collect < s.replayed.unsampled(s.envs), "the pace stops before the learner may begin"
     assert train(s, tmp_path, serial=True).learner_steps > 0
 
 
@@ -201,19 +197,20 @@ def test_the_smallest_replay_that_is_not_refused_is_learned_from(tmp_path, algor
 def test_a_restarted_ppo_learner_keeps_the_statistics_of_observations() -> None:
     def learner():
         made = RolloutLearner.__new__(RolloutLearner)
-        made.acting = acting_network("ppo", 1, (), True, True, 2, (8,))
-        made._features, made._normaliser = features_of(made.acting), Normaliser(1)
+        made.algorithm = algorithm("ppo", spec_of(1, (), True, True, 2), hidden=(8,))
+        made.algorithm.setup(0, "cpu")
+        made._features, made._normaliser = features_of(made.algorithm.acting), Normaliser(1)
         made.updates = 0
         return made
 
     before, after, rng = learner(), learner(), np.random.default_rng(0)
-    before.see(rng.normal(0, 10, (5000, 1)).astype(np.float32), before._features)
+    before.see(rng.normal(0, 10, (5000, 1)).astype(np.float32))
     network, extra = before.publication()
     state = {name: value.numpy().copy() for name, value in network.state_dict().items()}
     after.adopt(SimpleNamespace(read=lambda: (state, 1, extra)))
     rollout = rng.normal(30, 0.5, (100, 1)).astype(np.float32)
     for each in (before, after):
-        each.see(rollout, each._features)
+        each.see(rollout)
     np.testing.assert_allclose(after._normaliser.mean, before._normaliser.mean, rtol=1e-4)
     np.testing.assert_allclose(after._normaliser.std, before._normaliser.std, rtol=1e-4)
 
@@ -240,7 +237,7 @@ def ppo_run():
                     shared.replay("rows").add(
                         observation=rng.normal(size=4).astype(np.float32), action=int(rng.integers(2)), reward=1.0,
                         terminated=False, next_observation=np.zeros(4, np.float32), log_prob=float(np.log(0.5)),
-                        over=False, environment=0, moment=next(moments), updates=updates,
+                        ended=False, environment=0, t=next(moments), updates=updates,
                     )  # fmt: skip
 
             return shared, learner, act
@@ -261,7 +258,7 @@ def test_a_resumed_ppo_learner_takes_the_rows_that_workers_added_before_it_was_r
     resumed = learner(state).role
     assert resumed._cursor.at == state["at"] == 5
     seen = []
-    resumed.learner.update = lambda rollout, **_: seen.append(len(rollout.rewards)) or {}
+    resumed.algorithm.update = lambda rollout, _: seen.append(len(rollout.rewards)) or Update({})
     resumed.step()
     assert seen == [16] and resumed.updates == 1
 
@@ -270,13 +267,13 @@ def test_a_ppo_learner_gives_signs_of_life_during_an_update(ppo_run) -> None:
     shared, learner, act = ppo_run()
     turn = learner()
     act(16, updates=0)
-    beats, loss = [], turn.role.learner._loss
+    beats, loss = [], turn.role.algorithm.learner._loss
 
     def slow(batch):
         beats.append(int(turn.context.words[Word.HEARTBEAT]))
         return loss(batch)
 
-    turn.role.learner._loss = slow
+    turn.role.algorithm.learner._loss = slow
     turn.take()
     assert len(beats) == 2 and beats[0] < beats[1], "one before each minibatch"
 
@@ -298,12 +295,11 @@ def test_a_restarted_ppo_learner_takes_the_rows_that_its_predecessor_left(ppo_ru
     second.take()
     assert second.role.updates == 2, "its first step is no empty one"
     assert second.context.words[Word.LEARNER_STEPS] == steps + 1
-    trained = second.role.learner.learner_steps - (state["learner"]["learner_steps"] if checkpoint else 0)
+    trained = second.role.algorithm.learner.learner_steps - (state["learner"]["learner_steps"] if checkpoint else 0)
     assert trained == 2, "of 16 rows, in one minibatch for each epoch: none of those that were trained on"
 
 
-@pytest.mark.parametrize("algorithm", ["dqn", "td3"])
-def test_a_batch_is_filled_again_only_after_its_copies_to_the_gpu(algorithm, monkeypatch) -> None:
+def test_a_batch_is_filled_again_only_after_its_copies_to_the_gpu(monkeypatch) -> None:
     done = []
 
     class Column:
@@ -320,16 +316,14 @@ def test_a_batch_is_filled_again_only_after_its_copies_to_the_gpu(algorithm, mon
 
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"the stream of {device}")
     made = ReplayLearner.__new__(ReplayLearner)
-    made.settings = settings(algorithm, device="cuda:1")
-    made.context = SimpleNamespace(own_steps=0, metrics=lambda **_: None)
+    made.settings = s = settings("dqn", device="cuda:1")
+    made.context = SimpleNamespace(own_steps=0, metrics=lambda **_: None, plan=SimpleNamespace(pace=s.pace))
     made.seed = made.updates = 0
     made._normaliser = made._batch = None
     made._on_device = BatchOnDevice.__new__(BatchOnDevice)
     made._on_device._fields, made._on_device._device, made._on_device._copied = {"reward": Column()}, "cuda:1", Event()
     made._replay = SimpleNamespace(seed=lambda seed: None, sample=lambda n, out: done.append("filled"))
-    made.learner = PacedDQN.__new__(PacedDQN) if algorithm == "dqn" else SimpleNamespace()
-    made.learner.learn = lambda batch: done.append("learned") or 0.0
-    made.learner.update = lambda batch: SimpleNamespace(metrics={"loss": made.learner.learn(batch)})
+    made.algorithm = SimpleNamespace(update=lambda batch, progress: done.append("learned") or Update({}))
     for _ in range(2):
         made.step()
     assert done == 2 * ["waited", "filled", "copied to cuda:1 later", "recorded on the stream of cuda:1", "learned"]
@@ -351,9 +345,9 @@ def test_a_rollout_bootstraps_truncated_episodes_and_not_terminated_ones() -> No
         "reward": np.ones(n, np.float32),
         "log_prob": np.zeros(n, np.float32),
         "terminated": np.array([False, True, False, False]),
-        "over": np.array([False, True, True, False]),  # terminated, truncated, and one that continues
+        "ended": np.array([False, True, True, False]),  # terminated, truncated, and one that continues
         "environment": np.zeros(n, np.int64),
-        "moment": np.array([1, 2, 4, 6]),
+        "t": np.array([1, 2, 4, 6]),
         "updates": np.zeros(n, np.int64),
     }
     found = rollout(rows, Values(), 4)
@@ -362,13 +356,13 @@ def test_a_rollout_bootstraps_truncated_episodes_and_not_terminated_ones() -> No
 
 
 def test_rows_of_several_environments_are_in_columns_in_any_write_order() -> None:
-    environment, moment = np.array([1, 0, 1, 0]), np.array([1, 2, 2, 1])
+    environment, t = np.array([1, 0, 1, 0]), np.array([1, 2, 2, 1])
     rows = {
         "observation": np.array([[10], [2], [20], [1]], np.float32),
         "next_observation": np.zeros((4, 1), np.float32),
         "environment": environment,
-        "moment": moment,
-        **{name: np.zeros(4, bool) for name in ("terminated", "over")},
+        "t": t,
+        **{name: np.zeros(4, bool) for name in ("terminated", "ended")},
         **{name: np.zeros(4, np.float32) for name in ("reward", "log_prob", "action", "updates")},
     }
     found = rollout(rows, Values(), 2)
@@ -402,22 +396,27 @@ def test_an_episode_that_was_cut_is_bootstrapped_and_one_that_ended_is_not(tmp_p
 
 
 def test_exploration_and_its_absence() -> None:
-    random = np.random.default_rng(0)
+    random, start = np.random.default_rng(0), Progress(0, 100)
+    numbers = spec_of(1, (), False, False, 1)
+    dqn = algorithm("dqn", spec_of(1, (), False, True, 3), exploration_initial_eps=0.3)
     values = {"values": np.tile(np.array([[0.0, 1.0, 0.5]], np.float32), (2000, 1))}
-    chosen, _ = Choice("dqn", True, random, epsilon=lambda: 0.3).explore(values)
+    chosen, _ = dqn.explore(values, random, start)
     assert (chosen != 1).mean() == pytest.approx(0.2, abs=0.03)
+    assert dqn.exploration(Progress(5, 100)) == {"epsilon": pytest.approx(0.175)}
+    assert dqn.exploration(Progress(50, 100)) == {"epsilon": 0.05}
     logits = {"logits": np.tile(np.array([[0.0, np.log(3.0)]], np.float32), (4000, 1))}
-    chosen, log_probs = Choice("ppo", True, random).explore(logits)
+    chosen, columns = algorithm("ppo", spec_of(1, (), False, True, 2)).explore(logits, random, start)
     assert chosen.mean() == pytest.approx(0.75, abs=0.03)
-    assert np.allclose(np.exp(log_probs), np.where(chosen == 1, 0.75, 0.25))
-    numbers = {"mean": np.full((4000, 1), 0.5, np.float32), "log_std": np.full((4000, 1), -1.0, np.float32)}
-    drawn, density = Choice("ppo", False, random).explore(numbers)
+    assert np.allclose(np.exp(columns["log_prob"]), np.where(chosen == 1, 0.75, 0.25))
+    normal = {"mean": np.full((4000, 1), 0.5, np.float32), "log_std": np.full((4000, 1), -1.0, np.float32)}
+    drawn, columns = algorithm("ppo", numbers).explore(normal, random, start)
+    density = columns["log_prob"]
     assert drawn.std() == pytest.approx(np.exp(-1), abs=0.02) and density.shape == (4000,)
     assert density[0] == pytest.approx(-0.5 * ((drawn[0, 0] - 0.5) / np.exp(-1)) ** 2 + 1 - 0.5 * np.log(2 * np.pi))
-    squashed, _ = Choice("sac", False, random).explore(numbers)
-    assert np.abs(squashed).max() <= 1
-    assert Choice("sac", False, random).best(numbers)[0, 0] == pytest.approx(np.tanh(0.5))
-    noisy, _ = Choice("td3", False, random, noise=0.1).explore({"action": np.zeros((4000, 1), np.float32)})
+    sac = algorithm("sac", numbers)
+    assert np.abs(sac.explore(normal, random, start)[0]).max() <= 1
+    assert sac.greedy(normal)[0, 0] == pytest.approx(np.tanh(0.5))
+    noisy, _ = algorithm("td3", numbers).explore({"action": np.zeros((4000, 1), np.float32)}, random, start)
     assert noisy.std() == pytest.approx(0.1, abs=0.01)
     assert log_softmax(np.array([[1000.0, 0.0]]))[0, 0] == pytest.approx(0.0)
 

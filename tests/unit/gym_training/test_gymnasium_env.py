@@ -140,7 +140,7 @@ def test_actions_are_scaled_to_their_bounds_and_cut_off_there() -> None:
     assert Actions(spaces.Box(0, 9, (1,), np.int64)).chosen([0.9]).tolist() == [9]
     assert Actions(spaces.Discrete(3, start=5)).chosen(np.int64(2)) == 7
     unbounded = Actions(spaces.Box(-INF, INF, (2,)))
-    assert not unbounded.does.bounded and unbounded.clipped([1e9, -1e9]).tolist() == [1e9, -1e9]
+    assert not unbounded.spec.bounded and unbounded.clipped([1e9, -1e9]).tolist() == [1e9, -1e9]
 
 
 @pytest.mark.parametrize("space", [spaces.MultiDiscrete([2, 2]), spaces.MultiBinary(2), spaces.Dict({})])

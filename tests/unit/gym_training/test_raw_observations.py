@@ -13,14 +13,15 @@ from gymnasium import spaces
 
 from jurybox.server.inproc import InprocServer
 from jurybox.training import policies
-from jurybox.training.algorithms.networks import acting_network, outputs_of
+from jurybox.training.algorithms.networks import features_of
+from jurybox.training.algorithms.registry import make
 from jurybox.training.algorithms.torch_states import as_tensors
 from jurybox.training.checkpoints import CheckpointError, Checkpoints, read_state
 from jurybox.training.environments.gymnasium_env import EnvironmentUnusable, Observations
-from jurybox.training.recipes.gym import GymTraining, network_of, spaces_of, train
-from jurybox.training.recipes.gym_actor import Choice, Envs
+from jurybox.training.recipes.gym import GymTraining, algorithm_of, spaces_of, train
+from jurybox.training.recipes.gym_actor import Envs
 from jurybox.training.runtime.plan import load
-from jurybox.training.spaces import named
+from jurybox.training.spaces import ActionSpec, AgentSpec, named
 
 INF = np.inf
 SPACES = {
@@ -82,9 +83,11 @@ def test_a_network_computes_the_same_from_rows_and_from_observations_of_any_spac
     inputs = [observations.inputs(each) for each in seen]
     raw = [torch.from_numpy(np.stack([each[name] for each in inputs])) for name in inputs[0]]
     of = observations.seen
-    network = {"numbers": of.numbers, "pictures": of.pictures, "normalise": bool(of.numbers), "discrete": True}
-    network |= {"actions": 3, "hidden": (8,), "inputs": [leaf.as_dict() for leaf in of.inputs]}
-    from_rows, from_inputs = (acting_network("ppo", **network, raw=raw) for raw in (False, True))
+    spec = AgentSpec(of.inputs, ActionSpec(True, 3), bool(of.numbers))
+    ppo = make("ppo", {"hidden": (8,)}, json.loads(json.dumps(spec.as_dict())))
+    from_rows, from_inputs = (ppo.seeded(ppo.network, 0) for _ in range(2))
+    for each in features_of(from_inputs):
+        each.raw = True
     with torch.no_grad():
         for one, two in zip(from_rows(rows), from_inputs(*raw), strict=True):
             torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-6)
@@ -93,29 +96,35 @@ def test_a_network_computes_the_same_from_rows_and_from_observations_of_any_spac
 
 
 CASES = [("ppo", "bytes", {}), ("ppo", "parts", {}), ("dqn", "parts", {}), ("td3", "a pair", {}), ("sac", "a pair", {})]
-CASES += [("ppo", "a pair", {"numbers": True}), ("ppo", "bytes", {"numbers": True, "bounded": False})]
+CASES += [
+    ("iqn", "parts", {}),
+    ("ppo", "a pair", {"numbers": True}),
+    ("ppo", "bytes", {"numbers": True, "bounded": False}),
+]
 
 
 @pytest.mark.parametrize(("algorithm", "space", "changes"), CASES)
 def test_worker_server_export_and_play_choose_the_same_action(tmp_path, algorithm, space, changes) -> None:
     s, found = trained(tmp_path / "run", algorithm, space, **changes)
-    seen, does = spaces_of(s)
+    _, spec = spaces_of(s)
+    made = make(**algorithm_of(s, spec))
+    clips = made.chooses[1] == "clip"
     state = as_tensors(read_state(found.where / "weights-policy.state")["state"])
     drawn = torch.Generator().manual_seed(0)  # after so short a training all observations get nearly the same outputs
     state = {name: torch.randn(value.shape, generator=drawn) * 0.2 for name, value in state.items()}
 
     # In a worker: rows.
-    envs = Envs(s, 6)
+    envs = Envs(s, 6, clips=clips)
     for number in range(6):
         envs.begin(number, number)
-    network = acting_network(**network_of(s, seen, does))
+    network = made.network()
     network.load_state_dict(state)
     with torch.inference_mode():
         given = network(torch.from_numpy(envs.rows))
     each = given if isinstance(given, tuple) else (given,)
-    outputs = {name: part.numpy() for name, part in zip(outputs_of(algorithm, does.discrete), each, strict=True)}
-    chosen = Choice(algorithm, does.discrete, np.random.default_rng(0)).best(outputs)
-    expected = [(envs.actions.clipped if algorithm == "ppo" else envs.actions.chosen)(one) for one in chosen]
+    outputs = {name: part.numpy() for name, part in zip(made.outputs, each, strict=True)}
+    chosen = made.greedy(outputs)
+    expected = [(envs.actions.clipped if clips else envs.actions.chosen)(one) for one in chosen]
 
     # On a server: what the environment gave, by name.
     served = load(found.acts.network)(**json.loads(json.dumps(found.acts.arguments)))
@@ -163,8 +172,8 @@ def test_bytes_that_were_divided_before_are_refused_and_not_acted_on(tmp_path) -
 def test_a_checkpoint_whose_policies_have_another_format_is_not_resumed(tmp_path) -> None:
     s, _ = trained(tmp_path, "ppo", "bytes")
     path = Checkpoints(tmp_path / "checkpoints").existing().folder / "policy.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "format": 1}))
-    with pytest.raises(CheckpointError, match="format 1, this build's are of the format 2"):
+    path.write_text(json.dumps({**json.loads(path.read_text()), "format": 2}))
+    with pytest.raises(CheckpointError, match="format 2, this build's are of the format 3"):
         train(s.changed(steps=32), tmp_path, serial=True, resume=True)
 
 

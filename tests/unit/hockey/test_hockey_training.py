@@ -17,7 +17,7 @@ import torch
 from tests.unit.hockey.hockey_runs import Nothing, settings
 
 from jurybox.protocol.segment import directory
-from jurybox.training.algorithms.td3 import TD3
+from jurybox.training.algorithms.td3 import TD3Learner
 from jurybox.training.algorithms.td3_actor import NumpyActor
 from jurybox.training.checkpoints import CheckpointError, Checkpoints, read_state, write_state
 from jurybox.training.environments.hockey import HockeyGame, make_opponent
@@ -269,7 +269,7 @@ def test_an_evaluation_plays_the_same_games_each_time() -> None:
 
 
 def test_a_pool_member_plays_as_before_and_a_missing_one_is_named(tmp_path: Path) -> None:
-    state = {name: value.numpy() for name, value in TD3(18, 4).acting().state_dict().items()}
+    state = {name: value.numpy() for name, value in TD3Learner(18, 4).acting().state_dict().items()}
     Pool(tmp_path).keep("pool:17", NumpyActor(state))
     row = np.random.default_rng(0).normal(size=(1, 18)).astype(np.float32)
     elsewhere = Pool(tmp_path)
@@ -441,7 +441,9 @@ def test_a_batch_is_filled_again_only_after_its_copies_to_the_gpu(tmp_path: Path
 
 
 def test_a_pool_holds_so_many_in_memory_and_reads_the_others_again(tmp_path: Path) -> None:
-    state = {name: tensor.numpy() for name, tensor in TD3(18, 4, settings().learner).acting().state_dict().items()}
+    state = {
+        name: tensor.numpy() for name, tensor in TD3Learner(18, 4, settings().learner).acting().state_dict().items()
+    }
     pool = Pool(tmp_path, most=2)
     for version in range(5):
         pool.keep(f"pool:{version}", NumpyActor(state))

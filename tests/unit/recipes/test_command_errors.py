@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from jurybox.client import Refused, ServerGone
 from jurybox.training import interrupts
-from jurybox.training.algorithms.ppo import PPO, PPOSettings
+from jurybox.training.algorithms.ppo import PPOLearner, PPOSettings
 from jurybox.training.checkpoints import Checkpoints
 from jurybox.training.cli import train as commands
 from jurybox.training.policy_commands import policy
@@ -184,7 +184,7 @@ class Stubborn:
 
 def test_a_server_that_never_adopts_weights_is_given_up(monkeypatch):
     model = Stubborn()
-    learner = PPO(4, 2, PPOSettings(hidden=(4,)), 0)
+    learner = PPOLearner(4, 2, PPOSettings(hidden=(4,)), 0)
     publisher = SimpleNamespace(publish=lambda state: 1)
     policy = ServedPolicy(learner, model, publisher, adopted=0.2)
     with pytest.raises(WeightsNotAdopted, match="has not adopted version 1 .* within 0.2 s"):

@@ -133,7 +133,8 @@ def test_every_setting_of_a_training_is_a_flag_with_a_meaning_and_a_default(name
     training = getattr(pytest.importorskip(module), attribute)
     assert training.name == name
     settings = {each.name: each for each in settings_of(training.settings)}
-    assert settings.keys() == training.settings().as_dict().keys()
+    variants = training.settings.variants({}).values()
+    assert settings.keys() == {name for variant in variants for name in variant().as_dict()}
     assert [each.name for each in settings.values() if not each.meaning or not each.default] == []
     assert {*command.first, *command.short} <= settings.keys()
     shown = CliRunner().invoke(train, [name, "--help"], terminal_width=80).output

@@ -17,6 +17,7 @@ from tests.unit.runtime import toys
 from tests.unit.search.test_rollouts import ORDER, Always
 
 from jurybox.protocol.errors import Refused
+from jurybox.training.algorithms.registry import ALGORITHMS
 from jurybox.training.checkpoints import Checkpoints, read_state
 from jurybox.training.contract import ContractBroken, Diverged
 from jurybox.training.environments.cage import CageVectorEnv
@@ -164,7 +165,7 @@ def test_a_photo_editor(tmp_path, monkeypatch) -> None:
         train_photo(tmp_path, PHOTO)
 
 
-@pytest.mark.parametrize("algorithm", gym.DEFAULTS)
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_weights_of_a_learner_that_diverged_are_not_published_and_never_the_best(tmp_path, algorithm) -> None:
     numbers = {"env": "Pendulum-v1", "max_episode_steps": 10} if algorithm in ("td3", "sac") else {}
     with pytest.raises((Diverged, Refused), match="the learner has diverged|holds NaN or infinity"):

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from jurybox.server.inproc import InprocServer
-from jurybox.training.algorithms.ppo import ActorCritic
+from jurybox.training.algorithms.networks import ActorCritic
 from jurybox.training.recipes import served_networks
 from jurybox.training.recipes.marl_policies import make_network
 

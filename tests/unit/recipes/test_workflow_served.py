@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jurybox.client import Timeout
-from jurybox.training.algorithms.ppo import PPO, PPOSettings
+from jurybox.training.algorithms.ppo import PPOLearner, PPOSettings
 from jurybox.training.recipes.workflow_served import ServedPolicy
 
 ROWS = np.zeros((3, 4), np.float32)
@@ -32,7 +32,7 @@ class Answers:
 
 
 def policy(model):
-    return ServedPolicy(PPO(4, 2, PPOSettings(hidden=(4,)), 0), model, SimpleNamespace(publish=lambda state: 7))
+    return ServedPolicy(PPOLearner(4, 2, PPOSettings(hidden=(4,)), 0), model, SimpleNamespace(publish=lambda state: 7))
 
 
 def test_every_answer_has_to_be_of_the_published_weights() -> None:

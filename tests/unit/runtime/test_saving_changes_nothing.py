@@ -16,6 +16,7 @@ from tests.unit.recipes.test_photo_resume import SMALL as PHOTO
 from tests.unit.runtime import toys
 from tests.unit.search.test_trainer import SETTINGS as WORKFLOW
 
+from jurybox.training.algorithms.registry import ALGORITHMS
 from jurybox.training.checkpoints import Checkpoints
 from jurybox.training.recipes import gym, hockey, marl, photo, workflow_run
 from jurybox.training.replay import Replay
@@ -92,7 +93,7 @@ def _workflow(every):
 
 
 TRAININGS = {
-    **{f"gym {algorithm}": (lambda every, a=algorithm: _gym(a, every), 10) for algorithm in gym.DEFAULTS},
+    **{f"gym {algorithm}": (lambda every, a=algorithm: _gym(a, every), 10) for algorithm in ALGORITHMS},
     "marl ppo": (lambda every: _marl("ppo", every), 7),
     "marl iqn": (lambda every: _marl("iqn", every), 7),
     "hockey": (_hockey, 50),

@@ -156,7 +156,7 @@ TRAININGS = {
     ),
     "gym": Command(
         "jurybox.training.recipes.gym:TRAINING",
-        "Train a policy in any Gymnasium environment, with PPO, DQN, TD3 or SAC.",
+        "Train a policy in any Gymnasium environment, with PPO, DQN, IQN, TD3, SAC or an algorithm of yours.",
         ("env", "algorithm", *SEED, *SPEED, *SERVED, "learning_rate", "n_steps", *LEARNING, *INTERVALS),
     ),
     "workflow": Command(
@@ -179,6 +179,7 @@ class TrainCommand(TyperCommand):
     """The command of a training. Its settings are flags; the training is imported when they are needed."""
 
     of: Command
+    _chosen: str | None = None  # the algorithm that is given, whose settings are flags, too
     _groups: dict[str, list[tuple[str, str]]]
     _settings: dict[str, Setting]  # by the name of the flag's parameter
 
@@ -190,8 +191,10 @@ class TrainCommand(TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse the options; an unknown one is answered with the name that it has here, or one that is near."""
+        args = list(map(_with_hyphens, args))
+        self._chosen = _value_of("--algorithm", args)
         try:
-            return list(super().parse_args(ctx, list(map(_with_hyphens, args))))
+            return list(super().parse_args(ctx, args))
         except Exception as error:
             if (option := getattr(error, "option_name", None)) is None or not hasattr(error, "possibilities"):
                 raise
@@ -233,8 +236,13 @@ class TrainCommand(TyperCommand):
             typer.echo(str(error), err=True)
             raise typer.Exit(_USAGE) from error
         from jurybox.training.recipes.setting_flags import settings_of
+        from jurybox.training.runtime.plan import ConfigError
 
-        found = settings_of(settings_class(self.of))
+        try:
+            found = settings_of(settings_class(self.of), {"algorithm": self._chosen} if self._chosen else {})
+        except ConfigError as error:
+            typer.echo(str(error), err=True)
+            raise typer.Exit(_USAGE) from error
         self._settings = {_parameter(each.name): each for each in found}
         common = [
             (" ".join((*each.opts, each.metavar or "")).strip(), getattr(each, "help", None) or "")
@@ -299,6 +307,15 @@ def command_of(name: str, command: Command) -> TrainCommand:
     made: Any = _command_with(parameters, run, name, cls=TrainCommand)
     made.of, made.callback = command, run  # not typer's, which knows the common options alone
     return made  # type: ignore[no-any-return]
+
+
+def _value_of(flag: str, args: Sequence[str]) -> str | None:
+    """Return the value of a flag, before the options are parsed; None: it is not given."""
+    for number, option in enumerate(args):
+        name, equals, value = option.partition("=")
+        if name == flag:
+            return value if equals else (args[number + 1] if number + 1 < len(args) else None)
+    return None
 
 
 def _with_hyphens(option: str) -> str:

@@ -49,7 +49,7 @@ __all__ = [
     "score",
 ]
 
-FORMAT = 2
+FORMAT = 3
 SCORES = "policy-scores.json"  # in the run's folder: the results of evaluations, by the digest of the weights
 _CHECKPOINTS, _BEST, _PREFIX = "checkpoints", "best", "step-"
 # Modules whose definitions an untrusted file may name: networks, environments, and factories among their arguments.

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["ContractBroken", "Leaf", "StrangeObservation", "converted", "named"]
+__all__ = ["ActionSpec", "AgentSpec", "ContractBroken", "Leaf", "StrangeObservation", "converted", "named"]
 
 Array = npt.NDArray[Any]
 _MOST = float(np.finfo(np.float32).max)
@@ -111,6 +111,69 @@ class Leaf:
             return
         first = np.cumsum((0, *self.counts[:-1])) - np.asarray(self.start)
         out[first + found.ravel().astype(np.int64)] = 1
+
+
+@dataclass(frozen=True, slots=True)
+class ActionSpec:
+    """What a policy chooses.
+
+    Attributes:
+        discrete: one of `size` actions; else `size` numbers.
+        size: number of actions, or of numbers.
+        start: the environment's number of the first action.
+        low, high: bounds of the numbers, flat, in the environment's unit; infinite where there is none.
+    """
+
+    discrete: bool
+    size: int
+    start: int = 0
+    low: tuple[float, ...] = ()
+    high: tuple[float, ...] = ()
+
+    @property
+    def bounded(self) -> bool:
+        """Whether all bounds are finite."""
+        return all(map(math.isfinite, (*self.low, *self.high)))
+
+
+@dataclass(frozen=True, slots=True)
+class AgentSpec:
+    """What a policy gets and what it chooses.
+
+    Attributes:
+        inputs: the parts of an observation, in the order of the policy's arguments.
+        action: what is chosen.
+        normalize: whether the network normalises the numbers of observations, with statistics that it holds.
+    """
+
+    inputs: tuple[Leaf, ...]
+    action: ActionSpec
+    normalize: bool = False
+
+    @property
+    def numbers(self) -> int:
+        """Numbers that the network sees, without those of pictures."""
+        return sum(leaf.size for leaf in self.inputs)
+
+    @property
+    def pictures(self) -> tuple[tuple[int, int, int], ...]:
+        """(channels, height, width) of every picture."""
+        return tuple(leaf.picture for leaf in self.inputs if leaf.kind == "picture")
+
+    @classmethod
+    def of(cls, document: Mapping[str, Any]) -> AgentSpec:
+        """Create from the result of `as_dict`, also if it went through JSON."""
+        action = dict(document["action"])
+        for name in ("low", "high"):
+            action[name] = tuple(map(float, action[name]))
+        return cls(tuple(map(Leaf.of, document["inputs"])), ActionSpec(**action), document["normalize"])
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the specification as values of JSON and TOML: "inf" and "-inf" are infinite bounds."""
+        action = asdict(self.action)
+        for name in ("low", "high"):
+            action[name] = [bound if math.isfinite(bound) else str(bound) for bound in action[name]]
+        return {"inputs": [leaf.as_dict() for leaf in self.inputs], "action": action, "normalize": self.normalize}
 
 
 def converted(value: Any, dtype: npt.DTypeLike, shape: Sequence[int], what: str, *, finite: bool = True) -> Array:

@@ -1,1 +1,1 @@
-"""Learning algorithms as plain objects: no processes, no environments, no files."""
+"""Learning algorithms: one class in one file each, without processes, environments and files."""

@@ -1,25 +1,37 @@
-"""DQN (Mnih et al., Nature 518, 2015) and IQN (Dabney et al., 2018, arXiv:1806.06923).
-
-Both with double Q-learning (van Hasselt et al., 2016, arXiv:1509.06461) and n-step returns. They differ in their
-networks and in `ValueLearner.loss`.
-"""
+"""DQN (Mnih et al., Nature 518, 2015) with double Q-learning (van Hasselt et al., 2016, arXiv:1509.06461)."""
 
 from __future__ import annotations
 
 import copy
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
+import numpy as np
 import numpy.typing as npt
-import torch
-from torch import nn
+from pydantic import Field
 
-from jurybox.training.algorithms.torch_states import Part, as_tensors, perceptron, restore_states, states_of
+from jurybox.training.algorithms.base import (
+    AlgorithmUnusable,
+    Array,
+    Arrays,
+    Batch,
+    Choose,
+    LearnerAlgorithm,
+    OffPolicySettings,
+    Progress,
+    Update,
+    networks,
+    torch,
+    torch_states,
+)
 
-__all__ = ["DQN", "IQN", "QNetwork", "QuantileNetwork", "ValueSettings"]
+if TYPE_CHECKING:
+    from jurybox.training.algorithms.networks import ValueNetwork
+    from jurybox.training.algorithms.torch_states import Part
+
+__all__ = ["DQN", "DQNLearner", "ValueSettings"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,39 +56,6 @@ class ValueSettings:
     max_grad_norm: float = 10.0
 
 
-class ValueNetwork(nn.Module):
-    """A network with action values for a greedy policy."""
-
-    def values(self, seen: torch.Tensor) -> torch.Tensor:
-        """Action values: (n, actions). What the network gives, unless it gives more."""
-        out: torch.Tensor = self(seen)
-        return out
-
-
-class QNetwork(ValueNetwork):
-    """Action values from stacked observations of any dtype: (n, stack, ...) -> (n, actions).
-
-    Args:
-        scale: what observations are multiplied by.
-    """
-
-    def __init__(self, inputs: int, actions: int, hidden: tuple[int, ...] = (128, 128), scale: float = 1.0) -> None:
-        super().__init__()
-        self.scale = scale
-        self.layers = perceptron(inputs, hidden, actions)
-
-    def forward(self, seen: torch.Tensor) -> torch.Tensor:
-        """Action values, float32 (n, actions)."""
-        values: torch.Tensor = self.layers(as_floats(seen, self.scale))
-        return values
-
-
-def as_floats(seen: torch.Tensor, scale: float) -> torch.Tensor:
-    """Stacked observations as rows of float32, times `scale`."""
-    floats = seen.flatten(1).float()
-    return floats if scale == 1.0 else floats * scale
-
-
 class ValueLearner(ABC):
     """A network, its target network and their optimiser.
 
@@ -99,7 +78,7 @@ class ValueLearner(ABC):
         self.network = network.to(self.device)
         self.target = copy.deepcopy(self.network).requires_grad_(False)
         self.optimiser = torch.optim.Adam(self.network.parameters(), lr=settings.learning_rate)
-        self._parts: dict[str, Part] = {
+        self.parts: dict[str, Part] = {
             "network": self.network, "target": self.target, "optimiser": self.optimiser, "random": self.generator,
         }  # fmt: skip
         self.steps = 0
@@ -118,7 +97,7 @@ class ValueLearner(ABC):
         loss = self.loss(batch)
         self.optimiser.zero_grad(set_to_none=True)
         loss.backward()  # type: ignore[no-untyped-call]
-        nn.utils.clip_grad_norm_(self.network.parameters(), self.settings.max_grad_norm)
+        torch.nn.utils.clip_grad_norm_(self.network.parameters(), self.settings.max_grad_norm)
         self.optimiser.step()
         self.steps += 1
         interval = self.settings.target_update_interval
@@ -135,23 +114,23 @@ class ValueLearner(ABC):
     def loss(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """The loss of a batch, as a tensor with gradients."""
 
-    def adopt(self, state: Mapping[str, npt.NDArray[Any]]) -> None:
+    def load_published(self, state: Mapping[str, Any]) -> None:
         """Load published weights into both networks."""
-        tensors = as_tensors(state)
+        tensors = torch_states.as_tensors(state)
         self.network.load_state_dict(tensors)
         self.target.load_state_dict(tensors)
 
     def state(self) -> dict[str, Any]:
         """Everything that `restore` needs: arrays, numbers, nested."""
-        return {**states_of(self._parts), "steps": self.steps}
+        return {**torch_states.states_of(self.parts), "steps": self.steps}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Restore what `state` returned."""
-        restore_states(self._parts, state)
+        torch_states.restore_states(self.parts, state)
         self.steps = int(state["steps"])
 
 
-class DQN(ValueLearner):
+class DQNLearner(ValueLearner):
     """Double DQN with the Huber loss."""
 
     def loss(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -159,82 +138,85 @@ class DQN(ValueLearner):
         values = self.network(batch["observation"]).gather(1, batch["action"].long()[:, None])[:, 0]
         with torch.no_grad():
             best = self.network(batch["next_observation"]).argmax(1, keepdim=True)
-            ahead = self.target(batch["next_observation"]).gather(1, best)[:, 0]
-            wanted = batch["reward"] + batch["discount"] * ahead
-        return nn.functional.smooth_l1_loss(values, wanted)
+            following = self.target(batch["next_observation"]).gather(1, best)[:, 0]
+            target = batch["reward"] + batch["discount"] * following
+        return torch.nn.functional.smooth_l1_loss(values, target)
 
 
-# IQN, implicit quantile networks: instead of the mean of a return the network gives its value at any quantile tau,
-# through an embedding of tau by cosines (section 3.1 and eq. 4 there); it learns by quantile regression with the Huber
-# loss between samples of its own quantiles and of the target's (eq. 2 and 3).
+class DQN(LearnerAlgorithm):
+    """Double DQN; names and defaults are Stable-Baselines3's."""
 
+    class Settings(OffPolicySettings):
+        """Settings of DQN."""
 
-COSINES = 64  # n in the paper
-QUANTILES = 8  # N and N' there
-POLICY_QUANTILES = 32  # K there
+        learning_rate: float = Field(1e-4, gt=0, description="Learning rate of Adam.")
+        batch_size: int = Field(32, ge=2, description="Transitions in one optimiser step.")
+        train_freq: int = Field(4, ge=1, description="Steps per environment between two rounds of learning.")
+        tau: float = Field(1.0, gt=0, le=1, description="Coefficient of the soft update of target networks.")
+        target_update_interval: int = Field(10_000, ge=1, description="Env steps between two target updates.")
+        max_grad_norm: float = Field(10.0, gt=0, description="Norm at which gradients are clipped.")
+        exploration_fraction: float = Field(
+            0.1, gt=0, le=1, description="Fraction of all steps over which epsilon falls to its final value."
+        )
+        exploration_initial_eps: float = Field(1.0, ge=0, le=1, description="Probability of a random action at first.")
+        exploration_final_eps: float = Field(0.05, ge=0, le=1, description="Probability of a random action at last.")
 
+    metrics = ("loss", "epsilon")
+    learners: ClassVar[type[ValueLearner]] = DQNLearner
+    settings: Settings
+    learner: ValueLearner
 
-class QuantileNetwork(ValueNetwork):
-    """Returns' quantiles from stacked observations of any dtype: (n, stack, ...) -> (n, taus, actions).
+    def check(self) -> None:
+        if not self.spec.action.discrete:
+            raise AlgorithmUnusable("it chooses one of some actions, and these are numbers: take ppo, td3 or sac")
 
-    A policy compares `values`: means over fixed, evenly spread quantiles, without random numbers.
+    @property
+    def outputs(self) -> Mapping[str, tuple[int, ...]]:
+        return {"values": (self.spec.action.size,)}
 
-    Args:
-        scale: what observations are multiplied by.
-    """
+    @property
+    def chooses(self) -> tuple[str, Choose]:
+        return "values", "best"
 
-    cosines: torch.Tensor
-    spread: torch.Tensor
+    def network(self) -> ValueNetwork:
+        return networks.QValues(self.encoder(), self.spec.action.size, self.settings.hidden)
 
-    def __init__(self, inputs: int, actions: int, hidden: tuple[int, ...] = (128, 128), scale: float = 1.0) -> None:
-        super().__init__()
-        self.scale = scale
-        self.seen = perceptron(inputs, hidden[:-1], hidden[-1])
-        self.embedding = nn.Linear(COSINES, hidden[-1])
-        self.head = perceptron(hidden[-1], hidden[-1:], actions)
-        self.register_buffer("cosines", math.pi * torch.arange(COSINES, dtype=torch.float32), persistent=False)
-        spread = (torch.arange(POLICY_QUANTILES, dtype=torch.float32) + 0.5) / POLICY_QUANTILES
-        self.register_buffer("spread", spread, persistent=False)
+    def epsilon(self, progress: Progress) -> float:
+        """The probability of a random action."""
+        s = self.settings
+        done = progress.env_steps / (s.exploration_fraction * progress.total)
+        first, last = s.exploration_initial_eps, s.exploration_final_eps
+        return float(last if done >= 1 else first + (last - first) * done)
 
-    def forward(self, seen: torch.Tensor, taus: torch.Tensor) -> torch.Tensor:
-        """`taus` are (n, taus), or (taus,) for all rows alike; 0 to 1."""
-        features = torch.relu(self.seen(as_floats(seen, self.scale)))
-        embedded = torch.relu(self.embedding(torch.cos(taus[..., None] * self.cosines)))
-        values: torch.Tensor = self.head(features[:, None, :] * embedded)
-        return values
+    def exploration(self, progress: Progress) -> Mapping[str, float]:
+        return {"epsilon": self.epsilon(progress)}
 
-    def values(self, seen: torch.Tensor) -> torch.Tensor:
-        """Action values, (n, actions): means over evenly spread quantiles."""
-        mean: torch.Tensor = self(seen, self.spread).mean(1)
-        return mean
+    def explore(self, outputs: Arrays, rng: np.random.Generator, progress: Progress) -> tuple[Array, Arrays]:
+        best = outputs["values"].argmax(1)
+        n, actions = outputs["values"].shape
+        # All numbers are drawn every time, so that epsilon does not affect which numbers are drawn later.
+        anything, explores = rng.integers(actions, size=n), rng.random(n) < self.epsilon(progress)
+        return np.where(explores, anything, best), {}
 
+    def setup(self, seed: int, device: str) -> None:
+        s = self.settings
+        self.acting = made = self.seeded(self.network, seed)
+        values = ValueSettings(
+            learning_rate=s.learning_rate, gamma=s.gamma, n_steps=s.n_steps, max_grad_norm=s.max_grad_norm,
+            target_update_interval=0,
+        )  # fmt: skip
+        self.learner = self.learners(made, values, device, seed)
 
-class IQN(ValueLearner):
-    """Quantile regression on sampled quantiles, which the learner's generator draws."""
+    def update(self, batch: Batch, progress: Progress) -> Update:
+        """Make one; the target moves before the first update of a round, once for each interval's end in its steps."""
+        s, envs = self.settings, self.envs
+        collect, updates = s.round(envs)
+        interval = max(s.target_update_interval // envs, 1) * envs  # all environments step together
+        first, reached = self.learner.steps % updates == 0, progress.env_steps
+        if first and (ends := reached // interval - (reached - collect) // interval):
+            self.learner.move_target(1.0 - (1.0 - s.tau) ** ends)  # the network is the same at all of them
+        return Update({"loss": self.learner.learn(batch)})
 
-    def loss(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """The quantile Huber loss of a batch, as a tensor with gradients; `batch` as in `update`."""
-        n = len(batch["reward"])
-        taus = torch.rand(n, QUANTILES, device=self.device, generator=self.generator)
-        chosen = batch["action"].long()[:, None, None].expand(n, QUANTILES, 1)
-        own = self.network(batch["observation"], taus).gather(2, chosen)[:, :, 0]
-        with torch.no_grad():
-            best = self.network.values(batch["next_observation"]).argmax(1)
-            others = torch.rand(n, QUANTILES, device=self.device, generator=self.generator)
-            ahead = self.target(batch["next_observation"], others)
-            ahead = ahead.gather(2, best[:, None, None].expand(n, QUANTILES, 1))[:, :, 0]
-            wanted = batch["reward"][:, None] + batch["discount"][:, None] * ahead
-        return quantile_loss(own, taus, wanted)
-
-
-def quantile_loss(own: torch.Tensor, taus: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-    """The quantile Huber loss: sums over own quantiles, means over wanted ones and rows.
-
-    Args:
-        own, taus: (n, N): predicted values, and their quantile levels.
-        wanted: (n, N'): samples of the target distribution.
-    """
-    errors = wanted[:, None, :] - own[:, :, None]
-    huber = nn.functional.huber_loss(errors, torch.zeros_like(errors), reduction="none")
-    asymmetric = (taus[:, :, None] - (errors.detach() < 0).float()).abs()
-    return (asymmetric * huber).mean(2).sum(1).mean()
+    def load_published(self, weights: Mapping[str, torch.Tensor], updates: int) -> None:
+        self.learner.load_published(weights)
+        self.learner.steps = updates

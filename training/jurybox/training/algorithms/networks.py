@@ -7,7 +7,8 @@ that a policy server returns: values of actions, an action, or the parameters of
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy.typing as npt
@@ -15,21 +16,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from jurybox.training.algorithms.dqn import ValueNetwork
-from jurybox.training.algorithms.ppo import ActorCritic
-from jurybox.training.algorithms.td3 import TwinCritic
+from jurybox.training.algorithms.heads import HALF_LOG_2_PI, masked, normal_log_prob
 from jurybox.training.algorithms.torch_states import perceptron
 from jurybox.training.spaces import Leaf
 
 __all__ = [
-    "DeterministicActor",
-    "Features",
-    "GaussianActorCritic",
-    "QValues",
-    "SeeingActorCritic",
-    "SeeingCritic",
-    "SquashedGaussianActor",
-]
+    "Actor", "ActorCritic", "DeterministicActor", "Features", "GaussianActorCritic", "Policy", "QNetwork", "QValues",
+    "QuantileNetwork", "QuantileValues", "SeeingActorCritic", "SeeingCritic", "SquashedGaussianActor", "TwinCritic",
+]  # fmt: skip
 
 CLIP = 10.0  # deviations; bound of normalised numbers
 _ALONE, _AMONG = 512, 256  # features of a picture: of the only part of an observation, and of one among others
@@ -50,7 +44,10 @@ class Features(nn.Module):
         normalise: numbers to mean 0 and deviation 1, within `CLIP`.
         orthogonal: begin with orthogonal weights, as PPO does.
         inputs: the named inputs whose numbers these are, see `spaces.Leaf`; left out: numbers that are not scaled.
-        raw: take the inputs instead of rows, in their order.
+
+    Attributes:
+        size: features of an observation.
+        raw: whether it takes the inputs instead of rows, in their order. A policy that is served or exported does.
     """
 
     mean: Tensor
@@ -65,11 +62,10 @@ class Features(nn.Module):
         normalise: bool = False,
         orthogonal: bool = False,
         inputs: Sequence[Leaf] = (),
-        raw: bool = False,
     ) -> None:
         super().__init__()
         self.numbers, self.normalise = numbers, normalise
-        self._inputs, self._raw = tuple(inputs), raw
+        self._inputs, self.raw = tuple(inputs), False
         units = [leaf.scale for leaf in self._inputs for _ in range(leaf.size)]
         self._scaled = any(unit != 1 for unit in units)
         if self._scaled:
@@ -92,7 +88,7 @@ class Features(nn.Module):
 
     def forward(self, *seen: Tensor) -> Tensor:
         """Features, float32 (n, size), of rows or inputs."""
-        numbers, pictures = self._of_inputs(seen) if self._raw else self._of_rows(*seen)
+        numbers, pictures = self._of_inputs(seen) if self.raw else self._of_rows(*seen)
         if self.normalise:
             numbers = [((each - self.mean) * self.scale).clamp(-CLIP, CLIP) for each in numbers]
         seen_pictures = [layers(each.float() / 255.0) for each, layers in zip(pictures, self.pictures, strict=True)]
@@ -156,6 +152,79 @@ def _convolutions(shape: Sequence[int], width: int, orthogonal: bool) -> nn.Sequ
     return nn.Sequential(*layers)
 
 
+class ValueNetwork(nn.Module):
+    """A network with action values for a greedy policy."""
+
+    def values(self, seen: torch.Tensor) -> torch.Tensor:
+        """Action values: (n, actions). What the network gives, unless it gives more."""
+        out: torch.Tensor = self(seen)
+        return out
+
+
+class QNetwork(ValueNetwork):
+    """Action values from stacked observations of any dtype: (n, stack, ...) -> (n, actions).
+
+    Args:
+        scale: what observations are multiplied by.
+    """
+
+    def __init__(self, inputs: int, actions: int, hidden: tuple[int, ...] = (128, 128), scale: float = 1.0) -> None:
+        super().__init__()
+        self.scale = scale
+        self.layers = perceptron(inputs, hidden, actions)
+
+    def forward(self, seen: torch.Tensor) -> torch.Tensor:
+        """Action values, float32 (n, actions)."""
+        values: torch.Tensor = self.layers(as_floats(seen, self.scale))
+        return values
+
+
+def as_floats(seen: torch.Tensor, scale: float) -> torch.Tensor:
+    """Stacked observations as rows of float32, times `scale`."""
+    floats = seen.flatten(1).float()
+    return floats if scale == 1.0 else floats * scale
+
+
+COSINES = 64  # n in the paper
+QUANTILES = 8  # N and N' there
+POLICY_QUANTILES = 32  # K there
+
+
+class QuantileNetwork(ValueNetwork):
+    """Of IQN (Dabney et al., 2018): stacked observations of any dtype, (n, stack, ...), to values (n, actions).
+
+    They are means over fixed, evenly spread quantiles, without random numbers. The `quantiles` of returns are computed
+    through an embedding of their levels by cosines (section 3.1 and eq. 4 there).
+
+    Args:
+        scale: what observations are multiplied by.
+    """
+
+    cosines: torch.Tensor
+    spread: torch.Tensor
+
+    def __init__(self, inputs: int, actions: int, hidden: tuple[int, ...] = (128, 128), scale: float = 1.0) -> None:
+        super().__init__()
+        self.scale = scale
+        self.seen = perceptron(inputs, hidden[:-1], hidden[-1])
+        self.embedding = nn.Linear(COSINES, hidden[-1])
+        self.head = perceptron(hidden[-1], hidden[-1:], actions)
+        self.register_buffer("cosines", math.pi * torch.arange(COSINES, dtype=torch.float32), persistent=False)
+        spread = (torch.arange(POLICY_QUANTILES, dtype=torch.float32) + 0.5) / POLICY_QUANTILES
+        self.register_buffer("spread", spread, persistent=False)
+
+    def quantiles(self, seen: torch.Tensor, taus: torch.Tensor) -> torch.Tensor:
+        """Quantiles (n, taus, actions); `taus` are (n, taus), or (taus,) for all rows alike; 0 to 1."""
+        features = torch.relu(self.seen(as_floats(seen, self.scale)))
+        embedded = torch.relu(self.embedding(torch.cos(taus[..., None] * self.cosines)))
+        values: torch.Tensor = self.head(features[:, None, :] * embedded)
+        return values
+
+    def forward(self, seen: torch.Tensor) -> torch.Tensor:
+        """Action values, (n, actions): means over evenly spread quantiles."""
+        return self.quantiles(seen, self.spread).mean(1)
+
+
 class QValues(ValueNetwork):
     """Of DQN: rows to values (n, actions)."""
 
@@ -168,6 +237,22 @@ class QValues(ValueNetwork):
         """Action values, (n, actions)."""
         values: Tensor = self.layers(self.features(*seen))
         return values
+
+
+class QuantileValues(QuantileNetwork):
+    """The same of any environment's observations: rows to values (n, actions)."""
+
+    def __init__(self, features: Features, actions: int, hidden: Sequence[int]) -> None:
+        super().__init__(features.size, actions, tuple(hidden))
+        self.features = features
+
+    def quantiles(self, seen: Tensor, taus: Tensor) -> Tensor:
+        """Quantiles (n, taus, actions) of rows."""
+        return super().quantiles(self.features(seen), taus)
+
+    def forward(self, *seen: Tensor) -> Tensor:
+        """Action values, (n, actions)."""
+        return super().quantiles(self.features(*seen), self.spread).mean(1)
 
 
 class DeterministicActor(nn.Module):
@@ -204,6 +289,100 @@ class SquashedGaussianActor(nn.Module):
         return self.mean(found), self.log_std(found).clamp(*_LOG_STD)
 
 
+class Actor(nn.Module):
+    """Normalised observation (n, observation) to action (n, action) in [-1, 1]; float32."""
+
+    def __init__(self, observation_size: int, action_size: int, hidden: Sequence[int] = (256, 256)) -> None:
+        super().__init__()
+        self.layers = perceptron(observation_size, hidden, action_size)
+        # Small initial actions: saturated tanh units would learn slowly.
+        with torch.no_grad():
+            last = self.layers[-1]
+            assert isinstance(last, nn.Linear)
+            last.weight.mul_(0.1)
+            last.bias.zero_()
+
+    def forward(self, observation: Tensor) -> Tensor:
+        return torch.tanh(self.before_tanh(observation))
+
+    def before_tanh(self, observation: Tensor) -> Tensor:
+        out: Tensor = self.layers(observation)
+        return out
+
+
+class Policy(nn.Module):
+    """Raw observation (n, observation) to action (n, action): an actor and the statistics that it was trained with.
+
+    The statistics are buffers, so they are published, served and pinned with the weights that they belong to, and
+    change in the same moment.
+
+    Args:
+        actor: shared, not copied.
+        clip: bound of normalised observations.
+    """
+
+    observation_mean: Tensor
+    observation_scale: Tensor
+
+    def __init__(self, actor: Actor, observation_size: int, *, clip: float) -> None:
+        super().__init__()
+        self.actor = actor
+        self.clip = clip
+        self.register_buffer("observation_mean", torch.zeros(observation_size))
+        self.register_buffer("observation_scale", torch.ones(observation_size))
+
+    def normalised(self, observation: Tensor) -> Tensor:
+        x = torch.sub(observation, self.observation_mean)
+        return x.mul_(self.observation_scale).clamp_(-self.clip, self.clip)
+
+    def forward(self, observation: Tensor) -> Tensor:
+        out: Tensor = self.actor(self.normalised(observation))
+        return out
+
+
+class TwinLinear(nn.Module):
+    """Two linear layers as one batched product: (2, n, in) -> (2, n, out)."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        bound = 1.0 / math.sqrt(inputs)
+        self.weight = nn.Parameter(torch.empty(2, inputs, outputs).uniform_(-bound, bound))
+        self.bias = nn.Parameter(torch.empty(2, 1, outputs).uniform_(-bound, bound))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.baddbmm(self.bias, x, self.weight)
+
+    def first(self, x: Tensor) -> Tensor:
+        """The output of the first layer alone, (n, in) -> (n, out)."""
+        return torch.addmm(self.bias[0], x, self.weight[0])
+
+
+class TwinCritic(nn.Module):
+    """Two values of an observation and an action, (n, observation), (n, action) -> (2, n)."""
+
+    def __init__(self, observation_size: int, action_size: int, hidden: Sequence[int] = (256, 256)) -> None:
+        super().__init__()
+        sizes = (observation_size + action_size, *hidden, 1)
+        self.layers = nn.ModuleList(TwinLinear(a, b) for a, b in pairwise(sizes))
+
+    def forward(self, observation: Tensor, action: Tensor) -> Tensor:
+        x = torch.cat((observation, action), -1).expand(2, -1, -1)
+        for layer in self.layers[:-1]:
+            x = functional.relu(layer(x))
+        values: Tensor = self.layers[-1](x)
+        return values.squeeze(-1)
+
+    def first(self, observation: Tensor, action: Tensor) -> Tensor:
+        """The first critic's values alone, (n,), which the actor maximises."""
+        x = torch.cat((observation, action), -1)
+        for layer in self.layers[:-1]:
+            assert isinstance(layer, TwinLinear)
+            x = functional.relu(layer.first(x))
+        last = self.layers[-1]
+        assert isinstance(last, TwinLinear)
+        return last.first(x).squeeze(-1)
+
+
 class SeeingCritic(nn.Module):
     """Two values (2, n) of rows and actions; `features` belong to both."""
 
@@ -220,6 +399,39 @@ class SeeingCritic(nn.Module):
     def first(self, rows: Tensor, action: Tensor) -> Tensor:
         """The first one's values alone, (n,)."""
         return self.twins.first(self.features(rows), action)
+
+
+class ActorCritic(nn.Module):
+    """Logits and value of observations.
+
+    Args:
+        inputs: features of an observation.
+        actions: number of actions.
+        hidden: widths of the hidden layers of both networks.
+    """
+
+    def __init__(self, inputs: int, actions: int, hidden: Sequence[int]) -> None:
+        super().__init__()
+        # Small last layers: the first policy is nearly uniform, the first values nearly 0 (Andrychowicz et al. 2021,
+        # "What matters for on-policy deep actor-critic methods?").
+        self.actor = perceptron(inputs, hidden, actions, activation=nn.Tanh, last_gain=0.01)
+        self.critic = perceptron(inputs, hidden, 1, activation=nn.Tanh, last_gain=1.0)
+
+    def forward(self, observation: Tensor) -> tuple[Tensor, Tensor]:
+        """From float32 (n, inputs) to logits (n, actions) and values (n,)."""
+        return self.actor(observation), self.critic(observation).squeeze(-1)
+
+    def value(self, observation: Tensor) -> Tensor:
+        """Values (n,) alone."""
+        found: Tensor = self.critic(observation).squeeze(-1)
+        return found
+
+    def scores(self, observation: Tensor, actions: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """Of actions that were taken: logarithms of their probabilities, entropies of the policy, values; (n,) each."""
+        logits, values = self(observation)
+        log_probs = masked(logits, mask)
+        entropy = -(log_probs.exp() * log_probs.clamp_min(-1e4)).sum(-1)
+        return log_probs.gather(1, actions[:, None]).squeeze(1), entropy, values
 
 
 class SeeingActorCritic(ActorCritic):
@@ -259,64 +471,7 @@ class GaussianActorCritic(SeeingActorCritic):
     def scores(self, observation: Tensor, actions: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """Of actions that were taken: logarithms of their densities, entropies, values; (n,) each."""
         mean, log_std, value = self(observation)
-        return normal_log_prob(actions, mean, log_std).sum(-1), (log_std + _HALF_LOG_2_PI_E).sum(-1), value
-
-
-_HALF_LOG_2_PI = 0.5 * math.log(2.0 * math.pi)
-_HALF_LOG_2_PI_E = _HALF_LOG_2_PI + 0.5
-
-
-def normal_log_prob(x: Tensor, mean: Tensor, log_std: Tensor) -> Tensor:
-    """Logarithm of a normal distribution's density at `x`, element by element."""
-    return -0.5 * ((x - mean) * torch.exp(-log_std)).square() - log_std - _HALF_LOG_2_PI
-
-
-def tanh_correction(u: Tensor) -> Tensor:
-    """log(1 - tanh(u)^2), element by element, without a difference of nearly equal numbers."""
-    return 2.0 * (math.log(2.0) - u - functional.softplus(-2.0 * u))
-
-
-# What each network gives, by name, in its order; the last two by whether actions are discrete.
-OUTPUTS: Mapping[str, tuple[str, ...]] = {
-    "dqn": ("values",),
-    "td3": ("action",),
-    "sac": ("mean", "log_std"),
-    "ppo": ("logits", "value"),
-    "ppo of numbers": ("mean", "log_std", "value"),
-}
-
-
-def outputs_of(algorithm: str, discrete: bool) -> tuple[str, ...]:
-    """Return the names of the outputs of an algorithm's acting network."""
-    return OUTPUTS["ppo of numbers" if algorithm == "ppo" and not discrete else algorithm]
-
-
-def acting_network(
-    algorithm: str,
-    numbers: int,
-    pictures: Sequence[Sequence[int]],
-    normalise: bool,
-    discrete: bool,
-    actions: int,
-    hidden: Sequence[int],
-    seed: int = 0,
-    inputs: Sequence[Mapping[str, Any]] = (),
-    raw: bool = False,
-) -> nn.Module:
-    """The network that acts, the same one for the same seed; its `state_dict` is what learners publish.
-
-    With `raw` it takes the environment's own observation, described by `inputs`, with the same weights; see `Features`.
-    """
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        leaves = [Leaf.of(each) for each in inputs]
-        orthogonal = algorithm == "ppo"
-        features = Features(numbers, pictures, normalise=normalise, orthogonal=orthogonal, inputs=leaves, raw=raw)
-        if algorithm == "ppo":
-            return (SeeingActorCritic if discrete else GaussianActorCritic)(features, actions, hidden)
-        made = {"dqn": QValues, "td3": DeterministicActor, "sac": SquashedGaussianActor}[algorithm]
-        network: nn.Module = made(features, actions, hidden)
-        return network
+        return normal_log_prob(actions, mean, log_std).sum(-1), (log_std + (HALF_LOG_2_PI + 0.5)).sum(-1), value
 
 
 def features_of(*modules: nn.Module) -> list[Features]:

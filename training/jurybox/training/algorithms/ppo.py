@@ -1,72 +1,46 @@
-"""Proximal policy optimisation (Schulman et al., 2017, arXiv:1707.06347): discrete actions' networks, the learner."""
+"""Proximal policy optimisation (Schulman et al., 2017, arXiv:1707.06347), with each refinement a switch.
+
+The defaults of `PPOSettings` are those of the order-conditioned design document (whole episodes of all environments
+between two updates, 4 epochs, learning rate 0.002 with betas 0.9 and 0.99); generalised advantage estimation, clipped
+value loss and the stop by divergence are good practice (Huang et al. 2022, "The 37 implementation details of PPO").
+Those of `PPO.Settings` are Stable-Baselines3's.
+"""
 
 from __future__ import annotations
 
 import copy
-import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
-from torch import Tensor, nn
+from pydantic import Field
 
-from jurybox.training.algorithms.torch_states import Part, perceptron, restore_states, states_of
+from jurybox.training.algorithms.base import (
+    Array,
+    Arrays,
+    Choose,
+    Floats,
+    LearnerAlgorithm,
+    OnPolicySettings,
+    Progress,
+    Rollout,
+    Update,
+    networks,
+    torch,
+    torch_states,
+)
+from jurybox.training.algorithms.heads import draw_categorical, draw_normal, masked
 
-__all__ = ["PPO", "ActorCritic", "PPOSettings", "Rollout", "advantages_of"]
+if TYPE_CHECKING:
+    from torch import Tensor
 
+    from jurybox.training.algorithms.networks import ActorCritic
+    from jurybox.training.algorithms.torch_states import Part
 
-class ActorCritic(nn.Module):
-    """Logits and value of observations.
+__all__ = ["PPO", "PPOLearner", "PPOSettings", "advantages_of"]
 
-    Args:
-        inputs: features of an observation.
-        actions: number of actions.
-        hidden: widths of the hidden layers of both networks.
-    """
-
-    def __init__(self, inputs: int, actions: int, hidden: Sequence[int]) -> None:
-        super().__init__()
-        # Small last layers: the first policy is nearly uniform, the first values nearly 0 (Andrychowicz et al. 2021,
-        # "What matters for on-policy deep actor-critic methods?").
-        self.actor = perceptron(inputs, hidden, actions, activation=nn.Tanh, last_gain=0.01)
-        self.critic = perceptron(inputs, hidden, 1, activation=nn.Tanh, last_gain=1.0)
-
-    def forward(self, observation: Tensor) -> tuple[Tensor, Tensor]:
-        """From float32 (n, inputs) to logits (n, actions) and values (n,)."""
-        return self.actor(observation), self.critic(observation).squeeze(-1)
-
-    def value(self, observation: Tensor) -> Tensor:
-        """Values (n,) alone."""
-        found: Tensor = self.critic(observation).squeeze(-1)
-        return found
-
-    def scores(self, observation: Tensor, actions: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """Of actions that were taken: logarithms of their probabilities, entropies of the policy, values; (n,) each."""
-        logits, values = self(observation)
-        log_probs = masked(logits, mask)
-        entropy = -(log_probs.exp() * log_probs.clamp_min(-1e4)).sum(-1)
-        return log_probs.gather(1, actions[:, None]).squeeze(1), entropy, values
-
-
-def masked(logits: Tensor, mask: Tensor | None) -> Tensor:
-    """Log-probabilities of logits; masked actions get the lowest."""
-    if mask is not None:
-        logits = logits.masked_fill(~mask, torch.finfo(logits.dtype).min)
-    return torch.log_softmax(logits, dim=-1)
-
-
-# Proximal policy optimisation over discrete actions (Schulman et al. 2017), with each refinement a switch.
-#
-# The defaults of update and optimiser are those of the order-conditioned design document (whole episodes of all
-# environments between two updates, 4 epochs, learning rate 0.002 with betas 0.9 and 0.99); generalised advantage
-# estimation, clipped value loss and the stop by divergence are good practice (Huang et al. 2022, "The 37
-# implementation details of PPO").
-
-
-Floats = npt.NDArray[np.float32]
 
 _ROWS_AT_ONCE = 4096  # observations whose values are computed together: more pictures would take gigabytes, and seconds
 
@@ -115,43 +89,6 @@ class PPOSettings:
     hidden: tuple[int, ...] = (64, 64)
 
 
-@dataclass(slots=True)
-class Rollout:
-    """`t` steps of `n` environments.
-
-    Attributes:
-        observations: (t, n, inputs), float32 unless the network takes other rows.
-        actions: int64 (t, n), or float32 (t, n, actions) where they are numbers.
-        log_probs, values, rewards: float32 (t, n).
-        terminated, over: bool (t, n); `over` marks the last step of an episode, however it ended.
-        final_values: float32 (t, n), the value of what followed where `over` and not terminated; anything elsewhere.
-        last_values: float32 (n,), of what follows the last step.
-        masks: bool (t, n, actions), or None.
-        valid: bool (t, n), the steps to learn from; None: all. What is left out is `over`, and so is what precedes it.
-    """
-
-    observations: npt.NDArray[Any]
-    actions: npt.NDArray[Any]
-    log_probs: Floats
-    values: Floats
-    rewards: Floats
-    terminated: npt.NDArray[np.bool_]
-    over: npt.NDArray[np.bool_]
-    final_values: Floats
-    last_values: Floats
-    masks: npt.NDArray[np.bool_] | None = None
-    valid: npt.NDArray[np.bool_] | None = None
-
-    def part(self, first: int, end: int, last_values: Floats) -> Rollout:
-        """Steps `first` to `end`, which is not part of it; `last_values` of what follows them. Shares the memory."""
-        steps = {
-            each.name: value[first:end]
-            for each in dataclasses.fields(self)
-            if each.name != "last_values" and (value := getattr(self, each.name)) is not None
-        }
-        return Rollout(**steps, last_values=last_values)
-
-
 def advantages_of(rollout: Rollout, settings: PPOSettings) -> Floats:
     """Advantages, float32 (t, n): generalised (Schulman et al., 2016), or discounted return minus value."""
     if rollout.rewards.shape[1] == 1:
@@ -187,7 +124,7 @@ def _advantages_of_one(rollout: Rollout, settings: PPOSettings) -> Floats:
     return np.array(found, np.float32)[:, None]
 
 
-class PPO:
+class PPOLearner:
     """The learner: a network, its optimiser and its own random numbers.
 
     Args:
@@ -216,45 +153,45 @@ class PPO:
         self._random = torch.Generator().manual_seed(seed)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            self.network = (network or ActorCritic(inputs, actions, settings.hidden)).to(self.device)
+            self.network = (network or networks.ActorCritic(inputs, actions, settings.hidden)).to(self.device)
         self._optimiser = torch.optim.Adam(
             self.network.parameters(), settings.learning_rate, betas=settings.betas, eps=settings.adam_eps
         )
-        self._parts: dict[str, Part] = {"network": self.network, "optimiser": self._optimiser, "random": self._random}
+        self.parts: dict[str, Part] = {"network": self.network, "optimiser": self._optimiser, "random": self._random}
         self._mean, self._deviation, self._seen = 0.0, 1.0, 0
         self.learner_steps = 0
 
-    @torch.inference_mode()
     def act(
         self, observations: Floats, masks: npt.NDArray[np.bool_] | None = None, *, greedy: bool = False
     ) -> tuple[npt.NDArray[np.int64], Floats, Floats]:
         """Actions int64 (n,), their log-probabilities and the values float32 (n,) of observations (n, inputs)."""
-        logits, values = self.network(torch.from_numpy(observations).to(self.device))
+        with torch.inference_mode():
+            logits, values = self.network(torch.from_numpy(observations).to(self.device))
         return self.choose(logits.cpu(), values.cpu(), masks, greedy=greedy)
 
-    @torch.inference_mode()
     def choose(
         self, logits: Tensor, values: Tensor, masks: npt.NDArray[np.bool_] | None, *, greedy: bool = False
     ) -> tuple[npt.NDArray[np.int64], Floats, Floats]:
         """`act` for given outputs of the network."""
-        log_probs = masked(logits, None if masks is None else torch.from_numpy(masks))
-        scores = log_probs
-        if not greedy:
-            # The largest of log-probabilities plus Gumbel noise is a draw from the distribution.
-            noise = torch.empty_like(log_probs).exponential_(generator=self._random)
-            scores = log_probs - noise.log()
-        actions = scores.argmax(-1)
-        chosen = log_probs.gather(1, actions[:, None]).squeeze(1)
-        return actions.numpy(), chosen.numpy(), self._in_rewards(values.numpy())
+        with torch.inference_mode():
+            log_probs = masked(logits, None if masks is None else torch.from_numpy(masks))
+            scores = log_probs
+            if not greedy:
+                # The largest of log-probabilities plus Gumbel noise is a draw from the distribution.
+                noise = torch.empty_like(log_probs).exponential_(generator=self._random)
+                scores = log_probs - noise.log()
+            actions = scores.argmax(-1)
+            chosen = log_probs.gather(1, actions[:, None]).squeeze(1)
+            return actions.numpy(), chosen.numpy(), self._in_rewards(values.numpy())
 
-    @torch.inference_mode()
     def values(self, observations: npt.NDArray[Any]) -> Floats:
         """Values float32 (n,) of observations (n, inputs)."""
         found = np.empty(len(observations), np.float32)
         for first in range(0, len(observations), _ROWS_AT_ONCE):
             self._alive()
-            rows = torch.from_numpy(observations[first : first + _ROWS_AT_ONCE]).to(self.device)
-            found[first : first + len(rows)] = self.network.value(rows).cpu().numpy()
+            with torch.inference_mode():
+                rows = torch.from_numpy(observations[first : first + _ROWS_AT_ONCE]).to(self.device)
+                found[first : first + len(rows)] = self.network.value(rows).cpu().numpy()
         return self._in_rewards(found)
 
     def update(self, rollout: Rollout) -> dict[str, float]:
@@ -312,14 +249,14 @@ class PPO:
     def state(self) -> dict[str, Any]:
         """Everything that `restore` needs: copies of tensors, numbers, nested."""
         return {
-            **copy.deepcopy(states_of(self._parts)),
+            **copy.deepcopy(torch_states.states_of(self.parts)),
             "returns": [self._mean, self._deviation, self._seen],
             "learner_steps": self.learner_steps,
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Restore what `state` returned; its arrays may be NumPy's."""
-        restore_states(self._parts, state)
+        torch_states.restore_states(self.parts, state)
         self._mean, self._deviation, self._seen = state["returns"]
         self.learner_steps = int(state["learner_steps"])
 
@@ -368,3 +305,73 @@ class PPO:
 
     def _normalised(self, values: Floats) -> Floats:
         return ((values - self._mean) / self._deviation).astype(np.float32)
+
+
+class PPO(LearnerAlgorithm):
+    """Proximal policy optimisation of actions that are discrete or numbers, as in Stable-Baselines3."""
+
+    class Settings(OnPolicySettings):
+        """Names and defaults are Stable-Baselines3's."""
+
+        n_epochs: int = Field(10, ge=1, description="Passes over a rollout.")
+        gae_lambda: float = Field(0.95, ge=0, le=1, description="Lambda of generalised advantage estimation.")
+        clip_range: float = Field(0.2, gt=0, description="Largest change of the probability ratio in an update.")
+        ent_coef: float = Field(0.0, description="Weight of the entropy bonus.")
+        vf_coef: float = Field(0.5, ge=0, description="Weight of the value loss.")
+        max_grad_norm: float = Field(0.5, gt=0, description="Norm at which gradients are clipped.")
+        normalize_advantage: bool = Field(True, description="Normalize advantages in each minibatch.")
+        target_kl: float | None = Field(
+            None, gt=0, description="An update stops when the KL divergence exceeds 1.5 times this."
+        )
+
+    on_policy = True
+    metrics = ("policy_loss", "value_loss", "entropy", "approx_kl", "clip_fraction", "explained_variance")
+    settings: Settings
+    learner: PPOLearner
+
+    @property
+    def outputs(self) -> Mapping[str, tuple[int, ...]]:
+        size = (self.spec.action.size,)
+        return (
+            {"logits": size, "value": ()} if self.spec.action.discrete else {"mean": size, "log_std": size, "value": ()}
+        )
+
+    @property
+    def chooses(self) -> tuple[str, Choose]:
+        return ("logits", "best") if self.spec.action.discrete else ("mean", "clip")
+
+    @property
+    def columns(self) -> Mapping[str, tuple[int, ...]]:
+        return {"log_prob": ()}
+
+    def network(self) -> ActorCritic:
+        of = networks.SeeingActorCritic if self.spec.action.discrete else networks.GaussianActorCritic
+        return of(self.encoder(orthogonal=True), self.spec.action.size, self.settings.hidden)
+
+    def explore(self, outputs: Arrays, rng: np.random.Generator, progress: Progress) -> tuple[Array, Arrays]:
+        if self.spec.action.discrete:
+            action, log_prob = draw_categorical(outputs["logits"], rng)
+        else:
+            action, log_prob = draw_normal(outputs["mean"], outputs["log_std"], rng)
+        return action, {"log_prob": log_prob}
+
+    def setup(self, seed: int, device: str) -> None:
+        s = self.settings
+        same = s.model_dump(exclude={"n_steps", "vf_coef", "hidden"})
+        settings = PPOSettings(
+            betas=(0.9, 0.999),
+            adam_eps=1e-5,
+            vf_coef=2.0 * s.vf_coef,  # here it weights half the squared error, in Stable-Baselines3 all of it
+            normalise_returns=False,
+            clip_value=False,
+            **same,
+        )
+        self.acting = made = self.seeded(self.network, seed)
+        self.learner = PPOLearner(0, 0, settings, seed, network=made, device=device, alive=self.alive)
+
+    def values(self, observation: Array) -> Floats:
+        return self.learner.values(observation)
+
+    def update(self, batch: Rollout, progress: Progress) -> Update:
+        metrics = self.learner.update(batch)
+        return Update({name: value for name, value in metrics.items() if name != "learner_steps"})

@@ -9,21 +9,33 @@ from __future__ import annotations
 from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
-import torch
-from torch import Tensor
+import numpy as np
+from pydantic import Field, field_validator, model_validator
 
-from jurybox.training.algorithms.networks import (
-    SeeingCritic,
-    SquashedGaussianActor,
-    normal_log_prob,
-    tanh_correction,
+from jurybox.training.algorithms.base import (
+    Array,
+    Arrays,
+    Batch,
+    Choose,
+    LearnerAlgorithm,
+    OffPolicySettings,
+    Progress,
+    Update,
+    networks,
+    torch,
+    torch_states,
 )
-from jurybox.training.algorithms.td3 import Update
-from jurybox.training.algorithms.torch_states import Part, as_tensors, descend, restore_states, states_of
+from jurybox.training.algorithms.heads import draw_normal, normal_log_prob, tanh_correction
 
-__all__ = ["SAC", "SACSettings"]
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from jurybox.training.algorithms.networks import SeeingCritic, SquashedGaussianActor
+    from jurybox.training.algorithms.torch_states import Part
+
+__all__ = ["SAC", "SACLearner", "SACSettings"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +58,7 @@ class SACSettings:
     target_entropy: float | str = "auto"
 
 
-class SAC:
+class SACLearner:
     """The learner, which takes batches.
 
     Args:
@@ -82,7 +94,7 @@ class SAC:
         self._actor_optimiser = torch.optim.Adam(self.actor.parameters(), s.learning_rate, fused=True)
         self._critic_optimiser = torch.optim.Adam(self.critic.parameters(), s.learning_rate, fused=True)
         self._temperature_optimiser = torch.optim.Adam([self.log_temperature], s.learning_rate)
-        self._parts: dict[str, Part] = {
+        self.parts: dict[str, Part] = {
             "actor": self.actor, "critic": self.critic, "target": self.target, "random": self._generator,
             "actor_optimiser": self._actor_optimiser, "critic_optimiser": self._critic_optimiser,
             "temperature_optimiser": self._temperature_optimiser,
@@ -95,8 +107,8 @@ class SAC:
         mean, log_std = self.actor(rows)
         noise = torch.empty_like(mean).normal_(generator=self._generator)
         before = mean + log_std.exp() * noise
-        density = normal_log_prob(before, mean, log_std) - tanh_correction(before)
-        return torch.tanh(before), density.sum(-1)
+        log_prob = normal_log_prob(before, mean, log_std) - tanh_correction(before)
+        return torch.tanh(before), log_prob.sum(-1)
 
     def update(self, batch: Mapping[str, Tensor]) -> Update:
         """Update temperature, critics and policy, in this order, and the target critics.
@@ -106,24 +118,24 @@ class SAC:
                 discount (n,): gamma to the number of steps, 0 after an end.
         """
         s = self.settings
-        seen, following = batch["observation"], batch["next_observation"]
-        drawn, density = self.draw(seen)
+        observation, following = batch["observation"], batch["next_observation"]
+        drawn, log_prob = self.draw(observation)
         temperature = self.log_temperature.detach().exp()
-        metrics: dict[str, Tensor] = {"ent_coef": temperature, "entropy": -density.detach().mean()}
+        metrics: dict[str, Tensor] = {"ent_coef": temperature, "entropy": -log_prob.detach().mean()}
         if self._learns_temperature:
             # The gradient is by the temperature's logarithm, as if that were what the loss is linear in.
-            loss = -(self.log_temperature * (density.detach() + self.target_entropy)).mean()
-            descend(self._temperature_optimiser, [self.log_temperature], loss)
+            loss = -(self.log_temperature * (log_prob.detach() + self.target_entropy)).mean()
+            torch_states.descend(self._temperature_optimiser, [self.log_temperature], loss)
         with torch.no_grad():
-            next_action, next_density = self.draw(following)
-            ahead = self.target(following, next_action).amin(0) - temperature * next_density
-            wanted = torch.addcmul(batch["reward"], batch["discount"], ahead)
-        values = self.critic(seen, batch["action"])
-        errors = values - wanted
+            next_action, next_log_prob = self.draw(following)
+            next_value = self.target(following, next_action).amin(0) - temperature * next_log_prob
+            target = torch.addcmul(batch["reward"], batch["discount"], next_value)
+        values = self.critic(observation, batch["action"])
+        errors = values - target
         critic_loss = 0.5 * errors.square().mean(1).sum()
-        descend(self._critic_optimiser, self._live, critic_loss)
-        actor_loss = (temperature * density - self.critic(seen, drawn).amin(0)).mean()
-        descend(self._actor_optimiser, list(self.actor.parameters()), actor_loss)
+        torch_states.descend(self._critic_optimiser, self._live, critic_loss)
+        actor_loss = (temperature * log_prob - self.critic(observation, drawn).amin(0)).mean()
+        torch_states.descend(self._actor_optimiser, list(self.actor.parameters()), actor_loss)
         self.updates += 1
         if self.updates % s.target_update_interval == 0:
             with torch.no_grad():
@@ -138,13 +150,13 @@ class SAC:
     def state(self) -> dict[str, Any]:
         """Everything that `restore` needs: arrays, numbers, nested."""
         temperature = self.log_temperature.detach().clone()
-        return {**states_of(self._parts), "log_temperature": temperature, "updates": self.updates}
+        return {**torch_states.states_of(self.parts), "log_temperature": temperature, "updates": self.updates}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Restore what `state` returned."""
-        restore_states(self._parts, state)
+        torch_states.restore_states(self.parts, state)
         with torch.no_grad():
-            self.log_temperature.copy_(as_tensors(state["log_temperature"]).reshape(()))
+            self.log_temperature.copy_(torch_states.as_tensors(state["log_temperature"]).reshape(()))
         self.updates = int(state["updates"])
 
 
@@ -162,3 +174,69 @@ def first_temperature(ent_coef: float | str) -> tuple[bool, float]:
     if first <= 0:
         raise ValueError(f"ent_coef={ent_coef!r}: expected a number above 0, 'auto' or 'auto_0.1'")
     return learns, first
+
+
+class SAC(LearnerAlgorithm):
+    """Soft actor-critic of actions with finite bounds; names and defaults are Stable-Baselines3's."""
+
+    class Settings(OffPolicySettings):
+        """Settings of SAC."""
+
+        hidden: tuple[int, ...] = Field((256, 256), description="Sizes of the hidden layers of every network.")
+        tau: float = Field(0.005, gt=0, le=1, description="Coefficient of the soft update of target networks.")
+        target_update_interval: int = Field(1, ge=1, description="Learner steps between two target updates.")
+        ent_coef: float | str = Field(
+            "auto", description='The temperature: a number, or "auto", which learns it; "auto_0.1" from 0.1 on.'
+        )
+        target_entropy: float | Literal["auto"] = Field(
+            "auto", description="The entropy aimed at; auto: minus the number of actions."
+        )
+
+        @field_validator("ent_coef")
+        @classmethod
+        def _is_a_temperature(cls, ent_coef: float | str) -> float | str:
+            first_temperature(ent_coef)
+            return ent_coef
+
+        @model_validator(mode="after")
+        def _has_a_layer(self) -> SAC.Settings:
+            if not self.hidden:
+                raise ValueError("hidden=(): expected one layer or more, of one unit or more")
+            return self
+
+    metrics = ("critic_loss", "actor_loss", "value", "ent_coef", "entropy")
+    hidden_after_pictures = (256, 256)
+    settings: Settings
+    learner: SACLearner
+
+    def check(self) -> None:
+        self.check_bounded()
+
+    @property
+    def outputs(self) -> Mapping[str, tuple[int, ...]]:
+        return {"mean": (self.spec.action.size,), "log_std": (self.spec.action.size,)}
+
+    @property
+    def chooses(self) -> tuple[str, Choose]:
+        return "mean", "tanh"
+
+    def network(self) -> SquashedGaussianActor:
+        return networks.SquashedGaussianActor(self.encoder(), self.spec.action.size, self.settings.hidden)
+
+    def explore(self, outputs: Arrays, rng: np.random.Generator, progress: Progress) -> tuple[Array, Arrays]:
+        return np.tanh(draw_normal(outputs["mean"], outputs["log_std"], rng)[0]), {}
+
+    def setup(self, seed: int, device: str) -> None:
+        s = self.settings
+        settings = SACSettings(s.learning_rate, s.tau, s.target_update_interval, s.ent_coef, s.target_entropy)
+        actor, critic = self.seeded(self.network, seed), self.seeded(self.critic, seed + 1)
+        self.learner = SACLearner(actor, critic, self.spec.action.size, settings, device=device, seed=seed)
+        self.acting = actor
+
+    def update(self, batch: Batch, progress: Progress) -> Update:
+        return self.learner.update(batch)
+
+    def load_published(self, weights: Mapping[str, Tensor], updates: int) -> None:
+        """Take them over beside restored critics only: new ones would ruin them. Before a checkpoint little is lost."""
+        if self.restored:
+            self.acting.load_state_dict(weights)

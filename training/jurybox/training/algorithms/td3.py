@@ -5,196 +5,51 @@ S. Fujimoto et al., "Addressing Function Approximation Error in Actor-Critic Met
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from copy import deepcopy
-from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
-import torch
-from torch import Tensor, nn
-from torch.nn import functional
+from pydantic import Field
 
+from jurybox.training.algorithms.base import (
+    Array,
+    Arrays,
+    Batch,
+    Choose,
+    LearnerAlgorithm,
+    OffPolicySettings,
+    Progress,
+    Update,
+    networks,
+    torch,
+    torch_states,
+)
+from jurybox.training.algorithms.statistics import Normaliser
 from jurybox.training.algorithms.td3_actor import CLIP, NumpyActor, TD3Settings
-from jurybox.training.algorithms.td3_gradients import ClosedForm
-from jurybox.training.algorithms.torch_states import Part, descend, perceptron, restore_states, states_of
 
-__all__ = ["TD3", "TD3Settings", "Update"]
+if TYPE_CHECKING:
+    from torch import Tensor
 
+    from jurybox.training.algorithms.networks import Actor, DeterministicActor, Policy, TwinCritic
+    from jurybox.training.algorithms.td3_gradients import ClosedForm
+    from jurybox.training.algorithms.torch_states import Part
 
-class Normaliser:
-    """Running mean and variance by element (Chan et al., 1979, for whole batches), in float64.
-
-    Call `see` with raw observations; a learner copies `shift_and_scale` into its policy, and they are published with
-    that policy's weights.
-
-    Gymnasium's RunningMeanStd (1.4.0) gives the same numbers with epsilon=0 and takes three times as long for eight
-    observations of 18 elements (124 instead of 39 microseconds); no observations at all make its numbers NaN.
-
-    Args:
-        size: elements of an observation.
-    """
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-        self.count = 0
-        self.mean = np.zeros(size)
-        self._squares = np.zeros(size)  # sum of squared differences from the mean
-
-    def see(self, observations: npt.ArrayLike) -> None:
-        """Update the statistics with observations (n, size)."""
-        rows = np.asarray(observations, np.float64)
-        if rows.ndim != 2 or rows.shape[1] != self.size:
-            raise ValueError(f"expected observations of shape (n, {self.size}), got {rows.shape}")
-        n = len(rows)
-        if n == 0:
-            return
-        mean = rows.mean(0)
-        difference = mean - self.mean
-        total = self.count + n
-        self._squares += ((rows - mean) ** 2).sum(0) + difference**2 * (self.count * n / total)
-        self.mean = self.mean + difference * (n / total)
-        self.count = total
-
-    @property
-    def std(self) -> npt.NDArray[np.float64]:
-        """Standard deviation by element; 1 for constants."""
-        std = np.sqrt(self._squares / max(self.count, 1))
-        return np.where(std < 1e-6, 1.0, std)
-
-    def shift_and_scale(self) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
-        """(mean, 1 / std), both float32 (size,)."""
-        return self.mean.astype(np.float32), (1.0 / self.std).astype(np.float32)
-
-    def adopt(self, count: int, shift: npt.ArrayLike, scale: npt.ArrayLike) -> None:
-        """Continue from what `shift_and_scale` gave after `count` observations; constants count as std 1."""
-        self.count, self.mean = count, np.array(shift, np.float64)
-        self._squares = count / np.asarray(scale, np.float64) ** 2
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"count": self.count, "mean": self.mean.tolist(), "squares": self._squares.tolist()}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if len(state["mean"]) != self.size:
-            raise ValueError(f"these statistics are of {len(state['mean'])} elements, expected {self.size}")
-        self.count = int(state["count"])
-        self.mean = np.array(state["mean"])
-        self._squares = np.array(state["squares"])
-
-
-class Actor(nn.Module):
-    """Normalised observation (n, observation) to action (n, action) in [-1, 1]; float32."""
-
-    def __init__(self, observation_size: int, action_size: int, hidden: Sequence[int] = (256, 256)) -> None:
-        super().__init__()
-        self.layers = perceptron(observation_size, hidden, action_size)
-        # Small initial actions: saturated tanh units would learn slowly.
-        with torch.no_grad():
-            last = self.layers[-1]
-            assert isinstance(last, nn.Linear)
-            last.weight.mul_(0.1)
-            last.bias.zero_()
-
-    def forward(self, observation: Tensor) -> Tensor:
-        return torch.tanh(self.before_tanh(observation))
-
-    def before_tanh(self, observation: Tensor) -> Tensor:
-        out: Tensor = self.layers(observation)
-        return out
-
-
-class Policy(nn.Module):
-    """Raw observation (n, observation) to action (n, action): an actor and the statistics that it was trained with.
-
-    The statistics are buffers, so they are published, served and pinned with the weights that they belong to, and
-    change in the same moment.
-
-    Args:
-        actor: shared, not copied.
-        clip: bound of normalised observations.
-    """
-
-    observation_mean: Tensor
-    observation_scale: Tensor
-
-    def __init__(self, actor: Actor, observation_size: int, *, clip: float) -> None:
-        super().__init__()
-        self.actor = actor
-        self.clip = clip
-        self.register_buffer("observation_mean", torch.zeros(observation_size))
-        self.register_buffer("observation_scale", torch.ones(observation_size))
-
-    def normalised(self, observation: Tensor) -> Tensor:
-        x = torch.sub(observation, self.observation_mean)
-        return x.mul_(self.observation_scale).clamp_(-self.clip, self.clip)
-
-    def forward(self, observation: Tensor) -> Tensor:
-        out: Tensor = self.actor(self.normalised(observation))
-        return out
-
-
-class TwinLinear(nn.Module):
-    """Two linear layers as one batched product: (2, n, in) -> (2, n, out)."""
-
-    def __init__(self, inputs: int, outputs: int) -> None:
-        super().__init__()
-        bound = 1.0 / math.sqrt(inputs)
-        self.weight = nn.Parameter(torch.empty(2, inputs, outputs).uniform_(-bound, bound))
-        self.bias = nn.Parameter(torch.empty(2, 1, outputs).uniform_(-bound, bound))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.baddbmm(self.bias, x, self.weight)
-
-    def first(self, x: Tensor) -> Tensor:
-        """The output of the first layer alone, (n, in) -> (n, out)."""
-        return torch.addmm(self.bias[0], x, self.weight[0])
-
-
-class TwinCritic(nn.Module):
-    """Two values of an observation and an action, (n, observation), (n, action) -> (2, n)."""
-
-    def __init__(self, observation_size: int, action_size: int, hidden: Sequence[int] = (256, 256)) -> None:
-        super().__init__()
-        sizes = (observation_size + action_size, *hidden, 1)
-        self.layers = nn.ModuleList(TwinLinear(a, b) for a, b in pairwise(sizes))
-
-    def forward(self, observation: Tensor, action: Tensor) -> Tensor:
-        x = torch.cat((observation, action), -1).expand(2, -1, -1)
-        for layer in self.layers[:-1]:
-            x = functional.relu(layer(x))
-        values: Tensor = self.layers[-1](x)
-        return values.squeeze(-1)
-
-    def first(self, observation: Tensor, action: Tensor) -> Tensor:
-        """The first critic's values alone, (n,), which the actor maximises."""
-        x = torch.cat((observation, action), -1)
-        for layer in self.layers[:-1]:
-            assert isinstance(layer, TwinLinear)
-            x = functional.relu(layer.first(x))
-        last = self.layers[-1]
-        assert isinstance(last, TwinLinear)
-        return last.first(x).squeeze(-1)
+__all__ = ["TD3", "TD3Learner", "TD3Settings"]
 
 
 def _layers(network: Actor | TwinCritic) -> list[tuple[Tensor, Tensor]]:
-    return [(layer.weight, layer.bias) for layer in network.layers if isinstance(layer, nn.Linear | TwinLinear)]
+    linear = (torch.nn.Linear, networks.TwinLinear)
+    return [(layer.weight, layer.bias) for layer in network.layers if isinstance(layer, linear)]
 
 
-class Update(NamedTuple):
-    """The result of a learner step; tensors stay on the device until they are read.
+def _closed_form(*learned: Actor | TwinCritic) -> ClosedForm:
+    from jurybox.training.algorithms.td3_gradients import ClosedForm
 
-    Attributes:
-        metrics: scalar tensors: critic_loss, value (mean of both critics), target; actor_loss in steps that moved it.
-        errors: (n,) mean absolute TD errors of both critics, for priorities.
-    """
-
-    metrics: dict[str, Tensor]
-    errors: Tensor
+    return ClosedForm(*map(_layers, learned))
 
 
-class TD3:
+class TD3Learner:
     """The learner, which takes batches.
 
     Args:
@@ -203,7 +58,7 @@ class TD3:
         settings: see `TD3Settings`.
         device: where everything is computed.
         seed: of the first weights and the smoothing noise.
-        networks: an actor and a critic to be used instead of new ones of these sizes. They get observations
+        given: an actor and a critic to be used instead of new ones of these sizes. They get observations
             unchanged, and normalise them if needed; methods as those of `Actor` and `TwinCritic`.
     """
 
@@ -215,7 +70,7 @@ class TD3:
         *,
         device: str | torch.device = "cpu",
         seed: int = 0,
-        networks: tuple[Any, Any] | None = None,
+        given: tuple[Any, Any] | None = None,
     ) -> None:
         self.settings = settings or TD3Settings()
         self.device = torch.device(device)
@@ -224,22 +79,22 @@ class TD3:
         s = self.settings
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            actor, critic = networks or (
-                Actor(observation_size, action_size, s.hidden_actor),
-                TwinCritic(observation_size, action_size, s.hidden_critic),
+            actor, critic = given or (
+                networks.Actor(observation_size, action_size, s.hidden_actor),
+                networks.TwinCritic(observation_size, action_size, s.hidden_critic),
             )
         self.actor: Actor = actor.to(self.device)
         self.critic: TwinCritic = critic.to(self.device)
-        policy: Any = self.actor if networks else Policy(self.actor, observation_size, clip=CLIP)
+        policy: Any = self.actor if given else networks.Policy(self.actor, observation_size, clip=CLIP)
         self.policy: Policy = policy.to(self.device)
-        self._normalised: Callable[[Tensor], Tensor] = (lambda x: x) if networks else self.policy.normalised
+        self._normalised: Callable[[Tensor], Tensor] = (lambda x: x) if given else self.policy.normalised
         self.target_actor = deepcopy(self.actor).requires_grad_(False)
         self.target_critic = deepcopy(self.critic).requires_grad_(False)
         self._generator = torch.Generator(self.device).manual_seed(seed)
         # Fused: one call for all parameters instead of a dozen each.
         self._actor_optimizer = torch.optim.Adam(self.actor.parameters(), s.actor_learning_rate, fused=True)
         self._critic_optimizer = torch.optim.Adam(self.critic.parameters(), s.critic_learning_rate, fused=True)
-        self._parts: dict[str, Part] = {
+        self.parts: dict[str, Part] = {
             "actor": self.actor, "critic": self.critic, "target_actor": self.target_actor,
             "target_critic": self.target_critic, "actor_optimizer": self._actor_optimizer,
             "critic_optimizer": self._critic_optimizer, "generator": self._generator,
@@ -247,7 +102,7 @@ class TD3:
         self._actor_parameters = list(self.actor.parameters())
         self._critic_parameters = list(self.critic.parameters())
         learned = (self.actor, self.critic, self.target_actor, self.target_critic)
-        self._closed_form = None if networks else ClosedForm(*map(_layers, learned))
+        self._closed_form = None if given else _closed_form(*learned)
         self._live: list[Tensor] = [*self._actor_parameters, *self._critic_parameters]
         self._targets: list[Tensor] = [*self.target_actor.parameters(), *self.target_critic.parameters()]
 
@@ -283,7 +138,7 @@ class TD3:
         errors = values - target
         squares = errors.square() if weights is None else errors.square() * weights
         loss = squares.mean(1).sum()
-        descend(self._critic_optimizer, self._critic_parameters, loss)
+        torch_states.descend(self._critic_optimizer, self._critic_parameters, loss)
         metrics = {"critic_loss": loss.detach(), "value": values.detach().mean(), "target": target.mean()}
         self.updates += 1
         if self.updates % s.policy_delay == 0:
@@ -291,7 +146,7 @@ class TD3:
             actor_loss = -self.critic.first(observation, torch.tanh(raw)).mean()
             if s.pre_tanh_penalty:
                 actor_loss = actor_loss + s.pre_tanh_penalty * (raw.abs() - 1.0).relu_().square().mean()
-            descend(self._actor_optimizer, self._actor_parameters, actor_loss)
+            torch_states.descend(self._actor_optimizer, self._actor_parameters, actor_loss)
             metrics["actor_loss"] = actor_loss.detach()
             with torch.no_grad():
                 torch._foreach_lerp_(self._targets, self._live, s.tau)
@@ -327,12 +182,76 @@ class TD3:
 
     def state(self) -> dict[str, Any]:
         """Everything that `restore` needs: networks, optimisers, statistics, counters, random state."""
-        return {**states_of(self._parts), "normaliser": self.normaliser.state_dict(), "updates": self.updates}
+        return {
+            **torch_states.states_of(self.parts),
+            "normaliser": self.normaliser.state_dict(),
+            "updates": self.updates,
+        }
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Restore what `state` returned, exactly (on the same kind of device); its arrays may be NumPy's."""
-        restore_states(self._parts, state)
+        torch_states.restore_states(self.parts, state)
         self.normaliser.load_state_dict(state["normaliser"])
         self.updates = int(state["updates"])
-        if isinstance(self.policy, Policy):
+        if isinstance(self.policy, networks.Policy):
             self.refresh_normaliser()
+
+
+class TD3(LearnerAlgorithm):
+    """TD3 of actions with finite bounds; names and defaults are Stable-Baselines3's."""
+
+    class Settings(OffPolicySettings):
+        """Settings of TD3."""
+
+        learning_rate: float = Field(1e-3, gt=0, description="Learning rate of Adam.")
+        hidden: tuple[int, ...] = Field((400, 300), description="Sizes of the hidden layers of every network.")
+        tau: float = Field(0.005, gt=0, le=1, description="Coefficient of the soft update of target networks.")
+        policy_delay: int = Field(2, ge=1, description="Critic steps per actor step.")
+        action_noise: float = Field(
+            0.1, ge=0, description="Standard deviation of the exploration noise, for actions in [-1, 1]."
+        )
+        target_policy_noise: float = Field(0.2, ge=0, description="Standard deviation of the noise on target actions.")
+        target_noise_clip: float = Field(0.5, ge=0, description="Bound of that noise.")
+
+    metrics = ("critic_loss", "actor_loss", "value")
+    hidden_after_pictures = (256, 256)
+    settings: Settings
+    learner: TD3Learner
+
+    def check(self) -> None:
+        self.check_bounded()
+
+    @property
+    def outputs(self) -> Mapping[str, tuple[int, ...]]:
+        return {"action": (self.spec.action.size,)}
+
+    @property
+    def chooses(self) -> tuple[str, Choose]:
+        return "action", "box"
+
+    def network(self) -> DeterministicActor:
+        return networks.DeterministicActor(self.encoder(), self.spec.action.size, self.settings.hidden)
+
+    def explore(self, outputs: Arrays, rng: np.random.Generator, progress: Progress) -> tuple[Array, Arrays]:
+        action = outputs["action"]
+        noise = rng.normal(0.0, self.settings.action_noise, action.shape)
+        return np.clip(action + noise, -1.0, 1.0).astype(np.float32), {}
+
+    def setup(self, seed: int, device: str) -> None:
+        s = self.settings
+        settings = TD3Settings(
+            actor_learning_rate=s.learning_rate, critic_learning_rate=s.learning_rate, tau=s.tau,
+            policy_delay=s.policy_delay, target_policy_noise=s.target_policy_noise,
+            target_noise_clip=s.target_noise_clip, pre_tanh_penalty=0.0, reward_scale=1.0,
+        )  # fmt: skip
+        given = self.seeded(self.network, seed), self.seeded(self.critic, seed + 1)
+        self.learner = TD3Learner(1, self.spec.action.size, settings, device=device, seed=seed, given=given)
+        self.acting = self.learner.actor
+
+    def update(self, batch: Batch, progress: Progress) -> Update:
+        return self.learner.update(batch)
+
+    def load_published(self, weights: Mapping[str, Tensor], updates: int) -> None:
+        """Take them over beside restored critics only: new ones would ruin them. Before a checkpoint little is lost."""
+        if self.restored:
+            self.acting.load_state_dict(weights)

@@ -11,13 +11,10 @@ Networks compute in float32. A replay's row is flat:
 
 from __future__ import annotations
 
-import importlib
 import math
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import gymnasium
@@ -27,7 +24,8 @@ from gymnasium import spaces
 from gymnasium.wrappers import TimeLimit
 
 from jurybox.protocol.errors import missing_name
-from jurybox.training.spaces import Leaf, StrangeObservation, name_of
+from jurybox.training.foreign import imported
+from jurybox.training.spaces import ActionSpec, Leaf, StrangeObservation, name_of
 
 __all__ = [
     "Actions",
@@ -112,15 +110,10 @@ def make_environment(
 def _made(name: str, given: dict[str, Any], max_episode_steps: int | None) -> Environment:
     module, colon, attribute = name.partition(":")
     try:
-        imported = _imported(module) if colon else None
-        factory = getattr(imported, attribute, None)
-        if (
-            imported is not None
-            and factory is None
-            and attribute.isidentifier()
-            and attribute not in gymnasium.registry
-        ):
-            raise EnvironmentUnusable(f"{name!r} cannot be made: {missing_name(imported, attribute)}")
+        found = imported(module) if colon else None
+        factory = getattr(found, attribute, None)
+        if found is not None and factory is None and attribute.isidentifier() and attribute not in gymnasium.registry:
+            raise EnvironmentUnusable(f"{name!r} cannot be made: {missing_name(found, attribute)}")
         if callable(factory):
             made = factory(**given)
             if max_episode_steps is not None and isinstance(made, gymnasium.Env):
@@ -145,18 +138,6 @@ def _made(name: str, given: dict[str, Any], max_episode_steps: int | None) -> En
             "environment (`envs` says how many there are to be)"
         )
     return made
-
-
-def _imported(module: str) -> ModuleType:
-    """Import a module; also find those in the current folder, as ``python -m`` does."""
-    try:
-        return importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        folder = str(Path.cwd())
-        if error.name != module.partition(".")[0] or folder in sys.path:
-            raise
-        sys.path.append(folder)  # also for processes that this one starts
-        return importlib.import_module(module)
 
 
 def reset_mask(options: Mapping[str, Any] | None, n: int) -> npt.NDArray[np.bool_]:
@@ -325,29 +306,6 @@ def _collect(space: spaces.Space[Any], path: tuple[Any, ...], found: list[tuple[
             found.append((path, leaf))
 
 
-@dataclass(frozen=True, slots=True)
-class Does:
-    """The format of a policy's output.
-
-    Attributes:
-        discrete: whether it chooses one of `size` actions; else it returns `size` numbers.
-        size: number of actions or numbers.
-        first: the environment's number of the first action.
-        low, high: bounds of the numbers, flat, in the environment's unit.
-    """
-
-    discrete: bool
-    size: int
-    first: int = 0
-    low: tuple[float, ...] = ()
-    high: tuple[float, ...] = ()
-
-    @property
-    def bounded(self) -> bool:
-        """Whether all bounds are finite."""
-        return all(map(math.isfinite, (*self.low, *self.high)))
-
-
 class Actions:
     """Converts a policy's actions to an environment's.
 
@@ -361,11 +319,11 @@ class Actions:
     def __init__(self, space: spaces.Space[Any]) -> None:
         self._space = space
         if isinstance(space, spaces.Discrete):
-            self.does = Does(True, int(space.n), int(space.start))
+            self.spec = ActionSpec(True, int(space.n), int(space.start))
         elif isinstance(space, spaces.Box):
             self._low = space.low.astype(np.float64).ravel()
             self._high = space.high.astype(np.float64).ravel()
-            self.does = Does(
+            self.spec = ActionSpec(
                 False, math.prod(space.shape), low=tuple(self._low.tolist()), high=tuple(self._high.tolist())
             )
             self._whole = np.dtype(space.dtype).kind in "iu"
@@ -377,14 +335,14 @@ class Actions:
 
     def chosen(self, action: Any) -> Any:
         """The environment's action for the number of one (Discrete), or for numbers in [-1, 1] (Box): scaled."""
-        if self.does.discrete:
-            return self.does.first + int(action)
+        if self.spec.discrete:
+            return self.spec.start + int(action)
         half = 0.5 * (self._high - self._low)
         return self._box(self._low + half * (np.asarray(action, np.float64) + 1.0))
 
     def clipped(self, action: Any) -> Any:
         """Return the action for numbers in the environment's own unit, clipped to the bounds."""
-        return self.does.first + int(action) if self.does.discrete else self._box(np.asarray(action, np.float64))
+        return self.spec.start + int(action) if self.spec.discrete else self._box(np.asarray(action, np.float64))
 
     def _box(self, numbers: npt.NDArray[np.float64]) -> Array:
         assert isinstance(self._space, spaces.Box)

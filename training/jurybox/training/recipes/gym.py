@@ -9,15 +9,22 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Unpack
+from typing import TYPE_CHECKING, Any, ClassVar, Self, Unpack
 
-from pydantic import Field, model_validator
+from pydantic import Field, PrivateAttr, ValidationError, create_model, model_validator
 
+from jurybox.training.algorithms.base import (
+    Algorithm,
+    AlgorithmSettings,
+    AlgorithmUnusable,
+    OffPolicySettings,
+    OnPolicySettings,
+)
+from jurybox.training.algorithms.registry import ALGORITHMS, algorithm_named, make
 from jurybox.training.environments.gymnasium_env import (
     Actions,
-    Does,
     EnvironmentUnusable,
     Observations,
     Seen,
@@ -40,93 +47,40 @@ from jurybox.training.runtime.plan import (
 )
 from jurybox.training.runtime.progress import COLUMNS as OF_EVERY_RUN
 from jurybox.training.runtime.settings import ServedSettings
+from jurybox.training.spaces import AgentSpec
 
 if TYPE_CHECKING:
-    from jurybox.training.policies import Choose
     from jurybox.training.recipes.recorded_run import RecordingOptions
     from jurybox.training.report.page import Section
     from jurybox.training.runtime.serving import ServedModels
 
-Algorithm = Literal["ppo", "dqn", "td3", "sac"]
-ON_POLICY = "ppo"
 ROWS, CHANNEL = "rows", "policy"  # names of the plan's replay and channel
 MODEL = "policy/gym"
 
 _ACTOR = "jurybox.training.recipes.gym_actor"
 _LEARNER = "jurybox.training.recipes.gym_learner"
-_FACTORY = "jurybox.training.recipes.served_networks:gym_policy"
+_FACTORY = "jurybox.training.recipes.served_networks:gym_policy"  # of built-in algorithms; servers allow it to anyone
+_OWN_FACTORY = "jurybox.training.algorithms.served:policy"
 _EVALUATOR_NICE = 10
 # Seconds without a heartbeat: a step or a reset of any environment is shorter, such as one that starts a simulator.
 _ACTOR_TIMEOUT, _EVALUATOR_TIMEOUT = 300.0, 600.0
-_MOST_BYTES = 2**31  # maximum size of a replay if `buffer_size` is not set
+_ROWS, _MOST_BYTES = 1_000_000, 2**31  # a replay if `buffer_size` is not set: rows, and its maximum size
 _LAG = 10  # publications by which a served policy may be behind its learner, with off-policy algorithms
-
-# The settings whose use or default depends on the algorithm, with their defaults. Names and values are those of
-# Stable-Baselines3 2.9, except for the differences that the documentation lists.
-_REPLAYED: dict[str, Any] = {
-    "buffer_size": 1_000_000,
-    "learning_starts": 100,
-    "gradient_steps": 1,
-    "n_steps": 1,
-    "publish_interval": 1,
-    "max_ahead": 100,
-}
-_OF_NUMBERS = {**_REPLAYED, "batch_size": 256, "train_freq": 1, "tau": 0.005}
-DEFAULTS: Mapping[str, Mapping[str, Any]] = {
-    "ppo": {
-        "learning_rate": 3e-4,
-        "batch_size": 64,
-        "hidden": (64, 64),
-        "n_steps": 2048,
-        "n_epochs": 10,
-        "gae_lambda": 0.95,
-        "clip_range": 0.2,
-        "ent_coef": 0.0,
-        "vf_coef": 0.5,
-        "max_grad_norm": 0.5,
-        "normalize_advantage": True,
-        "target_kl": None,
-    },
-    "dqn": {
-        **_REPLAYED,
-        "learning_rate": 1e-4,
-        "batch_size": 32,
-        "hidden": (64, 64),
-        "train_freq": 4,
-        "tau": 1.0,
-        "target_update_interval": 10_000,
-        "max_grad_norm": 10.0,
-        "exploration_fraction": 0.1,
-        "exploration_initial_eps": 1.0,
-        "exploration_final_eps": 0.05,
-    },
-    "td3": {
-        **_OF_NUMBERS,
-        "learning_rate": 1e-3,
-        "hidden": (400, 300),
-        "policy_delay": 2,
-        "action_noise": 0.1,
-        "target_policy_noise": 0.2,
-        "target_noise_clip": 0.5,
-    },
-    "sac": {
-        **_OF_NUMBERS,
-        "learning_rate": 3e-4,
-        "hidden": (256, 256),
-        "ent_coef": "auto",
-        "target_entropy": "auto",
-        "target_update_interval": 1,
-    },
-}
-_OF_ALGORITHMS = frozenset(name for defaults in DEFAULTS.values() for name in defaults)
-_ONLY_PICTURES_HIDDEN: Mapping[str, tuple[int, ...]] = {"ppo": (), "dqn": (), "td3": (256, 256), "sac": (256, 256)}
 
 
 class GymTraining(ServedSettings):
     """Settings of a gym training; a TOML file and the command line use the same names.
 
-    For settings whose default is None, the algorithm has its own default (`DEFAULTS`); `of` returns the value in use.
+    Those of the algorithm are settings, too: the class of an object is a variant of this one, with their names, types
+    and defaults. Names and defaults of the built-in ones are those of Stable-Baselines3 2.9, except for the differences
+    that the documentation lists.
+
+    Class attributes:
+        uses: the algorithm's class.
     """
+
+    uses: ClassVar[type[Algorithm]]
+    _own: AlgorithmSettings = PrivateAttr()
 
     title = "gym"
     may_change = (
@@ -137,7 +91,9 @@ class GymTraining(ServedSettings):
     env: str = Field("CartPole-v1", description="Gymnasium id, or module:factory.")
     env_args: dict[str, Any] = Field({}, description="Keyword arguments of the environment.")
     max_episode_steps: int | None = Field(None, ge=1, description="Truncate episodes after this many steps.")
-    algorithm: Algorithm = Field("ppo", description="The algorithm; settings without a default have its own.")
+    algorithm: str = Field(
+        "ppo", description=f"{', '.join(ALGORITHMS)}, or module:Class of your own; its settings are settings, too."
+    )
     seconds: float | None = Field(None, gt=0, description="Stop after this many seconds.")
     steps: int = Field(100_000, ge=1, description="Total env steps.")
     workers: int = Field(1, ge=1, description="Number of processes that step environments.")
@@ -146,63 +102,6 @@ class GymTraining(ServedSettings):
     normalize_observations: bool = Field(
         False, description="Normalize observations to mean 0 and standard deviation 1."
     )
-    gamma: float = Field(0.99, ge=0, le=1, description="Discount factor.")
-
-    learning_rate: float | None = Field(None, gt=0, description="Learning rate of Adam.")
-    batch_size: int | None = Field(None, ge=2, description="Transitions in one optimiser step.")
-    hidden: tuple[int, ...] | None = Field(None, description="Sizes of the hidden layers of every network.")
-    n_steps: int | None = Field(
-        None, ge=1, description="PPO: steps per environment between two updates; others: steps of the n-step return."
-    )
-    max_grad_norm: float | None = Field(None, gt=0, description="Norm at which gradients are clipped.")
-    ent_coef: float | str | None = Field(
-        None, description='PPO: weight of the entropy bonus; SAC: a number, or "auto".'
-    )
-
-    n_epochs: int | None = Field(None, ge=1, description="Passes over a rollout.")
-    gae_lambda: float | None = Field(None, ge=0, le=1, description="PPO: lambda of generalised advantage estimation.")
-    clip_range: float | None = Field(
-        None, gt=0, description="PPO: largest change of the probability ratio in an update."
-    )
-    vf_coef: float | None = Field(None, ge=0, description="PPO: weight of the value loss.")
-    normalize_advantage: bool | None = Field(None, description="PPO: normalize advantages in each minibatch.")
-    target_kl: float | None = Field(
-        None, gt=0, description="An update stops when the KL divergence exceeds 1.5 times this."
-    )
-
-    buffer_size: int | None = Field(
-        None, ge=1, description="Capacity of the replay, in transitions; none: a million, or what fits in 2 GiB."
-    )
-    learning_starts: int | None = Field(None, ge=1, description="Env steps with random actions and without learning.")
-    train_freq: int | None = Field(None, ge=1, description="Steps per environment between two rounds of learning.")
-    gradient_steps: int | None = Field(None, ge=-1, description="Learner steps per round; -1: as many as env steps.")
-    tau: float | None = Field(None, gt=0, le=1, description="Coefficient of the soft update of target networks.")
-    target_update_interval: int | None = Field(
-        None, ge=1, description="Between two target updates: DQN counts env steps, SAC learner steps."
-    )
-    exploration_fraction: float | None = Field(
-        None, gt=0, le=1, description="Fraction of all steps over which epsilon falls to its final value."
-    )
-    exploration_initial_eps: float | None = Field(
-        None, ge=0, le=1, description="DQN: probability of a random action at first."
-    )
-    exploration_final_eps: float | None = Field(
-        None, ge=0, le=1, description="DQN: probability of a random action at last."
-    )
-    policy_delay: int | None = Field(None, ge=1, description="Critic steps per actor step.")
-    action_noise: float | None = Field(
-        None, ge=0, description="Standard deviation of the exploration noise, for actions in [-1, 1]."
-    )
-    target_policy_noise: float | None = Field(
-        None, ge=0, description="TD3: standard deviation of the noise on target actions."
-    )
-    target_noise_clip: float | None = Field(None, ge=0, description="TD3: bound of that noise.")
-    target_entropy: float | Literal["auto"] | None = Field(
-        None, description="SAC: the entropy aimed at; auto: minus the number of actions."
-    )
-
-    max_ahead: int | None = Field(None, ge=0, description="Env steps by which workers may be ahead of the learner.")
-    publish_interval: int | None = Field(None, ge=1, description="Learner steps between two publications.")
     max_lag: int = Field(_LAG, ge=0, description="Publications by which a served policy's answers may lag.")
     evaluate_every: int | None = Field(
         None,
@@ -221,97 +120,112 @@ class GymTraining(ServedSettings):
     )
     log_every: int = Field(1000, ge=1, description="Env steps between two rows of metrics.")
 
-    @model_validator(mode="after")
-    def _check_consistency(self) -> GymTraining:
-        if self.envs % self.workers:
-            raise ValueError(f"envs={self.envs} with workers={self.workers}: expected the same number for each worker")
-        if self.algorithm == ON_POLICY and isinstance(self.ent_coef, str):
-            raise ValueError(f"ent_coef={self.ent_coef!r}: ppo takes a number")
-        if self.gradient_steps == 0:
-            raise ValueError("gradient_steps=0: nothing would be learned; expected 1 or more, or -1")
-        if self.algorithm != ON_POLICY and self.buffer_size is not None:
-            least = self.unsampled + 1
-            if self.buffer_size < least:
-                raise ValueError(
-                    f"buffer_size={self.buffer_size} with n_steps={self.of('n_steps')} and envs={self.envs}: expected "
-                    f"{least} rows or more, since the newest n_steps + 1 of each environment cannot be sampled; raise "
-                    "buffer_size, or lower n_steps or envs"
-                )
-        if self.algorithm == "sac":
-            from jurybox.training.algorithms.sac import first_temperature
-
-            first_temperature(self.of("ent_coef"))
-        if self.hidden is not None and (min(self.hidden, default=1) < 1 or (not self.hidden and self._needs_hidden)):
-            raise ValueError(f"hidden={self.hidden}: expected one layer or more, of one unit or more")
-        return self
+    def __new__(cls, **values: Any) -> Self:
+        return super().__new__(cls.variant(values) if cls is GymTraining else cls)
 
     @classmethod
-    def shown_default(cls, name: str) -> str:
-        """Return the algorithms' defaults of a setting that has none of its own."""
-        algorithms: dict[str, list[str]] = {}
-        for algorithm, defaults in DEFAULTS.items():
-            if name in defaults and cls.model_fields[name].default is None:
-                value = defaults[name]
-                shown = "none" if value is None else str(list(value) if isinstance(value, tuple) else value).lower()
-                algorithms.setdefault(shown, []).append(algorithm)
-        return ", ".join(f"{value} ({' '.join(names)})" for value, names in algorithms.items())
+    def variant(cls, values: Mapping[str, Any]) -> type[Self]:
+        """Return the class with the settings of the algorithm that these values name."""
+        return _variant(str(values.get("algorithm", "ppo")))  # type: ignore[return-value]
+
+    @classmethod
+    def variants(cls, values: Mapping[str, Any]) -> Mapping[str, type[Self]]:
+        """Return the variants of the built-in algorithms, or the one of an algorithm of the user's own."""
+        chosen = values.get("algorithm", "ppo")
+        return {name: cls.variant({"algorithm": name}) for name in (ALGORITHMS if chosen in ALGORITHMS else [chosen])}
+
+    @classmethod
+    def unknown(cls, name: str, table: Sequence[str] = ()) -> str:
+        if not table and any(name in algorithm_named(other).Settings.model_fields for other in ALGORITHMS):
+            return f"{cls.model_fields['algorithm'].default} does not use it"
+        return super().unknown(name, table)
+
+    @model_validator(mode="after")
+    def _check_consistency(self) -> Self:
+        if self.envs % self.workers:
+            raise ValueError(f"envs={self.envs} with workers={self.workers}: expected the same number for each worker")
+        try:
+            own = {name: getattr(self, name) for name in self.uses.Settings.model_fields}
+            self._own = self.uses.Settings(**own)
+        except ValidationError as error:
+            told = (each["msg"].removeprefix("Value error, ") for each in error.errors())
+            raise ValueError("; ".join(told)) from error
+        if isinstance(self._own, OffPolicySettings) and self._own.buffer_size is not None:
+            least = self._own.unsampled(self.envs) + 1
+            if self._own.buffer_size < least:
+                raise ValueError(
+                    f"buffer_size={self._own.buffer_size} with n_steps={self._own.n_steps} and envs={self.envs}: "
+                    f"expected {least} rows or more, since the newest n_steps + 1 of each environment cannot be "
+                    "sampled; raise buffer_size, or lower n_steps or envs"
+                )
+        return self
 
     @property
-    def _needs_hidden(self) -> bool:
-        return self.algorithm == "sac"
+    def own(self) -> AlgorithmSettings:
+        """The settings of the algorithm."""
+        return self._own
 
-    def of(self, name: str) -> Any:
-        """Return the setting of that name, or the algorithm's default.
+    @property
+    def replayed(self) -> OffPolicySettings:
+        """The same, of an algorithm that learns from a replay."""
+        assert isinstance(self._own, OffPolicySettings)
+        return self._own
 
-        Raises:
-            KeyError: the algorithm does not use the setting.
-        """
-        default = DEFAULTS[self.algorithm][name]
-        value = getattr(self, name)
-        return default if value is None else value
-
-    def hidden_for(self, seen: Seen) -> tuple[int, ...]:
-        """Return the sizes of the hidden layers. The defaults differ if all observations are images."""
-        if self.hidden is None and seen.pictures:
-            return _ONLY_PICTURES_HIDDEN[self.algorithm] if not seen.numbers else tuple(self.of("hidden"))
-        return tuple(self.of("hidden"))
+    @property
+    def rolled_out(self) -> OnPolicySettings:
+        """The same, of an algorithm that is `on_policy`."""
+        assert isinstance(self._own, OnPolicySettings)
+        return self._own
 
     @property
     def envs_per_worker(self) -> int:
         return self.envs // self.workers
 
     @property
-    def unsampled(self) -> int:
-        """The most rows that a replay can hold of which none can be sampled.
-
-        The newest n_steps transitions of each environment have no successors yet, and the row before them may be the
-        last observation of an episode, which is no transition.
-        """
-        return int((self.of("n_steps") + 1) * self.envs)
-
-    @property
     def pace(self) -> Pace:
         """The pace: PPO learns between rollouts, other algorithms make learner steps after each round of env steps."""
-        if self.algorithm == ON_POLICY:
-            return Pace(self.of("n_steps") * self.envs, 1, 0, 0)
-        collect = self.of("train_freq") * self.envs
-        steps = collect if self.of("gradient_steps") == -1 else self.of("gradient_steps")
-        return Pace(collect, steps, self.of("learning_starts"), self.of("max_ahead"))
+        if self.uses.on_policy:
+            return Pace(self.rolled_out.n_steps * self.envs, 1, 0, 0)
+        own = self.replayed
+        return Pace(*own.round(self.envs), own.learning_starts, own.max_ahead)
 
     def unused(self) -> dict[str, str]:
         """Return the settings that have no effect with the others, and why."""
-        used = DEFAULTS[self.algorithm]
         unused = super().unused()
-        unused |= dict.fromkeys(_OF_ALGORITHMS - used.keys(), f"{self.algorithm} does not use it")
         if self.policy == "local":
             unused["max_lag"] = "policy is local: workers take the newest weights before every step"
-        elif self.algorithm == ON_POLICY:
-            unused["max_lag"] = "ppo waits for the newest weights"
+        elif self.uses.on_policy:
+            unused["max_lag"] = f"{self.algorithm} waits for the newest weights"
         return unused
 
 
-def spaces_of(settings: GymTraining) -> tuple[Seen, Does]:
-    """Return the observation and action space of the settings' environment.
+def _variant(name: str) -> type[GymTraining]:
+    """Return the settings of trainings with that algorithm. Raises ConfigError: it cannot be used."""
+    try:
+        return _variant_of(name, algorithm_named(name))
+    except AlgorithmUnusable as error:
+        raise ConfigError(str(error)) from error
+
+
+@cache
+def _variant_of(name: str, algorithm: type[Algorithm]) -> type[GymTraining]:
+    own, kind = algorithm.Settings.model_fields, OnPolicySettings if algorithm.on_policy else OffPolicySettings
+    if not issubclass(algorithm.Settings, kind):
+        raise ConfigError(
+            f"{name}.Settings is no subclass of {kind.__name__}, which an algorithm with on_policy = "
+            f"{algorithm.on_policy} needs"
+        )
+    if taken := own.keys() & GymTraining.model_fields.keys():
+        raise ConfigError(f"{name}.Settings has {', '.join(sorted(taken))}, which every training has: rename it")
+    first = Field(name, description=GymTraining.model_fields["algorithm"].description)
+    fields: dict[str, Any] = {each: (field.annotation, field) for each, field in own.items()}
+    made = create_model("GymTraining", __base__=GymTraining, __module__=__name__, algorithm=(str, first), **fields)
+    made.uses = algorithm
+    return made
+
+
+def spaces_of(settings: GymTraining) -> tuple[Seen, AgentSpec]:
+    """Return the format of observations' rows, and what a policy of the settings' environment gets and chooses.
 
     Raises:
         ConfigError: the environment cannot be created, or the algorithm does not support its spaces.
@@ -319,61 +233,49 @@ def spaces_of(settings: GymTraining) -> tuple[Seen, Does]:
     try:
         env = make_environment(settings.env, settings.env_args, settings.max_episode_steps)
         try:
-            seen, does = Observations(env.observation_space).seen, Actions(env.action_space).does
+            seen, action = Observations(env.observation_space).seen, Actions(env.action_space).spec
         finally:
             env.close()
     except EnvironmentUnusable as error:
         raise ConfigError(str(error)) from error
-    if settings.algorithm == "dqn" and not does.discrete:
-        raise ConfigError(
-            f"dqn chooses one of some actions, and those of {settings.env} are numbers ({env.action_space}): take ppo, "
-            "td3 or sac"
-        )
-    if settings.algorithm in ("td3", "sac") and does.discrete:
-        raise ConfigError(
-            f"{settings.algorithm} gives numbers as actions, and those of {settings.env} are {env.action_space}: take "
-            "ppo or dqn"
-        )
-    if settings.algorithm in ("td3", "sac") and not does.bounded:
-        raise ConfigError(
-            f"{settings.algorithm} scales its actions to their bounds, and those of {settings.env} have none "
-            f"({env.action_space}): bound them in a wrapper (gymnasium.wrappers.RescaleAction), or take ppo"
-        )
     if settings.normalize_observations and not seen.numbers:
         raise ConfigError("normalize_observations: these observations are pictures, and have no numbers to normalise")
-    return seen, does
+    spec = AgentSpec(seen.inputs, action, settings.normalize_observations)
+    try:
+        make(**algorithm_of(settings, spec))
+    except AlgorithmUnusable as error:
+        raise ConfigError(f"{settings.algorithm} cannot act in {settings.env} ({env.action_space}): {error}") from error
+    return seen, spec
 
 
-def network_of(settings: GymTraining, seen: Seen, does: Does) -> dict[str, Any]:
-    """Return the arguments of `algorithms.networks.acting_network`, JSON-serializable."""
-    return {
-        "algorithm": settings.algorithm,
-        "numbers": seen.numbers,
-        "pictures": [list(shape) for shape in seen.pictures],
-        "normalise": settings.normalize_observations,
-        "discrete": does.discrete,
-        "actions": does.size,
-        "hidden": list(settings.hidden_for(seen)),
-        "inputs": [leaf.as_dict() for leaf in seen.inputs],
-    }
+def algorithm_of(settings: GymTraining, spec: AgentSpec) -> dict[str, Any]:
+    """Return the arguments of `algorithms.make`, as values of JSON and TOML."""
+    fields = settings.uses.Settings.model_fields
+    own = {name: value for name, value in settings.own.model_dump(mode="json").items() if value is not None}
+    if lost := [name for name in fields.keys() - own.keys() if fields[name].default is not None]:
+        raise ConfigError(f"{lost[0]} is none, which only a setting can be whose default is none")
+    if spec.pictures and not spec.numbers and "hidden" not in settings.model_fields_set:
+        own["hidden"] = list(settings.uses.hidden_after_pictures)
+    return {"algorithm": settings.algorithm, "settings": own, "spec": spec.as_dict()}
 
 
-def fields(settings: GymTraining, seen: Seen, does: Does) -> dict[str, Column]:
+def fields(algorithm: Algorithm, seen: Seen) -> dict[str, Column]:
     """Return the fields of the replay."""
-    stored = "bits" if seen.binary and settings.algorithm != ON_POLICY else None
+    action = algorithm.spec.action
+    stored = "bits" if seen.binary and not algorithm.on_policy else None
     found = {
         "observation": Column((seen.size,), seen.dtype, stored=stored),
-        "action": Column((), "int64") if does.discrete else Column((does.size,)),
+        "action": Column((), "int64") if action.discrete else Column((action.size,)),
         "reward": Column(),
         "terminated": Column((), "bool"),
+        **{name: Column(shape) for name, shape in algorithm.columns.items()},
     }
-    if settings.algorithm == ON_POLICY:
+    if algorithm.on_policy:
         found |= {
             "next_observation": Column((seen.size,), seen.dtype),
-            "log_prob": Column(),
-            "over": Column((), "bool"),
+            "ended": Column((), "bool"),
             "environment": Column((), "int64"),
-            "moment": Column((), "int64"),
+            "t": Column((), "int64"),
             "updates": Column((), "int64"),
         }
     return found
@@ -389,20 +291,20 @@ def plan(settings: GymTraining, served: ServedModels | None = None) -> Plan:
         ConfigError: the environment cannot be created, or the algorithm does not support it.
     """
     from jurybox.protocol.weights import WeightsLayout
-    from jurybox.training.algorithms.networks import acting_network
 
-    seen, does = spaces_of(settings)
-    network = network_of(settings, seen, does)
-    on_policy, pace = settings.algorithm == ON_POLICY, settings.pace
+    seen, spec = spaces_of(settings)
+    made_of = algorithm_of(settings, spec)
+    algorithm = make(**made_of)
+    on_policy, pace = algorithm.on_policy, settings.pace
     if on_policy and pace.collect < 2:
         raise ConfigError("n_steps=1 of one environment is no rollout: expected two steps or more")
-    options = {"settings": settings.model_dump(mode="json"), "network": network}
-    columns = fields(settings, seen, does)
+    options = {"settings": settings.model_dump(mode="json"), "algorithm": made_of}
+    columns = fields(algorithm, seen)
     capacity = 2 * pace.collect + settings.envs
     if not on_policy:
         row = sum(each.stored_bytes for each in columns.values())
         # A million rows with pictures would need more memory than most machines have. A size that is set is not capped.
-        capacity = settings.buffer_size or min(settings.of("buffer_size"), _MOST_BYTES // row)
+        capacity = settings.replayed.buffer_size or min(_ROWS, _MOST_BYTES // row)
     every = max(1000, settings.steps // 20) if settings.evaluate_every is None else settings.evaluate_every
     return Plan(
         roles=(
@@ -417,7 +319,7 @@ def plan(settings: GymTraining, served: ServedModels | None = None) -> Plan:
                 options,
                 samples=(ROWS,),
                 publishes=CHANNEL,
-                publish_every=1 if on_policy else settings.of("publish_interval"),
+                publish_every=1 if on_policy else settings.replayed.publish_interval,
             ),
             RoleSpec(
                 "evaluator",
@@ -430,7 +332,7 @@ def plan(settings: GymTraining, served: ServedModels | None = None) -> Plan:
             ),
         ),
         replays=(ReplaySpec(ROWS, capacity, columns, episodes=None if on_policy else Episodes()),),
-        channels=(ChannelSpec(CHANNEL, WeightsLayout.of(acting_network(**network).state_dict())),),
+        channels=(ChannelSpec(CHANNEL, WeightsLayout.of(algorithm.seeded(algorithm.network, 0).state_dict())),),
         pace=pace,
         budget=Budget(settings.steps, settings.seconds),
         timeouts=Timeouts(actor=_ACTOR_TIMEOUT, evaluator=_EVALUATOR_TIMEOUT),
@@ -441,34 +343,19 @@ def plan(settings: GymTraining, served: ServedModels | None = None) -> Plan:
         log_every=settings.log_every,
         best="return",
         server=None if served is None else served.feed({CHANNEL: MODEL}),
-        policy=description(settings, seen, does),
+        policy=description(settings, made_of),
     )
 
 
-# The output of each algorithm that an action without exploration is computed from, and how; of numbers, and of choices.
-_OF_NUMBERS_ACTS: Mapping[str, tuple[str, Choose]] = {
-    "ppo": ("mean", "clip"),
-    "sac": ("mean", "tanh"),
-    "td3": ("action", "box"),
-}
-_OF_CHOICES_ACTS: Mapping[str, tuple[str, Choose]] = {"ppo": ("logits", "best"), "dqn": ("values", "best")}
-
-
-def description(settings: GymTraining, seen: Seen, does: Does) -> dict[str, Any]:
+def description(settings: GymTraining, made_of: Mapping[str, Any]) -> dict[str, Any]:
     """Return the description of the policy for ``jurybox policy``."""
     from jurybox.training.policies import Acts, Description
 
-    output, choose = (_OF_CHOICES_ACTS if does.discrete else _OF_NUMBERS_ACTS)[settings.algorithm]
-    acts = Acts(
-        _FACTORY,
-        network_of(settings, seen, does),
-        f"weights-{CHANNEL}.state",
-        output,
-        choose,
-        low=[bound if math.isfinite(bound) else None for bound in does.low],
-        high=[bound if math.isfinite(bound) else None for bound in does.high],
-        first=does.first,
-    )
+    output, how = make(**made_of).chooses
+    action = AgentSpec.of(made_of["spec"]).action
+    low, high = ([each if math.isfinite(each) else None for each in bounds] for bounds in (action.low, action.high))
+    weights = f"weights-{CHANNEL}.state"
+    acts = Acts(factory_of(settings), made_of, weights, output, how, low=low, high=high, first=action.start)
     return Description(
         "gym",
         {CHANNEL: acts},
@@ -479,18 +366,16 @@ def description(settings: GymTraining, seen: Seen, does: Does) -> dict[str, Any]
     ).as_dict()
 
 
-_LOSSES: Mapping[str, tuple[str, ...]] = {
-    "ppo": ("policy_loss", "value_loss", "entropy", "approx_kl", "clip_fraction", "explained_variance", "stale"),
-    "dqn": ("loss", "epsilon"),
-    "td3": ("critic_loss", "actor_loss", "value"),
-    "sac": ("critic_loss", "actor_loss", "value", "ent_coef", "entropy"),
-}
+def factory_of(settings: GymTraining) -> str:
+    """Return the factory of the served policy."""
+    return _FACTORY if settings.algorithm in ALGORITHMS else _OWN_FACTORY
 
 
 def columns(settings: GymTraining) -> tuple[str, ...]:
     """Return the columns of metrics.csv."""
     audits = (f"audit_{name}" for name in settings.audit)
-    return (*OF_EVERY_RUN, *_LOSSES[settings.algorithm], "eval_return", "eval_return_std", "eval_length", *audits)
+    losses = (*settings.uses.metrics, *(("stale",) if settings.uses.on_policy else ()))
+    return (*OF_EVERY_RUN, *losses, "eval_return", "eval_return_std", "eval_length", *audits)
 
 
 def train(
@@ -514,7 +399,7 @@ def train(
     from jurybox.training.runtime.serving import served_models
 
     folder = folder.absolute()  # an environment may change the current folder
-    seen, does = spaces_of(settings)
+    _, spec = spaces_of(settings)
     with ExitStack() as resources:
         # A second thread slows down such small networks, and changes the order of sums and so their values.
         resources.enter_context(threadpool_limits(1))
@@ -527,8 +412,8 @@ def train(
                 )
             folder.mkdir(parents=True, exist_ok=True)
             model = {
-                "factory": _FACTORY,
-                "args": network_of(settings, seen, does),
+                "factory": factory_of(settings),
+                "args": algorithm_of(settings, spec),
                 "publish": "double_buffer",
                 "max_batch": settings.envs,
             }
@@ -579,8 +464,7 @@ def report(
         "Policy": settings.policy,
         "Seed": settings.seed,
     }
-    in_force = {**settings.as_dict(), **{name: settings.of(name) for name in DEFAULTS[settings.algorithm]}}
-    used = {name: value for name, value in in_force.items() if name not in settings.unused()}
+    used = {name: value for name, value in settings.as_dict().items() if name not in settings.unused()}
     sections.append(page.the_run(facts, used, command, outcome, packages=("torch", "numpy", "gymnasium")))
     return page.render("Jurybox gym report", f"Jurybox: {settings.algorithm} in {settings.env}", sections)
 
@@ -604,7 +488,7 @@ _NO_ENVIRONMENT = """\
 which environment? Give one, for example:
 
     jurybox train gym --env CartPole-v1                       one that Gymnasium knows, with ppo
-    jurybox train gym --env Pendulum-v1 --algorithm sac       ppo, dqn, td3 or sac
+    jurybox train gym --env Pendulum-v1 --algorithm sac       ppo, dqn, iqn, td3 or sac
     jurybox train gym --env ale_py:ALE/Pong-v5                of a module that registers it
     jurybox train gym --env my_module:MyEnv                   a class or function of yours, in this folder
 

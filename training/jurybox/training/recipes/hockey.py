@@ -10,7 +10,7 @@ from typing import Any, Unpack
 from threadpoolctl import threadpool_limits
 
 from jurybox.protocol.weights import WeightsLayout
-from jurybox.training.algorithms.td3 import TD3
+from jurybox.training.algorithms.td3 import TD3Learner
 from jurybox.training.cluster.endpoints import REGISTRY, Serves
 from jurybox.training.environments.hockey.original import make_game
 from jurybox.training.policies import Acts, Description
@@ -73,7 +73,7 @@ def plan(settings: HockeyTraining, folder: Path, served: ServedModels | None = N
     options: dict[str, Any] = {"settings": settings.model_dump(mode="json")}
     past = None if served is None else served.names[POOL_MODEL]
     folders = {POOL: str(folder.resolve() / "pool")} | ({REGISTRY: str(folder.resolve() / "engines")} if engine else {})
-    layout = WeightsLayout.of(TD3(*sizes, settings.learner).acting().state_dict())
+    layout = WeightsLayout.of(TD3Learner(*sizes, settings.learner).acting().state_dict())
     return Plan(
         roles=(
             *(

@@ -10,7 +10,7 @@ import torch
 
 from jurybox.protocol.weights.reader import WeightsReader
 from jurybox.training.algorithms.league import League
-from jurybox.training.algorithms.td3 import TD3
+from jurybox.training.algorithms.td3 import TD3Learner
 from jurybox.training.algorithms.td3_actor import NumpyActor
 from jurybox.training.environments.hockey.game import mirrors
 from jurybox.training.recipes.hockey_actor import name_of
@@ -56,7 +56,7 @@ class HockeyLearner(Learner):
         super().__init__(context)
         torch.set_num_threads(context.spec.threads)
         self._settings = s = HockeyTraining(**settings)
-        self.learner = TD3(*sizes, s.learner, device=s.device, seed=s.seed)
+        self.learner = TD3Learner(*sizes, s.learner, device=s.device, seed=s.seed)
         self.league = League(s.league)
         self._pool = Pool(context.folder(POOL), most=s.league.pool + LEAVING)
         self._left: list[str] = []  # the past selves that left the league last
@@ -98,7 +98,8 @@ class HockeyLearner(Learner):
             self._batch["action"][::2] *= action
         update = self.learner.update(self._on_device.tensors(), self._weights_on_device())
         if s.prioritized:
-            self._replay.update_priorities(self._batch.indices, update.errors.cpu().numpy())
+            assert update.priorities is not None
+            self._replay.update_priorities(self._batch.indices, update.priorities.cpu().numpy())
         if own % _REPORT_EVERY == _REPORT_EVERY - 1:
             self.context.metrics(**{name: float(value) for name, value in update.metrics.items()})
             self.context.metrics(**device_utilization(s.device))
@@ -157,7 +158,7 @@ class HockeyLearner(Learner):
         first = self.learner.normaliser.count == 0
         n = _FIRST_SAMPLE_ROWS if first else _SAMPLE_ROWS
         rows = self._replay.sample(n, uniform=True, anchor_ratio=self._anchor_ratio())
-        self.learner.normaliser.see(rows["observation"])
+        self.learner.normaliser.update(rows["observation"])
         self.learner.refresh_normaliser()
         s, episodes = self._settings, self.context.scoreboard.episodes
         if s.league.pool and self.context.own_steps and episodes - self._snapshot_at >= s.snapshot_every:

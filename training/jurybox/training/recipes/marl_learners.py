@@ -9,14 +9,17 @@ import numpy as np
 import torch
 
 from jurybox.protocol.weights.reader import WeightsReader
-from jurybox.training.algorithms.dqn import DQN, IQN, ValueLearner, ValueNetwork, ValueSettings, as_floats
-from jurybox.training.algorithms.ppo import PPO, PPOSettings, Rollout
+from jurybox.training.algorithms.base import Rollout
+from jurybox.training.algorithms.dqn import DQNLearner, ValueLearner, ValueSettings
+from jurybox.training.algorithms.iqn import IQNLearner
+from jurybox.training.algorithms.networks import ValueNetwork, as_floats
+from jurybox.training.algorithms.ppo import PPOLearner, PPOSettings
 from jurybox.training.algorithms.torch_states import as_tensors
 from jurybox.training.recipes.marl_policies import make_network
 from jurybox.training.replay import Windows
 from jurybox.training.runtime.role_context import Learner, RoleContext
 
-_LEARNERS: dict[str, type[ValueLearner]] = {"dqn": DQN, "iqn": IQN}
+_LEARNERS: dict[str, type[ValueLearner]] = {"dqn": DQNLearner, "iqn": IQNLearner}
 
 
 def _seed(context: RoleContext) -> int:
@@ -85,7 +88,7 @@ class ReplayLearner(Learner):
         return self.learner.network, {"epsilon": self.epsilon, "learner_steps": self.context.own_steps}
 
     def adopt(self, published: WeightsReader) -> None:
-        self.learner.adopt(published.read().state)
+        self.learner.load_published(published.read().state)
 
     def save(self) -> dict[str, Any]:
         return self.learner.state()
@@ -127,7 +130,7 @@ class OnPolicyLearner(Learner):
         self._group, self._least, self._max_stale = group, max(2, rollout // 2), max_stale
         inputs = int(np.prod(network["shape"]))
         ppo_settings = PPOSettings(**{**settings, "hidden": tuple(network["hidden"])})
-        self.learner = PPO(inputs, int(network["actions"]), ppo_settings, _seed(context), alive=context.alive)
+        self.learner = PPOLearner(inputs, int(network["actions"]), ppo_settings, _seed(context), alive=context.alive)
         self._scale = float(network["scale"])
         self._windows = Windows(next=("observation",), stack=network["shape"][0], stacked=("observation",))
         # A copy of the replay's rows in this process's memory, in order.

@@ -12,8 +12,7 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
-from jurybox.training.algorithms.dqn import QNetwork, QuantileNetwork, ValueNetwork, as_floats
-from jurybox.training.algorithms.ppo import ActorCritic
+from jurybox.training.algorithms.networks import ActorCritic, QNetwork, QuantileNetwork, ValueNetwork, as_floats
 from jurybox.training.algorithms.torch_states import TorchWeights
 from jurybox.training.runtime.plan import Kind
 from jurybox.training.runtime.role_context import RoleContext

@@ -15,13 +15,12 @@ from torch import Tensor, nn
 
 from jurybox.protocol import TensorSpec
 from jurybox.server.models import ServedModel
-from jurybox.training.algorithms.dqn import QNetwork, QuantileNetwork, as_floats
-from jurybox.training.algorithms.networks import acting_network, outputs_of
-from jurybox.training.algorithms.ppo import ActorCritic
-from jurybox.training.algorithms.td3 import Actor, Policy
+from jurybox.training.algorithms import served
+from jurybox.training.algorithms.base import AlgorithmUnusable
+from jurybox.training.algorithms.networks import Actor, ActorCritic, Policy, QNetwork, QuantileNetwork, as_floats
+from jurybox.training.algorithms.registry import ALGORITHMS
 from jurybox.training.algorithms.td3_actor import CLIP
 from jurybox.training.algorithms.torch_states import perceptron
-from jurybox.training.spaces import Leaf
 
 
 def _served(
@@ -44,19 +43,18 @@ def hockey_policy(observation: int, action: int, hidden: Sequence[int]) -> Serve
     return _served(policy, (observation,), {"action": (action,)})
 
 
-def gym_policy(**network: Any) -> ServedModel:
-    """The acting network of an algorithm, from the environment's own observation (its inputs: `spaces.Leaf`).
+def gym_policy(algorithm: str, settings: Mapping[str, Any], spec: Mapping[str, Any]) -> ServedModel:
+    """The policy of a built-in algorithm, see `algorithms.served.policy`; no other code is imported.
 
-    Outputs, all float32: dqn: values (actions,); td3: action (actions,) in [-1, 1]; sac: mean and log_std (actions,)
-    before the tanh; ppo: logits (actions,) or mean and log_std (actions,), and value.
+    Outputs, all float32: dqn, iqn: values (actions,); td3: action (actions,) in [-1, 1]; sac: mean and log_std
+    (actions,) before the tanh; ppo: logits (actions,) or mean and log_std (actions,), and value.
 
-    Args:
-        network: arguments of `acting_network`.
+    Raises:
+        AlgorithmUnusable: it is an algorithm of one's own: the factory of those is `algorithms.served:policy`.
     """
-    given = {leaf.name: TensorSpec(leaf.dtype, leaf.shape) for leaf in map(Leaf.of, network["inputs"])}
-    names = outputs_of(network["algorithm"], network["discrete"])
-    outputs = {name: TensorSpec("float32", () if name == "value" else (network["actions"],)) for name in names}
-    return ServedModel(acting_network(**network, raw=True), given, outputs)
+    if algorithm not in ALGORITHMS:
+        raise AlgorithmUnusable(f"{algorithm!r} is none of {', '.join(ALGORITHMS)}")
+    return served.policy(algorithm, settings, spec)
 
 
 class _Named(ActorCritic):
@@ -89,11 +87,6 @@ def masked_policy(observation: int, actions: int, hidden: Sequence[int]) -> Serv
     return _served(_Masked(observation, actions, hidden), (observation + actions,), {"logits": (actions,)})
 
 
-class _Quantiles(QuantileNetwork):
-    def forward(self, seen: Tensor, taus: Tensor | None = None) -> Tensor:
-        return super().forward(seen, self.spread if taus is None else taus).mean(1)
-
-
 class _Logits(ActorCritic):
     def __init__(self, inputs: int, actions: int, hidden: Sequence[int], scale: float) -> None:
         super().__init__(inputs, actions, hidden)
@@ -113,7 +106,7 @@ def choosing_policy(
     inputs, widths = math.prod(shape), tuple(hidden)
     networks: dict[str, Callable[[], nn.Module]] = {
         "dqn": lambda: QNetwork(inputs, actions, widths, scale),
-        "iqn": lambda: _Quantiles(inputs, actions, widths, scale),
+        "iqn": lambda: QuantileNetwork(inputs, actions, widths, scale),
         "ppo": lambda: _Logits(inputs, actions, widths, scale),
     }
     return _served(networks[algorithm](), shape, {"logits" if algorithm == "ppo" else "values": (actions,)}, dtype)

@@ -68,17 +68,46 @@ class Setting:
         return text
 
 
-def settings_of(settings: type[Settings]) -> list[Setting]:
-    """Return all settings of a training, in the order of the class; those of a part follow one another."""
+def settings_of(settings: type[Settings], values: Mapping[str, Any] | None = None) -> list[Setting]:
+    """Return all settings of a training, in the order of the class; those of a part follow one another.
+
+    Args:
+        values: values of settings by which variants are chosen, such as the algorithm; the others are those of all.
+    """
     theirs = {ours: name for name, ours in SB3.items()} | {name: name for name in _SAME_IN_SB3}
-    return [
-        dataclasses.replace(
-            one,
-            theirs=theirs.get(one.name, ""),
-            default=(settings.shown_default(one.name) if "." not in one.name else "") or one.default,
-        )
-        for one in _walked(settings, "", None)
+    variants = settings.variants(values or {})
+    of_all = settings.model_fields
+    found: dict[str, dict[str, Setting]] = {}  # by name and variant
+    for variant, of_class in variants.items():
+        for one in _walked(of_class, "", None):
+            found.setdefault(one.name, {})[variant] = dataclasses.replace(one, theirs=theirs.get(one.name, ""))
+    rows = [
+        next(iter(each.values())) if name.partition(".")[0] in of_all or len(variants) == 1 else _together(each)
+        for name, each in found.items()
     ]
+    return sorted(rows, key=lambda one: one.name.partition(".")[0] not in of_all)  # sorting keeps the order
+
+
+def _together(variants: Mapping[str, Setting]) -> Setting:
+    """Return the setting of that name in several variants: what differs, with the names of the variants."""
+    first = next(iter(variants.values()))
+
+    def told(part: str, always: bool, between: str) -> str:
+        said: dict[str, list[str]] = {}
+        for variant, one in variants.items():
+            said.setdefault(getattr(one, part), []).append(variant)
+        if len(said) == 1 and not always:
+            return str(getattr(first, part))
+        return between.join(f"{text.removesuffix('.')} ({' '.join(names)})" for text, names in said.items())
+
+    meaning = told("meaning", False, ". ")
+    return dataclasses.replace(
+        first,
+        kind="|".join(dict.fromkeys(kind for one in variants.values() for kind in one.kind.split("|"))),
+        default=told("default", True, ", "),
+        meaning=meaning if meaning.endswith(".") else f"{meaning}.",
+        literal=all(one.literal for one in variants.values()),
+    )
 
 
 def _walked(of: Any, prefix: str, values: Any) -> Iterator[Setting]:

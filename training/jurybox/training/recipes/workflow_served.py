@@ -15,7 +15,7 @@ import torch
 from jurybox.client import Model, Publisher, Timeout, connect
 from jurybox.client.remote.weights import RemotePublisher
 from jurybox.training import interrupts
-from jurybox.training.algorithms.ppo import PPO
+from jurybox.training.algorithms.ppo import PPOLearner
 from jurybox.training.environments.cage.tables import N_ACTIONS
 from jurybox.training.runtime.plan import RunError
 from jurybox.training.runtime.serving import served_models
@@ -52,7 +52,7 @@ class ServedPolicy:
     """
 
     def __init__(
-        self, learner: PPO, model: Model, publisher: Publisher | RemotePublisher, adopted: float = _ADOPTED
+        self, learner: PPOLearner, model: Model, publisher: Publisher | RemotePublisher, adopted: float = _ADOPTED
     ) -> None:
         self._learner, self._model, self._publisher = learner, model, publisher
         self._timeout = adopted
@@ -92,7 +92,7 @@ class ServedPolicy:
 
 
 @contextmanager
-def served_policy(settings: WorkflowTraining, log: Path) -> Iterator[Callable[[PPO], Any] | None]:
+def served_policy(settings: WorkflowTraining, log: Path) -> Iterator[Callable[[PPOLearner], Any] | None]:
     """Provide a function that creates a learner's served policy; None if the policy is local.
 
     Use it in a ``with`` statement; the policy is served until the end of the block.

@@ -74,9 +74,18 @@ class Settings(BaseModel):
         }
 
     @classmethod
-    def shown_default(cls, name: str) -> str:
-        """Return how the default of a setting is shown if it depends on another setting; empty: as it is."""
-        return ""
+    def variant(cls, values: Mapping[str, Any]) -> type[Self]:
+        """Return the class of settings of these values: which there are may depend on one of them.
+
+        Raises:
+            ConfigError: there is no such variant; the message says which there are.
+        """
+        return cls
+
+    @classmethod
+    def variants(cls, values: Mapping[str, Any]) -> Mapping[str, type[Self]]:
+        """Return the variants that are shown together, and whose settings are flags, by what they are called."""
+        return {"": cls}
 
     @classmethod
     def unknown(cls, name: str, table: Sequence[str] = ()) -> str:
@@ -133,14 +142,15 @@ class Settings(BaseModel):
         Raises:
             ConfigError: one is unknown or out of its bounds; the message names it.
         """
+        found = cls.variant(values)
         try:
-            return cls(**values)
+            return found(**values)
         except ValidationError as error:
             problems = []
             for each in error.errors():
                 key, message = tuple(map(str, each["loc"])), each["msg"].removeprefix("Value error, ")
                 if each["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
-                    message = cls.unknown(key[-1], key[:-1])
+                    message = found.unknown(key[-1], key[:-1])
                 problems.append(f"{place(key)}{': '.join(filter(None, ('.'.join(key), message)))}")
             raise ConfigError(f"settings of the {cls.title} training: {'; '.join(problems)}") from error
 

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 from gymnasium.vector import VectorEnv
 
-from jurybox.training.algorithms.ppo import Rollout
+from jurybox.training.algorithms.base import Rollout
 from jurybox.training.contract import check_finite
 from jurybox.training.environments.cage import tables as t
 from jurybox.training.search.settings import ENCODED, N_TYPES

@@ -15,7 +15,8 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from jurybox.training.algorithms.ppo import PPO, Rollout
+from jurybox.training.algorithms.base import Rollout
+from jurybox.training.algorithms.ppo import PPOLearner
 from jurybox.training.algorithms.torch_states import as_tensors
 from jurybox.training.contract import check_losses
 from jurybox.training.environments.cage.tables import N_ACTIONS
@@ -403,10 +404,10 @@ class WorkflowTrainer:
             found.append(OrderEvaluation(kind, self.evaluate(orders, episodes), anyway.obedience))
         return found
 
-    def _new_learner(self) -> tuple[PPO, MaskedPolicy]:
+    def _new_learner(self) -> tuple[PPOLearner, MaskedPolicy]:
         # Without inheritance each workflow gets a network of its own, from a seed of its own.
         seed = np.random.SeedSequence((self.settings.seed, len(self.tried))).generate_state(1)[0]
-        learner = PPO(INPUTS, N_ACTIONS, self.settings.ppo, int(seed))
+        learner = PPOLearner(INPUTS, N_ACTIONS, self.settings.ppo, int(seed))
         return learner, self._make_policy(learner)
 
 

@@ -1,0 +1,362 @@
+"""`Algorithm`: what a learning algorithm is, and all that a training asks of it.
+
+What acts does not need torch: `torch` here, and the modules beside it, are imported where they are used first. A file
+of your own may import torch at its top.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from jurybox.training.spaces import AgentSpec
+
+if TYPE_CHECKING:
+    import torch as torch  # noqa: PLC0414 (for others)
+
+    from jurybox.training.algorithms import networks as networks  # noqa: PLC0414
+    from jurybox.training.algorithms import torch_states as torch_states  # noqa: PLC0414
+else:
+
+    class _AtFirstUse:
+        """A module that is imported when the first name of it is asked for."""
+
+        def __init__(self, name: str) -> None:
+            self._name = name
+
+        def __getattr__(self, name: str) -> Any:
+            found = self.__dict__[name] = getattr(import_module(self._name), name)
+            return found
+
+    torch = _AtFirstUse("torch")
+    networks = _AtFirstUse("jurybox.training.algorithms.networks")
+    torch_states = _AtFirstUse("jurybox.training.algorithms.torch_states")
+
+__all__ = [
+    "Algorithm", "AlgorithmSettings", "AlgorithmUnusable", "LearnerAlgorithm", "OffPolicySettings", "OnPolicySettings",
+    "Progress", "Rollout", "Update",
+]  # fmt: skip
+
+Array = npt.NDArray[Any]
+Arrays = Mapping[str, Array]
+Floats = npt.NDArray[np.float32]
+Batch = Mapping[str, "torch.Tensor"]
+Choose = Literal["best", "box", "tanh", "clip"]
+
+
+class AlgorithmUnusable(ValueError):
+    """There is no such algorithm, or it cannot choose such actions; the message says what is expected."""
+
+
+class Progress(NamedTuple):
+    """How far a training is: env steps of all environments that were made, and that will have been at the end."""
+
+    env_steps: int
+    total: int
+
+    @property
+    def remaining(self) -> float:
+        """From 1 at the start to 0 at the end, for schedules."""
+        return max(0.0, 1.0 - self.env_steps / max(self.total, 1))
+
+
+class Update(NamedTuple):
+    """The result of an update; tensors stay on the device until they are read.
+
+    Attributes:
+        metrics: numbers by name.
+        priorities: (n,) mean absolute errors, the priorities of a batch's rows; None: it has none.
+    """
+
+    metrics: Mapping[str, torch.Tensor | float]
+    priorities: torch.Tensor | None = None
+
+
+@dataclass(slots=True)
+class Rollout:
+    """`t` steps of `n` environments.
+
+    Attributes:
+        observations: (t, n, inputs), float32 unless the network takes other rows.
+        actions: int64 (t, n), or float32 (t, n, actions) where they are numbers.
+        log_probs, values, rewards: float32 (t, n).
+        terminated, over: bool (t, n); `over` marks the last step of an episode, however it ended.
+        final_values: float32 (t, n), the value of what followed where `over` and not terminated; anything elsewhere.
+        last_values: float32 (n,), of what follows the last step.
+        masks: bool (t, n, actions), or None.
+        valid: bool (t, n), the steps to learn from; None: all. What is left out is `over`, and so is what precedes it.
+    """
+
+    observations: npt.NDArray[Any]
+    actions: npt.NDArray[Any]
+    log_probs: Floats
+    values: Floats
+    rewards: Floats
+    terminated: npt.NDArray[np.bool_]
+    over: npt.NDArray[np.bool_]
+    final_values: Floats
+    last_values: Floats
+    masks: npt.NDArray[np.bool_] | None = None
+    valid: npt.NDArray[np.bool_] | None = None
+
+    def part(self, first: int, end: int, last_values: Floats) -> Rollout:
+        """Steps `first` to `end`, which is not part of it; `last_values` of what follows them. Shares the memory."""
+        steps = {
+            each.name: value[first:end]
+            for each in dataclasses.fields(self)
+            if each.name != "last_values" and (value := getattr(self, each.name)) is not None
+        }
+        return Rollout(**steps, last_values=last_values)
+
+
+class AlgorithmSettings(BaseModel):
+    """Settings of every algorithm. Each field of a subclass is a setting of the training and a flag of its command."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    gamma: float = Field(0.99, ge=0, le=1, description="Discount factor.")
+    learning_rate: float = Field(3e-4, gt=0, description="Learning rate of Adam.")
+    batch_size: int = Field(256, ge=2, description="Transitions in one optimiser step.")
+    hidden: tuple[int, ...] = Field((64, 64), description="Sizes of the hidden layers of every network.")
+
+    @field_validator("hidden")
+    @classmethod
+    def _has_units(cls, hidden: tuple[int, ...]) -> tuple[int, ...]:
+        if min(hidden, default=1) < 1:
+            raise ValueError(f"hidden={hidden}: expected layers of one unit or more")
+        return hidden
+
+
+class OnPolicySettings(AlgorithmSettings):
+    """Settings of algorithms that learn from the newest policy's steps alone."""
+
+    n_steps: int = Field(2048, ge=1, description="Steps per environment between two updates.")
+    batch_size: int = Field(64, ge=2, description="Transitions in one optimiser step.")
+
+
+class OffPolicySettings(AlgorithmSettings):
+    """Settings of algorithms that learn from a replay."""
+
+    n_steps: int = Field(1, ge=1, description="Steps of the n-step return.")
+    buffer_size: int | None = Field(
+        None, ge=1, description="Capacity of the replay, in transitions; none: a million, or what fits in 2 GiB."
+    )
+    learning_starts: int = Field(100, ge=1, description="Env steps with random actions and without learning.")
+    train_freq: int = Field(1, ge=1, description="Steps per environment between two rounds of learning.")
+    gradient_steps: int = Field(1, ge=-1, description="Learner steps per round; -1: as many as env steps.")
+    publish_interval: int = Field(1, ge=1, description="Learner steps between two publications.")
+    max_ahead: int = Field(100, ge=0, description="Env steps by which workers may be ahead of the learner.")
+
+    @model_validator(mode="after")
+    def _learns(self) -> OffPolicySettings:
+        if self.gradient_steps == 0:
+            raise ValueError("gradient_steps=0: nothing would be learned; expected 1 or more, or -1")
+        return self
+
+    def unsampled(self, envs: int) -> int:
+        """The most rows that a replay can hold of which none can be sampled.
+
+        The newest n_steps transitions of each environment have no successors yet, and the row before them may be the
+        last observation of an episode, which is no transition.
+        """
+        return (self.n_steps + 1) * envs
+
+    def round(self, envs: int) -> tuple[int, int]:
+        """Env steps of all environments between two rounds of learning, and learner steps of a round."""
+        collect = self.train_freq * envs
+        return collect, collect if self.gradient_steps == -1 else self.gradient_steps
+
+
+class Algorithm(ABC):
+    """One learning algorithm: its settings, its network, how it acts, its update.
+
+    The training makes one for each process. A worker and a server use `network`, `outputs`, `explore` and `greedy`; a
+    learner calls `setup` once and then `update`. A complete one is in docs/your_algorithm.md.
+
+    Args:
+        settings: of the class `Settings`.
+        spec: what is observed, and which actions there are.
+
+    Class attributes:
+        Settings: a subclass of `OffPolicySettings` or `OnPolicySettings`, with names, defaults and descriptions.
+        on_policy: whether it learns from a `Rollout` of the newest policy; else from batches of a replay.
+        metrics: names of the metrics that `update` and `exploration` return.
+        hidden_after_pictures: `hidden`, if it is not set, where pictures are all that is observed.
+
+    Attributes:
+        acting: the network that is published; `setup` sets it.
+        envs: number of environments, over all workers.
+        alive: call it several times a minute in a long update: a learner that gives no sign of life is restarted.
+        restored: whether `load_state_dict` was called.
+
+    Raises:
+        AlgorithmUnusable: it cannot choose such actions.
+    """
+
+    Settings: ClassVar[type[AlgorithmSettings]] = OffPolicySettings
+    on_policy: ClassVar[bool] = False
+    metrics: ClassVar[tuple[str, ...]] = ()
+    hidden_after_pictures: ClassVar[tuple[int, ...]] = ()
+    acting: torch.nn.Module
+
+    def __init__(self, settings: Any, spec: AgentSpec) -> None:
+        self.settings, self.spec = settings, spec
+        self.envs = 1
+        self.alive: Callable[[], None] = lambda: None
+        self.restored = False
+        self.check()
+
+    # ---- what acts
+
+    def check(self) -> None:  # noqa: B027 (most can do all)
+        """Raise AlgorithmUnusable if it cannot choose actions as those of `spec`."""
+
+    @property
+    @abstractmethod
+    def outputs(self) -> Mapping[str, tuple[int, ...]]:
+        """The network's outputs by name, in its order, and their shapes for one observation; float32."""
+
+    @property
+    @abstractmethod
+    def chooses(self) -> tuple[str, Choose]:
+        """The output that an action without exploration is computed from, and how.
+
+        "best": the number of its largest element; "box": its numbers in [-1, 1], which are scaled to the bounds of the
+        environment's actions; "tanh": the same of its hyperbolic tangent; "clip": its numbers in the environment's
+        unit, cut off at the bounds.
+        """
+
+    @abstractmethod
+    def network(self) -> torch.nn.Module:
+        """Create the network that acts. It begins with `encoder`, and returns the outputs, a tuple of them if several.
+
+        The names and shapes of its ``state_dict()`` must always be the same; its weights are drawn by torch's own
+        generator, which `seeded` seeds.
+        """
+
+    @abstractmethod
+    def explore(self, outputs: Arrays, rng: np.random.Generator, progress: Progress) -> tuple[Array, Arrays]:
+        """Choose actions for training, in NumPy.
+
+        Args:
+            outputs: of the network, (n, ...) by name.
+
+        Returns:
+            Actions, (n,) numbers of them, or (n, size) float32; and the `columns` of these steps, (n, ...).
+        """
+
+    def greedy(self, outputs: Arrays) -> Array:
+        """Choose actions without exploration, as `chooses` says."""
+        name, how = self.chooses
+        if how == "best":
+            best: Array = outputs[name].argmax(1)
+            return best
+        return np.tanh(outputs[name]) if how == "tanh" else outputs[name]
+
+    def exploration(self, progress: Progress) -> Mapping[str, float]:
+        """Metrics of the exploration now, such as epsilon."""
+        return {}
+
+    @property
+    def columns(self) -> Mapping[str, tuple[int, ...]]:
+        """Columns of a step beyond observation, action, reward and terminated: float32, their shapes by name."""
+        return {}
+
+    # ---- what learns, with torch
+
+    @abstractmethod
+    def setup(self, seed: int, device: str) -> None:
+        """Create all that learns, in attributes. Modules, optimisers and generators among them are in checkpoints.
+
+        Args:
+            seed: of generators of its own; torch's own is seeded with it, too, while this runs.
+            device: where it computes.
+        """
+
+    @abstractmethod
+    def update(self, batch: Any, progress: Progress) -> Update:
+        """Make one update.
+
+        Args:
+            batch: a `Batch`, or a `Rollout` if it is `on_policy`. A batch has, on the device: "observation" and
+                "next_observation", rows as `encoder` takes them; "action", int64 (n,) or float32 (n, size) in [-1, 1];
+                "reward" (n,), sums of n steps; "discount" (n,), the factor of what follows, 0 after a termination.
+        """
+
+    def values(self, observation: Array) -> Floats:
+        """Of `on_policy` ones: values (n,) of rows (n, ...)."""
+        raise NotImplementedError(f"{type(self).__name__} is on_policy and has no method `values`, which those need")
+
+    def parts(self) -> Mapping[str, torch_states.Part]:
+        """The modules, optimisers and generators that are learned with, by name: those in attributes."""
+        kinds = (torch.nn.Module, torch.optim.Optimizer, torch.Generator)
+        return {name: part for name, part in vars(self).items() if isinstance(part, kinds)}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that `load_state_dict` needs, for checkpoints: the state of `parts`."""
+        return torch_states.states_of(self.parts())
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` returned; its arrays may be NumPy's."""
+        torch_states.restore_states(self.parts(), state)
+
+    def load_published(self, weights: Mapping[str, torch.Tensor], updates: int) -> None:
+        """Go on from the last published weights, after a predecessor was killed that had made so many updates."""
+        self.acting.load_state_dict(weights)
+
+    # ---- tools
+
+    def encoder(self, *, orthogonal: bool = False) -> networks.Features:
+        """Create the first layer of a network: observations to float32 (n, `size`); see `networks.Features`."""
+        spec = self.spec
+        return networks.Features(
+            spec.numbers, spec.pictures, normalise=spec.normalize, orthogonal=orthogonal, inputs=spec.inputs
+        )
+
+    def check_bounded(self) -> None:
+        """Raise AlgorithmUnusable unless actions are numbers with finite bounds."""
+        if self.spec.action.discrete:
+            raise AlgorithmUnusable("it gives numbers as actions, and these are one of some: take ppo or dqn")
+        if not self.spec.action.bounded:
+            raise AlgorithmUnusable(
+                "it scales its actions to their bounds, and these have none: bound them in a wrapper "
+                "(gymnasium.wrappers.RescaleAction), or take ppo"
+            )
+
+    def critic(self) -> networks.SeeingCritic:
+        """Create two critics of observations and actions (n, size), of the hidden layers that are set."""
+        return networks.SeeingCritic(self.encoder(), self.spec.action.size, self.settings.hidden)
+
+    def seeded(self, make: Callable[[], torch.nn.Module], seed: int) -> Any:
+        """Create a network with the weights of that seed; torch's own generator stays as it is."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            return make()
+
+
+class LearnerAlgorithm(Algorithm):
+    """One whose update is that of an object of its own, `learner`, with `parts`, `state` and `restore`."""
+
+    learner: Any
+
+    def parts(self) -> Mapping[str, torch_states.Part]:
+        """Those of the learner."""
+        found: Mapping[str, torch_states.Part] = self.learner.parts
+        return found
+
+    def state_dict(self) -> dict[str, Any]:
+        """That of the learner."""
+        found: dict[str, Any] = self.learner.state()
+        return found
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the learner."""
+        self.learner.restore(state)
