@@ -10,13 +10,13 @@ from dataclasses import asdict, replace
 import numpy as np
 import pytest
 import torch
+from benchmarks import photo_ranking
 from safetensors.torch import save_file
 
 from jurybox.server.jurors import jury, ranked
 from jurybox.server.jurors.ranking import statistics
 from jurybox.training.environments.photo import PhotoEdit, PhotoLibrary
 from jurybox.training.environments.photo.edits import TOOLS, Degradation, Edits, apply, degrade, draw
-from jurybox.training.recipes import photo_ranking
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,7 @@
 """A juror trained from rankings, and the jury, which combines it with the panel's criteria.
 
 ``docs/photo.md`` describes how it was trained, on which photographs, and how often it ranks held-out ones correctly.
-``python -m jurybox.training.recipes.photo_ranking train`` created the weights next to this file.
+``python -m benchmarks.photo_ranking train``, in the repository, created the weights next to this file.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Train and evaluate the ranked juror: `python -m jurybox.training.recipes.photo_ranking train --photos DIR`.
+"""Train and evaluate the ranked juror: `python -m benchmarks.photo_ranking train --photos DIR`.
 
 No picture is labelled by hand. The juror learns from orders of pictures that are known by construction: a photograph
 ranks above its damaged copy, less damage of a kind above more, and an edit that a photograph does not need counts as
