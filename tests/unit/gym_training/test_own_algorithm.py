@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 
 from jurybox.server.inproc import InprocServer
 from jurybox.training import policies
+from jurybox.training.algorithms.base import AlgorithmUnusable
 from jurybox.training.cli import train as train_command
 from jurybox.training.recipes.gym import GymTraining, train
 from jurybox.training.run_folder import read_metrics
@@ -43,6 +44,44 @@ class Half(Algorithm):
 class Steps(DQN):
     class Settings(DQN.Settings):
         steps: int = 3
+
+
+class Wide(DQN):
+    outputs = property(lambda self: {"values": (7,)})
+
+
+class Two(DQN):
+    outputs = property(lambda self: {"values": (2,), "more": (2,)})
+
+
+class Far(DQN):
+    def explore(self, outputs, rng, progress):
+        return outputs["values"].argmax(1) + 2, {}
+
+
+class Floating(DQN):
+    def explore(self, outputs, rng, progress):
+        return outputs["values"][:, 0], {}
+
+
+class More(DQN):
+    def explore(self, outputs, rng, progress):
+        return outputs["values"].argmax(1), {"surprise": outputs["values"][:, 0]}
+
+
+class Elsewhere(DQN):
+    chooses = property(lambda self: ("logits", "best"))
+
+
+class Unpublished(DQN):
+    def setup(self, seed, device):
+        super().setup(seed, device)
+        del self.acting
+
+
+class Tells(DQN):
+    def update(self, batch, progress):
+        return {"loss": 1.0}
 
 
 class Rollouts(DQN):
@@ -114,6 +153,15 @@ def test_its_settings_are_flags_with_defaults_and_meanings() -> None:
             {"algorithm": "other_q:Rollouts"},
             "no subclass of OffPolicySettings, which an algorithm with on_policy",
         ),
+        ({"algorithm": "other_q:Wide"}, "'values' of the network is float32 of shape .2, 2. .*floats of shape .2, 7."),
+        ({"algorithm": "other_q:Two"}, "returns 1 tensors, and `outputs` names values, more"),
+        ({"algorithm": "other_q:Far"}, "Far.explore chooses is .2, 2., expected 0 to 1"),
+        (
+            {"algorithm": "other_q:Floating"},
+            "explore chooses is float32 .*, expected whole numbers of shape .2,.",
+        ),
+        ({"algorithm": "other_q:More"}, r"returns the columns \['surprise'\], and `columns` names \[\]"),
+        ({"algorithm": "other_q:Elsewhere"}, "names 'logits', expected one of"),
         ({"algorithm": "soft_q:SoftQ", "clip_range": 0.1}, "clip_range: soft_q:SoftQ does not use it"),
         ({"algorithm": "soft_q:SoftQ", "temprature": 0.1}, "did you mean 'temperature'"),
         ({"algorithm": "soft_q:SoftQ", "env": "Pendulum-v1"}, "cannot act in Pendulum-v1 .*: take sac"),
@@ -125,8 +173,16 @@ def test_what_is_wrong_with_one_is_said_before_the_start(folder, changes, told) 
     assert not (folder / "run").exists()
 
 
+@pytest.mark.parametrize(
+    ("algorithm", "told"),
+    [("Unpublished", "setup has not set `acting`"), ("Tells", "update returned a dict, expected base.Update")],
+)
+def test_what_is_wrong_with_its_learning_is_said_at_its_first_update(folder, algorithm, told) -> None:
+    with pytest.raises(AlgorithmUnusable, match=told):
+        train(GymTraining.checked({**SMALL, "algorithm": f"other_q:{algorithm}"}), folder / "run", serial=True)
+
+
 def test_a_server_that_allows_our_factories_to_anyone_imports_no_module_of_theirs() -> None:
-    from jurybox.training.algorithms.base import AlgorithmUnusable
     from jurybox.training.recipes import served_networks
 
     with pytest.raises(AlgorithmUnusable, match="'soft_q:SoftQ' is none of ppo, dqn, iqn, td3, sac"):

@@ -6,14 +6,19 @@ Outside this package it is the file alone, which is named "module:Class".
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from jurybox.protocol.errors import missing_name
-from jurybox.training.algorithms.base import Algorithm, AlgorithmUnusable
+from jurybox.training.algorithms.base import Algorithm, AlgorithmUnusable, Array, Progress, torch
 from jurybox.training.foreign import imported
 from jurybox.training.spaces import AgentSpec
 
-__all__ = ["ALGORITHMS", "algorithm_named", "make"]
+if TYPE_CHECKING:
+    from torch import nn
+
+__all__ = ["ALGORITHMS", "algorithm_named", "make", "tried"]
 
 ALGORITHMS: Mapping[str, str] = {
     "ppo": "jurybox.training.algorithms.ppo:PPO",
@@ -65,3 +70,53 @@ def make(algorithm: str, settings: Mapping[str, Any], spec: Mapping[str, Any]) -
     """
     of = algorithm_named(algorithm)
     return of(of.Settings(**settings), AgentSpec.of(spec))
+
+
+def tried(algorithm: Algorithm, rows: Array) -> nn.Module:
+    """Create the network that acts, and choose actions by its outputs once, with exploration and without.
+
+    Args:
+        rows: two or more observations, as a replay holds them.
+
+    Raises:
+        AlgorithmUnusable: outputs, actions or columns are others than the algorithm says and its actions need.
+    """
+    name, n, action = type(algorithm).__name__, len(rows), algorithm.spec.action
+    network: nn.Module = algorithm.seeded(algorithm.network, 0)
+    with torch.inference_mode():
+        found = network(torch.from_numpy(rows))
+    tensors = found if isinstance(found, tuple) else (found,)
+    if len(tensors) != len(algorithm.outputs):
+        raise AlgorithmUnusable(
+            f"the network of {name} returns {len(tensors)} tensors, and `outputs` names {', '.join(algorithm.outputs)}"
+        )
+    outputs = {}
+    for (output, shape), tensor in zip(algorithm.outputs.items(), tensors, strict=True):
+        outputs[output] = _expect(f"the output {output!r} of the network", tensor.numpy(), (n, *shape), "f")
+    if algorithm.chooses[0] not in outputs:
+        raise AlgorithmUnusable(f"`chooses` of {name} names {algorithm.chooses[0]!r}, expected one of {list(outputs)}")
+    chosen, columns = algorithm.explore(outputs, np.random.default_rng(0), Progress(0, 1))
+    for method, actions in (("explore", chosen), ("greedy", algorithm.greedy(outputs))):
+        what = f"what {name}.{method} chooses"
+        if not action.discrete:
+            _expect(what, actions, (n, action.size), "f")
+        elif not 0 <= _expect(what, actions, (n,), "iu").min() <= np.max(actions) < action.size:
+            raise AlgorithmUnusable(f"{what} is {np.ravel(actions).tolist()}, expected 0 to {action.size - 1}")
+    if columns.keys() != algorithm.columns.keys():
+        raise AlgorithmUnusable(
+            f"{name}.explore returns the columns {list(columns)}, and `columns` names {list(algorithm.columns)}"
+        )
+    for column, shape in algorithm.columns.items():
+        _expect(f"the column {column!r} of {name}.explore", columns[column], (n, *shape), "f")
+    return network
+
+
+def _expect(what: str, found: Any, shape: tuple[int, ...], kinds: str) -> Array:
+    array = np.asarray(found)
+    if array.shape != shape or array.dtype.kind not in kinds:
+        wanted = "floats" if kinds == "f" else "whole numbers"
+        raise AlgorithmUnusable(
+            f"{what} is {array.dtype} of shape {array.shape} for {shape[0]} observations, expected {wanted} of shape "
+            f"{shape}"
+        )
+    return array

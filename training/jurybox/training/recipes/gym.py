@@ -13,6 +13,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self, Unpack
 
+import numpy as np
 from pydantic import Field, PrivateAttr, ValidationError, create_model, model_validator
 
 from jurybox.training.algorithms.base import (
@@ -22,7 +23,7 @@ from jurybox.training.algorithms.base import (
     OffPolicySettings,
     OnPolicySettings,
 )
-from jurybox.training.algorithms.registry import ALGORITHMS, algorithm_named, make
+from jurybox.training.algorithms.registry import ALGORITHMS, algorithm_named, make, tried
 from jurybox.training.environments.gymnasium_env import (
     Actions,
     EnvironmentUnusable,
@@ -299,6 +300,10 @@ def plan(settings: GymTraining, served: ServedModels | None = None) -> Plan:
     if on_policy and pace.collect < 2:
         raise ConfigError("n_steps=1 of one environment is no rollout: expected two steps or more")
     options = {"settings": settings.model_dump(mode="json"), "algorithm": made_of}
+    try:
+        acting = tried(algorithm, np.zeros((2, seen.size), seen.dtype))
+    except AlgorithmUnusable as error:
+        raise ConfigError(f"{settings.algorithm} is inconsistent: {error}") from error
     columns = fields(algorithm, seen)
     capacity = 2 * pace.collect + settings.envs
     if not on_policy:
@@ -332,7 +337,7 @@ def plan(settings: GymTraining, served: ServedModels | None = None) -> Plan:
             ),
         ),
         replays=(ReplaySpec(ROWS, capacity, columns, episodes=None if on_policy else Episodes()),),
-        channels=(ChannelSpec(CHANNEL, WeightsLayout.of(algorithm.seeded(algorithm.network, 0).state_dict())),),
+        channels=(ChannelSpec(CHANNEL, WeightsLayout.of(acting.state_dict())),),
         pace=pace,
         budget=Budget(settings.steps, settings.seconds),
         timeouts=Timeouts(actor=_ACTOR_TIMEOUT, evaluator=_EVALUATOR_TIMEOUT),

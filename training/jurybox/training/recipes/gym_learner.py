@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from jurybox.protocol.weights.reader import WeightsReader
-from jurybox.training.algorithms.base import Floats, Progress, Rollout
+from jurybox.training.algorithms.base import AlgorithmUnusable, Floats, Progress, Rollout, Update
 from jurybox.training.algorithms.networks import features_of
 from jurybox.training.algorithms.registry import make
 from jurybox.training.algorithms.statistics import Normaliser
@@ -52,6 +52,8 @@ class _Publishing(Learner):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.seed)
             made.setup(self.seed, s.device)
+        if not isinstance(getattr(made, "acting", None), nn.Module):
+            raise AlgorithmUnusable(f"{s.algorithm}.setup has not set `acting`, the network that is published")
         self._features = features_of(*(part for part in made.parts().values() if isinstance(part, nn.Module)))
         self._normaliser = Normaliser(made.spec.numbers) if made.spec.normalize else None
         torch.set_flush_denormal(True)
@@ -60,6 +62,15 @@ class _Publishing(Learner):
     def progress(self) -> Progress:
         """How far the training is: the env steps at which this update is due."""
         return Progress(self.context.plan.pace.env_steps(self.updates, 0), self.settings.steps)
+
+    def learn(self, batch: Any) -> dict[str, float | torch.Tensor]:
+        """Make one update, and return its metrics."""
+        found: Any = self.algorithm.update(batch, self.progress)  # an algorithm may be anyone's
+        if not isinstance(found, Update):
+            what = f"{self.settings.algorithm}.update returned a {type(found).__name__}"
+            raise AlgorithmUnusable(f"{what}, expected base.Update(metrics)")
+        self.updates += 1
+        return dict(found.metrics)
 
     def publication(self) -> tuple[Any, dict[str, Any] | None]:
         seen = 0 if self._normaliser is None else self._normaliser.count
@@ -119,8 +130,7 @@ class ReplayLearner(_Publishing):
             self.see(self._replay.sample(rows, uniform=True)["observation"])
         self._on_device.wait()
         self._replay.sample(self.settings.replayed.batch_size, self._batch)
-        metrics = self.algorithm.update(self._on_device.tensors(), self.progress).metrics
-        self.updates += 1
+        metrics = self.learn(self._on_device.tensors())
         if own % _REPORT_EVERY == _REPORT_EVERY - 1:
             self.context.metrics(**{name: float(value) for name, value in metrics.items()})
 
@@ -152,9 +162,8 @@ class RolloutLearner(_Publishing):
             return
         rows, self._held = self._held, {}
         found = rollout(rows, self.algorithm, self.settings.rolled_out.n_steps)
-        metrics = self.algorithm.update(found, self.progress).metrics
+        metrics = self.learn(found)
         self.see(rows["observation"])
-        self.updates += 1
         self.context.metrics(**{name: float(value) for name, value in metrics.items()})
 
     def adopted(self, extra: Mapping[str, Any]) -> None:
