@@ -182,6 +182,87 @@ void test_windows_follow_the_episode_under_lapping_writers() {
     for (auto& t : threads) t.join();
 }
 
+// Two episodes of one number a row: 0, 1, 2, 3 terminates, and 10, 11 is cut off without a last observation.
+HeapRing two_episodes() {
+    HeapRing heap(16, 1, 1, true, false);
+    Stream stream;
+    for (const float stamp : {0.0F, 1.0F, 2.0F, 3.0F}) write_stamped(heap.ring, stamp, 1, &stream, stamp == 3.0F ? 2 : 0);
+    for (const float stamp : {10.0F, 11.0F}) write_stamped(heap.ring, stamp, 1, &stream, stamp == 11.0F ? 1 : 0);
+    return heap;
+}
+
+void test_sequences_of_full_length_end_with_no_episode() {
+    HeapRing heap = two_episodes();
+    for (const bool full : {true, false}) {
+        constexpr std::size_t n = 64, length = 3;
+        std::vector<float> values(n * length);
+        std::vector<std::uint8_t> valid(n * length);
+        Request request;
+        request.n = n;
+        request.key = 5;
+        request.window.linked = true;
+        request.window.length = length;
+        request.window.full_length = full;
+        request.columns.push_back(Column{heap.ring.fields[0], reinterpret_cast<std::byte*>(values.data()), length * 4, 0, length, false, valid.data()});
+        Sampler sampler(heap.ring, request);
+        CHECK(sampler.run(nullptr) == Sampled::yes);
+        std::size_t cut = 0, longest = 0;
+        for (std::size_t i = 0; i < n; ++i) {
+            cut += !valid[i * length + length - 1];
+            longest += values[i * length] == 1.0F;  // of as many transitions as asked for, and no more
+        }
+        CHECK(full ? cut == 0 : cut > 0);
+        CHECK(longest > 0);
+    }
+}
+
+void test_a_step_without_its_next_observation_is_drawn_only_where_it_is_not_needed() {
+    HeapRing heap = two_episodes();
+    for (const bool needed : {true, false}) {
+        constexpr std::size_t n = 64;
+        std::vector<float> values(n), next(n), discount(n);
+        Request request;
+        request.n = n;
+        request.key = 5;
+        request.window.linked = true;
+        request.window.steps = 1;
+        request.window.next_needed = needed;
+        request.window.discount = discount.data();
+        request.columns.push_back(Column{heap.ring.fields[0], reinterpret_cast<std::byte*>(values.data()), 4});
+        request.columns.push_back(Column{heap.ring.fields[0], reinterpret_cast<std::byte*>(next.data()), 4, 0, 1, true});
+        Sampler sampler(heap.ring, request);
+        CHECK(sampler.run(nullptr) == Sampled::yes);
+        std::size_t terminal = 0, cut = 0;
+        for (std::size_t i = 0; i < n; ++i) {
+            terminal += values[i] == 3.0F;
+            cut += values[i] == 11.0F;
+            CHECK(discount[i] == (values[i] == 3.0F ? 0.0F : 1.0F));
+            CHECK(values[i] == 3.0F || values[i] == 11.0F || next[i] == values[i] + 1);
+        }
+        CHECK(terminal > 0);  // its next observation has no weight
+        CHECK(needed ? cut == 0 : cut > 0);
+    }
+}
+
+void test_the_likeliest_draws_weigh_least() {
+    HeapRing heap(3, 1, 1, false, true);
+    const double priorities[] = {1.0, 2.0, 4.0};
+    for (int i = 0; i < 3; ++i) write_stamped(heap.ring, static_cast<float>(i), 1);
+    for (std::size_t i = 0; i < 3; ++i) heap.ring.tree.set(i, SumTree::quantised(priorities[i]));
+    Out out(heap.ring, 64);
+    out.request.prioritized = true;
+    out.request.beta = 1.0;
+    Sampler sampler(heap.ring, out.request);
+    CHECK(sampler.run(nullptr) == Sampled::yes);
+    std::size_t drawn[3] = {};
+    for (std::size_t i = 0; i < 64; ++i) {
+        const auto row = static_cast<std::size_t>(out.columns[0][i]);
+        ++drawn[row];
+        CHECK(out.weights[i] == static_cast<float>(1.0 / priorities[row]));
+    }
+    CHECK(drawn[0] > 0 && drawn[0] < drawn[1] && drawn[1] < drawn[2]);
+}
+
 void test_a_permutation_hits_every_number_once() {
     for (std::uint64_t size : {1ULL, 2ULL, 7ULL, 64ULL, 1000ULL}) {
         Permutation order(size, 99);
@@ -195,6 +276,9 @@ void test_a_permutation_hits_every_number_once() {
 
 int main() {
     test_a_permutation_hits_every_number_once();
+    test_sequences_of_full_length_end_with_no_episode();
+    test_a_step_without_its_next_observation_is_drawn_only_where_it_is_not_needed();
+    test_the_likeliest_draws_weigh_least();
     test_no_row_is_lost_while_there_is_room();
     test_a_killed_writer_costs_its_slot_only();
     test_readers_never_see_a_mixed_row();

@@ -1,5 +1,5 @@
 // Tickets on arrival: only rows that the sender holds, no more of them than it holds, and a lease seen whole or not at all.
-// Outputs: only tensors that can be copied as bytes.
+// Outputs: only tensors that can be copied as bytes. Returning clients: counted until they send again, whatever a ticket says.
 #include <cstdio>
 #include <thread>
 #include <vector>
@@ -146,6 +146,35 @@ void only_tensors_of_the_promised_form_are_taken() {
     CHECK(RowForm(numbers).rows_of(plain, 4) == nullptr && form.rows_of(numbers, 4) == nullptr);
 }
 
+void a_client_is_away_from_its_answer_until_it_sends_again() {
+    ArrivalTracker tracker(4);
+    const Ticket two[] = {ticket(1, 77, 0, 1), ticket(2, 78, 1, 1)}, other = ticket(3, 79, 2, 1);
+    tracker.came(two, 2, 1000, 5000);
+    tracker.came(&other, 1, 1000, 0);  // not quick: nobody waits for it
+    CHECK(tracker.away() == 0 && tracker.overdue() == 0);
+    tracker.answered(two, 2, 2000);
+    tracker.answered(&other, 1, 3000);
+    CHECK(tracker.away() == 2 && tracker.overdue() == 2);
+    tracker.came(two, 1, 4000, 5000);
+    CHECK(tracker.away() == 1 && tracker.overdue() == 1);
+    tracker.came(two, 1, 4000, 5000);  // a second ticket of the same client
+    CHECK(tracker.away() == 1 && tracker.overdue() == 1);
+    tracker.answered(two, 1, 5000);
+    CHECK(tracker.away() == 2 && tracker.overdue() == 1);
+    tracker.came(two, 1, 6000, 5000);  // it was answered by the last batch, so it was not overdue
+    CHECK(tracker.away() == 1 && tracker.overdue() == 1);
+    tracker.stays_away();
+    CHECK(tracker.away() == 0 && tracker.overdue() == 0);
+}
+
+void a_ticket_of_a_lane_that_does_not_exist_is_not_tracked() {
+    ArrivalTracker tracker(4);
+    const Ticket beyond[] = {ticket(4, 77, 0, 1), ticket(~std::uint32_t{0}, 77, 0, 1)};  // any process can write such ones
+    tracker.came(beyond, 2, 1000, 5000);
+    tracker.answered(beyond, 2, 2000);
+    CHECK(tracker.away() == 0 && tracker.overdue() == 0);
+}
+
 }  // namespace
 
 int main() {
@@ -154,5 +183,7 @@ int main() {
     a_lane_of_another_arena_is_not_computed();
     who_sees_a_lease_sees_its_rows();
     only_tensors_of_the_promised_form_are_taken();
+    a_client_is_away_from_its_answer_until_it_sends_again();
+    a_ticket_of_a_lane_that_does_not_exist_is_not_tracked();
     std::puts("ok");
 }

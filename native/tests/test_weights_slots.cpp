@@ -173,6 +173,24 @@ void a_claim_is_void_once_its_slot_is_written() {
     CHECK((!channel.slots.holds(claim)) && "the next one does not");
 }
 
+void a_version_tells_when_it_was_published() {
+    for (const unsigned count : {1u, 2u}) {
+        Channel channel(64, count);
+        std::uint64_t value[8] = {}, got[8], tries = 0, last = 0;
+        std::byte extra[kExtra];
+        const WeightsPart in = part(value, 64), out = part(got, 64);
+        for (std::uint64_t version = 1; version <= 3; ++version) {
+            const auto before = static_cast<std::uint64_t>(monotonic_ns());
+            channel.slots.publish(&in, 1, nullptr, 0, version, false);
+            const auto after = static_cast<std::uint64_t>(monotonic_ns());
+            const WeightsClaim claim = channel.slots.read(&out, 1, extra, 0, true, tries);
+            CHECK((claim.version == version && !claim.damaged) && "what a publisher wrote is not damaged");
+            CHECK((before <= claim.published_ns && claim.published_ns <= after && last <= claim.published_ns) && "published then");
+            last = claim.published_ns;
+        }
+    }
+}
+
 void waiting_ends_with_the_publication() {
     Channel channel(64, 2);
     std::uint64_t value[8] = {};
@@ -196,6 +214,7 @@ int main() {
     words_that_no_publisher_wrote_are_no_version();
     nan_is_found_wherever_it_is_and_publishes_nothing();
     a_claim_is_void_once_its_slot_is_written();
+    a_version_tells_when_it_was_published();
     waiting_ends_with_the_publication();
     std::puts("weights slots: all hold");
 }
