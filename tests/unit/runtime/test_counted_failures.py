@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import uuid
 
 import pytest
@@ -10,7 +11,7 @@ from tests.unit.runtime.toys import plan
 from jurybox.protocol.segment import segment_name
 from jurybox.training.runtime.launching import Child
 from jurybox.training.runtime.plan import Timeouts
-from jurybox.training.runtime.scoreboard import Control, Scoreboard, Subject, Word
+from jurybox.training.runtime.scoreboard import Control, Scoreboard, Subject, Word, _roles
 
 SECOND = 10**9
 PLAN = plan(timeouts=Timeouts(settled=30.0))
@@ -72,3 +73,14 @@ def test_a_death_at_the_start_counts_whatever_the_life_before_did(tmp_path):
     assert child.failures == 1
     del words, child
     scoreboard.close()
+
+
+def test_the_shared_state_of_a_role_that_starts_tells_no_heartbeat():
+    scoreboard = Scoreboard.create(segment_name(uuid.uuid4().hex[:8], "run"), PLAN, {"rows": "x"}, {"policy": "y"})
+    try:
+        assert all("no heartbeat yet" in line for line in _roles(scoreboard))
+        scoreboard.words[0][Word.HEARTBEAT] = time.monotonic_ns()
+        told = _roles(scoreboard)
+        assert "heartbeat 0.0 s ago" in told[0] and "no heartbeat yet" in told[1]
+    finally:
+        scoreboard.close()

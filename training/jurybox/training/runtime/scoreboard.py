@@ -291,9 +291,13 @@ def _roles(scoreboard: Scoreboard) -> list[str]:
             f"told to {Order(orders[Control.ORDER]).name.lower():<5} pid {words[Word.PID]:<7} life {words[Word.LIFE]} "
             f"steps {words[Word.ENV_STEPS] + words[Word.LEARNER_STEPS]:,}  version {words[Word.VERSION]}  "
             f"lag {words[Word.LAG]}  busy {words[Word.BUSY] / total:.0%}  "
-            f"heartbeat {(now - words[Word.HEARTBEAT]) / 1e9:.1f} s ago  restarts {orders[Control.RESTARTS]}  {waits}"
+            f"{_heartbeat(words[Word.HEARTBEAT], now)}  restarts {orders[Control.RESTARTS]}  {waits}"
         )
     return lines
+
+
+def _heartbeat(at: int, now: int) -> str:
+    return f"heartbeat {(now - at) / 1e9:.1f} s ago" if at else "no heartbeat yet"
 
 
 def _channels(scoreboard: Scoreboard) -> list[str]:
