@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.jurybox-setup
+DEMO_STAMP := $(VENV)/.jurybox-demo
 
 # How many tests run at once; each worker takes whole files, and has a folder of shared memory of its own.
 WORKERS ?= 4
@@ -16,17 +17,35 @@ TORCH_INDEX ?= $(if $(wildcard /proc/driver/nvidia/version),,https://download.py
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 18
 
+SOURCES := pyproject.toml constraints.txt CMakeLists.txt native/CMakeLists.txt $(wildcard native/*.?pp native/*/*.?pp)
+# In a terminal pip shows what it downloads.
+PIP := PIP_CONSTRAINT=constraints.txt $(BIN)/pip install $(if $(MAKE_TERMOUT),,--quiet)
+
 setup: $(STAMP)  ## make .venv with everything in it
 
-$(STAMP): pyproject.toml constraints.txt CMakeLists.txt native/CMakeLists.txt $(wildcard native/*.?pp native/*/*.?pp)
-	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(v < (3, 11) and f"Python 3.11 or newer is needed, this is {v.major}.{v.minor}: make PYTHON=/path/to/python3.11")'
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	test -z "$(TORCH_INDEX)" || PIP_CONSTRAINT=constraints.txt $(BIN)/pip install --quiet --retries 1 --no-deps --index-url "$(TORCH_INDEX)" torch || \
-	  echo "no torch from $(TORCH_INDEX): taking PyPI's, with CUDA" >&2
-	PIP_CONSTRAINT=constraints.txt $(BIN)/pip install --quiet -e '.[server,training,dev]'
-	touch $@
+$(STAMP): $(SOURCES) | $(VENV)/.jurybox-torch
+	@echo "installing what tests and tools need: some 220 packages, 600 MB, and building the native part"
+	$(PIP) -e '.[server,training,dev]'
+	@touch $(DEMO_STAMP) $@
 
-demo: setup  ## train the photo editor against the juror server; leaves demo-out/report.html
+$(DEMO_STAMP): $(SOURCES) | $(VENV)/.jurybox-torch
+	@echo "installing what the demo needs: some 75 packages, 300 MB, and building the native part"
+	$(PIP) -e '.[server,training]'
+	@touch $@
+
+# Before anything is downloaded: what would fail after minutes.
+$(VENV)/.jurybox-torch:
+	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(v < (3, 11) and f"Python 3.11 or newer is needed, this is {v.major}.{v.minor}: make PYTHON=/path/to/python3.11")'
+	@command -v $${CXX:-c++} >/dev/null || { echo "a C++17 compiler is needed: apt install g++, or set CXX" >&2; exit 1; }
+	@$(PYTHON) -c 'import os, sys, sysconfig as s; p = os.path.join(s.get_paths()["include"], "Python.h"); sys.exit(not os.path.exists(p) and f"the headers of this Python are needed ({p}): apt install python3-dev")'
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || { echo "Python's module venv is needed: apt install python3-venv" >&2; exit 1; }
+	@test -z "$(TORCH_INDEX)" || echo "installing torch for the CPU: 200 MB"
+	@test -z "$(TORCH_INDEX)" || $(PIP) --retries 1 --no-deps --index-url "$(TORCH_INDEX)" torch || { \
+	  echo "no torch from $(TORCH_INDEX). make TORCH_INDEX=URL takes another index of builds for the CPU;" \
+	       "make TORCH_INDEX= takes PyPI's torch with CUDA's libraries, 5 GB installed" >&2; exit 1; }
+	@touch $@
+
+demo: $(DEMO_STAMP)  ## improve a photo editor against its juror; leaves demo-out/report.html
 	$(BIN)/jurybox demo photo --out demo-out
 
 test: setup  ## the whole default suite

@@ -16,6 +16,7 @@ import os
 import re
 import shlex
 import shutil
+import socket
 import subprocess
 import sys
 import time
@@ -23,6 +24,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 README, PAGE = ROOT / "README.md", ROOT / "docs" / "install.md"
+PYTORCH = "download.pytorch.org"
 NAMES = {"12": "bookworm", "13": "trixie"}
 PACKAGES = ("python3", "python3-dev", "python3-venv", "make", "g++")  # what README says that one needs
 USER, ID = "user", 1000
@@ -65,6 +67,18 @@ def pip_settings() -> dict[str, str]:
     """pip's settings on this machine, as variables of the environment."""
     found = re.findall(r"^[\w:]+\.([\w-]+)='(.*)'$", told(sys.executable, "-m", "pip", "config", "list"), re.MULTILINE)
     return {f"PIP_{name.upper().replace('-', '_')}": value for name, value in found}
+
+
+def torch_index() -> dict[str, str]:
+    """TORCH_INDEX for the commands: PyPI where this machine cannot reach PyTorch's index, as `make` asks then."""
+    if "TORCH_INDEX" in os.environ:
+        return {"TORCH_INDEX": os.environ["TORCH_INDEX"]}
+    try:
+        with socket.create_connection((PYTORCH, 443), timeout=5):
+            return {}
+    except OSError:
+        say(f"{PYTORCH} cannot be reached from here: the commands run with TORCH_INDEX=")
+        return {"TORCH_INDEX": ""}
 
 
 def make_root(release: str, root: Path) -> None:
@@ -160,7 +174,7 @@ def main() -> int:
     if os.getuid() != 0 or shutil.which("mmdebstrap") is None:
         sys.exit("a fresh root needs root, and mmdebstrap: apt-get install mmdebstrap")
     given.place.mkdir(parents=True, exist_ok=True)
-    settings, rows, failed = pip_settings(), {}, False
+    settings, rows, failed = pip_settings() | torch_index(), {}, False
     for release in given.debian:
         root = given.place / release
         say(f"Debian {release}: {root}")
