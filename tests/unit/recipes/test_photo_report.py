@@ -148,7 +148,7 @@ def test_pictures_scores_curve_criteria_server_and_settings_are_there(html):
         "Scores on held-out",
         "Learning curve",
         "by criterion",
-        "The server",
+        "What the server did",
         "The run",
     ):
         assert heading in html
@@ -163,9 +163,9 @@ def test_names_of_photos_are_text_and_not_markup(html):
 
 def test_missing_values_are_left_out(undrawn):
     html = report(status=None, metrics=[])
-    assert "The server" not in html and "Learning curve" not in html
-    assert "The server" not in report(status={"models": []})
-    assert "The server" in report(status={"models": [{"name": "photo", "rows": 1, "batches": 1}]})
+    assert "What the server did" not in html and "Learning curve" not in html
+    assert "What the server did" not in report(status={"models": []})
+    assert "What the server did" in report(status={"models": [{"name": "photo", "rows": 1, "batches": 1}]})
 
 
 def drawings(html, width):
@@ -269,9 +269,10 @@ def test_a_curve_of_many_rows_is_their_means_up_to_the_last_row():
     ids=["defaults", "all"],
 )
 def test_the_command_in_the_report_repeats_the_demo_with_all_its_options(tmp_path, monkeypatch, options, replicas):
-    defaults = {"seconds": None, "damages": photo_run.DAMAGES, "workers": photo_run.WORKERS, "juror": photo_run.JUROR}
-    wanted = {"seed": 4, "steps": 320, **defaults, **options}
-    command = photo_run._demo_command(tmp_path / "a folder", wanted, replicas)
+    wanted = {"seed": 4, "steps": 320, **options}
+    defaults = {"juror": photo_run.DEMO_ENVIRONMENT["juror"], "damages": photo_run.DAMAGES, "juror-replicas": 1}
+    given = {**defaults, **wanted, "juror-replicas": replicas}
+    command = photo_run._demo_command(tmp_path / "a folder", "photo", given, defaults)
     assert options or command.endswith("--seed 4 --steps 320")
     received = {}
 
@@ -283,3 +284,21 @@ def test_the_command_in_the_report_repeats_the_demo_with_all_its_options(tmp_pat
     done = CliRunner().invoke(demo_commands, shlex.split(command)[2:])
     assert done.exit_code == 0, done.output
     assert received == {**wanted, "replicas": replicas, "folder": tmp_path / "a folder"}
+
+
+def test_the_gamed_demo_is_the_same_training_with_another_juror(tmp_path, monkeypatch):
+    received = {}
+
+    def demo(folder, watcher, resources, **given):
+        received.update(given, folder=folder)
+        return judge([compare("no edits", np.ones(9), np.zeros(9))])
+
+    monkeypatch.setattr(photo_run, "demo", demo)
+    assert CliRunner().invoke(demo_commands, ["gamed", "--out", str(tmp_path / "g"), "--seed", "3"]).exit_code == 0
+    assert received == {"seed": 3, "gamed": True, "folder": tmp_path / "g"}
+    for training, environment in (
+        (photo_run.DEMO, photo_run.DEMO_ENVIRONMENT),
+        (photo_run.GAMED, photo_run.GAMED_ENVIRONMENT),
+    ):
+        settings = photo_run.PhotoTraining.checked({**training, "environment": photo_run.PhotoConfig(**environment)})
+        assert settings.steps >= settings.rollout

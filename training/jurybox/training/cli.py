@@ -7,6 +7,7 @@ training's module is imported only when its command is used.
 from __future__ import annotations
 
 import inspect
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
 
 from jurybox.protocol.errors import did_you_mean
+from jurybox.training import interrupts
 from jurybox.training.recipes.training import ExtraMissing, require_extra, until_interrupted
 from jurybox.training.recipes.training import train as carry_out
 
@@ -360,24 +362,69 @@ def demo_photo(
     juror: Annotated[str | None, typer.Option(help="Factory of another juror, package.module:function.")] = None,
     juror_replicas: Annotated[int, typer.Option(min=1, max=64, help="Number of engines.")] = 1,
 ) -> None:
-    """Start a server, train a policy on real photos against its juror, and write a report; about three minutes."""
+    """Start a server, improve a photo editor against its juror, and write a report; about two minutes."""
+    _demonstrate(
+        out, seed=seed, steps=steps, seconds=seconds, damages=damages, workers=workers, juror=juror,
+        replicas=juror_replicas,
+    )  # fmt: skip
 
+
+@demo.command("gamed")
+def demo_gamed(
+    out: Out = Path("demo-gamed"),
+    steps: Annotated[int | None, typer.Option(min=64, help="Number of edit steps to train.")] = None,
+    seed: Seed = 0,
+    workers: Annotated[int | None, typer.Option(min=1, help="Number of env workers.")] = None,
+) -> None:
+    """The same with a juror that a policy can game, and at no price: its score rises, and the audit catches it."""
+    _demonstrate(out, seed=seed, steps=steps, workers=workers, gamed=True)
+
+
+@demo.command("policy")
+def demo_policy(
+    out: Annotated[Path, typer.Option(help="Folder for the server's log.")] = Path("demo-policy"),
+    seed: Seed = 0,
+    stay: Annotated[
+        bool | None, typer.Option("--stay/--end", help="Serve on until Ctrl-C; by default in a terminal.")
+    ] = None,
+) -> None:
+    """Serve a small policy and ask it from Python and curl, in ten seconds; then look at its live page."""
+
+    def work(console: Console, resources: ExitStack) -> str:
+        from jurybox.training.recipes import policy_demo
+        from jurybox.training.runtime.local_server import LocalServer
+
+        out.mkdir(parents=True, exist_ok=True)
+        began = time.monotonic()
+        server = LocalServer(
+            {"cartpole": {"factory": "jurybox.training.recipes.policy_demo:cartpole"}}, out / "server.log"
+        )
+        resources.callback(server.stop)
+        server.start()
+        server.wait()
+
+        def say(text: str) -> None:
+            console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+        say(f"server   {server.address}, ready after {time.monotonic() - began:.1f} s\n")
+        policy_demo.show(server, say, seed=seed)
+        if console.is_terminal if stay is None else stay:
+            say("\nThe server runs on: try the command and the page. Ctrl-C ends it.")
+            while server.alive:
+                interrupts.check()
+                time.sleep(0.1)
+        return "The answers are the same."
+
+    until_interrupted(work, out, message="stopping the server", what="the demo")
+
+
+def _demonstrate(out: Path, **options: Any) -> None:
     def work(console: Console, resources: ExitStack) -> str:
         from jurybox.training.recipes import photo_run
         from jurybox.training.recipes.progress import ConsoleProgress
 
-        verdict = photo_run.demo(
-            out,
-            ConsoleProgress(console),
-            resources,
-            seed=seed,
-            steps=steps or photo_run.STEPS,
-            seconds=seconds,
-            damages=damages or photo_run.DAMAGES,
-            workers=workers or photo_run.WORKERS,
-            juror=juror or photo_run.JUROR,
-            replicas=juror_replicas,
-        )
+        given = {name: value for name, value in options.items() if value is not None}
+        verdict = photo_run.demo(out, ConsoleProgress(console), resources, **given)
         return "\n".join((verdict.headline, *verdict.sentences, "", f"report: {out / 'report.html'}"))
 
     until_interrupted(work, out, message="stopping the server and the workers", what="the demo")

@@ -37,6 +37,7 @@ from jurybox.training.environments.photo.edits import TOOLS
 from jurybox.training.policies import Acts, Description
 from jurybox.training.recipes.launchers import Spread
 from jurybox.training.recipes.photo_imitation import imitate
+from jurybox.training.recipes.photo_start import begin_with
 from jurybox.training.recipes.photo_worker import environment_maker
 from jurybox.training.recipes.progress import Watcher
 from jurybox.training.recipes.recorder import COLUMNS, Recorder, learner_steps, restore
@@ -74,6 +75,9 @@ class PhotoTraining(Settings):
     environment: PhotoConfig = PhotoConfig()
     steps: int = Field(40_000, ge=1, description="Edit steps in all; rounded up to whole rollouts.")
     imitation: int = Field(0, ge=0, description="Pictures before these steps, of which the cures are shown.")
+    start: str | None = Field(
+        None, description="A policy to start from: shipped, or a file of photo_start; none: a new one."
+    )
     envs: int | None = Field(None, ge=1, description="Environments side by side; none: one for each worker, or 8.")
     workers: int | None = Field(
         None, ge=1, description="Processes; none: one for each environment, on a cluster one for two."
@@ -202,6 +206,8 @@ def train(
     try:
         model = _new_model(settings, environments) if resume is None else _resumed(settings, environments, resume)
         model.set_logger(Logger(None, []))
+        if resume is None and settings.start is not None:
+            begin_with(model, settings.start)
         if resume is None and settings.imitation:
             imitate(
                 model,

@@ -52,6 +52,7 @@ class PhotoRun:
         settings: the training's settings, flat.
         facts: further facts about the run, as text by name.
         command: command line that repeats the run.
+        seconds: those of the training, for the server's rates.
     """
 
     evaluation: PhotoEvaluation
@@ -61,6 +62,7 @@ class PhotoRun:
     settings: Mapping[str, Any]
     facts: Mapping[str, str]
     command: str
+    seconds: float = 0.0
 
 
 def comparisons(evaluation: PhotoEvaluation) -> list[Comparison]:
@@ -124,6 +126,7 @@ def render(run: PhotoRun) -> str:
     sections: list[Answer | Section | None] = [
         _answer(run, verdict_of(run.evaluation)),
         _pictures(run.evaluation),
+        _server(run),
         _scores(run.evaluation),
         _audit(run.evaluation),
         _by_damage(run.evaluation),
@@ -131,7 +134,6 @@ def render(run: PhotoRun) -> str:
         _learning(run.metrics, run.settings),
         _overoptimisation(run.metrics),
         _criteria(run.evaluation),
-        _server(run.status, run.model),
         page.the_run(
             run.facts,
             run.settings,
@@ -156,17 +158,25 @@ def _answer(run: PhotoRun, verdict: Verdict) -> Answer:
         f"Each policy got the same {cases} damaged pictures; the score is the juror's, from 0 to 1. "
         f"The policy had practised for {steps:,} edit steps on other photos."
     )
+    if run.settings.get("start") == "shipped":
+        what += (
+            " It began as the shipped policy, which had been shown the cures of 126 other photographs (docs/photo.md); "
+            "no juror and no policy was trained on the held-out ones."
+        )
     return Answer(verdict.answer, verdict.headline, verdict.sentences, what)
 
 
 def _pictures(evaluation: PhotoEvaluation) -> Section:
     columns = [(_COLUMNS[kind], _STYLES[kind]) for kind in KINDS]
-    shots = [_shot(case, kind) for case in evaluation.cases[:_SHOWN] for kind in KINDS]
+    firsts = {case.photo: number for number, case in reversed(list(enumerate(evaluation.cases)))}.values()
+    order = sorted(range(len(evaluation.cases)), key=lambda number: number not in firsts)
+    chosen = [evaluation.cases[number] for number in order[:_SHOWN]]
+    shots = [_shot(case, kind) for case in chosen for kind in KINDS]
     return Section(
         "Before and after",
         [Gallery(columns, shots)],
-        f"The first {min(_SHOWN, len(evaluation.cases))} of {len(evaluation.cases)} cases, by seed and not by "
-        "result. Below each picture its score. The originals are shown for reference; no policy sees them.",
+        f"{len(chosen)} of {len(evaluation.cases)} cases: the first of each photo, by seed and not by result. Below "
+        "each picture its score. The originals are shown for reference; no policy sees them.",
     )
 
 
@@ -182,13 +192,14 @@ def _audit(evaluation: PhotoEvaluation) -> Section | None:
     if not names:
         return None
     rows = []
+    shown = [kind for kind in KINDS if evaluation.cases[0].audit.get(kind)]  # the original has no distance from itself
     for name in names:
         distance = "no edits" in evaluation.cases[0].audit and name in (*MEASURES, "perceptual")
         means = [
             _signed(name, evaluation.audited(kind, name).mean()).lstrip("+")
             if name in evaluation.cases[0].audit[kind]
             else ""
-            for kind in KINDS
+            for kind in shown
         ]
         change = interval(_change(evaluation, name), evaluation.photos)
         sign = -1.0 if name in _LESS_IS_BETTER else 1.0
@@ -196,7 +207,7 @@ def _audit(evaluation: PhotoEvaluation) -> Section | None:
         label = _NAMES.get(name, name) if distance else f"audit juror {name}"
         signed = [_signed(name, value) for value in (change.mean, change.low, change.high)]
         rows.append([label, *means, f"{signed[0]} ({signed[1]} to {signed[2]})", f"{better:.0%}"])
-    header = ["", *(_COLUMNS[kind].lower() for kind in KINDS), "learned − damaged", "better in"]
+    header = ["", *(_COLUMNS[kind].lower() for kind in shown), "learned − damaged", "better in"]
     parts: list[Part] = [Table(header, rows)]
     if evaluation.intact:
         parts.append(_on_intact(evaluation))
@@ -451,10 +462,10 @@ def _criteria(evaluation: PhotoEvaluation) -> Section | None:
     )
 
 
-def _server(status: Mapping[str, Any] | None, model: str) -> Section | None:
-    if status is None:
+def _server(run: PhotoRun) -> Section | None:
+    if run.status is None:
         return None
-    found = next((each for each in status.get("models", []) if each.get("name") == model), None)
+    found = next((each for each in run.status.get("models", []) if each.get("name") == run.model), None)
     if found is None or not found.get("batches"):
         return None
     names = {
@@ -467,16 +478,22 @@ def _server(status: Mapping[str, Any] | None, model: str) -> Section | None:
         for name, label in names.items()
         if name in found.get("latency", {})
     ]
-    parts: list[Part] = [
-        f"{found['rows']:,} rows in {found['batches']:,} batches, {found['rows'] / found['batches']:.1f} a batch; "
-        f"errors: {', '.join(f'{found.get(kind, 0)} {kind}' for kind in ('failed', 'expired', 'refused'))}."
+    workers = run.settings.get("envs") or run.settings.get("workers")
+    version = found.get("weights", {}).get("version", 0)
+    said = [
+        f"{workers} env workers sent {found.get('requests', found['rows']):,} requests" if workers else "",
+        f"{found['rows'] / run.seconds:,.0f} rows a second while the policy trained" if run.seconds else "",
+        f"{found['rows']:,} rows in {found['batches']:,} batches, {found['rows'] / found['batches']:.1f} a batch",
+        f"the juror's weights are version {version}",
+        f"errors: {', '.join(f'{found.get(kind, 0)} {kind}' for kind in ('failed', 'expired', 'refused'))}",
     ]
+    parts: list[Part] = ["; ".join(filter(None, said)) + "."]
     if bins := _bins(found.get("histograms", {}).get("batch_rows", [])):
         parts.append(charts.histogram(bins, "Share of batches by size", "rows in a batch", "share of batches"))
     if rows:
         parts.append(Table(["time, in ms", "p50", "p90", "p99"], rows))
     return Section(
-        "The server",
+        "What the server did",
         parts,
         "A row is a picture. Workers ask one at a time; the engine takes whatever waits the moment it is free. "
         "Half of the times are below p50, 99 % below p99; they are read from histograms whose bins double in width.",
