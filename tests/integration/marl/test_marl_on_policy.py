@@ -174,7 +174,7 @@ def test_a_resumed_learner_takes_the_transitions_that_the_actor_added_before_it_
 
     with one_agent(resumed, state) as (second, act):
         learned = []
-        second.role.learner.update = lambda rollout, **_: learned.append(len(rollout.rewards)) or {}
+        second.role.learner.update = lambda rollout, **_: learned.append(len(rollout.reward)) or {}
         second.take()
         # The last one before the checkpoint has no successor, nor has the last of all.
         assert learned == [1 + 6 + 3 + 10], "all that was not learned from before, and nothing twice"

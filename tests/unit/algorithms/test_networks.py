@@ -81,11 +81,11 @@ def test_ppo_moves_actions_towards_rewards() -> None:
         learner.update(
             rollout(
                 64,
-                observations=seen,
-                actions=action[:, None],
-                log_probs=log_prob.log_prob(torch.from_numpy(action)).numpy(),
-                rewards=-np.abs(action - 1.0),
-                over=np.ones((64, 1), bool),
+                observation=seen,
+                action=action[:, None],
+                log_prob=log_prob.log_prob(torch.from_numpy(action)).numpy(),
+                reward=-np.abs(action - 1.0),
+                ended=np.ones((64, 1), bool),
                 terminated=np.ones((64, 1), bool),
             )
         )

@@ -21,15 +21,15 @@ def rollout(t: int = 3, n: int = 1, **changed) -> Rollout:
         return np.zeros((t, n), dtype)
 
     parts = {
-        "observations": np.zeros((t, n, 2), np.float32),
-        "actions": zeros(np.int64),
-        "log_probs": zeros(np.float32),
-        "values": zeros(np.float32),
-        "rewards": np.ones((t, n), np.float32),
+        "observation": np.zeros((t, n, 2), np.float32),
+        "action": zeros(np.int64),
+        "log_prob": zeros(np.float32),
+        "value": zeros(np.float32),
+        "reward": np.ones((t, n), np.float32),
         "terminated": zeros(bool),
-        "over": zeros(bool),
-        "final_values": zeros(np.float32),
-        "last_values": np.zeros(n, np.float32),
+        "ended": zeros(bool),
+        "next_value": zeros(np.float32),
+        "last_value": np.zeros(n, np.float32),
     }
     return Rollout(**{**parts, **changed})
 
@@ -40,7 +40,7 @@ def column(*values: float) -> np.ndarray:
 
 def test_generalised_advantages_are_the_discounted_sum_of_errors() -> None:
     settings = replace(SETTINGS, gamma=0.5, gae_lambda=0.5)
-    given = rollout(values=column(1, 2, 3), last_values=np.array([4.0], np.float32))
+    given = rollout(value=column(1, 2, 3), last_value=np.array([4.0], np.float32))
     errors = [1 + 0.5 * 2 - 1, 1 + 0.5 * 3 - 2, 1 + 0.5 * 4 - 3]
     expected = [errors[0] + 0.25 * (errors[1] + 0.25 * errors[2]), errors[1] + 0.25 * errors[2], errors[2]]
     np.testing.assert_allclose(advantages_of(given, settings)[:, 0], expected)
@@ -50,14 +50,14 @@ def test_generalised_advantages_are_the_discounted_sum_of_errors() -> None:
 def test_one_long_column_counts_as_each_of_several_does(changes) -> None:
     random = np.random.default_rng(0)
     over = random.random((50, 2)) < 0.2
-    numbers = {name: random.normal(size=(50, 2)).astype(np.float32) for name in ("values", "rewards", "final_values")}
+    numbers = {name: random.normal(size=(50, 2)).astype(np.float32) for name in ("value", "reward", "next_value")}
     last = random.normal(size=2).astype(np.float32)
-    both = rollout(50, 2, over=over, terminated=over & (random.random((50, 2)) < 0.5), last_values=last, **numbers)
+    both = rollout(50, 2, ended=over, terminated=over & (random.random((50, 2)) < 0.5), last_value=last, **numbers)
     settings = replace(SETTINGS, **changes)
-    parts = {"values", "rewards", "final_values", "over", "terminated"}
+    parts = {"value", "reward", "next_value", "ended", "terminated"}
     for column in (0, 1):
         alone = {name: getattr(both, name)[:, column : column + 1] for name in parts}
-        one = rollout(50, 1, last_values=last[column : column + 1], **alone)
+        one = rollout(50, 1, last_value=last[column : column + 1], **alone)
         np.testing.assert_allclose(
             advantages_of(one, settings)[:, 0], advantages_of(both, settings)[:, column], rtol=1e-4, atol=1e-5
         )
@@ -65,7 +65,7 @@ def test_one_long_column_counts_as_each_of_several_does(changes) -> None:
 
 def test_without_gae_an_advantage_is_the_discounted_return_less_the_value() -> None:
     settings = replace(SETTINGS, gamma=0.5, gae=False)
-    given = rollout(values=column(1, 1, 1), over=np.array([[False], [False], [True]]))
+    given = rollout(value=column(1, 1, 1), ended=np.array([[False], [False], [True]]))
     np.testing.assert_allclose(advantages_of(given, settings)[:, 0], [0.75, 0.5, 0.0])
 
 
@@ -75,9 +75,9 @@ def test_without_gae_an_advantage_is_the_discounted_return_less_the_value() -> N
 def test_only_a_truncated_episode_counts_the_value_of_its_last_state(terminated, bootstrap, last) -> None:
     settings = replace(SETTINGS, gamma=0.5, bootstrap=bootstrap)
     given = rollout(
-        over=np.array([[True], [False], [True]]),
+        ended=np.array([[True], [False], [True]]),
         terminated=np.array([[True], [False], [terminated]]),
-        final_values=column(100, 0, 10),
+        next_value=column(100, 0, 10),
     )
     found = advantages_of(given, settings)[:, 0]
     assert found[2] == last and found[0] == 1.0, "nothing leaks over the end of an episode"
@@ -93,14 +93,14 @@ def played(learner: PPOLearner, random: np.random.Generator, masks=None) -> Roll
     return rollout(
         t,
         n,
-        observations=observations,
-        actions=actions,
-        log_probs=np.stack([part[1] for part in parts]),
-        values=np.stack([part[2] for part in parts]),
-        rewards=10.0 * (actions == 1 + 2 * state).astype(np.float32),
-        over=np.ones((t, n), bool),
+        observation=observations,
+        action=actions,
+        log_prob=np.stack([part[1] for part in parts]),
+        value=np.stack([part[2] for part in parts]),
+        reward=10.0 * (actions == 1 + 2 * state).astype(np.float32),
+        ended=np.ones((t, n), bool),
         terminated=np.ones((t, n), bool),
-        masks=masks,
+        mask=masks,
     )
 
 
@@ -133,7 +133,7 @@ def test_a_masked_action_is_never_chosen_and_learning_stays_finite() -> None:
     masks[:, :, [0, 4]] = False
     for _ in range(3):
         given = played(learner, random, masks)
-        assert set(np.unique(given.actions)) <= {1, 2, 3}
+        assert set(np.unique(given.action)) <= {1, 2, 3}
         assert all(np.isfinite(value) for value in learner.update(given).values())
 
 
@@ -173,10 +173,10 @@ def test_a_last_batch_size_of_one_row_leaves_the_network_finite() -> None:
     learner.update(
         rollout(
             t=rows,
-            observations=random.random((rows, 1, 2), np.float32),
-            actions=random.integers(5, size=(rows, 1)),
-            log_probs=np.full((rows, 1), np.log(0.2), np.float32),
-            rewards=random.random((rows, 1), np.float32),
+            observation=random.random((rows, 1, 2), np.float32),
+            action=random.integers(5, size=(rows, 1)),
+            log_prob=np.full((rows, 1), np.log(0.2), np.float32),
+            reward=random.random((rows, 1), np.float32),
         )
     )
     assert all(bool(each.isfinite().all()) for each in learner.network.parameters())
@@ -185,13 +185,13 @@ def test_a_last_batch_size_of_one_row_leaves_the_network_finite() -> None:
 def test_steps_that_are_not_valid_change_nothing_whatever_they_hold() -> None:
     settings = PPOSettings(batch_size=8, hidden=(8,), n_epochs=3)
     made = played(PPOLearner(2, 3, settings, 0), np.random.default_rng(0))
-    keep = np.ones(made.rewards.shape, bool)
+    keep = np.ones(made.reward.shape, bool)
     keep[2:4, 0] = False
     weights = []
     for garbage in (0.0, 1e6):
-        for name in ("observations", "rewards", "values", "log_probs"):
+        for name in ("observation", "reward", "value", "log_prob"):
             getattr(made, name)[~keep] = garbage
-        made.over[1:4, 0], made.valid = True, keep
+        made.ended[1:4, 0], made.valid = True, keep
         learner = PPOLearner(2, 3, settings, 0)
         learner.update(made)
         weights.append([each.detach().numpy().copy() for each in learner.network.parameters()])

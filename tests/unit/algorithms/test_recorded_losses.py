@@ -63,15 +63,15 @@ def rollout(rng: np.random.Generator, discrete: bool) -> Rollout:
         return rng.normal(size=shape).astype(np.float32)
 
     return Rollout(
-        observations=rng.normal(size=(*shape, 4)).astype(np.float32),
-        actions=action,
-        log_probs=numbers() * 0.1 - (1.1 if discrete else 2.8),
-        values=numbers() * 0.1,
-        rewards=numbers(),
+        observation=rng.normal(size=(*shape, 4)).astype(np.float32),
+        action=action,
+        log_prob=numbers() * 0.1 - (1.1 if discrete else 2.8),
+        value=numbers() * 0.1,
+        reward=numbers(),
         terminated=rng.random(shape) < 0.1,
-        over=rng.random(shape) < 0.2,
-        final_values=numbers(),
-        last_values=rng.normal(size=2).astype(np.float32),
+        ended=rng.random(shape) < 0.2,
+        next_value=numbers(),
+        last_value=rng.normal(size=2).astype(np.float32),
     )
 
 

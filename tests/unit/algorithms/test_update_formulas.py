@@ -102,35 +102,35 @@ def rollout_of(network, *, discrete, masks=False, seed=0, shift=0.7) -> Rollout:
     terminated[2, 0] = over[2, 0] = over[3, 1] = True
     moved = random.uniform(-shift, shift, (t, n))  # what the policy has moved since: ratios beyond both bounds
     return Rollout(
-        observations=observations,
-        actions=actions,
-        log_probs=(log_probs.reshape(t, n).numpy() + moved).astype(np.float32),
-        values=(outputs[-1].reshape(t, n).numpy() + random.uniform(-0.5, 0.5, (t, n))).astype(np.float32),
-        rewards=random.normal(size=(t, n)).astype(np.float32),
+        observation=observations,
+        action=actions,
+        log_prob=(log_probs.reshape(t, n).numpy() + moved).astype(np.float32),
+        value=(outputs[-1].reshape(t, n).numpy() + random.uniform(-0.5, 0.5, (t, n))).astype(np.float32),
+        reward=random.normal(size=(t, n)).astype(np.float32),
         terminated=terminated,
-        over=over,
-        final_values=random.normal(size=(t, n)).astype(np.float32),
-        last_values=random.normal(size=n).astype(np.float32),
-        masks=allowed if masks else None,
+        ended=over,
+        next_value=random.normal(size=(t, n)).astype(np.float32),
+        last_value=random.normal(size=n).astype(np.float32),
+        mask=allowed if masks else None,
     )
 
 
 def advantages(rollout: Rollout, s: PPOSettings) -> np.ndarray:
     """Equation 16 of Schulman et al. (2016): sums of the discounted errors until the episode ends."""
-    t, n = rollout.rewards.shape
+    t, n = rollout.reward.shape
     found = np.zeros((t, n))
     for column in range(n):
         for start in range(t):
             weight, total = 1.0, 0.0
             for step in range(start, t):
-                if rollout.over[step, column]:
+                if rollout.ended[step, column]:
                     cut = s.bootstrap and not rollout.terminated[step, column]
-                    ahead = float(rollout.final_values[step, column]) if cut else 0.0
+                    ahead = float(rollout.next_value[step, column]) if cut else 0.0
                 else:
-                    ahead = float(rollout.last_values[column] if step == t - 1 else rollout.values[step + 1, column])
-                total += weight * (rollout.rewards[step, column] + s.gamma * ahead - rollout.values[step, column])
+                    ahead = float(rollout.last_value[column] if step == t - 1 else rollout.value[step + 1, column])
+                total += weight * (rollout.reward[step, column] + s.gamma * ahead - rollout.value[step, column])
                 weight *= s.gamma * (s.gae_lambda if s.gae else 1.0)
-                if rollout.over[step, column]:
+                if rollout.ended[step, column]:
                     break
             found[start, column] = total
     return found
@@ -141,7 +141,7 @@ def expected_ppo(network, rollout: Rollout, s: PPOSettings, discrete: bool, seed
     network = copy.deepcopy(network)
     optimiser = torch.optim.Adam(network.parameters(), s.learning_rate, betas=s.betas, eps=s.adam_eps)
     flat = [torch.from_numpy(np.ascontiguousarray(each.reshape(-1, *each.shape[2:])))
-            for each in (rollout.observations, rollout.actions, rollout.log_probs, rollout.values)]  # fmt: skip
+            for each in (rollout.observation, rollout.action, rollout.log_prob, rollout.value)]  # fmt: skip
     observations, actions, old_log_probs, old_values = flat
     gains = torch.from_numpy(advantages(rollout, s).reshape(-1)).float()
     returns = gains + old_values
@@ -149,7 +149,7 @@ def expected_ppo(network, rollout: Rollout, s: PPOSettings, discrete: bool, seed
     if s.normalise_returns:
         mean, deviation = float(returns.mean()), float(returns.std(unbiased=False))
         returns = (returns - mean) / deviation
-    masks = None if rollout.masks is None else torch.from_numpy(rollout.masks.reshape(len(actions), -1))
+    masks = None if rollout.mask is None else torch.from_numpy(rollout.mask.reshape(len(actions), -1))
     generator, first = torch.Generator().manual_seed(seed), None
     for _ in range(s.n_epochs):
         order = torch.randperm(len(actions), generator=generator)
@@ -232,8 +232,8 @@ def test_ppos_statistics_of_returns_follow_them_with_a_tenth_of_each_rollout() -
     mean = second = 0.0
     for number in range(12):
         rollout = rollout_of(network, discrete=True, seed=number)
-        rollout.rewards += np.float32(number)
-        returns = advantages(rollout, learner.settings) + rollout.values
+        rollout.reward += np.float32(number)
+        returns = advantages(rollout, learner.settings) + rollout.value
         share = max(0.1, 1 / (number + 1))
         mean, second = (
             (1 - share) * old + share * new for old, new in ((mean, returns.mean()), (second, (returns**2).mean()))
@@ -241,8 +241,8 @@ def test_ppos_statistics_of_returns_follow_them_with_a_tenth_of_each_rollout() -
         learner.update(rollout)
         assert learner._mean == pytest.approx(mean, rel=1e-4)
         assert learner._deviation == pytest.approx(math.sqrt(second - mean**2), rel=1e-3)
-        values = learner.values(rollout.observations[0])
-        plain = network.value(torch.from_numpy(rollout.observations[0])).detach().numpy()
+        values = learner.values(rollout.observation[0])
+        plain = network.value(torch.from_numpy(rollout.observation[0])).detach().numpy()
         np.testing.assert_allclose(values, plain * learner._deviation + learner._mean, rtol=1e-4, atol=1e-4)
 
 

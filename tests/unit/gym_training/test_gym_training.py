@@ -258,7 +258,7 @@ def test_a_resumed_ppo_learner_takes_the_rows_that_workers_added_before_it_was_r
     resumed = learner(state).role
     assert resumed._cursor.at == state["at"] == 5
     seen = []
-    resumed.algorithm.update = lambda rollout, _: seen.append(len(rollout.rewards)) or Update({})
+    resumed.algorithm.update = lambda rollout, _: seen.append(len(rollout.reward)) or Update({})
     resumed.step()
     assert seen == [16] and resumed.updates == 1
 
@@ -366,12 +366,12 @@ def test_rows_of_several_environments_are_in_columns_in_any_write_order() -> Non
         **{name: np.zeros(4, np.float32) for name in ("reward", "log_prob", "action", "updates")},
     }
     found = rollout(rows, Values(), 2)
-    assert found.observations[..., 0].tolist() == [[1, 10], [2, 20]] and found.over.tolist() == [
+    assert found.observation[..., 0].tolist() == [[1, 10], [2, 20]] and found.ended.tolist() == [
         [False] * 2,
         [True] * 2,
     ]
     lost = {name: column[:3] for name, column in rows.items()}  # a worker died
-    assert rollout(lost, Values(), 2).observations.shape == (3, 1, 1)
+    assert rollout(lost, Values(), 2).observation.shape == (3, 1, 1)
 
 
 @pytest.mark.parametrize("algorithm", ["dqn", "td3"])

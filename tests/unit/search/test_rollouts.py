@@ -38,28 +38,28 @@ def test_observations_carry_the_order_and_returns_do_not_carry_alignment() -> No
     env = CageVectorEnv(4, episode_length=20, autoreset_mode="Disabled")
     policy = Always(action(Blue.RESTORE, "User1"))
     rollout, episodes = play(env, policy, ORDER, steps=20, weight=30.0)
-    assert rollout.observations.shape == (20, 4, INPUTS) and INPUTS == 90
-    assert (rollout.observations[:, :, 52:77] == np.eye(5)[list(ORDER)].ravel()).all()
-    assert rollout.over[-1].all() and not rollout.over[:-1].any() and not rollout.terminated.any()
-    paid = rollout.rewards.sum(0) - episodes.returns
+    assert rollout.observation.shape == (20, 4, INPUTS) and INPUTS == 90
+    assert (rollout.observation[:, :, 52:77] == np.eye(5)[list(ORDER)].ravel()).all()
+    assert rollout.ended[-1].all() and not rollout.ended[:-1].any() and not rollout.terminated.any()
+    paid = rollout.reward.sum(0) - episodes.returns
     assert episodes.fixes.tolist() == [20] * 4 and 0 <= episodes.complied.sum() < 80
     np.testing.assert_allclose(paid, -30.0 * (episodes.judged - episodes.obeyed), atol=1e-3)
-    assert (rollout.final_values[-1] == 21).all() and (rollout.values[-1] == 20).all()
+    assert (rollout.next_value[-1] == 21).all() and (rollout.value[-1] == 20).all()
 
 
 def test_without_an_order_nothing_is_paid_for_compliance() -> None:
     env = CageVectorEnv(4, episode_length=20, autoreset_mode="Disabled")
     rollout, episodes = play(env, Always(0), None, steps=20, weight=30.0)
-    assert not rollout.observations[:, :, 52:77].any()
-    np.testing.assert_allclose(rollout.rewards.sum(0), episodes.returns, rtol=1e-5)
+    assert not rollout.observation[:, :, 52:77].any()
+    np.testing.assert_allclose(rollout.reward.sum(0), episodes.returns, rtol=1e-5)
 
 
 def test_masks_follow_the_decoys_that_stand() -> None:
     env = CageVectorEnv(2, episode_length=3, autoreset_mode="Disabled")
     policy = Always(action(Blue.TOMCAT, "Op_Host0"))
     rollout, _ = play(env, policy, None, steps=3, weight=0.0, use_masks=True)
-    assert rollout.masks is not None and rollout.masks.shape == (3, 2, 145)
-    tomcat = rollout.masks[:, :, policy.what]
+    assert rollout.mask is not None and rollout.mask.shape == (3, 2, 145)
+    tomcat = rollout.mask[:, :, policy.what]
     assert tomcat[0].all() and not tomcat[1:].any()
 
 
@@ -67,10 +67,10 @@ def test_the_defender_sleeps_through_a_head_start_and_learns_nothing_from_it() -
     env = CageVectorEnv(3, episode_length=8, autoreset_mode="Disabled")
     policy = Always(action(Blue.RESTORE, "User1"))
     rollout, _ = play(env, policy, None, steps=8, weight=0.0, head_starts=np.array([0, 3, 5]))
-    assert rollout.masks is not None
-    only_sleep = ~rollout.masks[:, :, 1:].any(2)
+    assert rollout.mask is not None
+    only_sleep = ~rollout.mask[:, :, 1:].any(2)
     assert only_sleep.sum(0).tolist() == [0, 3, 5] and only_sleep[0].tolist() == [False, True, True]
-    assert rollout.masks[~only_sleep].all()
+    assert rollout.mask[~only_sleep].all()
 
 
 class Tempted:
@@ -168,24 +168,24 @@ def test_a_network_that_was_truncated_is_bootstrapped_and_its_reset_is_not_learn
     env.reset(seed=0)
     rollout, episodes = play(env, learner, None, steps=20, weight=0.0)
     lost = [4] if restarted else []
-    assert rollout.over[:, 0].nonzero()[0].tolist() == [*([3] if restarted else []), 4, 5, 19]
-    assert rollout.over[:, 1].nonzero()[0].tolist() == [19] and rollout.valid[:, 1].all()
+    assert rollout.ended[:, 0].nonzero()[0].tolist() == [*([3] if restarted else []), 4, 5, 19]
+    assert rollout.ended[:, 1].nonzero()[0].tolist() == [19] and rollout.valid[:, 1].all()
     assert (~rollout.valid[:, 0]).nonzero()[0].tolist() == [*lost, 5]
     assert episodes.whole.tolist() == [False, True]
     at = 3 if restarted else 4
-    following = learner.values(rollout.observations[at + 1, :1])[0]
-    assert rollout.final_values[at, 0] == pytest.approx(following) and following < -40
-    expected = rollout.rewards[at, 0] + s.gamma * following - rollout.values[at, 0]
+    following = learner.values(rollout.observation[at + 1, :1])[0]
+    assert rollout.next_value[at, 0] == pytest.approx(following) and following < -40
+    expected = rollout.reward[at, 0] + s.gamma * following - rollout.value[at, 0]
     assert advantages_of(rollout, s)[at, 0] == pytest.approx(expected, rel=1e-5)
 
 
 def test_parts_that_are_learned_from_in_between_are_bootstrapped_where_they_were_cut() -> None:
     env, parts = Cut(2, episode_length=20), []
     env.reset(seed=0)
-    options = {"learn_every": 5, "learn": lambda part: parts.append((part, part.final_values.copy()))}
+    options = {"learn_every": 5, "learn": lambda part: parts.append((part, part.next_value.copy()))}
     play(env, Always(0), None, steps=20, weight=0.0, **options)
     first, final = parts[0]
-    assert first.over[-1].tolist() == [True, False] and (final[-1] == first.last_values).all()
+    assert first.ended[-1].tolist() == [True, False] and (final[-1] == first.last_value).all()
     assert (~parts[1][0].valid[:, 0]).tolist() == [True, False, False, False, False]
 
 
@@ -203,7 +203,7 @@ def test_a_new_network_has_no_doubts_of_the_one_before() -> None:
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(CageVectorEnv, "_observations", stirred)
         rollout, _ = play(env, Always(0), None, steps=10, weight=0.0)
-    assert rollout.observations[5, :, 77].tolist() == [1, 1] and rollout.observations[7, :, 77].tolist() == [0, 1]
+    assert rollout.observation[5, :, 77].tolist() == [1, 1] and rollout.observation[7, :, 77].tolist() == [0, 1]
 
 
 def test_an_episode_survives_the_death_of_the_only_worker() -> None:
@@ -219,7 +219,7 @@ def test_an_episode_survives_the_death_of_the_only_worker() -> None:
         rollout, episodes = play(
             env, Always(action(Blue.RESTORE, "User1")), ORDER, steps=10, weight=30.0, stepped=stepped
         )
-    assert rollout.over[:, 0].nonzero()[0].tolist() == [3, 4, 5, 9] and not rollout.terminated.any()
+    assert rollout.ended[:, 0].nonzero()[0].tolist() == [3, 4, 5, 9] and not rollout.terminated.any()
     assert (~rollout.valid[:, 0]).nonzero()[0].tolist() == [4, 5], "the lost step, and the reset"
-    assert (rollout.final_values[3] == rollout.values[4]).all() and not episodes.whole.any()
-    np.testing.assert_allclose(rollout.rewards.sum(0), episodes.returns - 30.0 * (episodes.judged - episodes.obeyed))
+    assert (rollout.next_value[3] == rollout.value[4]).all() and not episodes.whole.any()
+    np.testing.assert_allclose(rollout.reward.sum(0), episodes.returns - 30.0 * (episodes.judged - episodes.obeyed))

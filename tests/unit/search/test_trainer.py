@@ -94,11 +94,11 @@ def test_an_update_may_follow_a_part_of_an_episode_and_values_what_follows_it() 
     parts = []
     found.learner.update = lambda part: parts.append(part) or {}
     found.advance()
-    assert [len(part.rewards) for part in parts] == [5, 5, 2] and found.updates == 3
+    assert [len(part.reward) for part in parts] == [5, 5, 2] and found.updates == 3
     for part, following in pairwise(parts):  # there was no update in between, so the values are those of the next step
-        np.testing.assert_allclose(part.last_values, following.values[0], rtol=1e-5, atol=1e-6)
-        assert not part.over[-1].any()
-    assert parts[-1].over[-1].all() and found.env_steps == 8 * 12
+        np.testing.assert_allclose(part.last_value, following.value[0], rtol=1e-5, atol=1e-6)
+        assert not part.ended[-1].any()
+    assert parts[-1].ended[-1].all() and found.env_steps == 8 * 12
 
 
 def test_an_update_after_all_steps_of_an_episode_is_what_happens_by_default() -> None:

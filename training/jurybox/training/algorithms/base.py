@@ -85,36 +85,36 @@ class Rollout:
     """`t` steps of `n` environments.
 
     Attributes:
-        observations: (t, n, inputs), float32 unless the network takes other rows.
-        actions: int64 (t, n), or float32 (t, n, actions) where they are numbers.
-        log_probs, values, rewards: float32 (t, n).
-        terminated, over: bool (t, n); `over` marks the last step of an episode, however it ended.
-        final_values: float32 (t, n), the value of what followed where `over` and not terminated; anything elsewhere.
-        last_values: float32 (n,), of what follows the last step.
-        masks: bool (t, n, actions), or None.
-        valid: bool (t, n), the steps to learn from; None: all. What is left out is `over`, and so is what precedes it.
+        observation: (t, n, inputs), float32 unless the network takes other rows.
+        action: int64 (t, n), or float32 (t, n, actions) where they are numbers.
+        log_prob, value, reward: float32 (t, n).
+        terminated, ended: bool (t, n); `ended` marks the last step of an episode, however it ended.
+        next_value: float32 (t, n), the value of what followed where `ended` and not terminated; anything elsewhere.
+        last_value: float32 (n,), of what follows the last step.
+        mask: bool (t, n, actions), or None.
+        valid: bool (t, n), the steps to learn from; None: all. What is left out is `ended`, and so is what precedes it.
     """
 
-    observations: npt.NDArray[Any]
-    actions: npt.NDArray[Any]
-    log_probs: Floats
-    values: Floats
-    rewards: Floats
+    observation: npt.NDArray[Any]
+    action: npt.NDArray[Any]
+    log_prob: Floats
+    value: Floats
+    reward: Floats
     terminated: npt.NDArray[np.bool_]
-    over: npt.NDArray[np.bool_]
-    final_values: Floats
-    last_values: Floats
-    masks: npt.NDArray[np.bool_] | None = None
+    ended: npt.NDArray[np.bool_]
+    next_value: Floats
+    last_value: Floats
+    mask: npt.NDArray[np.bool_] | None = None
     valid: npt.NDArray[np.bool_] | None = None
 
-    def part(self, first: int, end: int, last_values: Floats) -> Rollout:
-        """Steps `first` to `end`, which is not part of it; `last_values` of what follows them. Shares the memory."""
+    def part(self, first: int, end: int, last_value: Floats) -> Rollout:
+        """Steps `first` to `end`, which is not part of it; `last_value` of what follows them. Shares the memory."""
         steps = {
             each.name: value[first:end]
             for each in dataclasses.fields(self)
-            if each.name != "last_values" and (value := getattr(self, each.name)) is not None
+            if each.name != "last_value" and (value := getattr(self, each.name)) is not None
         }
-        return Rollout(**steps, last_values=last_values)
+        return Rollout(**steps, last_value=last_value)
 
 
 class AlgorithmSettings(BaseModel):

@@ -91,32 +91,32 @@ class PPOSettings:
 
 def advantages_of(rollout: Rollout, settings: PPOSettings) -> Floats:
     """Advantages, float32 (t, n): generalised (Schulman et al., 2016), or discounted return minus value."""
-    if rollout.rewards.shape[1] == 1:
+    if rollout.reward.shape[1] == 1:
         return _advantages_of_one(rollout, settings)
-    found = np.zeros_like(rollout.rewards)
-    following = rollout.last_values
+    found = np.zeros_like(rollout.reward)
+    following = rollout.last_value
     advantage = np.zeros_like(following)
     decay = settings.gae_lambda if settings.gae else 1.0
-    cut = np.where(rollout.terminated | (not settings.bootstrap), np.float32(0.0), rollout.final_values)
-    for step in reversed(range(len(rollout.rewards))):
-        over = rollout.over[step]
-        ahead = np.where(over, cut[step], following)
-        error = rollout.rewards[step] + settings.gamma * ahead - rollout.values[step]
-        advantage = error + settings.gamma * decay * np.where(over, 0.0, advantage)
+    cut = np.where(rollout.terminated | (not settings.bootstrap), np.float32(0.0), rollout.next_value)
+    for step in reversed(range(len(rollout.reward))):
+        ended = rollout.ended[step]
+        next_value = np.where(ended, cut[step], following)
+        error = rollout.reward[step] + settings.gamma * next_value - rollout.value[step]
+        advantage = error + settings.gamma * decay * np.where(ended, 0.0, advantage)
         found[step] = advantage
-        following = rollout.values[step]
+        following = rollout.value[step]
     return found
 
 
 def _advantages_of_one(rollout: Rollout, settings: PPOSettings) -> Floats:
     """The same of one column, which may be long: with Python's numbers, since NumPy takes microseconds for each."""
     gamma, decay = settings.gamma, settings.gae_lambda if settings.gae else 1.0
-    cut = np.where(rollout.terminated | (not settings.bootstrap), np.float32(0.0), rollout.final_values)[:, 0].tolist()
-    rewards, values, over = (column[:, 0].tolist() for column in (rollout.rewards, rollout.values, rollout.over))
-    following, advantage = float(rollout.last_values[0]), 0.0
+    cut = np.where(rollout.terminated | (not settings.bootstrap), np.float32(0.0), rollout.next_value)[:, 0].tolist()
+    rewards, values, ended = (column[:, 0].tolist() for column in (rollout.reward, rollout.value, rollout.ended))
+    following, advantage = float(rollout.last_value[0]), 0.0
     found = [0.0] * len(rewards)
     for step in reversed(range(len(rewards))):
-        if over[step]:
+        if ended[step]:
             following, advantage = cut[step], 0.0
         advantage = rewards[step] + gamma * following - values[step] + gamma * decay * advantage
         found[step] = advantage
@@ -204,24 +204,24 @@ class PPOLearner:
         def rows(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
             return array.reshape(-1, *array.shape[2:]) if rollout.valid is None else array[rollout.valid]
 
-        advantages, values = rows(advantages), rows(rollout.values)
+        advantages, values = rows(advantages), rows(rollout.value)
         returns = advantages + values
         old = self._normalised(values)
         explained = 1.0 - float((returns - values).var() / (returns.var() + 1e-8))
         if settings.normalise_returns:
             self._observe(returns)
         columns = {
-            "observations": rows(rollout.observations),
-            "actions": rows(rollout.actions),
-            "log_probs": rows(rollout.log_probs),
-            "advantages": advantages,
-            "returns": self._normalised(returns),
-            "values": old,
+            "observation": rows(rollout.observation),
+            "action": rows(rollout.action),
+            "log_prob": rows(rollout.log_prob),
+            "advantage": advantages,
+            "target": self._normalised(returns),
+            "value": old,
         }
-        if rollout.masks is not None:
-            columns["masks"] = rows(rollout.masks)
+        if rollout.mask is not None:
+            columns["mask"] = rows(rollout.mask)
         batch = {name: torch.from_numpy(np.ascontiguousarray(column)) for name, column in columns.items()}
-        count = len(batch["actions"])
+        count = len(batch["action"])
         totals: dict[str, float] = {}
         steps, stopped = 0, False
         for _ in range(settings.n_epochs):
@@ -262,18 +262,18 @@ class PPOLearner:
 
     def _loss(self, batch: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, float]]:
         settings = self.settings
-        log_probs, entropies, values = self.network.scores(batch["observations"], batch["actions"], batch.get("masks"))
-        change = log_probs - batch["log_probs"]
+        log_probs, entropies, values = self.network.scores(batch["observation"], batch["action"], batch.get("mask"))
+        change = log_probs - batch["log_prob"]
         ratio = change.exp()
-        advantages = batch["advantages"]
+        advantages = batch["advantage"]
         if settings.normalize_advantage and len(advantages) > 1:  # a single one has no deviation
             advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)
         bounded = ratio.clamp(1 - settings.clip_range, 1 + settings.clip_range)
         policy_loss = -torch.min(ratio * advantages, bounded * advantages).mean()
-        errors = (values - batch["returns"]).square()
+        errors = (values - batch["target"]).square()
         if settings.clip_value:
-            clipped = batch["values"] + (values - batch["values"]).clamp(-settings.clip_range, settings.clip_range)
-            errors = torch.max(errors, (clipped - batch["returns"]).square())
+            clipped = batch["value"] + (values - batch["value"]).clamp(-settings.clip_range, settings.clip_range)
+            errors = torch.max(errors, (clipped - batch["target"]).square())
         value_loss = 0.5 * errors.mean()
         entropy = entropies.mean()
         loss = policy_loss + settings.vf_coef * value_loss - settings.ent_coef * entropy

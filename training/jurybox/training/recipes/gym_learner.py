@@ -226,13 +226,13 @@ def rollout(rows: Mapping[str, npt.NDArray[Any]], learner: Values, steps: int) -
         return np.ascontiguousarray(column.reshape(columns, -1, *column.shape[1:]).swapaxes(0, 1))
 
     return Rollout(
-        observations=shaped(rows["observation"]),
-        actions=shaped(rows["action"]),
-        log_probs=shaped(rows["log_prob"]),
-        values=shaped(learner.values(rows["observation"])),
-        rewards=shaped(rows["reward"]),
+        observation=shaped(rows["observation"]),
+        action=shaped(rows["action"]),
+        log_prob=shaped(rows["log_prob"]),
+        value=shaped(learner.values(rows["observation"])),
+        reward=shaped(rows["reward"]),
         terminated=shaped(rows["terminated"].astype(np.bool_)),
-        over=shaped(ended),
-        final_values=shaped(final),
-        last_values=np.zeros(columns, np.float32),
+        ended=shaped(ended),
+        next_value=shaped(final),
+        last_value=np.zeros(columns, np.float32),
     )

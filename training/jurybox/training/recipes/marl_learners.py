@@ -220,13 +220,13 @@ class OnPolicyLearner(Learner):
         over[:-1] = (moment[1:] != moment[:-1] + 1) | (agent[1:] != agent[:-1])
         terminated = rows["terminated"].numpy().astype(np.bool_)
         return Rollout(
-            observations=seen[:, None],
-            actions=rows["action"].numpy().astype(np.int64)[:, None],
-            log_probs=rows["log_probability"].numpy()[:, None],
-            values=self.learner.values(seen)[:, None],
-            rewards=rows["reward"].numpy()[:, None],
+            observation=seen[:, None],
+            action=rows["action"].numpy().astype(np.int64)[:, None],
+            log_prob=rows["log_probability"].numpy()[:, None],
+            value=self.learner.values(seen)[:, None],
+            reward=rows["reward"].numpy()[:, None],
             terminated=terminated[:, None],
-            over=over[:, None],
-            final_values=self.learner.values(after)[:, None],
-            last_values=np.zeros(1, np.float32),
+            ended=over[:, None],
+            next_value=self.learner.values(after)[:, None],
+            last_value=np.zeros(1, np.float32),
         )

@@ -299,7 +299,7 @@ def play(
     orders = Orders.of(order, n)
     made_to_sleep = head_starts is not None and bool(head_starts.any())
     rollout = _empty(steps, n, use_masks or mask_orders or made_to_sleep)
-    rollout.observations[:, :, _ORDER_INPUTS] = orders.encoded if with_orders else 0.0
+    rollout.observation[:, :, _ORDER_INPUTS] = orders.encoded if with_orders else 0.0
     returns, whole = np.zeros(n), np.ones(n, np.bool_)
     last = np.zeros((n, INPUTS), np.float32)
     counts, games, first = np.zeros((4, n), np.int64), [], 0
@@ -317,10 +317,10 @@ def play(
         """End a step of all parts; return the values of the next states."""
         for game in games:
             game.finish(step)
-            last[game.rows] = rollout.observations[step, game.rows]
+            last[game.rows] = rollout.observation[step, game.rows]
             game.write(last[game.rows])
         values: Floats = policy.act(last, None, greedy=True)[2]
-        rollout.final_values[step] = values
+        rollout.next_value[step] = values
         return values
 
     for step in range(steps):
@@ -332,7 +332,7 @@ def play(
                 game.finish(step - 1)
             game.act(step, policy, greedy=greedy)
         stepped(step)
-    rollout.last_values[:] = finish(steps - 1)
+    rollout.last_value[:] = finish(steps - 1)
     fixes, complied, judged, obeyed = counts
     return rollout, Episodes(returns, fixes, complied, judged, obeyed, whole)
 
@@ -381,16 +381,16 @@ class _Game:
     def act(self, step: int, policy: MaskedPolicy, *, greedy: bool) -> None:
         """Choose actions, and begin the step."""
         rollout, rows = self._rollout, self.rows
-        seen = rollout.observations[step, rows]
+        seen = rollout.observation[step, rows]
         self.write(seen)
         masks = None
-        if rollout.masks is not None:
-            masks = rollout.masks[step, rows]
+        if rollout.mask is not None:
+            masks = rollout.mask[step, rows]
             self._masking.fill(masks, step, self._env, self._info, self._doubts.hosts(self.observation))
-        actions, rollout.log_probs[step, rows], rollout.values[step, rows] = policy.act(seen, masks, greedy=greedy)
+        actions, rollout.log_prob[step, rows], rollout.value[step, rows] = policy.act(seen, masks, greedy=greedy)
         if step:  # the value of what followed, where the step before was cut off
-            rollout.final_values[step - 1, rows] = rollout.values[step, rows]
-        rollout.actions[step, rows] = self._actions = actions
+            rollout.next_value[step - 1, rows] = rollout.value[step, rows]
+        rollout.action[step, rows] = self._actions = actions
         self._result = _begin(self._env, actions)
 
     def write(self, seen: Floats) -> None:
@@ -408,16 +408,16 @@ class _Game:
         resets, self._resets = self._resets, terminated | truncated
         self._doubts.stirred[resets] = False  # what is remembered is of the network before
         self._doubts.see(self._actions, self.observation)
-        last = step == len(rollout.over) - 1
-        rollout.terminated[step, rows], rollout.over[step, rows] = terminated, self._resets | resets | last
+        last = step == len(rollout.ended) - 1
+        rollout.terminated[step, rows], rollout.ended[step, rows] = terminated, self._resets | resets | last
         assert rollout.valid is not None
         rollout.valid[step, rows] = ~(lost | resets)
         if step:
-            rollout.over[step - 1, rows] |= lost
+            rollout.ended[step - 1, rows] |= lost
         self._whole[rows] &= ~(lost | (self._resets & (not last)))
         self._returns[rows] += rewards
         before, (after, self._truth) = self._truth, _true_states(self._info, self._truth)
-        rollout.rewards[step, rows] = rewards + self._alignment.step(self._actions, before, after)
+        rollout.reward[step, rows] = rewards + self._alignment.step(self._actions, before, after)
 
 
 def _true_states(
@@ -453,16 +453,16 @@ def _empty(steps: int, n: int, masks: bool) -> Rollout:
         return np.zeros((steps, n), dtype)
 
     return Rollout(
-        observations=np.zeros((steps, n, INPUTS), np.float32),
-        actions=table(np.int64),
-        log_probs=table(np.float32),
-        values=table(np.float32),
-        rewards=table(np.float32),
+        observation=np.zeros((steps, n, INPUTS), np.float32),
+        action=table(np.int64),
+        log_prob=table(np.float32),
+        value=table(np.float32),
+        reward=table(np.float32),
         terminated=table(np.bool_),
-        over=table(np.bool_),
-        final_values=table(np.float32),
-        last_values=np.zeros(n, np.float32),
-        masks=np.ones((steps, n, t.N_ACTIONS), np.bool_) if masks else None,
+        ended=table(np.bool_),
+        next_value=table(np.float32),
+        last_value=np.zeros(n, np.float32),
+        mask=np.ones((steps, n, t.N_ACTIONS), np.bool_) if masks else None,
         valid=np.ones((steps, n), np.bool_),
     )
 

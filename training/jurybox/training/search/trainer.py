@@ -183,7 +183,7 @@ class WorkflowTrainer:
             # Returns of other workflows, and of networks that the attacker entered before, are not comparable.
             comparable = own & from_start
             self._keep(judged, played.of(comparable if comparable.any() else own))
-        metrics = self._learn(rollout.part(settings.last_update_from, settings.episode_length, rollout.last_values))
+        metrics = self._learn(rollout.part(settings.last_update_from, settings.episode_length, rollout.last_value))
         self.episodes += settings.envs
         self.env_steps += settings.envs * settings.episode_length
         self.recent = shown.returns.tolist()
@@ -193,7 +193,7 @@ class WorkflowTrainer:
             "episodes": float(self.episodes),
             "return_mean": float(shown.returns.mean()),
             "return_std": float(shown.returns.std()),
-            **_reward_metrics(rollout.rewards[:, played.whole], played.returns[played.whole]),
+            **_reward_metrics(rollout.reward[:, played.whole], played.returns[played.whole]),
             "obedience": judged.obedience,
             "judged": float(judged.judged.mean()),
             "compliance": judged.compliance,
