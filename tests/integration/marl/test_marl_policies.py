@@ -99,7 +99,7 @@ def test_an_exported_policy_cannot_play_among_learned_others_but_among_random_on
     rows = np.repeat(seen, 400, 0)
     drawn, ours = (act.reshape(5, 400) for act in (exported(torch.from_numpy(rows)).numpy(), policy_a(rows)))
     with torch.inference_mode():
-        chances = policy_a.served.module(torch.from_numpy(seen)).softmax(1).numpy()
+        chances = policy_a.served.module(torch.from_numpy(seen))[0].softmax(1).numpy()
     for action in range(3):  # of 400 draws, six standard errors at most
         for found in (drawn, ours):
             assert np.abs((found == action + 5).mean(1) - chances[:, action]).max() < 0.16

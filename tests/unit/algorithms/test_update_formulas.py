@@ -24,8 +24,8 @@ from jurybox.training.algorithms.networks import (
     Actor,
     ActorCritic,
     Features,
-    QNetwork,
-    QuantileNetwork,
+    QuantileValues,
+    QValues,
     SeeingCritic,
     TwinCritic,
 )
@@ -291,7 +291,7 @@ def batches(count: int, n: int, *, discrete: bool = False, seed: int = 0) -> lis
 
 def test_dqns_update_is_that_of_double_q_learning_with_the_huber_loss() -> None:
     s = ValueSettings(learning_rate=1e-2, target_update_interval=4, max_grad_norm=0.5)
-    learner = DQNLearner(widened(QNetwork(OBSERVATIONS, 4, (8,))), s)
+    learner = DQNLearner(widened(QValues(Features(OBSERVATIONS), 4, (8,))), s)
     network, target = copy.deepcopy(learner.network), copy.deepcopy(widened(copy.deepcopy(learner.network), 9))
     learner.target.load_state_dict(target.state_dict())
     optimiser = torch.optim.Adam(network.parameters(), 1e-2)
@@ -314,7 +314,7 @@ def test_dqns_update_is_that_of_double_q_learning_with_the_huber_loss() -> None:
 
 def test_iqns_update_is_quantile_regression_between_samples_of_both_networks() -> None:
     s = ValueSettings(learning_rate=1e-2, target_update_interval=3)
-    learner = IQNLearner(widened(QuantileNetwork(OBSERVATIONS, 4, (8, 8))), s, seed=4)
+    learner = IQNLearner(widened(QuantileValues(Features(OBSERVATIONS), 4, (8, 8))), s, seed=4)
     network, target = copy.deepcopy(learner.network), widened(copy.deepcopy(learner.network), 9)
     learner.target.load_state_dict(target.state_dict())
     optimiser, generator = torch.optim.Adam(network.parameters(), 1e-2), torch.Generator().manual_seed(4)

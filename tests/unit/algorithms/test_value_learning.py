@@ -8,18 +8,18 @@ import torch
 
 from jurybox.training.algorithms.dqn import DQNLearner, ValueSettings
 from jurybox.training.algorithms.iqn import IQNLearner, quantile_loss
-from jurybox.training.algorithms.networks import QNetwork, QuantileNetwork
+from jurybox.training.algorithms.networks import Features, QuantileValues, QValues
 from jurybox.training.checkpoints import read_state, write_state
 
 torch.set_num_threads(1)  # threads of networks this small wait for each other more than they compute
 SETTINGS = ValueSettings(learning_rate=0.003, target_update_interval=50, hidden=(32, 32))
-KINDS = {"dqn": (DQNLearner, QNetwork), "iqn": (IQNLearner, QuantileNetwork)}
+KINDS = {"dqn": (DQNLearner, QValues), "iqn": (IQNLearner, QuantileValues)}
 
 
 def make(kind, seed=0):
     torch.manual_seed(seed)
     learner, network = KINDS[kind]
-    return learner(network(4, 2, (32, 32)), SETTINGS, seed=seed)
+    return learner(network(Features(4), 2, (32, 32)), SETTINGS, seed=seed)
 
 
 def batch(random, n=64):
@@ -27,7 +27,7 @@ def batch(random, n=64):
     place, action = random.integers(4, size=n), random.integers(2, size=n)
     over = (place == 3) & (action == 1)
     after = np.clip(place + 2 * action - 1, 0, 3)
-    eye = np.eye(4, dtype=np.uint8).reshape(4, 1, 1, 2, 2)
+    eye = np.eye(4, dtype=np.uint8)
     return {
         "observation": eye[place],
         "next_observation": eye[after],
@@ -42,8 +42,8 @@ def test_the_values_of_a_small_problem_are_found(kind):
     learner, random = make(kind), np.random.default_rng(0)
     for _ in range(600):
         learner.update(batch(random))
-    eye = torch.eye(4).reshape(4, 1, 1, 2, 2)
-    values = learner.network.values(eye).detach().numpy()
+    eye = torch.eye(4)
+    values = learner.network(eye).detach().numpy()
     assert np.allclose(values[:, 1], [0.125, 0.25, 0.5, 1.0], atol=0.06)
     assert (values[:, 1] > values[:, 0]).all()
 

@@ -28,7 +28,7 @@ from jurybox.training.algorithms.base import (
 )
 
 if TYPE_CHECKING:
-    from jurybox.training.algorithms.networks import ValueNetwork
+    from jurybox.training.algorithms.networks import QuantileValues, QValues
     from jurybox.training.algorithms.torch_states import Part
 
 __all__ = ["DQN", "DQNLearner", "ValueSettings"]
@@ -70,7 +70,7 @@ class ValueLearner(ABC):
     """
 
     def __init__(
-        self, network: ValueNetwork, settings: ValueSettings, device: torch.device | str = "cpu", seed: int = 0
+        self, network: torch.nn.Module, settings: ValueSettings, device: torch.device | str = "cpu", seed: int = 0
     ) -> None:
         self.settings = settings
         self.device = torch.device(device)
@@ -178,7 +178,7 @@ class DQN(LearnerAlgorithm):
     def chooses(self) -> tuple[str, Choose]:
         return "values", "best"
 
-    def network(self) -> ValueNetwork:
+    def network(self) -> QValues | QuantileValues:
         return networks.QValues(self.encoder(), self.spec.action.size, self.settings.hidden)
 
     def epsilon(self, progress: Progress) -> float:

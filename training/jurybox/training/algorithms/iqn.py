@@ -13,7 +13,7 @@ from jurybox.training.algorithms.base import networks, torch
 from jurybox.training.algorithms.dqn import DQN, ValueLearner
 
 if TYPE_CHECKING:
-    from jurybox.training.algorithms.networks import QuantileNetwork, QuantileValues
+    from jurybox.training.algorithms.networks import QuantileValues
 
 __all__ = ["IQN", "IQNLearner", "quantile_loss"]
 
@@ -21,8 +21,8 @@ __all__ = ["IQN", "IQNLearner", "quantile_loss"]
 class IQNLearner(ValueLearner):
     """Quantile regression on sampled quantiles, which the learner's generator draws."""
 
-    network: QuantileNetwork
-    target: QuantileNetwork
+    network: QuantileValues
+    target: QuantileValues
 
     def loss(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """The quantile Huber loss of a batch, as a tensor with gradients; `batch` as in `update`."""

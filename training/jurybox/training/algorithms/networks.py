@@ -21,8 +21,8 @@ from jurybox.training.algorithms.torch_states import perceptron
 from jurybox.training.spaces import Leaf
 
 __all__ = [
-    "Actor", "ActorCritic", "DeterministicActor", "Features", "GaussianActorCritic", "Policy", "QNetwork", "QValues",
-    "QuantileNetwork", "QuantileValues", "SeeingActorCritic", "SeeingCritic", "SquashedGaussianActor", "TwinCritic",
+    "Actor", "ActorCritic", "DeterministicActor", "Features", "GaussianActorCritic", "Policy", "QValues",
+    "QuantileValues", "SeeingActorCritic", "SeeingCritic", "SquashedGaussianActor", "TwinCritic",
 ]  # fmt: skip
 
 CLIP = 10.0  # deviations; bound of normalised numbers
@@ -152,80 +152,12 @@ def _convolutions(shape: Sequence[int], width: int, orthogonal: bool) -> nn.Sequ
     return nn.Sequential(*layers)
 
 
-class ValueNetwork(nn.Module):
-    """A network with action values for a greedy policy."""
-
-    def values(self, seen: torch.Tensor) -> torch.Tensor:
-        """Action values: (n, actions). What the network gives, unless it gives more."""
-        out: torch.Tensor = self(seen)
-        return out
-
-
-class QNetwork(ValueNetwork):
-    """Action values from stacked observations of any dtype: (n, stack, ...) -> (n, actions).
-
-    Args:
-        scale: what observations are multiplied by.
-    """
-
-    def __init__(self, inputs: int, actions: int, hidden: tuple[int, ...] = (128, 128), scale: float = 1.0) -> None:
-        super().__init__()
-        self.scale = scale
-        self.layers = perceptron(inputs, hidden, actions)
-
-    def forward(self, seen: torch.Tensor) -> torch.Tensor:
-        """Action values, float32 (n, actions)."""
-        values: torch.Tensor = self.layers(as_floats(seen, self.scale))
-        return values
-
-
-def as_floats(seen: torch.Tensor, scale: float) -> torch.Tensor:
-    """Stacked observations as rows of float32, times `scale`."""
-    floats = seen.flatten(1).float()
-    return floats if scale == 1.0 else floats * scale
-
-
 COSINES = 64  # n in the paper
 QUANTILES = 8  # N and N' there
 POLICY_QUANTILES = 32  # K there
 
 
-class QuantileNetwork(ValueNetwork):
-    """Of IQN (Dabney et al., 2018): stacked observations of any dtype, (n, stack, ...), to values (n, actions).
-
-    They are means over fixed, evenly spread quantiles, without random numbers. The `quantiles` of returns are computed
-    through an embedding of their levels by cosines (section 3.1 and eq. 4 there).
-
-    Args:
-        scale: what observations are multiplied by.
-    """
-
-    cosines: torch.Tensor
-    spread: torch.Tensor
-
-    def __init__(self, inputs: int, actions: int, hidden: tuple[int, ...] = (128, 128), scale: float = 1.0) -> None:
-        super().__init__()
-        self.scale = scale
-        self.seen = perceptron(inputs, hidden[:-1], hidden[-1])
-        self.embedding = nn.Linear(COSINES, hidden[-1])
-        self.head = perceptron(hidden[-1], hidden[-1:], actions)
-        self.register_buffer("cosines", math.pi * torch.arange(COSINES, dtype=torch.float32), persistent=False)
-        spread = (torch.arange(POLICY_QUANTILES, dtype=torch.float32) + 0.5) / POLICY_QUANTILES
-        self.register_buffer("spread", spread, persistent=False)
-
-    def quantiles(self, seen: torch.Tensor, taus: torch.Tensor) -> torch.Tensor:
-        """Quantiles (n, taus, actions); `taus` are (n, taus), or (taus,) for all rows alike; 0 to 1."""
-        features = torch.relu(self.seen(as_floats(seen, self.scale)))
-        embedded = torch.relu(self.embedding(torch.cos(taus[..., None] * self.cosines)))
-        values: torch.Tensor = self.head(features[:, None, :] * embedded)
-        return values
-
-    def forward(self, seen: torch.Tensor) -> torch.Tensor:
-        """Action values, (n, actions): means over evenly spread quantiles."""
-        return self.quantiles(seen, self.spread).mean(1)
-
-
-class QValues(ValueNetwork):
+class QValues(nn.Module):
     """Of DQN: rows to values (n, actions)."""
 
     def __init__(self, features: Features, actions: int, hidden: Sequence[int]) -> None:
@@ -239,20 +171,38 @@ class QValues(ValueNetwork):
         return values
 
 
-class QuantileValues(QuantileNetwork):
-    """The same of any environment's observations: rows to values (n, actions)."""
+class QuantileValues(nn.Module):
+    """Of IQN (Dabney et al., 2018): rows to values (n, actions).
+
+    They are means over fixed, evenly spread quantiles, without random numbers. The `quantiles` of returns are computed
+    through an embedding of their levels by cosines (section 3.1 and eq. 4 there).
+    """
+
+    cosines: Tensor
+    spread: Tensor
 
     def __init__(self, features: Features, actions: int, hidden: Sequence[int]) -> None:
-        super().__init__(features.size, actions, tuple(hidden))
+        super().__init__()
         self.features = features
+        self.seen = perceptron(features.size, hidden[:-1], hidden[-1])
+        self.embedding = nn.Linear(COSINES, hidden[-1])
+        self.head = perceptron(hidden[-1], hidden[-1:], actions)
+        self.register_buffer("cosines", math.pi * torch.arange(COSINES, dtype=torch.float32), persistent=False)
+        spread = (torch.arange(POLICY_QUANTILES, dtype=torch.float32) + 0.5) / POLICY_QUANTILES
+        self.register_buffer("spread", spread, persistent=False)
 
     def quantiles(self, seen: Tensor, taus: Tensor) -> Tensor:
-        """Quantiles (n, taus, actions) of rows."""
-        return super().quantiles(self.features(seen), taus)
+        """Quantiles (n, taus, actions) of rows; `taus` are (n, taus), or (taus,) for all rows alike; 0 to 1."""
+        return self._of_features(self.features(seen), taus)
 
     def forward(self, *seen: Tensor) -> Tensor:
         """Action values, (n, actions)."""
-        return super().quantiles(self.features(*seen), self.spread).mean(1)
+        return self._of_features(self.features(*seen), self.spread).mean(1)
+
+    def _of_features(self, features: Tensor, taus: Tensor) -> Tensor:
+        embedded = torch.relu(self.embedding(torch.cos(taus[..., None] * self.cosines)))
+        values: Tensor = self.head(torch.relu(self.seen(features))[:, None, :] * embedded)
+        return values
 
 
 class DeterministicActor(nn.Module):

@@ -5,12 +5,23 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from torch import nn
+
 from jurybox.protocol import TensorSpec
 from jurybox.server.models import ServedModel
+from jurybox.training.algorithms.base import Algorithm
 from jurybox.training.algorithms.networks import features_of
 from jurybox.training.algorithms.registry import make
 
-__all__ = ["policy"]
+__all__ = ["policy", "raw_network"]
+
+
+def raw_network(algorithm: Algorithm, seed: int = 0) -> nn.Module:
+    """Create the acting network of an algorithm for the environment's own observations, one argument an input."""
+    network: nn.Module = algorithm.seeded(algorithm.network, seed)
+    for each in features_of(network):
+        each.raw = True
+    return network
 
 
 def policy(algorithm: str, settings: Mapping[str, Any], spec: Mapping[str, Any]) -> ServedModel:
@@ -20,8 +31,6 @@ def policy(algorithm: str, settings: Mapping[str, Any], spec: Mapping[str, Any])
         algorithm, settings, spec: arguments of `algorithms.make`. The module of an algorithm of your own is imported.
     """
     made = make(algorithm, settings, spec)
-    network = made.seeded(made.network, 0)
-    for each in features_of(network):
-        each.raw = True
     given = {leaf.name: TensorSpec(leaf.dtype, leaf.shape) for leaf in made.spec.inputs}
-    return ServedModel(network, given, {name: TensorSpec("float32", shape) for name, shape in made.outputs.items()})
+    outputs = {name: TensorSpec("float32", shape) for name, shape in made.outputs.items()}
+    return ServedModel(raw_network(made), given, outputs)

@@ -12,7 +12,7 @@ from jurybox.protocol.weights.reader import WeightsReader
 from jurybox.training.algorithms.base import Rollout
 from jurybox.training.algorithms.dqn import DQNLearner, ValueLearner, ValueSettings
 from jurybox.training.algorithms.iqn import IQNLearner
-from jurybox.training.algorithms.networks import ValueNetwork, as_floats
+from jurybox.training.algorithms.networks import SeeingActorCritic
 from jurybox.training.algorithms.ppo import PPOLearner, PPOSettings
 from jurybox.training.algorithms.torch_states import as_tensors
 from jurybox.training.recipes.marl_policies import make_network
@@ -59,7 +59,6 @@ class ReplayLearner(Learner):
         self._seed = _seed(context)
         values = ValueSettings(**{**settings, "hidden": tuple(network["hidden"])})
         made = make_network(**network, seed=self._seed)
-        assert isinstance(made, ValueNetwork)
         self.learner = _LEARNERS[network["algorithm"]](made, values, device, self._seed)
         windows = Windows(
             n_step=values.n_steps,
@@ -128,10 +127,11 @@ class OnPolicyLearner(Learner):
         super().__init__(context)
         torch.set_num_threads(context.spec.threads)
         self._group, self._least, self._max_stale = group, max(2, rollout // 2), max_stale
-        inputs = int(np.prod(network["shape"]))
+        seed = _seed(context)
+        made = make_network(**network, seed=seed)
+        assert isinstance(made, SeeingActorCritic)
         ppo_settings = PPOSettings(**{**settings, "hidden": tuple(network["hidden"])})
-        self.learner = PPOLearner(inputs, int(network["actions"]), ppo_settings, _seed(context), alive=context.alive)
-        self._scale = float(network["scale"])
+        self.learner = PPOLearner(0, 0, ppo_settings, seed, network=made, alive=context.alive)
         self._windows = Windows(next=("observation",), stack=network["shape"][0], stacked=("observation",))
         # A copy of the replay's rows in this process's memory, in order.
         self._resident = context.replay(group).resident("cpu")
@@ -214,7 +214,7 @@ class OnPolicyLearner(Learner):
 
     def _rollout(self, rows: Mapping[str, torch.Tensor]) -> Rollout:
         """Return the rows as the rollout of one environment, which ends wherever the next row is not the successor."""
-        seen, after = (as_floats(rows[name], self._scale).numpy() for name in ("observation", "next_observation"))
+        seen, after = (rows[name].numpy() for name in ("observation", "next_observation"))
         moment, agent = rows["moment"].numpy(), rows["agent"].numpy()
         over = np.ones(len(moment), np.bool_)
         over[:-1] = (moment[1:] != moment[:-1] + 1) | (agent[1:] != agent[:-1])

@@ -12,15 +12,17 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
-from jurybox.training.algorithms.networks import ActorCritic, QNetwork, QuantileNetwork, ValueNetwork, as_floats
+from jurybox.training.algorithms.networks import SeeingActorCritic
+from jurybox.training.algorithms.registry import make
+from jurybox.training.algorithms.served import raw_network
 from jurybox.training.algorithms.torch_states import TorchWeights
 from jurybox.training.runtime.plan import Kind
 from jurybox.training.runtime.role_context import RoleContext
 from jurybox.training.runtime.serving import LeasedModel, UpdatesByVersion
+from jurybox.training.spaces import AgentSpec
 
 Algorithm = Literal["dqn", "iqn", "ppo"]
 ON_POLICY = "ppo"
-_OF_VALUES: dict[str, type[QNetwork] | type[QuantileNetwork]] = {"dqn": QNetwork, "iqn": QuantileNetwork}
 
 
 def make_network(
@@ -35,15 +37,10 @@ def make_network(
     """Create a network for stacked observations of `shape` (stack, ...); the same seed gives the same network.
 
     Args:
-        dtype: dtype of the observations; not used.
-        scale: factor by which a value network multiplies its observations. An actor-critic takes float32 rows that
-            are scaled already.
+        scale: what the network multiplies observations by.
     """
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        if algorithm == ON_POLICY:
-            return ActorCritic(int(np.prod(shape)), actions, tuple(hidden))
-        return _OF_VALUES[algorithm](int(np.prod(shape)), actions, tuple(hidden), scale)
+    spec = AgentSpec.stacked(shape, dtype, scale, actions)
+    return raw_network(make(algorithm, {"hidden": hidden}, spec.as_dict()), seed)
 
 
 Observation = npt.NDArray[Any]
@@ -103,7 +100,8 @@ class ServedNetwork:
 
         reply = self._model.infer(stacked[None], fresh)
         self.version = reply.version
-        return np.asarray(reply.outputs)
+        found: Any = reply.outputs
+        return np.asarray(found["logits"] if isinstance(found, Mapping) else found)
 
     def close(self) -> None:
         """Release the lane."""
@@ -118,9 +116,7 @@ class ValuePolicy(GroupPolicy):
         actions: number of actions.
     """
 
-    def __init__(
-        self, context: RoleContext, channel: str, network: ValueNetwork, *, epsilon: float, actions: int
-    ) -> None:
+    def __init__(self, context: RoleContext, channel: str, network: nn.Module, *, epsilon: float, actions: int) -> None:
         super().__init__(context, channel, network)
         self._network, self._epsilon, self._actions = network, epsilon, actions
 
@@ -138,7 +134,7 @@ class ValuePolicy(GroupPolicy):
         if self._served is not None:
             return int(self._served(stacked)[0].argmax())
         with torch.inference_mode():
-            return int(self._network.values(torch.from_numpy(stacked)[None])[0].argmax())
+            return int(self._network(torch.from_numpy(stacked)[None])[0].argmax())
 
 
 class SampledPolicy(GroupPolicy):
@@ -148,9 +144,9 @@ class SampledPolicy(GroupPolicy):
     number of learner updates before the policy was published.
     """
 
-    def __init__(self, context: RoleContext, channel: str, network: ActorCritic, *, scale: float) -> None:
+    def __init__(self, context: RoleContext, channel: str, network: SeeingActorCritic) -> None:
         super().__init__(context, channel, network)
-        self._network, self._scale = network, scale
+        self._network = network
         self._updates = UpdatesByVersion()
 
     def act(self, stacked: Observation, random: np.random.Generator) -> tuple[int, Mapping[str, Any]]:
@@ -173,7 +169,7 @@ class SampledPolicy(GroupPolicy):
             if self._served is not None:
                 logits = torch.from_numpy(self._served(stacked)[0].copy())
             else:
-                logits = self._network.actor(as_floats(torch.from_numpy(stacked)[None], self._scale))[0]
+                logits = self._network.actor(self._network.features(torch.from_numpy(stacked)[None]))[0]
             log_probabilities = torch.log_softmax(logits, 0).double().numpy()
         reached = np.cumsum(np.exp(log_probabilities)) > random.random()
         action = int(reached.argmax()) if reached.any() else len(reached) - 1
@@ -196,10 +192,9 @@ def policies(
     of_group: dict[str, GroupPolicy] = {}
     for group in dict.fromkeys(groups.values()):
         network = make_network(**networks[group], seed=0)
-        if isinstance(network, ActorCritic):
-            of_group[group] = SampledPolicy(context, group, network, scale=float(networks[group]["scale"]))
+        if isinstance(network, SeeingActorCritic):
+            of_group[group] = SampledPolicy(context, group, network)
         else:
-            assert isinstance(network, ValueNetwork)
             actions = int(networks[group]["actions"])
             explores = (epsilon or {}).get(group, 0.0)
             of_group[group] = ValuePolicy(context, group, network, epsilon=explores, actions=actions)

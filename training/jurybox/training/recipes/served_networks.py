@@ -6,8 +6,7 @@ arguments.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,10 +16,11 @@ from jurybox.protocol import TensorSpec
 from jurybox.server.models import ServedModel
 from jurybox.training.algorithms import served
 from jurybox.training.algorithms.base import AlgorithmUnusable
-from jurybox.training.algorithms.networks import Actor, ActorCritic, Policy, QNetwork, QuantileNetwork, as_floats
+from jurybox.training.algorithms.networks import Actor, ActorCritic, Policy
 from jurybox.training.algorithms.registry import ALGORITHMS
 from jurybox.training.algorithms.td3_actor import CLIP
 from jurybox.training.algorithms.torch_states import perceptron
+from jurybox.training.spaces import AgentSpec
 
 
 def _served(
@@ -87,29 +87,11 @@ def masked_policy(observation: int, actions: int, hidden: Sequence[int]) -> Serv
     return _served(_Masked(observation, actions, hidden), (observation + actions,), {"logits": (actions,)})
 
 
-class _Logits(ActorCritic):
-    def __init__(self, inputs: int, actions: int, hidden: Sequence[int], scale: float) -> None:
-        super().__init__(inputs, actions, hidden)
-        self._scale = scale
-
-    def forward(self, observation: Tensor) -> Tensor:  # type: ignore[override]
-        return self.actor(as_floats(observation, self._scale))  # type: ignore[no-any-return]
-
-
 def choosing_policy(
     algorithm: str, shape: Sequence[int], actions: int, hidden: Sequence[int], dtype: str = "uint8", scale: float = 1.0
 ) -> ServedModel:
-    """A policy of "dqn", "iqn" or "ppo" from stacked observations of `shape` to float32 (actions,).
-
-    The output is "values" of the actions, or "logits" for "ppo".
-    """
-    inputs, widths = math.prod(shape), tuple(hidden)
-    networks: dict[str, Callable[[], nn.Module]] = {
-        "dqn": lambda: QNetwork(inputs, actions, widths, scale),
-        "iqn": lambda: QuantileNetwork(inputs, actions, widths, scale),
-        "ppo": lambda: _Logits(inputs, actions, widths, scale),
-    }
-    return _served(networks[algorithm](), shape, {"logits" if algorithm == "ppo" else "values": (actions,)}, dtype)
+    """A policy of "dqn", "iqn" or "ppo" from stacked observations of `shape`; outputs as those of `gym_policy`."""
+    return gym_policy(algorithm, {"hidden": hidden}, AgentSpec.stacked(shape, dtype, scale, actions).as_dict())
 
 
 class PhotoMoves(nn.Module):
