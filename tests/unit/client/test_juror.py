@@ -80,6 +80,22 @@ def test_a_call_is_answered_with_its_last_part():
     assert asked.answer.result(0) is scores
 
 
+def test_parts_that_several_threads_have_scored_are_all_counted():
+    asked = call(2)
+    other = threading.Thread(target=asked.found, args=(1, [0.5], [5]))
+
+    def versions():
+        yield 7
+        other.start()
+        other.join(0.05)
+        assert other.is_alive(), "it waits until this part is counted"
+
+    asked.found(0, [0.25], versions())
+    other.join(30)
+    scores = asked.answer.result(0)
+    assert scores == [0.25, 0.5] and scores.version == 5
+
+
 def test_a_call_is_fitted_once_and_fails_once():
     asked = call(2)
     asked.fit_once(SPEC, {})

@@ -216,3 +216,35 @@ def test_a_ticket_that_a_call_is_sending_is_left_to_it():
     ticket = lane.submit(0, 2, time.monotonic_ns() + 10**11)
     assert len(transport.sent) == 1 and ticket.sequence in lane.in_flight
     lane.close()
+
+
+def lane_of(table, transport, **more):
+    arena = SimpleNamespace(columns=Columns.here(SPEC, 8), close=lambda: None)
+    scoreboard = SimpleNamespace(engines=table, server_lives=lambda: True)
+    return Lane("m", scoreboard, arena, transport, 1, 0, 8, lambda: None, **more)
+
+
+def test_a_larger_lane_keeps_the_engine_of_the_one_that_it_replaces_if_that_computes_its_model():
+    engines = np.zeros(3, ENGINE)
+    engines["state"] = SERVING
+    before = lane_of(engines, Transport(), home=2)
+    for able, chosen in (((0, 1, 2), 2), ((0, 1), 0)):
+        lane = lane_of(engines, Transport(), engines=able)
+        lane.replace(before)
+        assert lane.choose_engine() == chosen
+        lane.close()
+    before.close()
+
+
+@pytest.mark.parametrize("far", [False, True])
+@pytest.mark.parametrize("sent", [False, True])
+def test_a_time_out_tells_where_the_ticket_is(far, sent):
+    """Asking again helps only if it was sent."""
+    engines = np.zeros(1, ENGINE)
+    engines["state"] = SERVING if sent else 0
+    lane = lane_of(engines, Transport(), far=far)
+    with pytest.raises(Timeout) as late:
+        lane.wait(lane.submit(0, 2, 0), 0)
+    told = "its server is busy, or the network" if far else "is at engine 0"
+    assert (told if sent else "was not sent: no engine serves") in str(late.value)
+    lane.close()

@@ -43,6 +43,15 @@ def test_half_a_surrogate_pair_is_no_observation_no_reward_and_no_request_either
         TypedData("text", [HALF]).strings(1, TEXT)
 
 
+def test_inputs_that_have_no_names_are_refused_with_what_the_model_takes():
+    one, two = TensorSpec("float32", (2,)), TensorSpec("uint8")
+    spec = ModelSpec("pair", {"x": one, "k": two}, {"y": one})
+    with pytest.raises(SpecMismatch) as refused:
+        codec_of(spec).checked(np.zeros((1, 2), np.float32))
+    said = str(refused.value)
+    assert f"'pair' takes x {one}, k {two} -> y {one}: give a dict with an array for each" in said
+
+
 def test_a_reward_takes_tensors_in_bfloat16_which_numpy_does_not_have():
     given = torch.tensor([[0.5, 1.0], [1.5, 2.0]], dtype=torch.bfloat16, requires_grad=True)
     np.testing.assert_array_equal(fitted("latent", TensorSpec("float32", (2, 2)), given), [[0.5, 1.0], [1.5, 2.0]])

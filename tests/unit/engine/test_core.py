@@ -7,8 +7,10 @@ import pytest
 import torch
 from tests.models import VECTOR, affine, moody, two
 
-from jurybox.client import ModelFailed, Timeout
+from jurybox.client import ModelFailed, ModelNotFound, Refused, Timeout
 from jurybox.protocol import TensorSpec
+from jurybox.protocol.errors import Code
+from jurybox.protocol.scoreboard import COUNTERS
 from jurybox.server.inproc import InprocServer
 from jurybox.server.models import ServedModel
 
@@ -163,6 +165,53 @@ def test_a_lanes_rows_may_be_sent_again_after_all_tickets_were_forgotten(x):
         transport = server.engine.transports[0]
         transport.send(forgotten._sent)
         np.testing.assert_array_equal(forgotten.result().outputs, 2 * x + 1)
+
+
+def test_rows_that_wait_are_shown_again_after_another_process_has_overwritten_the_record(x):
+    with InprocServer({"a": affine()}, max_batch=4) as server:
+        model = server.model("a")
+        tickets = [model.submit(x[i : i + 2]) for i in range(0, 12, 2)]
+        server._turn()
+        record = server.engine.scoreboard.counters[0, 0]
+        shown = record.copy()
+        server.engine.scoreboard.counters[0, 0] = 0
+        server.engine.show_counters()
+        assert record == shown and record["waiting"] == 8
+        np.testing.assert_array_equal(tickets[-1].result().outputs, 2 * x[10:12] + 1)
+
+
+def test_a_model_that_was_unloaded_answers_nobody(x):
+    with InprocServer({"a": affine(), "b": affine()}, max_batch=4) as server:
+        a, b = server.model("a"), server.model("b")
+        a.infer(x[:1])
+        waiting, other = a.submit(x[:1]), b.submit(x[:1])
+        server.engine._take_in()
+        server.engine.remove(0)
+        with pytest.raises(ModelNotFound, match="'a' was unloaded"):
+            waiting.result()
+        assert (server.engine.scoreboard.counters[0, 0] == np.zeros((), COUNTERS)).all(), (
+            "another model gets its number"
+        )
+        with pytest.raises(ModelNotFound, match="not served by this engine"):
+            a.infer(x[:1])
+        np.testing.assert_array_equal(other.result().outputs, 2 * x[:1] + 1)
+        server.engine.remove(0)
+
+
+@pytest.mark.parametrize("passed_by", [False, True])
+def test_an_engine_that_takes_no_more_answers_what_had_arrived_by_every_transport(x, passed_by):
+    """Also by the slow ones, which a busy engine skips every second time."""
+    with InprocServer({"a": affine()}) as server:
+        quick, slow = server.model("a"), server.model("a")
+        tickets = [model.submit(x[:1]) for model in (quick, slow)]
+        server.engine.transports[1].slow = True
+        server.engine._passed_by = passed_by
+        server.engine.refuse_new(Code.DRAINING, "the server is stopping")
+        late = quick.submit(x[:1])
+        for ticket in tickets:
+            np.testing.assert_array_equal(ticket.result().outputs, 2 * x[:1] + 1)
+        with pytest.raises(Refused, match="the server is stopping"):
+            late.result()
 
 
 def test_counters_count_events(x):

@@ -1,0 +1,120 @@
+"""Requests that need several tickets: one weights version if a batch could hold them, and one time-out for all."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+import torch
+from tests.unit.client.test_sessions import Updater
+from torch import nn
+
+from jurybox.client import RowFailed, Timeout
+from jurybox.protocol import TensorSpec
+from jurybox.server.inproc import InprocServer
+from jurybox.server.models import RowErrors, ServedModel
+
+NUMBER = TensorSpec("float32")
+
+
+class Versioned(nn.Module):
+    """The weights version that computes each row. Negative rows fail."""
+
+    def __init__(self):
+        super().__init__()
+        self.version = 1
+
+    def forward(self, x):
+        outputs = torch.full_like(x, self.version)
+        wrong = {row: f"{value} by version {self.version}" for row, value in enumerate(x.tolist()) if value < 0}
+        return RowErrors(wrong, outputs) if wrong else outputs
+
+
+class World:
+    """A model of which each batch is computed by a newer version, unless it asks for one.
+
+    The engine's batches have at most two rows; the client believes that they have up to four.
+    """
+
+    def __init__(self, server, module, rows):
+        self.model = server.model("m", rows=rows)
+        self.lane = self.model.requests.usable()
+        self.batches, self.before_batch, self.keeps = 0, {}, True
+        self._updater = server.engine.slots[0].served.weights_updater = Updater(module)
+        self._use, self._updater.use = self._updater.use, self.use
+        server.engine.slots[0].queue.max_batch = 2
+
+    def use(self, version):
+        self.batches += 1
+        self.before_batch.get(self.batches, lambda: None)()
+        if not version:
+            new = self._updater.version + 1
+            self._updater.publish(new, keep=[self._updater.version] if self.keeps else ())
+        self._use(version)
+
+    def publish(self, version):
+        self._updater.publish(version)
+
+    def leave_free(self, *rows):
+        """Hold all rows of the lane but these."""
+        runs = [self.lane.take(1) for _ in range(self.lane.rows)]
+        return [run for at, run in enumerate(runs) if at not in rows]
+
+
+@pytest.fixture
+def world():
+    with InprocServer(
+        {"m": ServedModel(module := Versioned(), {"x": NUMBER}, {"version": NUMBER})}, max_batch=4
+    ) as one:
+        yield lambda rows=8: World(one, module, rows)
+
+
+def test_a_request_of_several_batches_tells_the_oldest_version_that_computed_it(world):
+    reply = world(rows=2).model.infer_reply(np.ones(6, np.float32))
+    assert reply.outputs.tolist() == [2, 2, 3, 3, 4, 4] and reply.version == 2
+
+
+def test_a_piece_that_is_sent_again_may_be_divided_otherwise(world):
+    one = world()
+    held = one.leave_free(0, 1, 4)
+    one.before_batch[2] = lambda: held.append(one.lane.take(1))  # the first piece is answered, and its rows are free
+    reply = one.model.infer_reply(np.ones(3, np.float32), timeout=20)
+    assert reply.outputs.tolist() == [3, 3, 3] and reply.version == 3 and one.batches == 3
+
+
+def test_the_errors_of_a_piece_that_is_sent_again_are_those_of_the_version_that_answers(world):
+    one = world()
+    held = one.leave_free(0, 1, 4)
+    with pytest.raises(RowFailed) as failed:
+        one.model.infer_reply(np.array([1, -1, -2], np.float32), timeout=20)
+    assert failed.value.errors == {1: "-1.0 by version 3", 2: "-2.0 by version 3"} and failed.value.version == 3
+    assert failed.value.outputs[0] == 3
+    del held
+
+
+@pytest.mark.parametrize("as_coroutine", [False, True])
+def test_a_request_begins_again_if_the_version_of_its_newest_piece_is_no_longer_held(world, as_coroutine):
+    one = world()
+    held = one.leave_free(0, 1, 4)
+
+    def forget():
+        one.before_batch.clear()
+        one.publish(10)
+
+    one.before_batch[3] = forget  # the first piece, which asks for the version of the second
+    given = np.ones(3, np.float32)
+    came = asyncio.run(one.model.infer_async(given, timeout=20)) if as_coroutine else one.model.infer(given, timeout=20)
+    assert len(set(came.tolist())) == 1 and came[0] > 10
+    del held
+
+
+def test_a_coroutine_of_several_batches_ends_with_its_own_time_out(world):
+    one = world()
+    one.lane._transport._turn = lambda: False  # the engine does nothing
+
+    async def ask():
+        with pytest.raises(Timeout, match="did not answer in time"):
+            await one.model.infer_async(np.ones(6, np.float32), timeout=0.05)
+
+    asyncio.run(asyncio.wait_for(ask(), 20))
