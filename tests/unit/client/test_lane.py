@@ -9,12 +9,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from jurybox.client.in_flight import Answer
+from jurybox.client.in_flight import UNSENT, Answer
 from jurybox.client.lane import Lane
 from jurybox.client.link import ControlLink
 from jurybox.client.row_allocator import RowAllocator
 from jurybox.client.rows import CallRow
-from jurybox.client.transports.transport import NOT_ANSWERED
+from jurybox.client.transports.transport import NOT_ANSWERED, NotSent
 from jurybox.protocol import ModelSpec, TensorSpec
 from jurybox.protocol.arena import Columns
 from jurybox.protocol.errors import Busy, Code, Error, Refused, ServerGone, Timeout
@@ -218,8 +218,8 @@ def test_a_ticket_that_a_call_is_sending_is_left_to_it():
     lane.close()
 
 
-def lane_of(table, transport, **more):
-    arena = SimpleNamespace(columns=Columns.here(SPEC, 8), close=lambda: None)
+def lane_of(table, transport, spec=SPEC, **more):
+    arena = SimpleNamespace(columns=Columns.here(spec, 8), close=lambda: None)
     scoreboard = SimpleNamespace(engines=table, server_lives=lambda: True)
     return Lane("m", scoreboard, arena, transport, 1, 0, 8, lambda: None, **more)
 
@@ -247,4 +247,93 @@ def test_a_time_out_tells_where_the_ticket_is(far, sent):
         lane.wait(lane.submit(0, 2, 0), 0)
     told = "its server is busy, or the network" if far else "is at engine 0"
     assert (told if sent else "was not sent: no engine serves") in str(late.value)
+    lane.close()
+
+
+def test_the_wait_of_an_engine_that_another_process_has_overwritten_does_not_keep_a_lane_from_engines():
+    engines = np.zeros(3, ENGINE)
+    engines["state"], engines["expected_wait"] = SERVING, (-100, 0, 900)
+    lane = lane_of(engines, Transport(), home=1)
+    assert lane.choose_engine() == 1
+    engines["expected_wait"] = (-100, -50, -10)
+    assert lane.choose_engine() == 1
+    lane.close()
+
+
+def test_other_code_begins_with_the_lanes_own_engine_and_goes_on_with_the_next():
+    engines = np.zeros(4, ENGINE)
+    engines["incarnation"], engines["state"] = (11, 22, 33, 44), SERVING
+    lane = lane_of(engines, Transport(), home=2)
+    assert lane.able() == ((2, 33), (3, 44), (0, 11), (1, 22))
+    engines["state"][2] = 0
+    assert lane.able() == ((3, 44), (0, 11), (1, 22))
+    lane.close()
+
+
+def test_a_number_that_other_code_has_used_is_never_used_again():
+    engines = np.zeros(1, ENGINE)
+    engines["state"] = SERVING
+    lane = lane_of(engines, Transport())
+    own = lane.submit(0, 1, time.monotonic_ns() + 10**11).sequence
+    given = lane.advance()
+    assert own < given < lane.advance(given + 5)
+    assert lane.advance(given + 100) > given + 100
+    assert lane.submit(1, 1, time.monotonic_ns() + 10**11).sequence > given + 101
+    lane.close()
+
+
+@pytest.mark.parametrize("state", [None, {"total": TensorSpec("float32", (2,))}])
+def test_a_lane_leaves_an_engine_that_does_not_have_its_model(state):
+    """It is idle, so it seems to have the shortest wait. With sessions, too: they begin on another engine."""
+    spec = SPEC if state is None else ModelSpec("m", SPEC.inputs, SPEC.outputs, state=state)
+    engines = np.zeros(2, ENGINE)
+    engines["incarnation"], engines["state"], engines["expected_wait"] = (11, 22), SERVING, (0, 900)
+    transport = Transport()
+    lane = lane_of(engines, transport, spec)
+    ticket = lane.submit(0, 2, time.monotonic_ns() + 10**11)
+    transport.there = [Answer(ticket.sequence, Code.MODEL_NOT_FOUND, "", 0, 11)]
+    lane.receive_now()
+    assert transport.sent == [(0, 11), (1, 22)] and ticket.answer is None
+    assert lane.choose_engine() == 1 and lane.able() == ((1, 22),)
+    transport.there = [Answer(ticket.sequence, Code.MODEL_NOT_FOUND, "", 0, 22)]
+    lane.receive_now()
+    assert ticket.answer.code == Code.MODEL_NOT_FOUND, "no engine has it"
+    lane.close()
+
+
+def test_a_ticket_whose_answer_was_lost_has_its_whole_time_again():
+    engines = np.zeros(1, ENGINE)
+    engines["incarnation"], engines["state"] = 11, SERVING
+    transport = Transport()
+    lane = lane_of(engines, transport)
+    ticket = lane.submit(0, 2, time.monotonic_ns() + 10**9)
+    ticket.submitted -= 10**10
+    ticket.deadline -= 10**10
+    given = ticket.deadline - ticket.submitted
+    transport.holds = lambda of: False
+    before = time.monotonic_ns()
+    lane._look_after((ticket,))
+    assert len(transport.sent) == 2
+    assert before + given <= ticket.deadline <= time.monotonic_ns() + given
+    lane.close()
+
+
+def test_a_ticket_for_which_there_was_no_room_is_sent_with_the_next_answer():
+    engines = np.zeros(1, ENGINE)
+    engines["incarnation"], engines["state"] = 11, SERVING
+    transport, room = Transport(), [True, False, True]
+    send = transport.send
+
+    def send_if_there_is_room(ticket):
+        if not room.pop(0):
+            raise NotSent("it is full")
+        send(ticket)
+
+    transport.send = send_if_there_is_room
+    lane = lane_of(engines, transport)
+    first, second = (lane.submit(at, 1, time.monotonic_ns() + 10**11) for at in range(2))
+    assert second.engine == UNSENT and "it is full" in lane.why_late(second)
+    transport.there = [Answer(first.sequence, Code.OK, "", 5, 11)]
+    lane.receive_now()
+    assert second.engine == 0 and len(transport.sent) == 2
     lane.close()

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import gc
 import itertools
+import random
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from tests.moments import Moment
 
 from jurybox.client import row_allocator
-from jurybox.client.row_allocator import RowAllocator, whole
+from jurybox.client.row_allocator import RowAllocator, version_of, whole
 
 
 def rows(run):
@@ -31,6 +33,39 @@ def test_rows_are_free_when_nobody_holds_them_and_no_ticket_has_them():
     del b
     gc.collect()
     assert lane.free == lane.largest == 8
+
+
+def test_whatever_is_free_can_be_taken_and_nothing_else():
+    """Beside a plain list of rows: runs and tickets come and go, and tickets lie within runs, across them and alone."""
+    chance = random.Random(4)
+    for _ in range(300):
+        lane, runs = RowAllocator(5, 12), []
+        for number in range(12):
+            first = chance.randrange(5, 17)
+            what = chance.choice(["take", "take", "give", "lend", "settle"])
+            if what == "give" and runs:
+                lane.give(runs.pop(chance.randrange(len(runs))))
+            elif what == "lend":
+                lane.lent[number] = SimpleNamespace(first=first, rows=chance.randint(1, 17 - first))
+            elif what == "settle" and lane.lent:
+                del lane.lent[chance.choice(list(lane.lent))]
+            used = set().union(*map(rows, [*runs, *lane.lent.values()]))
+            gaps = [len(gap) for gap in "".join(" " if row in used else "x" for row in range(5, 17)).split()]
+            assert (lane.free, lane.largest) == (sum(gaps), max(gaps, default=0))
+            if what == "take":
+                n = chance.randint(1, 6)
+                run = lane.take(n)
+                assert (run is not None) == (n <= max(gaps, default=0))
+                if run is not None:
+                    assert run.rows == n and rows(run) <= set(range(5, 17)) - used
+                    runs.append(run)
+
+
+@pytest.mark.parametrize("version", [-1, 1 << 64, 0.5, "new", None])
+def test_versions_that_no_weights_can_have_are_refused(version):
+    with pytest.raises(ValueError, match="version=.*: expected a whole number from 0 to 18446744073709551615"):
+        version_of(version)
+    assert version_of((1 << 64) - 1) == (1 << 64) - 1 and version_of(np.int64(3)) == 3 and version_of(0) == 0
 
 
 @pytest.mark.parametrize("n", [0, -1, -(2**40), 1.5, "1", None])
