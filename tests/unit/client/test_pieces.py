@@ -118,3 +118,13 @@ def test_a_coroutine_of_several_batches_ends_with_its_own_time_out(world):
             await one.model.infer_async(np.ones(6, np.float32), timeout=0.05)
 
     asyncio.run(asyncio.wait_for(ask(), 20))
+
+
+def test_a_cancelled_ticket_is_not_sent_again_after_its_engine_has_died(world):
+    one = world()
+    one.lane._transport._turn = lambda: False
+    tickets = [one.model.submit(np.ones(2, np.float32)) for _ in range(2)]
+    assert tickets[0].cancel() and one.lane.free == 4, "the engine may still write to its rows"
+    one.lane._incarnations[0] += 1
+    one.lane.look_after()
+    assert one.lane.free == 6 and len(one.lane.in_flight) == 1

@@ -11,8 +11,9 @@ import torch
 from torch import nn
 
 from jurybox.client import Busy, ModelFailed, Refused, RowFailed, SessionLost, SpecMismatch
+from jurybox.client.session_book import SessionBook
 from jurybox.protocol import TensorSpec
-from jurybox.protocol.errors import VersionNotHeld
+from jurybox.protocol.errors import StaleLease, VersionNotHeld
 from jurybox.server.inproc import InprocServer
 from jurybox.server.models import RowErrors, ServedModel
 from tests import open_models
@@ -301,3 +302,24 @@ def test_requests_beyond_the_sessions_rows_are_refused_with_the_remedy(versioned
         halves = [sessions.submit(np.ones(1, np.float32), [half]) for half in (0, 1)]
         assert [half.result().version for half in halves] == [1, 1]
         np.testing.assert_array_equal(sessions.get_state()["n"], [2, 2])
+
+
+def test_a_session_that_is_lost_and_not_reset_is_named_before_anything_is_sent():
+    book = SessionBook("m", 4)
+    book.lose(np.array([0, 1]))
+    with pytest.raises(SessionLost) as lost:
+        book.begin_all([True, False, False, False])
+    assert lost.value.sessions == [1]
+    assert book.begin_all([True, True, False, False]).tolist() == [0, 0, 0, 0]
+
+
+def test_a_lost_session_that_was_to_begin_again_when_its_relay_ended_is_still_lost():
+    book = SessionBook("m", 3)
+    book.lose(np.array([0]))
+    with pytest.raises(SessionLost) as lost, book.stepping(book.all, np.array([0, 4, 0], np.uint32)):
+        raise StaleLease("the relay ended")
+    assert lost.value.sessions == [1]
+    book.require(np.array([2]))
+    with pytest.raises(SessionLost) as lost:
+        book.require(book.all)
+    assert lost.value.sessions == [0, 1]
