@@ -108,6 +108,24 @@ def test_a_call_is_fitted_once_and_fails_once():
             wrong.fit_once(SPEC, {})
 
 
+def test_a_call_that_two_threads_send_is_fitted_once():
+    asked, fits = call(2), []
+    fit = asked.fit
+    other = threading.Thread(target=asked.fit_once, args=(SPEC, {}))
+
+    def counted(*args, **options):
+        fits.append(1)
+        if len(fits) == 1:
+            other.start()
+            other.join(0.05)
+        fit(*args, **options)
+
+    asked.fit = counted
+    asked.fit_once(SPEC, {})
+    other.join(30)
+    assert len(fits) == 1 and len(asked.rows) == 2
+
+
 def test_threads_end_after_the_last_call():
     made = Waiting()
     found = []
