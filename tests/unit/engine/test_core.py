@@ -11,6 +11,7 @@ from jurybox.client import ModelFailed, ModelNotFound, Refused, Timeout
 from jurybox.protocol import TensorSpec
 from jurybox.protocol.errors import Code
 from jurybox.protocol.scoreboard import COUNTERS
+from jurybox.server.engine.batches import Counters
 from jurybox.server.inproc import InprocServer
 from jurybox.server.models import ServedModel
 
@@ -134,6 +135,18 @@ def test_an_engine_that_got_larger_batches_is_not_shown_as_slower():
     assert one == pytest.approx(0.002, rel=0.1)
     assert wait(*[2, 12] * 15) < 2 * one
     assert wait(*[8] * 30) < 2 * one, "batches of one size do not show what a row costs: expect the least"
+
+
+def test_the_counters_of_a_successor_go_on_but_for_its_sessions_and_the_newest_version_never_falls():
+    shown = np.zeros(1, COUNTERS)
+    shown["requests"], shown["sessions"] = 7, 3
+    counters = Counters(shown)
+    counters.show()
+    assert (shown["requests"], shown["sessions"]) == (7, 0)
+    for version in (5, 4):
+        counters.adopted(version, 0.001)
+        assert (shown["version"], shown["newest"]) == (version, 5)
+    assert shown["updates"] == 2 and shown["adopt_ns"].sum() == 2
 
 
 @pytest.mark.parametrize("how", ["expired", "retired", "forgotten"])

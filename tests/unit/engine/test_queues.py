@@ -93,7 +93,7 @@ def test_a_batch_is_held_back_only_as_long_as_asked():
     assert queue.ready_in(0) is None
     queue.push(tickets((0, 1), submitted=100))
     assert queue.ready_in(400) == 700
-    assert queue.ready_in(1100) == 0
+    assert queue.ready_in(1100) == queue.ready_in(5000) == 0
     queue.push(tickets((1, 3), submitted=500))
     assert queue.ready_in(600) == 0
 
@@ -112,6 +112,15 @@ def test_an_expired_ticket_is_taken_out_and_the_others_stay():
     assert queue.expired(60)["lane"].tolist() == [0]
     assert queue.rows == 2
     assert queue.take()["lane"].tolist() == [1]
+
+
+def test_a_ticket_that_costs_more_than_a_batch_may_is_a_batch_of_its_own():
+    queue = Queue(max_batch=8, costs=lambda waiting: np.where(waiting["lane"] == 1, 100, 1), max_cost=10)
+    queue.push(tickets((1, 1), (2, 1), (3, 1)))
+    batches = []
+    while len(queue):
+        batches.append(queue.take()["lane"].tolist())
+    assert sorted(batches) == [[1], [2, 3]]
 
 
 def test_the_tickets_of_a_lane_that_was_taken_back_are_handed_out():

@@ -11,6 +11,8 @@ from tests.models import VECTOR, affine
 
 from jurybox.client import Error, ModelFailed, Timeout
 from jurybox.protocol import TensorSpec
+from jurybox.protocol.wire import TICKET
+from jurybox.server.engine.recovery import Recovery
 from jurybox.server.inproc import InprocServer
 from jurybox.server.models import ServedModel
 from tests import open_models
@@ -130,10 +132,10 @@ def test_a_deadline_that_passes_during_a_recovery_is_answered_and_not_computed(w
     server = world(fixed(module))
     clients = [server.model("m", rows=1) for _ in range(5)]
     bad = [client.submit(rows(BAD, fixed), timeout=100) for client in clients[:2]]
-    late = [client.submit(rows(1, fixed), timeout=0.05) for client in clients[2:4]]
+    late = [client.submit(rows(1, fixed), timeout=50) for client in clients[2:4]]
     server._turn()
-    behind = clients[4].submit(rows(1, fixed), timeout=0.05)  # in the queue, behind the recovery
-    time.sleep(0.06)
+    behind = clients[4].submit(rows(1, fixed), timeout=50)  # in the queue, behind the recovery
+    server.engine._clock = server.engine._batches._clock = lambda: time.monotonic_ns() + 75 * 10**9
     while server._turn():
         pass
     for ticket in (*late, behind):
@@ -210,6 +212,47 @@ def test_recovering_rows_count_in_the_wait_that_clients_are_shown(world):
     for ticket in asked:
         with pytest.raises(ModelFailed):
             ticket.result()
+
+
+def waiting(*sequences, submitted=0, deadline=0):
+    records = np.zeros(len(sequences), TICKET)
+    records["sequence"], records["submitted"], records["deadline"] = sequences, submitted, deadline
+    return records
+
+
+def test_the_parts_of_a_batch_come_in_the_order_of_their_tickets_before_those_of_later_batches():
+    recovery, slot = Recovery(), object()
+    recovery.add(slot, [waiting(5), waiting(6)], 7)
+    recovery.add(slot, [waiting(1, 2), waiting(3, 4)], 0)
+    assert len(recovery) == 4
+    parts = []
+    while slot in recovery.parts:
+        part, late = recovery.next(slot, 0)
+        parts.append((part.tickets["sequence"].tolist(), part.version))
+        assert not len(late)
+    assert parts == [([1, 2], 0), ([3, 4], 0), ([5], 7), ([6], 7)]
+
+
+def test_a_recovery_waits_for_its_turn_since_its_last_part_and_a_later_one_since_its_own_tickets():
+    recovery, slot = Recovery(), object()
+    recovery.add(slot, [waiting(1, submitted=100), waiting(2, submitted=100)], 0)
+    assert recovery.since(slot) == 100
+    recovery.next(slot, 500)
+    assert recovery.since(slot) == 500
+    recovery.next(slot, 600)
+    recovery.add(slot, [waiting(3, submitted=550)], 0)
+    assert recovery.since(slot) == 550
+
+
+def test_tickets_of_a_recovery_that_have_no_deadline_wait_as_long_as_they_must():
+    recovery, slot = Recovery(), object()
+    parts = [waiting(1, deadline=50), waiting(2, 3), waiting(4)]
+    parts[1]["deadline"] = (50, 0)
+    recovery.add(slot, parts, 0)
+    part, late = recovery.next(slot, 60)
+    assert (part.tickets["sequence"].tolist(), late["sequence"].tolist()) == ([3], [1, 2])
+    part, late = recovery.next(slot, 60)
+    assert (part.tickets["sequence"].tolist(), len(late)) == ([4], 0)
 
 
 class Stuck(torch.nn.Module):
