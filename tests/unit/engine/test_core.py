@@ -133,7 +133,7 @@ def test_an_engine_that_got_larger_batches_is_not_shown_as_slower():
 
     one = wait(*[1] * 30)
     assert one == pytest.approx(0.002, rel=0.1)
-    assert wait(*[2, 12] * 15) < 2 * one
+    assert 0.9 * one < wait(*[2, 12] * 15) < 2 * one
     assert wait(*[8] * 30) < 2 * one, "batches of one size do not show what a row costs: expect the least"
 
 

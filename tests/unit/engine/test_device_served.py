@@ -91,6 +91,25 @@ def noted(device=CPU):
     return batches, answers
 
 
+def test_a_batch_that_waited_for_the_device_is_counted_from_when_it_was_free(arena):
+    now = [0]
+    batches = Batches(lambda *answer: None, native.ArrivalTracker(8), lambda: now[0], print)
+    slot = slot_of(arena)
+    with torch.inference_mode():
+        batches.run(slot, tickets((0, 1)), 1, 0)
+        now[0] = 100
+        batches.run(slot, tickets((1, 2)), 2, 0)  # the first one ends: 100 ns
+        now[0] = 150
+        batches.land_all()
+        now[0] = 1000
+        batches.run(slot, tickets((0, 4)), 4, 0)
+        now[0] = 1070
+        batches.land_all()
+    slot.counters.show()
+    record = slot.counters._shown[0]
+    assert (record["batches"], record["forward_total_ns"]) == (3, 100 + 50 + 70)
+
+
 @pytest.fixture
 def running(arena):
     """Batches, a function that makes a slot, and what they answered."""
