@@ -92,18 +92,20 @@ def noted(device=CPU):
 
 
 def test_a_batch_that_waited_for_the_device_is_counted_from_when_it_was_free(arena):
-    now = [0]
-    batches = Batches(lambda *answer: None, native.ArrivalTracker(8), lambda: now[0], print)
+    now, ends = [0], [100, 150, 1070]
+
+    def ended(*answer):
+        now[0] = ends.pop(0)
+
+    batches = Batches(ended, native.ArrivalTracker(8), lambda: now[0], print)
     slot = slot_of(arena)
     with torch.inference_mode():
         batches.run(slot, tickets((0, 1)), 1, 0)
-        now[0] = 100
-        batches.run(slot, tickets((1, 2)), 2, 0)  # the first one ends: 100 ns
-        now[0] = 150
+        now[0] = 10
+        batches.run(slot, tickets((1, 2)), 2, 0)  # the first one ends meanwhile
         batches.land_all()
         now[0] = 1000
         batches.run(slot, tickets((0, 4)), 4, 0)
-        now[0] = 1070
         batches.land_all()
     slot.counters.show()
     record = slot.counters._shown[0]

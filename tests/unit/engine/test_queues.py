@@ -117,10 +117,8 @@ def test_an_expired_ticket_is_taken_out_and_the_others_stay():
 def test_a_ticket_that_costs_more_than_a_batch_may_is_a_batch_of_its_own():
     queue = Queue(max_batch=8, costs=lambda waiting: np.where(waiting["lane"] == 1, 100, 1), max_cost=10)
     queue.push(tickets((1, 1), (2, 1), (3, 1)))
-    batches = []
-    while len(queue):
-        batches.append(queue.take()["lane"].tolist())
-    assert sorted(batches) == [[1], [2, 3]]
+    batches = [queue.take()["lane"].tolist() for _ in range(2)]
+    assert sorted(batches) == [[1], [2, 3]] and not len(queue)
 
 
 def test_the_tickets_of_a_lane_that_was_taken_back_are_handed_out():
