@@ -57,6 +57,13 @@ def connected(where):
     )
 
 
+def taken(server, where):
+    """How many connections the relay has on its port."""
+    port = int(where.rsplit(":", 1)[1])
+    connections = psutil.Process(server.pids()["relay"]).net_connections("tcp")
+    return sum(one.status != psutil.CONN_LISTEN and one.laddr.port == port for one in connections)
+
+
 def test_the_rows_of_a_killed_remote_client_are_returned(server, where):
     code = (
         "import sys, time\nfrom jurybox.client import connect\n"
@@ -175,7 +182,7 @@ def test_a_lease_requested_again_over_another_connection_is_the_same(server, whe
             else:
                 os.kill(pids["supervisor"], signal.SIGSTOP)
                 wait_until(lambda: b"affine" in unread(pids["supervisor"]), 20, "the relay has passed it on")
-        time.sleep(0.1)  # the relay has seen the connection end
+        wait_until(lambda: not taken(server, where), 20, "the relay has seen the connection end")
         with ask() as second:
             os.kill(pids["supervisor"], signal.SIGCONT)
             assert answer(second)
