@@ -54,12 +54,17 @@ def _answer(request: Request, scores: Scores) -> Reply:
     return Reply(json.dumps(answer).encode(), MEDIA, version=scores.version, headers=(("connection", "close"),))
 
 
+def created() -> int:
+    """Return the time of an answer, as OpenAI's have it: seconds since 1970."""
+    return int(time.time())
+
+
 def _completion(model: str, content: str) -> dict[str, Any]:
     message = {"role": "assistant", "content": content}
     return {
         "id": f"chatcmpl-{uuid.uuid4().hex}",
         "object": "chat.completion",
-        "created": int(time.time()),
+        "created": created(),
         "model": model,
         "choices": [{"index": 0, "message": message, "finish_reason": "stop"}],
         "usage": dict(USAGE),

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import base64
 import json
-import time
 import uuid
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -106,7 +105,7 @@ def _listing(kind: str, given: dict[str, Any], data: list[dict[str, Any]]) -> di
     return {
         "id": plain(asked, 100) if type(asked) is str else f"{kind}-{uuid.uuid4().hex}",
         "object": "list",
-        "created": int(time.time()),
+        "created": chat.created(),
         "model": plain(given.get("model") or "", 100),
         "data": [{"index": i, **one} for i, one in enumerate(data)],
         "usage": dict(chat.USAGE),
