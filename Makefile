@@ -34,11 +34,11 @@ $(DEMO_STAMP): $(SOURCES) | $(VENV)/.jurybox-torch
 	@touch $@
 
 # Before anything is downloaded: what would fail after minutes.
-$(VENV)/.jurybox-torch:
+$(VENV)/.jurybox-torch: constraints.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(v < (3, 11) and f"Python 3.11 or newer is needed, this is {v.major}.{v.minor}: make PYTHON=/path/to/python3.11")'
 	@command -v $${CXX:-c++} >/dev/null || { echo "a C++17 compiler is needed: apt install g++, or set CXX" >&2; exit 1; }
 	@$(PYTHON) -c 'import os, sys, sysconfig as s; p = os.path.join(s.get_paths()["include"], "Python.h"); sys.exit(not os.path.exists(p) and f"the headers of this Python are needed ({p}): apt install python3-dev")'
-	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || { echo "Python's module venv is needed: apt install python3-venv" >&2; exit 1; }
+	@test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV) || { echo "Python's module venv is needed: apt install python3-venv" >&2; exit 1; }
 	@test -z "$(TORCH_INDEX)" || echo "installing torch for the CPU: 200 MB"
 	@test -z "$(TORCH_INDEX)" || $(PIP) --retries 1 --no-deps --index-url "$(TORCH_INDEX)" torch || { \
 	  echo "no torch from $(TORCH_INDEX). make TORCH_INDEX=URL takes another index of builds for the CPU;" \

@@ -155,14 +155,16 @@ def _answer(run: PhotoRun, verdict: Verdict) -> Answer:
     steps = int(run.metrics[-1]["env_steps"]) if run.metrics else 0
     what = (
         f"{len(photos)} held-out photos ({', '.join(photos)}), each damaged at random in {cases // len(photos)} ways. "
-        f"Each policy got the same {cases} damaged pictures; the score is the juror's, from 0 to 1. "
+        f"Each policy got the same {cases} damaged pictures; the score is the juror's. "
         f"The policy had practised for {steps:,} edit steps on other photos."
     )
-    if run.settings.get("start") == "shipped":
+    if (start := run.settings.get("start")) == "shipped":
         what += (
             " It began as the shipped policy, which had been shown the cures of 126 other photographs (docs/photo.md); "
-            "no juror and no policy was trained on the held-out ones."
+            "neither the juror nor the policy was trained on the held-out ones."
         )
+    elif start:
+        what += f" It began as the policy in {start}."
     return Answer(verdict.answer, verdict.headline, verdict.sentences, what)
 
 
@@ -399,8 +401,13 @@ def _scores(evaluation: PhotoEvaluation) -> Section:
             charts.intervals(bars, "Mean score of each policy with its 95 % interval, and every case", "juror's score"),
             Details("By photo", [_by_photo(evaluation)]),
         ],
-        "Large dots are means with 95 % bootstrap intervals, small dots single pictures. Intervals speak about "
-        "further damage to these photos; how it does on other photos, more held-out photos would have to show.",
+        "Large dots are means with 95 % bootstrap intervals, small dots single pictures. "
+        + (
+            "The intervals are over photos."
+            if len(set(groups)) >= ENOUGH_GROUPS
+            else "Intervals speak about further damage to these photos; how it does on other photos, more held-out "
+            "photos would have to show."
+        ),
     )
 
 
