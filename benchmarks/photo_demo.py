@@ -1,7 +1,7 @@
 """`python -m benchmarks.photo_demo [--seeds 20]`: the demo with one seed after the other, as docs/photo.md lists them.
 
-Each is the command of a user, `jurybox demo photo --seed N`, in a folder of its own; all rows are printed. A seed passes
-if the verdict is yes and the marks of docs/photo.md are reached, within 150 s.
+Each is the command of a user, `jurybox demo photo --seed N`, in a folder of its own; all rows are printed. A seed
+passes if the verdict is yes and the marks of docs/photo.md are reached, within 150 s.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ def test_lies_about_rows_and_sessions_harm_their_teller_alone(tmp_path, count):
                 columns = rows._lane.columns
                 for name, extents in columns.input_extents.items():
                     extents[rows.first : rows.first + 4] = rng.choice(NUMBERS, extents[:4].shape)
-                    rows.inputs[name][:, :64] = rng.integers(0, 256, (4, 64))
+                    rows.inputs[name][:, :64] = rng.integers(0, 256, (4, 64), np.uint8)
                 with contextlib.suppress(Error):
                     rows.infer()
             lane = liar_sums._requests.lane

@@ -489,7 +489,7 @@ def test_the_http_parser_is_the_one_with_limits_whatever_is_installed():
     try:
         config = server._uvicorn.config
         config.load()
-        assert config.http_protocol_class.__mro__[1] is http_server.Connection
+        assert issubclass(config.http_protocol_class, http_server.Connection)
         assert config.ws_protocol_class is None
     finally:
         server._listener.close()

@@ -164,7 +164,7 @@ def test_episodes_played_in_halves_are_those_played_at_once() -> None:
     np.testing.assert_array_equal(episodes.returns, others.returns)
     for name in ("fixes", "complied", "judged", "obeyed"):
         np.testing.assert_array_equal(getattr(episodes, name), getattr(others, name))
-    for name in ("observations", "actions", "rewards", "values", "over", "terminated", "masks", "last_values"):
+    for name in ("observation", "action", "reward", "value", "ended", "terminated", "mask", "last_value"):
         np.testing.assert_array_equal(getattr(rollout, name), getattr(other, name), err_msg=name)
 
 
