@@ -26,7 +26,7 @@ from jurybox.protocol.segment import directory
 from jurybox.server.jurors import ranked
 from jurybox.training import interrupts
 from jurybox.training.cli import train as train_app
-from jurybox.training.environments.photo import PhotoConfig
+from jurybox.training.environments.photo import PhotoConfig, PhotoLibrary
 from jurybox.training.environments.photo.environment import build
 from jurybox.training.environments.photo.scorer import LocalScorer
 from jurybox.training.recipes import photo_run
@@ -79,8 +79,9 @@ def test_a_training_against_a_server_writes_all_its_files_and_can_be_resumed(tmp
     assert list((out / "tensorboard").iterdir()) and list((out / "checkpoints").iterdir())
     report = (out / "report.html").read_text()
     assert "rows in a batch" in report and "level" in report  # the server's section, the juror's second output
-    cases, kinds, jurors, measures, intact = 2 * 2, 4, 3, 3, 2
-    tilted = 2 * 2  # each photo tilted to both sides, for every second seed
+    photos = len(PhotoLibrary.shipped().held_out)
+    cases, kinds, jurors, measures, intact = 2 * photos, 4, 3, 3, photos
+    tilted = 2 * photos  # each photo tilted to both sides, for every second seed
     lines = cases * (kinds * jurors + 3 * measures) + intact * (2 + measures) + tilted * 2
     assert len((out / "evaluation.csv").read_text().splitlines()) == 1 + lines
     assert summary["held_out"].keys() == {"no edits", "random edits", "learned"}
