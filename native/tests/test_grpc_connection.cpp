@@ -24,7 +24,7 @@ std::shared_ptr<Account> account(std::size_t times = 1000) {
     BudgetLimits limits = kBudget;
     for (auto* each : {&limits.each, &limits.in_all})
         for (std::size_t& one : *each) one *= times;
-    return std::make_shared<Account>(std::make_shared<Budget>(limits));
+    return std::make_shared<Account>(std::make_shared<Budget>(limits), Door::kGrpc);
 }
 
 nghttp2::Field field(const char* name, const char* value) {
