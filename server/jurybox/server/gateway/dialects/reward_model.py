@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from jurybox.protocol.errors import SpecMismatch, plain
+from jurybox.protocol.errors import Code, Refused, SpecMismatch, plain
 from jurybox.server.gateway.dialects import chat
 from jurybox.server.gateway.dialects.intake import Intake, Reply, Request, Scores, listed
 from jurybox.server.gateway.dialects.json_dialects import MEDIA, read, versioned
@@ -29,6 +29,7 @@ from jurybox.server.gateway.dialects.known_paths import Endpoint
 _PAIRS = (
     ("text_1", "text_2"), ("data_1", "data_2"), ("queries", "documents"), ("queries", "items"),
 )  # fmt: skip
+_MEDIA = ("image_data", "video_data", "audio_data", "input_ids")  # of SGLang, beside a text
 Numbers = list[float]
 
 
@@ -85,7 +86,12 @@ def _texts(given: Any, what: str) -> list[str]:
 
 
 def _items(given: dict[str, Any], what: str = "input") -> Request:
-    """Return the texts of `input`, or the chat of `messages`."""
+    """Return the texts of `input`, or the chat of `messages`. Raises SpecMismatch, Refused."""
+    ways = [name for name in ("input", "text", "messages") if given.get(name) is not None]
+    if len(ways) > 1:  # one of them would be left unscored, and nobody told
+        raise SpecMismatch(f"expected one of 'input', 'text' and 'messages', came {' and '.join(ways)}")
+    if media := [name for name in _MEDIA if given.get(name)]:
+        raise Refused(f"{media[0]} is not supported: expected texts, and pictures in 'messages'", Code.UNSUPPORTED)
     if given.get("messages") is not None:
         return chat.conversation(given["messages"])
     texts = _texts(given.get(what), what)
@@ -131,7 +137,7 @@ def _classify(intake: Intake, given: dict[str, Any]) -> Request:
         found = [{"embedding": [score], "meta_info": {"id": uuid.uuid4().hex, "prompt_tokens": 0}} for score in scores]
         return found if type(given["text"]) is list else found[0]
 
-    return _items({"text": given["text"]}, "text")._replace(context=native)
+    return _items(given, "text")._replace(context=native)
 
 
 def _pooling(intake: Intake, given: dict[str, Any]) -> Request:
@@ -165,7 +171,9 @@ def _rerank(intake: Intake, given: dict[str, Any]) -> Request:
     tei = "texts" in given
     query, documents = given.get("query"), listed(given, "texts" if tei else "documents")
     documents = [one.get("text") if type(one) is dict else one for one in documents]
-    request = _pairs(_texts(query, "query")[:1] * len(documents), _texts(documents, "documents"))
+    if type(query) is not str:
+        raise SpecMismatch(f"expected a text in 'query', came {type(query).__name__}")
+    request = _pairs([query], _texts(documents, "documents"))
     top = given.get("top_n") or len(documents)
     if type(top) is not int or top < 0:
         raise SpecMismatch(f"top_n {plain(top, 50)}: expected a whole number")

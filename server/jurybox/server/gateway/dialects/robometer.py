@@ -63,7 +63,8 @@ def _asked(body: bytes) -> Request:
             )
         tasks.append(task)
         videos.append(_video(parts[key]))
-    if not tasks:
+    samples = sum(name.removeprefix("sample_").isdigit() for name in parts)
+    if not tasks or samples != len(tasks):  # a list that is missing would be read as 0
         raise ProtocolMismatch("expected parts sample_0, sample_1, ... of a multipart form", Code.MALFORMED)
     return Request({"prompt": tasks, "text": tasks}, len(tasks), {"video": videos})
 
