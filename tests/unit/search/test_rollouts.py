@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -206,19 +207,27 @@ def test_a_new_network_has_no_doubts_of_the_one_before() -> None:
     assert rollout.observation[5, :, 77].tolist() == [1, 1] and rollout.observation[7, :, 77].tolist() == [0, 1]
 
 
-def test_an_episode_survives_the_death_of_the_only_worker() -> None:
-    make = partial(CageEnv, episode_length=100)
-    with ProcessVectorEnv([make, make], workers=1, info_fields=TRUTH) as env:
+class Mortal(CageEnv):
+    """Ends its process within its fifth step: the first time only, as `died` then exists."""
+
+    def __init__(self, died: Path) -> None:
+        super().__init__(episode_length=100)
+        self.died, self.steps = died, 0
+
+    def step(self, action):
+        self.steps += 1
+        if self.steps == 5 and not self.died.exists():
+            self.died.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().step(action)
+
+
+def test_an_episode_survives_the_death_of_the_only_worker(tmp_path) -> None:
+    make = [partial(CageEnv, episode_length=100), partial(Mortal, tmp_path / "died")]
+    with ProcessVectorEnv(make, workers=1, info_fields=TRUTH) as env:
         env.reset(seed=1)
-
-        def stepped(step: int) -> None:
-            if step == 4:
-                os.kill(env.pids[0], signal.SIGKILL)
-                os.waitid(os.P_PID, env.pids[0], os.WEXITED | os.WNOWAIT)  # it may take another step before
-
-        rollout, episodes = play(
-            env, Always(action(Blue.RESTORE, "User1")), ORDER, steps=10, weight=30.0, stepped=stepped
-        )
+        rollout, episodes = play(env, Always(action(Blue.RESTORE, "User1")), ORDER, steps=10, weight=30.0)
+        assert env.restarts == 1
     assert rollout.ended[:, 0].nonzero()[0].tolist() == [3, 4, 5, 9] and not rollout.terminated.any()
     assert (~rollout.valid[:, 0]).nonzero()[0].tolist() == [4, 5], "the lost step, and the reset"
     assert (rollout.next_value[3] == rollout.value[4]).all() and not episodes.whole.any()
