@@ -460,7 +460,9 @@ class Requests:
 
     def put_back(self, kept: CallRow) -> None:
         """Put rows back into their slot after a call. They are dropped if an engine may still write to them."""
-        if not self.kept and kept.lane is self.lane and kept.reusable:
+        lane = kept.lane
+        free = lane.gone is None and not (lane.in_flight and lane.asked(kept.first, kept.rows))
+        if free and lane is self.lane and not self.kept:
             self.kept.append(kept)
         else:
             kept.close()

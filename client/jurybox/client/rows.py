@@ -240,12 +240,6 @@ class CallRow:
         self._call, self._ticket = call, ticket  # last: an interrupt must not leave those of two engines
 
     @property
-    def reusable(self) -> bool:
-        """Whether the lane is valid and no request on these rows is in flight."""
-        lane = self.lane
-        return lane.gone is None and not (lane.in_flight and lane.asked(self.first, self.rows))
-
-    @property
     def version(self) -> int:
         """The weights version of the last call. Valid only if `answer` was set to None before that call."""
         if self.answer is not None or self._call is None:

@@ -212,6 +212,14 @@ def require_kept(what: str, source: torch.dtype, target: torch.dtype) -> None:
 
 def host_values(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return a tensor's values in host memory, contiguous, in a dtype that keeps them, and outside of autograd."""
+    if (
+        tensor.dtype is dtype
+        and tensor.is_cpu
+        and tensor.layout is torch.strided
+        and not (tensor.requires_grad or tensor.is_neg())
+        and tensor.is_contiguous()
+    ):
+        return tensor  # as a rule: the calls below take 2 us, also where there is nothing to do
     if tensor.layout is not torch.strided:
         raise ModelFailed(f"a sparse tensor came ({tensor.layout}), expected a dense one: return .to_dense()")
     plain: torch.Tensor = tensor.detach().to("cpu", dtype).resolve_neg().contiguous()

@@ -478,7 +478,7 @@ class Output:
             raise ModelFailed(
                 f"output {self.name!r} has shape {list(tensor.shape)}, the spec promises {list(shape)} for {rows} rows"
             )
-        if not keeps(tensor.dtype, self._dtype):
+        if tensor.dtype is not self._dtype and not keeps(tensor.dtype, self._dtype):
             require_kept(f"output {self.name!r}", tensor.dtype, self._dtype)
         return tensor
 
