@@ -208,7 +208,10 @@ def resets(reset: Mask, n: int) -> NDArray[np.bool_]:
     """Check a caller's reset mask of n rows and return it as an array. Raises SpecMismatch."""
     begin = array_of("reset", "bool", reset)
     if begin.dtype != np.bool_:
-        if begin.dtype.kind not in "iuf" or not ((begin == 0) | (begin == 1)).all():  # perhaps numbers of sessions
+        # [0, 1] may be the numbers of two sessions; flags are never kept as whole numbers of more than a byte.
+        if begin.dtype.kind not in "iuf" or (begin.dtype.kind in "iu" and begin.dtype.itemsize > 1):
+            raise SpecMismatch(f"reset is {begin.dtype}: expected one bool for each row, not the numbers of sessions")
+        if not ((begin == 0) | (begin == 1)).all():
             raise SpecMismatch(f"reset is {begin.dtype} with other values than 0 and 1: expected one bool for each row")
         begin = begin.astype(np.bool_)
     if begin.shape != (n,):

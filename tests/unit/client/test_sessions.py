@@ -69,11 +69,15 @@ def test_a_request_that_was_not_computed_leaves_every_state_as_it_was(sessions):
     for wrong in (ones[:2], ones.astype(np.float64), [[1.0]] * N):
         with pytest.raises(SpecMismatch):
             sessions.infer(wrong)
-    for numbers in ([0, 1, 2, 3], [0, 0, 0, 2], [0.5, 1, 0, 0], [np.nan, 0, 0, 0]):  # of sessions, perhaps: no mask
+    # Of sessions, perhaps: no mask.
+    for numbers in ([0, 1, 2, 3], [0, 1, 0, 1], np.array([1, 0, 0, 0]), [0.5, 1, 0, 0], [np.nan, 0, 0, 0]):
         with pytest.raises(SpecMismatch, match="expected one bool for each row"):
             sessions.infer(np.ones((N, 1), np.float32), reset=numbers)
     with pytest.raises(SpecMismatch, match="reset has shape"):
         sessions.infer(ones, reset=[True])
+    np.testing.assert_array_equal(sessions.infer(ones, reset=np.array([0, 1, 0, 0], np.uint8)), [2, 1, 2, 2])
+    sessions.infer(ones, reset=np.array([0, 1, 1, 1], np.float32))
+    sessions.infer(ones, reset=[True] * 4)
     with pytest.raises(ModelFailed):
         sessions.infer(-ones, reset=[True, False, False, False])
     np.testing.assert_array_equal(sessions.infer(np.asfortranarray(ones)), [2] * N)
