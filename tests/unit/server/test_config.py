@@ -420,6 +420,16 @@ def test_a_dialect_that_takes_pickles_may_be_opened_on_purpose(write):
     assert load_settings(write(opened), (), {}).dialects["flow_grpo"].pickles_from_elsewhere
 
 
+@pytest.mark.parametrize(
+    ("setting", "speaks"),
+    [("like = 'sglang'", "slime"), ("score_range = [0, 1]", "openrlhf"), ("decimals = 2", "nemo_gym"),
+     ("pickles_from_elsewhere = true", "reward_model")],
+)  # fmt: skip
+def test_a_setting_that_a_dialect_does_not_use_is_refused(write, setting, speaks):
+    with pytest.raises(ConfigError, match=f"speaks '{speaks}', which does not use {setting.split()[0]}"):
+        load_settings(write(f'[models.m]\nfactory = "a:b"\n[dialects.{speaks}]\nmodel = "m"\n{setting}\n'), (), {})
+
+
 def test_a_dialects_port_that_others_reach_needs_a_token_and_tls(write):
     settings = load_settings(write(PHOTO + '[dialects.slime]\nmodel = "photo"\nport = 1\nhost = "0.0.0.0"\n'), (), {})
     with pytest.raises(ConfigError, match=r'dialects.slime.host = "0.0.0.0:1" needs server.token_file and server.tls'):

@@ -466,6 +466,13 @@ class DialectSettings(_Strict):
         return self
 
 
+# Settings that only some dialects use. To others they would promise what nothing does.
+_ONLY_OF = {
+    **dict.fromkeys(("like", "score_range", "decimals"), frozenset({"reward_model"})),
+    "pickles_from_elsewhere": PICKLED,
+}
+
+
 class MemberSettings(_Strict):
     """One member of a panel: the weight of its score, and the model and output that the score comes from."""
 
@@ -586,6 +593,13 @@ class Settings(_Strict):
             at, table = f"[dialects.{name}]", ("dialects", name)
             if speaks not in FIELDS:
                 raise _wrong_table(f"{at} speaks {speaks!r}, expected speaks = one of {', '.join(FIELDS)}", *table)
+            for setting, speakers in _ONLY_OF.items():
+                if setting in dialect.model_fields_set and speaks not in speakers:
+                    raise _wrong_table(
+                        f"{at} speaks {speaks!r}, which does not use {setting}: only {', '.join(sorted(speakers))} "
+                        "does; remove it",
+                        *(*table, setting),
+                    )
             if dialect.model not in self.models and dialect.model not in self.panels:
                 there = did_you_mean(dialect.model, [*self.models, *self.panels])
                 raise _wrong_table(f"{at} is bound to model {dialect.model!r}, which is not configured{there}", *table)
