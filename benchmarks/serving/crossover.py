@@ -74,28 +74,25 @@ def memory(point: Point) -> float:
     return point.clients_mib + (point.server_mib if point.contender == SERVER else 0.0)
 
 
-def tables(results: Results) -> list[str]:
-    """The figures of a run."""
-    counts = sorted({point.clients for point in results.points})
-    head = " | ".join(f"{count} client{'s' if count > 1 else ''}" for count in counts)
-    rule = " | ".join("---:" for _ in counts)
+def rates(results: Results) -> list[str]:
+    """The table of the requests a second of both sides."""
 
-    def table(cell: Callable[[Point, Point], str]) -> list[str]:
-        lines = [f"| hidden (weights) | {head} |", f"| --- | {rule} |"]
-        for width in WIDTHS:
-            cells = []
-            for count in counts:
-                own, server = (results.find(f"hidden{width}", side, count) for side in (OWN, SERVER))
-                both = own is not None and server is not None and own.windows and server.windows
-                cells.append(cell(own, server) if both and own and server else "-")
-            lines.append(f"| {width:,} ({weights_mib(width):.1f} MiB) | {' | '.join(cells)} |")
-        return [*lines, ""]
-
-    def rates(own: Point, server: Point) -> str:
+    def cell(own: Point, server: Point) -> str:
         a, b = own.median("requests_per_s"), server.median("requests_per_s")
         text = f"{b:,.0f} / {a:,.0f} = {b / a:.2f}"
         mark = "~" if own.disturbed or server.disturbed else ""
         return f"{mark}**{text}**" if b >= a else mark + text
+
+    return [
+        "Requests a second, server / own copies = ratio; bold where the server is ahead, ~ where something else "
+        "disturbed a window:",
+        "",
+        *_table(results, cell),
+    ]
+
+
+def tables(results: Results) -> list[str]:
+    """All figures of a run."""
 
     def cpu(own: Point, server: Point) -> str:
         return f"{server.median('cpu_us'):,.0f} / {own.median('cpu_us'):,.0f}"
@@ -104,18 +101,30 @@ def tables(results: Results) -> list[str]:
         return f"{memory(server):,.0f} / {memory(own):,.0f}"
 
     return [
-        "Requests a second, server / own copies = ratio; bold where the server is ahead, ~ where something else "
-        "disturbed a window:",
-        "",
-        *table(rates),
+        *rates(results),
         "CPU of all processes a request, microseconds, server / own copies:",
         "",
-        *table(cpu),
+        *_table(results, cpu),
         "Memory of all processes, MiB, one server and its clients / own copies (pages that several share counted once; "
         "the server holds all the sizes at once):",
         "",
-        *table(sizes),
+        *_table(results, sizes),
     ]
+
+
+def _table(results: Results, cell: Callable[[Point, Point], str]) -> list[str]:
+    counts = sorted({point.clients for point in results.points})
+    head = " | ".join(f"{count} client{'s' if count > 1 else ''}" for count in counts)
+    rule = " | ".join("---:" for _ in counts)
+    lines = [f"| hidden (weights) | {head} |", f"| --- | {rule} |"]
+    for width in WIDTHS:
+        cells = []
+        for count in counts:
+            own, server = (results.find(f"hidden{width}", side, count) for side in (OWN, SERVER))
+            both = own is not None and server is not None and own.windows and server.windows
+            cells.append(cell(own, server) if both and own and server else "-")
+        lines.append(f"| {width:,} ({weights_mib(width):.1f} MiB) | {' | '.join(cells)} |")
+    return [*lines, ""]
 
 
 def ahead(results: Results, count: int, figure: str = "requests_per_s") -> list[int]:
@@ -246,7 +255,7 @@ def main() -> int:
         text = [
             f"# A server or own copies: {results.about['date'][:10]}",
             "",
-            page.cited(results),
+            f"{page.cited(results)} {page.versions(results)}",
             "",
             *tables(results),
         ]

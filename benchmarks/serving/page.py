@@ -1,4 +1,4 @@
-"""The measured parts of docs/performance.md: written from the JSON they cite, every row of it.
+"""The measured parts of docs/performance.md: written from the JSON they cite. All tables are beside it, in DATE.md.
 
     python -m benchmarks.serving.page                                    # again, from what the page cites
     python -m benchmarks.serving.page benchmarks/serving/results/DATE.json ...    # cite these instead
@@ -25,21 +25,25 @@ PARTS = ("crossover", "measured")
 def cited(results: Results) -> str:
     """When, where and what was measured, in a sentence or two."""
     about, machine = results.about, results.about["machine"]
-    found: dict[str, set[str]] = {}
-    for listed in about["versions"].values():
-        for package, version in listed.items():
-            found.setdefault(package, set()).add(version)
-    versions = ", ".join(f"{package} {' or '.join(sorted(which))}" for package, which in sorted(found.items()))
     took = f" in {about['duration_s'] / 60:.0f} minutes" if "duration_s" in about else ""
     return (
         f"Measured {about['date'][:10]} on {machine['cores']} cores of {machine['cpu']}, {machine['memory_gib']} GiB, "
         f"{machine['kernel']}, Python {machine['python']}, commit {about['commit']}{took}: `{about['command']}`. "
-        f"Medians of {about['rounds']} interleaved windows of {about['window_s']:g} s, every answer checked. "
-        f"Versions: {versions}."
+        f"Medians of {about['rounds']} interleaved windows of {about['window_s']:g} s, every answer checked."
     )
 
 
-def part(name: str, files: Sequence[Path], page: Path = PAGE) -> str:
+def versions(results: Results) -> str:
+    """The packages that took part."""
+    found: dict[str, set[str]] = {}
+    for listed in results.about["versions"].values():
+        for package, version in listed.items():
+            found.setdefault(package, set()).add(version)
+    said = ", ".join(f"{package} {' or '.join(sorted(which))}" for package, which in sorted(found.items()))
+    return f"Versions: {said}."
+
+
+def part(name: str, files: Sequence[Path]) -> str:
     """A part of the page, between and with its two comments."""
     from benchmarks.serving import crossover, report
 
@@ -51,15 +55,12 @@ def part(name: str, files: Sequence[Path], page: Path = PAGE) -> str:
         results = Results.read(file)
         drawn = file.with_suffix(".svg")
         if name == "crossover":
-            lines += [*crossover.answer(results), "", _picture(drawn, "a server over own copies, by width", page), ""]
-            lines += [*crossover.tables(results), cited(results), ""]
+            lines += [*crossover.answer(results), "", _picture(drawn, "a server over own copies, by width"), ""]
+            lines += [*crossover.rates(results), cited(results), _all(file, "CPU and memory, too"), ""]
         else:
-            lines += [cited(results), "", _picture(drawn, "throughput and p99 over clients", page), ""]
-            lines += [
-                *report.cases(results, "###"),
-                *report.missing(results, "###"),
-                *report.goal_table(results, "###"),
-            ]
+            lines += [_picture(drawn, "throughput and p99 over clients"), "", *report.rates(results, "vector")]
+            lines += [report.goals_in_short(results), "", *report.missing(results, "###"), cited(results)]
+            lines += [_all(file, "latencies, CPU, 64 rows a request, images, goals, versions"), ""]
     return "\n".join([*lines, f"<!-- end of {name} -->"])
 
 
@@ -99,8 +100,13 @@ def _named(stem: str) -> bool:
     return bool(subprocess.run(command, cwd=ROOT, capture_output=True, check=False).stdout.strip())
 
 
-def _picture(file: Path, says: str, page: Path) -> str:
-    return f"![{says}]({Path('..') / file.relative_to(page.parent.parent)})" if file.exists() else ""
+def _all(file: Path, what: str) -> str:
+    tables = Path("..") / file.with_suffix(".md").relative_to(PAGE.parent.parent)
+    return f"[All tables]({tables}): {what}."
+
+
+def _picture(file: Path, says: str) -> str:
+    return f"![{says}]({Path('..') / file.relative_to(PAGE.parent.parent)})" if file.exists() else ""
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -60,6 +61,13 @@ def cases(results: Results, heading: str) -> list[str]:
     return lines
 
 
+def rates(results: Results, name: str) -> list[str]:
+    """The table of requests a second of one case, with the line that explains it; empty where it was not asked."""
+    case = CASES[name]
+    counts = sorted({point.clients for point in results.points if point.case == name})
+    return _tables(results, case, counts)[0] if counts else []
+
+
 def goal_table(results: Results, heading: str) -> list[str]:
     """What was to be reached and whether it was, of the goals that the run has figures for."""
     lines = [f"{heading} Goals", "", "| goal | asked | found | |", "| --- | --- | --- | --- |"]
@@ -72,6 +80,14 @@ def goal_table(results: Results, heading: str) -> list[str]:
     return [*lines, ""] if len(lines) > 4 else []
 
 
+def goals_in_short(results: Results) -> str:
+    """How many goals were met, and which were not."""
+    found = [goal for goal in goals(results) if goal.found is not None]
+    short = [f"{goal.says} ({goal.found:.2f} {goal.unit} of {goal.bound:g})" for goal in found if not goal.met]
+    said = f"{len(found) - len(short)} of {len(found)} goals were met."
+    return f"{said} Not met: {'; '.join(short)}." if short else said
+
+
 def missing(results: Results, heading: str) -> list[str]:
     """Who could not be measured, and why."""
     if not results.failures:
@@ -80,6 +96,11 @@ def missing(results: Results, heading: str) -> list[str]:
 
 
 def _case(results: Results, case: Case, counts: list[int], heading: str) -> list[str]:
+    return [f"{heading} {case.name}: {case.title}", "", *itertools.chain(*_tables(results, case, counts))]
+
+
+def _tables(results: Results, case: Case, counts: list[int]) -> list[list[str]]:
+    """Rates, latencies and costs."""
     rows = f", {case.rows} rows each" if case.rows > 1 else ""
     head = " | ".join(f"{count} client{'s' if count > 1 else ''}" for count in counts)
     rule = " | ".join("---:" for _ in counts)
@@ -111,14 +132,12 @@ def _case(results: Results, case: Case, counts: list[int], heading: str) -> list
         return f"{point.median('server_cpu_us'):.0f} + {point.median('client_cpu_us'):.0f}{memory}"
 
     return [
-        f"{heading} {case.name}: {case.title}",
-        "",
-        *table(
+        table(
             f"Requests a second{rows}; in brackets over plain ZeroMQ; ~ where something else disturbed every try.",
             throughput,
         ),
-        *table("Latency of a request, ms: p50 / p99 / p99.9.", latency),
-        *table("CPU a request, us: server + clients; unique memory of a client, MiB.", cost),
+        table("Latency of a request, ms: p50 / p99 / p99.9.", latency),
+        table("CPU a request, us: server + clients; unique memory of a client, MiB.", cost),
     ]
 
 

@@ -1,4 +1,4 @@
-"""The measurements in docs/performance.md are those of the runs it cites, without omissions."""
+"""The measurements in docs/performance.md and in the tables beside it are those of the runs it cites, all of them."""
 
 from __future__ import annotations
 
@@ -17,6 +17,9 @@ from benchmarks.serving.results import Failure, Results, Window
 from benchmarks.serving.rounds import BENCH, FULL
 
 MACHINE = {"cores": 2, "cpu": "a CPU", "memory_gib": 24, "kernel": "Linux 6", "libc": "glibc 2.36", "python": "3.11.7"}
+
+
+FINDINGS = page.ROOT / "benchmarks" / "serving" / "FINDINGS.md"
 
 
 needs_git = pytest.mark.skipif(shutil.which("git") is None, reason="no git here")
@@ -43,13 +46,28 @@ def test_the_page_equals_its_json(name):
     )
 
 
-def test_every_contender_of_a_cited_run_has_its_row_in_every_table_of_its_case():
+def words(text: str) -> int:
+    return sum(1 for word in text.replace("|", " ").split() if re.search(r"\w", word))
+
+
+def test_the_page_can_be_read_at_once_and_links_the_tables_and_the_findings():
     text = page.PAGE.read_text()
-    for file in page.sources("measured", text):
-        results = Results.read(file)
+    assert words(text) <= 1500
+    for name in page.PARTS:
+        for file in page.sources(name, text):
+            assert f"(../{file.with_suffix('.md').relative_to(page.ROOT)})" in text
+    anchors = re.findall(r"FINDINGS\.md#([\w-]+)\)", text)
+    headings = re.findall(r"^## (.+)$", FINDINGS.read_text(), re.M)
+    there = {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}
+    assert len(anchors) > 3 and set(anchors) <= there
+
+
+def test_every_contender_of_a_cited_run_has_its_row_in_every_table_of_its_case():
+    for file in page.sources("measured", page.PAGE.read_text()):
+        results, text = Results.read(file), file.with_suffix(".md").read_text()
         for point in results.points:
             # Requests a second, latency, CPU and memory.
-            tables = [part for part in text.split("\n### ") if part.startswith(f"{point.case}: ")]
+            tables = [part for part in text.split("\n## ") if part.startswith(f"{point.case}: ")]
             rows = [
                 line
                 for part in tables
@@ -57,6 +75,15 @@ def test_every_contender_of_a_cited_run_has_its_row_in_every_table_of_its_case()
                 if line.startswith(f"| {results.title(point.contender)} |")
             ]
             assert len(rows) >= 3, f"{point.contender} in {point.case} of {file.name}"
+
+
+def test_the_tables_beside_the_page_are_those_of_the_figures():
+    for file in page.sources("measured", page.PAGE.read_text()):
+        text, results = file.with_suffix(".md").read_text(), Results.read(file)
+        assert "\n".join(report.cases(results, "##")) in text and "\n".join(report.goal_table(results, "##")) in text
+    for file in page.sources("crossover", page.PAGE.read_text()):
+        tables = "\n".join(crossover.tables(Results.read(file))).rstrip()
+        assert tables in file.with_suffix(".md").read_text()
 
 
 def test_the_copy_in_every_client_is_measured_in_every_case_of_both_runs():
@@ -78,7 +105,7 @@ def test_results_that_nothing_cites_are_not_kept_and_plots_are_small():
     ).stdout.split()
     if not listed:
         pytest.skip("no git here")
-    text = page.PAGE.read_text()
+    text = page.PAGE.read_text() + FINDINGS.read_text()
     for file in (Path(name) for name in listed if (page.ROOT / name).exists()):
         assert f"{file.stem}.json" in text, f"{file}: cite it or remove it"
         if file.suffix == ".svg":
