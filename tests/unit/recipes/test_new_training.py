@@ -95,6 +95,22 @@ def test_an_unknown_flag_or_setting_is_answered_with_its_name_here(tmp_path, giv
     assert told in " ".join(re.sub("[│\n]", " ", done.output).split()), done.output
 
 
+@pytest.mark.parametrize(
+    ("name", "given", "told"),
+    [
+        ("marl", ["--mode", "snapshot"], "it is called --publish-mode here"),
+        ("marl", ["--set", "mode = 'snapshot'"], "mode is called publish_mode here"),
+        ("marl", ["--num-learner-processes", "2"], "`share` gives several agents one"),
+        ("marl", ["--set", "multiprocessing = {enabled = true, mode = 'snapshot'}"], "its mode is publish_mode here"),
+        ("marl", ["--set", "multiprocessing.num_learner_processes = 2"], "`share` gives several agents one learner"),
+    ],
+)
+def test_names_of_other_programs_are_answered_with_the_way_here(tmp_path, name, given, told):
+    done = CliRunner().invoke(train, [name, "--out", str(tmp_path / "run"), *given])
+    assert done.exit_code == 2
+    assert told in " ".join(re.sub("[│\n]", " ", done.output).split()), done.output
+
+
 def test_it_writes_the_files_of_every_training(tmp_path):
     config = tmp_path / "toy.toml"
     config.write_text("steps = 30\ngamma = 0.5\n")
@@ -163,9 +179,17 @@ def test_a_run_with_unknown_settings_is_not_resumed(name, tmp_path):
         check_same(tmp_path, settings)
 
 
-def test_a_sorrel_configuration_with_an_unknown_name_is_refused():
-    with pytest.raises(SorrelError, match="buffer_capacity"):
-        Multiprocessing.of({"multiprocessing": {"enabled": True, "buffer_capacity": 8}})
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("buffer_capacity", "buffer_capacity is called buffer_size here"),
+        ("mode", "mode is called publish_mode here"),
+        ("num_learner_processes", "each model has a learner process of its own"),
+    ],
+)
+def test_a_sorrel_configuration_with_an_unknown_name_is_refused(name, told):
+    with pytest.raises(SorrelError, match=told):
+        Multiprocessing.of({"multiprocessing": {"enabled": True, name: 8}})
 
 
 def test_several_seeds_from_one_command_are_separate_runs_that_are_compared(tmp_path):

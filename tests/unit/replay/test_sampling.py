@@ -42,6 +42,13 @@ def test_without_replacement_no_row_is_sampled_twice(make) -> None:
         replay.sample(91, replace=False)
 
 
+def test_one_row_is_given_as_often_as_asked_for_unless_they_are_to_differ(make) -> None:
+    replay = filled(make, 1)
+    assert replay.sample(10)["n"].tolist() == [0] * 10
+    with pytest.raises(NotEnoughRows, match="cannot give 10 different rows"):
+        replay.sample(10, replace=False)
+
+
 def test_the_same_seed_samples_the_same_with_any_number_of_threads(make) -> None:
     fields = {"x": Field((5000,)), "n": Field((), "int64")}
     drawn = []

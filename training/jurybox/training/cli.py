@@ -206,12 +206,11 @@ class TrainCommand(TyperCommand):
 
     def _instead_of(self, option: str) -> str:
         name = option.lstrip("-").replace("-", "_")
-        if ours := settings_class(self.of).others_names().get(name):
+        settings = settings_class(self.of)
+        if ours := settings.others_names().get(name):
             return f": it is called --{ours.replace('_', '-')} here"
-        from jurybox.training.runtime.settings import WAYS
-
-        if name in WAYS:
-            return f": {WAYS[name]}"
+        if (way := settings.other_way(name)) is not None:
+            return f": {way}"
         near = did_you_mean(option, [flag for each in self.params for flag in each.opts])
         return near if "did you mean" in near else "; --help lists all"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
@@ -75,6 +75,11 @@ class MarlTraining(ServedSettings):
     """Settings of a multi-agent training; a TOML file and the command line use the same names."""
 
     title = "multi-agent"
+    ways: ClassVar = {
+        "multiprocessing": "actor and learners have processes of their own (--serial: one for all), its mode is "
+        "publish_mode here, and `share` gives several agents one learner process",
+        "num_learner_processes": "each agent has a learner process of its own, and `share` gives several agents one",
+    }
 
     environment: str = Field(TREASURE, description="A PettingZoo environment: package.module:callable.")
     world: dict[str, Any] = Field({}, description="Keyword arguments of the environment.")

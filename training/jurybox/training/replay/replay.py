@@ -234,7 +234,10 @@ class Replay:
         anchor_ratio: float = 0.25,
         timeout: float | None = None,
     ) -> Batch:
-        """Draw n rows; a row that is overwritten while it is copied is drawn again.
+        """Draw n rows with replacement: ten draws of a replay with one row give it ten times.
+
+        Of an empty replay there are none, which is an error; the result is never None. `replace=False` draws different
+        rows, and is an error with fewer than n. A row that is overwritten while it is copied is drawn again.
 
         Args:
             out: a batch of `batch()`, filled and given back; None: a new one. Its own windows count.

@@ -56,11 +56,13 @@ class Settings(BaseModel):
     Class attributes:
         title: what an error calls them: "settings of the {title} training".
         may_change: what may be different when a run is resumed; None: everything may.
+        ways: what a message says about names of others that are no setting of this training, by name.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
     title: ClassVar[str] = ""
     may_change: ClassVar[Sequence[str] | None] = None
+    ways: ClassVar[Mapping[str, str]] = {}
 
     seed: int = Field(0, ge=0, description="Seed of every random number generator.")
 
@@ -72,6 +74,11 @@ class Settings(BaseModel):
             for theirs, ours in OTHERS.items()
             if ours in cls.model_fields and theirs not in cls.model_fields
         }
+
+    @classmethod
+    def other_way(cls, name: str) -> str | None:
+        """Return how one gets here what a name of others stands for, where that is no single setting."""
+        return None if name in cls.model_fields else {**WAYS, **cls.ways}.get(name)
 
     @classmethod
     def variant(cls, values: Mapping[str, Any]) -> type[Self]:
@@ -90,8 +97,8 @@ class Settings(BaseModel):
     @classmethod
     def unknown(cls, name: str, table: Sequence[str] = ()) -> str:
         """Return what a message says about a name that is no setting: what it is called here, or what is near."""
-        if not table and name in WAYS:
-            return f"no such setting: {WAYS[name]}"
+        if not table and (way := cls.other_way(name)) is not None:
+            return f"no such setting: {way}"
         if not table and name in (theirs := cls.others_names()):
             return f"no such setting: {name} is called {theirs[name]} here"
         return f"no such setting{did_you_mean(name, _names_in(cls, table))}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 from rich.console import Console
@@ -43,6 +43,9 @@ class Multiprocessing(Settings):
     """Settings in addition to sorrel's. Without `enabled`, sorrel itself runs the experiment."""
 
     title = "sorrel"
+    ways: ClassVar = {
+        "num_learner_processes": "each model has a learner process of its own, so agents with one model share one"
+    }
 
     enabled: bool = False
     publish_mode: Literal["double_buffer", "snapshot"] = "double_buffer"
