@@ -1,6 +1,7 @@
 """Models that a client loads and keeps: over every transport, as far as configured, unloaded without their client."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -123,7 +124,7 @@ with connect(sys.argv[1]) as client:
 @pytest.mark.parametrize("kind", TRANSPORTS)
 def test_a_model_does_not_outlive_its_killed_client_for_long_however_long_it_was_to_be_kept(server, kind):
     address = server.address if kind == "ipc" else f"{kind}://{server.listening(kind)}"
-    if kind == "grpc" and "libnghttp2" not in server.text():
+    if kind == "grpc" and not re.search(r"libnghttp2 \d", server.text()):  # or why it is missing
         pytest.skip("grpcio tells nobody that a connection has ended: the model is kept for its time")
     owner = subprocess.Popen([sys.executable, "-c", _KILLED, address], stdout=subprocess.PIPE, text=True)
     try:

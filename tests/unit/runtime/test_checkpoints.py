@@ -15,10 +15,11 @@ from tests.unit.runtime.toys import Rows, plan
 from jurybox.training import checkpoints as module
 from jurybox.training.checkpoints import Checkpoints, write_state
 from jurybox.training.runtime import serial
+from jurybox.training.runtime.orchestrator import Orchestrator
 from jurybox.training.runtime.plan import End
 from jurybox.training.runtime.process import Reports
 from jurybox.training.runtime.run import run
-from jurybox.training.runtime.scoreboard import Word
+from jurybox.training.runtime.scoreboard import State, Word
 from jurybox.training.runtime.shared_resources import counted
 
 
@@ -134,6 +135,19 @@ def newest(folder):
 def test_the_last_checkpoint_has_the_learner_steps_that_followed_the_last_environment_step(tmp_path, slack):
     outcome = run(plan(steps=100, learner={"pause": 0.01}, slack=slack, save_every=1), tmp_path, Rows())
     assert outcome.end is End.STEPS and newest(tmp_path) == (outcome.env_steps, outcome.learner_steps)
+
+
+def test_after_the_last_checkpoint_nobody_goes_on_also_where_the_one_before_had_it_all(tmp_path, monkeypatch):
+    stop, states = Orchestrator._stop, []
+
+    def stopped(self, reason):
+        states.extend(self._scoreboard.words[child.number][Word.STATE] for child in self._savers)
+        stop(self, reason)
+
+    monkeypatch.setattr(Orchestrator, "_stop", stopped)
+    run(plan(steps=100, slack=1000, save_every=1), tmp_path, Rows())
+    assert set(states) == {State.PAUSED}
+    assert (tmp_path / "logs" / "run.log").read_text().count("checkpoint at 100 steps") == 1
 
 
 @pytest.mark.parametrize("serial", [True, False])

@@ -240,21 +240,26 @@ class Orchestrator:
         late = time.monotonic() - self._tried_when >= self._plan.save_seconds
         due = (every > 0 and (late or steps - self._tried_at >= every)) or last
         # The last one is also due where only learners or evaluators went on since the one before, or where that failed.
-        if not due or self._scoreboard.progress == self._saved or not all(map(self._is_running, self._savers)):
+        # Whether they did is certain only when they are paused: a learner may be about to make a step.
+        if not due or not all(map(self._is_running, self._savers)):
             return
-        self._tried_at = steps
+        if not last and self._scoreboard.progress == self._saved:
+            return
+        before, self._tried_at = self.latest, steps
         began = self._tried_when = time.monotonic()
         self._unsaved = ""
         try:
             made = self._save(began + self._plan.timeouts.save, last)
         except OSError as error:  # a full disk; or weights were being written, and could not be read whole in time
             made, self._unsaved = False, f"{type(error).__name__}: {error}"
+        if made and self.latest is before:
+            return
         if made:
             self._notify(f"checkpoint at {self._scoreboard.env_steps} steps, in {time.monotonic() - began:.1f} s")
         else:
             why = self._unsaved or "a role died or did not answer in time"
-            before = "there is none before" if self.latest is None else f"{self.latest.folder.name} stands"
-            self._notify(f"no checkpoint at {self._scoreboard.env_steps} steps ({before}): {why}")
+            left = "there is none before" if before is None else f"{before.folder.name} stands"
+            self._notify(f"no checkpoint at {self._scoreboard.env_steps} steps ({left}): {why}")
 
     def _save(self, until: float, last: bool) -> bool:
         """Pause all roles, make them save, and continue; after the last one they stay as they were saved.
@@ -270,6 +275,8 @@ class Orchestrator:
                 until, lambda child: self._scoreboard.words[child.number][Word.STATE] == State.PAUSED
             ):
                 return False
+            if self._scoreboard.progress == self._saved:
+                return True  # the newest has it all
             files = {child.number: scratch / f"{child.name}.state" for child in self._savers}
             for child in self._savers:
                 child.save_to(files[child.number])
