@@ -14,7 +14,9 @@ pytestmark = [pytest.mark.browser, pytest.mark.timeout(240)]
 LOOK = """() => {
   const shown = [...document.querySelectorAll("svg")].filter(svg => getComputedStyle(svg).display != "none");
   const wider = document.documentElement.scrollWidth - innerWidth;
-  const found = {drawings: shown.length, left: [], touching: [], wider: wider};
+  const tables = [...document.querySelectorAll(":not(details) > .scroll")].filter(each => each.querySelector("table"));
+  const scrolled = tables.filter(each => each.scrollWidth > each.clientWidth).map(each => each.innerText);
+  const found = {drawings: shown.length, left: [], touching: [], wider: wider, scrolled: scrolled};
   for (const svg of shown) {
     const around = svg.getBoundingClientRect();
     const texts = [...svg.querySelectorAll("text")].map(text => [text.textContent, text.getBoundingClientRect()]);
@@ -53,8 +55,20 @@ def test_every_label_is_whole_and_none_lies_on_another(chromium, reports, name, 
         shown = context.new_page()
         shown.on("request", lambda request: asked.append(request.url))
         shown.goto(file.as_uri())
-        assert shown.evaluate(LOOK) == {"drawings": drawings, "left": [], "touching": [], "wider": 0}
+        assert shown.evaluate(LOOK) == {
+            "drawings": drawings, "left": [], "touching": [], "wider": 0, "scrolled": [],
+        }  # fmt: skip
         ink[scheme] = shown.evaluate("getComputedStyle(document.querySelector('svg text')).fill")
         context.close()
     assert ink["light"] != ink["dark"], "drawings follow the page's colours"
     assert all(url.startswith(("file:", "data:")) for url in asked)
+
+
+def test_what_was_learned_and_what_the_server_did_are_seen_without_scrolling(chromium, reports):
+    shown = chromium.new_page(viewport={"width": 1280, "height": 800})
+    shown.goto(reports["photo"][0].as_uri())
+    first = shown.locator(".verdict")
+    assert first.locator(".pairs img").count() == 12 and first.locator(".figures dd").count() == 6
+    box = first.bounding_box()
+    assert box["y"] + box["height"] < 800
+    shown.close()

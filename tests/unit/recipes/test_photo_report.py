@@ -94,9 +94,11 @@ def html():
 
 
 def report(gain=0.1, status=STATUS, metrics=METRICS, **audit):
-    settings = PhotoTraining().as_dict()
+    settings = PhotoTraining.checked({"envs": 8}).as_dict()
     return render(
-        PhotoRun(evaluation_of(gain, **audit), metrics, status, "photo", settings, {"Seed": "3"}, "jurybox demo photo")
+        PhotoRun(
+            evaluation_of(gain, **audit), metrics, status, "photo", settings, {"Seed": "3"}, "jurybox demo photo", 5.0
+        )
     )
 
 
@@ -152,9 +154,21 @@ def test_pictures_scores_curve_criteria_server_and_settings_are_there(html):
         "The run",
     ):
         assert heading in html
-    assert html.count("<img") == 6 * len(KINDS)
+    assert html.count("<img") == 6 * 2 + 6 * len(KINDS)
     assert "300 rows in 100 batches" in html and "8–15" in html and "40%" in html
     assert "12.0" in html and "learning_rate" in html
+
+
+def test_the_first_part_has_six_pictures_before_and_after_and_what_the_server_did(html):
+    first = re.search(r'<section class="verdict.*?</section>', html, re.S)[0]
+    assert len(set(re.findall(r'<img class="" src="([^"]+)"', first))) == 12
+    assert first.count("before 0.") == first.count("after 0.") == 6 and first.count('<b class="gain">+') == 6
+    told = dict(re.findall(r"<div><dd>(.*?)</dd><dt>(.*?)</dt></div>", first))
+    assert told["8"] == "env workers" and told["300"] == "requests" and told["60"] == "rows a second"
+    assert told["3.0"] == "rows a batch, in 40% 1" and told["– / –"] == "ms a request, p50 / p99"
+    assert told["version 0"] == "of the juror served"
+    assert "Of 12 damaged pictures it raised the score in 100% and came nearer" in first
+    assert "(PSNR 100%, SSIM 100%, CIEDE2000 100%); it moved intact photos by 1.0 CIEDE2000." in first
 
 
 def test_names_of_photos_are_text_and_not_markup(html):
@@ -237,6 +251,7 @@ def test_a_training_does_not_wait_for_what_only_its_report_needs():
 def test_a_loss_is_not_shown_as_a_gain(undrawn):
     def captions(gain):
         learned = re.findall(r'<figure class="learned">.*?</figure>', report(gain), re.S)
+        learned += re.findall(r"after [\d.]+ .*?</figcaption>", report(gain), re.S)
         return {re.search(r'<b class="(\w*)">([+-])', caption).groups() for caption in learned}
 
     assert captions(0.1) == {("gain", "+")}

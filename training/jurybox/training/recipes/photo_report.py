@@ -13,7 +13,20 @@ from jurybox.training.environments.photo.audit import DAMAGES, MEASURES, damages
 from jurybox.training.recipes.photo_evaluation import KINDS, Case, PhotoEvaluation, straightening_of
 from jurybox.training.report import charts, page
 from jurybox.training.report.charts import Bar
-from jurybox.training.report.page import Answer, Details, Gallery, Legend, Part, Picture, Section, Shot, Table
+from jurybox.training.report.page import (
+    Answer,
+    Details,
+    Figures,
+    Gallery,
+    Legend,
+    Pair,
+    Pairs,
+    Part,
+    Picture,
+    Section,
+    Shot,
+    Table,
+)
 from jurybox.training.report.verdict import (
     ENOUGH_GROUPS,
     Check,
@@ -123,8 +136,10 @@ def _signed(name: str, value: float) -> str:
 
 def render(run: PhotoRun) -> str:
     """Return the report as one HTML document."""
+    verdict = verdict_of(run.evaluation)
     sections: list[Answer | Section | None] = [
-        _answer(run, verdict_of(run.evaluation)),
+        _answer(run, verdict),
+        _grounds(run, verdict),
         _pictures(run.evaluation),
         _server(run),
         _scores(run.evaluation),
@@ -150,6 +165,32 @@ def render(run: PhotoRun) -> str:
 
 
 def _answer(run: PhotoRun, verdict: Verdict) -> Answer:
+    """What a reader sees first: the answer, six photographs before and after, and what the server did."""
+    parts: list[Part] = [_in_short(run.evaluation), Pairs([_pair(case) for case in _chosen(run.evaluation)])]
+    if (found := _served(run)) is not None:
+        parts.append(Figures("What the server did meanwhile", _figures(run, found)))
+    return Answer(verdict.answer, verdict.headline, parts)
+
+
+def _in_short(evaluation: PhotoEvaluation) -> str:
+    gain = evaluation.scores("learned") - evaluation.scores("no edits")
+    said = [f"Of {len(gain)} damaged pictures it raised the score in {(gain > 0).mean():.0%}"]
+    if names := [name for name in MEASURES if name in evaluation.cases[0].audit.get("learned", {})]:
+        shares = (float((_better(name) * _change(evaluation, name) > 0).mean()) for name in names)
+        each = ", ".join(f"{_NAMES[name]} {share:.0%}" for name, share in zip(names, shares, strict=True))
+        said.append(f"and came nearer to the undamaged photo ({each})")
+    if evaluation.intact:
+        moved = float(np.mean([intact.audit["ciede2000"] for intact in evaluation.intact]))
+        said.append(f"; it moved intact photos by {moved:.1f} CIEDE2000")
+    return " ".join(said).replace(" ;", ";") + "."
+
+
+def _better(name: str) -> float:
+    return -1.0 if name in _LESS_IS_BETTER else 1.0
+
+
+def _grounds(run: PhotoRun, verdict: Verdict) -> Section:
+    """What the answer rests on."""
     evaluation = run.evaluation
     photos, cases = sorted(set(evaluation.photos)), len(evaluation.cases)
     steps = int(run.metrics[-1]["env_steps"]) if run.metrics else 0
@@ -165,17 +206,31 @@ def _answer(run: PhotoRun, verdict: Verdict) -> Answer:
         )
     elif start:
         what += f" It began as the policy in {start}."
-    return Answer(verdict.answer, verdict.headline, verdict.sentences, what)
+    return Section("What the answer rests on", verdict.sentences, what)
+
+
+def _chosen(evaluation: PhotoEvaluation) -> list[Case]:
+    """The cases that are shown: the first of each photo, by seed and not by result."""
+    firsts = {case.photo: number for number, case in reversed(list(enumerate(evaluation.cases)))}.values()
+    order = sorted(range(len(evaluation.cases)), key=lambda number: number not in firsts)
+    return [evaluation.cases[number] for number in order[:_SHOWN]]
+
+
+def _pair(case: Case) -> Pair:
+    before, after = (case.marks[kind]["score"] for kind in ("no edits", "learned"))
+    images = [
+        Picture.jpeg(case.pictures[kind], _SIDE, f"{case.photo}, {_COLUMNS[kind].lower()}")
+        for kind in ("no edits", "learned")
+    ]
+    return Pair(images[0], images[1], (f"before {before:.2f}", f"after {after:.2f}"), after - before)
 
 
 def _pictures(evaluation: PhotoEvaluation) -> Section:
     columns = [(_COLUMNS[kind], _STYLES[kind]) for kind in KINDS]
-    firsts = {case.photo: number for number, case in reversed(list(enumerate(evaluation.cases)))}.values()
-    order = sorted(range(len(evaluation.cases)), key=lambda number: number not in firsts)
-    chosen = [evaluation.cases[number] for number in order[:_SHOWN]]
+    chosen = _chosen(evaluation)
     shots = [_shot(case, kind) for case in chosen for kind in KINDS]
     return Section(
-        "Before and after",
+        "Before and after, beside random edits and the original",
         [Gallery(columns, shots)],
         f"{len(chosen)} of {len(evaluation.cases)} cases: the first of each photo, by seed and not by result. Below "
         "each picture its score. The originals are shown for reference; no policy sees them.",
@@ -204,12 +259,11 @@ def _audit(evaluation: PhotoEvaluation) -> Section | None:
             for kind in shown
         ]
         change = interval(_change(evaluation, name), evaluation.photos)
-        sign = -1.0 if name in _LESS_IS_BETTER else 1.0
-        better = float((sign * _change(evaluation, name) > 0).mean())
+        better = float((_better(name) * _change(evaluation, name) > 0).mean())
         label = _NAMES.get(name, name) if distance else f"audit juror {name}"
         signed = [_signed(name, value) for value in (change.mean, change.low, change.high)]
         rows.append([label, *means, f"{signed[0]} ({signed[1]} to {signed[2]})", f"{better:.0%}"])
-    header = ["", *(_COLUMNS[kind].lower() for kind in shown), "learned − damaged", "better in"]
+    header = ["", *(_COLUMNS[kind].lower() for kind in shown), "change (95 % interval)", "better"]
     parts: list[Part] = [Table(header, rows)]
     if evaluation.intact:
         parts.append(_on_intact(evaluation))
@@ -469,11 +523,39 @@ def _criteria(evaluation: PhotoEvaluation) -> Section | None:
     )
 
 
+def _served(run: PhotoRun) -> Mapping[str, Any] | None:
+    """The juror in the server's status; None without a server, or if it computed nothing."""
+    models = [] if run.status is None else run.status.get("models", [])
+    found = next((each for each in models if each.get("name") == run.model), None)
+    return found if found and found.get("batches") else None
+
+
+def _figures(run: PhotoRun, found: Mapping[str, Any]) -> list[tuple[str, str]]:
+    workers = run.settings.get("envs") or run.settings.get("workers")
+    latency = found.get("latency", {}).get("request", {})
+    bins = _bins(found.get("histograms", {}).get("batch_rows", []))
+    name, most = max(bins, key=lambda each: each[1], default=("", 0))
+    mostly = f", in {most / sum(count for _, count in bins):.0%} {name}" if most else ""
+    figures = [
+        (str(workers), "env workers") if workers else None,
+        (f"{found.get('requests', found['rows']):,}", "requests"),
+        (f"{found['rows'] / run.seconds:,.0f}", "rows a second") if run.seconds else None,
+        (
+            f"{found['rows'] / found['batches']:.1f}",
+            f"rows a batch{mostly}",
+        ),
+        (
+            f"{_milliseconds(latency.get('p50'))} / {_milliseconds(latency.get('p99'))}",
+            "ms a request, p50 / p99",
+        ),
+        (f"version {found.get('weights', {}).get('version', 0)}", "of the juror served"),
+    ]
+    return [each for each in figures if each is not None]
+
+
 def _server(run: PhotoRun) -> Section | None:
-    if run.status is None:
-        return None
-    found = next((each for each in run.status.get("models", []) if each.get("name") == run.model), None)
-    if found is None or not found.get("batches"):
+    found = _served(run)
+    if found is None:
         return None
     names = {
         "queue": "queue: until its batch began",
@@ -485,22 +567,17 @@ def _server(run: PhotoRun) -> Section | None:
         for name, label in names.items()
         if name in found.get("latency", {})
     ]
-    workers = run.settings.get("envs") or run.settings.get("workers")
-    version = found.get("weights", {}).get("version", 0)
     said = [
-        f"{workers} env workers sent {found.get('requests', found['rows']):,} requests" if workers else "",
-        f"{found['rows'] / run.seconds:,.0f} rows a second while the policy trained" if run.seconds else "",
-        f"{found['rows']:,} rows in {found['batches']:,} batches, {found['rows'] / found['batches']:.1f} a batch",
-        f"the juror's weights are version {version}",
+        f"{found['rows']:,} rows in {found['batches']:,} batches",
         f"errors: {', '.join(f'{found.get(kind, 0)} {kind}' for kind in ('failed', 'expired', 'refused'))}",
     ]
-    parts: list[Part] = ["; ".join(filter(None, said)) + "."]
+    parts: list[Part] = ["; ".join(said) + "."]
     if bins := _bins(found.get("histograms", {}).get("batch_rows", [])):
         parts.append(charts.histogram(bins, "Share of batches by size", "rows in a batch", "share of batches"))
     if rows:
         parts.append(Table(["time, in ms", "p50", "p90", "p99"], rows))
     return Section(
-        "What the server did",
+        "The server's batches and times",
         parts,
         "A row is a picture. Workers ask one at a time; the engine takes whatever waits the moment it is free. "
         "Half of the times are below p50, 99 % below p99; they are read from histograms whose bins double in width.",
@@ -521,4 +598,4 @@ def _bin_name(i: int) -> str:
 
 
 def _milliseconds(seconds: float | None) -> str:
-    return "–" if seconds is None else f"{1000 * seconds:.1f}"
+    return "–" if seconds is None else f"{1000 * seconds:.{1 if seconds < 0.1 else 0}f}"

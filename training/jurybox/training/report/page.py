@@ -97,8 +97,35 @@ class Gallery:
     shots: Sequence[Shot]
 
 
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """A picture before and after, with a caption for each, and the change of its score."""
+
+    before: Picture
+    after: Picture
+    captions: tuple[str, str]
+    change: float
+
+
+@dataclass(frozen=True, slots=True)
+class Pairs:
+    """Pictures before and after, six in a row on a wide screen, three on a phone."""
+
+    kind: ClassVar[str] = "pairs"
+    pairs: Sequence[Pair]
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """Large figures with a few words each, under a heading."""
+
+    kind: ClassVar[str] = "figures"
+    heading: str
+    figures: Sequence[tuple[str, str]]
+
+
 # A string is rendered as a paragraph, a mapping as a list of names and values.
-Part = str | Mapping[str, Any] | Table | Details | Legend | Picture | Gallery | charts.Chart
+Part = str | Mapping[str, Any] | Table | Details | Legend | Picture | Gallery | Pairs | Figures | charts.Chart
 
 
 @dataclass(frozen=True, slots=True)
