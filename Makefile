@@ -11,7 +11,7 @@ WORKERS ?= 4
 # Where torch comes from: PyTorch's CPU builds where there is no NVIDIA driver, since PyPI's brings 4 GB of CUDA along.
 TORCH_INDEX ?= $(if $(wildcard /proc/driver/nvidia/version),,https://download.pytorch.org/whl/cpu)
 
-.PHONY: setup demo test test-runs test-slow test-gpu test-containers test-browser test-native fuzz fuzz-native chaos soak lint licences audit wheel pythons test-fresh matrix release-check lock test-native-aarch64 format bench bench-full bench-crossover bench-peers gpu gpu-wheels monitoring proto sbom docs reward-kills clean
+.PHONY: setup demo test test-runs test-slow test-gpu test-containers test-browser test-native fuzz fuzz-native chaos soak lint licences audit wheel pythons test-fresh matrix release-check lock test-native-aarch64 format bench bench-full bench-crossover bench-peers gpu gpu-wheels monitoring reference proto sbom docs reward-kills clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -180,6 +180,10 @@ bench-peers: setup  ## the peers of the benchmarks, each in an environment of it
 
 monitoring: setup  ## generate docs/metrics.md, the Grafana dashboard and Prometheus's rules
 	$(BIN)/python docker/monitoring/generate.py
+
+reference: setup  ## generate docs/cli.md, docs/settings.md and docs/api from the command line, the settings and the docstrings
+	$(BIN)/python .ci/docs_pages.py
+	$(BIN)/python training/generate_settings.py
 
 sbom: setup  ## what installs of each kind bring along, as CycloneDX in sbom/; with an engine, of the images too
 	$(BIN)/python .ci/sbom.py

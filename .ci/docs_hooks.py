@@ -1,6 +1,6 @@
 """Additions to mkdocs for `make docs`.
 
-- `cli.md` gets the help of every command, from the command line itself, so that it cannot be out of date.
+- Of the API's pages, mkdocstrings shows the modules; in the repository docs_pages.py has written them into the pages.
 - A link from a page to a file outside docs/ leads to a copy of it in the site; text gets the ending .txt, which
   browsers show.
 - Drawings (SVG) are inlined, so that their colours follow the page's.
@@ -10,17 +10,20 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from pathlib import Path
-from typing import Any
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
+sys.path.insert(0, str(Path(__file__).parent))
+
+from docs_pages import MODULE
+
 ROOT = Path(__file__).parents[1]
 OUTSIDE = re.compile(r"\]\((?P<up>(?:\.\./)+)(?P<path>[\w./-]+)(?:#[\w-]+)?\)")
 DRAWING = re.compile(r'<img alt="(?P<alt>[^"]*)" src="(?:\.\./)*images/(?P<name>[\w-]+\.drawing\.svg)" ?/?>')
-COMMANDS = "<!-- commands -->"
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -57,9 +60,13 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         return f"]({'../' * depth}{shown_as(path)})" if path else found[0]
 
     markdown = OUTSIDE.sub(copied, markdown)
-    if COMMANDS in markdown:
-        markdown = markdown.replace(COMMANDS, "\n".join(command_lines()))
-    return markdown
+    return MODULE.sub(directive, markdown)
+
+
+def directive(found: re.Match[str]) -> str:
+    """Return mkdocstrings's directive for a generated part of the API."""
+    members = f"\n    options:\n      members: [{found['names']}]" if found["names"] else ""
+    return f"::: {found['module']}{members}\n"
 
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
@@ -81,54 +88,3 @@ def shown_as(path: str) -> str:
         return f"repository/{path.rstrip('/')}/index.html"
     picture = path.endswith((".svg", ".png", ".jpg"))
     return f"repository/{path}" if picture else f"repository/{path}.txt"
-
-
-def command_lines() -> list[str]:
-    """The page of the command line, as Markdown: every command with its help, arguments and options."""
-    from typer.core import TyperGroup
-    from typer.main import get_command
-
-    from jurybox.server.commands.app import PluginCommand, app
-
-    lines: list[str] = []
-
-    def describe(command: Any, words: list[str]) -> None:
-        if isinstance(command, PluginCommand):  # another package's, imported when it is used
-            command = command.load()
-        context = command.context_class(command, info_name=" ".join(words))
-        usage = " ".join([*words, *command.collect_usage_pieces(context)])
-        lines.extend([f"{'#' * min(len(words) + 1, 4)} {' '.join(words)}", "", plain(command.help)])
-        lines.extend(["", "```text", usage, "```", ""])
-        if rows := [row for each in command.get_params(context) if (row := row_of(each, context))]:
-            lines.extend(["| | | default |", "| --- | --- | --- |", *rows, ""])
-        inner = {}
-        if isinstance(command, TyperGroup):
-            found = {name: command.get_command(context, name) for name in command.list_commands(context)}
-            inner = {name: each for name, each in found.items() if each is not None and not each.hidden}
-        for name, each in inner.items():
-            summary = plain(each.help).split("\n\n")[0]
-            lines.append(f"- [`{' '.join([*words, name])}`](#{'-'.join([*words, name])}): {summary}")
-        lines.append("")
-        for name, each in inner.items():
-            describe(each, [*words, name])
-
-    describe(get_command(app), ["jurybox"])
-    return lines
-
-
-def row_of(parameter: Any, context: Any) -> str:
-    """A row of a command's table; empty for common and hidden options."""
-    if parameter.name in {"help", "install_completion", "show_completion"} or getattr(parameter, "hidden", False):
-        return ""
-    if parameter.param_type_name == "argument":
-        names = f"`{' '.join(parameter.get_usage_pieces(context)).strip('[]')}`"
-    else:
-        names = ", ".join(f"`{name}`" for name in [*parameter.opts, *parameter.secondary_opts])
-    default = parameter.default
-    shown = "" if default in (None, (), [], "") or callable(default) or default is False else f"`{default}`"
-    return f"| {names} | {plain(getattr(parameter, 'help', '')).replace('|', chr(92) + '|')} | {shown} |"
-
-
-def plain(text: str | None) -> str:
-    """A help text with each paragraph on one line, without terminal markup."""
-    return "\n\n".join(" ".join(part.split()) for part in (text or "").replace("\b", "").split("\n\n"))

@@ -6,15 +6,15 @@ test.
 
 from __future__ import annotations
 
-import ast
 import os
 import re
 import subprocess
 import sys
 from collections.abc import Iterator
 from functools import cache
-from importlib.util import find_spec
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import yaml
@@ -22,8 +22,27 @@ import yaml
 ROOT = Path(__file__).parents[3]
 DOCS = ROOT / "docs"
 SOURCES = [ROOT / name for name in ("protos", "client", "server", "training", "native")]
+
+
+def _docs_pages() -> ModuleType:
+    spec = spec_from_file_location("docs_pages", ROOT / ".ci" / "docs_pages.py")
+    assert spec is not None and spec.loader is not None
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+docs_pages = _docs_pages()
+definition, file_of, is_module, public_names = (
+    docs_pages.definition, docs_pages.file_of, docs_pages.is_module, docs_pages.public_names
+)  # fmt: skip
 # For other modules of ours.
 NOT_PUBLIC = {"jurybox.server.settings.config", "jurybox.protocol.weights.channel", "jurybox.protocol.locks"}
+
+
+@cache
+def written_pages() -> dict[str, str]:
+    return {str(page.relative_to(ROOT)): text for page, text in docs_pages.pages()}
 
 
 class Loader(yaml.SafeLoader):
@@ -50,63 +69,24 @@ def test_every_page_has_its_place_in_the_order_of_reading() -> None:
 # ---- the reference
 
 
-def is_module(name: str) -> bool:
-    try:
-        return bool(file_of(name))
-    except FileNotFoundError:
-        return False
+@pytest.mark.parametrize("path", ["docs/cli.md", *(f"docs/api/{page.name}" for page in (DOCS / "api").glob("*.md"))])
+def test_the_pages_of_the_command_line_and_the_api_are_what_these_are(path: str) -> None:
+    assert (ROOT / path).read_text() == written_pages()[path], "run: make reference"
 
 
-@cache
-def tree(module: str) -> ast.Module:
-    return ast.parse(file_of(module).read_text())
-
-
-def file_of(module: str) -> Path:
-    for root in SOURCES:
-        stem = root / module.replace(".", "/")
-        for path in (stem / "__init__.py", stem.with_suffix(".py"), stem.with_suffix(".pyi")):
-            if path.is_file():
-                return path
-    raise FileNotFoundError(module)
-
-
-def public_names(module: str) -> list[str]:
-    for node in tree(module).body:
-        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "__all__":
-            return [str(name) for name in ast.literal_eval(node.value)]
-    return []
-
-
-def definition(module: str, name: str) -> tuple[str, str]:
-    """Where a public name is defined, and its docstring."""
-    body = tree(module).body
-    for i, node in enumerate(body):
-        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and node.name == name:
-            return module, ast.get_docstring(node) or ""
-        if isinstance(node, ast.Assign | ast.AnnAssign):
-            target = node.targets[0] if isinstance(node, ast.Assign) else node.target
-            if getattr(target, "id", "") == name:
-                after = body[i + 1] if i + 1 < len(body) else None
-                told = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
-                return module, str(after.value.value) if told else ""
-    for node in ast.walk(tree(module)):
-        if isinstance(node, ast.ImportFrom) and node.module:
-            for alias in node.names:
-                if (alias.asname or alias.name) == name:
-                    return definition(node.module, alias.name)
-    raise LookupError(f"{module}.{name}")
+def test_every_part_of_a_generated_page_is_between_its_comments() -> None:
+    for page in (DOCS / "api").glob("*.md"):
+        text = page.read_text()
+        assert text.count("<!-- api: ") == text.count("<!-- end of ") == len(docs_pages.MODULE.findall(text))
 
 
 def shown() -> dict[str, list[str]]:
     """The modules of the reference, with the names that are shown of each."""
-    found = {}
-    for page in sorted((DOCS / "api").glob("*.md")):
-        for module, members in re.findall(
-            r"^::: (\S+)\n(?:    options:\n      members: \[(.*)\]\n)?", page.read_text(), re.M
-        ):
-            found[module] = members.split(", ") if members else public_names(module)
-    return found
+    text = "".join(page.read_text() for page in sorted((DOCS / "api").glob("*.md")))
+    return {
+        found["module"]: found["names"].split(", ") if found["names"] else public_names(found["module"])
+        for found in docs_pages.MODULE.finditer(text)
+    }
 
 
 SHOWN = shown()
@@ -123,13 +103,13 @@ def test_every_public_module_is_in_the_reference() -> None:
 
 
 def test_every_public_name_has_a_docstring_and_is_shown() -> None:
-    there = {definition(module, name)[0] + "." + name for module, names in SHOWN.items() for name in names}
+    there = {f"{definition(module, name)[0]}.{name}" for module, names in SHOWN.items() for name in names}
     untold, missing = [], []
     for module in SHOWN:
         for name in public_names(module):
             if is_module(f"{module}.{name}"):  # mkdocstrings shows a name that is a submodule's, too, on that one alone
                 missing += [] if f"{module}.{name}" in SHOWN else [f"{module}.{name}"]
-            where, docstring = definition(module, name)
+            where, _, docstring = definition(module, name)
             untold += [] if docstring else [f"{module}.{name}"]
             missing += [] if f"{where}.{name}" in there else [f"{module}.{name}"]
     assert untold == [] and missing == []
