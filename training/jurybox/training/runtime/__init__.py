@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from jurybox.protocol.weights import WeightsLayout as WeightsLayout
     from jurybox.training.interrupts import Signals as Signals
     from jurybox.training.replay import Episodes as Episodes
     from jurybox.training.replay import Field as Field
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from jurybox.training.runtime.plan import RoleSpec as RoleSpec
     from jurybox.training.runtime.plan import RunError as RunError
     from jurybox.training.runtime.plan import Timeouts as Timeouts
+    from jurybox.training.runtime.progress import COLUMNS as COLUMNS
     from jurybox.training.runtime.role_context import Actor as Actor
     from jurybox.training.runtime.role_context import Evaluator as Evaluator
     from jurybox.training.runtime.role_context import Learner as Learner
@@ -37,21 +39,24 @@ if TYPE_CHECKING:
     from jurybox.training.runtime.settings import Settings as Settings
 
 _FROM = {
-    "interrupts": ("Signals",),
-    "replay": ("Episodes", "Field"),
-    "run_folder": ("RunLog",),
-    "runtime.plan": (
+    "protocol.weights": ("WeightsLayout",),
+    "training.interrupts": ("Signals",),
+    "training.replay": ("Episodes", "Field"),
+    "training.run_folder": ("RunLog",),
+    "training.runtime.plan": (
         *("Budget", "ChannelSpec", "End", "Kind", "Outcome", "Pace", "Plan", "PlanError", "PolicyServer"),
         *("ReplaySpec", "RoleSpec", "RunError", "Timeouts"),
     ),
-    "runtime.role_context": ("Actor", "Evaluator", "Learner", "RoleContext"),
-    "runtime.serving": ("ServedModels", "served_models"),
-    "runtime.settings": ("Settings",),
+    "training.runtime.progress": ("COLUMNS",),
+    "training.runtime.role_context": ("Actor", "Evaluator", "Learner", "RoleContext"),
+    "training.runtime.serving": ("ServedModels", "served_models"),
+    "training.runtime.settings": ("Settings",),
 }
 _MODULES = {name: (module, name) for module, names in _FROM.items() for name in names}
-_MODULES["run_plan"] = "runtime.run", "run"  # `runtime.run` is the module
+_MODULES["run_plan"] = "training.runtime.run", "run"  # `runtime.run` is the module
 
 __all__ = [
+    "COLUMNS",
     "Actor",
     "Budget",
     "ChannelSpec",
@@ -75,6 +80,7 @@ __all__ = [
     "Settings",
     "Signals",
     "Timeouts",
+    "WeightsLayout",
     "run_plan",
     "served_models",
 ]
@@ -84,7 +90,7 @@ def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module, attribute = _MODULES[name]
-    return getattr(import_module(f"jurybox.training.{module}"), attribute)
+    return getattr(import_module(f"jurybox.{module}"), attribute)
 
 
 def __dir__() -> list[str]:

@@ -27,7 +27,7 @@ from jurybox.training.runtime.scoreboard import AT_REST, Control, Scoreboard, St
 
 _LAST = 100  # episodes that return_mean and return_std are over
 
-# Columns that every run has; what roles report beside them, and evaluations as eval_<name>, are the recipe's to name.
+# What roles report beside them, and evaluations as eval_<name>, are the recipe's to name.
 COLUMNS = (
     "seconds",
     "steps_per_second",
@@ -41,6 +41,7 @@ COLUMNS = (
     "forced_syncs",
     "restarts",
 )
+"""Columns of metrics.csv that every run has; what roles report beside them is the plan's to name."""
 
 
 class Sink(Protocol):
