@@ -96,3 +96,47 @@ def by_part():
         },
         {"arm": CHUNK, "gripper": TensorSpec("float32", (HORIZON, 1))},
     )
+
+
+class Vla(nn.Module):
+    """The action is (mean of the image, length of the instruction, 0, ...); a black image fails its row.
+
+    A batch takes 5 ms.
+    """
+
+    def forward(self, image, instruction):
+        time.sleep(0.005)
+        action = torch.zeros(len(image), 7)
+        action[:, 0] = image.float().mean(dim=(1, 2, 3))
+        action[:, 1] = torch.tensor([float(len(text)) for text in instruction])
+        wrong = {i: "the camera is covered" for i, mean in enumerate(action[:, 0].tolist()) if mean == 0}
+        return RowErrors(wrong, action) if wrong else action
+
+
+def vla():
+    """A policy of one action, as OpenVLA's."""
+    return ServedModel(
+        Vla(),
+        {"image": TensorSpec("uint8", (8, 6, 3)), "instruction": TensorSpec("bytes", capacity=100)},
+        {"action": TensorSpec("float32", (7,))},
+    )
+
+
+class Oft(nn.Module):
+    def forward(self, full_image, state, instruction):
+        first = state.sum(dim=1) + full_image.float().mean(dim=(1, 2, 3))
+        second = torch.tensor([float(len(text)) for text in instruction])
+        return torch.stack([first, second], dim=1)[:, None].expand(-1, HORIZON, -1).contiguous()
+
+
+def oft():
+    """A policy of chunks, with the names of OpenVLA-OFT's observations."""
+    return ServedModel(
+        Oft(),
+        {
+            "full_image": TensorSpec("uint8", (8, 6, 3)),
+            "state": TensorSpec("float32", (3,)),
+            "instruction": TensorSpec("bytes", capacity=100),
+        },
+        {"actions": CHUNK},
+    )

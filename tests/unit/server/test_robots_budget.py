@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from jurybox import native
-from jurybox.server.gateway.robots import server as module
+from jurybox.server.gateway.robots import openpi as module
 from jurybox.server.gateway.robots.counters import PortCounters, RobotDelays
 from jurybox.server.gateway.robots.msgpack_arrays import packb
-from jurybox.server.gateway.robots.server import RobotServer
+from jurybox.server.gateway.robots.openpi import RobotServer
 from jurybox.server.security.limits import ANSWERS, RECEIVED, ROBOTS
 
 
@@ -32,7 +32,7 @@ class Fixed(module.Openpi):
 async def test_an_observation_without_room_gets_an_error_and_the_next_one_an_answer(size, in_all, whose):
     budget = native.Budget((150, 150, 9), (in_all, in_all, 9))
     server, robot, account = RobotServer.__new__(RobotServer), Robot(budget), native.Account(budget, ROBOTS)
-    server._budget, server.counters = budget, PortCounters()
+    server.budget, server.counters = budget, PortCounters()
     neighbour = native.Account(budget, ROBOTS)
     neighbour.owe(RECEIVED, 60)
     frame = packb({"x": "y" * size})

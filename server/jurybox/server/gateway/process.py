@@ -30,7 +30,7 @@ from jurybox.server.settings.endpoints import split_host
 if TYPE_CHECKING:
     from jurybox.server.gateway.dialects.router import DialectRoutes
     from jurybox.server.gateway.grpc_server import GrpcServer
-    from jurybox.server.gateway.robots.server import RobotServer
+    from jurybox.server.gateway.robots.door import RobotDoor
 
 _SWITCH = 0.0005  # switch interval, s: a busy loop delays the thread that receives answers by it (Python's: 5 ms)
 _KEPT = 64 << 20  # bytes of freed memory kept for messages and images: mapping it anew costs as much as decoding one
@@ -71,7 +71,7 @@ async def serve(control_pipe: ControlPipe, orders: dict[str, Any], log: Log) -> 
 
             routes = applications(orders["dialects"], orders["address"], log, doors, oip.lanes.timeouts)
             routers.append(routes.paths)
-        robots = _robot_servers(orders, access, doors, budget, turns)
+        robots = _robot_doors(orders, access, doors, budget, turns)
         counters = {name: robot.counters for name, robot in robots.items()}
         app = create_app(source, oip.reasons, routers, counters, oip.lanes.timeouts, budget)
         http = None
@@ -112,10 +112,12 @@ async def serve(control_pipe: ControlPipe, orders: dict[str, Any], log: Log) -> 
         bound["dialects"] = {name: server.bound for name, server in dialects.items()}
     control_pipe.send("ready", port=http.port if http else 0, **bound)
     log.debug("listening", **bound)
-    watched = [door.connections for door in (http, *dialects.values(), rpc) if door is not None]
+    watched = [door.connections for door in (http, *dialects.values(), rpc, *robots.values()) if door is not None]
     watching = asyncio.create_task(Watch(budget, watched).run())
     leasing = [asyncio.create_task(intake.lease()) for intake in (routes.intakes if routes else ())]
     serving = [server for server in (http, *dialects.values()) if server is not None]
+
+    ends = [door.ended for door in (rpc, *robots.values()) if door is not None]
 
     def end_streams() -> None:
         app.state.watching.close()
@@ -131,7 +133,7 @@ async def serve(control_pipe: ControlPipe, orders: dict[str, Any], log: Log) -> 
     draining = asyncio.create_task(_drained(doors, doorways, end_streams, control_pipe))
     try:
         async with signs_of_life(control_pipe):
-            served = await _until(stop, serving, close, rpc)
+            served = await _until(stop, serving, close, ends)
     finally:
         draining.cancel()
         for task in (watching, *leasing):
@@ -170,15 +172,15 @@ def _grpc_server(
     return GrpcServer(orders["grpc"], services, oip.reasons, access, http2, doors, budget, turns)
 
 
-def _robot_servers(
+def _robot_doors(
     orders: dict[str, Any], access: Access, doors: Doors, budget: native.Budget, turns: Turns
-) -> dict[str, RobotServer]:
+) -> dict[str, RobotDoor]:
     if not (robots := orders.get("robots")):
         return {}
-    from jurybox.server.gateway.robots.server import RobotServer
+    from jurybox.server.gateway.robots.door import door
 
     where = orders["address"]
-    return {name: RobotServer(name, settings, where, access, doors, budget, turns) for name, settings in robots.items()}
+    return {name: door(name, settings, where, access, doors, budget, turns) for name, settings in robots.items()}
 
 
 class _Doorway(Protocol):
@@ -198,23 +200,25 @@ async def _drained(
 
 
 async def _until(
-    stop: asyncio.Event, servers: Sequence[HttpServer], close: Callable[[], None], rpc: GrpcServer | None
+    stop: asyncio.Event, servers: Sequence[HttpServer], close: Callable[[], None], ended: Sequence[asyncio.Event]
 ) -> bool:
     """Serve until `stop` is set or one of the servers ends by itself; return whether all of them served without fault.
 
     Args:
         close: called then; it ends streams, and refuses what is not answered.
+        ended: are set when other doors have ended by themselves.
     """
     running = [asyncio.create_task(server.run()) for server in servers]
     stopping = asyncio.create_task(stop.wait())
-    ends = [] if rpc is None else [asyncio.create_task(rpc.ended.wait())]
+    ends = [asyncio.create_task(one.wait()) for one in ended]
     await asyncio.wait((*running, *ends, stopping), return_when=asyncio.FIRST_COMPLETED)
     for task in (*ends, stopping):
         task.cancel()
+    broken = any(one.is_set() for one in ended)
     close()
     for server in servers:
         server.stop()
-    return all(await asyncio.gather(*running)) and not (rpc and rpc.ended.is_set())
+    return all(await asyncio.gather(*running)) and not broken
 
 
 def _broke(context: dict[str, Any], oip: OpenInference, log: Log) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import TypeAlias
 from urllib.parse import urlsplit
 
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jurybox import native
@@ -18,6 +19,7 @@ from jurybox.protocol.errors import TABLE, Code, Error, Refused, error_for
 from jurybox.server.security.access import CHALLENGES, Access, Token
 from jurybox.server.security.doors import RETRY_AFTER, Doors, refusal
 from jurybox.server.security.limits import ANSWERS, HTTP, OF_REQUEST, Charge
+from jurybox.server.security.pace import joined
 
 # Probes of orchestrators and load balancers send no token. Without a token these paths answer yes or no, not why.
 OPEN_PATHS = frozenset(
@@ -280,6 +282,19 @@ async def _refuse_as(written: Refusal | None, send: Send, error: Error) -> None:
     else:
         status, headers, body = written(error)
         await _send(send, status, [*headers, ("Connection", "close")], body)
+
+
+async def body_of(receive: Receive) -> bytes:
+    """Return a request's whole body, without a copy if it arrived in one part. Raises ClientDisconnect."""
+    parts: list[bytes] = []
+    more = True
+    while more:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientDisconnect
+        parts.append(message.get("body", b""))
+        more = message.get("more_body", False)
+    return await joined(parts)
 
 
 def _without_reasons(send: Send) -> Send:

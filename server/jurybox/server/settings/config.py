@@ -401,13 +401,15 @@ class EngineSettings(NamedTuple):
 
 
 class RobotSettings(_Strict):
-    """[robots.NAME]: a websocket port for robots, bound to a model. docs/robots.md describes each setting."""
+    """[robots.NAME]: a port for robots, bound to a model. docs/operations.md describes each setting."""
 
     model: str
+    speaks: Literal["openpi", "act"] = "openpi"
     listen: Annotated[str, AfterValidator(check_host_port)]
     clients: int = Field(default=64, ge=1, le=1024)
     timeout: Seconds = 60.0
     metadata: dict[str, JsonValue] = {}
+    unprotected: bool = False
 
 
 def _numbered(models: Any) -> Any:
@@ -659,7 +661,7 @@ class Settings(_Strict):
 
     def open_transports(self) -> list[str]:
         """Return the transports that are open to other hosts without protection, each with the settings it lacks."""
-        robots = {f"robots.{name}.listen": robot.listen for name, robot in self.robots.items()}
+        robots = {f"robots.{name}.listen": robot.listen for name, robot in self.robots.items() if not robot.unprotected}
         dialects = {f"dialects.{name}.host": dialect.listen for name, dialect in self.dialects.items()}
         return [*self.server.open_transports(), *self.server.lacking({**robots, **dialects})]
 

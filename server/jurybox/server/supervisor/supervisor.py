@@ -30,6 +30,7 @@ from jurybox.server.supervisor.dialect_fit import require_answerable
 from jurybox.server.supervisor.engines import Engines
 from jurybox.server.supervisor.leases import Leases
 from jurybox.server.supervisor.models import HeldModel, Models
+from jurybox.server.supervisor.robot_fit import require_steerable
 from jurybox.server.supervisor.segment_server import SegmentServer
 from jurybox.server.supervisor.service_manager import ServiceManager
 from jurybox.server.supervisor.weights_saver import WeightsSaver
@@ -468,9 +469,10 @@ class Supervisor:
         )
 
     def _require_answerable(self, spec: ModelSpec) -> None:
-        """Raise SpecMismatch if a dialect can never be answered with this model; a server does not start with one."""
+        """Raise SpecMismatch if a dialect or robot can never be answered with it; a server does not start with one."""
         try:
             require_answerable(self._all, spec)
+            require_steerable(self._all, spec)
         except SpecMismatch as error:
             if not self._announced:
                 self._log.error("could not start", error=str(error))

@@ -31,8 +31,7 @@ from jurybox.server.gateway.dialects.intake import Form, Intake, Reply, ThreadPo
 from jurybox.server.gateway.dialects.known_paths import ANSWERED, NEVER_CACHED, Endpoint
 from jurybox.server.logs import Log, LogLimiter
 from jurybox.server.security.doors import RETRY_AFTER, Doors, refusal
-from jurybox.server.security.http import DATA_ONLY, Refusal
-from jurybox.server.security.pace import joined
+from jurybox.server.security.http import DATA_ONLY, Refusal, body_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +99,7 @@ class DialectPaths:
             return
         scope[DATA_ONLY] = True
         try:
-            reply = await endpoint(await _body(receive))
+            reply = await endpoint(await body_of(receive))
         except ClientDisconnect:
             return
         if (learn := scope.get(ANSWERED)) is not None:
@@ -250,19 +249,6 @@ def _refusal(
 ) -> tuple[int, list[tuple[str, str]], bytes]:
     reply = _refused(dialect, report, failure)
     return reply.status, reply.fields(), reply.body
-
-
-async def _body(receive: Receive) -> bytes:
-    """Return a request's whole body, without a copy if it arrived in one part. Raises ClientDisconnect."""
-    parts: list[bytes] = []
-    more = True
-    while more:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise ClientDisconnect
-        parts.append(message.get("body", b""))
-        more = message.get("more_body", False)
-    return await joined(parts)
 
 
 def _reporter(log: Log, name: str) -> Callable[[str], None]:

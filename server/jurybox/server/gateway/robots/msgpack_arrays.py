@@ -183,7 +183,21 @@ def _dtype(name: Any) -> np.dtype[Any]:
 def _array(found: dict[str, Any], marker: str = "__ndarray__", dtype_key: str = "dtype") -> NDArray[Any]:
     if found.get(marker) is not True or not {"data", "shape", dtype_key} <= found.keys():
         raise Malformed(f"an array with the keys {_keys(found)}: expected data, {dtype_key} and shape")
-    dtype, shape, data = _dtype(found[dtype_key]), found["shape"], found["data"]
+    return array_of(found["data"], found[dtype_key], found["shape"])
+
+
+def array_of(data: Any, dtype_name: Any, shape: Any) -> NDArray[Any]:
+    """Return an array of numbers, bool or text in the native byte order, a read-only view of `data` where possible.
+
+    Args:
+        data: a memoryview of bytes, in C order.
+        dtype_name: as NumPy's `dtype.str`.
+        shape: a list of sizes.
+
+    Raises:
+        Malformed: something else came, or the data have not exactly the size of dtype and shape.
+    """
+    dtype = _dtype(dtype_name)
     if (
         not isinstance(shape, list)
         or len(shape) > _MOST_AXES

@@ -1,4 +1,4 @@
-"""Conversion of a robot's observation to a row of a model. Names, dtypes and layouts follow fixed rules, no guesses."""
+"""Conversion of a robot's observation to rows of a model. Names, dtypes and layouts follow fixed rules, no guesses."""
 
 from __future__ import annotations
 
@@ -13,29 +13,32 @@ from jurybox.protocol.errors import SpecMismatch, plain
 from jurybox.protocol.spec import BYTES, ModelSpec, TensorSpec
 
 _CHANNELS = 3
-_MOST_LISTS = 2  # around a text: one for the batch, one for the time
+MOST_ROWS = 1024  # of one observation
 
 
-class Row(NamedTuple):
-    """A row of a model.
+class ObservedRows(NamedTuple):
+    """The rows of an observation.
 
     Attributes:
-        values: a value for every input, without a batch axis; text as UTF-8 bytes.
-        batched: whether the observation's arrays had a batch axis of one, which the answer's then have, too.
+        values: for every input a list of n values without a batch axis; text as UTF-8 bytes.
+        n: number of rows.
+        batched: whether the observation's arrays had a batch axis, which the answer's then have, too.
     """
 
-    values: dict[str, Any]
+    values: dict[str, list[Any]]
+    n: int
     batched: bool
 
 
-def row_of(observation: Mapping[str, Any], spec: ModelSpec) -> Row:
-    """Return the row of an observation.
+def rows_of(observation: Mapping[str, Any], spec: ModelSpec) -> ObservedRows:
+    """Return the rows of an observation: one, or as many as the batch axis of its arrays has entries.
 
     Values in nested maps are named by their path: `{"images": {"top": ...}}` is the input "images/top". Entries that
     are not inputs of the model are ignored. Numbers are converted where they keep their meaning: floats to floats of
     any size, integers to floats and to integer types that can represent them. An image (uint8, three channels last) may
     also be given as floats from 0 to 1, and with its channels first; for an input of frames (an axis more) it is the
-    only frame. Text may be the only item of a list, or of a list in one. All arrays may have a batch axis of one.
+    only frame. Text may be the only item of a list, or of a list in one; with a batch axis, a list has a text for each
+    row. All arrays may have a batch axis, and behind it one of time with a single entry.
 
     Raises:
         SpecMismatch: an input is missing or does not fit; the message names it.
@@ -47,22 +50,32 @@ def row_of(observation: Mapping[str, Any], spec: ModelSpec) -> Row:
             f"an observation for {spec.name!r} needs {', '.join(spec.inputs)}; {', '.join(missing)} is missing: came "
             f"{came}"
         )
-    values: dict[str, Any] = {}
-    with_axis: dict[bool, str] = {}  # an input with, and one without a batch axis
+    values: dict[str, list[Any]] = {}
+    sizes: dict[int | None, str] = {}  # of the batch axis, each with an input that has it; None: it has no such axis
     for name, tensor in spec.inputs.items():
         if tensor.dtype == BYTES:
-            values[name] = _text(name, tensor, named[name])
             continue
         array = _numbers(name, tensor, named[name])
-        values[name], batched = _one(name, tensor, array)
+        values[name], size = _rows(name, tensor, array)
         if array.ndim:
-            with_axis[batched] = name
-    if len(with_axis) == 2:
+            sizes[size] = name
+    if None in sizes and len(sizes) > 1:
+        other = next(name for size, name in sizes.items() if size is not None)
         raise SpecMismatch(
-            f"the observation has a batch axis of one in {with_axis[True]!r} and none in {with_axis[False]!r}: "
-            "expected it in all arrays or in none"
+            f"the observation has a batch axis in {other!r} and none in {sizes[None]!r}: expected it in all arrays or "
+            "in none"
         )
-    return Row(values, True in with_axis)
+    if len(sizes) > 1:
+        (first, one), (second, other) = list(sizes.items())[:2]
+        raise SpecMismatch(f"the observation has {first} rows in {one!r} and {second} in {other!r}: expected as many")
+    size = next(iter(sizes), None)
+    n = 1 if size is None else size
+    for name, tensor in spec.inputs.items():
+        if tensor.dtype == BYTES:
+            values[name] = _texts(name, tensor, named[name], n)
+        elif len(values[name]) != n:
+            values[name] = values[name] * n  # a single number is that of every row
+    return ObservedRows({name: values[name] for name in spec.inputs}, n, size is not None)
 
 
 def _flat(observation: Mapping[str, Any], path: str) -> Iterator[tuple[str, Any]]:
@@ -73,16 +86,24 @@ def _flat(observation: Mapping[str, Any], path: str) -> Iterator[tuple[str, Any]
             yield f"{path}{key}", value
 
 
-def _one(name: str, spec: TensorSpec, array: NDArray[Any]) -> tuple[NDArray[Any], bool]:
-    """Return an array as a row's value, and whether it had a batch axis."""
-    batched = False
-    if (fitting := _in_layout(spec, array)) is None and array.ndim == len(spec.shape) + 1 and array.shape[0] == 1:
-        fitting, batched = _in_layout(spec, array[0]), True
-    if fitting is None:
-        raise SpecMismatch(f"{name!r} of the observation: expected {spec}, came {array.dtype}{list(array.shape)}")
-    if _is_image(spec) and fitting.dtype.kind == "f":
-        fitting = _pixels(name, fitting)
-    return np.ascontiguousarray(_cast(name, spec.numpy_dtype, fitting)), batched
+def _rows(name: str, spec: TensorSpec, array: NDArray[Any]) -> tuple[list[NDArray[Any]], int | None]:
+    """Return an array as the values of rows, and the size of its batch axis; None: it has none."""
+    if (fitting := _in_layout(spec, array)) is not None:
+        return [_value(name, spec, fitting)], None
+    behind = array.ndim - len(spec.shape)
+    if behind == 2 and array.shape[1] == 1:
+        array, behind = array[:, 0], 1
+    if behind == 1 and 1 <= len(array) <= MOST_ROWS:
+        rows = [row for row in (_in_layout(spec, row) for row in array) if row is not None]
+        if len(rows) == len(array):
+            return [_value(name, spec, row) for row in rows], len(rows)
+    raise SpecMismatch(f"{name!r} of the observation: expected {spec}, came {array.dtype}{list(array.shape)}")
+
+
+def _value(name: str, spec: TensorSpec, array: NDArray[Any]) -> NDArray[Any]:
+    if _is_image(spec) and array.dtype.kind == "f":
+        array = _pixels(name, array)
+    return np.ascontiguousarray(_cast(name, spec.numpy_dtype, array))
 
 
 def _in_layout(spec: TensorSpec, array: NDArray[Any]) -> NDArray[Any] | None:
@@ -108,17 +129,24 @@ def _is_image(spec: TensorSpec) -> bool:
     return spec.dtype == "uint8" and len(spec.shape) in (3, 4) and spec.shape[-1] == _CHANNELS
 
 
-def _text(name: str, spec: TensorSpec, value: Any) -> bytes:
-    if isinstance(value, np.ndarray) and value.size == 1 and value.dtype.kind == "U":
-        value = value.item()
-    for _ in range(_MOST_LISTS):
-        if isinstance(value, list) and len(value) == 1:
-            value = value[0]
+def _texts(name: str, spec: TensorSpec, value: Any, n: int) -> list[bytes]:
+    """Return the texts of n rows: one for all, or a list with one for each."""
+    if isinstance(value, np.ndarray) and value.dtype.kind == "U":
+        value = value.item() if value.size == 1 else value.tolist()
+    if isinstance(value, list) and len(value) == 1 and isinstance(value[0], list):
+        value = value[0]  # of the only time, or the only row
     if isinstance(value, list):
-        raise SpecMismatch(
-            f"{name!r} of the observation: expected one text, came a list of {len(value)}: open a connection for "
-            "each robot"
-        )
+        if len(value) != n:
+            wanted = "one text" if n == 1 else f"{n} texts"
+            raise SpecMismatch(
+                f"{name!r} of the observation: expected {wanted}, came a list of {len(value)}: a batch axis gives the "
+                "number of rows"
+            )
+        return [_text(name, spec, one[0] if isinstance(one, list) and len(one) == 1 else one) for one in value]
+    return [_text(name, spec, value)] * n
+
+
+def _text(name: str, spec: TensorSpec, value: Any) -> bytes:
     if isinstance(value, str):
         value = utf8(f"{name!r} of the observation", value)
     if not isinstance(value, bytes):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Mapping
-from typing import Any
+from collections.abc import AsyncIterator, Coroutine, Iterable, Mapping
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,10 +17,11 @@ from jurybox.protocol.spec import ModelSpec
 from jurybox.server.gateway.inference.coalescer import RequestCoalescer
 from jurybox.server.gateway.robots.arrivals import ArrivalTracker
 from jurybox.server.gateway.robots.counters import PortCounters
-from jurybox.server.gateway.robots.observations import row_of
+from jurybox.server.gateway.robots.observations import rows_of
 
 _CONNECT = 2.0  # seconds to wait for an answer on the control socket
 ACTIONS = "actions"
+T = TypeVar("T")
 _MOST_ENDED = 1024  # names of ended sessions that a connection remembers
 
 
@@ -51,17 +52,20 @@ class RobotPolicy:
         self._server: Server | None = None
         self._model: Model | None = None
         self._sessions: Sessions | None = None
+        self._most = 1  # rows of the largest ticket
         self._arrivals = ArrivalTracker(1)
         self._coalescer: RequestCoalescer | None = None
         self._spec: ModelSpec | None = None  # the coalescer's
         self._unknown: set[int] = set()  # places whose last request timed out, so that its step may have been computed
 
     @contextlib.asynccontextmanager
-    async def episode(self, timeout: float) -> AsyncIterator[Episode]:
+    async def episode(self, timeout: float, *, returns: bool = False) -> AsyncIterator[Episode]:
         """Return an async context manager with an episode for one connection.
 
         Args:
             timeout: seconds to wait for a free place: a robot may connect again before its old connection has ended.
+            returns: whether each request of a robot has an episode of its own. Then the next one is taken for a robot
+                that was answered last and returns, so batches wait for these robots, too.
 
         Raises:
             Busy: all places are taken.
@@ -69,15 +73,16 @@ class RobotPolicy:
         try:
             async with asyncio.timeout(timeout), self._freed:
                 await self._freed.wait_for(lambda: bool(self._free))
-                place = self._free.pop(0)  # the one that has been free longest
+                place = self._free.pop(-1 if returns else 0)  # the one that has been free longest, or shortest
         except TimeoutError:
             raise Busy(f"{self._clients} robots are connected, which is the maximum (robots.NAME.clients)") from None
         try:
             yield Episode(self, place)
         finally:
-            self._arrivals.left(place)
-            if self._coalescer is not None:
-                self._coalescer.look_again()
+            if not returns:
+                self._arrivals.left(place)
+                if self._coalescer is not None:
+                    self._coalescer.look_again()
             self._free.append(place)
             async with self._freed:
                 self._freed.notify_all()
@@ -94,14 +99,14 @@ class RobotPolicy:
         """Compute the outputs for one observation.
 
         Args:
-            observation: values by input name; see `row_of`.
+            observation: values by input name; see `rows_of`.
             place: the connection's place.
             begins: whether the observation begins an episode.
             within: seconds to wait for the answer, if less than the port's `timeout`.
             needs_actions: whether the model must have one output, or one named actions.
 
         Returns:
-            Outputs by name, with a batch axis of one if the observation's arrays have one.
+            Outputs by name, with a batch axis if the observation's arrays have one.
 
         Raises:
             SpecMismatch, RowFailed, SessionLost, Timeout, Busy, ModelFailed, ModelNotFound, Refused, ServerGone.
@@ -111,18 +116,27 @@ class RobotPolicy:
         spec = model.spec
         if needs_actions:
             require_actions(spec)
-        row, batched = row_of(observation, spec)
-        rows: dict[str, Any] = {
-            name: [row[name]] if tensor.variable else row[name][None] for name, tensor in spec.inputs.items()
-        }
+        values, n, batched = rows_of(observation, spec)
         coalescer = self._coalescer if spec is self._spec and self._coalescer is not None else self._coalesced(model)
         sessions = None
         if self._sessions is not None:
+            if n > 1:
+                raise SpecMismatch(f"model {spec.name!r} keeps state: expected one row an observation, came {n}")
             self._require_known(place, begins)
             sessions = {place: begins}
+        most = self._most
         self._arrivals.arrived(place)
         try:
-            outputs, _ = await coalescer.ask(rows, 1, max(0.0, until - time.monotonic()), 0, sessions)
+            answers = await _together(
+                coalescer.ask(
+                    {name: _batch(rows[at : at + most], spec.inputs[name].variable) for name, rows in values.items()},
+                    min(most, n - at),
+                    max(0.0, until - time.monotonic()),
+                    0,
+                    sessions,
+                )
+                for at in range(0, n, most)
+            )
         except Timeout:
             if sessions is not None:
                 self._unknown.add(place)  # its step may have been computed, or may still be
@@ -130,10 +144,11 @@ class RobotPolicy:
         finally:
             self._arrivals.answered(place)
         self._counters.sessions += begins
-        return {
-            name: value[0][None] if batched and isinstance(value[0], np.ndarray) else value[0]
-            for name, value in outputs.items()
-        }
+        return {name: _joined([outputs[name] for outputs, _ in answers], batched) for name in answers[0][0]}
+
+    async def spec(self) -> ModelSpec:
+        """Return the model's spec. Raises Busy, ModelNotFound, Refused, ServerGone, Timeout."""
+        return (self._model or await self._leased()).spec
 
     def takes(self, name: str) -> bool:
         """Return whether the model has an input of this name; before it is leased, it may have any."""
@@ -152,7 +167,8 @@ class RobotPolicy:
 
     def _coalesced(self, model: Model) -> RequestCoalescer:
         """Create a coalescer for the model's current spec, which may have changed if the model was reloaded."""
-        most, engines = min(model.max_batch, self._clients), model.requests.lane.engines
+        engines = model.requests.lane.engines
+        self._most = most = min(model.max_batch, self._clients)
         self._arrivals = ArrivalTracker(most, engines, self._counters.waited)
         self._spec = model.spec
         self._coalescer = RequestCoalescer(
@@ -243,3 +259,31 @@ def require_actions(spec: ModelSpec) -> None:
         raise SpecMismatch(
             f"model {spec.name!r} has {', '.join(spec.outputs)}: robots expect one output, or one named {ACTIONS}"
         )
+
+
+async def _together(asked: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """Return the answers to parts of one observation. If one fails, nobody waits for the others."""
+    parts = list(asked)
+    if len(parts) == 1:
+        return [await parts[0]]
+    tasks = [asyncio.ensure_future(part) for part in parts]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+def _batch(rows: list[Any], variable: bool) -> Any:
+    """Return the values of an input as the coalescer takes them."""
+    if variable:
+        return rows
+    return np.stack(rows) if len(rows) > 1 else rows[0][None]
+
+
+def _joined(parts: list[Any], batched: bool) -> Any:
+    """Return an output of all rows; that of the only row without a batch axis if `batched` is false."""
+    if not batched:
+        return parts[0][0]
+    rows = [row for part in parts for row in part]
+    return np.stack(rows) if all(isinstance(row, np.ndarray) for row in rows) else rows

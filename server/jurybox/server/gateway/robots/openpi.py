@@ -25,17 +25,15 @@ from jurybox.client import SessionLost, SpecMismatch
 from jurybox.client.chunks import ANSWER_WITHIN, REPORT
 from jurybox.protocol.errors import Busy, Error, plain, said
 from jurybox.server.gateway.http_server import GRACE, bound_name
-from jurybox.server.gateway.robots.counters import ChunkReport, PortCounters, RobotDelays
+from jurybox.server.gateway.robots.counters import ChunkReport, RobotDelays
+from jurybox.server.gateway.robots.door import PATIENCE, RobotDoor
 from jurybox.server.gateway.robots.msgpack_arrays import Malformed, packb, unpackb
-from jurybox.server.gateway.robots.policy import ACTIONS, Episode, RobotPolicy
-from jurybox.server.security.access import Access, Token
-from jurybox.server.security.doors import RETRY_AFTER, Doors, refusal
+from jurybox.server.gateway.robots.policy import ACTIONS, Episode
+from jurybox.server.security.doors import RETRY_AFTER, refusal
 from jurybox.server.security.limits import ANSWERS, ROBOTS, Charge
-from jurybox.server.security.pace import Turns
 from jurybox.server.settings.endpoints import listen
 
 VLLM_OMNI = "/v1/realtime/robot/openpi"  # the path of vllm-omni's variant
-_TIMEOUT = 5.0  # seconds that a connection waits for a place
 _MOST_WITHIN = 86_400.0  # seconds, largest `answer_within` of a request
 _PING = 20.0  # seconds between two pings, and until a connection without a pong is closed
 _MOST_IN_LOOP = 1 << 20  # bytes of the largest frame that is decoded in the event loop, not in a thread
@@ -46,55 +44,22 @@ _silent = logging.getLogger("jurybox.gateway.robots.websockets")  # would log ev
 _silent.disabled = True
 
 
-class RobotServer:
-    """A WebSocket server for one model. It listens from its construction on, and serves after `start`.
+class RobotServer(RobotDoor):
+    """A WebSocket server for one model; see `RobotDoor`."""
 
-    Args:
-        name: name of the table [robots.NAME].
-        settings: settings of that table; see jurybox.server.settings.
-        address: address of the Jurybox server.
-        access: token, TLS, and size of the largest message.
-        doors: after they have closed, connections end between two observations, and new ones are refused.
-        budget: that of the process; None: one of the server's own.
-        turns: of the other doors, whose heavy work leaves time to robots.
-
-    Attributes:
-        bound: the address that it really listens on.
-        counters: the counters of the port.
-
-    Raises:
-        CannotListen, ValueError: the address cannot be bound.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        settings: Mapping[str, Any],
-        address: str,
-        access: Access,
-        doors: Doors | None = None,
-        budget: native.Budget | None = None,
-        turns: Turns | None = None,
-    ) -> None:
-        self._budget = budget or access.budget()
-        self._turns = turns or Turns()
-        self._doors = doors or Doors()
-        self._name = name
-        self._access = access
-        self._token: Token | None = access.token
-        self._metadata = packb(settings["metadata"])
-        self.counters = PortCounters()
-        self._policy = RobotPolicy(address, settings["model"], settings["clients"], settings["timeout"], self.counters)
-        self._socket = listen(settings["listen"], f"robots.{name}.listen")
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._metadata = packb(self.settings["metadata"])
+        self._socket = listen(self.settings["listen"], self.setting)
         self.bound = bound_name(*self._socket.getsockname()[:2])
         self._server: Server | None = None
 
     async def start(self) -> None:
         """Start serving. Raises OSError or ValueError if the TLS files cannot be used."""
         tls = None
-        if self._access.tls_cert is not None:
+        if self.access.tls_cert is not None:
             tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-            tls.load_cert_chain(self._access.tls_cert, self._access.tls_key)
+            tls.load_cert_chain(self.access.tls_cert, self.access.tls_key)
         self._server = await serve(
             self._serve,
             sock=self._socket,
@@ -102,7 +67,7 @@ class RobotServer:
             process_request=self._admit,
             origins=[None],  # a web page must not control a robot: browsers send an Origin header, robots do not
             compression=None,  # it gains nothing on images, and a small message could expand to a large one
-            max_size=self._access.max_message,
+            max_size=self.access.max_message,
             max_queue=1,  # frames read ahead of the one being answered
             open_timeout=10,
             ping_interval=_PING,
@@ -125,24 +90,24 @@ class RobotServer:
                 async with asyncio.timeout(GRACE + 1):
                     await self._server.wait_closed()
             except TimeoutError:
-                _log.warning("robots.%s: connections did not end in time", self._name)
+                _log.warning("robots.%s: connections did not end in time", self.name)
         else:
             self._socket.close()
-        await self._policy.close()
+        await self.policy.close()
 
     def _admit(self, connection: ServerConnection, request: Request) -> Response | None:
         """Answer plain HTTP, and refuse connections without the token."""
         if request.path.partition("?")[0] in ("/healthz", "/healthz/"):
             return connection.respond(http.HTTPStatus.OK, "OK\n")
-        if self._token is not None:
+        if self.access.token is not None:
             shown = request.headers.get_all("Authorization")
-            if len(shown) != 1 or not self._token.is_shown_by(_as_bearer(shown[0])):
+            if len(shown) != 1 or not self.access.token.is_shown_by(_as_bearer(shown[0])):
                 self.counters.refused["token"] += 1
                 return connection.respond(
                     http.HTTPStatus.UNAUTHORIZED,
                     "expected 'Authorization: Api-Key TOKEN' with the server's token (server.token_file)\n",
                 )
-        if self._doors.closed:
+        if self.doors.closed:
             refused = connection.respond(http.HTTPStatus.SERVICE_UNAVAILABLE, f"{refusal()}\n")
             refused.headers["Retry-After"] = RETRY_AFTER
             return refused
@@ -151,32 +116,28 @@ class RobotServer:
     async def _serve(self, connection: ServerConnection) -> None:
         path = connection.request.path.partition("?")[0] if connection.request is not None else "/"
         dialect = VllmOmni() if path.rstrip("/") == VLLM_OMNI else Openpi()
-        delays, account = RobotDelays(self.counters), native.Account(self._budget, ROBOTS)
+        delays, account = RobotDelays(self.counters), native.Account(self.budget, ROBOTS)
         try:
-            async with self._policy.episode(_TIMEOUT) as episode:
-                self.counters.opened += 1
-                self.counters.connected += 1
-                try:
+            async with self.policy.episode(PATIENCE) as episode:
+                with self.connected():
                     await connection.send(self._metadata)
                     while True:
                         try:
-                            frame = await self._doors.message(connection.recv())
-                            self._turns.heard(connection)
+                            frame = await self.doors.message(connection.recv())
+                            self.turns.heard(connection)
                         except TimeoutError:
                             await connection.close(_SERVICE_RESTART, plain(refusal(), 100))
                             return
                         if not await self._answer(connection, account, dialect, episode, delays, frame):
                             await connection.close(_INTERNAL_ERROR, "the session is lost: connect again")
                             return
-                finally:
-                    self.counters.connected -= 1
         except Busy as error:
             self.counters.refused["full"] += 1
             await connection.close(_TRY_AGAIN_LATER, plain(error, 100))
         except ConnectionClosed:
             pass  # the robot disconnected
         except Exception as error:  # noqa: BLE001  a bug must not end the other connections
-            _log.error("robots.%s: a connection failed: %s", self._name, said(error), exc_info=error)
+            _log.error("robots.%s: a connection failed: %s", self.name, said(error), exc_info=error)
             await connection.close(_INTERNAL_ERROR, "the gateway failed; its log says more")
 
     async def _answer(
@@ -192,7 +153,7 @@ class RobotServer:
         began = time.monotonic()
         if isinstance(frame, str) and dialect.ignores_text:
             return True
-        received, answers = Charge(self._budget, account), Charge(self._budget, account, ANSWERS)
+        received, answers = Charge(self.budget, account), Charge(self.budget, account, ANSWERS)
         try:
             received.take(2 * len(frame))  # and its arrays
             request = await _read(frame)
