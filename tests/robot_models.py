@@ -140,3 +140,19 @@ def oft():
         },
         {"actions": CHUNK},
     )
+
+
+class Stepping(nn.Module):
+    def forward(self, arm, total):
+        total = total + torch.cat([arm[:, 0], torch.ones(len(arm), 1)], dim=1)
+        return total[:, None].expand(-1, HORIZON, -1).contiguous(), total
+
+
+def stepping():
+    """As `counting`, with the names of GR00T's observations."""
+    return ServedModel(
+        Stepping(),
+        {"state/arm": TensorSpec("float32", (1, 1))},
+        {"arm": CHUNK},
+        state={"total": TensorSpec("float32", (2,))},
+    )

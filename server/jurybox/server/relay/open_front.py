@@ -1,4 +1,4 @@
-"""The relay's network socket without CURVE: it manages its own connections, without libzmq's I/O thread."""
+"""A ROUTER socket without CURVE that manages its own connections, without libzmq's I/O thread, for relay and doors."""
 
 from __future__ import annotations
 
@@ -21,15 +21,17 @@ _BACKLOG = 128
 _BEAT, _SILENCE, _HANDSHAKE = 2.0, 10.0, 5.0  # seconds, as in Front
 _CLIENTS = 8  # the limit on all clients' unread bytes, in limits of one; above it, each may have one unread message
 _TURN = 64  # messages of one connection before others get a turn
+_ANY = 1 << 40  # bytes of a frame, of which the budget lets only some be kept
 _PROBE = (PREFIX, bytes(8), b"")  # a control reply to call number 0, which no client has made
 
 
 class _Connection:
     """A client's connection; `name` is set after the handshake."""
 
-    def __init__(self, made: socket.socket, most: int, budget: native.Budget) -> None:
+    def __init__(self, made: socket.socket, most: int, account: native.Account) -> None:
         self.descriptor = made.fileno()
-        self.link = native.Zmtp(self.descriptor, b"", most, 0.0, router=True, account=native.Account(budget, TCP))
+        self.account = account
+        self.link = native.Zmtp(self.descriptor, b"", most, 0.0, router=True, account=account)
         made.detach()
         self.link.watched(on=True)  # a send never blocks: unsent bytes follow when the descriptor is writable
         self.since = time.monotonic()
@@ -41,29 +43,32 @@ class OpenFront:
     """A `Front` (remote_clients.py) without CURVE: the relay's thread reads and writes each connection itself.
 
     Args:
-        where: "host:port"; with port 0, a free port is chosen.
+        where: "host:port"; with port 0, a free port is chosen; or a listening socket.
         max_message: the maximum size of a frame in bytes, and the maximum of bytes that one client may leave unread.
+        budget: that of the process; None: one of its own. It is given with `door`, one of the doors of `limits`; then
+            a larger frame ends no connection: it is refused, as one without room.
 
     Attributes:
         bound: the actual "host:port".
         budget: what all clients together may make the relay hold.
         refused: called with a client and the first frame of a message for which the budget had no room; the frame is
             empty if it was not kept.
+        gone: called with a client whose connection has ended.
 
     Raises:
         OSError: it cannot be bound; socket.gaierror: the host cannot be resolved.
     """
 
-    def __init__(self, where: str, max_message: int) -> None:
+    def __init__(
+        self, where: str | socket.socket, max_message: int, budget: native.Budget | None = None, door: int = TCP
+    ) -> None:
         self._most = max_message
-        self.budget = budget_of(max_message)
+        self._longest = max_message if budget is None else _ANY
+        self.budget = budget or budget_of(max_message)
+        self._door = door
         self.refused: Callable[[bytes, bytes], None] = lambda _client, _first: None
-        host, _, port = where.rpartition(":")
-        found = socket.getaddrinfo(
-            None if host == "*" else host.strip("[]"), int(port), type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )
-        family, kind, protocol, _, address = found[0]
-        self._listener = socket.socket(family, kind, protocol)
+        self.gone: Callable[[bytes], None] = lambda _client: None
+        self._listener = where if isinstance(where, socket.socket) else _bound(where)
         self._epoll = select.epoll()
         self._connections: dict[int, _Connection] = {}  # by the descriptor in the epoll
         self._named: dict[bytes, _Connection] = {}
@@ -72,12 +77,7 @@ class OpenFront:
         self._more: dict[bytes, _Connection] = {}  # connections with messages left over from their last turn
         self._numbers = itertools.count(1)
         try:
-            self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            if family == socket.AF_INET6:
-                self._listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
             self._listener.setblocking(False)
-            self._listener.bind(address)
-            self._listener.listen(_BACKLOG)
             self._epoll.register(self._listener.fileno(), select.EPOLLIN)
         except BaseException:
             self.close()
@@ -128,6 +128,11 @@ class OpenFront:
         """Return a client's connection; None if it is gone."""
         connection = self._named.get(client)
         return None if connection is None else connection.link
+
+    def account(self, client: bytes) -> native.Account | None:
+        """Return what a client's connection holds of the budget; None if it is gone."""
+        connection = self._named.get(client)
+        return None if connection is None else connection.account
 
     def give_first(self, client: bytes, take_in: Callable[[], object]) -> None:
         """Set a function to call before a client's messages are delivered; it may take the first ones from the link."""
@@ -255,7 +260,7 @@ class OpenFront:
             try:
                 made.setblocking(False)
                 made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                connection = _Connection(made, self._most, self.budget)
+                connection = _Connection(made, self._longest, native.Account(self.budget, self._door))
             except (OSError, RuntimeError):  # the client is gone, or no descriptor is free
                 made.close()
                 continue
@@ -286,4 +291,25 @@ class OpenFront:
                 self._epoll.unregister(other.descriptor)
                 self._epoll.register(other.link.descriptor, select.EPOLLIN)
                 self._take(name, other)
-                break
+                return
+        self.gone(name)
+
+
+def _bound(where: str) -> socket.socket:
+    """Bind and listen on "host:port"."""
+    host, _, port = where.rpartition(":")
+    found = socket.getaddrinfo(
+        None if host == "*" else host.strip("[]"), int(port), type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+    )
+    family, kind, protocol, _, address = found[0]
+    listener = socket.socket(family, kind, protocol)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        listener.bind(address)
+        listener.listen(_BACKLOG)
+    except BaseException:
+        listener.close()
+        raise
+    return listener

@@ -34,6 +34,7 @@ from jurybox.server.security.access import FILES as _SECURITY_FILES
 from jurybox.server.security.access import SecuritySettings, too_open
 from jurybox.server.settings.dialect_fields import FIELDS, PICKLED
 from jurybox.server.settings.endpoints import check_address, check_host_port, check_listen, split_host
+from jurybox.server.settings.robot_protocols import MODALITIES, MODALITY_FIELDS, WITHOUT_TLS
 from jurybox.server.settings.sources import ConfigError, Sources, parse_flags, problems
 
 __all__ = ["ConfigError", "ModelSettings", "ServerSettings", "Settings", "load_settings", "model_settings_from_json"]
@@ -404,12 +405,23 @@ class RobotSettings(_Strict):
     """[robots.NAME]: a port for robots, bound to a model. docs/operations.md describes each setting."""
 
     model: str
-    speaks: Literal["openpi", "act"] = "openpi"
+    speaks: Literal["openpi", "act", "gr00t"] = "openpi"
     listen: Annotated[str, AfterValidator(check_host_port)]
     clients: int = Field(default=64, ge=1, le=1024)
     timeout: Seconds = 60.0
     metadata: dict[str, JsonValue] = {}
     unprotected: bool = False
+    like: Literal["n1.5", "n1.6"] = "n1.6"
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> RobotSettings:
+        if self.speaks == "gr00t":
+            for kind, fields in self.metadata.items():
+                if kind not in MODALITIES or not isinstance(fields, dict) or not fields.keys() <= set(MODALITY_FIELDS):
+                    raise ValueError(
+                        f"metadata.{kind}: expected tables {', '.join(MODALITIES)} with {', '.join(MODALITY_FIELDS)}"
+                    )
+        return self
 
 
 def _numbered(models: Any) -> Any:
@@ -661,9 +673,16 @@ class Settings(_Strict):
 
     def open_transports(self) -> list[str]:
         """Return the transports that are open to other hosts without protection, each with the settings it lacks."""
-        robots = {f"robots.{name}.listen": robot.listen for name, robot in self.robots.items() if not robot.unprotected}
+        robots = {f"robots.{name}.listen": robot for name, robot in self.robots.items() if not robot.unprotected}
+        plain = {name: robot.listen for name, robot in robots.items() if robot.speaks in WITHOUT_TLS}
         dialects = {f"dialects.{name}.host": dialect.listen for name, dialect in self.dialects.items()}
-        return [*self.server.open_transports(), *self.server.lacking({**robots, **dialects})]
+        secured = {name: robot.listen for name, robot in robots.items() if name not in plain}
+        without = [
+            f'{name} = "{where}": its clients have no TLS; use a tunnel to loopback, or set unprotected = true'
+            for name, where in plain.items()
+            if not is_loopback(split_host(where)[0])
+        ]
+        return [*self.server.open_transports(), *self.server.lacking({**secured, **dialects}), *without]
 
     def doors(self) -> dict[str, Any]:
         """Return where the server listens, as its "serving" line shows it."""

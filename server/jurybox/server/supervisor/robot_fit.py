@@ -8,6 +8,7 @@ from __future__ import annotations
 from jurybox.protocol.errors import SpecMismatch
 from jurybox.protocol.spec import ModelSpec
 from jurybox.server.settings.config import Settings
+from jurybox.server.settings.robot_protocols import problem
 
 
 def require_steerable(settings: Settings, spec: ModelSpec) -> None:
@@ -17,15 +18,5 @@ def require_steerable(settings: Settings, spec: ModelSpec) -> None:
         SpecMismatch: the port's robots can never be answered; the message names it, and what to do.
     """
     for name, robot in settings.robots.items():
-        if robot.model == spec.name and (problem := _problem(robot.speaks, spec)):
-            raise SpecMismatch(f"[robots.{name}] can never be answered: {problem}")
-
-
-def _problem(speaks: str, spec: ModelSpec) -> str:
-    match speaks:
-        case "act" if spec.state:
-            return (
-                f"model {spec.name!r} keeps state, and requests of POST /act name no episode: expected a model without "
-                "state, or a protocol whose connections are episodes (speaks = 'openpi' or 'gr00t')"
-            )
-    return ""
+        if robot.model == spec.name and (why := problem(robot.speaks, spec)):
+            raise SpecMismatch(f"[robots.{name}] can never be answered: {why}")

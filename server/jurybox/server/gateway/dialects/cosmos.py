@@ -15,7 +15,6 @@ those that were read are deleted sooner.
 from __future__ import annotations
 
 import asyncio
-import io
 import json
 import math
 import time
@@ -28,13 +27,13 @@ from typing import Any
 from urllib.parse import parse_qs
 
 import numpy as np
-from numpy.lib import format as npy
 from numpy.typing import NDArray
 
 from jurybox.protocol.errors import Busy, Code, Error, ProtocolMismatch, Refused, SpecMismatch, plain, said
 from jurybox.server.gateway.dialects import json_dialects
 from jurybox.server.gateway.dialects.intake import Intake, Reply, Request, check_rows, listed
 from jurybox.server.gateway.dialects.json_dialects import MEDIA, read
+from jurybox.server.gateway.npy import npy_head
 
 _HOLD = 4.0  # seconds that `pull` waits for the scores; the client's own time-out is 5
 _KEPT = 600.0  # seconds
@@ -186,16 +185,13 @@ def npy_array(body: bytes | memoryview, start: int, expected: str) -> NDArray[np
     Raises:
         ProtocolMismatch, SpecMismatch: the message begins with `expected`.
     """
-    file = io.BytesIO(body[start : start + 12_000])  # only the header: NumPy limits it to 10,000 bytes
+    file = memoryview(body)[start:]
     try:
-        version = npy.read_magic(file)
-        header = npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0
-        shape, fortran, dtype = header(file)
-    except (ValueError, EOFError, SyntaxError, TypeError) as error:
+        head = npy_head(file)
+    except ValueError as error:
         raise ProtocolMismatch(f"{expected}: {said(error, 200)}", Code.MALFORMED) from error
-    if dtype != np.uint8 or min(shape, default=0) < 0 or fortran:
-        raise SpecMismatch(f"{expected}, came {plain(dtype, 50)} {plain(shape, 100)}")
-    start += file.tell()
-    if len(body) - start != math.prod(shape):
-        raise ProtocolMismatch(f"{len(body) - start} bytes follow the header of {shape}", Code.MALFORMED)
-    return np.frombuffer(body, np.uint8, offset=start).reshape(shape)
+    if head.dtype != "|u1" or head.fortran:
+        raise SpecMismatch(f"{expected}, came {plain(head.dtype, 50)} {plain(head.shape, 100)}")
+    if len(file) - head.start != math.prod(head.shape):
+        raise ProtocolMismatch(f"{len(file) - head.start} bytes follow the header of {head.shape}", Code.MALFORMED)
+    return np.frombuffer(file, np.uint8, offset=head.start).reshape(head.shape)

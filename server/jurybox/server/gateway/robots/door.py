@@ -24,6 +24,7 @@ PATIENCE = 5.0  # seconds that a robot waits for a place
 _DOORS = {
     "openpi": "openpi:RobotServer",
     "act": "act:ActDoor",
+    "gr00t": "gr00t:Gr00tDoor",
 }
 _log = logging.getLogger("jurybox.gateway.robots")
 

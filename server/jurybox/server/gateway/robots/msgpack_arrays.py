@@ -2,7 +2,8 @@
 
 The format is msgpack's (github.com/msgpack/msgpack, spec.md). Arrays are maps, in openpi's format
 `{b"__ndarray__": true, b"data", b"dtype", b"shape"}` and `{b"__npgeneric__": true, b"data", b"dtype"}` (a single
-number), or in msgpack-numpy's, `{"nd": true, "type", "kind", "data", "shape"}` with keys of text or bytes.
+number), in msgpack-numpy's, `{"nd": true, "type", "kind", "data", "shape"}` with keys of text or bytes, or in GR00T's,
+`{"__ndarray_class__": true, "as_npy"}`, a .npy file.
 
 It uses no library: libraries allocate what a header claims (an array of 2^32 elements, a thousand nested lists) before
 it can be checked, and the clients' own decoders interpret eight bytes of dtype "O" as a pointer.
@@ -20,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jurybox.protocol.errors import Code, ProtocolMismatch, plain
+from jurybox.server.gateway.npy import npy_head
 
 MOST_ITEMS = 10_000  # values in one message, including keys; an observation has some tens
 MOST_DEPTH = 16
@@ -125,6 +127,8 @@ class _Reader:
             found[key] = self.value(depth)
         if "__ndarray__" in found or "__npgeneric__" in found:
             return _array(found) if "__ndarray__" in found else _number(found)
+        if "__ndarray_class__" in found:
+            return _of_npy(found)
         if "nd" in found and "type" in found:
             return _of_msgpack_numpy(found)
         if marked:
@@ -229,6 +233,21 @@ def _of_msgpack_numpy(found: dict[str, Any]) -> Any:
     if found["nd"] is not False or "data" not in found:
         raise Malformed(f"an array with the keys {_keys(found)}: expected nd, type and data")
     return _array(found | {"nd": True, "shape": []}, "nd", "type").item()
+
+
+def _of_npy(found: dict[str, Any]) -> NDArray[Any]:
+    file = found.get("as_npy")
+    if found["__ndarray_class__"] is not True or not isinstance(file, memoryview):
+        raise Malformed(f"an array with the keys {_keys(found)}: expected as_npy, a .npy file")
+    try:
+        head = npy_head(file)
+    except ValueError as error:
+        raise Malformed(str(error)) from error
+    if not head.fortran:
+        return array_of(file[head.start :], head.dtype, head.shape)
+    array = array_of(file[head.start :], head.dtype, head.shape[::-1]).T
+    array.flags.writeable = False
+    return array
 
 
 def _text_bytes(value: Any) -> bytes | memoryview:
