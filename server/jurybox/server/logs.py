@@ -8,6 +8,8 @@ Values are escaped, so that a newline in a name cannot start a new line.
 
 No process waits for a reader of its log: if standard error is a pipe or a terminal that nobody reads, lines are
 dropped, and counted in the first line that can be written again.
+
+Nor can anybody fill the disk by causing one event again and again: the bytes of each event are limited.
 """
 
 from __future__ import annotations
@@ -37,6 +39,10 @@ _KINDS = 256
 _EVERY = 1.0  # seconds
 _PATIENCE = 0.2  # seconds that a line waits for a reader
 _NAP = 0.005  # seconds
+_AT_ONCE = 256 << 10  # characters that the lines of one event may have at once
+_AFTERWARDS = 1024  # characters a second that they get back
+_EVENTS = 1024  # events that have such a limit of their own
+_LATE = 1.0  # seconds after which the number of left out lines is logged, if no line of that event follows
 _HASTE = 10.0  # seconds after a dropped line in which none waits: together, the waits of a slow reader would be long
 
 LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
@@ -69,6 +75,7 @@ class Log:
         self._render = render
         self._lines = _Lines(stream)
         self._dropped = 0  # lines that could not be written, or only in part
+        self._limits: dict[str, _Limit] = {}  # by event
         self._keep = keep
         self._one_at_a_time = threading.RLock()  # reentrant: a finalizer may log while this thread writes a line
 
@@ -90,6 +97,13 @@ class Log:
 
     def log(self, level: int, event: str, /, **fields: Any) -> None:
         """Log an event with a level of the standard logging module."""
+        self._log(level, event, event, fields)
+
+    def adopt(self, level: int, event: str, kind: str, **fields: Any) -> None:
+        """Log an event of a library; `kind` is the same for all of this kind, whatever their texts."""
+        self._log(level, event, kind, fields)
+
+    def _log(self, level: int, event: str, kind: str, fields: dict[str, Any]) -> None:
         if level < self._level:
             return
         raised = fields.pop("exc_info", None)
@@ -98,17 +112,74 @@ class Log:
         line = {**fields, "event": event, "level": _NAMES[level], **stamp}
         if isinstance(raised, BaseException):
             line["exception"] = "".join(traceback.format_exception(raised)).rstrip("\n")
-        if self._keep is not None:
-            self._keep({**line})
-        text = self._render(line)
-        # A full disk or a closed pipe ends no process.
-        with self._one_at_a_time, contextlib.suppress(OSError, ValueError):
+        with self._one_at_a_time:
+            self._tell_left_out(stamp)
+            limit = self._limit_of(kind)
+            if level > logging.DEBUG and not limit.has_room():
+                limit.leave_out(event, _NAMES[level])
+                return
+            if limit.left_out:
+                line["left_out"] = limit.left_out
+                limit.left_out = 0
+            if self._keep is not None:
+                self._keep({**line})
+            text = self._render(line)
+            if level > logging.DEBUG:
+                limit.take(len(text) + 1)
+            self._write(text, stamp)
+
+    def _write(self, text: str, stamp: Mapping[str, Any]) -> None:
+        with contextlib.suppress(OSError, ValueError):  # a full disk or a closed pipe ends no process
             if self._dropped:
                 missing = {"event": "log lines dropped, nobody read them", "level": "warning", "lines": self._dropped}
                 if self._lines.write(self._render({**missing, **stamp})):
                     self._dropped = 0
             if self._dropped or not self._lines.write(text):
                 self._dropped += 1
+
+    def _limit_of(self, kind: str) -> _Limit:
+        if kind not in self._limits and len(self._limits) >= _EVENTS:
+            kind = ""  # shared by all that follow
+        return self._limits.setdefault(kind, _Limit())
+
+    def _tell_left_out(self, stamp: Mapping[str, Any]) -> None:
+        """Log how many lines were left out of events that do not occur any more."""
+        now = time.monotonic()
+        for limit in self._limits.values():
+            if limit.left_out and now - limit.last >= _LATE and limit.has_room():
+                told = {"event": limit.event, "level": limit.level, "left_out": limit.left_out, **stamp}
+                limit.left_out = 0
+                text = self._render(told)
+                limit.take(len(text) + 1)
+                self._write(text, stamp)
+
+
+class _Limit:
+    """How much may be written of one event.
+
+    Attributes:
+        left_out: lines that were not written since the last one.
+        event, level: of the last one that was left out; `last`: when that was (s of the monotonic clock).
+    """
+
+    __slots__ = ("_room", "_since", "event", "last", "left_out", "level")
+
+    def __init__(self) -> None:
+        self._room, self._since = float(_AT_ONCE), time.monotonic()
+        self.left_out, self.last = 0, 0.0
+        self.event = self.level = ""
+
+    def has_room(self) -> bool:
+        now = time.monotonic()
+        self._room, self._since = min(_AT_ONCE, self._room + _AFTERWARDS * (now - self._since)), now
+        return self._room > 0
+
+    def take(self, characters: int) -> None:
+        self._room -= characters
+
+    def leave_out(self, event: str, level: str) -> None:
+        self.left_out += 1
+        self.event, self.level, self.last = event, level, time.monotonic()
 
 
 class _Lines:
@@ -284,7 +355,7 @@ class _Adopted(logging.Handler):
             text = record.getMessage()
         except Exception:  # noqa: BLE001  its arguments do not fit its format; log both without formatting
             text = plain(f"{plain(record.msg)} {plain(record.args)}")
-        self._log.log(level, text, logger=record.name, **fields)
+        self._log.adopt(level, text, f"{record.name} {plain(record.msg, 80)}", logger=record.name, **fields)
 
 
 def _adopt_foreign(log: Log, level: int) -> None:

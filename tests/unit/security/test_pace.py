@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from jurybox.server.gateway.http_server import _Paced, _Transport
+from jurybox.server.gateway.http_server import Transport, _Paced
 from jurybox.server.security import pace as module
 from jurybox.server.security.pace import HEAP, HEAVY, Breaks, Pace, Turns, joined
 
@@ -158,7 +158,7 @@ def upload(size, *, others, pauses=False, ends=False):
         turns, light = Turns(), Light()
         connection = type("Connection", (_Paced, Reader), {"turns": turns})()
         beneath = Beneath()
-        connection.transport = _Transport(beneath, lambda: None)
+        connection.transport = Transport(beneath, lambda: None)
         if others:
             turns.heard(light)
         connection.data_received(bytes(size))

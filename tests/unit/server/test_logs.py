@@ -310,3 +310,39 @@ def test_a_line_is_a_single_write_to_the_journal_however_long():
         configure("engine-0", "info", "text", stream).error("failed", error="x" * 20_000)
         text = far.recv(1 << 20).decode()
     assert text.endswith("x\n") and len(text) > 20_000
+
+
+@pytest.mark.parametrize("say", ["own", "library", "texts"])
+def test_an_event_that_occurs_again_and_again_does_not_fill_the_disk(stream, monkeypatch, say):
+    """Of any door, by whomever it is caused: the limit is the logger's."""
+    now = [100.0]
+    monkeypatch.setattr(logs.time, "monotonic", lambda: now[0])
+    log = configure("gateway", "info", "text", stream)
+    foreign = logging.getLogger("a.library")
+    for i in range(10_000):
+        if say == "own":
+            log.error("a call failed", error="x" * 200)
+        elif say == "library":
+            foreign.error("bad request of %s", "x" * 200 + str(i))
+        else:
+            log.error(f"event {i}", error="x" * 200)
+    if say == "texts":
+        assert stream.getvalue().count("\n") < logs._EVENTS + logs._AT_ONCE // 200
+        return
+    assert len(stream.getvalue()) < logs._AT_ONCE + 1000
+    before = stream.getvalue().count("\n")
+    log.info("another event")
+    assert stream.getvalue().endswith(" another event\n")  # others are not affected
+    now[0] += 10
+    log.info("another event")
+    told = stream.getvalue().splitlines()[before + 1 :]
+    assert f"left_out={10_000 - before}" in told[0]
+    assert told[1].endswith(" another event")
+
+
+def test_a_burst_of_a_thousand_lines_is_whole(stream):
+    log = configure("supervisor", "info", "text", stream)
+    for i in range(1000):
+        log.info("model ready", model=f"policy/agent{i}", role="engine-0", warm_up=0.125)
+    assert stream.getvalue().count("model ready") == 1000
+    assert "left_out" not in stream.getvalue()

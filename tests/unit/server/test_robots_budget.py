@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
+from typing import ClassVar
+
 import pytest
+from websockets.server import ServerProtocol
 
 from jurybox import native
 from jurybox.server.gateway.robots import openpi as module
+from jurybox.server.gateway.robots.connection import RobotConnection
 from jurybox.server.gateway.robots.counters import PortCounters, RobotDelays
 from jurybox.server.gateway.robots.msgpack_arrays import packb
 from jurybox.server.gateway.robots.openpi import RobotServer
-from jurybox.server.security.limits import ANSWERS, RECEIVED, ROBOTS
+from jurybox.server.security.limits import ANSWERS, RECEIVED, ROBOTS, SILENCE
+from jurybox.server.security.pace import Turns
 
 
 class Robot:
@@ -51,3 +58,44 @@ async def test_an_observation_without_room_gets_an_error_and_the_next_one_an_ans
     assert await answer()
     assert robot.received[-1] == b"a" * 40
     assert [budget.held(kind) for kind in (RECEIVED, ANSWERS)] == [0, 0]
+
+
+async def test_a_message_that_does_not_go_on_ends_its_connection():
+    class Serving:
+        handler_tasks: ClassVar = set()
+
+        def is_serving(self):
+            return True
+
+        async def handler(self, connection):
+            await connection.handshake()
+
+    budget = native.Budget((1000, 1000, 9), (1000, 1000, 9))
+    kind = type("Connection", (RobotConnection,), {"budget": budget, "turns": Turns(), "open": set()})
+    robots = []
+    listening = await asyncio.get_running_loop().create_server(
+        lambda: robots.append(kind(ServerProtocol(), Serving())) or robots[-1], "127.0.0.1", 0
+    )
+    reader, writer = await asyncio.open_connection(*listening.sockets[0].getsockname())
+    writer.write(
+        b"GET / HTTP/1.1\r\nHost: x\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
+        b"Sec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\nSec-WebSocket-Version: 13\r\n\r\n"
+    )
+    await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 20)
+    (robot,) = robots
+    now = time.monotonic()
+    robot.end_silent(now + 1000)  # between two messages a robot may be silent
+    writer.write(b"\x82\xff" + bytes(7) + b"\xff" + bytes(4) + b"x" * 100)
+    async with asyncio.timeout(20):
+        while not budget.held(RECEIVED) >= 100:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    robot.end_silent(time.monotonic() + SILENCE - 1)
+    assert robot.open
+    robot.end_silent(time.monotonic() + SILENCE + 1)
+    assert b"nothing came for 30 s" in await asyncio.wait_for(reader.read(), 20)
+    writer.close()
+    async with asyncio.timeout(20):
+        while robot.open:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    assert budget.held(RECEIVED) == 0
+    listening.close()

@@ -60,7 +60,7 @@ def _works(cycle: Any) -> bool:
     return not cycle.response_complete and cycle.scope["method"] not in READING
 
 
-class _Transport:
+class Transport:
     """The transport of a connection as uvicorn sees it: `close` is the connection's.
 
     Args:
@@ -134,7 +134,7 @@ class _Counted:
         """See `asyncio.BaseProtocol`."""
         self.account = native.Account(self.budget, HTTP)
         self._heard = time.monotonic()
-        super().connection_made(_Transport(transport, self._close))  # type: ignore[misc]
+        super().connection_made(Transport(transport, self._close))  # type: ignore[misc]
         if len(self.connections) >= HTTP_CONNECTIONS:
             self._make_room()
 

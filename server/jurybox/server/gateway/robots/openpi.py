@@ -25,20 +25,22 @@ from jurybox.client import SessionLost, SpecMismatch
 from jurybox.client.chunks import ANSWER_WITHIN, REPORT
 from jurybox.protocol.errors import Busy, Error, plain, said
 from jurybox.server.gateway.http_server import GRACE, bound_name
+from jurybox.server.gateway.robots.connection import TRY_AGAIN_LATER, RobotConnection
 from jurybox.server.gateway.robots.counters import ChunkReport, RobotDelays
 from jurybox.server.gateway.robots.door import PATIENCE, RobotDoor
 from jurybox.server.gateway.robots.msgpack_arrays import Malformed, packb, unpackb
 from jurybox.server.gateway.robots.policy import ACTIONS, Episode
 from jurybox.server.security.doors import RETRY_AFTER, refusal
-from jurybox.server.security.limits import ANSWERS, ROBOTS, Charge
+from jurybox.server.security.limits import ANSWERS, Charge, Limited
 from jurybox.server.settings.endpoints import listen
 
 VLLM_OMNI = "/v1/realtime/robot/openpi"  # the path of vllm-omni's variant
 _MOST_WITHIN = 86_400.0  # seconds, largest `answer_within` of a request
 _PING = 20.0  # seconds between two pings, and until a connection without a pong is closed
+_TURN = 0.002  # seconds, most that a frame costs the event loop
 _MOST_IN_LOOP = 1 << 20  # bytes of the largest frame that is decoded in the event loop, not in a thread
 # Of a close (rfc-editor.org/rfc/rfc6455, section 7.4.1; IANA's registry).
-_INTERNAL_ERROR, _SERVICE_RESTART, _TRY_AGAIN_LATER = 1011, 1012, 1013
+_INTERNAL_ERROR, _SERVICE_RESTART = 1011, 1012
 _log = logging.getLogger("jurybox.gateway.robots")
 _silent = logging.getLogger("jurybox.gateway.robots.websockets")  # would log every port scan with a traceback
 _silent.disabled = True
@@ -49,6 +51,7 @@ class RobotServer(RobotDoor):
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
+        self._open: set[RobotConnection] = set()
         self._metadata = packb(self.settings["metadata"])
         self._socket = listen(self.settings["listen"], self.setting)
         self.bound = bound_name(*self._socket.getsockname()[:2])
@@ -75,7 +78,16 @@ class RobotServer(RobotDoor):
             close_timeout=GRACE,
             server_header=None,
             logger=_silent,
+            create_connection=type(
+                "PortConnection",
+                (RobotConnection,),
+                {"budget": self.budget, "turns": self.turns, "open": self._open},
+            ),
         )
+
+    def connections(self) -> list[Limited]:
+        """Return the connections, for `limits.Watch`."""
+        return list(self._open)
 
     @property
     def busy(self) -> bool:
@@ -113,27 +125,30 @@ class RobotServer(RobotDoor):
             return refused
         return None
 
-    async def _serve(self, connection: ServerConnection) -> None:
+    async def _serve(self, connection: Any) -> None:
         path = connection.request.path.partition("?")[0] if connection.request is not None else "/"
         dialect = VllmOmni() if path.rstrip("/") == VLLM_OMNI else Openpi()
-        delays, account = RobotDelays(self.counters), native.Account(self.budget, ROBOTS)
+        delays = RobotDelays(self.counters)
         try:
             async with self.policy.episode(PATIENCE) as episode:
                 with self.connected():
+                    connection.placed = True
                     await connection.send(self._metadata)
                     while True:
                         try:
                             frame = await self.doors.message(connection.recv())
-                            self.turns.heard(connection)
                         except TimeoutError:
                             await connection.close(_SERVICE_RESTART, plain(refusal(), 100))
                             return
-                        if not await self._answer(connection, account, dialect, episode, delays, frame):
+                        began = time.monotonic()
+                        if not await self._answer(connection, connection.account, dialect, episode, delays, frame):
                             await connection.close(_INTERNAL_ERROR, "the session is lost: connect again")
                             return
+                        if connection.is_ahead:  # robots wait for their answers
+                            await connection.have_turn(min(time.monotonic() - began, _TURN))
         except Busy as error:
             self.counters.refused["full"] += 1
-            await connection.close(_TRY_AGAIN_LATER, plain(error, 100))
+            await connection.close(TRY_AGAIN_LATER, plain(error, 100))
         except ConnectionClosed:
             pass  # the robot disconnected
         except Exception as error:  # noqa: BLE001  a bug must not end the other connections
