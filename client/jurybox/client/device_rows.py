@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from jurybox.protocol.control_pb2 import BindRequest, RegionPlace
 from jurybox.protocol.device_memory import Driver
+from jurybox.protocol.dtypes import BITS
 from jurybox.protocol.errors import Error, Refused
 from jurybox.protocol.forks import Closing
 from jurybox.protocol.row_arrays import RowArrays
@@ -103,6 +104,11 @@ class DeviceRows(Closing):
         self._pointer = self._event = 0
         self._rows: BoundRows | None = None
         spec = model.spec
+        if small := [name for name, one in (*spec.inputs.items(), *spec.outputs.items()) if one.dtype in BITS]:
+            raise Refused(
+                f"{small[0]!r} of {model.name!r} is of a dtype that arrays in device memory cannot have "
+                "(__cuda_array_interface__ has none for bfloat16 and float8): use rows(), in host memory"
+            )
         inputs, at = _places(spec.inputs, rows, 0)
         outputs, size = _places(spec.outputs, rows, at)
         try:

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jurybox.client.row_codec import utf8
+from jurybox.protocol.dtypes import BITS
 from jurybox.protocol.errors import SpecMismatch, said
 from jurybox.protocol.row_arrays import array_of
 from jurybox.protocol.spec import BYTES, ModelSpec, TensorSpec
@@ -95,7 +96,8 @@ def fitted(name: str, spec: TensorSpec, value: Any) -> Any:
         value = value.convert("RGB")
     elif hasattr(value, "detach"):  # a torch tensor
         value = value.detach().cpu().resolve_neg()
-        value = value.float() if str(value.dtype) == "torch.bfloat16" else value  # NumPy has no bfloat16
+        came = str(value.dtype).removeprefix("torch.")
+        value = value.float() if came in BITS and came != spec.dtype else value  # NumPy has none of these
     array = array_of(name, spec.dtype, value)
     if spec.shape[-1:] == (3,) and array.ndim == 3 and array.shape[0] == 3 != array.shape[2]:
         array = array.transpose(1, 2, 0)  # from torch's channels-first order
@@ -112,7 +114,10 @@ def _narrowed(name: str, array: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[A
     """Convert to another dtype. Raises SpecMismatch if an integer would wrap, or a finite number become infinite."""
     with np.errstate(over="ignore"):
         narrowed = array.astype(dtype)
-    wrong = narrowed != array if dtype.kind in "iu" else np.isfinite(narrowed) != np.isfinite(array)
+    if dtype.kind in "iu":
+        wrong = narrowed != array
+    else:  # a dtype without infinity has NaN instead
+        wrong = (np.isfinite(narrowed) != np.isfinite(array)) | (np.isnan(narrowed) != np.isnan(array))
     if wrong.any():
         raise SpecMismatch(
             f"{name} is {array.dtype} and has the value {array[wrong][0]}, which the model's {dtype.name} cannot hold: "

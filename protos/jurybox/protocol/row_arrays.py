@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from jurybox.protocol.dtypes import is_floating, largest, tensor_bits
 from jurybox.protocol.errors import Refused, SpecMismatch, plain, said
 
 _write = np.ndarray.__setitem__
@@ -148,9 +149,13 @@ def array_of(what: str, dtype: str, value: Any) -> NDArray[Any]:
         dtype: the dtype that is expected, for the error message.
 
     Raises:
-        SpecMismatch: NumPy cannot read it, for example a torch tensor that is bfloat16 or requires grad.
+        SpecMismatch: NumPy cannot read it, for example a torch tensor that requires grad, or is bfloat16 where another
+            dtype is expected.
     """
     try:
+        of_torch = hasattr(value, "detach") and str(value.dtype) == f"torch.{dtype}"
+        if of_torch and (bits := tensor_bits(value)) is not None:
+            return bits
         return np.asarray(value)
     except (TypeError, ValueError, RuntimeError) as error:
         if not hasattr(value, "detach"):
@@ -212,8 +217,8 @@ def _plain(array: Any) -> Any:
 
 def _holds(dtype: np.dtype[Any], value: float) -> bool:
     """Whether an array of this dtype can hold a Python number, but for a float's rounding."""
-    if dtype.kind == "f":
-        return not abs(value) > float(np.finfo(dtype).max) or value in (np.inf, -np.inf)
+    if is_floating(dtype):
+        return not abs(value) > largest(dtype) or value in (np.inf, -np.inf)
     if type(value) is float:
         return False
     return value in (0, 1) if dtype.kind == "b" else np.iinfo(dtype).min <= value <= np.iinfo(dtype).max

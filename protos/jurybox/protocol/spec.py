@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from jurybox.protocol.dtypes import numpy_dtype
 from jurybox.protocol.errors import plain
 
 _MOST_ELEMENTS = 1 << 31
@@ -16,8 +17,7 @@ _LONGEST_NAME = 200  # characters of a tensor's name
 VARIABLE = -1  # in a shape: any size
 BYTES = "bytes"
 
-# The Open Inference Protocol's names for dtypes; only these can be sent. BF16 has no NumPy dtype: a model may compute
-# in it, and its rows are float32.
+# The Open Inference Protocol's names for dtypes; only these can be sent. It has none for float8: these are our own.
 OIP_NAMES: dict[str, str] = {
     "bool": "BOOL",
     "uint8": "UINT8",
@@ -31,6 +31,9 @@ OIP_NAMES: dict[str, str] = {
     "float16": "FP16",
     "float32": "FP32",
     "float64": "FP64",
+    "bfloat16": "BF16",
+    "float8_e4m3fn": "FP8_E4M3FN",
+    "float8_e5m2": "FP8_E5M2",
     BYTES: "BYTES",
 }
 
@@ -48,7 +51,7 @@ class TensorSpec:
         TensorSpec("bytes", capacity=4096)                          # a prompt
 
     Args:
-        dtype: the NumPy name, or "bytes".
+        dtype: the NumPy name, or "bytes". NumPy has bfloat16, float8_e4m3fn and float8_e5m2 from the package ml_dtypes.
         shape: the shape of one row; () for a number, and for "bytes".
         capacity: the maximum number of elements of a row, or bytes of a byte string; only for rows of variable size.
         finite: for a floating-point output: rows with NaN or infinity fail (RowFailed).
@@ -59,6 +62,7 @@ class TensorSpec:
     Raises:
         ValueError: the dtype is not supported, the shape is not a tuple, has a size of 0 or more than 2^31 elements,
             or the capacity is missing, superfluous or too small.
+        DtypeMissing: the dtype is one of ml_dtypes', which is not installed.
     """
 
     dtype: str
@@ -81,9 +85,9 @@ class TensorSpec:
         if self.dtype == BYTES and shape:
             raise ValueError(f'shape {shape} of dtype "bytes": a row is one byte string, of shape ()')
         object.__setattr__(self, "shape", shape)
-        object.__setattr__(self, "numpy_dtype", np.dtype(np.uint8 if self.dtype == BYTES else self.dtype))
+        object.__setattr__(self, "numpy_dtype", numpy_dtype("uint8" if self.dtype == BYTES else self.dtype))
         self._check_capacity()
-        if self.finite and not self.dtype.startswith("float"):
+        if self.finite and not self.floating:
             raise ValueError(f"finite is for floating-point numbers, not for {self.dtype}")
 
     def _check_capacity(self) -> None:
@@ -100,6 +104,11 @@ class TensorSpec:
             raise ValueError(
                 f"shape {self.shape} of one row has {self.elements} elements, expected at most {_MOST_ELEMENTS}"
             )
+
+    @property
+    def floating(self) -> bool:
+        """Whether the elements are floating-point numbers."""
+        return "float" in self.dtype
 
     @property
     def variable(self) -> bool:

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jurybox.protocol.dtypes import numpy_dtype
 from jurybox.protocol.errors import ProtocolMismatch, SharedMemoryError, SpecMismatch
 from jurybox.protocol.weights import WeightsChannel, WeightsLayout, widen
 from jurybox.protocol.weights.channel import decode_extra, encode_extra
@@ -211,8 +212,8 @@ def test_an_invalid_channel_is_not_attached(make):
         channel.segment.buffer[:80] = head
 
 
-def test_every_dtype_comes_through_and_bfloat16_widens_exactly(make):
-    arrays = {name: np.array([0, 1, 1], DTYPES[name].numpy) for name in DTYPES}
+def test_every_dtype_comes_through_and_bfloat16_is_read_as_such(make):
+    arrays = {name: np.array([0, 1, 1]).astype(numpy_dtype(name)) for name in DTYPES}
     layout = WeightsLayout([(name, name, (3,)) for name in DTYPES])
     bits = (np.array([1.5, -2.0, 3.25], np.float32).view(np.uint32) >> 16).astype(np.uint16)
     channel = make({"placeholder": np.zeros(1)})
@@ -220,8 +221,14 @@ def test_every_dtype_comes_through_and_bfloat16_widens_exactly(make):
         publisher.publish({**arrays, "bfloat16": bits})
         state, _, _ = WeightsReader(every).read()
         for name in set(DTYPES) - {"bfloat16"}:
+            assert state[name].dtype == arrays[name].dtype
             np.testing.assert_array_equal(state[name], arrays[name])
-        np.testing.assert_array_equal(widen(state["bfloat16"]), np.array([1.5, -2.0, 3.25], np.float32))
+        assert state["bfloat16"].dtype.name == "bfloat16"
+        np.testing.assert_array_equal(state["bfloat16"].astype(np.float32), np.array([1.5, -2.0, 3.25], np.float32))
+        out = {name: array if name != "bfloat16" else np.zeros(3, np.uint16) for name, array in state.items()}
+        np.testing.assert_array_equal(widen(WeightsReader(every).read(out=out).state["bfloat16"]), widen(bits))
+        with pytest.raises(SpecMismatch, match=r"out\['bfloat16'\]: expected bfloat16\[3\], got float16\[3\]"):
+            WeightsReader(every).read(out={**out, "bfloat16": np.zeros(3, np.float16)})
 
 
 def spoil(channel, at, size=8):

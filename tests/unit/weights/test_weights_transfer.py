@@ -85,7 +85,7 @@ def test_bfloat16_is_the_nearest_and_nothing_else_changes():
     travelling = transfer_layout(layout, bfloat16=True)
     assert travelling.places["w"].dtype == "bfloat16" and travelling.places["n"].dtype == "int64"
     flat = np.zeros(travelling.nbytes, np.uint8)
-    views = travelling.views(flat)
+    views = travelling.views(flat, bits=True)
     views["w"][...], views["n"][...] = bits, arrays["n"]
     back = restored(layout, travelling, flat)
     np.testing.assert_array_equal(back["w"], expected.float().numpy())

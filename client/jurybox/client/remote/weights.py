@@ -205,7 +205,7 @@ class RemotePublisher(_Remote):
         if tensors.keys() != places.keys():
             raise layout_mismatch(self.layout, self._model, tensors)
         flat = np.zeros(self._travelling.nbytes, np.uint8)
-        for name, view in self._travelling.views(flat).items():
+        for name, view in self._travelling.views(flat, bits=True).items():
             array = _host_array(tensors[name], places[name])
             if array is None:
                 raise layout_mismatch(self.layout, self._model, tensors)
@@ -354,10 +354,10 @@ class RemoteWeightsReader(_Remote):
 
 
 def _host_array(tensor: Any, place: TensorPlace) -> np.ndarray[Any, Any] | None:
-    """Return a tensor's values in host memory in the stored dtype; None if its shape or dtype does not match."""
+    """Return a tensor's bits in host memory in the stored dtype; None if its shape or dtype does not match."""
     if not hasattr(tensor, "data_ptr"):
         given = array_of(tensor, place)
-        return None if given is None else given.view(place.stored)  # an extension of NumPy may have its own bfloat16
+        return None if given is None else given.view(place.stored)
     if tuple(tensor.shape) != place.shape or dtype_name(tensor) not in (place.dtype, place.stored.name):
         return None
     whole = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from jurybox.protocol.dtypes import BITS, numpy_dtype
 from jurybox.protocol.errors import ProtocolMismatch, SpecMismatch
 
 # Tensors begin on cache lines, for fast copies and views that are aligned for any dtype.
@@ -36,7 +37,7 @@ class _Stored:
     mask: int = 0
 
 
-# By torch's names, which are also NumPy's for the dtypes that NumPy has. The others are stored as unsigned integers.
+# By torch's names, which are also NumPy's and ml_dtypes'. The bits of ml_dtypes' are stored as unsigned integers.
 DTYPES: dict[str, _Stored] = {
     **{
         name: _Stored(name)
@@ -47,9 +48,9 @@ DTYPES: dict[str, _Stored] = {
     "float64": _Stored("float64", 8, 0x7FF0_0000_0000_0000),
     "complex64": _Stored("complex64", 4, 0x7F80_0000),
     "complex128": _Stored("complex128", 8, 0x7FF0_0000_0000_0000),
-    "bfloat16": _Stored("uint16", 2, 0x7F80),
-    "float8_e4m3fn": _Stored("uint8", 1, 0x7F),
-    "float8_e5m2": _Stored("uint8", 1, 0x7C),
+    "bfloat16": _Stored(BITS["bfloat16"], 2, 0x7F80),
+    "float8_e4m3fn": _Stored(BITS["float8_e4m3fn"], 1, 0x7F),
+    "float8_e5m2": _Stored(BITS["float8_e5m2"], 1, 0x7C),
 }
 
 
@@ -63,8 +64,13 @@ class TensorPlace:
     offset: int
 
     @property
+    def numpy_dtype(self) -> np.dtype[Any]:
+        """Its NumPy dtype. Raises DtypeMissing for bfloat16 and float8 if ml_dtypes is not installed."""
+        return numpy_dtype(self.dtype)
+
+    @property
     def stored(self) -> np.dtype[Any]:
-        """The NumPy dtype in which it is stored: uint16 for bfloat16, uint8 for float8."""
+        """The NumPy dtype of its bits: uint16 for bfloat16, uint8 for float8."""
         return np.dtype(DTYPES[self.dtype].numpy)
 
     @property
@@ -159,10 +165,18 @@ class WeightsLayout:
         more = [f"and {len(lines) - _NAMED_IN_FULL} more"] if len(lines) > _NAMED_IN_FULL else []
         return "; ".join(lines[:_NAMED_IN_FULL] + more)
 
-    def views(self, flat: npt.NDArray[np.uint8]) -> dict[str, npt.NDArray[Any]]:
-        """Return arrays over the `nbytes` bytes of `flat`, one per tensor, by name."""
+    def views(self, flat: npt.NDArray[np.uint8], *, bits: bool = False) -> dict[str, npt.NDArray[Any]]:
+        """Return arrays over the `nbytes` bytes of `flat`, one per tensor, by name.
+
+        Args:
+            bits: bfloat16 and float8 as unsigned integers of their bits, for which ml_dtypes is not needed.
+
+        Raises:
+            DtypeMissing: ml_dtypes is needed and not installed.
+        """
         return {
-            name: np.ndarray(place.shape, place.stored, flat.data, place.offset) for name, place in self.places.items()
+            name: np.ndarray(place.shape, place.stored if bits else place.numpy_dtype, flat.data, place.offset)
+            for name, place in self.places.items()
         }
 
     def tensors(self, block: Any) -> dict[str, Any]:
@@ -196,5 +210,5 @@ def dtype_name(array: Any) -> str:
 
 
 def widen(array: npt.NDArray[np.uint16]) -> npt.NDArray[np.float32]:
-    """Convert bfloat16, stored as uint16, to float32; exact, since bfloat16 is the upper half of float32."""
+    """Convert bfloat16, as uint16 of its bits, to float32; exact, since bfloat16 is the upper half of float32."""
     return (array.astype(np.uint32) << 16).view(np.float32)

@@ -124,8 +124,9 @@ class Publisher(forks.Closing):
 
         Args:
             source: a module, a state_dict, or a dict of NumPy arrays or torch tensors, with exactly the layout's names,
-                shapes and dtypes. Names of torch.compile (`_orig_mod.`) and DataParallel (`module.`) are recognised. A
-                bfloat16 tensor may be passed as a uint16 array of its bits.
+                shapes and dtypes. Names of torch.compile (`_orig_mod.`) and DataParallel (`module.`) are recognised.
+                bfloat16 and float8 are torch tensors, arrays of ml_dtypes' dtypes, or uint16 and uint8 arrays of their
+                bits.
             extra: JSON-serialisable values and small arrays that readers get together with these weights.
             check_finite: refuse NaN and infinities, also in `extra`.
             version: the version number, larger than the last one by 2**32 at most; default: the last one plus one.

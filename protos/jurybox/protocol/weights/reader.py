@@ -155,12 +155,12 @@ class WeightsReader(Closing):
 
         Args:
             timeout: seconds to wait for a first publication, or in a snapshot channel for the publisher to finish.
-            out: C-contiguous arrays to fill, with the layout's names, shapes and stored dtypes, or an earlier `state`;
+            out: C-contiguous arrays to fill, with the layout's names, shapes and dtypes, or an earlier `state`;
                 default: new arrays. After an error their contents are arbitrary.
 
         Returns:
-            ``(state, version, extra)``. bfloat16 tensors are uint16 arrays of their bits;
-            `jurybox.protocol.weights.widen` makes them float32.
+            ``(state, version, extra)``. bfloat16 and float8 tensors are arrays of ml_dtypes' dtypes. Where that package
+            is missing, pass uint16 and uint8 arrays as `out`, which get their bits.
 
         Raises:
             Timeout: no complete publication could be read in time; the message states the reason.
@@ -168,11 +168,13 @@ class WeightsReader(Closing):
             ServerGone: the owner of the channel is gone; there will be no newer publications.
             Refused: the channel was closed in this process.
             ProtocolMismatch: shared memory contains no valid publication; another process has overwritten it.
+            DtypeMissing: tensors are bfloat16 or float8, and ml_dtypes is not installed.
         """
         if out is None:
             flat = np.empty(self.layout.nbytes, np.uint8)
+            state = self.layout.views(flat)
             version, extra = self.read_bytes(flat, timeout=timeout)
-            return Weights(self.layout.views(flat), version, decode_extra(extra))
+            return Weights(state, version, decode_extra(extra))
         own = self._take_scratch()
         own.parts[:, 0] = self._addresses(out)
         version, extra = self._read_parts(own, own.parts, timeout)
@@ -273,11 +275,14 @@ class WeightsReader(Closing):
         addresses = []
         for place in self.layout.places.values():
             array = out.get(place.name)
-            if array is None or array.shape != place.shape or array.dtype != place.stored:
+            if (
+                array is None
+                or array.shape != place.shape
+                or array.dtype.name not in (place.dtype, place.stored.name)
+                or not array.dtype.isnative
+            ):
                 got = "nothing" if array is None else f"{array.dtype}{list(array.shape)}"
-                raise SpecMismatch(
-                    f"out[{place.name!r}]: expected {place.stored}{list(place.shape)}, got {got}; see buffers()"
-                )
+                raise SpecMismatch(f"out[{place.name!r}]: expected {place}, got {got}; see buffers()")
             if not (array.flags.c_contiguous and array.flags.writeable):
                 raise SpecMismatch(f"out[{place.name!r}] is not C-contiguous and writable; see buffers()")
             addresses.append(array.__array_interface__["data"][0])

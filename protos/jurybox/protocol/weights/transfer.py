@@ -36,8 +36,8 @@ def narrow(array: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
 
 
 def restored(layout: WeightsLayout, travelled: WeightsLayout, flat: Flat) -> dict[str, npt.NDArray[Any]]:
-    """Return the arrays of `layout` from a transfer."""
-    arrays = travelled.views(flat)
+    """Return the arrays of `layout` from a transfer; bfloat16 and float8 as unsigned integers of their bits."""
+    arrays = travelled.views(flat, bits=True)
     return {
         name: widen(arrays[name]) if travelled.places[name].dtype != place.dtype else arrays[name]
         for name, place in layout.places.items()

@@ -37,7 +37,7 @@ def rows_of(spec: ModelSpec, given: Mapping[str, npt.NDArray[Any]], n: int) -> d
             if not array.ndim or not len(array):
                 raise ValueError(f"the array for input {name!r} has no rows: expected at least one")
             rows[name] = array[np.arange(n) % len(array)]
-        elif tensor.dtype.startswith("float") and not tensor.variable:
+        elif tensor.floating and not tensor.variable:
             rows[name] = rng.random((n, *tensor.shape)).astype(tensor.numpy_dtype)
         else:
             rows[name] = tensor.zeros(n)

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from jurybox.protocol.spec import ModelSpec, TensorSpec
-from jurybox.server.engine.modules import bare, weights_of
+from jurybox.server.engine.modules import bare, comparable, given_tensor, weights_of
 
 Example = Callable[[int], Mapping[str, Any]]  # returns that many rows of every input, by name
 _TRIALS = 2  # batches in which shapes are compared
@@ -71,9 +71,9 @@ def _rows(
     given = example(rows) if example else {}
     found = {}
     for key, spec in (dict(served.spec.inputs) | dict(served.spec.state)).items():
-        value = torch.as_tensor(given[key]) if key in given else None
+        value = given_tensor(given[key]) if key in given else None
         # Sums of equal numbers, such as zeros, are the same in any order.
-        if value is None or bool((value == value.reshape(-1)[0]).all()):
+        if value is None or bool((comparable(value) == comparable(value).reshape(-1)[0]).all()):
             value = drawn(spec, rows, generator)
         if value is None:
             return None
@@ -92,7 +92,7 @@ def _probed(served: Computing, staged: Mapping[str, torch.Tensor], rows: int) ->
 def drawn(spec: TensorSpec, rows: int, generator: torch.Generator) -> torch.Tensor | None:
     """Return random rows; None if they cannot be drawn: integers may be indices into a table of unknown length."""
     shape = (rows, *spec.shape)
-    if spec.dtype.startswith("float"):
+    if spec.floating:
         return torch.randn(shape, generator=generator).to(dtype_of(spec))
     if spec.dtype in ("bool", "uint8"):
         return torch.randint(2 if spec.dtype == "bool" else 256, shape, generator=generator).to(dtype_of(spec))

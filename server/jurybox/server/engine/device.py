@@ -20,6 +20,7 @@ from jurybox.protocol.device_memory import Driver, page_lock
 from jurybox.server.engine.batch_shapes import dtype_of
 from jurybox.server.engine.device_regions import Binding, DeviceRegions
 from jurybox.server.engine.graphs import Graphs, mend_random_numbers
+from jurybox.server.engine.modules import array_over
 from jurybox.server.engine.served import OUT_OF_MEMORY, Input, Outcome, Output, Served
 from jurybox.server.models import ServedModel
 
@@ -361,7 +362,7 @@ class Batch:
         self.end.wait()
         if not self.on_device:
             for item in self.buffer.outputs:
-                native.scatter(item.array, self.tickets, self.buffer.results[item.name][: self.rows].numpy())
+                native.scatter(item.array, self.tickets, array_over(self.buffer.results[item.name][: self.rows]))
         return self.served.refused(self.tickets, self.buffer.results, self.rows, self.row_errors)
 
 
@@ -409,7 +410,7 @@ class _StagingBuffer:
                     target[at : at + n].copy_(item.rows(first, n), non_blocking=True)
                     at += n
             else:
-                native.gather(item.array, tickets, staged.numpy())
+                native.gather(item.array, tickets, array_over(staged))
                 target[:rows].copy_(staged[:rows], non_blocking=True)
 
     def copy_in_bound(self, tickets: NDArray[Any], places: Sequence[Binding | None], driver: Driver) -> None:

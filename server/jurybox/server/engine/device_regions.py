@@ -19,10 +19,12 @@ import torch
 from numpy.typing import NDArray
 
 from jurybox.protocol.device_memory import Driver, as_tensor, driver
+from jurybox.protocol.dtypes import BITS
 from jurybox.protocol.errors import Error, Refused, said
 from jurybox.protocol.spec import TensorSpec
 from jurybox.protocol.weights import WeightsChannel
 from jurybox.protocol.weights.channel import SLOTS, WeightsClaim
+from jurybox.server.engine.batch_shapes import dtype_of
 
 
 class Binding:
@@ -223,9 +225,10 @@ class DeviceRegions:
                 f"tensor {name!r} takes {wanted} bytes from byte {offset} of a region that has {size}, aligned to "
                 f"{dtype.itemsize}"
             )
-        array = self.driver.array(pointer + offset, shape, dtype)
+        bits = np.dtype(BITS.get(dtype.name, dtype.name))  # the interface of arrays on a device knows no bfloat16
+        array = self.driver.array(pointer + offset, shape, bits)
         tensor: torch.Tensor = as_tensor(torch, array, pointer + offset, self._device)
-        return tensor
+        return tensor if bits == dtype else tensor.view(dtype_of(spec))
 
     def _release(self, lease: int, binding: Binding) -> None:
         binding.inputs, binding.outputs = {}, {}

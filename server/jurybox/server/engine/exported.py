@@ -19,7 +19,7 @@ from torch.export.graph_signature import InputKind, OutputKind, TensorArgument
 from jurybox.protocol.errors import plain, said
 from jurybox.protocol.spec import TensorSpec
 from jurybox.server.engine.batch_shapes import drawn
-from jurybox.server.engine.modules import takes_names
+from jurybox.server.engine.modules import given_tensor, takes_names
 
 _TRIED = (1, 2, 3)  # numbers of rows, besides the largest batch, on which the function is compared with the module
 _ROWS = 4  # rows that are exported, at most: torch.export does not generalize from one
@@ -143,9 +143,9 @@ def rows_of(
     generator = torch.Generator().manual_seed(rows)
     made = {}
     for key, spec in inputs.items():
-        value = torch.as_tensor(given[key]) if key in given else drawn(spec, rows, generator)
+        value = given_tensor(given[key]) if key in given else drawn(spec, rows, generator)
         if value is None:
-            value = torch.as_tensor(spec.zeros(rows))
+            value = given_tensor(spec.zeros(rows))
         made[key] = value.to(compute) if compute is not None and value.is_floating_point() else value
     return made
 

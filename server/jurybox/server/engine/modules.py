@@ -11,7 +11,9 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
+from jurybox.protocol.dtypes import BITS, numpy_dtype
 from jurybox.protocol.errors import ModelFailed
 
 _PARALLEL = (torch.nn.DataParallel, torch.nn.parallel.DistributedDataParallel)
@@ -224,6 +226,41 @@ def host_values(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         raise ModelFailed(f"a sparse tensor came ({tensor.layout}), expected a dense one: return .to_dense()")
     plain: torch.Tensor = tensor.detach().to("cpu", dtype).resolve_neg().contiguous()
     return plain
+
+
+# For each dtype that NumPy has from ml_dtypes, of which neither knows the other's: the one of the same size in between.
+_SHARED = {
+    getattr(torch, name): torch.int16 if bits == "uint16" else torch.uint8
+    for name, bits in BITS.items()
+    if hasattr(torch, name)
+}
+
+
+def tensor_over(array: NDArray[Any]) -> torch.Tensor:
+    """Return a tensor on the memory of an array, of any dtype that a spec can have."""
+    if array.dtype.name not in BITS:
+        return torch.from_numpy(array)
+    dtype: torch.dtype = getattr(torch, array.dtype.name)
+    return torch.from_numpy(array.view(np.int16 if _SHARED[dtype] == torch.int16 else np.uint8)).view(dtype)
+
+
+def array_over(tensor: torch.Tensor) -> NDArray[Any]:
+    """Return an array on the memory of a tensor in host memory, of any dtype that a spec can have."""
+    if (shared := _SHARED.get(tensor.dtype)) is None:
+        plain: NDArray[Any] = tensor.numpy()
+        return plain
+    bits: NDArray[Any] = tensor.view(shared).numpy()
+    return bits.view(numpy_dtype(str(tensor.dtype).removeprefix("torch.")))
+
+
+def given_tensor(value: Any) -> torch.Tensor:
+    """Return a tensor of what `torch.as_tensor` takes, or of an array of a dtype that torch does not know."""
+    return tensor_over(value) if isinstance(value, np.ndarray) else torch.as_tensor(value)
+
+
+def comparable(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor in a dtype that torch compares and checks: float8 as float32, which keeps all of its values."""
+    return tensor.float() if tensor.is_floating_point() and tensor.element_size() == 1 else tensor
 
 
 def as_tensor(what: str, value: Any, rows: int) -> torch.Tensor:

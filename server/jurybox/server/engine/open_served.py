@@ -19,6 +19,7 @@ from jurybox.protocol.errors import ModelFailed, plain
 from jurybox.protocol.spec import BYTES
 from jurybox.server.engine.device import forget_frames
 from jurybox.server.engine.loads import Disturbed
+from jurybox.server.engine.modules import given_tensor, tensor_over
 from jurybox.server.engine.served import OUT_OF_MEMORY, Outcome, Served, refuse_rows
 from jurybox.server.engine.session_states import BatchRows, States
 from jurybox.server.engine.variable_rows import VariableInput, flattened, padded
@@ -26,7 +27,7 @@ from jurybox.server.models import ServedModel
 
 
 def _as_tensor(row: Any) -> Any:
-    return torch.from_numpy(row) if isinstance(row, np.ndarray) else row
+    return tensor_over(row) if isinstance(row, np.ndarray) else row
 
 
 class OpenServed(Served):
@@ -177,7 +178,7 @@ class OpenServed(Served):
         with torch.inference_mode(False):  # inference tensors do not count writes
             inputs = self._staged(
                 np.arange(rows),
-                {key: torch.as_tensor(given[key]) for key in self._fixed},
+                {key: given_tensor(given[key]) for key in self._fixed},
                 {key: [_as_tensor(row) for row in given[key]] for key in self._variable},
             )
         staged = inputs | self._states.initial(rows) if self._states is not None else inputs

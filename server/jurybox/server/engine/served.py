@@ -16,7 +16,19 @@ from jurybox.protocol.errors import Code, ModelFailed, VersionNotHeld, plain
 from jurybox.protocol.spec import ModelSpec, TensorSpec
 from jurybox.server.engine.batch_shapes import agreeing, dtype_of
 from jurybox.server.engine.loads import LOADS, Disturbed
-from jurybox.server.engine.modules import as_tensor, bare, host_values, keeps, require_kept, takes_names, unready
+from jurybox.server.engine.modules import (
+    array_over,
+    as_tensor,
+    bare,
+    comparable,
+    given_tensor,
+    host_values,
+    keeps,
+    require_kept,
+    takes_names,
+    tensor_over,
+    unready,
+)
 from jurybox.server.models import RowErrors, ServedModel
 
 # Above this many bytes per row, checking whether a batch is one contiguous run is cheaper than copying it.
@@ -283,7 +295,7 @@ class Served:
     def _try(self, rows: int, given: Mapping[str, Any]) -> None:
         """Run a batch and check its outputs."""
         with torch.inference_mode(False):  # inference tensors do not count writes
-            staged = {key: torch.as_tensor(value).to(self.device) for key, value in given.items()}
+            staged = {key: given_tensor(value).to(self.device) for key, value in given.items()}
         results = self._watched(self.forward, staged, staged)
         for item in self._outputs:
             item.checked(results, rows)
@@ -374,9 +386,9 @@ class Served:
         for name in self._finite:
             values, dtype = results[name][:rows], dtype_of(self.spec.outputs[name])  # a narrower one may overflow
             if isinstance(values, list):  # rows that differ in size
-                wrong = [not torch.isfinite(torch.as_tensor(value).to(dtype)).all() for value in values]
+                wrong = [not torch.isfinite(comparable(given_tensor(value).to(dtype))).all() for value in values]
             else:
-                wrong = (~torch.isfinite(values.to(dtype).reshape(rows, -1)).all(dim=1)).tolist()
+                wrong = (~torch.isfinite(comparable(values.to(dtype)).reshape(rows, -1)).all(dim=1)).tolist()
             for row in np.flatnonzero(wrong).tolist():
                 failed.setdefault(row, f"output {name!r} is not finite")
         return failed
@@ -439,12 +451,12 @@ class Input:
 
     def __init__(self, name: str, array: NDArray[Any], max_batch: int) -> None:
         self.name = name
-        self._arena = torch.from_numpy(array)
+        self._arena = tensor_over(array)
         self.array = array
         # Reused, because a new buffer costs a page fault every 4 KiB. Allocated by torch for its alignment: kernels
         # are chosen by alignment, so it must be that of the rows with which the shapes were compared.
         self.staging = torch.empty((max_batch, *array.shape[1:]), dtype=getattr(torch, array.dtype.name))
-        self.staging_rows = self.staging.numpy()
+        self.staging_rows = array_over(self.staging)
 
     def rows(self, first: int, rows: int) -> torch.Tensor:
         return self._arena[first : first + rows]
@@ -485,8 +497,7 @@ class Output:
     def checked(self, results: Mapping[str, torch.Tensor], rows: int) -> NDArray[Any]:
         """Return this output of a batch in host memory, in the dtype of the spec. Raises ModelFailed as `of` does."""
         # Contiguous, since rows are scattered as bytes.
-        values: NDArray[Any] = host_values(self.of(results, rows), self._dtype).numpy()
-        return values
+        return array_over(host_values(self.of(results, rows), self._dtype))
 
 
 def _is_one_run(tickets: NDArray[Any]) -> bool:

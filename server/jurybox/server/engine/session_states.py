@@ -15,7 +15,7 @@ from jurybox.protocol.arena import LOAD, NO_FORWARD, SESSION, STORE, Columns
 from jurybox.protocol.errors import Code, ModelFailed
 from jurybox.protocol.scoreboard import LANE
 from jurybox.server.engine.batch_shapes import dtype_of
-from jurybox.server.engine.modules import require_kept
+from jurybox.server.engine.modules import array_over, comparable, require_kept, tensor_over
 from jurybox.server.engine.served import Outcome
 from jurybox.server.models import ServedModel
 
@@ -25,9 +25,15 @@ _LOST = (
 )
 # torch has no indexed writes for these dtypes; a view in the other one has the same bytes.
 _SIGNED = {
-    getattr(torch, f"u{name}"): getattr(torch, name)
-    for name in ("int16", "int32", "int64")
-    if hasattr(torch, f"u{name}")
+    getattr(torch, name): other
+    for name, other in {
+        "uint16": torch.int16,
+        "uint32": torch.int32,
+        "uint64": torch.int64,
+        "float8_e4m3fn": torch.uint8,
+        "float8_e5m2": torch.uint8,
+    }.items()
+    if hasattr(torch, name)
 }
 _TWICE = "session {} stands in this request twice: its second step needs the first one's answer"
 
@@ -122,7 +128,7 @@ class States:
         for name, spec in self._specs.items():
             given = model.initial_state.get(name)
             start = torch.zeros(spec.shape, dtype=dtype_of(spec)) if given is None else given.to(dtype_of(spec))
-            if given is not None and not torch.equal(start.to(given.dtype), given):
+            if given is not None and not torch.equal(comparable(start.to(given.dtype)), comparable(given)):
                 raise ModelFailed(f"initial_state {name!r} is {given.dtype}; the spec's {spec.dtype} does not keep it")
             if tuple(start.shape) != spec.shape:
                 raise ModelFailed(
@@ -130,7 +136,7 @@ class States:
                 )
             self._initial[name] = start.to(device)
             self._kept[name] = torch.zeros((rows, *spec.shape), dtype=dtype_of(spec), device=device)
-        self._arrays = {name: kept.numpy() for name, kept in self._kept.items()} if self._host else {}
+        self._arrays = {name: array_over(kept) for name, kept in self._kept.items()} if self._host else {}
         self._book = native.SessionBook(rows)
         # Buffers for the batch that is being computed; reused, with their views by length.
         self._records = np.zeros(max_batch, SESSION)
@@ -138,7 +144,7 @@ class States:
         self._verdicts = np.zeros(max_batch, np.uint8)
         self._index = torch.from_numpy(self._places)
         self._staged = {name: kept.new_zeros((max_batch, *kept.shape[1:])) for name, kept in self._kept.items()}
-        self._staged_arrays = {name: staged.numpy() for name, staged in self._staged.items()} if self._host else {}
+        self._staged_arrays = {name: array_over(staged) for name, staged in self._staged.items()} if self._host else {}
         self._views: dict[int, dict[str, torch.Tensor]] = {}
 
     @property
@@ -193,7 +199,7 @@ class States:
         """Store the next states of the rows that were read; `good`: the rows that did not fail, None: all."""
         if good is None and self._host:
             for name, value in following.items():
-                self._book.save(self._arrays[name], value.contiguous().numpy())
+                self._book.save(self._arrays[name], array_over(value.contiguous()))
             self._book.step()
         else:
             self.after(np.arange(len(next(iter(following.values())))), good, following)
@@ -270,10 +276,10 @@ class States:
         loads = (flags & LOAD) != 0
         for name, value in state.items():
             if loads.any():
-                given = torch.from_numpy(self._columns.state_in[name][places[loads]]).to(self._device)
+                given = tensor_over(self._columns.state_in[name][places[loads]]).to(self._device)
                 _writable(value)[torch.from_numpy(loads).to(self._device)] = _writable(given)
             if (stores := (flags & STORE) != 0).any():
-                self._columns.state_out[name][places[stores]] = value[torch.from_numpy(stores)].cpu().numpy()
+                self._columns.state_out[name][places[stores]] = array_over(value[torch.from_numpy(stores)].cpu())
         self.after(group, None, state)
 
     def _refuse(self, batch: BatchRows, outcome: Outcome, lost: NDArray[np.bool_]) -> None:

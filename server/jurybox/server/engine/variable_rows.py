@@ -16,7 +16,7 @@ from jurybox.protocol.errors import plain
 from jurybox.protocol.row_frames import elements
 from jurybox.protocol.spec import BYTES, TensorSpec
 from jurybox.server.engine.batch_shapes import dtype_of
-from jurybox.server.engine.modules import host_values, require_kept
+from jurybox.server.engine.modules import array_over, given_tensor, host_values, require_kept, tensor_over
 from jurybox.server.engine.served import LARGE_ROW
 
 _VIEWS = 256  # cached views of gathered rows
@@ -33,7 +33,7 @@ class VariableInput:
         self._spec, self._unit = spec, spec.unit
         self.extents = spec.extents
         self._slots = columns.inputs[name]
-        self._tensor = torch.from_numpy(self._slots)
+        self._tensor = tensor_over(self._slots)
         self._extents = columns.input_extents[name]
         self._read = np.zeros((max_batch, spec.extents), np.int64)
         self._read_tensor = torch.from_numpy(self._read if spec.extents > 1 else self._read[:, 0])
@@ -42,7 +42,7 @@ class VariableInput:
         self._pads = pads and spec.extents == 1 and spec.shape[:1] in ((), (-1,))
         self._in_place = spec.row_bytes >= LARGE_ROW
         self._staging = torch.empty(0, dtype=dtype_of(spec))
-        self._staging_rows: NDArray[Any] = self._staging.numpy()
+        self._staging_rows: NDArray[Any] = array_over(self._staging)
         self._views: dict[tuple[int, int, tuple[int, ...]], torch.Tensor] = {}
         self._places: NDArray[np.intp] = np.zeros(0, np.intp)
         self.sizes = self._read[:0]
@@ -61,7 +61,7 @@ class VariableInput:
             if first >= 0 or count * rows <= len(self._staging_rows):
                 break
             self._staging = torch.empty(max(count * rows, 2 * len(self._staging_rows)), dtype=self._staging.dtype)
-            self._staging_rows = self._staging.numpy()
+            self._staging_rows = array_over(self._staging)
             self._views.clear()
         if not count:
             return None
@@ -116,7 +116,7 @@ class VariableInput:
         counts, places = self.counts[group], self._places[group]
         if len(group) and int(counts.min()) == int(counts.max()) and (self.sizes[group] == self.sizes[group[0]]).all():
             shape = self._spec.measured(self.sizes[group[0]].tolist())
-            return list(torch.from_numpy(self._slots[places, : counts[0]]).reshape(len(group), *shape).unbind())
+            return list(tensor_over(self._slots[places, : counts[0]]).reshape(len(group), *shape).unbind())
         return [
             self._tensor[place, :count].clone().reshape(self._spec.measured(sizes))
             for place, count, sizes in zip(places.tolist(), counts.tolist(), self.sizes[group].tolist(), strict=True)
@@ -155,9 +155,9 @@ def flattened(spec: TensorSpec, value: Any) -> tuple[NDArray[Any], tuple[int, ..
             raise TypeError(f"a row of bytes came as {type(value).__name__}, expected bytes or str")
         array = np.frombuffer(bytes(value), np.uint8)
     elif isinstance(value, (torch.Tensor, np.ndarray, np.generic)):
-        tensor = torch.as_tensor(value)
+        tensor = given_tensor(value)
         require_kept("it", tensor.dtype, dtype_of(spec))
-        array = host_values(tensor, dtype_of(spec)).numpy()
+        array = array_over(host_values(tensor, dtype_of(spec)))
     else:  # Python's numbers have no dtype: each must be a value of the spec's
         given = np.asarray(value)
         numbers = given.dtype.kind in "biuf"

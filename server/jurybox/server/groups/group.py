@@ -20,7 +20,7 @@ from jurybox.protocol.scoreboard import MAX_MODELS
 from jurybox.protocol.spec import ModelSpec
 from jurybox.protocol.weights import WeightsChannel
 from jurybox.server.engine.batches import Counters
-from jurybox.server.engine.modules import bare, host_values, require_kept, weights_of
+from jurybox.server.engine.modules import array_over, bare, host_values, require_kept, tensor_over, weights_of
 from jurybox.server.engine.served import Outcome, Served, WeightsSource
 
 _MATRIX = 2
@@ -237,7 +237,7 @@ class Grouped:
             staging = self._room(key, (end - begin), padded)
             for part in parts:
                 native.gather(self.members[part.place].inputs[key], part.tickets, staging[part.place - begin])
-            staged[key] = torch.from_numpy(staging).to(self.device, non_blocking=True)
+            staged[key] = tensor_over(staging).to(self.device, non_blocking=True)
         if self._compute is not None:
             staged = {
                 key: value.to(self._compute) if value.is_floating_point() else value for key, value in staged.items()
@@ -250,7 +250,7 @@ class Grouped:
                 native.scatter(self.members[part.place].outputs[key], part.tickets, values[part.place - begin])
         if self._finite:
             for part in parts:
-                own = {key: torch.from_numpy(results[key][part.place - begin]) for key in self._finite}
+                own = {key: tensor_over(results[key][part.place - begin]) for key in self._finite}
                 refused = self.members[part.place].served.refused(part.tickets, own, part.rows, {})
                 _add_refused(outcome, part, refused)
 
@@ -260,7 +260,7 @@ class Grouped:
         needed = members * rows
         kept = self._staging.get(key)
         if kept is None or len(kept) < needed:
-            kept = self._staging[key] = np.zeros((needed, *spec.shape), np.dtype(spec.dtype))
+            kept = self._staging[key] = np.zeros((needed, *spec.shape), spec.numpy_dtype)
         return kept[:needed].reshape(members, rows, *spec.shape)
 
     def _checked(self, results: Any, members: int, rows: int) -> dict[str, NDArray[Any]]:
@@ -279,7 +279,7 @@ class Grouped:
                 )
             dtype: torch.dtype = getattr(torch, spec.dtype)
             require_kept(f"output {key!r}", tensor.dtype, dtype)
-            values[key] = host_values(tensor, dtype).numpy()
+            values[key] = array_over(host_values(tensor, dtype))
         return values
 
     def free_memory(self) -> None:

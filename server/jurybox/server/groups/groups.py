@@ -17,7 +17,7 @@ from jurybox.protocol.spec import TensorSpec
 from jurybox.server.engine.batches import Counters, Slot
 from jurybox.server.engine.core import Engine
 from jurybox.server.engine.exported import flat
-from jurybox.server.engine.modules import views_of_weights, weights_of
+from jurybox.server.engine.modules import comparable, given_tensor, views_of_weights, weights_of
 from jurybox.server.engine.queues import Queue
 from jurybox.server.groups.group import Grouped, Member, Stack, stacked_forward
 from jurybox.server.groups.weights_updater import GroupWeightsUpdater
@@ -182,13 +182,14 @@ def _questions(spec: TensorSpec, members: int, example: Any) -> torch.Tensor:
     shape = (members, _ROWS, *spec.shape)
     dtype: torch.dtype = getattr(torch, spec.dtype)
     if example is not None:
-        return torch.as_tensor(example).reshape(shape)
+        return given_tensor(example).reshape(shape)
     if dtype.is_floating_point:
         return torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
     return torch.zeros(shape, dtype=dtype)
 
 
 def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    one, other = comparable(one), comparable(other)
     return bool(((one == other) | one.isnan()).all())
 
 

@@ -16,6 +16,7 @@ import numpy as np
 from fastapi import APIRouter, Request, Response
 from numpy.typing import NDArray
 
+from jurybox.protocol.dtypes import BITS
 from jurybox.protocol.errors import Code, Refused, ServerGone, error_for
 from jurybox.server.gateway.app import AnyText
 from jurybox.server.gateway.inference import models
@@ -143,6 +144,8 @@ def _output(output: Output, raw: list[bytes | memoryview], *, binary: bool) -> d
 
 def _numbers(output: Output, array: NDArray[Any]) -> list[Any]:
     """Return the elements as JSON values; null in failed rows."""
+    if array.dtype.name in BITS:  # whose elements JSON does not know; float32 keeps all of them
+        array = array.astype(np.float32)
     data: list[Any] = array.ravel().tolist()
     if array.dtype.kind != "f":
         return data

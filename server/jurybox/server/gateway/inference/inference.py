@@ -585,7 +585,7 @@ def _output(name: str, spec: TensorSpec, rows: Rows, failed: Mapping[int, str], 
     Raises:
         Refused (code UNSUPPORTED): its rows differ in size, and the request does not set extents.
     """
-    nothing = np.nan if spec.dtype.startswith("float") else 0
+    nothing = np.nan if spec.floating else 0
     if spec.dtype == BYTES:
         strings = [b"" if row in failed else value for row, value in enumerate(rows)]
         return Output(name, "BYTES", (len(strings),), strings, {}, failed)

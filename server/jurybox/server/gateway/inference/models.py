@@ -142,6 +142,8 @@ def config(model: dict[str, Any], idle: float) -> dict[str, Any]:
 
 
 def _data_type(dtype: str) -> str:
+    if dtype.startswith("float8"):
+        return "TYPE_INVALID"  # Triton has none for it
     return "TYPE_STRING" if dtype == BYTES else f"TYPE_{OIP_NAMES[dtype]}"
 
 

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jurybox.client.row_codec import utf8
+from jurybox.protocol.dtypes import is_floating
 from jurybox.protocol.errors import Code, Error, Refused, SpecMismatch, error_for, plain
 from jurybox.protocol.row_frames import MOST_ROWS, extents_of_text, split_strings
 from jurybox.protocol.spec import BYTES, OIP_NAMES, TensorSpec
@@ -192,12 +193,14 @@ class TypedData(InputData):
         except (OverflowError, ValueError) as error:
             raise SpecMismatch(f"input {self._name!r}: a value does not fit {datatype}: {error}") from error
         wrong: Any = False
-        if dtype.kind == "f":
-            if (infinite := np.isinf(array)).any():
-                wrong = infinite & np.isfinite(np.array(flat, np.float64))
+        if is_floating(dtype):
+            if (infinite := ~np.isfinite(array)).any():
+                given = np.array(flat, np.float64)
+                wrong = infinite & (np.isnan(array) != np.isnan(given)) | np.isinf(array) & np.isfinite(given)
+                infinite &= np.isinf(given)
                 if isinstance(self._values, list):  # JSON
-                    given = tuple(map(id, _NAMED.values()))
-                    wrong |= infinite & [id(value) not in given for value in flat]
+                    named = tuple(map(id, _NAMED.values()))
+                    wrong |= infinite & [id(value) not in named for value in flat]
         elif in_int64:  # NumPy 1 would reduce them to the dtype's bits
             wrong = (array < np.iinfo(dtype).min) | (array > np.iinfo(dtype).max)
         elif dtype.kind == "u":
