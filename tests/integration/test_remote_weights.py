@@ -510,3 +510,61 @@ def test_a_read_waits_for_a_first_publication_until_its_time_out_or_the_servers_
         with pytest.raises(ServerGone):
             reader.read(timeout=60)
         reader.close()
+
+
+def scaled(answer):
+    """The scale and the offset that computed an answer to X."""
+    reply = answer.infer_reply(X)
+    return reply.version, reply.outputs
+
+
+@pytest.mark.parametrize("transfer", [{}, {"changed_only": True}, {"bfloat16": True}])
+def test_a_part_from_elsewhere_is_added_to_the_newest_version(remote, client, transfer):
+    model = client.model("policy")
+    with RemotePublisher(remote, "policy", **transfer) as publisher, RemoteWeightsReader(remote, "policy") as reader:
+        publisher.publish({"scale": np.array(2, np.float32), "offset": np.array(1, np.float32)})
+        sent = publisher.sent_bytes
+        version = publisher.publish({"offset": np.array(7, np.float32)}, {"why": "head"}, partial=True)
+        assert publisher.sent_bytes - sent <= 64
+        for read in (reader.read(), client.weights("policy").read()):
+            assert (read.version, read.state["scale"], read.state["offset"]) == (version, 2, 7)
+            assert read.extra == {"why": "head"}
+        wait_until(lambda: scaled(model)[0] == version)
+        assert (scaled(model)[1] == 2 * X + 7).all()
+        for wrong in ({"nobody": np.zeros(1)}, {"offset": np.zeros(2, np.float32)}, {"offset": np.array(1.0)}, {}):
+            with pytest.raises(SpecMismatch):
+                publisher.publish(wrong, partial=True)
+        # What "changed" refers to is this stream's last complete publication, not the part after it.
+        publisher.publish({"scale": np.array(2, np.float32), "offset": np.array(1, np.float32)})
+        assert reader.read().state["offset"] == 1
+        publisher.publish({"scale": np.array(4, np.float32)}, partial=True)
+        assert {name: float(value) for name, value in reader.read().state.items()} == {"scale": 4, "offset": 1}
+
+
+def test_an_engine_that_starts_later_has_the_part_and_the_rest(tmp_path):
+    models = {"policy": {"factory": "tests.models:affine", "publish": "double_buffer"}}
+    with serving(tmp_path, models) as own, own.connect() as client, client.publisher("policy") as publisher:
+        publisher.publish({"scale": np.array(3, np.float32), "offset": np.array(1, np.float32)})
+        publisher.publish({"offset": np.array(5, np.float32)}, partial=True)
+        os.kill(own.pids()["engine-0"], signal.SIGKILL)
+        model = client.model("policy")
+        wait_until(lambda: scaled(model)[0] == 2)
+        assert (scaled(model)[1] == 3 * X + 5).all()
+
+
+def test_a_part_is_not_added_to_another_servers_version_after_the_stream_broke(tmp_path):
+    models = {"policy": {"factory": "tests.models:affine", "publish": "double_buffer"}}
+    with serving(tmp_path, models) as own, gateway(own.address) as (_, channel):
+        with RemotePublisher(channel, "policy") as publisher:
+            whole = {"scale": np.array(3, np.float32), "offset": np.array(1, np.float32)}
+            publisher.publish(whole)
+            publisher._stream.close()
+            publisher.publish({"offset": np.array(2, np.float32)}, partial=True)  # nobody has published since
+            publisher._stream.close()
+            with own.connect() as client, client.publisher("policy") as other:
+                other.publish({name: value * 10 for name, value in whole.items()})
+            for _ in range(2):
+                with pytest.raises(Refused, match=r"version 3, which may .*: publish all of them first"):
+                    publisher.publish({"offset": np.array(4, np.float32)}, partial=True)
+            publisher.publish(whole)
+            assert publisher.publish({"offset": np.array(4, np.float32)}, partial=True) == 5

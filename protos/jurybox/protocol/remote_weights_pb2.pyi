@@ -1,6 +1,7 @@
+from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
-from collections.abc import Mapping as _Mapping
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
 from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
@@ -22,20 +23,22 @@ class OpenPublisher(_message.Message):
     def __init__(self, model: _Optional[str] = ...) -> None: ...
 
 class BeginPublication(_message.Message):
-    __slots__ = ("layout_hash", "bfloat16", "changed_only", "version", "check_finite", "extra")
+    __slots__ = ("layout_hash", "bfloat16", "changed_only", "version", "check_finite", "extra", "only")
     LAYOUT_HASH_FIELD_NUMBER: _ClassVar[int]
     BFLOAT16_FIELD_NUMBER: _ClassVar[int]
     CHANGED_ONLY_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     CHECK_FINITE_FIELD_NUMBER: _ClassVar[int]
     EXTRA_FIELD_NUMBER: _ClassVar[int]
+    ONLY_FIELD_NUMBER: _ClassVar[int]
     layout_hash: bytes
     bfloat16: bool
     changed_only: bool
     version: int
     check_finite: bool
     extra: bytes
-    def __init__(self, layout_hash: _Optional[bytes] = ..., bfloat16: _Optional[bool] = ..., changed_only: _Optional[bool] = ..., version: _Optional[int] = ..., check_finite: _Optional[bool] = ..., extra: _Optional[bytes] = ...) -> None: ...
+    only: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, layout_hash: _Optional[bytes] = ..., bfloat16: _Optional[bool] = ..., changed_only: _Optional[bool] = ..., version: _Optional[int] = ..., check_finite: _Optional[bool] = ..., extra: _Optional[bytes] = ..., only: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class EndPublication(_message.Message):
     __slots__ = ("bytes",)

@@ -18,7 +18,7 @@ from jurybox.protocol.locks import TimedLock
 from jurybox.protocol.weights import WeightsLayout
 from jurybox.protocol.weights.channel import decode_extra, encode_extra
 from jurybox.protocol.weights.layout import TensorPlace, dtype_name
-from jurybox.protocol.weights.publisher import array_of, in_layout, layout_mismatch, tensors_of
+from jurybox.protocol.weights.publisher import array_of, in_layout, layout_mismatch, part_mismatch, tensors_of
 from jurybox.protocol.weights.reader import State, Weights
 from jurybox.protocol.weights.transfer import PUBLISH, READ, Assembly, Flat, chunks, narrow, transfer_layout
 
@@ -92,6 +92,7 @@ class RemotePublisher(_Remote):
         self._base: Flat | None = None
         self._stream, opened = self._open()
         self._adopt(opened)
+        self._whole = True  # whether the newest version is the one to which a part is meant to be added
         forks.register(self)
 
     def publish(
@@ -101,12 +102,15 @@ class RemotePublisher(_Remote):
         *,
         check_finite: bool = False,
         version: int | None = None,
+        partial: bool = False,
     ) -> int:
         """Publish like `Publisher.publish`; return when every reader on the server's host can read the version.
 
         Raises:
             ServerGone: the stream broke.
             Timeout: the gateway did not answer in time.
+            Refused: a part was published although the stream had broken, and the server does not have this publisher's
+                last version.
             Error: as `Publisher.publish`.
         """
         tensors, packed = tensors_of(source), encode_extra(extra)
@@ -114,34 +118,52 @@ class RemotePublisher(_Remote):
             raise Refused(f"version {version} was to be published: expected 1 to 2**63 - 1")
         try:
             with self._turn.once(self._timeout):
-                return self._publish(tensors, packed, check_finite, version)
+                return self._publish(tensors, packed, check_finite, version, partial)
         finally:
             if self._closed:
                 self.close()
 
-    def _publish(self, tensors: Mapping[str, Any], packed: bytes, check_finite: bool, version: int | None) -> int:
+    def _publish(
+        self, tensors: Mapping[str, Any], packed: bytes, check_finite: bool, version: int | None, partial: bool
+    ) -> int:
         if self._forked:
             raise Refused(f"this publisher of {self._model!r} was made before a fork: make one in this process")
         if self._closed:
             raise Refused(f"this publisher of {self._model!r} was closed; make another one")
         if not self._stream.alive:
+            before = self.version
             self._stream, opened = self._open_again()
             self._adopt(opened)
+            self._whole &= self.version == before
         if len(packed) > self._extra_bytes:
             raise SpecMismatch(
                 f"extra takes {len(packed)} bytes, the weights channel of {self._model!r} has room for "
                 f"{self._extra_bytes}; publish less with the weights"
             )
-        flat = self._flatten(tensors)
-        base = self._base if self._changed_only else None
-        self._base = None
+        layout = self.layout
+        tensors = in_layout(tensors, layout, partial=partial)
+        if partial:
+            if not tensors or not tensors.keys() <= layout.places.keys():
+                raise part_mismatch(layout, self._model, tensors)
+            if not self._whole:
+                raise Refused(
+                    f"a part of the weights of {self._model!r} was to be published after the stream had broken, and "
+                    f"the server has version {self.version}, which may have other tensors: publish all of them first"
+                )
+            layout = layout.only(tensors)
+        travelling = transfer_layout(layout, bfloat16=self._bfloat16)
+        flat = self._flatten(tensors, layout, travelling)
+        base = None
+        if not partial:  # a part is sent whole, and changes nothing of what later changes refer to
+            base, self._base = self._base if self._changed_only else None, None
         begin = pb.BeginPublication(
-            layout_hash=bytes.fromhex(self._travelling.hash),
+            layout_hash=bytes.fromhex(travelling.hash),
             bfloat16=self._bfloat16,
             changed_only=base is not None,
             version=version or 0,
             check_finite=check_finite,
             extra=packed,
+            only=list(layout.places) if partial else [],
         )
         try:
             self._stream.send(pb.PublishRequest(begin=begin))
@@ -156,7 +178,9 @@ class RemotePublisher(_Remote):
                 self._stream.close()  # it is unknown how much of the publication the gateway has received
             raise
         self.sent_bytes += sent
-        self._base = flat if self._changed_only else None
+        if not partial:
+            self._whole = True
+            self._base = flat if self._changed_only else None
         return self.version
 
     def close(self) -> None:
@@ -196,19 +220,17 @@ class RemotePublisher(_Remote):
         self.layout = WeightsLayout.from_json(opened.layout)
         self.version = int(opened.newest)
         self._extra_bytes: int = int(opened.extra_bytes)
-        self._travelling: WeightsLayout = transfer_layout(self.layout, bfloat16=self._bfloat16)
         self._base = None
 
-    def _flatten(self, tensors: Mapping[str, Any]) -> Flat:
+    def _flatten(self, tensors: Mapping[str, Any], layout: WeightsLayout, travelling: WeightsLayout) -> Flat:
         """Return the tensors as sent, copied to new memory. Raises SpecMismatch, naming the difference."""
-        places, tensors = self.layout.places, in_layout(tensors, self.layout)
-        if tensors.keys() != places.keys():
-            raise layout_mismatch(self.layout, self._model, tensors)
-        flat = np.zeros(self._travelling.nbytes, np.uint8)
-        for name, view in self._travelling.views(flat, bits=True).items():
-            array = _host_array(tensors[name], places[name])
+        if tensors.keys() != layout.places.keys():
+            raise layout_mismatch(layout, self._model, tensors)
+        flat = np.zeros(travelling.nbytes, np.uint8)
+        for name, view in travelling.views(flat, bits=True).items():
+            array = _host_array(tensors[name], layout.places[name])
             if array is None:
-                raise layout_mismatch(self.layout, self._model, tensors)
+                raise layout_mismatch(layout, self._model, tensors)
             view[...] = narrow(array) if view.dtype != array.dtype else array
         return flat
 

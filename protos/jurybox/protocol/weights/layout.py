@@ -147,6 +147,11 @@ class WeightsLayout:
         except (ValueError, TypeError, OverflowError, RecursionError) as error:
             raise ProtocolMismatch(f"expected a weights layout as JSON, got {text[:80]!r}: {error}") from error
 
+    def only(self, names: Iterable[str]) -> WeightsLayout:
+        """Return the layout of some of the tensors, in this layout's order. Raises SpecMismatch if there are none."""
+        wanted = set(names)
+        return WeightsLayout((name, place.dtype, place.shape) for name, place in self.places.items() if name in wanted)
+
     def difference(self, other: WeightsLayout) -> str:
         """Return the differences to `other` as text; empty if there are none. The order of tensors does not matter."""
         lines = [

@@ -23,6 +23,7 @@ from jurybox.protocol.weights.layout import DTYPES, dtype_name
 
 _LARGEST = 2**63 - 1  # a version shares a word with its slot's number
 _LARGEST_STEP = 2**32
+_NAMED = 8  # tensors that a message lists
 _PATIENCE = 60.0  # seconds to wait for another thread's publication
 
 
@@ -45,20 +46,27 @@ def tensors_of(source: Any) -> Mapping[str, Any]:
 _COMPILED, _PARALLEL = "_orig_mod.", "module."  # what torch.compile and data parallelism add to names
 
 
-def in_layout(tensors: Mapping[str, Any], layout: WeightsLayout) -> Mapping[str, Any]:
+def in_layout(tensors: Mapping[str, Any], layout: WeightsLayout, *, partial: bool = False) -> Mapping[str, Any]:
     """Return the tensors by the layout's names, if they have them behind the wrappers of torch.compile or DataParallel.
+
+    `partial`: only a part of the layout's names may be there.
 
     Values of a state_dict that are no tensors, those of `get_extra_state`, are left away. Tensors that do not fit are
     returned as they came, for the error.
     """
-    if tensors.keys() == layout.places.keys():
+    places = layout.places.keys()
+
+    def fits(found: Mapping[str, Any]) -> bool:
+        return found.keys() <= places if partial else found.keys() == places
+
+    if fits(tensors):
         return tensors
     found = {name: tensor for name, tensor in tensors.items() if hasattr(tensor, "dtype")}
     for _ in range(2):  # either wrapper may be the outer one
         found = {name.replace(_COMPILED, ""): tensor for name, tensor in found.items()}
-        if all(name.startswith(_PARALLEL) for name in found) and found.keys() != layout.places.keys():
+        if all(name.startswith(_PARALLEL) for name in found) and not fits(found):
             found = {name.removeprefix(_PARALLEL): tensor for name, tensor in found.items()}
-    return found if found.keys() == layout.places.keys() else tensors
+    return found if fits(found) else tensors
 
 
 class Publisher(forks.Closing):
@@ -116,6 +124,7 @@ class Publisher(forks.Closing):
         *,
         check_finite: bool = False,
         version: int | None = None,
+        partial: bool = False,
     ) -> int:
         """Publish weights and the extra atomically; return their version.
 
@@ -130,26 +139,37 @@ class Publisher(forks.Closing):
             extra: JSON-serialisable values and small arrays that readers get together with these weights.
             check_finite: refuse NaN and infinities, also in `extra`.
             version: the version number, larger than the last one by 2**32 at most; default: the last one plus one.
+            partial: `source` has only some of the layout's tensors, such as those of an adapter. The others keep their
+                values of the version before, so readers and engines get a complete version, also those that missed
+                some. The extra is not kept.
 
         Raises:
             SpecMismatch: the layout differs (the message names the difference), or `extra` is of a wrong kind or too
                 large.
-            Refused: a value is not finite, with `check_finite`; the version is not larger than the last one, or too
-                large; the publisher was closed, or created before a fork, or is that of another device than the
-                tensors'; or this is a signal handler or a destructor within another publication.
+            Refused: a value is not finite, with `check_finite`; there is no complete version to add a part to: nothing
+                was published, or (in snapshot mode) the last publisher was killed while writing; the version is not
+                larger than the last one, or too large; the publisher was closed, or created before a fork, or is that
+                of another device than the tensors'; or this is a signal handler or a destructor within another
+                publication.
             Timeout: another thread's publication did not end.
             ServerGone: the owner of the channel is gone.
         """
-        return self._published(source, extra, check_finite, version, _LARGEST_STEP)
+        return self._published(source, extra, check_finite, version, _LARGEST_STEP, partial)
 
     def restore(self, source: Any, extra: Mapping[str, Any] | None, version: int) -> int:
         """Publish what was saved from an earlier channel under its version, which may be any number of steps ahead."""
-        return self._published(source, extra, False, version, _LARGEST)
+        return self._published(source, extra, False, version, _LARGEST, False)
 
     def _published(
-        self, source: Any, extra: Mapping[str, Any] | None, check_finite: bool, version: int | None, step: int
+        self,
+        source: Any,
+        extra: Mapping[str, Any] | None,
+        check_finite: bool,
+        version: int | None,
+        step: int,
+        partial: bool,
     ) -> int:
-        tensors = in_layout(tensors_of(source), self.channel.layout)
+        tensors = in_layout(tensors_of(source), self.channel.layout, partial=partial)
         packed = encode_extra(extra)
         if len(packed) > self.channel.extra_bytes:
             raise SpecMismatch(
@@ -160,12 +180,14 @@ class Publisher(forks.Closing):
             raise Refused("extra holds NaN or infinity, and check_finite asks to refuse that; nothing was published")
         try:
             with self._turn.once(_PATIENCE):
-                return self._publish(tensors, packed, check_finite, version, step)
+                return self._publish(tensors, packed, check_finite, version, step, partial)
         finally:
             if self._closing:
                 self.close()
 
-    def _publish(self, tensors: Mapping[str, Any], extra: bytes, check: bool, version: int | None, step: int) -> int:
+    def _publish(
+        self, tensors: Mapping[str, Any], extra: bytes, check: bool, version: int | None, step: int, partial: bool
+    ) -> int:
         self._require_open()
         if not self.channel.owner_lives():
             raise ServerGone(
@@ -173,7 +195,9 @@ class Publisher(forks.Closing):
                 "and take a new publisher"
             )
         number = self._number(version, step)
-        if any(_on_device(tensor) for tensor in tensors.values()):
+        if partial:
+            self._publish_part(tensors, extra, number, check)
+        elif any(_on_device(tensor) for tensor in tensors.values()):
             self._publish_from_device(tensors, extra, number, check)
         else:
             self._publish_from_host(tensors, extra, number, check)
@@ -192,9 +216,42 @@ class Publisher(forks.Closing):
             address, keep = located
             kept.append(keep)
             self._parts[row, 0] = address
-        bad = self.channel.slots.publish(self._parts, extra, version, check)
+        self._write(self._parts, extra, version, check)
+
+    def _publish_part(self, tensors: Mapping[str, Any], extra: bytes, version: int, check: bool) -> None:
+        """Publish some tensors. The others are copied from the newest slot, or stay there if it is the only one.
+
+        No other process writes to the slots, so the newest one stays what it is meanwhile.
+        """
+        if not tensors or not tensors.keys() <= self.channel.layout.places.keys():
+            raise part_mismatch(self.channel.layout, self.channel.name, tensors)
+        newest = self.channel.claim()
+        if not newest.version:
+            raise Refused(
+                f"a part was to be published on {self.channel.name}, which has no complete version to take the other "
+                "tensors from: publish all of them first"
+            )
+        whole = int(self.channel.slot(newest).__array_interface__["data"][0])
+        kept, rows = [], []
+        for row, (place, stored, of_torch) in enumerate(self._places):
+            tensor = tensors.get(place.name)
+            if tensor is None:
+                self._parts[row, 0] = whole + place.offset
+                if self.channel.mode == "double_buffer":
+                    rows.append(row)
+                continue
+            located = _locate(tensor.cpu() if _on_device(tensor) else tensor, place, stored, of_torch)
+            if located is None:
+                raise part_mismatch(self.channel.layout, self.channel.name, tensors)
+            self._parts[row, 0], keep = located
+            kept.append(keep)
+            rows.append(row)
+        self._write(np.ascontiguousarray(self._parts[rows]), extra, version, check)
+
+    def _write(self, parts: npt.NDArray[np.uint64], extra: bytes, version: int, check: bool) -> None:
+        bad = self.channel.slots.publish(parts, extra, version, check)
         if bad >= 0:
-            name = self._places[bad][0].name
+            name = next(place.name for place, _, _ in self._places if place.offset == parts[bad, 1] and place.nbytes)
             raise Refused(
                 f"tensor {name!r} holds NaN or infinity, and check_finite asks to refuse that; nothing was published"
             )
@@ -305,6 +362,19 @@ def layout_mismatch(layout: WeightsLayout, channel: str, tensors: Mapping[str, A
     return SpecMismatch(
         f"these weights don't fit weights channel {channel}: {layout.difference(WeightsLayout(came))}; "
         "publish what the model was made with, or make the model anew"
+    )
+
+
+def part_mismatch(layout: WeightsLayout, channel: str, tensors: Mapping[str, Any]) -> SpecMismatch:
+    """Return the error for tensors that are no part of a channel's layout; it names the difference."""
+    if not tensors:
+        return SpecMismatch(f"a part of the weights of channel {channel} came without a tensor: expected one at least")
+    known = [name for name in tensors if name in layout.places]
+    if known:
+        return layout_mismatch(layout.only(known), channel, tensors)
+    return SpecMismatch(
+        f"the weights of channel {channel} have no tensor {next(iter(tensors))!r}: expected some of "
+        f"{', '.join(list(layout.places)[:_NAMED])}"
     )
 
 

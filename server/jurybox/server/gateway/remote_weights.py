@@ -282,7 +282,7 @@ class _Publisher:
         self._turn = threading.Lock()  # a cancelled stream may be closed while a thread still publishes
         self.receiving = False
         self.broken = False
-        self._begin = pb.BeginPublication()
+        self._begin, self._sent = pb.BeginPublication(), self._layout
         self._assembly: Assembly | None = None
         # The last complete publication of the stream, by its `bfloat16`: changed chunks are applied to it.
         self._base: dict[bool, np.ndarray[Any, np.dtype[np.uint8]]] = {}
@@ -316,7 +316,12 @@ class _Publisher:
         raise Error(f"unexpected message {kind!r}: expected begin, chunks, end", Code.MALFORMED)
 
     def _start(self, begin: pb.BeginPublication) -> None:
-        travelling = transfer_layout(self._layout, bfloat16=begin.bfloat16)
+        layout = self._layout
+        if begin.only:
+            if len(begin.only) > len(layout.places) or not layout.places.keys() >= set(begin.only):
+                raise Error("a part names tensors that the channel's layout does not have", Code.MALFORMED)
+            layout = layout.only(begin.only)
+        travelling = transfer_layout(layout, bfloat16=begin.bfloat16)
         if begin.layout_hash.hex() != travelling.hash:
             raise Error(
                 f"the announced layout ({begin.layout_hash.hex()[:12]}) is not the channel's "
@@ -328,25 +333,28 @@ class _Publisher:
                 f"extra takes {len(begin.extra)} bytes, there is room for {self._publisher.channel.extra_bytes}",
                 Code.TOO_LARGE,
             )
-        base = self._base.pop(begin.bfloat16, None)  # no base again until this publication is complete
+        # No base again until this publication is complete. A part is sent whole and leaves it.
+        base = None if begin.only else self._base.pop(begin.bfloat16, None)
         if begin.changed_only and base is None:
             raise Error("changed chunks were announced before any complete publication of this stream", Code.MALFORMED)
         flat = np.zeros(travelling.nbytes, np.uint8) if base is None else base
         self._assembly = Assembly(flat, gaps=begin.changed_only)
-        self._begin, self.receiving = begin, True
+        self._begin, self._sent, self.receiving = begin, layout, True
 
     def _finish(self, sent: int) -> int:
         assembly, begin = self._assembly, self._begin
         assert assembly is not None
         self._assembly, self.receiving = None, False
         assembly.finish(sent)
-        self._base[begin.bfloat16] = assembly.flat
-        travelled = transfer_layout(self._layout, bfloat16=begin.bfloat16)
+        if not begin.only:
+            self._base[begin.bfloat16] = assembly.flat
+        travelled = transfer_layout(self._sent, bfloat16=begin.bfloat16)
         return self._publisher.publish(
-            restored(self._layout, travelled, assembly.flat),
+            restored(self._sent, travelled, assembly.flat),
             decode_extra(begin.extra),
             check_finite=begin.check_finite,
             version=begin.version or None,
+            partial=bool(begin.only),
         )
 
     def close(self) -> None:
