@@ -13,6 +13,7 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 from tests.serving import segments
 from tests.unit.hockey import like_the_original
@@ -88,6 +89,35 @@ def test_a_served_policy_plays_and_so_do_pinned_past_selves(tmp_path) -> None:
     assert segments() <= before
 
 
+@pytest.mark.runs
+@pytest.mark.parametrize("rows", [300, pytest.param(1000, marks=pytest.mark.slow)])
+def test_a_small_replay_is_overwritten_again_and_again_by_collectors_that_never_wait(tmp_path, rows) -> None:
+    before, seen = segments(), {"samples": 0}
+    s = settings(steps=30 * rows, workers=2, max_ahead="none", buffer_size=rows, publish_interval=1, max_lag=2)
+
+    def watch(shared):
+        replay = shared.replay("rows")
+        seen["overwritten"] = replay.counters.overwritten
+        if len(replay) < rows:
+            return
+        drawn = replay.sample(64)
+        assert np.isfinite(drawn["observation"]).all() and (abs(drawn["action"]) <= 1).all()
+        seen["samples"] += 1
+
+    class Metrics(list):
+        def scalars(self, step, values):
+            self.append(values)
+
+    metrics = Metrics()
+    outcome = run(plan(s, tmp_path), tmp_path, metrics, watch=watch)
+    assert outcome.end is End.STEPS and outcome.restarts == 0
+    assert seen["overwritten"] > 50 * rows and seen["samples"] > 0, "two rows a step, one for each player"
+    losses = [row["critic_loss"] for row in metrics if "critic_loss" in row]
+    assert losses and np.isfinite(losses).all()
+    assert outcome.forced_syncs > 0, "policies older than two publications were fetched at once"
+    assert segments() <= before
+
+
 def kill_at_random(folder: Path, times: int, seconds: float) -> tuple[int, object]:
     """Run hockey, and kill `times` random processes of it, with `seconds` between kills."""
     rng, kills, last_kill, signals = random.Random(7), [], [time.monotonic(), 0], Signals()
@@ -147,8 +177,6 @@ def test_a_hockey_run_survives_five_minutes_of_kills(tmp_path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
 def test_ten_minutes_of_training_clearly_beat_random_play(tmp_path) -> None:
-    import numpy as np
-
     from jurybox.training.environments.hockey import HockeyGame
     from jurybox.training.recipes.hockey_settings import HockeyTraining
 

@@ -182,6 +182,38 @@ def test_each_batch_contains_a_share_of_the_anchor(tmp_path: Path, monkeypatch) 
         settings(anchor_size=s.least_kept - 1)
 
 
+def test_without_a_limit_ahead_neither_side_waits_and_the_age_of_policies_is_bounded_and_shown() -> None:
+    free = HockeyTraining(max_ahead="none")
+    assert free.pace.free and free.pace.slack is None and not HockeyTraining().pace.free
+    with pytest.raises(ConfigError, match="max_ahead"):
+        HockeyTraining.checked({"max_ahead": "any"})
+    with pytest.raises(ConfigError, match="nothing would limit the age of collectors' policies"):
+        HockeyTraining.checked({"max_ahead": "none", "max_lag": None})
+    with pytest.raises(ConfigError, match='train_freq is set and would have no effect: max_ahead is "none"'):
+        HockeyTraining.read(None, {"max_ahead": "none", "train_freq": 4})
+    outcome = SimpleNamespace(forced_syncs=3, learner_steps=5000)
+    shown = hockey_report.age_of_policies(free, outcome, [{"lag": 2.0}, {"lag": 25.0}])
+    assert "13.5 publications behind on average, 25 at most" in shown
+    assert "more than 20 are fetched before the next step (3 times)" in shown
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("num_collectors", "is called workers here"),
+        ("replay_capacity", "is called buffer_size here"),
+        ("weight_publish_interval", "is called publish_interval here"),
+        ("sync_interval", "is called weight_sync_interval here"),
+        ("envs_per_collector", "envs is the number of games over all workers"),
+        ("dual_buffer", "anchor_size rows are kept"),
+        ("tau", "it is learner.tau here"),
+    ],
+)
+def test_names_of_other_programs_are_answered_with_ours(name: str, told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        HockeyTraining.checked({name: 1})
+
+
 def test_the_anchor_is_refused_where_rows_come_from_other_machines(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="anchor_size does not go"):
         train(settings(anchor_size=400), tmp_path, launcher=object())

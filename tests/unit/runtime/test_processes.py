@@ -152,6 +152,47 @@ def test_time_that_is_up_ends_the_run_with_a_last_evaluation(tmp_path, serial):
     assert outcome.evaluation["eval_version"] == 1 + outcome.learner_steps // 5
 
 
+def test_time_that_is_up_also_ends_learners_that_are_far_behind(tmp_path):
+    slow = {"learner": {"pause": 0.05}, "collect": 1, "slack": 10**9}
+    planned = plan(budget=Budget(steps=10**9, seconds=3.0), evaluate=10**9, timeouts=Timeouts(save=30.0), **slow)
+    outcome = run(planned, tmp_path, Rows())
+    if not outcome.env_steps:
+        pytest.skip("this machine is too busy to start a process in three seconds")
+    assert outcome.end is End.SECONDS and outcome.learner_steps < planned.pace.learner_steps(outcome.env_steps)
+    assert outcome.evaluation["eval_version"] == 1 + outcome.learner_steps // 5, "there was no wait of 30 s"
+
+
+def test_in_a_free_pace_neither_side_has_the_others_speed(tmp_path):
+    free = {"steps": 300, "free": True, "slack": None}
+    ratio = (300 - 20) // 2
+    fast = run(plan(**free, actor={"pause": 0.01}), tmp_path / "fast", Rows())
+    assert fast.env_steps == 300 and fast.learner_steps > ratio
+    slow = run(plan(**free, learner={"pause": 0.1}), tmp_path / "slow", Rows())
+    assert slow.env_steps == 300 and slow.learner_steps < ratio
+    assert run(plan(**free), tmp_path / "serial", Rows(), serial=True).learner_steps == ratio
+
+
+@pytest.mark.parametrize("stopped", ["actor-0", "learner"])
+def test_in_a_free_pace_each_side_goes_on_while_the_other_stands_still(tmp_path, stopped):
+    planned = plan(
+        steps=10**9, free=True, slack=None, actor={"pause": 0.001}, timeouts=Timeouts(actor=600, learner=600)
+    )
+    signals, seen = Signals(), {}
+
+    def watch(shared):
+        names = [role.name for role in planned.roles]
+        words = shared.scoreboard.words[names.index(stopped)]
+        made = shared.scoreboard.learner_steps if stopped == "actor-0" else shared.scoreboard.env_steps
+        if not seen and shared.scoreboard.learner_steps > 10:
+            os.kill(words[Word.PID], signal.SIGSTOP)
+            seen.update(pid=words[Word.PID], at=made)
+        elif seen and not signals.count and made > seen["at"] + 300:
+            os.kill(seen["pid"], signal.SIGCONT)
+            signals.ask()
+
+    assert run(planned, tmp_path, Rows(), watch=watch, signals=signals).end is End.SIGNAL and seen
+
+
 def test_a_role_that_always_fails_ends_the_run_with_its_reason(tmp_path):
     timeouts = Timeouts(failures=2, back_off=(0.0,))
     outcome = run(plan(actor={"fail_at": 30}, timeouts=timeouts), tmp_path, Rows())

@@ -208,11 +208,12 @@ def plan(
         make = f"{HERE}:Judge"
         roles.append(RoleSpec("judge", Kind.EVALUATOR, make, judge or {}, reads=("policy",), evaluate_every=evaluate))
     budget = more.pop("budget", Budget(steps=steps))
+    pace = Pace(collect=collect, learn=learn, warmup=warmup, slack=slack, free=more.pop("free", False))
     return Plan(
         roles=tuple(roles),
         replays=(ReplaySpec("rows", 100_000, {"value": Field((), "float64"), "version": Field((), "int64")}),),
         channels=(ChannelSpec("policy", WeightsLayout.of({"w": np.zeros(3)})),),
-        pace=Pace(collect=collect, learn=learn, warmup=warmup, slack=slack),
+        pace=pace,
         budget=budget,
         **more,
     )

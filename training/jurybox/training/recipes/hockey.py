@@ -29,7 +29,6 @@ from jurybox.training.runtime.plan import (
     ConfigError,
     Kind,
     Outcome,
-    Pace,
     Plan,
     ReplaySpec,
     RoleSpec,
@@ -120,7 +119,7 @@ def plan(settings: HockeyTraining, folder: Path, served: ServedModels | None = N
             ReplaySpec(RESULTS, _RESULTS_KEPT, {"opponent": Field((), "int64"), "winner": Field((), "int32")}),
         ),
         channels=(ChannelSpec(CHANNEL, layout),),
-        pace=Pace(settings.train_freq, settings.gradient_steps, settings.learning_starts, settings.max_ahead),
+        pace=settings.pace,
         budget=Budget(
             settings.steps,
             settings.seconds,

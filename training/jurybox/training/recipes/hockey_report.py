@@ -62,10 +62,22 @@ def report(
     facts = {
         "Seed": settings.seed,
         "Games": f"{outcome.episodes:,} ({outcome.episodes / max(outcome.seconds, 1e-9):.1f}/s)",
-        "Forced syncs": outcome.forced_syncs,
+        "Ahead": "neither side waits" if settings.free else f"collectors at most {settings.max_ahead:,} env steps",
+        "Age of policies": age_of_policies(settings, outcome, rows),
     }
     sections.append(page.the_run(facts, settings.as_dict(), command, outcome, packages=("torch", "numpy", "box2d")))
     return page.render("Jurybox hockey report", "Jurybox: hockey", sections)
+
+
+def age_of_policies(settings: HockeyTraining, outcome: Outcome, rows: Sequence[Mapping[str, float]]) -> str:
+    """Return how far collectors' policies were behind the learner, and what limits that."""
+    lags = [row["lag"] for row in rows if "lag" in row]
+    found = f"{np.mean(lags):.1f} publications behind on average, {max(lags):.0f} at most; " if lags else ""
+    limit = "no limit" if settings.max_lag is None else f"more than {settings.max_lag} are fetched before the next step"
+    return (
+        f"{found}{limit} ({outcome.forced_syncs:,} times); {outcome.learner_steps:,} learner steps were published "
+        f"every {settings.publish_interval}"
+    )
 
 
 def learned(folder: Path) -> NumpyActor | None:

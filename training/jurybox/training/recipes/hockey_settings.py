@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
 from jurybox.training.algorithms.league import LeagueSettings
 from jurybox.training.algorithms.td3_actor import TD3Settings
+from jurybox.training.runtime.plan import Pace
 from jurybox.training.runtime.settings import ServedSettings
 
 
@@ -38,6 +39,19 @@ class HockeyTraining(ServedSettings):
     """Settings of a hockey training; a TOML file and the command line use the same names."""
 
     title = "hockey"
+    ways: ClassVar = {
+        "dual_buffer": "anchor_size rows are kept for games against bots, and anchor_ratio of a batch comes from them",
+        "envs_per_worker": "envs is the number of games over all workers",
+        "envs_per_collector": "envs is the number of games over all workers",
+        "num_envs_per_worker": "envs is the number of games over all workers",
+        "tau": "it is learner.tau here",
+        "policy_delay": "it is learner.policy_delay here",
+        "actor_lr": "it is learner.actor_learning_rate here",
+        "critic_lr": "it is learner.critic_learning_rate here",
+        "pool_size": "it is league.pool here",
+        "hidden": "it is learner.hidden_actor and learner.hidden_critic here",
+        "net_arch": "it is learner.hidden_actor and learner.hidden_critic here",
+    }
     # Settings that may change when a run is resumed: its length, where the work is done, and what is recorded.
     may_change = (
         *("steps", "seconds", "target", "workers", "envs", "policy", "device", "learner_gpus", "engine_gpus"),
@@ -63,9 +77,16 @@ class HockeyTraining(ServedSettings):
     # displace on the CPU.
     train_freq: int = Field(8, ge=1, description="Env steps per `gradient_steps` learner steps.")
     gradient_steps: int = Field(1, ge=1, description="Learner steps per `train_freq` env steps.")
-    max_ahead: int = Field(2000, ge=0, description="Env steps by which collectors may be ahead of the learner.")
-    publish_interval: int = Field(50, ge=1, description="Learner steps between two publications.")
-    weight_sync_interval: int = Field(10, ge=1, description="Collector steps between two checks for new weights.")
+    max_ahead: Annotated[int, Field(ge=0)] | Literal["none"] = Field(
+        2000,
+        description="Env steps by which collectors may be ahead of the learner; none: neither waits for the other.",
+    )
+    publish_interval: int = Field(
+        50, ge=1, description="Learner steps between two publications; collectors look every `weight_sync_interval`."
+    )
+    weight_sync_interval: int = Field(
+        10, ge=1, description="Collector steps between two looks for weights, published every `publish_interval`."
+    )
     max_lag: int | None = Field(
         20, ge=0, description="Publications by which a collector may lag before it fetches the weights."
     )
@@ -114,12 +135,25 @@ class HockeyTraining(ServedSettings):
             raise ValueError(
                 f"envs={self.envs} with workers={self.workers}: expected the same number of games for each, two or more"
             )
+        if self.free and self.max_lag is None:
+            raise ValueError('max_ahead="none" without max_lag: nothing would limit the age of collectors\' policies')
         if 0 < self.anchor_size < self.least_kept:
             raise ValueError(
                 f"anchor_size={self.anchor_size}: expected 0, or at least {self.least_kept}: in a smaller one too "
                 f"few rows could be sampled, with this number of games and n_steps={self.n_steps}"
             )
         return self
+
+    @property
+    def free(self) -> bool:
+        """Whether collectors and learner run without waiting for each other."""
+        return self.max_ahead == "none"
+
+    @property
+    def pace(self) -> Pace:
+        """The ratio of learner steps to env steps, which only a serial run keeps in the free mode."""
+        slack = None if self.max_ahead == "none" else self.max_ahead
+        return Pace(self.train_freq, self.gradient_steps, self.learning_starts, slack, free=self.free)
 
     @property
     def envs_per_worker(self) -> int:
@@ -155,6 +189,8 @@ class HockeyTraining(ServedSettings):
             unused["film_games"] = "only games of this package's own environment are filmed"
         if self.policy == "local":
             unused["engine_gpus"] = "policy is local, so there is no engine"
+        if self.free:
+            unused |= dict.fromkeys(("train_freq", "gradient_steps"), 'max_ahead is "none", so there is no ratio')
         if self.device == "cpu":
             unused["learner_gpus"] = 'device is "cpu": the learner would not use them'
         return unused

@@ -21,6 +21,7 @@ from jurybox.training.runtime.watchdog import examine
 
 _TICK_SECONDS = 0.05
 _WATCH_SECONDS = 0.5
+_CATCH_UP_SECONDS = 1.0  # that learners have for what is left, once the time is up
 _AWAY_SECONDS = 5.0  # between two looks from which on this process counts as having been stopped
 
 
@@ -118,8 +119,10 @@ class Orchestrator:
             reason = ending()
             if reason is End.SECONDS and self._plan.of_kind(Kind.EVALUATOR):
                 # The result is evaluated, if that does not take too long.
-                self._closed_at = self._closed_at or time.monotonic()
-                self._rules.close()
+                if not self._closed_at:
+                    self._closed_at = time.monotonic()
+                    self._notify(f"{reason.value}: actors and learners end, and the last evaluation follows")
+                self._rules.close(learners=time.monotonic() - self._closed_at > _CATCH_UP_SECONDS)
             elif reason is not None:
                 return reason
             if self._is_finished() or (reason and time.monotonic() - self._closed_at > self._plan.timeouts.save):

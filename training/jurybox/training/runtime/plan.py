@@ -128,16 +128,21 @@ class Pace:
         collect, learn: the ratio.
         warmup: environment steps before the first learner step.
         slack: None: actors never wait for learners.
+        free: with slack None, learners do not wait for actors either: after `warmup` they make steps as fast as they
+            can, until the last environment step is made. Serially the ratio is kept.
     """
 
     collect: int = 1
     learn: int = 1
     warmup: int = 0
     slack: int | None = 1000
+    free: bool = False
 
     def __post_init__(self) -> None:
         if self.collect < 1 or self.learn < 1 or self.warmup < 0 or (self.slack is not None and self.slack < 0):
             raise PlanError(f"expected collect and learn >= 1, warmup and slack >= 0, got {self}")
+        if self.free and self.slack is not None:
+            raise PlanError(f"expected slack=None in a free pace, where actors do not wait, got {self.slack}")
 
     def learner_steps(self, env_steps: int) -> int:
         """The number of learner steps due after so many environment steps."""

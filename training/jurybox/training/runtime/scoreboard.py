@@ -69,7 +69,7 @@ class Control(IntEnum):
     RESTARTS = 2
     FAILURES = 3  # in a row
     STARTED_AT = 4
-    CLOSING = 5  # 1: the time is up; no more environment steps
+    CLOSING = 5  # 1: the time is up, no more environment steps; 2: no more learner steps either
     BEST = 6  # bits of a float64: the highest value that an evaluation has had of what the plan calls best
 
 

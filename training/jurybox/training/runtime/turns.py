@@ -29,6 +29,7 @@ class Rules:
 
     def __init__(self, plan: Plan, scoreboard: Scoreboard, slack: int | None) -> None:
         self._pace, self._budget, self._scoreboard, self._slack = plan.pace, plan.budget, scoreboard, slack
+        self._free = plan.pace.free and slack is None
         self._learners = plan.of_kind(Kind.LEARNER)
         self._orders = scoreboard.orders[0]
 
@@ -36,13 +37,13 @@ class Rules:
         """Whether all environment steps of the budget have been made, or the time is up."""
         return self._scoreboard.env_steps >= self._budget.steps or bool(self._orders[Control.CLOSING])
 
-    def close(self) -> None:
-        """Stop environment steps, so that learners and evaluators can finish."""
+    def close(self, *, learners: bool = False) -> None:
+        """Stop actors after the steps that they are in, since the time is up; learners, too, or they may catch up."""
         for orders in self._scoreboard.orders:
-            orders[Control.CLOSING] = 1
+            orders[Control.CLOSING] = 2 if learners else 1
 
     def over(self) -> bool:
-        """Whether all steps have been collected, and all learners have used them."""
+        """Whether all steps have been collected, and all learners have used them (or ended theirs: the time is up)."""
         if not self.collected():
             return False
         steps = self._scoreboard.env_steps  # of which one that was under way may just now be the last
@@ -60,7 +61,11 @@ class Rules:
         return not made or self._scoreboard.env_steps < self._pace.env_steps(min(made), self._slack)
 
     def may_learn(self, number: int) -> bool:
-        """Whether there are unused environment steps for learner `number`."""
+        """Whether there are unused environment steps for learner `number`, and time to use them."""
+        if self._orders[Control.CLOSING] > 1:
+            return False
+        if self._free:
+            return self._pace.warmup <= self._scoreboard.env_steps < self._budget.steps
         env_steps = min(self._scoreboard.env_steps, self._budget.steps)
         return self._scoreboard.words[number][Word.LEARNER_STEPS] < self._pace.learner_steps(env_steps)
 
