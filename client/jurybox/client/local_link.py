@@ -52,7 +52,7 @@ class LocalLink(ControlLink):
 
     Args:
         address: an ipc:// address.
-        transport: "auto" (the fastest available), "zmq" or "shm".
+        transport: "auto" (what the server's configuration says, or the fastest available), "zmq" or "shm".
         timeout: seconds to wait for a server that is still starting.
     """
 
@@ -296,8 +296,9 @@ class LocalLink(ControlLink):
                 missing = self._info.scoreboard  # it may have just stopped: the next answer shows it
 
     def _open_transport(self, scoreboard: Scoreboard, lease: Lease) -> Transport:
-        """Open the requested transport; for "auto", shm if this install has the native core, otherwise zmq."""
-        if self._transport in ("auto", "shm"):
+        """Open the requested transport; for "auto" the server's, or shm if this install has the native core, or zmq."""
+        wanted = self._info.transport if self._transport == "auto" else self._transport
+        if wanted != "zmq":
             try:
                 from jurybox.client.transports.shm import ShmTransport
 

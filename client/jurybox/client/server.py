@@ -48,7 +48,7 @@ def connect(
     Args:
         address: the server's address. Defaults to JURYBOX_ADDRESS, then to the default ipc address. ``ipc://`` is for
             a server on this host, ``tcp://host:port`` and ``grpc://host:port`` (``grpcs://`` with TLS) for any host.
-        transport: for ipc://: "auto" (the fastest available), "zmq" or "shm".
+        transport: for ipc://: "auto" (what the server is set to, by default the fastest available), "zmq" or "shm".
         timeout: seconds, the default time-out of all later calls.
         start_timeout: seconds to wait for the server. Defaults to `timeout`.
         server_key: for tcp://, the server's public CURVE key or its .key file. Defaults to JURYBOX_SERVER_KEY.

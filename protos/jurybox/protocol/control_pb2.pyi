@@ -63,18 +63,20 @@ class Hello(_message.Message):
     def __init__(self, client: _Optional[str] = ..., pid: _Optional[int] = ...) -> None: ...
 
 class ServerMessage(_message.Message):
-    __slots__ = ("server_id", "build", "scoreboard", "engines", "models")
+    __slots__ = ("server_id", "build", "scoreboard", "engines", "models", "transport")
     SERVER_ID_FIELD_NUMBER: _ClassVar[int]
     BUILD_FIELD_NUMBER: _ClassVar[int]
     SCOREBOARD_FIELD_NUMBER: _ClassVar[int]
     ENGINES_FIELD_NUMBER: _ClassVar[int]
     MODELS_FIELD_NUMBER: _ClassVar[int]
+    TRANSPORT_FIELD_NUMBER: _ClassVar[int]
     server_id: str
     build: str
     scoreboard: str
     engines: _containers.RepeatedScalarFieldContainer[str]
     models: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, server_id: _Optional[str] = ..., build: _Optional[str] = ..., scoreboard: _Optional[str] = ..., engines: _Optional[_Iterable[str]] = ..., models: _Optional[_Iterable[str]] = ...) -> None: ...
+    transport: str
+    def __init__(self, server_id: _Optional[str] = ..., build: _Optional[str] = ..., scoreboard: _Optional[str] = ..., engines: _Optional[_Iterable[str]] = ..., models: _Optional[_Iterable[str]] = ..., transport: _Optional[str] = ...) -> None: ...
 
 class LeaseRequest(_message.Message):
     __slots__ = ("model", "rows")

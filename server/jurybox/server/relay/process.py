@@ -38,7 +38,7 @@ async def serve(control_pipe: ControlPipe, orders: dict[str, Any], log: Log) -> 
     except (zmq.ZMQError, OSError, ValueError) as error:
         control_pipe.send("failed", reason=f"cannot listen on tcp://{orders['tcp']}: {error}; see server.tcp")
         return COULD_NOT_START
-    link = await asyncio.to_thread(LocalLink, orders["address"], "auto", _CONNECT)
+    link = await asyncio.to_thread(LocalLink, orders["address"], "shm", _CONNECT)
     back = context.socket(zmq.DEALER)
     back.setsockopt(zmq.LINGER, 0)
     back.setsockopt(zmq.MAXMSGSIZE, _MOST_REPLY)

@@ -130,6 +130,7 @@ class ServerSettings(SecuritySettings):
 
     address: Annotated[str, AfterValidator(check_address)] = Field(default_factory=default_address)
     shared_folder: bool = False
+    transport: Literal["auto", "zmq"] = "auto"
     tcp: Listen = ""
     http: Listen = "127.0.0.1:8000"
     grpc: Listen = "127.0.0.1:8001"

@@ -209,6 +209,7 @@ class ControlHandlers:
             scoreboard=self._scoreboard.segment.name,
             engines=self._engines.addresses,
             models=[held.name for held in self._models],
+            transport="zmq" if self._settings.server.transport == "zmq" else "",
         )
 
     def _lease(self, request: pb.LeaseRequest) -> pb.Lease:

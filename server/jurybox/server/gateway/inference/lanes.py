@@ -374,7 +374,7 @@ class Lanes:
     def _connected(self) -> Server:
         with self._connecting:
             if self._server is None:
-                self._server = connect(self._address, timeout=_CONNECT)
+                self._server = connect(self._address, transport="shm", timeout=_CONNECT)
             return self._server
 
     def _disconnect(self) -> None:

@@ -195,7 +195,7 @@ class RobotPolicy:
     def _lease(self) -> tuple[Model, Sessions | None]:
         """Lease rows for all episodes; called in a thread."""
         if self._server is None:
-            self._server = connect(self._address, timeout=_CONNECT)
+            self._server = connect(self._address, transport="shm", timeout=_CONNECT)
         with self._server.model(self._name, rows=1, timeout=self._timeout) as one:  # waits for a model that is loading
             state = bool(one.spec.state)
         if state:  # its clients may need all rows, so `one` is released
