@@ -33,7 +33,8 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
             f"{name} is a dtype that NumPy has from the package ml_dtypes, which is not installed here: "
             "pip install ml_dtypes"
         ) from None
-    return np.dtype(getattr(ml_dtypes, name))
+    made: np.dtype[Any] = np.dtype(getattr(ml_dtypes, name))
+    return made
 
 
 def is_floating(dtype: np.dtype[Any]) -> bool:

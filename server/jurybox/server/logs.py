@@ -109,7 +109,7 @@ class Log:
         raised = fields.pop("exc_info", None)
         now = datetime.now(timezone.utc).replace(tzinfo=None).isoformat(timespec="microseconds") + "Z"
         stamp = {"timestamp": now, "process": self._role}
-        line = {**fields, "event": event, "level": _NAMES[level], **stamp}
+        line: dict[str, Any] = {**fields, "event": event, "level": _NAMES[level], **stamp}
         if isinstance(raised, BaseException):
             line["exception"] = "".join(traceback.format_exception(raised)).rstrip("\n")
         with self._one_at_a_time:

@@ -91,8 +91,9 @@ class ActDoor(RobotDoor):
             await self._rest(scope, receive, send)
             return
         scope[DATA_ONLY] = True
+        headers: list[tuple[str, str]] = []
         try:
-            status, headers, answer = 200, [], await self._acted(await body_of(receive))
+            status, answer = 200, await self._acted(await body_of(receive))
         except ClientDisconnect:
             return
         except Error as error:

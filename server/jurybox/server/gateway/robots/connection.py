@@ -36,7 +36,7 @@ _CLOSE = 1.0  # seconds until a connection that was told to close is ended
 class _Reading(Transport):
     """The transport, which tells when its protocol wants to read again."""
 
-    def __init__(self, transport: Any, resumed: Callable[[], None]) -> None:
+    def __init__(self, transport: Any, resumed: Callable[[], object]) -> None:
         super().__init__(transport, transport.close)
         self._resumed = resumed
 
