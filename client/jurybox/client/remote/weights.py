@@ -75,6 +75,8 @@ class RemotePublisher(_Remote):
         ServerGone: the gateway cannot be reached.
     """
 
+    version: int
+
     def __init__(
         self,
         channel: grpc.Channel,
@@ -218,7 +220,7 @@ class RemotePublisher(_Remote):
 
     def _adopt(self, opened: pb.Opened) -> None:
         self.layout = WeightsLayout.from_json(opened.layout)
-        self.version: int = int(opened.newest)
+        self.version = int(opened.newest)
         self._extra_bytes: int = int(opened.extra_bytes)
         self._base = None
 
