@@ -108,9 +108,10 @@ async def test_an_event_loop_runs_while_another_thread_uses_the_model(client):
     try:
         slow = threading.Thread(target=model.infer, args=(np.zeros((2, 4), np.float32),), kwargs={"timeout": 60})
         slow.start()
+        wait_until(lambda: model.requests.lane.free <= 2, 30, "the thread's request")
         answer = asyncio.ensure_future(model.infer_async(X, timeout=60))
         for _ in range(50):  # a loop that is blocked would never let the engine continue
-            await asyncio.sleep(0.005)
+            await asyncio.sleep(0)
         assert not answer.done()
     finally:
         os.kill(engine, signal.SIGCONT)

@@ -136,7 +136,7 @@ def test_the_engine_waits_for_the_clients_stream(client):
         rows.inputs["observation"][:] = -1
 
         def render():
-            time.sleep(0.5)
+            wait_until_computing(client, "affine")  # the engine has the ticket, and waits
             rows.inputs["observation"][:] = ROWS  # the stream's work ends
             device.complete(rows._event)
 
@@ -204,8 +204,7 @@ def test_memory_in_flight_is_unmapped_only_after_its_batch(server, client, folde
     rows.inputs["observation"][:] = 2_000_000.0  # a batch of two seconds
     done = threading.Thread(target=lambda: rows.infer(timeout=30))
     done.start()
-    time.sleep(0.3)
-    assert rows.outputs["action"][0, 0] != 2_000_001.0
+    wait_until_computing(client, "slow")
     lane, lease = rows._rows._rows.leased
     client._open_link().bind(BindRequest(lane=lane, lease=lease, first=rows._rows._rows.first, end=True), 20.0)
     assert rows.outputs["action"][0, 0] == 2_000_001.0, "the call waited for the batch"
@@ -403,8 +402,8 @@ def test_device_weights_are_never_torn_by_a_learner_that_publishes_without_a_pau
     try:
         model = client.model("learnt", rows=4)
         wait_until(lambda: published[0], 20, "a publication")
-        deadline = time.monotonic() + 3.0
-        while time.monotonic() < deadline or (len(seen) <= 10 and time.monotonic() < deadline + 60):
+        deadline = time.monotonic() + 60
+        while len(seen) <= 100 and time.monotonic() < deadline:
             reply = model.submit(PAIR).result(timeout=30)
             answer = np.asarray(reply.outputs)
             if reply.version > 2:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gc
+import os
 import signal
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -179,19 +181,21 @@ def test_calls_in_their_callers_thread_need_none_of_ours(server):
     assert server._link._tickets._queue is not None
 
 
-def test_calls_at_the_same_time_take_a_channel_each_and_keep_their_time_outs(server):
+def test_calls_at_the_same_time_take_a_channel_each_and_keep_their_time_outs(server, gateway):
     models = [server.model("team/moody") for _ in range(4)]
-    slow = np.full((1, 4), 1_000_000, np.float32)  # a second
-    threads = [threading.Thread(target=model.infer, args=(slow,)) for model in models[1:]]
-    for thread in threads:
-        thread.start()
-    began = time.monotonic()
-    with pytest.raises(Timeout):
-        models[0].infer(slow, timeout=0.1)
-    assert "affine" in server.models()
-    assert time.monotonic() - began < 0.9  # the others still wait
-    for thread in threads:
-        thread.join(30)
+    engine = gateway.server.pids()["engine-0"]
+    with ThreadPoolExecutor(3) as pool:
+        os.kill(engine, signal.SIGSTOP)
+        try:
+            others = [pool.submit(model.infer, ROW, timeout=60) for model in models[1:]]
+            with pytest.raises(Timeout):
+                models[0].infer(ROW, timeout=0.1)
+            assert "affine" in server.models()
+            assert not any(other.done() for other in others), "it waited for none of them"
+        finally:
+            os.kill(engine, signal.SIGCONT)
+        for other in others:
+            np.testing.assert_array_equal(other.result(60), ROW + 1)
     assert 1 <= len(server._link._channels._free) <= 5  # kept for the next calls
 
 

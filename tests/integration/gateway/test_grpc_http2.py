@@ -205,9 +205,8 @@ def test_an_unknown_method_is_unimplemented(channel):
 
 def test_a_deadline_ends_the_method(served, channel):
     served.methods.cancelled.clear()
-    began = time.monotonic()
-    assert status(channel.unary_unary("/t.T/sleep"), b"60", timeout=0.2) == grpc.StatusCode.DEADLINE_EXCEEDED
-    assert served.methods.cancelled.wait(20) and time.monotonic() - began < 20
+    assert status(channel.unary_unary("/t.T/sleep"), b"600", timeout=0.2) == grpc.StatusCode.DEADLINE_EXCEEDED
+    assert served.methods.cancelled.wait(60)
 
 
 def test_cancelling_a_call_ends_its_method(served, channel):
