@@ -151,6 +151,14 @@ def slow_to_load(seconds: float = 2.0) -> ServedModel:
     return affine()
 
 
+def loads_while(file: str) -> ServedModel:
+    """Is loaded once the file exists."""
+    until = time.monotonic() + 100
+    while not Path(file).exists() and time.monotonic() < until:
+        time.sleep(0.01)
+    return affine()
+
+
 def says(text: str) -> ServedModel:
     """Fails to load, in these words; they come as JSON, so that they may be what no codec takes."""
     raise RuntimeError(text)

@@ -23,14 +23,22 @@ CONTROL = tuple(module.__file__ for module in (control, link, local_link, tcp, l
 MODELS = {
     "affine": {"factory": "tests.models:affine", "max_batch": 16, "rows": 256},
     "policy": {"factory": "tests.models:affine", "publish": "double_buffer"},
-    "slow": {"factory": "tests.models:slow_to_load", "args": {"seconds": 3.0}},
     "sum": {"factory": "tests.open_models:running_sum", "max_batch": 8, "rows": 32},
 }
 
 
 @pytest.fixture(scope="module")
-def running(tmp_path_factory):
-    with serving(tmp_path_factory.mktemp("ends"), MODELS, tcp="127.0.0.1:0", grpc="127.0.0.1:0") as running:
+def gate(tmp_path_factory):
+    """The model "slow" is loaded while this file exists."""
+    gate = tmp_path_factory.mktemp("gate") / "open"
+    gate.touch()
+    return gate
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory, gate):
+    models = {**MODELS, "slow": {"factory": "tests.models:loads_while", "args": {"file": str(gate)}}}
+    with serving(tmp_path_factory.mktemp("ends"), models, tcp="127.0.0.1:0", grpc="127.0.0.1:0") as running:
         with running.connect() as client:
             addresses = client.status()["server"]
         yield (
@@ -118,7 +126,7 @@ def test_no_call_waits_for_another_thread_longer_than_its_time_out(connecting):
                         ask()
                     except (Timeout, ModelNotFound, Refused) as error:
                         late += "in another thread did not end within 0." in str(error)
-                    assert time.monotonic() - began < 4  # of 60
+                    assert time.monotonic() - began < 30  # of 60
                 assert model.infer(X).shape == (2, 4)
         assert late >= 5 * len(locks_of(server)) - 5
         server.timeout = 30.0
@@ -142,7 +150,7 @@ def test_a_publication_waits_for_another_threads_no_longer_than_it_says(running,
                     began = time.monotonic()
                     with pytest.raises(Timeout, match="in another thread did not end within 0.1 s"):
                         call()
-                    assert time.monotonic() - began < 10  # of 60
+                    assert time.monotonic() - began < 30  # of 60
         for ask in (lambda: publisher.publish(arrays), publisher.close):  # close() was called: it is closed now
             with contextlib.suppress(Refused):
                 ask()
@@ -150,12 +158,15 @@ def test_a_publication_waits_for_another_threads_no_longer_than_it_says(running,
 
 
 @pytest.mark.parametrize("kind", ["shm", "tcp", "grpc"])
-def test_an_order_that_takes_long_ends_with_its_time_out(running, kind):
+def test_an_order_that_takes_long_ends_with_its_time_out(running, kind, gate):
     with connect(running[kind], timeout=30) as server:
-        began = time.monotonic()
-        with pytest.raises(Timeout, match="model 'slow' is still"):
-            server.load("slow", timeout=0.2)
-        assert time.monotonic() - began < 2.5  # of 3: it goes on
+        gate.unlink()
+        try:
+            with pytest.raises(Timeout, match="model 'slow' is still"):
+                server.load("slow", timeout=0.2)
+            assert not server.describe("slow").settled, "it goes on"
+        finally:
+            gate.touch()
         wait_until(lambda: server.describe("slow").settled, what="the end of the load")
 
 
@@ -267,18 +278,20 @@ def test_closing_a_connection_closes_its_sessions(connecting, running):
 
 
 def test_connections_that_are_collected_in_cycles_stop_nothing(connecting, running):
-    before = lanes(running)
+    before, took = lanes(running), []
+    gc.collect()
     gc.disable()
     try:
-        for _ in range(6):
+        for _ in range(5):
             server = connecting()
             server.itself, server.kept = server, server.model("affine")
             server.kept.infer(X)
-        del server
-        began = time.monotonic()
-        gc.collect()
-        assert time.monotonic() - began < 6  # of 12, if each waits for its sockets
+            del server
+            began = time.monotonic()
+            gc.collect()
+            took.append(time.monotonic() - began)
     finally:
         gc.enable()
+    assert min(took) < 1, took  # of 2, if each waits for its sockets; a loaded machine may take as long for some
     if "grpc" not in connecting().address:  # there the gateway's lanes are all clients'
         wait_until(lambda: lanes(running) <= before, what="the leases' end")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 
 import numpy as np
@@ -287,6 +288,7 @@ def test_a_forward_that_does_not_end_fails_its_batch_after_forward_timeout(world
         with pytest.raises(ModelFailed, match="'m' failed on 2 rows: .* within forward_timeout = 0.1 s; raise"):
             ticket.result(20)
     assert time.monotonic() - began < 15
+    server.engine.slots[0].served.forward_timeout = 60.0  # a loaded machine may run nobody for a tenth of a second
     np.testing.assert_array_equal(clients[0].infer(rows(1, fixed)), rows(2, fixed))
     np.testing.assert_array_equal(server.model("other").infer(rows(1, fixed)), rows(3, fixed))
 
@@ -294,9 +296,14 @@ def test_a_forward_that_does_not_end_fails_its_batch_after_forward_timeout(world
 def test_a_time_limit_is_over_with_its_forward(world):
     """The timer of a quick forward raises nothing later, in code of the engine or of another model."""
     server = world(open_models.picky())
-    server.engine.slots[0].served.forward_timeout = 0.05
     model = server.model("m")
-    np.testing.assert_array_equal(model.infer(np.ones((1, 1), np.float32)), [2])
-    until = time.monotonic() + 0.2
+    for limit in (0.05, 0.2, 0.8, 3.2):  # until the forward is quick in this sense on a loaded machine, too
+        server.engine.slots[0].served.forward_timeout = limit
+        with contextlib.suppress(ModelFailed):
+            np.testing.assert_array_equal(model.infer(np.ones((1, 1), np.float32)), [2])
+            break
+    else:
+        pytest.fail("no forward was quick")
+    until = time.monotonic() + 4 * limit
     while time.monotonic() < until:
         server._turn()

@@ -179,7 +179,7 @@ SPEC = ModelSpec("m", {"x": TensorSpec("float32", (2,))}, {"y": TensorSpec("floa
 
 
 class Lane:
-    """A model that answers twice its input after a moment, and remembers its tickets."""
+    """A model that answers twice its input a few turns of the loop later, and remembers its tickets."""
 
     name, spec, max_batch = "m", SPEC, 8
 
@@ -188,7 +188,7 @@ class Lane:
 
     async def infer_reply_async(self, inputs, *, timeout, version):
         self.tickets.append(inputs["x"].copy())
-        await asyncio.sleep(0.02)
+        await turns()
         return Reply(inputs["x"] * 2, 7)
 
     def room(self):
@@ -203,34 +203,34 @@ def rows(value, dtype="float32"):
 
 
 async def test_a_ticket_is_held_back_until_all_have_come_or_their_time_is_over():
-    lane, held = Lane(), []
+    lane, held, taken = Lane(), [], []
 
     class Gathering:
-        patience = 60.0
+        waits_left = [60.0] * 2 + [0.0] + [0.05, 0.05, 0.0]  # while one, two and three have come; then for nobody
 
         def wait(self, waiting, computing):
             held.append(waiting)
-            return 0.0 if waiting == 3 or len(held) > 5 else self.patience
+            return self.waits_left.pop(0)
 
         def went(self, waits):
             self.waits = waits
 
         def took(self, rows, seconds):
-            assert rows and seconds >= 0.02
+            taken.append(rows)
 
     gathering = Gathering()
     together = RequestCoalescer(lane, 8, gathering=gathering)
-
-    async def later(value, seconds):
-        await asyncio.sleep(seconds)
-        return await together.ask(rows(value), 1, 60.0, 0)
-
-    answers = await asyncio.gather(later(1, 0), later(2, 0.005), later(3, 0.01))
-    assert [len(ticket) for ticket in lane.tickets] == [3] and len(gathering.waits) == 3
+    asking = []
+    for value in (1, 2, 3):
+        assert not lane.tickets
+        asking.append(asyncio.ensure_future(together.ask(rows(value), 1, 60.0, 0)))
+        await turns()
+    answers = await asyncio.wait_for(asyncio.gather(*asking), 30)
+    assert held == [1, 2, 3] and [len(ticket) for ticket in lane.tickets] == [3] and len(gathering.waits) == 3
     assert [answer[0]["y"][0, 0] for answer in answers] == [2, 4, 6]
-    gathering.patience = 0.05
     outputs, _ = await asyncio.wait_for(together.ask(rows(4), 1, 60.0, 0), 30)  # nobody comes
     await turns()
+    assert held == [1, 2, 3, 1, 1, 1] and taken == [3, 1]
     assert outputs["y"][0, 0] == 8 and not together.busy
 
 
