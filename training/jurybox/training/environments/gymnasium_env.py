@@ -137,6 +137,12 @@ def _made(name: str, given: dict[str, Any], max_episode_steps: int | None) -> En
             f"{name!r} gave a {type(made).__module__}.{type(made).__qualname__}: expected a gymnasium.Env of one "
             "environment (`envs` says how many there are to be)"
         )
+    for space in ("observation_space", "action_space"):
+        if not isinstance(getattr(made, space, None), gymnasium.Space):
+            raise EnvironmentUnusable(
+                f"{name!r} has no {space}: expected one of gymnasium.spaces, as an attribute of the class or set in "
+                "__init__; it says what the environment shows or takes"
+            )
     return made
 
 
