@@ -45,7 +45,16 @@ MODELS = {
     "affine": {"factory": "tests.models:affine", "max_batch": 16, "rows": 256},
     "big": {"factory": "tests.models:big", "max_batch": 8, "rows": 32},  # 2.3 MiB of output a row
     "brightness": {"factory": "tests.reward_models:brightness", "max_batch": 64, "rows": 128},
+    "seen": {"factory": "tests.robot_models:seen", "max_batch": 32},
+    "counting": {"factory": "tests.robot_models:counting", "max_batch": 32, "rows": 64},
+    "weights": {"factory": "tests.models:sized", "args": {"mib": 16}, "max_batch": 8, "publish": "double_buffer"},
 }
+ROBOTS = """
+[robots.arm]
+model = "seen"
+listen = "127.0.0.1:0"
+clients = 48
+"""
 DIALECTS = {"flow_grpo": {"model": "brightness", "output": "score"}}
 
 

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import ctypes
+import importlib.util
 import os
 import signal
 import socket
 import subprocess
 import sys
 import time
+import unittest.mock
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import ModuleType
 
 from jurybox.client import Server, connect
 from jurybox.protocol.segment import directory
@@ -71,6 +74,18 @@ class RunningServer(ServerElsewhere):
 
     def text(self) -> str:
         return self.log.read_text()
+
+
+def http_server_of_h11() -> ModuleType:
+    """The gateway's HTTP server as it is where httptools is missing."""
+    from jurybox.server.gateway import http_server
+
+    spec = importlib.util.spec_from_file_location("http_server_of_h11", http_server.__file__)
+    module = importlib.util.module_from_spec(spec)
+    with unittest.mock.patch.dict(sys.modules, {"uvicorn.protocols.http.httptools_impl": None}):
+        spec.loader.exec_module(module)
+    assert module.HttpToolsProtocol is None
+    return module
 
 
 def children_of(pid: int) -> list[int]:

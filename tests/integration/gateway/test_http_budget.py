@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import statistics
 import threading
 import time
 
@@ -14,10 +15,9 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
-from tests.serving import wait_until
+from tests.serving import http_server_of_h11, wait_until
 
 from jurybox.server.gateway import http_server
-from jurybox.server.gateway.http_server import HttpServer
 from jurybox.server.security import limits
 from jurybox.server.security.access import Access
 from jurybox.server.security.limits import ANSWERS, HTTP, RECEIVED, Watch
@@ -44,11 +44,12 @@ async def echo(request: Request) -> Response:
 class Served:
     """An HTTP server in a thread of its own."""
 
-    def __init__(self):
+    def __init__(self, module):
         access = Access(max_message=MIB)
+        self.module = module
         self.budget = access.budget()
         app = Starlette(routes=[Route("/large", large), Route("/slow", slow), Route("/echo", echo, methods=["POST"])])
-        self.server = HttpServer("127.0.0.1:0", app, access, budget=self.budget)
+        self.server = module.HttpServer("127.0.0.1:0", app, access, budget=self.budget)
         self.loop = asyncio.new_event_loop()
         self.thread = threading.Thread(target=self._serve, daemon=True)
         self.thread.start()
@@ -75,9 +76,14 @@ class Served:
         self.thread.join(30)
 
 
+@pytest.fixture(scope="module", params=["httptools", "h11"])
+def module(request):
+    return http_server_of_h11() if request.param == "h11" else http_server
+
+
 @pytest.fixture(scope="module")
-def served():
-    served = Served()
+def served(module):
+    served = Served(module)
     yield served
     served.close()
 
@@ -134,6 +140,7 @@ def test_answers_that_take_long_to_compute_end_no_connection(served, client):
         wait_until(lambda: served.budget.held(ANSWERS) > 6 * MIB, 20, "there is no room for others")
         for later in (0, limits.UNREAD + 1, 2 * limits.UNREAD + 2):
             served.check(later)
+        assert sum(one.account.held(ANSWERS) > 3 * MIB for one in served.server.connections()) == 2  # each its own
         DONE.set()
         for connection in asking:
             assert connection.recv(1000).startswith(b"HTTP/1.1 200")
@@ -163,8 +170,8 @@ def test_a_request_that_does_not_go_on_is_ended(served, client, part):
 
 
 def test_idle_connections_make_room_for_a_client(served, monkeypatch):
-    monkeypatch.setattr(http_server, "HTTP_CONNECTIONS", 8)
-    monkeypatch.setattr(http_server, "_LULL", 0.0)
+    monkeypatch.setattr(served.module, "HTTP_CONNECTIONS", 8)
+    monkeypatch.setattr(served.module, "_LULL", 0.0)
     with contextlib.ExitStack() as stack:
         for _ in range(30):
             stack.enter_context(contextlib.closing(served.connected()))
@@ -181,3 +188,46 @@ def test_requests_that_are_none_write_one_line_a_second_to_the_log(served, clien
             assert connection.recv(100).startswith(b"HTTP/1.1 400")
     lines = [record for record in caplog.records if "Invalid HTTP request" in record.getMessage()]
     assert 1 <= len(lines) <= 2 + time.monotonic() - began
+
+
+def test_many_connections_that_pipeline_leave_half_of_the_time_to_one_that_waits_for_its_answers(module):
+    """All in one event loop, so that what is counted are turns and not seconds."""
+    others, asks = 60, 40
+    done, between = [0], []
+
+    async def count(_request: Request) -> Response:
+        done[0] += 1
+        return Response("x")
+
+    async def flood(port):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        while True:
+            writer.write(asked("/count") * 20)
+            for _ in range(20):
+                await reader.readuntil(b"\r\n\r\nx")
+
+    async def behave(port):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        for _ in range(asks):
+            before = done[0]
+            writer.write(asked("/mine"))
+            await reader.readuntil(b"\r\n\r\nx")
+            between.append(done[0] - before)
+        writer.close()
+
+    async def run():
+        app = Starlette(routes=[Route("/count", count), Route("/mine", lambda _: Response("x"))])
+        server = module.HttpServer("127.0.0.1:0", app, Access(max_message=MIB))
+        serving = asyncio.create_task(server.run())
+        floods = [asyncio.create_task(flood(server.port)) for _ in range(others)]
+        while done[0] < 10 * others:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        await asyncio.wait_for(behave(server.port), 60)
+        for one in floods:
+            one.cancel()
+        await asyncio.gather(*floods, return_exceptions=True)
+        server.stop()
+        await serving
+
+    asyncio.run(run())
+    assert statistics.median(between) < others / 3, between

@@ -5,11 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import http.client
-import importlib.util
 import shutil
 import socket
 import ssl
-import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +17,7 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
-from tests.serving import wait_until, walls
+from tests.serving import http_server_of_h11, wait_until, walls
 
 from jurybox import native
 from jurybox.server.gateway import http_server
@@ -87,19 +85,12 @@ class Served:
 
 
 @pytest.fixture(params=["http", "https", "http asyncio", "https asyncio", "http h11", "https h11"])
-def ways(request, tmp_path, monkeypatch):
+def ways(request, tmp_path):
     """The arguments of `Served`: what the gateway uses, and what it has where uvloop or httptools are missing."""
     protocol, _, other = request.param.partition(" ")
     if protocol == "https" and shutil.which("openssl") is None:
         pytest.skip("needs the openssl command")
-    module = http_server
-    if other == "h11":
-        spec = importlib.util.spec_from_file_location("http_server_of_h11", http_server.__file__)
-        module = importlib.util.module_from_spec(spec)
-        with monkeypatch.context() as without:
-            without.setitem(sys.modules, "uvicorn.protocols.http.httptools_impl", None)
-            spec.loader.exec_module(module)
-        assert module.HttpToolsProtocol is None
+    module = http_server_of_h11() if other == "h11" else http_server
     loop = asyncio.new_event_loop() if other == "asyncio" else _loop()
     return module, loop, tmp_path if protocol == "https" else None
 

@@ -18,6 +18,7 @@ from jurybox.server.gateway.inference.http_forms import InferProtocol, KnownHead
 from jurybox.server.security.access import Access
 from jurybox.server.security.http import guarded
 from jurybox.server.security.limits import HTTP, RECEIVED
+from jurybox.server.security.pace import Turns
 
 MOST = 1 << 20
 HEAD = "POST /dialects/x HTTP/1.1\r\nHost: localhost\r\n"
@@ -64,7 +65,7 @@ class Gateway:
     @contextlib.asynccontextmanager
     async def listening(self):
         access = Access(max_message=MOST)
-        plain = type("Plain", (InferProtocol,), {"known": KnownHeads(None), "budget": self.budget})
+        plain = type("Plain", (InferProtocol,), {"known": KnownHeads(None), "budget": self.budget, "turns": Turns()})
         protocol = with_dialects(plain, MOST)
         self.paths = protocol.paths
         config = uvicorn.Config(
@@ -374,5 +375,27 @@ def test_requests_given_up_at_the_end_get_no_answer_and_release_their_memory():
             task.cancel()
         with contextlib.suppress(ConnectionError):
             assert await asyncio.wait_for(web.reader.read(), 20) == b""
+
+    run(test)
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_requests_that_come_at_once_let_others_go_first(monkeypatch, n):
+    turns = []
+    after = Turns.after
+
+    def noted(self, who, seconds, call):
+        turns.append(seconds)
+        after(self, who, seconds, call)
+
+    monkeypatch.setattr(Turns, "after", noted)
+
+    async def test(gateway, web):
+        await learnt(web)
+        turns.clear()
+        await web.send(request(b"x") * n)
+        assert [(await web.answer())[2] for _ in range(n)] == [b"<x>"] * n
+        assert len(turns) == n - 1
+        assert all(0 <= seconds <= 0.002 for seconds in turns)
 
     run(test)

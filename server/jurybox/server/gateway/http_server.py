@@ -45,6 +45,7 @@ GRACE = 0.5  # seconds that answers get to be sent when the gateway stops
 _LOOK = 0.005  # seconds between two looks whether they are
 
 
+TURN = 0.002  # seconds, most that a request counts as work after which others come first
 _MOST_PIPELINED = 64  # requests of one connection that wait behind the one being answered
 
 
@@ -120,12 +121,17 @@ class _Counted:
     """
 
     budget: native.Budget  # of the process, set in a subclass by `HttpServer`
+    turns: Turns  # of the process, set likewise
     account: native.Account
+    app: Any  # the application, as uvicorn calls it
+    cycle: Any  # the request that was received last
     connections: set[Any]
     transport: Any
     _unsent = 0  # bytes in the transport's buffer, counted while it is paused
     _heard = 0.0
     _asked = False  # whether a byte was received
+    _began = 0.0  # when the request that is being answered got its turn
+    _follows = False  # whether the next request was received before the one before it was answered
     _since: float | None = None  # when the answer that ends the connection was written, while its request goes on
     _broken = False  # whether what comes now cannot be parsed
     _dropped = 0  # bytes of that
@@ -135,6 +141,7 @@ class _Counted:
         self.account = native.Account(self.budget, HTTP)
         self._heard = time.monotonic()
         super().connection_made(Transport(transport, self._close))  # type: ignore[misc]
+        self._app, self.app = self.app, self._in_turn
         if len(self.connections) >= HTTP_CONNECTIONS:
             self._make_room()
 
@@ -152,6 +159,21 @@ class _Counted:
             over = self._dropped > _MOST_DROPPED
         if over:
             self.transport._transport.close()
+
+    async def _in_turn(self, scope: Any, receive: Any, send: Any) -> None:
+        """Answer a request; one that was sent before the answer to the one before it lets others go first."""
+        scope[ACCOUNT] = self.account
+        if self._follows:
+            self._follows = False
+            await self.turns.wait(self, min(time.monotonic() - self._began, TURN))
+        self._began = time.monotonic()
+        await self._app(scope, receive, send)
+
+    def on_response_complete(self) -> None:
+        """Note whether the next request is here already; uvicorn calls this after each answer."""
+        earlier, waiting = self.cycle, self.pipelined
+        super().on_response_complete()  # type: ignore[misc]
+        self._follows = waiting or self.cycle is not earlier
 
     def send_400_response(self, msg: str) -> None:
         """Answer an invalid request; what follows it is no request."""
@@ -179,6 +201,11 @@ class _Counted:
     def between(self) -> bool:
         """Whether all requests were answered and no byte of the next was received."""
         raise NotImplementedError
+
+    @property
+    def pipelined(self) -> bool:
+        """Whether requests were received that are answered after this one."""
+        return False  # h11 leaves them in its buffer
 
     @property
     def receiving(self) -> bool:
@@ -249,7 +276,7 @@ class _Counted:
 class _Paced:
     """What a connection adds to all of its layers: others come first after each large read of it."""
 
-    turns: Turns  # set in a subclass by `HttpServer`
+    turns: Turns  # of the process, set in a subclass by `HttpServer`
     transport: Any
 
     def data_received(self, data: bytes) -> None:
@@ -343,6 +370,11 @@ else:
         _headers_bytes = 0  # of the request line, headers and trailers
 
         @property
+        def pipelined(self) -> bool:
+            """Whether requests were received that are answered after this one."""
+            return bool(self.pipeline)
+
+        @property
         def receiving(self) -> bool:
             """Whether a request has begun that is not complete."""
             return self._reading
@@ -395,8 +427,6 @@ else:
             hosts = [value for name, value in self.headers if name == b"host"]
             if len(hosts) > 1 or (not hosts and self.parser.get_http_version() == "1.1"):
                 raise _Unfit
-            state: Any = self.scope
-            state[ACCOUNT] = self.account
             super().on_headers_complete()
             self._cycles = (*(cycle for cycle in self._cycles if not cycle.response_complete), self.cycle)
 

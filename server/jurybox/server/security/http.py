@@ -181,7 +181,7 @@ class BodyLimit:
         came, started = 0, False
         failure: Error | None = None
         head: Message | None = None  # of the answer, until its first part has room
-        account = scope.get(ACCOUNT) or native.Account(self._budget, HTTP)  # h11's requests do not name theirs
+        account = scope.get(ACCOUNT) or native.Account(self._budget, HTTP)  # the application may be served otherwise
         taken = scope[CHARGE] = Charge(self._budget, account)
         answers = Charge(self._budget, account, ANSWERS)
         OF_REQUEST.set(taken)

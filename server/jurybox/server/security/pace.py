@@ -55,6 +55,13 @@ class HasTurns(Protocol):
         ...
 
 
+class _Call:
+    """Something that is called once it has its turn."""
+
+    def __init__(self, call: Callable[[], None]) -> None:
+        self.go_on = call
+
+
 class Turns:
     """One queue of all who have more to do than one turn: together they leave half of the time to everybody else.
 
@@ -86,6 +93,20 @@ class Turns:
         self._behind[who] = None
         self._heavy[who] = time.monotonic()
         self._wait(who, seconds)
+
+    def after(self, who: Any, seconds: float, call: Callable[[], None]) -> None:
+        """Call it when all others have had their turns, after work of so many seconds for `who`, who has more to do."""
+        if self.rest(who, seconds) > 0:
+            self.later(_Call(call), seconds)
+        else:
+            call()
+
+    async def wait(self, who: Any, seconds: float) -> None:
+        """Wait as `after` does; the event loop has a turn in any case."""
+        came = asyncio.get_running_loop().create_future()
+        self.after(who, seconds, lambda: None if came.done() else came.set_result(None))  # it may be cancelled
+        await (came if not came.done() else asyncio.sleep(0))
+        self._heavy[who] = time.monotonic()
 
     def _wait(self, who: HasTurns, seconds: float) -> None:
         self._owed += seconds

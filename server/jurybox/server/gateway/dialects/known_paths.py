@@ -144,7 +144,7 @@ class DialectProtocol(InferProtocol):
                 return
         if self._left:
             return
-        self._asking = True
+        self._asking, self._began = True, time.monotonic()
         task = self.loop.create_task(self._answered(pending))
         self.tasks.add(task)  # uvicorn waits for these tasks when it stops
         task.add_done_callback(self.tasks.discard)

@@ -19,7 +19,7 @@ from http import HTTPStatus
 from typing import Any, NamedTuple
 
 from jurybox.protocol.errors import TABLE, Code, Error, Refused, said
-from jurybox.server.gateway.http_server import Connection
+from jurybox.server.gateway.http_server import TURN, Connection
 from jurybox.server.gateway.inference import http_inference
 from jurybox.server.gateway.inference.forms import Asked, Forms
 from jurybox.server.gateway.inference.inference import InferRequest, OpenInference, Output
@@ -217,7 +217,7 @@ class InferProtocol(Connection):
         if form is None or inputs is None:
             self._as_usual()
             return
-        self._asking = True
+        self._asking, self._began = True, time.monotonic()
         self._put = form.ask(inputs, None, self, Charge(self.budget, self.account, ANSWERS))
 
     # ---- the responder
@@ -275,6 +275,12 @@ class InferProtocol(Connection):
         elif self.flow.write_paused:
             self.flow.pause_reading()
         if self._ahead and not self.transport.is_closing():
+            self._asking = True  # until its turn
+            self.turns.after(self, min(time.monotonic() - self._began, TURN), self._next)
+
+    def _next(self) -> None:
+        self._asking = False
+        if not (self._gone or self.transport.is_closing()):
             data, self._ahead = self._ahead, b""
             self.data_received(data)
 

@@ -71,14 +71,13 @@ class RobotConnection(ServerConnection):
         self._counted = 0
         self._waits = False  # whether it has its turn later
         self._full = False  # whether the peer does not read what it is sent
-        self._turn: asyncio.Future[None] | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """See `asyncio.BaseProtocol`."""
         self.open.add(self)
         if sum(not one.placed for one in self.open) > _MOST_WAITING:
             self._make_room()
-        self._reading = _Reading(transport, lambda: self.loop.call_soon(self._read_on))
+        self._reading = _Reading(transport, self._resumed)
         wrapped: Any = self._reading
         super().connection_made(wrapped)
 
@@ -86,7 +85,6 @@ class RobotConnection(ServerConnection):
         """See `asyncio.BaseProtocol`."""
         self.open.discard(self)
         self._rest.clear()
-        self._wake()
         super().connection_lost(exc)
         self._part = 0
         self._messages.clear()
@@ -140,19 +138,9 @@ class RobotConnection(ServerConnection):
         """Whether another message is here already."""
         return bool(self._messages)
 
-    async def have_turn(self, seconds: float) -> None:
-        """Wait until others have had theirs, after work of so many seconds for this connection."""
-        if self.turns.rest(self, seconds) > 0:
-            self._turn = asyncio.get_running_loop().create_future()
-            self._later(seconds)
-            await self._turn
-        else:
-            await asyncio.sleep(0)
-
     def go_on(self) -> None:
         """See `pace.HasTurns`."""
         self._waits = False
-        self._wake()
         self._read_on()
 
     def end_silent(self, now: float) -> None:
@@ -182,6 +170,9 @@ class RobotConnection(ServerConnection):
                 return
             super().data_received(bytes(memoryview(data)[at : at + _PIECE]))
 
+    def _resumed(self) -> None:
+        self.loop.call_soon(self._read_on)  # not within the call that takes a message
+
     def _read_on(self) -> None:
         if self._stopped or self.transport.is_closing():
             return
@@ -197,11 +188,6 @@ class RobotConnection(ServerConnection):
             self._waits = True
             self._reading.rest()
             self.turns.later(self, seconds)
-
-    def _wake(self) -> None:
-        turn, self._turn = self._turn, None
-        if turn is not None and not turn.done():
-            turn.set_result(None)
 
     def _count(self) -> None:
         """Count what is held of messages that nobody has taken. Without room the connection is ended."""

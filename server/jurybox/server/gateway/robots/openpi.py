@@ -24,7 +24,7 @@ from jurybox import native
 from jurybox.client import SessionLost, SpecMismatch
 from jurybox.client.chunks import ANSWER_WITHIN, REPORT
 from jurybox.protocol.errors import Busy, Error, plain, said
-from jurybox.server.gateway.http_server import GRACE, bound_name
+from jurybox.server.gateway.http_server import GRACE, TURN, bound_name
 from jurybox.server.gateway.robots.connection import TRY_AGAIN_LATER, RobotConnection
 from jurybox.server.gateway.robots.counters import ChunkReport, RobotDelays
 from jurybox.server.gateway.robots.door import PATIENCE, RobotDoor
@@ -37,7 +37,6 @@ from jurybox.server.settings.endpoints import listen
 VLLM_OMNI = "/v1/realtime/robot/openpi"  # the path of vllm-omni's variant
 _MOST_WITHIN = 86_400.0  # seconds, largest `answer_within` of a request
 _PING = 20.0  # seconds between two pings, and until a connection without a pong is closed
-_TURN = 0.002  # seconds, most that a frame costs the event loop
 _MOST_IN_LOOP = 1 << 20  # bytes of the largest frame that is decoded in the event loop, not in a thread
 # Of a close (rfc-editor.org/rfc/rfc6455, section 7.4.1; IANA's registry).
 _INTERNAL_ERROR, _SERVICE_RESTART = 1011, 1012
@@ -145,7 +144,7 @@ class RobotServer(RobotDoor):
                             await connection.close(_INTERNAL_ERROR, "the session is lost: connect again")
                             return
                         if connection.is_ahead:  # robots wait for their answers
-                            await connection.have_turn(min(time.monotonic() - began, _TURN))
+                            await self.turns.wait(connection, min(time.monotonic() - began, TURN))
         except Busy as error:
             self.counters.refused["full"] += 1
             await connection.close(TRY_AGAIN_LATER, plain(error, 100))
