@@ -84,6 +84,11 @@ class PlainRows:
         end = first + rows
         return [bytes(slots[first * size : end * size]) for slots, size in self._slots]
 
+    def views(self, first: int, rows: int) -> list[memoryview]:
+        """Return the memory of n rows, as `copies` does, without a copy."""
+        end = first + rows
+        return [slots[first * size : end * size] for slots, size in self._slots]
+
     def write(self, first: int, rows: int, frames: Sequence[Any]) -> None:
         """Write frames to n rows. Raises the errors of `unpack`."""
         if len(frames) == len(self._slots):
@@ -210,6 +215,16 @@ def _array(what: str, frame: memoryview, like: NDArray[Any]) -> NDArray[Any]:
 
 def _mismatch(message: str) -> Error:
     return Error(message, Code.SPEC_MISMATCH)
+
+
+def field_head(tag: int, size: int) -> bytes:
+    """Return the bytes before a field of a protobuf message: its tag and the size of its content."""
+    made = bytearray((tag,))
+    while size > 127:
+        made.append(size & 127 | 128)
+        size >>= 7
+    made.append(size)
+    return bytes(made)
 
 
 def joined_strings(rows: Sequence[bytes]) -> bytes:

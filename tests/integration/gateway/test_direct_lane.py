@@ -36,6 +36,7 @@ MODELS = {
     "two": {"factory": "tests.models:two", "max_batch": 8, "rows": 64},
     "policy": {"factory": "tests.models:affine", "max_batch": 16, "rows": 256, "publish": "double_buffer"},
     "moody": {"factory": "tests.models:moody", "max_batch": 16, "rows": 256},
+    "picky": {"factory": "tests.open_models:picky", "max_batch": 16, "rows": 256},
     "few": {"factory": "tests.models:affine", "max_batch": 4, "rows": 8},
 }
 
@@ -250,6 +251,26 @@ def test_rows_that_break_the_model_fail_alone(gateway):
         assert [action(call.result()).tolist() for call in beside] == [[i + 1] * 4] * 3
     assert gateway.by_python > before
     gateway.warm_up(lambda: message(filled(1), "moody"))  # a second later, native code answers again
+
+
+def test_requests_that_ask_for_row_errors_are_answered_natively_and_get_them(gateway):
+    def asked(*values):
+        rows = np.array(values, np.float32).reshape(-1, 1)
+        made = pb.ModelInferRequest(model_name="picky", raw_input_contents=[rows.tobytes()])
+        made.inputs.add(name="x", datatype="FP32", shape=rows.shape)
+        made.parameters["row_errors"].bool_param = True
+        return made
+
+    stub = gateway.warm_up(lambda: asked(1, 2))
+    before = gateway.by_python
+    answer = stub.ModelInfer(asked(4, 5), timeout=20)
+    assert gateway.by_python == before
+    assert action(answer).tolist() == [8, 10] and not answer.parameters
+    for _ in range(3):
+        answer = stub.ModelInfer(asked(4, 6), timeout=20)  # sixes fail
+        assert answer.parameters["row_errors"].string_param == '{"1": "six"}'
+        np.testing.assert_array_equal(action(answer), [8, np.nan])
+    assert gateway.by_python > before
 
 
 def test_a_request_past_its_deadline_gets_its_status_and_the_next_one_its_answer(gateway, server):

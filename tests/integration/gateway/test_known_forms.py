@@ -136,8 +136,8 @@ def test_compressed_messages_are_read(gateway):
 # ---- HTTP
 
 
-def http_request(rows, path="/v2/models/affine/infer", **parameters):
-    tensor = {"name": "observation", "shape": list(rows.shape), "datatype": "FP32",
+def http_request(rows, path="/v2/models/affine/infer", name="observation", **parameters):
+    tensor = {"name": name, "shape": list(rows.shape), "datatype": "FP32",
               "parameters": {"binary_data_size": rows.nbytes}}  # fmt: skip
     text = json.dumps({"inputs": [tensor], "parameters": {"binary_data_output": True, **parameters}}).encode()
     head = (
@@ -184,6 +184,25 @@ def test_a_known_head_is_answered_like_the_first(line):
         length = int(headers["inference-header-content-length"])
         np.testing.assert_array_equal(np.frombuffer(body[length:], np.float32), (2 * (rows + i) + 1).reshape(-1))
         found.append((status, headers, body[:length]))
+    assert all(one == found[0] for one in found)
+
+
+def test_failed_rows_of_a_known_form_are_reported_like_the_first(line, stub):
+    rows = np.array([[1], [3], [6]], np.float32)  # threes and sixes fail
+    whole = http_request(rows, "/v2/models/picky/infer", "x", row_errors=True)
+    asked = pb.ModelInferRequest(model_name="picky", raw_input_contents=[rows.tobytes()])
+    asked.inputs.add(name="x", datatype="FP32", shape=rows.shape)
+    asked.parameters["row_errors"].bool_param = True
+    found = []
+    for _ in range(3):
+        line.socket.sendall(whole)
+        status, headers, body = line.answer()
+        assert status == 200 and json.loads(body[: int(headers["inference-header-content-length"])])["parameters"]
+        np.testing.assert_array_equal(np.frombuffer(body[-12:], np.float32), [2, np.nan, np.nan])
+        answer = stub.ModelInfer(asked, timeout=20)
+        assert json.loads(answer.parameters["row_errors"].string_param) == {"1": "three", "2": "six"}
+        np.testing.assert_array_equal(action(answer), [2, np.nan, np.nan])
+        found.append((body, answer))
     assert all(one == found[0] for one in found)
 
 

@@ -25,7 +25,6 @@ from jurybox.protocol import control_pb2, forks, open_inference_pb2
 from jurybox.protocol.address import is_loopback
 from jurybox.protocol.errors import TABLE, Busy, Code, Error, Refused, ServerGone, Timeout, error_for
 from jurybox.protocol.locks import IN_SERVICE, is_serving, mark_serving
-from jurybox.protocol.open_inference_pb2 import ModelInferRequest, ModelInferResponse
 from jurybox.protocol.remote_weights_pb2 import WeightsRefusal
 
 try:
@@ -74,18 +73,22 @@ _MEANING = {
 _BY_STATUS = {row.grpc: code for code, row in reversed(TABLE.items())}
 
 
-@contextlib.contextmanager
-def _plugin() -> Iterator[Any]:
-    """Give gRPC's plugin of observability, as `grpc._observability.get_plugin` does, but hold no lock meanwhile.
+class _Plugin:
+    """Gives gRPC's plugin of observability, as `grpc._observability.get_plugin` does, but holds no lock meanwhile.
 
     Its lock is one for the whole process, held when a call starts and ends. A signal handler or a destructor that runs
     just then would keep every other thread from calling, also the one whose answer it waits for.
     """
-    yield getattr(_observability, "_OBSERVABILITY_PLUGIN", None)
+
+    def __enter__(self) -> Any:
+        return getattr(_observability, "_OBSERVABILITY_PLUGIN", None)
+
+    def __exit__(self, *_: object) -> None:
+        pass
 
 
 if hasattr(_observability, "get_plugin"):
-    _observability.get_plugin = _plugin
+    _observability.get_plugin = _Plugin
 
 
 class _Core:
@@ -203,14 +206,19 @@ class Channels:
             grpc.RpcError: it failed.
             Refused: as `open`.
         """
+        method = _method(name)
+        answer = self.ask(method.path, request.SerializeToString(), timeout, wait_for_ready=wait_for_ready)
+        return method.response.FromString(answer)
+
+    def ask(self, path: str, message: bytes, timeout: float, *, wait_for_ready: bool = False) -> bytes:
+        """Call a method by its path; return its serialized response. Raises as `call`."""
         CORE.check()
-        method, message = _method(name), request.SerializeToString()
         try:
             calls = self._free.pop()
         except IndexError:
             calls = _Calls(self.open())
         try:
-            answer = calls.of(method.path)(
+            answer: bytes = calls.of(path)(
                 message, timeout=timeout, metadata=self.metadata, wait_for_ready=wait_for_ready or None
             )
         except grpc.RpcError:
@@ -222,7 +230,7 @@ class Channels:
             calls.channel.close()
             raise
         self._give(calls)
-        return method.response.FromString(answer)
+        return answer
 
     def close(self) -> None:
         """Close the channels. Those of calls that are under way are closed when these end."""
@@ -253,10 +261,10 @@ class TicketCalls:
 
     def __init__(self, channels: Channels) -> None:
         self._channels = channels
-        self._queue: SimpleQueue[tuple[Message, float, Callable[[Any], None]] | None] | None = None
+        self._queue: SimpleQueue[tuple[bytes, float, Callable[[Any], None]] | None] | None = None
         self._ends: list[weakref.finalize[..., TicketCalls]] = []
 
-    def start(self, request: Message, timeout: float, done: Callable[[Any], None]) -> None:
+    def start(self, request: bytes, timeout: float, done: Callable[[Any], None]) -> None:
         """Start a ModelInfer. `done` is called with it in a thread of gRPC, or with None if it could not be started.
 
         Raises:
@@ -282,11 +290,7 @@ class TicketCalls:
 
 def _start_calls(channel: grpc.Channel, metadata: Metadata, queue: SimpleQueue[Any]) -> None:
     mark_serving()
-    method = channel.unary_unary(
-        "/inference.GRPCInferenceService/ModelInfer",
-        ModelInferRequest.SerializeToString,
-        _in_service(ModelInferResponse),
-    )
+    method = channel.unary_unary(INFER, None, _in_service(bytes))
     while (call := queue.get()) is not None:
         request, timeout, done = call
         try:
@@ -297,12 +301,12 @@ def _start_calls(channel: grpc.Channel, metadata: Metadata, queue: SimpleQueue[A
     channel.close()
 
 
-def _in_service(message: Any) -> Callable[[bytes], Any]:
-    """Return the function that parses a message in a thread of gRPC, which this marks as one that carries answers."""
+def _in_service(parse: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
+    """Return a function that parses a message in a thread of gRPC, which this marks as one that carries answers."""
 
     def parsed(data: bytes) -> Any:
         mark_serving()
-        return message.FromString(data)
+        return parse(data)
 
     return parsed
 
@@ -434,7 +438,9 @@ class RemoteStream:
         self._forked = False
         # The threads refer to the exchange, not to this object, so that it can be garbage-collected, which ends them.
         self._exchange = exchange = _Exchange()
-        call = channel.stream_stream(method, lambda request: request.SerializeToString(), _in_service(message))
+        call = channel.stream_stream(
+            method, lambda request: request.SerializeToString(), _in_service(message.FromString)
+        )
         self._end = weakref.finalize(self, exchange.end)  # first: a handler may raise anywhere from here on
         exchange.begin(partial(call, metadata=metadata))
         forks.register(self)

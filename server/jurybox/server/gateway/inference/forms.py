@@ -3,31 +3,34 @@
 A client's requests differ only in their tensor data: model name, shapes, datatypes and requested outputs are the same
 bytes every time. So a request is parsed and checked in full once, and the result is cached as its *form*, with those
 bytes as the key. Of a later request of the same form only the raw data is read. It goes to the model's coalescer
-without a task, and the head of its answer is already serialized. Requests with special features (parameters, rows that
-differ in size, sequences, panels) have no form and take the normal path, as does a form whose model was reloaded.
+without a task, and the head of its answer is already serialized. Requests with special features (a parameter other than
+row_errors, rows that differ in size, sequences, panels) have no form and take the normal path, as does a form whose
+model was reloaded.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from jurybox.protocol.errors import Code, Error, ModelNotFound, Refused
+from jurybox.protocol.errors import Code, Error, ModelNotFound, Refused, RowFailed
 from jurybox.server.gateway.inference.coalescer import Arrays, Put
-from jurybox.server.gateway.inference.inference import InferRequest, OpenInference, Output
+from jurybox.server.gateway.inference.inference import InferRequest, OpenInference, Output, output_of, row_errors
 from jurybox.server.gateway.inference.lanes import DEFAULT_TIMEOUT, ModelLane
-from jurybox.server.gateway.inference.tensors import datatype_of, weights_version
+from jurybox.server.gateway.inference.tensors import Parameters, datatype_of, request_parameters, weights_version
 from jurybox.server.security.access import ClientConnection
 from jurybox.server.security.limits import Charge
 
 _MOST_FORMS = 1024
 _MOST_HEADS = 8  # weights versions for which the head of an answer is cached
 
-# (model, version, outputs without their data, bytes of each) -> the bytes that precede the data of each output.
-Heads: TypeAlias = Callable[[str, str, Sequence[Output], Sequence[int]], list[bytes]]
+# (model, version, outputs without their data, bytes of each, parameters of the answer) -> the bytes that precede the
+# data of each output.
+Heads: TypeAlias = Callable[[str, str, Sequence[Output], Sequence[int], Parameters], list[bytes]]
+_NONE: Mapping[int, str] = {}
 
 
 class Responder(Protocol):
@@ -77,6 +80,7 @@ class Form:
         self._record_outcome = oip.record_outcome
         self._model, self.n = request.model, n
         self._version, self.pinned = weights_version(request.version), bool(request.version)
+        self._row_errors = request_parameters(request.parameters).row_errors
         self.inputs, self.outputs = [one.name for one in request.inputs], list(outputs)
         self.used = 0
         self._arrays = [
@@ -124,16 +128,19 @@ class Form:
             answer.put = put
         return answer
 
-    def answered(self, outputs: Arrays, version: int, responder: Responder) -> None:
-        """Send the outputs to the responder."""
+    def answered(self, outputs: Arrays, version: int, responder: Responder, failed: Mapping[int, str] = _NONE) -> None:
+        """Send the outputs to the responder; those of failed rows without a value, and with the reasons."""
         if self.pinned and version != self._version:
             why = f"version {self._version} of {self._model!r} is not held, {version} is the newest"
             responder.fail(ModelNotFound(f"{why}: name one that is, or none"))
             return
         self._record_outcome(self._model, True)
         pieces: list[bytes] = []
-        for head, output in zip(self.heads(version), self._outputs, strict=True):
+        heads = self._heads(version, row_errors(failed)) if failed else self.heads(version)
+        for head, output in zip(heads, self._outputs, strict=True):
             array: NDArray[Any] = outputs[output.name]
+            if failed:
+                output_of(output.name, self.held.spec.outputs[output.name], array, failed)  # overwrites those rows
             pieces += (head, array.tobytes())
         responder.reply(pieces)
 
@@ -142,11 +149,19 @@ class Form:
         if (heads := self._written.get(version)) is None:
             if len(self._written) >= _MOST_HEADS:
                 self._written.clear()
-            heads = self._written[version] = self._write_heads(self._model, str(version), self._outputs, self._bytes)
+            heads = self._written[version] = self._heads(version, {})
         return heads
 
+    def _heads(self, version: int, parameters: Parameters) -> list[bytes]:
+        return self._write_heads(self._model, str(version), self._outputs, self._bytes, parameters)
+
     def failed(self, error: Error, responder: Responder) -> None:
-        """Send the error to the responder."""
+        """Send the error to the responder; if it is that of single rows, and wanted so, with the others' outputs."""
+        if self._row_errors and isinstance(error, RowFailed) and error.errors:
+            names = self.held.spec.outputs
+            outputs = error.outputs if len(names) > 1 else {next(iter(names)): error.outputs}
+            self.answered(outputs, error.version, responder, error.errors)
+            return
         if error.code != Code.STALE_LEASE:
             self._record_outcome(self._model, error.code == Code.ROW_FAILED)
         responder.fail(error)

@@ -13,6 +13,7 @@ from jurybox import native
 from jurybox.protocol import open_inference_pb2 as pb
 from jurybox.protocol import open_inference_pb2_grpc
 from jurybox.protocol.errors import Code, Error, Refused, said
+from jurybox.protocol.row_frames import field_head
 from jurybox.protocol.wire import require_name
 from jurybox.server.gateway.grpc_server import Service
 from jurybox.server.gateway.inference import models
@@ -85,6 +86,13 @@ def request_of(message: pb.ModelInferRequest, seconds: float | None) -> InferReq
 
 def message_of(response: InferResponse) -> pb.ModelInferResponse:
     """Return the message of an answer. Outputs in shared memory have empty raw contents, which keeps the positions."""
+    message = _answer(response)
+    message.raw_output_contents.extend([bytes(output.raw()) for output in response.outputs])
+    return message
+
+
+def _answer(response: InferResponse) -> pb.ModelInferResponse:
+    """Return the message of an answer without the data of its outputs."""
     message = pb.ModelInferResponse()
     message.CopyFrom(
         _head(response.model, response.version, tuple((o.name, o.datatype, o.shape) for o in response.outputs))
@@ -96,7 +104,6 @@ def message_of(response: InferResponse) -> pb.ModelInferResponse:
     for place, output in enumerate(response.outputs):
         if output.parameters:
             _set_parameters(message.outputs[place].parameters, output.parameters)
-    message.raw_output_contents.extend([bytes(output.raw()) for output in response.outputs])
     return message
 
 
@@ -211,7 +218,7 @@ class _Caller:
 
     def reply(self, pieces: list[bytes]) -> None:
         if self._ident:
-            pieces += (_tagged(_ID, len(self._ident)), self._ident)
+            pieces += (field_head(_ID, len(self._ident)), self._ident)
         self._call.reply(b"".join(pieces))
 
     def fail(self, error: Error) -> None:
@@ -229,21 +236,13 @@ def _read_form(head: bytes) -> InferRequest | None:
     return None if any(one.data is not None for one in request.inputs) else request
 
 
-def _written_heads(model: str, version: str, outputs: Sequence[Output], sizes: Sequence[int]) -> list[bytes]:
-    heads = [_tagged(_RAW_OUT, size) for size in sizes]
-    heads[0] = (
-        _head(model, version, tuple((o.name, o.datatype, o.shape) for o in outputs)).SerializeToString() + heads[0]
-    )
+def _written_heads(
+    model: str, version: str, outputs: Sequence[Output], sizes: Sequence[int], parameters: Mapping[str, Any]
+) -> list[bytes]:
+    message = _answer(InferResponse(model, version, "", list(outputs), dict(parameters)))
+    heads = [field_head(_RAW_OUT, size) for size in sizes]
+    heads[0] = message.SerializeToString() + heads[0]
     return heads
-
-
-def _tagged(tag: int, size: int) -> bytes:
-    made = bytearray((tag,))
-    while size > 127:
-        made.append(size & 127 | 128)
-        size >>= 7
-    made.append(size)
-    return bytes(made)
 
 
 class InferenceServicer:

@@ -23,6 +23,7 @@ from jurybox.server.gateway.http_server import TURN, Connection
 from jurybox.server.gateway.inference import http_inference
 from jurybox.server.gateway.inference.forms import Asked, Forms
 from jurybox.server.gateway.inference.inference import InferRequest, OpenInference, Output
+from jurybox.server.gateway.inference.tensors import Parameters
 from jurybox.server.security.access import ClientConnection
 from jurybox.server.security.doors import RETRY_AFTER, Doors
 from jurybox.server.security.http import ACCEPTED, SECURITY_HEADERS
@@ -91,12 +92,15 @@ def _read_form(key: bytes) -> InferRequest | None:
     return request if binary and not request.id and all(one.raw for one in request.inputs) else None
 
 
-def _written_heads(model: str, version: str, outputs: Sequence[Output], sizes: Sequence[int]) -> list[bytes]:
+def _written_heads(
+    model: str, version: str, outputs: Sequence[Output], sizes: Sequence[int], parameters: Parameters
+) -> list[bytes]:
     described = [
         {"name": one.name, "datatype": one.datatype, "shape": list(one.shape), "parameters": {"binary_data_size": size}}
         for one, size in zip(outputs, sizes, strict=True)
     ]
-    text = json.dumps({"model_name": model, "model_version": version, "outputs": described}, separators=(",", ":"))
+    named = {"model_name": model, "model_version": version, **({"parameters": parameters} if parameters else {})}
+    text = json.dumps({**named, "outputs": described}, separators=(",", ":"))
     head = (
         f"{http_inference.LENGTH.lower()}: {len(text)}\r\ncontent-length: {len(text) + sum(sizes)}\r\n"
         f"content-type: application/octet-stream\r\n{_HEADERS}{text}"

@@ -28,6 +28,7 @@ from jurybox.server.gateway.inference.tensors import (
     GET,
     NO_PARAMETERS,
     REGION,
+    ROW_ERRORS,
     SET,
     InputData,
     Parameters,
@@ -198,7 +199,9 @@ class OpenInference:
         Return None if the request has special features and must be parsed each time. Raises Error if it is invalid.
         """
         spec = held.spec
-        if request.model in self._panels or request.parameters or spec.open or held.sessions is not None:
+        if request.model in self._panels or spec.open or held.sessions is not None:
+            return None
+        if any(name != ROW_ERRORS for name in request.parameters):
             return None
         tensors: list[Input | RequestedOutput] = [*request.inputs, *request.outputs]
         if any(tensor.parameters for tensor in tensors) or {one.name for one in request.inputs} != set(spec.inputs):
@@ -217,7 +220,7 @@ class OpenInference:
                 write to the tensors. Any error of `CudaRegions.infer`.
         """
         if options.steps is not None or options.row_errors:
-            name = "row_errors" if options.steps is None else "a sequence"
+            name = ROW_ERRORS if options.steps is None else "a sequence"
             raise Refused(
                 f"{name} came with tensors in CUDA regions: expected none, or the tensors in the request or in system "
                 "shared memory",
@@ -316,7 +319,7 @@ class OpenInference:
         self.record_outcome(request.model, True)
         parameters: dict[str, Any] = dict(_FINAL) if options.final else {}
         if failed:
-            parameters["row_errors"] = json.dumps({str(row): reason for row, reason in failed.items()})
+            parameters |= row_errors(failed)
         made = [self._output(gives[name], name, arrays[name], place, failed, options) for name, place in places]
         return InferResponse(request.model, str(used), request.id, made, parameters)
 
@@ -348,7 +351,7 @@ class OpenInference:
                 "",
                 [tensor for tensor in request.inputs if tensor.name in spec.inputs],
                 [RequestedOutput(score_output(member["model"], member["output"], spec.outputs))],
-                {**request.parameters, "row_errors": True},
+                {**request.parameters, ROW_ERRORS: True},
                 request.seconds,
             )
             for member, spec in zip(members.values(), specs, strict=True)
@@ -374,7 +377,7 @@ class OpenInference:
         for name, answer in zip(members, answers, strict=True):
             # A copy: failed rows are overwritten, since they hold no score (0 if the output has an integer dtype).
             scores = arrays[name] = np.array(answer.outputs[0].array, np.float32).reshape(-1)
-            wrong = {int(row): why for row, why in json.loads(answer.parameters.get("row_errors", "{}")).items()}
+            wrong = {int(row): why for row, why in json.loads(answer.parameters.get(ROW_ERRORS, "{}")).items()}
             for row in np.flatnonzero(~np.isfinite(scores)).tolist():
                 wrong.setdefault(row, f"the score is {scores[row]}")
             for row, why in wrong.items():
@@ -398,7 +401,7 @@ class OpenInference:
             )
         parameters: dict[str, Any] = dict(_FINAL) if options.final else {}
         if failed:
-            parameters["row_errors"] = json.dumps({str(row): why for row, why in sorted(failed.items())})
+            parameters |= row_errors(dict(sorted(failed.items())))
         given = [
             Output(name, "FP32", arrays[name].shape, arrays[name], {}, tuple(np.flatnonzero(np.isnan(arrays[name]))))
             for name in names
@@ -469,7 +472,7 @@ class OpenInference:
         failed: Mapping[int, str],
         options: RequestParameters,
     ) -> Output:
-        output = _output(name, spec, rows, failed, extents=options.extents)
+        output = output_of(name, spec, rows, failed, extents=options.extents)
         if place is None:
             return output
         array = output.array
@@ -579,7 +582,12 @@ def _require_sequence(held: ModelLane, turn: Turn | None) -> None:
         )
 
 
-def _output(name: str, spec: TensorSpec, rows: Rows, failed: Mapping[int, str], *, extents: bool) -> Output:
+def row_errors(failed: Mapping[int, str]) -> Parameters:
+    """Return the parameter of an answer that names the failed rows and their reasons."""
+    return {ROW_ERRORS: json.dumps({str(row): reason for row, reason in failed.items()})}
+
+
+def output_of(name: str, spec: TensorSpec, rows: Rows, failed: Mapping[int, str], *, extents: bool = False) -> Output:
     """Return an output as one tensor. Failed rows are NaN, 0 or empty.
 
     Raises:

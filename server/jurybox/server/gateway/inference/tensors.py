@@ -260,6 +260,7 @@ _MOST_NAMED = 128  # characters of a sequence's name, as in Triton
 _FINAL = "triton_enable_empty_final_response"
 REGION, _SIZE, _OFFSET = "shared_memory_region", "shared_memory_byte_size", "shared_memory_offset"
 _EXTENTS = "extents"
+ROW_ERRORS = "row_errors"
 _CLIENT = re.compile(r"[0-9a-f]{32}")
 _KNOWN = "timeout, priority, sequence_id, sequence_start, sequence_end, session_state, row_errors, extents"
 GET, SET = "get", "set"  # the values of session_state
@@ -326,7 +327,7 @@ NO_PARAMETERS = RequestParameters()
 def request_parameters(parameters: Parameters) -> RequestParameters:
     """Parse the parameters of a request. Raises Refused (code UNSUPPORTED), which names the unsupported parameter."""
     seconds, client, state = None, "", ""
-    flags = dict.fromkeys((_FINAL, "row_errors", _EXTENTS, "sequence_start", "sequence_end"), False)
+    flags = dict.fromkeys((_FINAL, ROW_ERRORS, _EXTENTS, "sequence_start", "sequence_end"), False)
     sequence: int | str = 0
     sessions: str | None = None
     for name, value in parameters.items():
@@ -368,7 +369,7 @@ def request_parameters(parameters: Parameters) -> RequestParameters:
         over = client
     if state and steps is None:
         raise malformed("session_state came without a sequence: expected a sequence_id")
-    return RequestParameters(seconds, flags[_FINAL], flags["row_errors"], flags[_EXTENTS], steps, over, state)
+    return RequestParameters(seconds, flags[_FINAL], flags[ROW_ERRORS], flags[_EXTENTS], steps, over, state)
 
 
 def _sequence_id(value: object) -> int | str:
