@@ -8,13 +8,13 @@ worker contains only environment numbers. The asynchronous half follows EnvPool'
 from __future__ import annotations
 
 import os
-import pickle
 import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import cloudpickle
 import numpy as np
 import numpy.typing as npt
 from gymnasium import Env
@@ -48,7 +48,7 @@ class ProcessVectorEnv(VectorEnv[Any, Any, Any]):
             memory; others are pickled.
         batch_size: environments that `recv` returns; all by default.
         timeout: seconds that a worker may be silent while it has work.
-        start_timeout: seconds that a worker may take to make its environments.
+        start_timeout: seconds in which not one more worker has made its environments; however many there are.
 
     Raises:
         WorkerFailed: an environment could not be made or raised; the message holds the worker's traceback.
@@ -298,7 +298,7 @@ class ProcessVectorEnv(VectorEnv[Any, Any, Any]):
         seeds = [self._fresh_seed(number) if each is None else each for number, each in enumerate(seeds)]
         self._reset_life[numbers] = [self._life(number) for number in numbers]
         return self._pool.dispatch(
-            RESET, numbers, lambda part: pickle.dumps(({number: seeds[number] for number in part}, options))
+            RESET, numbers, lambda part: cloudpickle.dumps(({number: seeds[number] for number in part}, options))
         )
 
     def _life(self, number: int) -> int:

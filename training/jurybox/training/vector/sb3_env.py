@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -14,7 +15,7 @@ from stable_baselines3.common.vec_env.base_vec_env import VecEnv
 
 from jurybox.training import interrupts
 from jurybox.training.vector.worker import WorkerConfig, WorkerFailed
-from jurybox.training.vector.worker_pool import STOP, WorkerProcess, end_all
+from jurybox.training.vector.worker_pool import STOP, WorkerProcess, bring_up, end_all
 
 __all__ = ["WorkerVecEnv"]
 
@@ -36,7 +37,9 @@ class Remote:
             )
         try:
             self._sent += 1
-            self.member.pipe.send((self._sent, message))
+            # Actions are arrays; anything else may hold lambdas, and classes of a `__main__` that workers have not.
+            pickled = pickle.dumps if message[0] == "step" else cloudpickle.dumps
+            self.member.pipe.send_bytes(pickled((self._sent, message)))
         except (BrokenPipeError, ConnectionResetError, BlockingIOError) as error:
             raise self._ended() from error
 
@@ -71,16 +74,27 @@ class WorkerVecEnv(SubprocVecEnv):
     Ctrl-C, which is the learner's to handle, and bound to the learner's life.
 
     Args:
-        make: one function for each environment, called in its worker; lambdas will do (cloudpickle).
-        timeout: seconds that one answer may take, the making of an environment among them.
+        env_fns: one function for each environment, called in its worker. Lambdas will do, and what a script or a
+            notebook defines (cloudpickle), as for SubprocVecEnv.
+        timeout: seconds that one answer may take; at the start, seconds in which not one more worker has made its
+            environment.
+        start_method: as SubprocVecEnv's: None or "spawn". Workers are never forked.
 
     Raises:
         WorkerFailed: an environment could not be made, with the worker's traceback. Every method raises it for
             whatever an environment raises, and for a worker that died or hangs.
         Timeout: the environments were not made in time.
+        ValueError: another start_method.
     """
 
-    def __init__(self, make: Sequence[Callable[[], Any]], timeout: float = 300.0) -> None:
+    def __init__(
+        self, env_fns: Sequence[Callable[[], Any]], timeout: float = 300.0, start_method: str | None = None
+    ) -> None:
+        if start_method not in (None, "spawn"):
+            raise ValueError(
+                f"start_method={start_method!r}: expected None or 'spawn', since workers are fresh interpreters; leave "
+                "it out"
+            )
         self.waiting = False
         self.closed = False
         self._pid = os.getpid()
@@ -88,15 +102,13 @@ class WorkerVecEnv(SubprocVecEnv):
         self.processes: list[subprocess.Popen[bytes]] = []
         self.remotes: list[Remote] = []
         try:
-            for index, function in enumerate(make):
+            for index, function in enumerate(env_fns):
                 config = WorkerConfig(list(sys.path), cloudpickle.dumps([function]), index, None)
-                member = WorkerProcess(index, range(index, index + 1), config, timeout)
-                self._members.append(member)
-                self.remotes.append(Remote(member, timeout))
-                member.start()
-                self.processes.append(member.process)
+                self._members.append(WorkerProcess(index, range(index, index + 1), config, timeout))
             # All of them are awaited, so that none is still importing when training begins and counts the time.
-            spaces = [each for member in self._members for each in member.handshake(timeout)]
+            spaces = bring_up(self._members, timeout)
+            self.remotes = [Remote(member, timeout) for member in self._members]
+            self.processes = [member.process for member in self._members]
         except BaseException:
             self.close()
             raise

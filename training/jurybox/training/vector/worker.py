@@ -133,10 +133,21 @@ class WorkerConfig:
     mode: AutoresetMode | None
 
 
+def pickled(value: Any) -> bytes:
+    """Pickle what an environment gave. What pickle refuses, such as objects of the learner's ``__main__``, by value."""
+    try:
+        return pickle.dumps(value)
+    except (pickle.PicklingError, AttributeError, TypeError):
+        import cloudpickle
+
+        found: bytes = cloudpickle.dumps(value)
+        return found
+
+
 def done_message(numbers: Any, extras: dict[int, Any]) -> bytes:
     """The message that these environments are done; `extras` are infos that are not in shared memory, by number."""
     head = DONE + _COUNT.pack(len(numbers)) + np.asarray(numbers, np.int32).tobytes()
-    return head + pickle.dumps(extras) if extras else head
+    return head + pickled(extras) if extras else head
 
 
 def read_done(message: bytes) -> tuple[list[int], dict[int, Any]]:
@@ -174,7 +185,7 @@ class CommandHandler:
 
     def answer(self, message: bytes) -> Iterator[bytes]:
         self._number, command = pickle.loads(message)
-        yield pickle.dumps((self._number, execute(self._environment, *command)))
+        yield pickled((self._number, execute(self._environment, *command)))
 
     def failed(self, error: Exception) -> bytes:
         return pickle.dumps((self._number, worker_error(error)))
@@ -218,7 +229,7 @@ class SharedMemoryHandler:
                 self._reset(number, seed, options)
             yield self._done_message(list(seeds))
         else:
-            found = pickle.dumps(self._call(*pickle.loads(content_of(message))))
+            found = pickled(self._call(*pickle.loads(content_of(message))))
             yield VALUE + _CALL.pack(self._call_number) + found
 
     def failed(self, error: Exception) -> bytes:

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import cloudpickle
@@ -39,6 +39,8 @@ from jurybox.training.vector.worker import (
 _RUN = "from jurybox.training.vector.worker import main; main()"
 
 STOP = 2.0  # seconds that workers get to close their environments
+_STARTING_ON_A_CORE = 8  # workers that import and make their environments at a time
+_CHECK_SECONDS = 0.5  # between two looks for Ctrl-C while workers start
 _MESSAGE_TIMEOUT = 60.0  # seconds for one message, once it has begun; a worker that takes longer counts as gone
 
 
@@ -77,7 +79,7 @@ class WorkerProcess:
             self._pipe = Connection(parent_end.detach())
         self._pipe.send(self._config)
 
-    def handshake(self, timeout: float) -> list[tuple[Any, Any, Any]]:
+    def handshake(self, timeout: float = 0.0) -> list[tuple[Any, Any, Any]]:
         """Spaces and metadata of its environments.
 
         Raises:
@@ -168,6 +170,41 @@ class WorkerProcess:
             self._process.wait()
 
 
+def bring_up(members: Sequence[WorkerProcess], timeout: float) -> list[tuple[Any, Any, Any]]:
+    """Start workers; returns spaces and metadata of all their environments, in order.
+
+    Eight for each core start at a time, since more would only take cores and memory from one another. So the time-out
+    is for progress, and a hundred workers need no longer one than a few.
+
+    Raises:
+        WorkerFailed: as `WorkerProcess.handshake`.
+        Timeout: for `timeout` seconds not one more worker has made its environments.
+    """
+    together = _STARTING_ON_A_CORE * len(os.sched_getaffinity(0))
+    found: dict[int, list[tuple[Any, Any, Any]]] = {}
+    starting: dict[Connection, WorkerProcess] = {}
+    left = iter(members)
+    moved = time.monotonic()
+    while len(found) < len(members):
+        for member in itertools.islice(left, together - len(starting)):
+            member.start()
+            starting[member.pipe] = member
+        ready = wait(list(starting), _CHECK_SECONDS)
+        interrupts.check()
+        for pipe in ready:
+            assert isinstance(pipe, Connection)
+            member = starting.pop(pipe)
+            found[member.index] = member.handshake()
+            moved = time.monotonic()
+        if time.monotonic() - moved > timeout:
+            slow = ", ".join(str(member.index) for member in starting.values())
+            raise Timeout(
+                f"{len(found)} of {len(members)} workers have made their environments, and for {timeout:g} s not one "
+                f"more has; those that are starting: {slow}. Raise the time-out of the start if they take that long"
+            )
+    return [each for member in members for each in found[member.index]]
+
+
 def end_all(members: Sequence[WorkerProcess]) -> None:
     """End workers: asked at first, killed when they have not ended in two seconds."""
     for member in members:
@@ -188,7 +225,7 @@ class WorkerPool:
         workers: processes; environments are dealt out evenly, in order.
         mode: what a worker does at the end of an episode.
         timeout: seconds that a worker may work without a message before it counts as dead.
-        start_timeout: seconds that it may take to make its environments.
+        start_timeout: seconds in which not one more worker has made its environments.
 
     Attributes:
         pending: per worker the environments that it has not answered for.
@@ -221,10 +258,8 @@ class WorkerPool:
             self.owner += [index] * (end - first)
 
     def start(self) -> list[tuple[Any, Any, Any]]:
-        """Start all at once; returns spaces and metadata of every environment."""
-        for member in self._members:
-            member.start()
-        found = [each for member in self._members for each in member.handshake(self._start_timeout)]
+        """Start all; returns spaces and metadata of every environment."""
+        found = bring_up(self._members, self._start_timeout)
         for member in self._members:
             self._selector.register(member.pipe, selectors.EVENT_READ, member)
         return found
