@@ -21,7 +21,16 @@ from jurybox.training.run_folder import RunLogError
 from jurybox.training.search import environments
 from jurybox.training.search.report import conclusion
 from jurybox.training.search.settings import ORDERS, WorkflowTraining
-from jurybox.training.search.trainer import DONE, FINAL, MIXED, REFERENCE, SEARCH, Evaluated, WorkflowTrainer
+from jurybox.training.search.trainer import (
+    DONE,
+    FINAL,
+    MIXED,
+    REFERENCE,
+    SEARCH,
+    Evaluated,
+    OrderEvaluation,
+    WorkflowTrainer,
+)
 
 SETTINGS = WorkflowTraining(
     envs=8,
@@ -269,14 +278,33 @@ def test_the_report_names_the_criterion_and_keeps_the_first_rules_figure(judged,
     assert any("99.0% of 30.0 fixes an episode" in sentence and "can pad" in sentence for sentence in said)
 
 
-def test_the_report_compares_with_a_return_of_zero() -> None:
+@pytest.mark.parametrize(
+    ("without", "told"),
+    [
+        (-15.0, "the order costs 5.0 points (± 0.3)."),
+        (-25.0, "the order gains 5.0 points (± 0.3)."),
+        (-19.9, "no difference is seen (at most 0.4 points)."),
+        (0.0, "the order costs 20.0 points (± 0.3)."),
+    ],
+)
+def test_an_orders_price_is_that_for_the_same_policy_after_the_same_training(without, told) -> None:
     it = trainer()
     it.best = ORDERS[0]
-    it.final = Evaluated(-0.5, 0.1, 1.0, 1.0, 0.5, 100, 100, -1.0, 0.1, 16)
-    it.reference = Evaluated(0.0, 0.0, 0.0, 0.0, 0.0, 0, 0, -1.0, 0.1, 16)
-    assert conclusion(it)[-1].endswith("the workflow's is 0.5 worse.")
-    it.final = it.reference
-    assert conclusion(it)[-1].endswith("the workflow's is no worse.")
+    it.final = Evaluated(-20.0, 0.1, 1.0, 1.0, 0.5, 100, 100, -1.0, 0.1, 16)
+    it.prices = [OrderEvaluation(None, Evaluated(without, 0.1, 1.0, 0.0, 0.0, 0, 0, -1.0, 0.1, 16), 0.0)]
+    it.reference = Evaluated(-483.9, 0.1, 0.0, 0.0, 0.0, 0, 0, -1.0, 0.1, 16)
+    *_, price, before = conclusion(it)
+    assert price.startswith("Without an order the same policy") and price.endswith(told)
+    assert "-483.9" in before and before.endswith("so this is no measure of what an order costs.")
+
+
+def test_policies_of_other_training_are_not_compared() -> None:
+    it = trainer()
+    it.best = ORDERS[0]
+    it.final = Evaluated(-52.4, 0.1, 1.0, 1.0, 0.5, 100, 100, -1.0, 0.1, 16)
+    it.reference = Evaluated(-483.9, 0.1, 0.0, 0.0, 0.0, 0, 0, -1.0, 0.1, 16)
+    said = " ".join(conclusion(it))
+    assert "What the order costs is not known" in said and "worse" not in said
 
 
 class Heard(Watcher):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -14,13 +15,12 @@ from jurybox.training.report import verdict as verdicts
 from jurybox.training.report.page import Answer, Legend, Section, Table
 from jurybox.training.search.gp_ucb import WorkflowSearch
 from jurybox.training.search.settings import ORDERS, describe
-from jurybox.training.search.trainer import WorkflowTrainer
+from jurybox.training.search.trainer import Evaluated, WorkflowTrainer
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _SHOWN = 3.0  # times the median: the curve omits returns below that
-_WITHIN = 0.15  # share of the unconstrained return that a workflow may cost
 
 
 def conclusion(trainer: WorkflowTrainer) -> list[str]:
@@ -50,22 +50,29 @@ def conclusion(trainer: WorkflowTrainer) -> list[str]:
         )
     if verdict == "not judged":
         sentences.append("A longer --head-start makes more situations in which an order says anything.")
+    sentences.append(_price(trainer, final))
     if reference is not None:
-        lost = reference.returns - final.returns
-        sentence = (
-            f"Without a workflow the return was {reference.returns:.1f} (± {1.96 * reference.error:.1f}) after "
-            f"{settings.reference_share:.0%} of the budget; the workflow's is "
+        sentences.append(
+            f"After {settings.reference_share:.0%} of the budget, before it had seen an order, the policy's return was "
+            f"{reference.returns:.1f} (± {1.96 * reference.error:.1f}). It has learned more since, so this is no "
+            "measure of what an order costs."
         )
-        if lost <= 0:
-            sentence += "no worse."
-        elif reference.returns == 0:  # as short episodes may return
-            sentence += f"{lost:.1f} worse."
-        else:
-            cost = lost / abs(reference.returns)
-            close = "within" if cost <= _WITHIN else "not within"
-            sentence += f"{cost:.0%} worse, {close} {_WITHIN:.0%}."
-        sentences.append(sentence)
     return sentences
+
+
+def _price(trainer: WorkflowTrainer, final: Evaluated) -> str:
+    """Return what the order costs: both returns are of the same policy, after all of its training."""
+    if not trainer.prices:
+        return (
+            "What the order costs is not known: no policy of as much training acted without one. With --mixed-share "
+            "one policy learns both."
+        )
+    none = trainer.prices[0].evaluated
+    lost, error = none.returns - final.returns, 1.96 * math.hypot(none.error, final.error)
+    said = f"Without an order the same policy's return is {none.returns:.1f} (± {1.96 * none.error:.1f}): "
+    if abs(lost) <= error:
+        return said + f"no difference is seen (at most {abs(lost) + error:.1f} points)."
+    return said + f"the order {'costs' if lost > 0 else 'gains'} {abs(lost):.1f} points (± {error:.1f})."
 
 
 def render(
