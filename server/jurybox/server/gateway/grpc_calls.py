@@ -23,6 +23,7 @@ import grpc
 
 from jurybox import native
 from jurybox.protocol.errors import Code, Error, Refused
+from jurybox.server.gateway.http_server import bound_name
 from jurybox.server.security.access import Access, ClientConnection, Token
 from jurybox.server.security.doors import Doors
 from jurybox.server.security.doors import refusal as draining
@@ -124,6 +125,10 @@ class Call:
     def farewells(self) -> dict[str, Callable[[], None]]:
         """Functions to call when the call's connection has ended, by a name of the method's choice."""
         return self._connection.farewells
+
+    def peer(self) -> str:
+        """Return the peer's address, as grpcio writes it; no two connections have the same at a time."""
+        return self._connection.peer
 
     def time_remaining(self) -> float | None:
         """Return the seconds until the deadline; None if there is none."""
@@ -302,6 +307,7 @@ class _Connection(asyncio.BufferedProtocol):
         self.calls: dict[int, Call] = {}
         self.farewells: dict[str, Callable[[], None]] = {}  # called when the connection has ended
         self._transport: Any = None
+        self.peer = ""
         self.client: ClientConnection | None = None
         self._unsent = 0  # bytes in the transport's buffer, counted while it is paused
         self._paused = self._reading = self.lone = self._behind = False
@@ -317,7 +323,10 @@ class _Connection(asyncio.BufferedProtocol):
     def connection_made(self, transport: Any) -> None:
         """Register the connection; see `asyncio.BaseProtocol`."""
         self._transport = transport
-        self.client = ClientConnection(transport.get_extra_info("peername"))
+        peer = transport.get_extra_info("peername")
+        if peer:  # else it has gone already
+            self.peer = f"{'ipv6' if ':' in peer[0] else 'ipv4'}:{bound_name(*peer[:2])}"
+        self.client = ClientConnection(peer)
         if len(self._server.connections) >= GRPC_CONNECTIONS and not self._server.make_room():
             transport.abort()
             return

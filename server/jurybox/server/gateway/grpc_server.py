@@ -114,7 +114,7 @@ class Service:
 
     Attributes:
         name: full name, "package.Service".
-        file: descriptor of the .proto that defines it, for reflection.
+        file: descriptor of the .proto that defines it, for reflection; None: it is not reflected.
         servicer: implements its methods.
         add: the generated add_..._to_server, or another function that registers the servicer on a server.
         direct: direct methods, which are tried before the servicer's, by path.
@@ -122,7 +122,7 @@ class Service:
     """
 
     name: str
-    file: FileDescriptor
+    file: FileDescriptor | None
     servicer: Any
     add: _Adder
     direct: Mapping[str, Direct] = field(default_factory=dict)
@@ -142,6 +142,7 @@ class GrpcServer:
             always available; or "auto", the first of them that is available.
         budget: what the process may hold; None: a budget of the server's own.
         turns: shared with other doors.
+        setting: the setting that the address comes from; see `listen`.
 
     Attributes:
         http2: the HTTP/2 implementation in use, with its version, and for grpcio why it was chosen.
@@ -163,6 +164,7 @@ class GrpcServer:
         doors: Doors | None = None,
         budget: native.Budget | None = None,
         turns: Turns | None = None,
+        setting: str = "server.grpc",
     ) -> None:
         self._doors = doors or Doors()
         self._access = access = access or Access()
@@ -173,7 +175,8 @@ class GrpcServer:
         self.ended = asyncio.Event()
         self._health = Health([service.name for service in services], readiness)
         self.http2, found = choose_http2(http2)
-        self._listener = listen(address, "server.grpc")
+        self._setting = setting
+        self._listener = listen(address, setting)
         host, port = split_host(address)[0], self._listener.getsockname()[1]
         self.bound = bound_name(host, port)
         self._calls: Calls | None = None
@@ -220,7 +223,6 @@ class GrpcServer:
 
     def _offer(self, server: Any, direct: Mapping[str, Direct]) -> None:
         """Add all services to a server."""
-        names = [service.name for service in self._services]
         health = Service(
             "grpc.health.v1.Health", health_pb2.DESCRIPTOR, self._health, health_pb2_grpc.add_HealthServicer_to_server
         )
@@ -228,9 +230,10 @@ class GrpcServer:
         guarding: Any = self._guarding
         for service in (*self._services, health):
             service.add(service.servicer, guarding)
-        files = [*(service.file for service in self._services), health_pb2.DESCRIPTOR, reflection_pb2.DESCRIPTOR]
+        described = [(one.name, one.file) for one in (*self._services, health) if one.file is not None]
+        described.append((reflection.SERVICE_NAME, reflection_pb2.DESCRIPTOR))
         reflecting = reflection.aio.ReflectionServicer(
-            (*names, health.name, reflection.SERVICE_NAME), pool=_pool_of(files)
+            [name for name, _ in described], pool=_pool_of([file for _, file in described])
         )
         reflection_pb2_grpc.add_ServerReflectionServicer_to_server(reflecting, guarding)
 
@@ -249,8 +252,7 @@ class GrpcServer:
             open_port(server, self.bound, self._access)
         except RuntimeError as error:
             raise CannotListen(
-                f"cannot listen on grpc://{self.bound}: {error}; set server.grpc to another host:port, or to '' for no "
-                "gRPC"
+                f"cannot listen on grpc://{self.bound}: {error}; set {self._setting} to another host:port"
             ) from error
         return server
 

@@ -179,8 +179,11 @@ def _robot_doors(
         return {}
     from jurybox.server.gateway.robots.door import door
 
-    where = orders["address"]
-    return {name: door(name, settings, where, access, doors, budget, turns) for name, settings in robots.items()}
+    where, http2 = orders["address"], orders.get("grpc_http2", "auto")
+    return {
+        name: door(name, {**settings, "grpc_http2": http2}, where, access, doors, budget, turns)
+        for name, settings in robots.items()
+    }
 
 
 class _Doorway(Protocol):

@@ -181,6 +181,11 @@ class SecuritySettings(BaseModel):
             found.append(f"server.curve_clients = {self.curve_clients!r}: expected a folder of clients' .key files")
         return found
 
+    @property
+    def guarded(self) -> bool:
+        """Whether clients need a token or TLS."""
+        return self.token is not None or self.token_file is not None or self.tls_cert is not None
+
     def lacking(self, listening: Mapping[str, str]) -> list[str]:
         """Return the ports that other hosts can reach although they lack a token or TLS, one line each.
 

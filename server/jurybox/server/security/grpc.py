@@ -27,7 +27,12 @@ OPEN_METHODS = frozenset(
     }
 )
 # Methods that do more than read, by the last part of their paths: closed doors refuse them, and wait for their answers.
-_WORK = frozenset({"ModelInfer", "ModelStreamInfer", "RepositoryModelLoad", "Publish", "Read"})
+_WORK = frozenset(
+    {
+        *("ModelInfer", "ModelStreamInfer", "RepositoryModelLoad", "Publish", "Read"),
+        *("Ready", "SendPolicyInstructions", "SendObservations", "GetActions", "StreamActions"),  # LeRobot's
+    }
+)
 UNAUTHENTICATED = "expected metadata 'authorization: Bearer TOKEN' with the server's token (server.token_file)"
 CODE = "jurybox-code"  # trailing metadata: several codes of errors.Code map to the same gRPC status
 # These do not pass by themselves, so trailing metadata tell gRPC's clients not to retry a call despite UNAVAILABLE.
@@ -219,14 +224,13 @@ class Guarding:
         if (direct := self._direct.get(path)) is not None:
             directly = self._directly(direct, read, handler.unary_unary, write, entered)
             return grpc.unary_unary_rpc_method_handler(directly)
-        if handler.request_streaming and handler.response_streaming:
-            streaming = _streaming(handler.stream_stream, _messages, entered)
+        if handler.request_streaming:
+            many = handler.stream_stream if handler.response_streaming else _one_answer(handler.stream_unary)
+            streaming = _streaming(many, _messages, entered)
             return grpc.stream_stream_rpc_method_handler(streaming, read, write)
         if handler.response_streaming:
             answering = _streaming(handler.unary_stream, _message_of, entered)
             return grpc.unary_stream_rpc_method_handler(answering, read, write)
-        if handler.request_streaming:
-            raise NotImplementedError("no service here has a method of many requests and one answer")
         return grpc.unary_unary_rpc_method_handler(self._unary_unary(handler.unary_unary, entered), read, write)
 
     @contextlib.contextmanager
@@ -310,6 +314,17 @@ class _Generic(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpc has no typ
         if (guarded := self._guarded.get(method)) is None and (found := self._handler.service(handler_call_details)):
             guarded = self._guarded[method] = self._guard(method, found)
         return guarded
+
+
+def _one_answer(
+    method: Callable[[AsyncIterator[Any], Any], Awaitable[Any]],
+) -> Callable[[AsyncIterator[Any], Any], AsyncIterator[Any]]:
+    """Return a method with one answer as one with many, which looks the same to a client."""
+
+    async def answers(requests: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
+        yield await method(requests, context)
+
+    return answers
 
 
 def _streaming(

@@ -34,7 +34,7 @@ from jurybox.server.security.access import FILES as _SECURITY_FILES
 from jurybox.server.security.access import SecuritySettings, too_open
 from jurybox.server.settings.dialect_fields import FIELDS, PICKLED
 from jurybox.server.settings.endpoints import check_address, check_host_port, check_listen, split_host
-from jurybox.server.settings.robot_protocols import MODALITIES, MODALITY_FIELDS, WITHOUT_TLS
+from jurybox.server.settings.robot_protocols import MODALITIES, MODALITY_FIELDS, WITHOUT_TLS, WITHOUT_TOKEN
 from jurybox.server.settings.sources import ConfigError, Sources, parse_flags, problems
 
 __all__ = ["ConfigError", "ModelSettings", "ServerSettings", "Settings", "load_settings", "model_settings_from_json"]
@@ -406,13 +406,14 @@ class RobotSettings(_Strict):
     """[robots.NAME]: a port for robots, bound to a model. docs/operations.md describes each setting."""
 
     model: str
-    speaks: Literal["openpi", "act", "gr00t"] = "openpi"
+    speaks: Literal["openpi", "act", "gr00t", "lerobot"] = "openpi"
     listen: Annotated[str, AfterValidator(check_host_port)]
     clients: int = Field(default=64, ge=1, le=1024)
     timeout: Seconds = 60.0
     metadata: dict[str, JsonValue] = {}
     unprotected: bool = False
     like: Literal["n1.5", "n1.6"] = "n1.6"
+    fps: float = Field(default=30.0, gt=0, le=10_000)
 
     @model_validator(mode="after")
     def _fits_together(self) -> RobotSettings:
@@ -641,6 +642,13 @@ class Settings(_Strict):
                 there = ", ".join(sorted(self.models)) or "none"
                 raise _wrong_table(
                     f"robots.{name}.model = {robot.model!r} is not configured; there are: {there}", "robots", name
+                )
+            if robot.speaks in WITHOUT_TOKEN and self.server.guarded and not robot.unprotected:
+                raise _wrong_table(
+                    f"robots.{name}: clients of {robot.speaks!r} have neither token nor TLS, which server.token_file "
+                    "and server.tls_cert require: expected unprotected = true, on a host that only robots reach",
+                    "robots",
+                    name,
                 )
         robots = [robot.listen for robot in self.robots.values()]
         dialects = [dialect.listen for dialect in self.dialects.values()]

@@ -7,7 +7,8 @@ from typing import Any
 from jurybox.protocol.errors import SpecMismatch
 from jurybox.protocol.spec import BYTES, ModelSpec, TensorSpec
 
-WITHOUT_TLS = ("gr00t",)  # protocols whose clients have no TLS
+WITHOUT_TLS = ("gr00t", "lerobot")  # protocols whose clients have no TLS
+WITHOUT_TOKEN = ("lerobot",)  # and no token
 # Of GR00T's modality document.
 MODALITIES = ("video", "state", "action", "language")
 MODALITY_FIELDS = (
@@ -29,6 +30,19 @@ def problem(speaks: str, spec: ModelSpec) -> str:
             modalities(spec)
         except SpecMismatch as error:
             return f"model {spec.name!r}: {error}"
+    return _lerobots_problem(spec) if speaks == "lerobot" else ""
+
+
+def _lerobots_problem(spec: ModelSpec) -> str:
+    for name, tensor in spec.inputs.items():
+        if (tensor.dtype == BYTES) is not (name == "task") or not (name == "task" or name.startswith("observation.")):
+            return (
+                f"input {name!r} of model {spec.name!r}, {tensor}: expected observation.state, "
+                "observation.images.CAMERA, and task for text"
+            )
+    actions = spec.outputs.get("actions") or (next(iter(spec.outputs.values())) if len(spec.outputs) == 1 else None)
+    if actions is None or not 1 <= len(actions.shape) <= 2:
+        return f"model {spec.name!r} has {', '.join(spec.outputs)}: expected one output, or actions, of (steps, motors)"
     return ""
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import re
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pickletools import opcodes  # only their names; it reads no pickle here
 from typing import Any, Final, NoReturn
@@ -63,6 +63,32 @@ class _Name:
     make: Callable[..., Any] | None = None  # returns what the call would return
 
 
+@dataclass(frozen=True, slots=True)
+class Instance:
+    """An object of a class that the caller named, read as its attributes.
+
+    Attributes:
+        module, name: of the class; nothing is imported.
+        fields: its attributes.
+    """
+
+    module: str
+    name: str
+    fields: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class _Class:
+    module: str
+    name: str
+
+
+@dataclass(slots=True, eq=False)
+class _Object:
+    of: _Class
+    state: dict[Any, Any] | None = None
+
+
 @dataclass(slots=True, eq=False)
 class _Dtype:
     kind: str  # "U15", "f8"
@@ -88,8 +114,11 @@ _DTYPE_STATE = 8
 class _Reader:
     """Parses one stream."""
 
-    def __init__(self, data: bytes | bytearray | memoryview, limits: Limits) -> None:
+    def __init__(
+        self, data: bytes | bytearray | memoryview, limits: Limits, classes: Collection[tuple[str, str]]
+    ) -> None:
         self._data = memoryview(data).cast("B")
+        self._classes = classes
         self._size = len(self._data)
         self._limits = limits
         self._at = 0
@@ -107,7 +136,7 @@ class _Reader:
             if opcode == _STOP:
                 break
             action = actions.get(opcode)
-            if action is None:
+            if action is None or (opcode == _NEWOBJ and not self._classes):
                 name = _NAMES.get(opcode)
                 what = f"opcode {name}" if name else f"byte {opcode:#04x}, which is no opcode,"
                 raise NotPlain(f"the pickle has {what} at {self._at - 1}: refused, plain data has none")
@@ -249,7 +278,9 @@ class _Reader:
         self._global(module, name)
 
     def _global(self, module: str, name: str) -> None:
-        known = _GLOBALS.get((module, name))
+        known: _Name | _Class | None = _GLOBALS.get((module, name))
+        if (module, name) in self._classes:
+            known = _Class(module, name)
         if known is None:
             raise NotPlain(
                 f"the pickle names {plain(module, 80)}.{plain(name, 80)}: refused, nothing is imported or called here"
@@ -264,8 +295,18 @@ class _Reader:
             _odd(called.name)
         self.push(called.make(*arguments))
 
+    def new_object(self) -> None:
+        arguments, of = self.pop(), self.pop()
+        if type(of) is not _Class or arguments != ():
+            raise NotPlain(f"the pickle makes an object of a {type(of).__name__.strip('_')} (NEWOBJ): refused")
+        self.push(_Object(of))
+
     def build(self) -> None:
         state, made = self.pop(), self.pop()
+        if type(made) is _Object and type(state) is dict and made.state is None:
+            made.state = state
+            self.push(made)
+            return
         if type(state) is not tuple:
             raise NotPlain(f"the pickle sets a state that is no tuple at {self._at} (BUILD): refused")
         if type(made) is _Dtype:
@@ -383,6 +424,8 @@ class _Result:
             return kind([self.of(item, depth + 1) for item in value])
         if kind is dict:
             return {key: self.of(item, depth + 1) for key, item in value.items() if self._count(0, len(str(key)))}
+        if kind is _Object and value.state is not None:
+            return Instance(value.of.module, value.of.name, self.of(value.state, depth + 1))
         if kind is _Array and value.value is not None:
             array = value.value
             text = array.dtype.kind == "U"
@@ -404,7 +447,7 @@ class _Result:
 
 _PLAIN = (int, float, bool, type(None))
 
-_STOP = ord(".")
+_STOP, _NEWOBJ = ord("."), 0x81
 _OPCODES: Final[dict[int, Callable[[_Reader], None]]] = {
     0x80: _Reader.protocol,
     0x95: _Reader.frame,
@@ -444,16 +487,20 @@ _OPCODES: Final[dict[int, Callable[[_Reader], None]]] = {
     0x93: _Reader.global_of_stack,
     ord("R"): _Reader.reduce,
     ord("b"): _Reader.build,
+    _NEWOBJ: _Reader.new_object,
 }
 _NAMES: Final = {ord(opcode.code): opcode.name for opcode in opcodes}  # of all opcodes, for error messages
 
 
-def loads(data: bytes | bytearray | memoryview, limits: Limits = LIMITS) -> Any:
+def loads(
+    data: bytes | bytearray | memoryview, limits: Limits = LIMITS, classes: Collection[tuple[str, str]] = ()
+) -> Any:
     """Parse a pickle of protocol 2 to 5.
 
     Args:
         data: the stream, from the first byte to STOP.
         limits: limits of the stream and the result.
+        classes: module and name of classes whose objects are returned as an `Instance`.
 
     Returns:
         None, bool, int, float, str, bytes, list, tuple and dict (with str and int keys). A bytearray is returned as
@@ -466,7 +513,7 @@ def loads(data: bytes | bytearray | memoryview, limits: Limits = LIMITS) -> Any:
     >>> loads(dumps({"images": [], "only_strict": True}))
     {'images': [], 'only_strict': True}
     """
-    return _Reader(data, limits).read()
+    return _Reader(data, limits, classes).read()
 
 
 def dumps(value: Any) -> bytes:
@@ -475,9 +522,13 @@ def dumps(value: Any) -> bytes:
     Raises:
         TypeError: a value has another type; subclasses and NumPy scalars count as other types.
     """
-    parts = [b"\x80\x02"]
+    return b"\x80\x02" + written(value) + b"."
+
+
+def written(value: Any) -> bytes:
+    """Return what `dumps` writes between the stream's first bytes and its last, for a part of a larger stream."""
+    parts: list[bytes] = []
     _write(value, parts)
-    parts.append(b".")
     return b"".join(parts)
 
 

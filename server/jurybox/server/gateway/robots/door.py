@@ -25,6 +25,7 @@ _DOORS = {
     "openpi": "openpi:RobotServer",
     "act": "act:ActDoor",
     "gr00t": "gr00t:Gr00tDoor",
+    "lerobot": "lerobot:LeRobotDoor",
 }
 _log = logging.getLogger("jurybox.gateway.robots")
 

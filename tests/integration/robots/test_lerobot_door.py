@@ -1,0 +1,454 @@
+"""LeRobot's asynchronous inference: clients that pickle its classes, old and new, and its own client if it is there."""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import random
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+import grpc
+import numpy as np
+import pytest
+import torch
+from tests.lerobot_classes import NEW, OLD, lerobot_classes
+from tests.serving import launch, serving, wait_until
+from tests.unit.server.test_lerobot_checkpoints import answered, checkpoint, observations
+
+from jurybox.server.robot_policies import lerobot
+
+MODELS = {name: {"factory": f"tests.robot_models:{name}", "max_batch": 16} for name in ("arm", "totals")}
+MOTORS = ["shoulder.pos", "elbow.pos"]
+SECRET = "0123456789abcdef0123"
+CHUNK = 2 << 20  # bytes of one message of an observation
+
+
+def door(name: str, more: str = "", model: str = "") -> str:
+    return f'[robots.{name}]\nmodel = "{model or name}"\nspeaks = "lerobot"\nlisten = "127.0.0.1:0"\n{more}\n'
+
+
+DOORS = door("arm") + door("totals", "fps = 10.0") + door("few", "clients = 1", "arm")
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    with serving(tmp_path_factory.mktemp("server"), MODELS, more=DOORS, max_message_mib=8) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def addresses(server):
+    with server.connect() as client:
+        return client.status()["server"]["robots"]
+
+
+@pytest.fixture(params=[NEW, OLD])
+def classes(request):
+    with lerobot_classes(request.param) as module:
+        yield module
+
+
+def varint(value):
+    encoded = b""
+    while value > 127:
+        encoded += bytes((value & 127 | 128,))
+        value >>= 7
+    return encoded + bytes((value,))
+
+
+def data(number, value):
+    return bytes((number << 3 | 2,)) + varint(len(value)) + value
+
+
+class Robot:
+    """A client like LeRobot's, with its own bytes."""
+
+    def __init__(self, address, classes, package="transport"):
+        self.classes = classes
+        # Channels of one process to one address would share a connection, which is one robot.
+        self.channel = grpc.insecure_channel(address, [("grpc.use_local_subchannel_pool", 1)])
+        at = f"/{package}.AsyncInference/"
+        self._ready, self._setup = (self.channel.unary_unary(at + one) for one in ("Ready", "SendPolicyInstructions"))
+        self._observe = self.channel.stream_unary(at + "SendObservations")
+        self._act = self.channel.unary_unary(at + "GetActions")
+        self._stream = self.channel.unary_stream(at + "StreamActions")
+
+    def ready(self):
+        assert self._ready(b"", timeout=60) == b""
+
+    def setup(self, motors=MOTORS, cameras=("top",), most=50, size=(8, 6, 3), **more):
+        features = {"observation.state": {"dtype": "float32", "shape": (len(motors),), "names": list(motors)}}
+        for camera in cameras:
+            features[f"observation.images.{camera}"] = {
+                "dtype": "image", "shape": size, "names": ["height", "width", "channels"],
+                "info": {"is_depth_map": False},
+            }  # fmt: skip
+        given = self.classes.RemotePolicyConfig("act", "somebody/something", features, most, "cuda", **more)
+        assert self._setup(data(1, pickle.dumps(given)), timeout=60) == b""
+
+    def send(self, body):
+        parts = [body[at : at + CHUNK] for at in range(0, len(body), CHUNK)] or [b""]
+        states = [3] if len(parts) == 1 else [1, *[2] * (len(parts) - 2), 3]
+        messages = (b"\x08" + bytes((state,)) + data(2, part) for state, part in zip(states, parts, strict=True))
+        assert self._observe(messages, timeout=60) == b""
+
+    def observe(
+        self, step=0, motors=(1.0, 2.0), fill=10, task="lift", must_go=False, protocol=4, size=(8, 6, 3), **more
+    ):
+        values = {name: np.float32(value) for name, value in zip(MOTORS, motors, strict=False)}
+        values |= {"top": np.full(size, fill, np.uint8), "task": task, **more}
+        given = self.classes.TimedObservation(1000.5, step, values, must_go)
+        self.send(pickle.dumps(given, protocol=protocol))
+
+    def act(self):
+        return self.read(self._act(b"", timeout=60))
+
+    def stream(self):
+        return [self.read(one) for one in self._stream(b"", timeout=60)]
+
+    def read(self, message):
+        if not message:
+            return []
+        assert message[0] == 0x0A
+        at = next(i for i in range(1, 12) if message[i] < 128) + 1
+        return pickle.loads(message[at:])
+
+
+@contextmanager
+def robot(address, classes, package="transport", ready=True):
+    made = Robot(address, classes, package)
+    try:
+        if ready:
+            made.ready()
+            made.setup()
+        yield made
+    finally:
+        made.channel.close()
+
+
+@pytest.mark.parametrize("protocol", [4, 5])
+def test_an_observation_is_answered_by_timed_actions(addresses, classes, protocol):
+    with robot(addresses["arm"], classes) as arm:
+        arm.observe(7, protocol=protocol)
+        actions = arm.act()
+        assert len(actions) == 5 and all(type(one) is classes.TimedAction for one in actions)
+        assert [one.timestep for one in actions] == [7, 8, 9, 10, 11]
+        np.testing.assert_allclose([one.timestamp for one in actions], 1000.5 + np.arange(5) / 30)
+        assert all(one.action.dtype == torch.float32 and one.action.device.type == "cpu" for one in actions)
+        assert all(one.action.tolist() == [13, 4] for one in actions)
+
+
+def test_robots_of_the_first_versions_stream_their_actions(addresses):
+    with lerobot_classes(OLD) as classes, robot(addresses["arm"], classes, "async_inference") as arm:
+        arm.observe()
+        (actions,) = arm.stream()
+        assert [one.action.tolist() for one in actions] == [[13, 4]] * 5
+
+
+@pytest.fixture
+def new():
+    with lerobot_classes(NEW) as module:
+        yield module
+
+
+def test_a_chunk_has_as_many_steps_as_the_robot_wants_at_the_ports_rate(addresses, new):
+    with robot(addresses["totals"], new) as arm:
+        arm.setup(most=2, cameras=())
+        arm.observe()
+        actions = arm.act()
+        np.testing.assert_allclose([one.timestamp for one in actions], [1000.5, 1000.6])
+
+
+def test_names_are_changed_as_the_robot_says(addresses, new):
+    with robot(addresses["arm"], new) as arm:
+        arm.setup(cameras=("phone",), rename_map={"observation.images.phone": "observation.images.top"})
+        arm.observe(phone=np.full((8, 6, 3), 20, np.uint8))
+        assert arm.act()[0].action.tolist() == [23, 4]
+
+
+def test_motors_are_ordered_as_the_features_say_and_numbers_may_be_pythons(addresses, new):
+    with robot(addresses["totals"], new) as arm:
+        arm.setup(motors=MOTORS[::-1], cameras=())
+        arm.observe(motors=(1.0, 30.0))
+        assert arm.act()[0].action.tolist() == [30, 1]
+        arm.ready()
+        arm.observe(motors=(), **{"shoulder.pos": 5, "elbow.pos": 6.0})
+        assert arm.act()[0].action.tolist() == [6, 1]
+
+
+def test_large_pictures_come_in_parts_and_are_resized_as_by_lerobot(addresses, new):
+    rng = np.random.default_rng(1)
+    picture = rng.integers(0, 255, (1024, 1000, 3), np.uint8)
+    wanted = torch.nn.functional.interpolate(
+        torch.tensor(picture, dtype=torch.float32).permute(2, 0, 1)[None], size=(8, 6), mode="bilinear"
+    )
+    with robot(addresses["arm"], new) as arm:
+        arm.observe(top=picture)
+        assert arm.act()[0].action[0].item() == pytest.approx(3 + wanted.mean().item(), abs=0.2)
+
+
+def test_the_newest_observation_is_answered_and_a_similar_one_only_if_it_must(addresses, new):
+    with robot(addresses["arm"], new) as arm:
+        arm.observe(0, motors=(1, 2))
+        arm.observe(1, motors=(5, 2))
+        assert arm.act()[0].timestep == 1
+        arm.observe(1, motors=(50, 2))  # answered already
+        arm.observe(2, motors=(5.5, 2))  # the arm has hardly moved
+        began = time.monotonic()
+        assert arm.act() == [] and time.monotonic() - began > 1.5
+        arm.observe(2, motors=(5.5, 2), must_go=True)
+        assert arm.act()[0].timestep == 2
+        arm.ready()
+        arm.observe(2, motors=(5.5, 2))
+        assert arm.act()[0].timestep == 2
+
+
+def test_actions_wait_for_an_observation_that_is_on_its_way(addresses, new):
+    with robot(addresses["arm"], new) as arm, ThreadPoolExecutor(1) as pool:
+        coming = pool.submit(arm.act)
+        time.sleep(0.3)
+        arm.observe(3)
+        assert coming.result(60)[0].timestep == 3
+
+
+def test_a_connection_is_an_episode_and_ready_begins_another(addresses, new):
+    with robot(addresses["totals"], new, ready=False) as arm, robot(addresses["totals"], new, ready=False) as other:
+        for one in (arm, other):
+            one.ready()
+            one.setup(cameras=())
+        for step in range(1, 4):
+            arm.observe(step, motors=(10.0, 0), must_go=True)
+            assert arm.act()[0].action.tolist() == [10 * step, step]
+        other.observe(0, motors=(1, 0))
+        assert other.act()[0].action.tolist() == [1, 1]
+        arm.ready()
+        arm.observe(0, motors=(10, 0))
+        assert arm.act()[0].action.tolist() == [10, 1]
+
+
+def said(error):
+    return error.value.code(), error.value.details()
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ({"motors": [*MOTORS, "wrist.pos"]}, "3 motors: the model expects float32[2]"),
+        ({"cameras": ()}, "needs 'observation.images.top'"),
+        ({"most": 0}, "actions_per_chunk"),
+        ({"rename_map": {"observation.state": "observation.other"}}, "needs 'observation.state'"),
+        ({"rename_map": {1: 2}}, "as text"),
+    ],
+)
+def test_a_robot_that_can_never_be_answered_is_told_at_its_start(addresses, new, given, why):
+    with robot(addresses["arm"], new, ready=False) as arm:
+        arm.ready()
+        with pytest.raises(grpc.RpcError) as error:
+            arm.setup(**given)
+        code, text = said(error)
+        assert code is grpc.StatusCode.INVALID_ARGUMENT and why in text
+
+
+def test_calls_out_of_order_are_told_and_a_loop_without_pause_is_slowed(addresses, new):
+    with robot(addresses["arm"], new, ready=False) as arm:
+        began = time.monotonic()
+        with pytest.raises(grpc.RpcError) as error:
+            arm.act()
+        assert "expected Ready" in said(error)[1] and time.monotonic() - began > 0.8
+        arm.ready()
+        with pytest.raises(grpc.RpcError) as error:
+            arm.observe()
+        assert "SendPolicyInstructions before" in said(error)[1]
+
+
+WRONG = {
+    "a motor is missing": ({"motors": (1.0,)}, "'elbow.pos'"),
+    "a motor of text": ({"elbow.pos": "x"}, "'elbow.pos'"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_an_observation_that_does_not_fit_is_refused_when_it_is_sent(addresses, new, name):
+    given, why = WRONG[name]
+    with robot(addresses["arm"], new) as arm:
+        with pytest.raises(grpc.RpcError) as error:
+            arm.observe(**given)
+        assert why in said(error)[1]
+        arm.observe()
+        assert arm.act()[0].action.tolist() == [13, 4]
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [({"top": None}, "expected a picture"), ({"task": 3}, "expected text"), ({"motors": (-1.0, 0.0)}, "broken")],
+)
+def test_actions_that_cannot_be_computed_are_an_error_after_a_pause_and_the_next_ones_come(addresses, new, given, why):
+    with robot(addresses["arm"], new) as arm:
+        arm.observe(1, **given, must_go=True)
+        began = time.monotonic()
+        with pytest.raises(grpc.RpcError) as error:
+            arm.act()
+        assert why in said(error)[1] and time.monotonic() - began > 0.8
+        arm.observe(1)  # the same step, and it need not be a must
+        assert arm.act()[0].action.tolist() == [13, 4]
+
+
+class Evil:
+    def __reduce__(self):
+        return os.system, ("echo jurybox was here",)
+
+
+def test_only_pickles_of_the_three_classes_are_read_and_nothing_is_called(addresses, new):
+    with robot(addresses["arm"], new) as arm:
+        for wrong in (
+            Evil(),
+            {"a": 1},
+            new.Other(3),
+            new.TimedObservation(0.0, 0, {"x": Evil()}),
+            new.TimedObservation(0.0, "0", {}),
+            new.RemotePolicyConfig("act", "x", {}, 1),
+            io.BytesIO(b""),
+        ):
+            with pytest.raises(grpc.RpcError) as error:
+                arm.send(pickle.dumps(wrong))
+            assert said(error)[0] is grpc.StatusCode.INVALID_ARGUMENT, wrong
+        with pytest.raises(grpc.RpcError):
+            arm._setup(data(1, pickle.dumps(Evil())), timeout=60)
+        arm.observe()
+        assert arm.act()[0].action.tolist() == [13, 4]
+
+
+def test_a_stream_that_ends_early_or_is_too_large_is_refused(addresses, new):
+    with robot(addresses["arm"], new) as arm:
+        for messages, code in (
+            ([], "INVALID_ARGUMENT"),
+            ([b"\x08\x01" + data(2, b"x")], "INVALID_ARGUMENT"),
+            ([b"\x08\x07" + data(2, b"x")], "INVALID_ARGUMENT"),
+            ([b"\xff\xff"], "INVALID_ARGUMENT"),
+            ([b"\x08\x02" + data(2, bytes(CHUNK))] * 6, "RESOURCE_EXHAUSTED"),
+        ):
+            with pytest.raises(grpc.RpcError) as error:
+                arm._observe(iter(messages), timeout=60)
+            assert said(error)[0].name == code
+        arm.observe()
+        assert arm.act()[0].action.tolist() == [13, 4]
+
+
+def test_random_bytes_are_refused_and_the_next_observation_is_answered(addresses, new):
+    rng = random.Random(3)
+    values = dict.fromkeys(MOTORS, 1.0) | {"top": np.zeros((8, 6, 3), np.uint8), "task": "x"}
+    whole = pickle.dumps(new.TimedObservation(1.0, 0, values))
+    with robot(addresses["arm"], new) as arm:
+        for _ in range(150):
+            body = bytearray(whole)
+            for _ in range(rng.randint(1, 4)):
+                body[rng.randrange(len(body))] = rng.randrange(256)
+            try:
+                arm.send(bytes(body))
+            except grpc.RpcError as error:
+                assert error.code() is grpc.StatusCode.INVALID_ARGUMENT, error
+        arm.ready()
+        arm.observe()
+        assert arm.act()[0].action.tolist() == [13, 4]
+
+
+def test_one_robot_too_many_is_told_at_its_start_until_a_place_is_free(server, addresses, new):
+    with robot(addresses["few"], new):
+        with robot(addresses["few"], new, ready=False) as other:
+            with pytest.raises(grpc.RpcError) as error:
+                other.ready()
+            assert "1 robots are connected" in said(error)[1]
+    with robot(addresses["few"], new) as arm:
+        arm.observe()
+        assert arm.act()[0].action.tolist() == [13, 4]
+
+
+def test_robots_that_ask_at_the_same_time_share_batches(server, addresses, new):
+    together = threading.Barrier(8, timeout=60)
+
+    def rounds(number):
+        with robot(addresses["arm"], new) as arm:
+            together.wait()
+            for step in range(20):
+                arm.observe(step, motors=(float(10 * step), number), must_go=True)
+                if [one.action.tolist() for one in arm.act()] != [[10 * step + number + 10, 4]] * 5:
+                    return False
+        return True
+
+    with server.connect() as client, ThreadPoolExecutor(8) as pool:
+
+        def computed():
+            (model,) = (one for one in client.status()["models"] if one["name"] == "arm")
+            return model["batches"], model["rows"]
+
+        before = computed()
+        assert all(pool.map(rounds, range(8)))
+        wait_until(lambda: computed()[1] - before[1] == 160, 30, "160 rows")
+        assert computed()[0] - before[0] < 150
+
+
+def test_a_checkpoint_of_act_answers_as_in_this_process(tmp_path, new):
+    folder = checkpoint(tmp_path / "policy", "seen")
+    model = {"factory": "jurybox.server.robot_policies:lerobot", "args": {"folder": str(folder)}, "max_batch": 4}
+    wanted, rows = answered(lerobot(str(folder)), "seen"), observations("seen")
+    cameras = [name.removeprefix("observation.images.") for name in rows if name.startswith("observation.images.")]
+    state = rows["observation.state"]
+    motors = [f"joint_{i}" for i in range(state.shape[1])]
+    with serving(tmp_path / "server", {"act": model}, more=door("act")) as running, running.connect() as client:
+        client.model("act", rows=1, timeout=100).close()
+        with robot(client.status()["server"]["robots"]["act"], new, ready=False) as arm:
+            arm.ready()
+            arm.setup(motors=motors, cameras=cameras, most=1000)
+            for row in range(len(state)):
+                values = dict(zip(motors, state[row], strict=True))
+                values |= {camera: rows[f"observation.images.{camera}"][row] for camera in cameras}
+                arm.send(pickle.dumps(new.TimedObservation(1.0, row, values, True)))
+                np.testing.assert_allclose(np.array([one.action.numpy() for one in arm.act()]), wanted[row], atol=1e-5)
+
+
+def test_the_door_is_the_same_over_grpcio(tmp_path, new):
+    """Where the system has no libnghttp2. grpcio does not tell the end of a connection, so places wait for a minute."""
+    with serving(tmp_path, MODELS, more=DOORS, grpc_http2="grpcio") as server:
+        with server.connect() as client:
+            addresses = client.status()["server"]["robots"]
+        with robot(addresses["arm"], new) as arm, robot(addresses["totals"], new, ready=False) as other:
+            arm.observe(3, top=np.full((1024, 1000, 3), 10, np.uint8))
+            assert [one.timestep for one in arm.act()] == [3, 4, 5, 6, 7]
+            with pytest.raises(grpc.RpcError) as error:
+                arm.setup(cameras=())
+            assert "needs 'observation.images.top'" in said(error)[1]
+            with pytest.raises(grpc.RpcError) as error:
+                arm.send(pickle.dumps(Evil()))
+            assert said(error)[0] is grpc.StatusCode.INVALID_ARGUMENT
+            with pytest.raises(grpc.RpcError) as error:
+                other.act()
+            assert "expected Ready" in said(error)[1]
+            arm.observe(4, must_go=True)
+            assert arm.act()[0].action.tolist() == [13, 4]
+            arm.observe(9, must_go=True)
+            (actions,) = arm.stream()
+            assert actions[0].timestep == 9
+
+
+def test_with_a_token_the_port_is_refused_at_start_unless_it_is_unprotected(tmp_path, new):
+    models = {"arm": MODELS["arm"]}
+    running = launch(tmp_path / "a", models, env={"JURYBOX_TOKEN": SECRET}, more=door("arm"))
+    assert running.process.wait(60) == 2 and "expected unprotected = true" in running.text()
+    opened = door("arm", "unprotected = true")
+    with serving(tmp_path / "b", models, env={"JURYBOX_TOKEN": SECRET}, more=opened) as server:
+        with server.connect() as client:
+            address = client.status()["server"]["robots"]["arm"]
+        with robot(address, new) as arm:
+            arm.observe()
+            assert arm.act()[0].action.tolist() == [13, 4]
+
+
+@pytest.mark.parametrize("flags", [(), ("--dry-run",)])
+def test_a_server_does_not_start_with_a_model_that_takes_no_features_of_lerobot(tmp_path, flags):
+    running = launch(tmp_path, {"vla": {"factory": "tests.robot_models:vla"}}, flags=flags, more=door("vla"))
+    assert running.process.wait(60) == 3
+    assert "[robots.vla] can never be answered: input 'image' of model 'vla'" in running.text()
