@@ -16,7 +16,7 @@ from tests.collecting import collecting_often
 from tests.moments import Moment, each_moment
 from tests.serving import wait_until
 
-from jurybox.client import Refused, RowFailed, Timeout, connect
+from jurybox.client import ProtocolMismatch, Refused, RowFailed, Timeout, connect
 from jurybox.client.remote import grpc_channel, weights
 from jurybox.protocol import open_inference_pb2 as pb
 
@@ -264,3 +264,15 @@ def test_failed_rows_are_named_and_the_others_answered_in_one_call_and_in_a_tick
         assert sorted(caught.value.errors) == [1, 3]
         np.testing.assert_array_equal(np.asarray(caught.value.outputs)[::2], good)
     assert len(asked) == 2  # each infer is one call, also that of which rows failed
+
+
+@pytest.mark.parametrize("change", [lambda answer: b"\xff\xff", lambda answer: b"", lambda answer: answer[:-1]])
+def test_an_answer_that_cannot_be_read_is_an_error_and_the_next_one_is_read(server, monkeypatch, change):
+    model, ask = server.model("affine"), grpc_channel.Channels.ask
+    for _ in range(2):  # the first is parsed, the second has the form of the first
+        assert model.infer(ROW).tolist() == ANSWER
+        with monkeypatch.context() as patched:
+            patched.setattr(grpc_channel.Channels, "ask", lambda *given, **more: change(ask(*given, **more)))
+            with pytest.raises(ProtocolMismatch, match="answer cannot be read"):
+                model.infer(ROW)
+    assert model.infer(ROW).tolist() == ANSWER

@@ -252,9 +252,9 @@ class GrpcTransport(Transport):
                 "to it is broken. Ask again: it is connected to again by itself"
             )
             return answer(code, late if code == Code.TIMEOUT else message)
-        plain = self._plain
+        messages = self._plain
         try:
-            if plain is not None and (seen := plain.take(ticket.first, ticket.rows, call)) is not None:
+            if messages is not None and (seen := messages.take(ticket.first, ticket.rows, call)) is not None:
                 return answer(Code.OK, "", seen)
             response = pb.ModelInferResponse.FromString(call)
             lost = self._told(response, "session_lost", ticket)
@@ -268,8 +268,8 @@ class GrpcTransport(Transport):
         number = int(version) if version.isascii() and version.isdigit() and len(version) < 20 else 0
         if failed:
             return answer(Code.ROW_FAILED, f"{failed} of {ticket.rows} rows failed", number)
-        if plain is not None:
-            plain.learn(ticket.rows, call, response, number)
+        if messages is not None:
+            messages.learn(ticket.rows, call, response, number)
         return answer(Code.OK, "", number)
 
     def _told(self, response: pb.ModelInferResponse, parameter: str, ticket: InFlight) -> int | None:
