@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
-import os
 import random
-import signal
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
@@ -207,31 +205,6 @@ def test_robots_that_ask_at_the_same_time_share_batches(server, addresses):
         assert not [wrong for found in pool.map(rounds, range(8)) for wrong in found]
         wait_until(lambda: computed()[1] - before[1] == 240, 30, "240 rows")
         assert computed()[0] - before[0] < 120
-
-
-def test_a_killed_engine_gives_errors_and_never_an_action_that_was_not_computed(server, addresses):
-    def until_stopped(number: int) -> tuple[int, list[object]]:
-        right, wrong = 0, []
-        for step in range(60):
-            fill = 1 + (step + number) % 200
-            answer = ask(addresses["vla"], openvla(fill, "x" * (number + 1)))
-            if answer.status_code == 200:
-                right += 1
-                if restored(answer.json())[:2].tolist() != [fill, number + 1]:
-                    wrong.append(answer.text)
-            elif not (answer.status_code >= 400 and set(answer.json()) == {"detail"}):
-                wrong.append(answer.text)
-        return right, wrong
-
-    with ThreadPoolExecutor(4) as pool:
-        asked = [pool.submit(until_stopped, number) for number in range(4)]
-        for _ in range(2):
-            old = server.pids()["engine-0"]
-            os.kill(old, signal.SIGKILL)
-            wait_until(lambda old=old: server.pids().get("engine-0") not in (None, old), 60, "another engine")
-        found = [future.result(200) for future in asked]
-    assert not [one for _, wrong in found for one in wrong]
-    wait_until(lambda: ask(addresses["vla"], openvla()).status_code == 200, 60, "an answer")
 
 
 def test_the_token_is_required_unless_the_port_is_unprotected(tmp_path):
