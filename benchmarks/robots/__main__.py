@@ -18,18 +18,17 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import date
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import torch
-from websockets.sync.client import ClientConnection, connect
 
-from benchmarks.robots.policies import DIMENSION, HORIZON, SIDE, made
+from benchmarks.robots.doors import CLIENTS, DOORS, Ask, observation, openpi
+from benchmarks.robots.policies import DIMENSION, SIDE, made
 from jurybox.client import connect as connect_jurybox
-from jurybox.server.gateway.robots.msgpack_arrays import packb, unpackb
 
 LARGE, SMALL = (64, 100, 20), (16, 1, 1)  # width, layers, steps of denoising
 CROWD = 8
@@ -37,21 +36,17 @@ TIMES, ADDED = 5.0, 2.0  # the marks: a crowd's rate to one client's, and ms tha
 RESULTS = Path(__file__).parent / "results" / "robots.md"
 
 
-def observation() -> dict[str, object]:
-    dice = np.random.default_rng(0)
-    images = {name: dice.integers(0, 256, (SIDE, SIDE, 3), np.uint8) for name in ("top", "wrist")}
-    return {"images": images, "state": dice.normal(size=DIMENSION)}
-
-
 @contextlib.contextmanager
 def jurybox(large: tuple[int, int, int], small: tuple[int, int, int]) -> Iterator[tuple[str, dict[str, str], int]]:
-    """Start a server with both policies; return its address, the robots' URL of each, and its process."""
+    """Start a server with both policies, the large one with a door for each protocol; return its address, the robots'
+    address of each door and of "small", and its process."""
     with tempfile.TemporaryDirectory() as folder:
         lines = ["[server]", f'address = "ipc://{folder}/engine"', 'http = ""', 'grpc = ""', 'devices = ["cpu"]']
-        for name, (width, layers, steps) in {"large": large, "small": small}.items():
+        for name, (width, layers, steps) in {**dict.fromkeys(DOORS, large), "small": small}.items():
+            speaks = name if name in DOORS else "openpi"
             lines += [f"[models.{name}]", 'factory = "benchmarks.robots.policies:policy"', "max_batch = 8"]
-            lines += [f"args = {{width = {width}, layers = {layers}, steps = {steps}}}"]
-            lines += [f"[robots.{name}]", f'model = "{name}"', 'listen = "127.0.0.1:0"']
+            lines += [f'args = {{width = {width}, layers = {layers}, steps = {steps}, speaks = "{speaks}"}}']
+            lines += [f"[robots.{name}]", f'model = "{name}"', f'speaks = "{speaks}"', 'listen = "127.0.0.1:0"']
         file = Path(folder) / "server.toml"
         file.write_text("\n".join(lines) + "\n")
         command = [sys.executable, "-m", "jurybox.server.cli", "serve", str(file)]
@@ -59,7 +54,7 @@ def jurybox(large: tuple[int, int, int], small: tuple[int, int, int]) -> Iterato
         try:
             address = f"ipc://{folder}/engine"
             with connect_jurybox(address, timeout=100) as client:
-                client.model("large", rows=1, timeout=100).close()
+                client.model("openpi", rows=1, timeout=100).close()
                 robots = client.status()["server"]["robots"]
                 while any(where.endswith(":0") for where in robots.values()):
                     time.sleep(0.05)
@@ -107,19 +102,6 @@ def forwards(size: tuple[int, int, int]) -> tuple[float, float]:
     return best[0], best[1]
 
 
-def ask(connection: ClientConnection, request: bytes) -> None:
-    connection.send(request)
-    actions = unpackb(connection.recv(60))["actions"]
-    assert actions.shape == (HORIZON, DIMENSION)
-
-
-@contextlib.contextmanager
-def opened(where: str) -> Iterator[ClientConnection]:
-    with connect(f"ws://{where}", compression=None, max_size=None, open_timeout=60) as connection:
-        connection.recv(60)
-        yield connection
-
-
 class Measured(NamedTuple):
     """Answers a second of all clients together, the median latency in ms, and CPU ms for each answer."""
 
@@ -129,20 +111,25 @@ class Measured(NamedTuple):
     client_cpu: float
 
 
-def asked(where: str, clients: int, seconds: float, pid: int) -> Measured:
+def asked(
+    where: str,
+    clients: int,
+    seconds: float,
+    pid: int,
+    opened: Callable[[str], contextlib.AbstractContextManager[Ask]] = openpi,
+) -> Measured:
     """Ask with so many clients in closed loop."""
-    request = packb(observation())
     times: list[list[float]] = [[] for _ in range(clients)]
     ready, over = threading.Barrier(clients + 1), threading.Event()
 
     def robot(mine: list[float]) -> None:
-        with opened(where) as connection:
+        with opened(where) as ask:
             for _ in range(3):
-                ask(connection, request)
+                ask()
             ready.wait(60)
             while not over.is_set():
                 began = time.perf_counter()
-                ask(connection, request)
+                ask()
                 mine.append(time.perf_counter() - began)
 
     threads = [threading.Thread(target=robot, args=(mine,)) for mine in times]
@@ -191,15 +178,17 @@ def main() -> None:
         upstream(SMALL, given.openpi) as (small_peer, small_pid),
     ):
         for _ in range(given.rounds):
-            for name, where, process in (("jurybox", robots["large"], pid), ("openpi", peer, peer_pid)):
+            ways = [("jurybox", robots["openpi"], pid, openpi), ("openpi", peer, peer_pid, openpi)]
+            ways += [(f"jurybox, {name}", robots[name], pid, CLIENTS[name]) for name in DOORS if name != "openpi"]
+            for name, where, process, opened in ways:
                 for clients in (1, CROWD):
-                    measured = asked(where, clients, given.seconds, process)
+                    measured = asked(where, clients, given.seconds, process, opened)
                     rates.setdefault((name, clients), []).append(measured)
             way.setdefault("shared memory", []).append(inside(address, given.seconds / 2))
             way.setdefault("jurybox, websocket", []).append(asked(robots["small"], 1, given.seconds / 2, pid).ms)
             way.setdefault("openpi, websocket", []).append(asked(small_peer, 1, given.seconds / 2, small_pid).ms)
         with connect_jurybox(address) as client:
-            batch = next(model for model in client.status()["models"] if model["name"] == "large")["histograms"]
+            batch = next(model for model in client.status()["models"] if model["name"] == "openpi")["histograms"]
     text = report(given, rates, way, (one, crowd), batch["batch_rows"])
     RESULTS.parent.mkdir(exist_ok=True)
     RESULTS.write_text(text)
@@ -263,6 +252,12 @@ def report(
         "|---|---|---|---|",
         f"| {CROWD} clients to 1, jurybox | at least {TIMES:g} | {_shown(ratios('jurybox'))} | {times:.1f} "
         f"(best rates: {best[1] / best[0]:.1f}){_met(times >= TIMES)} |",
+        *(
+            f"| {CROWD} clients to 1, {name} | at least {TIMES:g} | {_shown(ratios(name))} | "
+            f"{(found := statistics.median(ratios(name))):.1f}{_met(found >= TIMES)} |"
+            for name in dict.fromkeys(name for name, _ in rates)
+            if name.startswith("jurybox, ")
+        ),
         f"| {CROWD} clients to 1, openpi | | {_shown(ratios('openpi'))} | {statistics.median(ratios('openpi')):.1f} |",
         f"| {CROWD} clients, jurybox to openpi | | {_shown(between)} | {statistics.median(between):.1f} |",
         f"| server's CPU an answer, 1 client to {CROWD}, jurybox | | {_shown(cpu)} | {statistics.median(cpu):.1f} |",

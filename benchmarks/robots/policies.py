@@ -13,7 +13,13 @@ from jurybox.server.models import ServedModel
 
 HORIZON, DIMENSION, SIDE = 50, 14, 224
 IMAGE = TensorSpec("uint8", (SIDE, SIDE, 3))
-INPUTS = {"images/top": IMAGE, "images/wrist": IMAGE, "state": TensorSpec("float32", (DIMENSION,))}
+# The names of the inputs, two images and the state, in each protocol of robots.
+NAMES = {
+    "openpi": ("images/top", "images/wrist", "state"),
+    "act": ("images/top", "images/wrist", "state"),
+    "gr00t": ("video/top", "video/wrist", "state/joints"),
+    "lerobot": ("observation.images.top", "observation.images.wrist", "observation.state"),
+}
 
 
 class Policy(nn.Module):
@@ -39,5 +45,6 @@ def made(width: int, layers: int, steps: int) -> Policy:
     return Policy(width, layers, steps).eval()
 
 
-def policy(width: int, layers: int, steps: int) -> ServedModel:
-    return ServedModel(made(width, layers, steps), INPUTS, {"actions": TensorSpec("float32", (HORIZON, DIMENSION))})
+def policy(width: int, layers: int, steps: int, speaks: str = "openpi") -> ServedModel:
+    inputs = dict(zip(NAMES[speaks], (IMAGE, IMAGE, TensorSpec("float32", (DIMENSION,))), strict=True))
+    return ServedModel(made(width, layers, steps), inputs, {"actions": TensorSpec("float32", (HORIZON, DIMENSION))})

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 import io
 import os
 import pickle
 import random
+import subprocess
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -452,3 +455,66 @@ def test_a_server_does_not_start_with_a_model_that_takes_no_features_of_lerobot(
     running = launch(tmp_path, {"vla": {"factory": "tests.robot_models:vla"}}, flags=flags, more=door("vla"))
     assert running.process.wait(60) == 3
     assert "[robots.vla] can never be answered: input 'image' of model 'vla'" in running.text()
+
+
+LEROBOT = """
+import sys, threading, time
+import numpy as np
+import lerobot.async_inference.robot_client as module
+from lerobot.async_inference.configs import RobotClientConfig, get_aggregate_function
+
+address, motors = sys.argv[1], sys.argv[2].split(",")
+
+
+class Mock:
+    observation_features = {**dict.fromkeys(motors, float), "top": (48, 64, 3)}
+    action_features = dict.fromkeys(motors, float)
+    sent = []
+
+    def connect(self): pass
+    def disconnect(self): pass
+
+    def get_observation(self):
+        return {**dict.fromkeys(motors, float(len(self.sent))), "top": np.full((48, 64, 3), 10, np.uint8)}
+
+    def send_action(self, action):
+        self.sent.append(action)
+        return action
+
+
+robot = Mock()
+module.make_robot_from_config = lambda _: robot
+config = RobotClientConfig.__new__(RobotClientConfig)
+config.__dict__ |= dict(
+    policy_type="act", pretrained_name_or_path="any", robot=None, actions_per_chunk=5, task="lift", fps=30,
+    server_address=address, policy_device="cpu", client_device="cpu", chunk_size_threshold=0.5,
+    aggregate_fn_name="latest_only", aggregate_fn=get_aggregate_function("latest_only"),
+    debug_visualize_queue_size=False,
+)
+client = module.RobotClient(config)
+if not client.start():
+    sys.exit("not started")
+for work in (client.receive_actions, lambda: client.control_loop("lift")):
+    threading.Thread(target=work, daemon=True).start()
+until = time.time() + 60
+while len(robot.sent) < 30 and time.time() < until:
+    time.sleep(0.05)
+client.stop()
+assert all(action["elbow.pos"] == 4 for action in robot.sent)
+print("sent", len(robot.sent) >= 30, robot.sent[0], flush=True)
+"""
+
+
+def test_lerobots_own_client_works_unchanged(addresses, tmp_path):
+    """`RobotClient` of lerobot 0.4.4, with a robot whose motors and camera are made up."""
+    if importlib.util.find_spec("lerobot") is None:
+        pytest.skip("lerobot is not installed here: pip install 'lerobot[async]'")
+
+    def ran(motors):
+        command = [sys.executable, "-c", LEROBOT, addresses["arm"], motors]
+        return subprocess.run(command, capture_output=True, text=True, timeout=200, cwd=tmp_path)
+
+    done = ran(",".join(MOTORS))
+    assert done.stdout == "sent True {'shoulder.pos': 10.0, 'elbow.pos': 4.0}\n", done.stderr
+    refused = ran("a,b,c")
+    assert "not started" in refused.stderr and "3 motors: the model expects" in refused.stderr
