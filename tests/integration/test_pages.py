@@ -390,9 +390,9 @@ def test_the_start_page_leads_to_a_policy_that_has_learned_and_answers(tmp_path)
         training = re.search(r"^jurybox train gym .*$", page, re.M)
         assert training and "--policy served" in training[0]
         run(training[0])
-        evaluation = re.search(r"mean return (\S+) ", run("jurybox policy evaluate runs/cart --episodes 50"))
+        evaluation = re.search(r"mean return (\S+) ", run("jurybox policy evaluate trained --episodes 50"))
         assert evaluation and float(evaluation[1]) > -20  # at random: -80
-        serve = "jurybox policy serve runs/cart --http 127.0.0.1:0 --grpc 127.0.0.1:0 --address"
+        serve = "jurybox policy serve trained --http 127.0.0.1:0 --grpc 127.0.0.1:0 --address"
         server = subprocess.Popen([*serve.split(), env["JURYBOX_ADDRESS"]], cwd=tmp_path, env=env)
         try:
             wait_until(lambda: Path(sockets, "engine").exists() or server.poll() is not None, 120)

@@ -190,7 +190,7 @@ def serve_policy(
         folder = (run if run.is_dir() else run.parent) / "serving"
         server = {"http": http, "grpc": grpc, **({} if address is None else {"address": address})}
         written.append(served_config(loaded, folder, run, server, model))
-        return f"serving {loaded.found.where} as {model}; its configuration: {written[0]}"
+        return f"starting a server for {loaded.found.where} as {model}; its configuration: {written[0]}"
 
     try:
         until_interrupted(work, None, message="stopping", what="serving")
