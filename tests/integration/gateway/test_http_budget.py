@@ -231,3 +231,19 @@ def test_many_connections_that_pipeline_leave_half_of_the_time_to_one_that_waits
 
     asyncio.run(run())
     assert statistics.median(between) < others / 3, between
+
+
+@pytest.mark.parametrize("behind", [b"\x00no request\r\n\r\n", asked("/echo", 5, "POST")[:-4] + b"\r\nHost: x\r\n\r\n"])
+def test_requests_before_what_is_no_request_are_answered_first(served, client, behind):
+    DONE.clear()
+    with contextlib.closing(served.connected()) as connection:
+        connection.sendall(asked("/slow") + asked("/large?n=3") + behind)
+        wait_until(lambda: served.budget.held(ANSWERS) > 3 * MIB, 20, "the first is being answered")
+        DONE.set()
+        received = b""
+        while part := connection.recv(1000):
+            received += part
+    assert received.count(b"HTTP/1.1 200 ") == 2
+    first, _, rest = received.partition(b"computed")
+    assert b" 400 " not in first and rest.count(b"HTTP/1.1 400 ") == 1
+    assert rest.index(b"\r\n\r\n\0\0\0") < rest.index(b"HTTP/1.1 400 ")

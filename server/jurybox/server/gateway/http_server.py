@@ -11,6 +11,7 @@ import contextlib
 import logging
 import socket
 import time
+from collections import deque
 from collections.abc import Callable, Generator, Iterable, Mapping
 from typing import Any
 
@@ -366,6 +367,8 @@ else:
 
         _cycles: tuple[Any, ...] = ()  # requests that are not answered yet
         _reading = False  # whether a request has begun and is not complete yet
+        _headed = False  # whether its head is complete
+        _invalid: str | None = None  # why what was received last is no request; answered after those before it
         _loose = 0  # bytes received since the last part of a body or the last complete request
         _headers_bytes = 0  # of the request line, headers and trailers
 
@@ -400,6 +403,8 @@ else:
 
             httptools calls `on_header` only for a complete header, so a header without end is counted here.
             """
+            if self._invalid is not None:  # what follows is no request
+                return
             self._loose += len(data)
             super().data_received(data)
             if self._loose > _MOST_HEADERS and not self.transport.is_closing():
@@ -409,7 +414,7 @@ else:
             """Limit the pipelined requests; a callback of httptools."""
             if len(self.pipeline) >= _MOST_PIPELINED or self._since is not None:
                 raise _Unfit
-            self._headers_bytes, self._reading = 0, True
+            self._headers_bytes, self._reading, self._headed = 0, True, False
             super().on_message_begin()
 
         def on_url(self, url: bytes) -> None:
@@ -428,27 +433,42 @@ else:
             if len(hosts) > 1 or (not hosts and self.parser.get_http_version() == "1.1"):
                 raise _Unfit
             super().on_headers_complete()
+            self._headed = True
             self._cycles = (*(cycle for cycle in self._cycles if not cycle.response_complete), self.cycle)
 
         def send_400_response(self, msg: str) -> None:
-            """Answer an invalid request. Requests before it that are not answered yet get no answer after this one."""
-            self._forget_cycles()
-            super().send_400_response(msg)
+            """Answer an invalid request, after the requests before it."""
+            if self._reading and self._headed:  # its body will not be complete
+                self._cycles = tuple(cycle for cycle in self._cycles if cycle is not self.cycle)
+                self.pipeline = deque(waiting for waiting in self.pipeline if waiting[0] is not self.cycle)
+                self._forget((self.cycle,))
+            self._invalid, self._reading = msg, False
+            self._refuse()
+
+        def on_response_complete(self) -> None:
+            """Answer an invalid request behind the one that was answered now; uvicorn calls this after each answer."""
+            super().on_response_complete()
+            if self._invalid is not None and not self.transport.is_closing():
+                self._refuse()
+
+        def _refuse(self) -> None:
+            if self._invalid is not None and all(cycle.response_complete for cycle in self._cycles):
+                super().send_400_response(self._invalid)
 
         def connection_lost(self, exc: Exception | None) -> None:
             """Mark all unanswered requests as disconnected; see `asyncio.Protocol`.
 
             uvicorn marks only the last request. With pipelining the one being answered is another.
             """
-            self._forget_cycles()
+            self._forget(self._cycles)
+            self._cycles = ()
             super().connection_lost(exc)
 
-        def _forget_cycles(self) -> None:
-            for cycle in self._cycles:
+        def _forget(self, cycles: tuple[Any, ...]) -> None:
+            for cycle in cycles:
                 if not cycle.response_complete:
                     cycle.disconnected = True
                     cycle.message_event.set()
-            self._cycles = ()
 
         def on_body(self, body: bytes) -> None:
             """Reset the count of framing bytes; a callback of httptools."""
