@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from jurybox import native
 from jurybox.protocol.errors import ProtocolMismatch, SpecMismatch
 from jurybox.server.gateway.dialects.json_dialects import read
 from jurybox.server.gateway.robots.msgpack_arrays import MOST_DEPTH, MOST_ITEMS, Malformed, array_of
@@ -72,7 +73,9 @@ def _array(found: Mapping[str, Any]) -> NDArray[Any]:
     if type(text) is not str:
         raise Malformed(f"{marker!r}: expected base64, came {type(text).__name__}")
     try:
-        data = base64.b64decode(text, validate=True)
+        data = native.base64_decoded(text)
+        if data is None:
+            data = base64.b64decode(text, validate=True)  # which says what is wrong
     except (binascii.Error, ValueError) as error:
         raise Malformed(f"{marker!r} is not base64: {error}") from error
     name = np.dtype(dtype).str if dtype in _NAMED else dtype
