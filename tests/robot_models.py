@@ -196,3 +196,19 @@ def totals():
         {"actions": CHUNK},
         state={"total": TensorSpec("float32", (2,))},
     )
+
+
+class Slow(nn.Module):
+    def __init__(self, inside, pause):
+        super().__init__()
+        self.inside, self.pause = inside, pause
+
+    def forward(self, *inputs):
+        time.sleep(self.pause)
+        return self.inside(*inputs)
+
+
+def slow(name, pause):
+    """Another policy of this file, which takes `pause` seconds for a batch."""
+    served = globals()[name]()
+    return ServedModel(Slow(served.module, pause), served.inputs, served.outputs)

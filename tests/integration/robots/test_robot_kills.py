@@ -11,6 +11,7 @@ import signal
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 
 import grpc
 import numpy as np
@@ -18,22 +19,25 @@ import pytest
 from tests.integration.robots import test_act, test_gr00t, test_lerobot_door
 from tests.integration.robots.test_robot_server import robot as openpi_robot
 from tests.lerobot_classes import NEW, lerobot_classes
-from tests.serving import serving, wait_until
+from tests.serving import serving, wait_until, wait_until_computing
 
 MODELS = {name: {"factory": f"tests.robot_models:{name}", "max_batch": 16} for name in ("vla", "by_part", "arm")}
 SPEAKS = {"openpi": "vla", "act": "vla", "gr00t": "by_part", "lerobot": "arm"}
 TEXT = 3  # bytes of every instruction
 KILLS = int(os.environ.get("ROBOT_KILLS", "3"))
+HELD = 0.6  # seconds in which every request comes in through its door
 PROVEN = 1.2  # seconds of service after which a death counts as caused by the kill alone
+
+
+DOORS = "".join(
+    f'[robots.{speaks}]\nmodel = "{model}"\nspeaks = "{speaks}"\nlisten = "127.0.0.1:0"\ntimeout = 5.0\n'
+    for speaks, model in SPEAKS.items()
+)
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
-    doors = (
-        f'[robots.{speaks}]\nmodel = "{model}"\nspeaks = "{speaks}"\nlisten = "127.0.0.1:0"\ntimeout = 5.0\n'
-        for speaks, model in SPEAKS.items()
-    )
-    with serving(tmp_path_factory.mktemp("server"), MODELS, more="".join(doors), max_restarts=10_000) as running:
+    with serving(tmp_path_factory.mktemp("server"), MODELS, more=DOORS, max_restarts=10_000) as running:
         yield running
 
 
@@ -143,3 +147,20 @@ def test_a_kill_within_requests_gives_an_error_and_never_an_action_that_was_not_
     for speaks, client in CLIENTS.items():
         with client(addresses[speaks]) as ask:
             wait_until(lambda ask=ask: ask(9) == [9, TEXT], 60, f"an answer through {speaks}")
+
+
+def test_a_stop_waits_for_the_answers_to_robots_and_refuses_their_next_observations(tmp_path):
+    models = {
+        name: {"factory": "tests.robot_models:slow", "args": {"name": name, "pause": 0.8}} for name in SPEAKS.values()
+    }
+    with serving(tmp_path, models, more=DOORS) as server, ExitStack() as stack, server.connect() as client:
+        where = client.status()["server"]["robots"]
+        asks = {speaks: stack.enter_context(client_of(where[speaks])) for speaks, client_of in CLIENTS.items()}
+        assert all(ask(1) == [1, TEXT] for ask in asks.values())
+        with ThreadPoolExecutor(4) as pool:
+            asked = {speaks: pool.submit(ask, 7) for speaks, ask in asks.items()}
+            wait_until_computing(client, "vla")
+            time.sleep(HELD)
+            server.process.send_signal(signal.SIGTERM)
+            assert {speaks: one.result(60) for speaks, one in asked.items()} == {key: [7, TEXT] for key in SPEAKS}
+        assert server.process.wait(60) == 0

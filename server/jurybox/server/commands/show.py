@@ -140,7 +140,7 @@ def duration(seconds: float | None) -> str:
 
 
 def _gateway(server: dict[str, Any]) -> str:
-    robots = [f"ws://{where}" for where in server.get("robots", {}).values()]
+    robots = [f"robots.{name} at {where}" for name, where in server.get("robots", {}).items()]
     robots += [f"http://{where}" for where in server.get("dialects", {}).values()]
     return "".join(
         f", {where}" for where in [*(f"{name}://{server[name]}" for name in ("http", "grpc") if server[name]), *robots]

@@ -99,8 +99,9 @@ def listen(address: str, setting: str) -> socket.socket:
             scheme, what = _DOORS[setting]
             remedy = f"set {setting} to another host:port, or to '' for no {what}"
         else:
-            scheme, remedy = ("ws" if setting.startswith("robots") else "http"), f"set another {setting}"
-        raise CannotListen(f"cannot listen on {scheme}://{address}: {why}; {remedy}") from error
+            scheme, remedy = ("" if setting.startswith("robots") else "http"), f"set another {setting}"
+        where = f"{scheme}://{address}" if scheme else address
+        raise CannotListen(f"cannot listen on {where}: {why}; {remedy}") from error
     return listener
 
 

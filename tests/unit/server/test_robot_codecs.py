@@ -1,0 +1,210 @@
+"""What robots of each protocol send is read or refused in a sentence, and nothing else, whatever the bytes are."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import io
+import json
+import pickle
+import random
+
+import numpy as np
+import pytest
+import zmq
+from tests.lerobot_classes import NEW, lerobot_classes
+
+from jurybox import native
+from jurybox.protocol.errors import Error, SpecMismatch
+from jurybox.protocol.spec import ModelSpec, TensorSpec
+from jurybox.server.gateway.npy import npy_file, npy_head
+from jurybox.server.gateway.rep_server import RepServer
+from jurybox.server.gateway.robots import json_arrays, lerobot_messages, msgpack_arrays
+from jurybox.server.gateway.robots.lerobot_features import bilinear
+from jurybox.server.gateway.robots.observations import rows_of
+from jurybox.server.security.doors import Doors
+from jurybox.server.security.limits import ROBOTS, Charge, budget_of
+from jurybox.server.security.pace import Turns
+from jurybox.server.settings.endpoints import listen
+
+PICTURE = np.arange(8 * 6 * 3, dtype=np.uint8).reshape(8, 6, 3)
+
+
+def json_body():
+    array = {"__numpy__": base64.b64encode(PICTURE.tobytes()).decode(), "dtype": "|u1", "shape": [8, 6, 3]}
+    return json.dumps({"image": array, "state": [[1.0, 2.0]], "text": ["lift"], "flag": True}).encode()
+
+
+def npy_message():
+    return msgpack_arrays.packb({"a": {"__ndarray_class__": True, "as_npy": npy_file(PICTURE)}, "b": [["x"]]})
+
+
+def field(number, data):
+    assert len(data) < 1 << 14
+    return bytes((number << 3 | 2, len(data) & 127 | 128, len(data) >> 7)) + data
+
+
+def observation_pickle():
+    with lerobot_classes(NEW) as classes:
+        return pickle.dumps(classes.TimedObservation(1.5, 3, {"a": np.float32(1), "top": PICTURE, "task": "x"}, True))
+
+
+def setup_message():
+    with lerobot_classes(NEW) as classes:
+        return field(1, pickle.dumps(classes.RemotePolicyConfig("act", "x", {"a": {"names": ["m"]}}, 3)))
+
+
+READERS = {
+    "json_numpy": (json_body, json_arrays.loads),
+    "npy in msgpack": (npy_message, msgpack_arrays.unpackb),
+    "LeRobot's observation": (observation_pickle, lerobot_messages.observed),
+    "LeRobot's setup": (setup_message, lerobot_messages.setup_of),
+}
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_mutated_messages_are_read_or_refused_and_nothing_else(name):
+    make, read = READERS[name]
+    whole, rng = make(), random.Random(name)
+    read(whole)
+    refused = 0
+    for _ in range(4000):
+        message = bytearray(whole[: rng.randrange(len(whole) + 1)] if rng.random() < 0.2 else whole)
+        for _ in range(rng.randint(1, 4) if message else 0):
+            message[rng.randrange(len(message))] = rng.randrange(256)
+        try:
+            read(bytes(message))
+        except msgpack_arrays.Malformed as error:
+            refused += 1
+            assert 0 < len(str(error)) < 2000
+    assert refused > 500
+
+
+def test_an_observation_of_lerobot_is_read_with_its_values():
+    found = lerobot_messages.observed(observation_pickle())
+    assert (found.module, found.timestamp, found.timestep, found.must_go) == (NEW, 1.5, 3, True)
+    assert found.values["a"] == 1 and found.values["task"] == "x"
+    np.testing.assert_array_equal(found.values["top"], PICTURE)
+
+
+@pytest.mark.parametrize("order", ["C", "F"])
+@pytest.mark.parametrize("dtype", ["<f4", ">i8", "|b1", "<U3"])
+@pytest.mark.parametrize("shape", [(), (3,), (2, 3, 4), (0, 5)])
+def test_files_that_numpy_writes_are_read_as_numpy_reads_them(order, dtype, shape):
+    array = np.ones(shape, dtype, order=order)
+    file = io.BytesIO()
+    np.save(file, array, allow_pickle=False)
+    data = file.getvalue()
+    head = npy_head(memoryview(data))
+    assert tuple(head.shape) == shape and len(data) - head.start == array.nbytes
+    found = msgpack_arrays.unpackb(msgpack_arrays.packb({"x": {"__ndarray_class__": True, "as_npy": data}}))["x"]
+    np.testing.assert_array_equal(found, array)
+    np.testing.assert_array_equal(np.load(io.BytesIO(npy_file(array)), allow_pickle=False), array)
+
+
+def test_a_head_that_numpy_would_evaluate_is_refused_by_its_form():
+    for descr, shape in (("'|O'", "(1,)"), ("[('a', 'f4')]", "(1,)"), ("'<f4'", "(1,) * 10**9"), ("'<f4'", "[1]")):
+        text = f"{{'descr': {descr}, 'fortran_order': False, 'shape': {shape}, }}\n"
+        file = b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text.encode() + bytes(8)
+        if descr == "'|O'":
+            with pytest.raises(msgpack_arrays.Malformed, match="dtype"):
+                msgpack_arrays.unpackb(msgpack_arrays.packb({"x": {"__ndarray_class__": True, "as_npy": file}}))
+        else:
+            with pytest.raises(ValueError, match="not that of an array"):
+                npy_head(memoryview(file))
+
+
+async def test_what_a_stream_of_observations_keeps_is_counted_before_it_is_kept():
+    budget = budget_of(1000)
+    charge = Charge(budget, native.Account(budget, ROBOTS))
+    held = []
+
+    async def messages():
+        for part in range(10):
+            held.append(charge.size)
+            yield (b"\x08\x01" if not part else b"\x08\x02") + field(2, bytes(300))
+
+    with pytest.raises(Error, match="at most 1000 bytes"):
+        await lerobot_messages.joined(messages(), charge, 1000)
+    assert held == [0, 300, 600, 900]
+
+
+SPEC = ModelSpec(
+    "policy",
+    {
+        "image": TensorSpec("uint8", (8, 6, 3)),
+        "state": TensorSpec("float32", (2,)),
+        "text": TensorSpec("bytes", capacity=9),
+    },
+    {"actions": TensorSpec("float32", (2,))},
+)
+
+
+def observation(*lead, text="lift"):
+    return {"image": np.zeros((*lead, 8, 6, 3), np.uint8), "state": np.zeros((*lead, 2)), "text": text}
+
+
+@pytest.mark.parametrize("lead", [(), (1,), (4,), (1, 1), (4, 1)])
+def test_arrays_may_have_a_batch_axis_and_behind_it_a_single_time(lead):
+    found = rows_of(observation(*lead), SPEC)
+    n = lead[0] if lead else 1
+    assert (found.n, found.batched) == (n, bool(lead))
+    assert [len(values) for values in found.values.values()] == [n] * 3 and found.values["text"] == [b"lift"] * n
+    assert found.values["image"][0].shape == (8, 6, 3)
+    found = rows_of(observation(*lead, text=[[f"{i}"] for i in range(n)]), SPEC)
+    assert found.values["text"] == [f"{i}".encode() for i in range(n)]
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        (observation(4, text=["a", "b"]), "expected 4 texts, came a list of 2"),
+        (observation(0), "came uint8"),
+        (observation(4, 2), "came uint8"),
+        (observation(1025), "came uint8"),
+        (observation(4) | {"state": np.zeros((3, 2))}, "4 rows in 'image' and 3 in 'state'"),
+        (observation(4) | {"state": np.zeros(2)}, "a batch axis in 'image' and none in 'state'"),
+    ],
+)
+def test_rows_that_do_not_belong_together_are_refused(given, why):
+    with pytest.raises(SpecMismatch, match=why):
+        rows_of(given, SPEC)
+
+
+@pytest.mark.parametrize("size", [(8, 6), (3, 5), (480, 640), (1, 1), (24, 18)])
+def test_pictures_are_resized_as_torch_does_it(size):
+    torch = pytest.importorskip("torch")
+    picture = np.random.default_rng(0).integers(0, 256, (24, 18, 3), np.uint8)
+    wanted = torch.nn.functional.interpolate(
+        torch.tensor(picture, dtype=torch.float32).permute(2, 0, 1)[None], size=size, mode="bilinear"
+    )[0].permute(1, 2, 0)
+    found = bilinear(picture, *size)
+    assert found.dtype == np.uint8 and np.abs(found - wanted.numpy()).max() <= 0.51
+
+
+async def test_a_fault_of_a_rep_server_is_answered_too():
+    async def broken(_peer, body):
+        if body == b"good":
+            return b"well"
+        raise RuntimeError("a fault")
+
+    listener = listen("127.0.0.1:0", "robots.x.listen")
+    where = "tcp://{}:{}".format(*listener.getsockname())
+    server = RepServer(
+        listener, 1 << 20, budget_of(1 << 20), ROBOTS, Doors(), Turns(),
+        begin=lambda _: None, answer=broken, refused=lambda error: str(error).encode(),
+    )  # fmt: skip
+    server.start()
+    found = []
+
+    def ask():
+        with zmq.Context() as context, context.socket(zmq.REQ) as connection:
+            connection.linger, connection.rcvtimeo = 0, 20_000
+            connection.connect(where)
+            for body in (b"bad", b"good"):
+                connection.send(body)
+                found.append(connection.recv())
+
+    await asyncio.to_thread(ask)
+    await server.stop()
+    assert b"the gateway failed at this request" in found[0] and found[1] == b"well"
