@@ -100,8 +100,8 @@ def listen(address: str, setting: str) -> socket.socket:
             remedy = f"set {setting} to another host:port, or to '' for no {what}"
         else:
             scheme, remedy = ("" if setting.startswith("robots") else "http"), f"set another {setting}"
-        where = f"{scheme}://{address}" if scheme else address
-        raise CannotListen(f"cannot listen on {where}: {why}; {remedy}") from error
+        named = f"{scheme}://{address}" if scheme else address
+        raise CannotListen(f"cannot listen on {named}: {why}; {remedy}") from error
     return listener
 
 
