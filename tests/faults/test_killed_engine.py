@@ -56,7 +56,7 @@ def test_a_stopped_engine_that_continues_answers_late_without_harm(server, clien
 
 def test_a_ticket_in_flight_is_answered_by_the_restarted_engine(server, clients):
     models = [client.model("moody", rows=2) for client in clients]
-    slow = np.full((2, 4), 600_000, np.float32)
+    slow = np.full((2, 4), 2_000_000, np.float32)  # two seconds, in which it is seen to compute
     tickets = [model.submit(slow, timeout=60) for model in models]
     wait_until_computing(clients[0], "moody")
     os.kill(server.pids()["engine-0"], signal.SIGKILL)

@@ -246,14 +246,15 @@ def test_while_it_drains_new_requests_are_refused_and_probes_answered(tmp_path, 
 
 @pytest.mark.parametrize("http2", [HTTP2[0], pytest.param("grpcio", marks=pytest.mark.runs)])
 def test_a_stop_without_load_takes_no_time(tmp_path, nothing_left, http2):
-    with serving(tmp_path, MODELS, grpc_http2=http2, **DOORS) as server, ExitStack() as stack:
+    with serving(tmp_path, MODELS, grpc_http2=http2, drain_timeout=60, **DOORS) as server, ExitStack() as stack:
         crowd = Crowd(server, stack)
         assert not lost(crowd.ask(mood=1.0))
         began = time.monotonic()
-        assert server.stop() == 0
+        assert server.stop(timeout=100) == 0
         took = time.monotonic() - began
-        print(f"stopped after {took:.2f} s")
-        assert took < 2.0, server.text()[-2000:]  # on a busy machine; on an idle one half a second
+        print(f"stopped after {took:.2f} s")  # half a second on an idle machine
+        assert took < 30.0, server.text()[-2000:]  # of 60, if it waits for anybody
+        assert "draining took too long" not in server.text()
 
 
 def test_a_request_that_is_not_answered_in_time_is_refused(tmp_path, nothing_left):
