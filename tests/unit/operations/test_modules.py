@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 from pathlib import Path
 
 ROOT = Path(__file__).parents[3]
@@ -19,7 +20,12 @@ def name_of(path):
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-MODULES = {name_of(path): ast.parse(path.read_text()) for path in FILES}
+@functools.cache
+def modules():
+    """The parsed modules by name; not parsed by every worker that only collects these tests."""
+    return {name_of(path): ast.parse(path.read_text()) for path in FILES}
+
+
 # Of other projects, which offer no public name for it.
 FOREIGN = {"_exit", "_run_exitfuncs", "_replace", "_get_running_loop", "_inductor", "_NormBase", "_foreach_copy_"} | {
     "_is_owned",
@@ -38,13 +44,13 @@ def imported(tree):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             inner = {f"{node.module}.{alias.name}" for alias in node.names}
-            found |= {each if each in MODULES else node.module for each in inner}
+            found |= {each if each in modules() else node.module for each in inner}
         waiting += ast.iter_child_nodes(node)
-    return found & MODULES.keys()
+    return found & modules().keys()
 
 
 def test_no_modules_import_each_other_in_a_circle():
-    left = {name: imported(tree) - {name} for name, tree in MODULES.items()}
+    left = {name: imported(tree) - {name} for name, tree in modules().items()}
     while free := {name for name, needs in left.items() if not needs & left.keys()}:
         left = {name: needs for name, needs in left.items() if name not in free}
     assert left == {}, "these, or what they import, are in a circle"
@@ -52,7 +58,7 @@ def test_no_modules_import_each_other_in_a_circle():
 
 def test_no_module_uses_a_private_name_of_another():
     reached = []
-    for name, tree in MODULES.items():
+    for name, tree in modules().items():
         nodes = list(ast.walk(tree))
         own = {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)}
         own |= {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
