@@ -136,14 +136,13 @@ def test_kills_from_outside_end_neither_the_server_nor_its_models(lasting):
     server = lasting
     with server.connect() as client, ThreadPoolExecutor(1) as pool:
         busy = client.model("affine", rows=2)
-        stop = threading.Event()
+        stop, answers = threading.Event(), []
 
         def ask() -> int:
-            answered = 0
             while not stop.is_set():
                 np.testing.assert_array_equal(busy.infer(X, timeout=200), 2 * X + 1)
-                answered += 1
-            return answered
+                answers.append(1)
+            return len(answers)
 
         asking = pool.submit(ask)
         try:
@@ -152,7 +151,9 @@ def test_kills_from_outside_end_neither_the_server_nor_its_models(lasting):
                     wait_until(lambda: role in server.pids(), 60)  # noqa: B023
                 pids = server.pids()
                 wait_until(lambda: client.status()["server"]["state"] == "serving", 60)
-                time.sleep(1.5)  # it serves, and has shown that it does
+                time.sleep(1.2)  # it has served for more than a second, and shows that it does
+                before = len(answers)
+                wait_until(lambda: len(answers) > before + 3, 60)  # noqa: B023
                 for role in ("engine-0", "gateway"):
                     os.kill(pids[role], signal.SIGKILL)
                 wait_until(lambda: pids["engine-0"] not in server.pids().values(), 30)  # noqa: B023

@@ -33,6 +33,17 @@ def lanes(server) -> int:
         return client.status()["lanes"]["in_use"]
 
 
+@contextlib.contextmanager
+def stopped_engine(client):
+    """Nothing is answered within the block."""
+    engine = client.status()["engines"][0]["pid"]
+    os.kill(engine, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(engine, signal.SIGCONT)
+
+
 def test_a_ticket_is_a_future(client):
     ticket = client.model("affine", rows=4).submit(X)
     wait_until(ticket.done)
@@ -58,20 +69,22 @@ def test_a_timed_out_ticket_keeps_its_rows_and_returns_its_own_answer_later(clie
 
 def test_a_cancelled_ticket_returns_its_rows_after_the_engine_is_done_with_them(client):
     model = client.model("moody", rows=2)
-    ticket = model.submit(np.full((2, 4), 600_000, np.float32), timeout=30)
-    assert ticket.cancel() and ticket.cancelled() and ticket.done()
-    with pytest.raises(CancelledError):
-        ticket.result()
-    with pytest.raises(Busy):
-        model.submit(X)
+    with stopped_engine(client):
+        ticket = model.submit(X + 7, timeout=60)
+        assert ticket.cancel() and ticket.cancelled() and ticket.done()
+        with pytest.raises(CancelledError):
+            ticket.result()
+        with pytest.raises(Busy):
+            model.submit(X)
     np.testing.assert_array_equal(model.infer(X, timeout=30), X + 1)  # this waits for them
 
 
 def test_an_unreferenced_ticket_returns_its_rows_but_not_before_the_engine_is_done(client):
     model = client.model("moody", rows=2)
-    model.submit(np.full((2, 4), 600_000, np.float32), timeout=30)
-    with pytest.raises(Busy):
-        model.submit(X)
+    with stopped_engine(client):
+        model.submit(X + 7, timeout=60)
+        with pytest.raises(Busy):
+            model.submit(X)
     wait_until(lambda: fits(model), 30, "the return of its rows")
     ticket = model.submit(X)
     wait_until(ticket.done)
@@ -103,9 +116,8 @@ async def test_infer_async_returns_the_same_as_infer(leased, client):
 
 
 async def test_an_event_loop_runs_while_another_thread_uses_the_model(client):
-    model, engine = client.model("moody", rows=4), client.status()["engines"][0]["pid"]
-    os.kill(engine, signal.SIGSTOP)
-    try:
+    model = client.model("moody", rows=4)
+    with stopped_engine(client):
         slow = threading.Thread(target=model.infer, args=(np.zeros((2, 4), np.float32),), kwargs={"timeout": 60})
         slow.start()
         wait_until(lambda: model.requests.lane.free <= 2, 30, "the thread's request")
@@ -113,8 +125,6 @@ async def test_an_event_loop_runs_while_another_thread_uses_the_model(client):
         for _ in range(50):  # a loop that is blocked would never let the engine continue
             await asyncio.sleep(0)
         assert not answer.done()
-    finally:
-        os.kill(engine, signal.SIGCONT)
     np.testing.assert_array_equal(await answer, X + 1)
     slow.join()
 
