@@ -70,10 +70,10 @@ def data(number, value):
 class Robot:
     """A client like LeRobot's, with its own bytes."""
 
-    def __init__(self, address, classes, package="transport"):
+    def __init__(self, address, classes, package="transport", *, own=True):
         self.classes = classes
-        # Channels of one process to one address would share a connection, which is one robot.
-        self.channel = grpc.insecure_channel(address, [("grpc.use_local_subchannel_pool", 1)])
+        # Channels of one process to one address share a connection, if they have no pool of their own.
+        self.channel = grpc.insecure_channel(address, [("grpc.use_local_subchannel_pool", int(own))])
         at = f"/{package}.AsyncInference/"
         self._ready, self._setup = (self.channel.unary_unary(at + one) for one in ("Ready", "SendPolicyInstructions"))
         self._observe = self.channel.stream_unary(at + "SendObservations")
@@ -231,6 +231,22 @@ def test_a_connection_is_an_episode_and_ready_begins_another(addresses, new):
         arm.ready()
         arm.observe(0, motors=(10, 0))
         assert arm.act()[0].action.tolist() == [10, 1]
+
+
+def test_two_robots_in_one_connection_are_told_so_and_get_no_actions_of_each_other(addresses, new):
+    first, second = (Robot(addresses["arm"], new, own=False) for _ in range(2))
+    with first.channel, second.channel, ThreadPoolExecutor(1) as pool:
+        first.ready()
+        first.setup()
+        waiting = pool.submit(first.act)
+        time.sleep(0.3)
+        for call in (second.ready, second.act):
+            with pytest.raises(grpc.RpcError) as error:
+                call()
+            assert "a connection is one robot" in said(error)[1]
+        first.observe(4)
+        first.observe(5, must_go=True)
+        assert [one.action.tolist() for one in waiting.result(60) or first.act()] == [[13, 4]] * 5
 
 
 def said(error):

@@ -125,17 +125,18 @@ class LeRobotDoor(RobotDoor):
         """Return the actions for the observation that waits; nothing if none comes in time."""
         try:
             robot = self._robots.of(context)
-            try:
-                await self.doors.message(robot.came.wait(), _WAIT)
-            except TimeoutError:
-                return b""
-            if (waiting := robot.take()) is None:
-                return b""  # another call has it
-            try:
-                with self.counted(self._delays):
-                    return await self._acted(robot, waiting[0])
-            finally:
-                waiting[1].give()
+            with robot.asking():
+                try:
+                    await self.doors.message(robot.came.wait(), _WAIT)
+                except TimeoutError:
+                    return b""
+                if (waiting := robot.take()) is None:
+                    return b""
+                try:
+                    with self.counted(self._delays):
+                        return await self._acted(robot, waiting[0])
+                finally:
+                    waiting[1].give()
         except Error:
             await asyncio.sleep(_PAUSE)
             raise

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
-from contextlib import AsyncExitStack
+from collections.abc import Callable, Iterator
+from contextlib import AsyncExitStack, contextmanager
 from typing import Any
 
 import numpy as np
@@ -32,6 +32,7 @@ class LeRobotRobot:
         lock: held while its episode begins.
         most: steps of an answer at most.
         heard: when it called last, s of the monotonic clock.
+        told: whether the end of its connection is told.
         came: set while an observation waits.
     """
 
@@ -42,6 +43,8 @@ class LeRobotRobot:
         self.episode: Episode | None = None
         self.most = 0
         self.heard = time.monotonic()
+        self.told = False
+        self._asks = False
         self.came = asyncio.Event()
         self._features: Features | None = None
         self._waiting: tuple[Observed, Charge] | None = None
@@ -59,10 +62,28 @@ class LeRobotRobot:
         self._features = features
 
     def begin(self) -> None:
-        """Forget what was observed and answered."""
+        """Forget what was observed and answered. Raises Refused: its actions are asked for meanwhile."""
+        self._require_one()
         self.drop()
         self._answered: dict[int, None] = {}  # timesteps
         self._last: NDArray[np.float32] | None = None  # the state that was answered last
+
+    @contextmanager
+    def asking(self) -> Iterator[None]:
+        """Note that its actions are asked for. Raises Refused: they are already."""
+        self._require_one()
+        self._asks = True
+        try:
+            yield
+        finally:
+            self._asks = False
+
+    def _require_one(self) -> None:
+        if self._asks:
+            raise Refused(
+                "this connection waits for actions already, and a connection is one robot: robots of one process share "
+                "gRPC's connection, run a process for each"
+            )
 
     def drop(self) -> None:
         """Drop the observation that waits."""
@@ -119,12 +140,13 @@ class LeRobotRobots:
         peer, now = context.peer(), time.monotonic()
         robot = self._robots.get(peer)
         if robot is None and new:
-            for other in [other for other, one in self._robots.items() if now - one.heard > _GONE]:
+            for other in [other for other, one in self._robots.items() if not one.told and now - one.heard > _GONE]:
                 self._gone(other)
             account = getattr(context, "account", None) or native.Account(self._budget, self._door)
             robot = self._robots[peer] = LeRobotRobot(account)
             farewells: dict[str, Callable[[], None]] | None = getattr(context, "farewells", None)
             if farewells is not None:
+                robot.told = True
                 farewells["robot"] = lambda: self._gone(peer)
         if robot is None:
             raise Refused("expected Ready before any other call of a connection")
