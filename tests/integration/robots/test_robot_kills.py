@@ -151,7 +151,8 @@ def test_a_kill_within_requests_gives_an_error_and_never_an_action_that_was_not_
 
 def test_a_stop_waits_for_the_answers_to_robots_and_refuses_their_next_observations(tmp_path):
     models = {
-        name: {"factory": "tests.robot_models:slow", "args": {"name": name, "pause": 0.8}} for name in SPEAKS.values()
+        name: {"factory": "tests.robot_models:slow", "args": {"name": name, "pause": 1.5 if name == "arm" else 0.4}}
+        for name in SPEAKS.values()
     }
     with serving(tmp_path, models, more=DOORS) as server, ExitStack() as stack, server.connect() as client:
         where = client.status()["server"]["robots"]

@@ -22,6 +22,7 @@ from jurybox.server.gateway.rep_server import RepServer
 from jurybox.server.gateway.robots import json_arrays, lerobot_messages, msgpack_arrays
 from jurybox.server.gateway.robots.lerobot_features import bilinear
 from jurybox.server.gateway.robots.observations import rows_of
+from jurybox.server.gateway.robots.policy import RobotPolicy
 from jurybox.server.security.doors import Doors
 from jurybox.server.security.limits import ROBOTS, Charge, budget_of
 from jurybox.server.security.pace import Turns
@@ -180,6 +181,23 @@ def test_pictures_are_resized_as_torch_does_it(size):
     )[0].permute(1, 2, 0)
     found = bilinear(picture, *size)
     assert found.dtype == np.uint8 and np.abs(found - wanted.numpy()).max() <= 0.51
+
+
+async def test_requests_that_are_episodes_take_the_place_freed_last_as_that_of_a_robot_that_returns():
+    """So batches wait for robots that send every request over another connection, too."""
+    policy = RobotPolicy("ipc:///nowhere", "policy", 4, 1.0)
+
+    async def places(*, returns):
+        found = []
+        for _ in range(3):
+            async with policy.episode(1.0, returns=returns) as one, policy.episode(1.0, returns=returns) as other:
+                found.append({one._place, other._place})
+        return found
+
+    first, *later = await places(returns=True)
+    assert later == [first, first]
+    first, *later = await places(returns=False)
+    assert later[0] != first
 
 
 async def test_a_fault_of_a_rep_server_is_answered_too():
