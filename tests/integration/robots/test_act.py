@@ -87,6 +87,25 @@ def test_json_within_json_is_answered_as_json_within_json(addresses):
     assert both.status_code == 400 and "no other field" in both.json()["detail"]
 
 
+def test_json_numpy_itself_writes_and_reads_what_is_sent(addresses):
+    try:
+        import json_numpy
+    except ImportError:
+        pytest.skip("json_numpy is not installed here: pip install json-numpy")
+    for request in (
+        {"image": picture(), "instruction": "lift", "unnorm_key": "bridge_orig"},
+        {"image": picture(), "instruction": np.str_("lift")},
+    ):
+        body = json_numpy.dumps(request)
+        action = json_numpy.loads(ask(addresses["vla"], body.encode()).text)
+        assert isinstance(action, np.ndarray) and action[:2].tolist() == [10, 4]
+        doubled = ask(addresses["vla"], json.dumps({"encoded": body}).encode()).json()
+        np.testing.assert_array_equal(json_numpy.loads(doubled), action)
+    chunk = {"full_image": picture(), "state": np.array([1.0, 2.0, 3.0]), "instruction": "lift"}
+    actions = json_numpy.loads(ask(addresses["oft"], json_numpy.dumps(chunk).encode()).text)
+    np.testing.assert_array_equal(np.array(actions), [[16, 4]] * HORIZON)
+
+
 @pytest.mark.parametrize("lead", [(), (1,), (3,)])
 @pytest.mark.parametrize("cpp", [False, True])
 def test_gr00t_gets_each_part_as_nested_lists(addresses, lead, cpp):
