@@ -137,17 +137,14 @@ def test_each_row_of_a_batch_has_its_own_text_and_state(addresses):
     assert two.status_code == 422 and "expected 3 texts, came a list of 2" in two.json()["detail"]
 
 
-def test_a_batch_larger_than_the_model_takes_at_once_is_computed_in_parts(tmp_path):
-    models = {"by_part": {"factory": "tests.robot_models:by_part", "max_batch": 4}}
-    with serving(tmp_path, models, more=door("by_part", "clients = 3")) as server, server.connect() as client:
-        address = f"http://{client.status()['server']['robots']['by_part']}"
-        observation = {
-            "video.front": numpied(np.zeros((11, 2, 8, 6, 3), np.uint8)),
-            "state.arm": numpied(np.arange(22, dtype=np.float32).reshape(11, 1, 2)),
-            "task": [[""]] * 11,
-        }
-        answer = ask(address, {"observation": observation}).json()
-        assert [rows[0][0] for rows in answer["action.arm"]] == list(range(0, 22, 2))
+def test_a_batch_larger_than_the_model_takes_at_once_is_computed_in_parts(addresses):
+    observation = {
+        "video.front": numpied(np.zeros((70, 2, 8, 6, 3), np.uint8)),  # max_batch is 32
+        "state.arm": numpied(np.arange(140, dtype=np.float32).reshape(70, 1, 2)),
+        "task": [[""]] * 70,
+    }
+    answer = ask(addresses["by_part"], {"observation": observation}).json()
+    assert [rows[0][0] for rows in answer["action.arm"]] == list(range(0, 140, 2))
 
 
 def test_health_and_reset_answer_as_the_originals(addresses):

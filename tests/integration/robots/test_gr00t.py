@@ -303,13 +303,6 @@ def test_the_token_is_in_the_message(tmp_path):
             assert isinstance(ask(action(observation())), list)
 
 
-@pytest.mark.parametrize("flags", [(), ("--dry-run",)])
-def test_a_server_does_not_start_with_a_model_whose_inputs_are_of_no_modality(tmp_path, flags):
-    running = launch(tmp_path, {"vla": {"factory": "tests.robot_models:vla"}}, flags=flags, more=door("vla"))
-    assert running.process.wait(60) == 3
-    assert "[robots.vla] can never be answered: model 'vla': input 'image'" in running.text()
-
-
 def test_other_hosts_need_a_tunnel_or_the_operators_word(tmp_path):
     more = door("by_part").replace("127.0.0.1", "0.0.0.0")
     running = launch(tmp_path, {"by_part": MODELS["by_part"]}, more=more)

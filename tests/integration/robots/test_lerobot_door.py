@@ -466,13 +466,6 @@ def test_with_a_token_the_port_is_refused_at_start_unless_it_is_unprotected(tmp_
             assert arm.act()[0].action.tolist() == [13, 4]
 
 
-@pytest.mark.parametrize("flags", [(), ("--dry-run",)])
-def test_a_server_does_not_start_with_a_model_that_takes_no_features_of_lerobot(tmp_path, flags):
-    running = launch(tmp_path, {"vla": {"factory": "tests.robot_models:vla"}}, flags=flags, more=door("vla"))
-    assert running.process.wait(60) == 3
-    assert "[robots.vla] can never be answered: input 'image' of model 'vla'" in running.text()
-
-
 LEROBOT = """
 import sys, threading, time
 import numpy as np

@@ -26,7 +26,9 @@ from jurybox.server.gateway.robots.policy import RobotPolicy
 from jurybox.server.security.doors import Doors
 from jurybox.server.security.limits import ROBOTS, Charge, budget_of
 from jurybox.server.security.pace import Turns
+from jurybox.server.settings.config import Settings
 from jurybox.server.settings.endpoints import listen
+from jurybox.server.supervisor.robot_fit import require_steerable
 
 PICTURE = np.arange(8 * 6 * 3, dtype=np.uint8).reshape(8, 6, 3)
 
@@ -170,6 +172,38 @@ def test_arrays_may_have_a_batch_axis_and_behind_it_a_single_time(lead):
 def test_rows_that_do_not_belong_together_are_refused(given, why):
     with pytest.raises(SpecMismatch, match=why):
         rows_of(given, SPEC)
+
+
+NUMBERS, TEXT = TensorSpec("float32", (2,)), TensorSpec("bytes", capacity=9)
+MISFITS = [
+    ("act", {"x": NUMBERS}, {"actions": NUMBERS}, {"memory": NUMBERS}, "keeps state"),
+    ("gr00t", {"image": NUMBERS}, {"arm": NUMBERS}, {}, "input 'image'.*expected video/CAMERA"),
+    ("gr00t", {"language/task": NUMBERS}, {"arm": NUMBERS}, {}, "language/NAME for text"),
+    ("gr00t", {"action/arm": NUMBERS}, {"arm": NUMBERS}, {}, "input 'action/arm'"),
+    ("gr00t", {"state/a": NUMBERS}, {"error": NUMBERS}, {}, "would be read as an error"),
+    ("gr00t", {"state/a": NUMBERS, "state/b": TensorSpec("float32", (3, 2))}, {"arm": NUMBERS}, {}, "different times"),
+    ("lerobot", {"image": NUMBERS}, {"actions": NUMBERS}, {}, "input 'image'.*expected observation.state"),
+    ("lerobot", {"task": NUMBERS}, {"actions": NUMBERS}, {}, "task for text"),
+    ("lerobot", {"observation.state": TEXT}, {"actions": NUMBERS}, {}, "task for text"),
+    (
+        "lerobot",
+        {"observation.state": NUMBERS},
+        {"arm": NUMBERS, "hand": NUMBERS},
+        {},
+        "expected one output, or actions",
+    ),
+    ("lerobot", {"observation.state": NUMBERS}, {"arm": TensorSpec("float32", (1, 2, 3))}, {}, "expected one output"),
+]
+
+
+@pytest.mark.parametrize(("speaks", "inputs", "outputs", "state", "why"), MISFITS)
+def test_a_model_that_can_never_answer_a_protocol_is_refused_when_it_loads(speaks, inputs, outputs, state, why):
+    robots = {"arm": {"model": "policy", "speaks": speaks, "listen": "127.0.0.1:0"}}
+    models = {"policy": {"factory": "tests.models:affine"}}
+    settings = Settings.model_validate({"models": models, "robots": robots})
+    with pytest.raises(SpecMismatch, match=rf"\[robots.arm\] can never be answered: .*{why}"):
+        require_steerable(settings, ModelSpec("policy", inputs, outputs, state))
+    require_steerable(settings, ModelSpec("other", inputs, outputs, state))
 
 
 @pytest.mark.parametrize("size", [(8, 6), (3, 5), (480, 640), (1, 1), (24, 18)])
