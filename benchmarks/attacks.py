@@ -14,6 +14,7 @@ import contextlib
 import io
 import multiprocessing
 import os
+import select
 import socket
 import statistics
 import struct
@@ -22,9 +23,10 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import grpc
 import numpy as np
@@ -46,8 +48,6 @@ MODELS = {
     "big": {"factory": "tests.models:big", "max_batch": 8, "rows": 32},  # 2.3 MiB of output a row
     "brightness": {"factory": "tests.reward_models:brightness", "max_batch": 64, "rows": 128},
     "seen": {"factory": "tests.robot_models:seen", "max_batch": 32},
-    "counting": {"factory": "tests.robot_models:counting", "max_batch": 32, "rows": 64},
-    "weights": {"factory": "tests.models:sized", "args": {"mib": 16}, "max_batch": 8, "publish": "double_buffer"},
 }
 ROBOTS = """
 [robots.arm]
@@ -215,6 +215,92 @@ def idle_connections(told: dict[str, str], until: float) -> None:
     time.sleep(max(0.0, until - time.monotonic()))
 
 
+def pipelined_requests(told: dict[str, str], until: float) -> None:
+    peers = [joined(told["http"]) for _ in range(200)]
+    asked = b"GET /health/live HTTP/1.1\r\nHost: localhost\r\n\r\n" * 50
+    waiting = {peer.fileno(): peer for peer in peers}
+    poll = select.poll()
+    for number, peer in waiting.items():
+        peer.setblocking(False)
+        poll.register(number, select.POLLIN | select.POLLOUT)
+    while time.monotonic() < until:
+        for number, state in poll.poll(100):
+            with contextlib.suppress(OSError):
+                if state & select.POLLIN:
+                    waiting[number].recv(1 << 20)
+                if state & select.POLLOUT:
+                    waiting[number].send(asked)
+        time.sleep(0.01)
+
+
+def uploads(told: dict[str, str], until: float, many: int = 1) -> None:
+    """Send bodies of 60 MiB but for the last byte: they are received, and nothing is made of them."""
+    head = b"POST /v2/models/nobody/infer HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % (60 * MIB)
+
+    def send() -> None:
+        def once() -> None:
+            peer, left = joined(told["http"]), 60 * MIB - 1
+            peer.sendall(head)
+            while left and time.monotonic() < until:
+                left -= peer.send(bytes(min(left, MIB)))
+            peer.close()
+
+        again(until, once)
+
+    threads = [threading.Thread(target=send) for _ in range(many)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def slow_uploads(told: dict[str, str], until: float) -> None:
+    peers = [joined(told["http"]) for _ in range(40)]
+    for peer in peers:
+        peer.sendall(b"POST /v2/models/nobody/infer HTTP/1.1\r\nHost: localhost\r\nContent-Length: 60000000\r\n\r\n")
+    while time.monotonic() < until:
+        for peer in peers:
+            with contextlib.suppress(OSError):
+                peer.sendall(b"x")
+        time.sleep(0.01)
+
+
+def robot(told: dict[str, Any]) -> socket.socket:
+    """Return a connection to the port for robots."""
+    made = joined(told["robots"]["arm"])
+    made.sendall(
+        b"GET / HTTP/1.1\r\nHost: localhost\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
+        b"Sec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\nSec-WebSocket-Version: 13\r\n\r\n"
+    )
+    made.recv(4096)
+    return made
+
+
+def unfinished_frames(told: dict[str, str], until: float) -> None:
+    peers = [robot(told) for _ in range(40)]
+    for peer in peers:
+        with contextlib.suppress(OSError):
+            peer.sendall(b"\x82\xff" + struct.pack(">Q", 60 * MIB) + bytes(4))
+    while time.monotonic() < until:
+        for peer in peers:
+            with contextlib.suppress(OSError):
+                peer.sendall(bytes(MIB))
+
+
+def small_frames(told: dict[str, str], until: float) -> None:
+    peers = [robot(told) for _ in range(4)]
+    many = (b"\x82\x81\0\0\0\0\xc0" + b"\x89\x80\0\0\0\0") * 1000
+    for peer in peers:
+        peer.setblocking(False)
+    while time.monotonic() < until:
+        for peer in peers:
+            with contextlib.suppress(OSError):
+                peer.send(many)
+            with contextlib.suppress(OSError):
+                peer.recv(1 << 20)
+        time.sleep(0.001)
+
+
 def only_computes(_: dict[str, str], until: float) -> None:
     while time.monotonic() < until:
         pass
@@ -225,7 +311,7 @@ def a_client_that_behaves(told: dict[str, str], until: float) -> None:
         rate(GRPCInferenceServiceStub(channel), until)
 
 
-ATTACKS = {
+ATTACKS: dict[str, tuple[str, Callable[[dict[str, str], float], None]]] = {
     "none: a process beside it that only computes": ("gateway", only_computes),
     "none: a second client that behaves": ("gateway", a_client_that_behaves),
     "40 gRPC messages of 60 MiB that never end": ("gateway", unfinished_messages),
@@ -237,6 +323,12 @@ ATTACKS = {
     "empty gRPC messages without end": ("gateway", empty_messages),
     "100 messages of 64 MiB announced to the relay": ("relay", announced_messages),
     "4,096 connections that do nothing": ("gateway", idle_connections),
+    "200 HTTP connections that pipeline 50 GETs": ("gateway", pipelined_requests),
+    "one uploader of bodies of 60 MiB": ("gateway", uploads),
+    "two uploaders of bodies of 60 MiB": ("gateway", partial(uploads, many=2)),
+    "40 uploads of a few bytes a second": ("gateway", slow_uploads),
+    "40 robots' frames of 60 MiB that never end": ("gateway", unfinished_frames),
+    "4 robots that send small frames and pings without end": ("gateway", small_frames),
 }
 
 
@@ -280,7 +372,7 @@ def measure(what: str, rounds: int, seconds: float) -> Seen:
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
         where = Path(folder)
-        with serving(where, MODELS, dialects=DIALECTS, http=LOCAL, grpc=LOCAL, tcp=LOCAL) as server:
+        with serving(where, MODELS, dialects=DIALECTS, more=ROBOTS, http=LOCAL, grpc=LOCAL, tcp=LOCAL) as server:
             with server.connect() as client:
                 told = client.status()["server"]
             process = psutil.Process(server.pids()[role])
@@ -320,7 +412,7 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help="write the table to docs/security.md")
     parser.add_argument("--seconds", type=float, default=4.0, help="of each round")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--only", default="", help="attacks whose name contains this")
+    parser.add_argument("--only", default="", help="attacks whose name contains this; only their rows are written")
     options = parser.parse_args()
     bound, load = most_held(64 * MIB) // MIB, os.getloadavg()[0]
     lines = [
@@ -340,6 +432,10 @@ def main() -> None:
     if options.write:
         text = PAGE.read_text()
         start, rest = text.split(BEGIN)
+        if options.only:
+            kept = {line.split(" | ")[0]: line for line in rest.split(END)[0].splitlines() if line.startswith("| ")}
+            kept |= {line.split(" | ")[0]: line for line in lines}
+            lines = [*lines[:2], *(kept[f"| {what}"] for what in ATTACKS if f"| {what}" in kept)]
         PAGE.write_text("\n".join([start + BEGIN, "", *lines, "", told, "", END]) + rest.split(END)[1])
     else:
         print("\n".join(["", *lines, "", told]))

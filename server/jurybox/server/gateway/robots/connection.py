@@ -167,6 +167,7 @@ class RobotConnection(ServerConnection):
                 self._later(seconds)
             if self._stopped:
                 self._rest = bytearray(memoryview(data)[at:])
+                self._reading.rest()  # nothing more, until this is parsed
                 return
             super().data_received(bytes(memoryview(data)[at : at + _PIECE]))
 
@@ -180,7 +181,7 @@ class RobotConnection(ServerConnection):
             data, self._rest = self._rest, bytearray()
             self._parse(data)
             self._count()
-        if not (self._waits or self._full):
+        if not (self._rest or self._waits or self._full):
             self._reading.go_on()
 
     def _later(self, seconds: float) -> None:
