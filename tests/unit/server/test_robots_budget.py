@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
-from typing import ClassVar
 
 import pytest
+from websockets.exceptions import ConnectionClosed
 from websockets.server import ServerProtocol
 
 from jurybox import native
+from jurybox.server.gateway.process import _loop
 from jurybox.server.gateway.robots import openpi as module
 from jurybox.server.gateway.robots.connection import RobotConnection
 from jurybox.server.gateway.robots.counters import PortCounters, RobotDelays
@@ -60,21 +62,31 @@ async def test_an_observation_without_room_gets_an_error_and_the_next_one_an_ans
     assert [budget.held(kind) for kind in (RECEIVED, ANSWERS)] == [0, 0]
 
 
-async def test_a_message_that_does_not_go_on_ends_its_connection():
-    class Serving:
-        handler_tasks: ClassVar = set()
+class Serving:
+    """What a connection needs of its server; it reads messages if it is told to."""
 
-        def is_serving(self):
-            return True
+    def __init__(self, reads):
+        self.handler_tasks, self.reads, self.received = set(), reads, 0
 
-        async def handler(self, connection):
-            await connection.handshake()
+    def is_serving(self):
+        return True
 
-    budget = native.Budget((1000, 1000, 9), (1000, 1000, 9))
+    async def handler(self, connection):
+        await connection.handshake()
+        with contextlib.suppress(ConnectionClosed):
+            while self.reads:
+                await connection.recv()
+                self.received += 1
+                await asyncio.sleep(0)
+
+
+@contextlib.asynccontextmanager
+async def joined(budget, serving):
+    """A robot's connection, and the two ends of its peer."""
     kind = type("Connection", (RobotConnection,), {"budget": budget, "turns": Turns(), "open": set()})
     robots = []
     listening = await asyncio.get_running_loop().create_server(
-        lambda: robots.append(kind(ServerProtocol(), Serving())) or robots[-1], "127.0.0.1", 0
+        lambda: robots.append(kind(ServerProtocol(), serving, max_queue=1)) or robots[-1], "127.0.0.1", 0
     )
     reader, writer = await asyncio.open_connection(*listening.sockets[0].getsockname())
     writer.write(
@@ -82,20 +94,44 @@ async def test_a_message_that_does_not_go_on_ends_its_connection():
         b"Sec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\nSec-WebSocket-Version: 13\r\n\r\n"
     )
     await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 20)
-    (robot,) = robots
-    now = time.monotonic()
-    robot.end_silent(now + 1000)  # between two messages a robot may be silent
-    writer.write(b"\x82\xff" + bytes(7) + b"\xff" + bytes(4) + b"x" * 100)
-    async with asyncio.timeout(20):
-        while not budget.held(RECEIVED) >= 100:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
-    robot.end_silent(time.monotonic() + SILENCE - 1)
-    assert robot.open
-    robot.end_silent(time.monotonic() + SILENCE + 1)
-    assert b"nothing came for 30 s" in await asyncio.wait_for(reader.read(), 20)
+    yield robots[0], reader, writer
     writer.close()
     async with asyncio.timeout(20):
-        while robot.open:  # noqa: ASYNC110
+        while robots[0].open:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
     assert budget.held(RECEIVED) == 0
     listening.close()
+
+
+def test_a_flood_of_small_messages_is_read_as_fast_as_it_is_parsed():
+    """Twenty thousand messages in 5 MiB of frames, and never more than a few reads of them in memory."""
+    budget, serving = native.Budget((1 << 24, 1 << 24, 9), (1 << 24, 1 << 24, 9)), Serving(reads=True)
+    most = 0
+
+    async def flood():
+        nonlocal most
+        async with joined(budget, serving) as (_, _, writer):
+            writer.write((b"\x82\xfe\0\xfa" + bytes(4 + 250)) * 20_000)
+            async with asyncio.timeout(60):
+                while serving.received < 20_000:
+                    most = max(most, budget.held(RECEIVED))
+                    await asyncio.sleep(0)
+
+    with asyncio.Runner(loop_factory=_loop) as runner:
+        runner.run(flood())
+    assert 0 < most < 1 << 20
+
+
+async def test_a_message_that_does_not_go_on_ends_its_connection():
+    budget = native.Budget((1000, 1000, 9), (1000, 1000, 9))
+    async with joined(budget, Serving(reads=False)) as (robot, reader, writer):
+        now = time.monotonic()
+        robot.end_silent(now + 1000)  # between two messages a robot may be silent
+        writer.write(b"\x82\xff" + bytes(7) + b"\xff" + bytes(4) + b"x" * 100)
+        async with asyncio.timeout(20):
+            while not budget.held(RECEIVED) >= 100:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        robot.end_silent(time.monotonic() + SILENCE - 1)
+        assert robot.open
+        robot.end_silent(time.monotonic() + SILENCE + 1)
+        assert b"nothing came for 30 s" in await asyncio.wait_for(reader.read(), 20)
