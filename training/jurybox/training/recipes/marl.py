@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
@@ -124,8 +124,10 @@ class MarlTraining(ServedSettings):
     learner_nice: int = Field(
         10, ge=0, le=19, description="Niceness of the learner processes, so that the actor runs first."
     )
-    max_ahead: int | None = Field(
-        None, ge=0, description="Turns by which the actor may be ahead; none: a rollout with PPO, else no limit."
+    max_ahead: Annotated[int, Field(ge=0)] | Literal["auto", "none"] = Field(
+        "auto",
+        description="Turns by which the actor may be ahead of the slowest learner; none: it never waits; auto: a "
+        "rollout with PPO, else none.",
     )
     max_lag: int | None = Field(None, ge=0, description="Publications by which the actor may lag.")
     actor_timeout: float = Field(
@@ -159,6 +161,13 @@ class MarlTraining(ServedSettings):
     def rate(self) -> float:
         """The learning rate that is used."""
         return self.learning_rate or (0.001 if self.algorithm == ON_POLICY else 0.00025)
+
+    @property
+    def slack(self) -> int | None:
+        """Turns by which the actor may be ahead; None: any number."""
+        if self.max_ahead == "auto":
+            return self.ppo.n_steps if self.algorithm == ON_POLICY else None
+        return None if self.max_ahead == "none" else self.max_ahead
 
     @property
     def evaluates_every(self) -> int:
@@ -333,11 +342,9 @@ def plan(settings: MarlTraining, serve: Callable[[Models], ServedModels] | None 
             )
             for name, network in networks.items()
         ),
-        pace=Pace(
-            settings.ppo.n_steps, 1, 0, settings.ppo.n_steps if settings.max_ahead is None else settings.max_ahead
-        )
+        pace=Pace(settings.ppo.n_steps, 1, 0, settings.slack)
         if on_policy
-        else Pace(settings.train_freq, 1, settings.learning_starts, settings.max_ahead),
+        else Pace(settings.train_freq, 1, settings.learning_starts, settings.slack),
         budget=Budget(settings.steps, settings.seconds),
         # The low `settled` lets a role that is killed every few seconds be restarted any number of times.
         timeouts=Timeouts(actor=settings.actor_timeout, learner=settings.learner_timeout, settled=5.0),
