@@ -23,7 +23,7 @@ METRICS = {metric.name: metric for metric in TABLE}
 LAYOUT: dict[str, list[str]] = {
     "Requests": ["requests", "request_failures", "request_timeouts", "rows", "request_duration_seconds",
                  "queue_wait_seconds", "forward_duration_seconds"],
-    "Batches": ["batches", "batch_rows", "rows_waiting"],
+    "Batches": ["batches", "batch_rows", "rows_waiting", "cache_hits", "cache_misses"],
     "Engines": ["engine_up", "engine_restarts", "engine_busy_seconds", "engine_requests",
                 "engine_expected_wait_seconds", "engine_heartbeat_age_seconds"],
     "Weights": ["weights_version", "weights_newest_version", "weights_lag_versions", "weights_publications",

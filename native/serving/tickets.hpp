@@ -220,7 +220,7 @@ constexpr std::size_t kTimeBuckets = 40;
 
 // The same as COUNTERS in scoreboard.py. Histograms count powers of two: bucket i holds values in [2^(i-1), 2^i).
 struct Counters {
-    std::uint64_t requests, rows, batches, failed, expired, refused, not_held, version, newest, updates;
+    std::uint64_t requests, rows, batches, failed, expired, refused, not_held, cache_hits, cache_misses, version, newest, updates;
     std::int64_t adopted;
     std::uint64_t waiting, sessions;
     std::uint64_t queue_total_ns, forward_total_ns, request_total_ns, adopt_total_ns;

@@ -96,6 +96,8 @@ COUNTERS = np.dtype(
         ("expired", "<u8"),  # the deadline had passed
         ("refused", "<u8"),  # not computed: stale lease, rows outside the lane
         ("not_held", "<u8"),  # requested a weights version that is not held
+        ("cache_hits", "<u8"),  # rows answered from the response cache
+        ("cache_misses", "<u8"),  # rows computed by a model that has one
         ("version", "<u8"),  # of the weights in use
         ("newest", "<u8"),  # version the channel holds
         ("updates", "<u8"),  # adoptions
@@ -116,7 +118,7 @@ COUNTERS = np.dtype(
 
 _MAGIC = b"jurybox\0"
 # The layout of all shared memory of a server. It is not that of messages, which peers on other hosts send, too.
-MEMORY_VERSION = 3
+MEMORY_VERSION = 4
 
 
 def _aligned(size: int) -> int:

@@ -25,7 +25,19 @@ if TYPE_CHECKING:
 QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
 HISTOGRAMS = ("batch_rows", "queue_ns", "forward_ns", "request_ns", "adopt_ns")
 HUNG_SHARE = 1 / 3  # of engine_timeout: a serving engine that is silent for longer counts as hung, and is killed at 1
-_SUMS = ("requests", "rows", "batches", "failed", "expired", "refused", "not_held", "updates", "waiting")
+_SUMS = (
+    "requests",
+    "rows",
+    "batches",
+    "failed",
+    "expired",
+    "refused",
+    "not_held",
+    "cache_hits",
+    "cache_misses",
+    "updates",
+    "waiting",
+)
 
 
 def status_json(scoreboard: Scoreboard, models: Sequence[HeldModel], lanes: Sequence[LeasedLane], **server: Any) -> str:

@@ -22,7 +22,7 @@ from jurybox.server.engine.forward_timeout import ForwardTimeout, limited
 from jurybox.server.engine.loads import Disturbed
 from jurybox.server.engine.queues import Queue
 from jurybox.server.engine.recovery import Recovery
-from jurybox.server.engine.served import OUT_OF_MEMORY, Outcome, Served
+from jurybox.server.engine.served import OUT_OF_MEMORY, Caches, Outcome, Served
 from jurybox.server.logs import traced
 
 
@@ -56,6 +56,14 @@ class Counters:
         """Count tickets without an answer of the model: "failed", "expired", "refused" or "not_held"."""
         self._own[name] += len(tickets)
         self._shown[name] = self._own[name]
+
+    def cached(self, cache: Caches, tickets: int = 0, rows: int = 0) -> None:
+        """Count what a cache has answered since the last call, and tickets that it answered without a batch."""
+        counted = {"cache_hits": cache.hits, "cache_misses": cache.misses, "requests": tickets, "rows": rows}
+        cache.hits = cache.misses = 0
+        for name, n in counted.items():
+            self._own[name] += n
+            self._shown[name] = self._own[name]
 
     def waiting(self, rows: int) -> None:
         """Publish how many rows wait for a batch."""
@@ -114,6 +122,7 @@ class Slot:
         self.queue = queue
         self.counters = counters
         self.cost = BatchCost()
+        self.cache = served.cache if isinstance(served, Served) else None
         self.shown = 0  # 1 + the model's number, for the scoreboard's `computing`; 0: read it from the tickets
 
     @property
@@ -285,11 +294,12 @@ class Batches:
         try:
             if self.regions and not isinstance(slot.served, DeviceServed) and self.regions.of(tickets) is not None:
                 raise RowsNotBound("this model reads no device memory any more: it was loaded anew. Take rows again")
+            run = slot.served.run if slot.cache is None else slot.cache.run
             if slot.served.forward_timeout:
                 with limited(slot.served.forward_timeout):
-                    outcome = slot.served.run(tickets, rows, version)
+                    outcome = run(tickets, rows, version)
             else:
-                outcome = slot.served.run(tickets, rows, version)
+                outcome = run(tickets, rows, version)
         except BaseException as error:  # noqa: BLE001  see `land`
             failure = error
         else:
@@ -326,6 +336,8 @@ class Batches:
         took = ended - began
         self._tracker.answered(tickets, ended)
         slot.counters.batch(tickets, rows, began, ended)
+        if slot.cache is not None:
+            slot.counters.cached(slot.cache)
         self.mean_ns += _SMOOTHING * (took - self.mean_ns)
         row = slot.cost.row
         one = took / computed if row is None else max(0.0, took - row * (computed - 1))

@@ -378,7 +378,7 @@ class Engine:
                 tickets = self._refuse(tickets)
             self._tracker.came(tickets, self._clock(), int(QUICK * self._batches.mean_ns))
             accepted += len(tickets)
-            if len(self._queues) == 1:
+            if len(self._queues) == 1 and self._queues[0].cache is None:
                 queue = self._queues[0].queue
                 queue.pinned |= pinned
                 queue.push(tickets, rows)
@@ -389,10 +389,15 @@ class Engine:
     def _sort(self, tickets: NDArray[Any], *, pinned: bool) -> None:
         while len(tickets):
             model = int(tickets["model"][0])
-            queue = self.slots[model].queue
-            queue.pinned |= pinned
+            slot = self.slots[model]
             same = tickets["model"] == model
-            queue.push(tickets[same])
+            own = tickets[same]
+            if slot.cache is not None and (known := slot.cache.answer(own)) is not None:
+                answered, own = own[known], own[~known]
+                slot.counters.cached(slot.cache, len(answered), int(answered["rows"].sum()))
+                self._answer(answered, Code.OK, slot.served.version, "")
+            slot.queue.pinned |= pinned
+            slot.queue.push(own)
             tickets = tickets[~same]
 
     def _next(self, now: int) -> Slot | None:

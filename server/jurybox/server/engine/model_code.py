@@ -66,6 +66,7 @@ class ModelOrder:
     aot: bool
     cuda_graphs: bool
     deterministic: bool
+    cache_mib: int
     inputs: dict[str, TensorSpec]
     outputs: dict[str, TensorSpec]
 

@@ -36,6 +36,7 @@ from jurybox.server.engine.model_code import LoadError, ModelOrder, place_of
 from jurybox.server.engine.model_code import load as load_model
 from jurybox.server.engine.modules import bare, storages, views_of_weights
 from jurybox.server.engine.open_served import OpenServed
+from jurybox.server.engine.response_cache import ResponseCache
 from jurybox.server.engine.served import Served
 from jurybox.server.engine.weights_updater import WeightsUpdater
 from jurybox.server.groups.group import Member
@@ -312,6 +313,13 @@ class ModelLoader:
                     )
                 if not served.shapes:
                     served.shapes, served.agreeing = tuple(ladder(settings.max_batch)), False
+            if settings.cache_mib:
+                if spec.state:
+                    raise LoadError(
+                        f"models.{unplaced.name}.cache_mib is for models without state: an answer of {unplaced.name!r} "
+                        "depends on the requests before it"
+                    )
+                served.cache = ResponseCache(served, arena.columns, settings.cache_mib << 20)
             served.published = bool(weights)
             served.forward_timeout = settings.forward_timeout or 0.0
             served.changed = lambda names: self._changed(unplaced.name, names)

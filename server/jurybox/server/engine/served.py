@@ -65,6 +65,17 @@ class WeightsSource(Protocol):
         return
 
 
+class Caches(Protocol):
+    """A cache of a model's answers; see response_cache.py."""
+
+    hits: int
+    misses: int
+
+    def answer(self, tickets: NDArray[Any]) -> NDArray[np.bool_] | None: ...
+
+    def run(self, tickets: NDArray[Any], rows: int, version: int) -> Outcome | None: ...
+
+
 @dataclass(slots=True)
 class Outcome:
     """The result of a batch of which some tickets failed.
@@ -95,6 +106,7 @@ class Served:
     Attributes:
         agreeing: whether warm-up keeps only the shapes that compute the same bytes for a row.
         published: whether weights will be published. Warm-up then compares the shapes with random weights, too.
+        cache: answers rows that it knows; None: every row is computed.
         changed: called with the names of what a forward has left changed for the process, and was set back.
         forward_timeout: seconds after which a batch fails, as far as its forward runs Python; 0: never.
     """
@@ -122,6 +134,7 @@ class Served:
         self.shapes = tuple(shapes)
         self.agreeing = True
         self.published = False
+        self.cache: Caches | None = None
         self.changed: Callable[[list[str]], object] = lambda names: None
         self.forward_timeout = 0.0
         self._compute = compute

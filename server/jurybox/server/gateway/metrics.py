@@ -266,8 +266,18 @@ TABLE = (
         "`keep_versions` sets how many are kept.", counted("not_held"),
     ),
     Metric(
+        "cache_hits", _COUNTER, _MODEL, "Rows that were answered from the model's cache (`cache_mib`).",
+        "They are included in `rows`. Few beside the misses: rows seldom repeat, or learners publish often.",
+        counted("cache_hits"), "rows", like="nv_cache_num_hits_per_model",
+    ),
+    Metric(
+        "cache_misses", _COUNTER, _MODEL, "Rows that a model with a cache has computed.",
+        "Growing while `cache_hits` stands still: `cache_mib` may be smaller than the rows that repeat.",
+        counted("cache_misses"), "rows", like="nv_cache_num_misses_per_model",
+    ),
+    Metric(
         "rows", _COUNTER, _MODEL, "Rows computed.",
-        "The throughput, and the work of the device; a request has one row or more.",
+        "The throughput, and the work of the device; a request has one row or more. Rows from a cache are included.",
         counted("rows"), "rows", like="nv_inference_count",
     ),
     Metric(

@@ -311,6 +311,7 @@ class ModelSettings(_Strict):
     aot: bool = False
     cuda_graphs: bool = True
     deterministic: bool = False
+    cache_mib: int = Field(default=0, ge=0, le=1 << 20)
     audit: bool = False
     inputs: dict[str, TensorSettings] | None = None
     outputs: dict[str, TensorSettings] | None = None
@@ -334,6 +335,11 @@ class ModelSettings(_Strict):
             raise ValueError(f"min_batch = {self.min_batch}, expected at most max_batch = {self.max_batch}")
         if self.min_batch > 1 and self.max_wait_us == 0:
             raise ValueError(f"min_batch = {self.min_batch} is never waited for, expected max_wait_us above 0 with it")
+        if self.cache_mib and not self.deterministic:
+            raise ValueError(
+                "cache_mib is for models whose answer depends only on the row and the weights, expected deterministic "
+                "= true with it"
+            )
         if self.group is not None and (alone := self._only_alone()):
             raise ValueError(f"{alone} is for models that are served by themselves, expected none with group")
         if self.publish is None and (self.save_dir is not None or self.max_lag):

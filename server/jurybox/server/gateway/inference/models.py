@@ -171,8 +171,8 @@ def statistics(model: dict[str, Any]) -> dict[str, Any]:
             "compute_input": {"count": tickets, "ns": 0},
             "compute_infer": {"count": batches, "ns": forward},
             "compute_output": {"count": tickets, "ns": 0},
-            "cache_hit": {"count": 0, "ns": 0},
-            "cache_miss": {"count": 0, "ns": 0},
+            "cache_hit": {"count": model["cache_hits"], "ns": 0},
+            "cache_miss": {"count": model["cache_misses"], "ns": 0},
         },
     }
 
