@@ -20,7 +20,8 @@ from jurybox.protocol.spec import ModelSpec, TensorSpec
 from jurybox.server.gateway.npy import npy_file, npy_head
 from jurybox.server.gateway.rep_server import RepServer
 from jurybox.server.gateway.robots import json_arrays, lerobot_messages, msgpack_arrays
-from jurybox.server.gateway.robots.lerobot_features import bilinear
+from jurybox.server.gateway.robots.lerobot_features import Features, bilinear
+from jurybox.server.gateway.robots.lerobot_robots import LeRobotRobot
 from jurybox.server.gateway.robots.observations import rows_of
 from jurybox.server.gateway.robots.policy import RobotPolicy
 from jurybox.server.security.doors import Doors
@@ -215,6 +216,24 @@ def test_pictures_are_resized_as_torch_does_it(size):
     )[0].permute(1, 2, 0)
     found = bilinear(picture, *size)
     assert found.dtype == np.uint8 and np.abs(found - wanted.numpy()).max() <= 0.51
+
+
+@pytest.mark.parametrize(("motors", "moved", "kept"), [([1.0], [1.5], False), ([1.0], [3.0], True), ([], [], True)])
+async def test_whether_a_robot_has_moved_is_seen_also_where_the_model_takes_only_pictures(motors, moved, kept):
+    names = [f"m{i}" for i in range(len(motors))]
+    features = {"observation.images.top": {}} | ({"observation.state": {"names": names}} if names else {})
+    spec = ModelSpec("policy", {"observation.images.top": TensorSpec("uint8", (8, 6, 3))}, {"actions": NUMBERS})
+    budget = budget_of(1000)
+    robot = LeRobotRobot(native.Account(budget, ROBOTS))
+    robot.features = Features(lerobot_messages.Setup("act", features, 5, {}), spec)
+
+    def seen(step, state):
+        return lerobot_messages.Observed(NEW, 0.0, step, dict(zip(names, state, strict=True)), must_go=False)
+
+    first = seen(0, motors)
+    assert robot.keep(first, Charge(budget, robot.account)) and robot.take()[0] is first
+    robot.answering(first)
+    assert robot.keep(seen(1, moved), Charge(budget, robot.account)) is kept
 
 
 async def test_requests_that_are_episodes_take_the_place_freed_last_as_that_of_a_robot_that_returns():

@@ -26,7 +26,8 @@ class Features:
     def __init__(self, setup: Setup, spec: ModelSpec) -> None:
         self.spec = spec
         own = {setup.renamed.get(name, name): name for name in setup.features}
-        self._motors: list[str] = []
+        # Also where the model takes no state: it says whether the robot has moved.
+        self._motors = _names(setup.features[STATE]) if STATE in setup.features else []
         self._cameras: dict[str, str] = {}  # names in observations, by input
         for name, tensor in spec.inputs.items():
             if tensor.dtype == BYTES:
@@ -36,13 +37,15 @@ class Features:
                 there = ", ".join(plain(one, 80) for one in sorted(own)[:20]) or "nothing"
                 raise SpecMismatch(f"model {spec.name!r} needs {name!r}: this robot has {there}")
             elif source == STATE:
-                self._motors = _names(name, tensor, setup.features[source])
+                if tensor.shape != (len(self._motors),):
+                    count = len(self._motors)
+                    raise SpecMismatch(f"{name!r} of this robot has {count} motors: the model expects {tensor}")
             else:
                 self._cameras[name] = source.removeprefix(IMAGES)
         self._state = next((name for name in spec.inputs if own.get(name) == STATE), "")
 
     def state(self, values: Mapping[str, Any]) -> NDArray[np.float32]:
-        """Return the positions of the motors. Raises SpecMismatch."""
+        """Return the positions of the motors, empty if the robot names none. Raises SpecMismatch."""
         found = np.empty(len(self._motors), np.float32)
         for i, name in enumerate(self._motors):
             value = values.get(name)
@@ -66,12 +69,10 @@ class Features:
         return found
 
 
-def _names(name: str, spec: TensorSpec, feature: Any) -> list[str]:
+def _names(feature: Any) -> list[str]:
     names = feature.get("names") if type(feature) is dict else None
     if type(names) is not list or not all(type(one) is str for one in names):
-        raise SpecMismatch(f"{name!r} of this robot: expected the names of its motors")
-    if spec.shape != (len(names),):
-        raise SpecMismatch(f"{name!r} of this robot has {len(names)} motors: the model expects {spec}")
+        raise SpecMismatch(f"{STATE!r} of this robot: expected the names of its motors")
     return names
 
 

@@ -96,7 +96,8 @@ class LeRobotRobot:
         That is, if it is answered already, or nearly the one that was answered last. Raises SpecMismatch.
         """
         state = self.features.state(found.values)
-        like = self._last is not None and float(np.linalg.norm(state - self._last)) < _NEAR
+        last = self._last
+        like = last is not None and state.size > 0 and float(np.linalg.norm(state - last)) < _NEAR
         if not found.must_go and (found.timestep in self._answered or like):
             return False
         self.drop()
