@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
 from tests.serving import RunningServer, serving
 
-sync_api = pytest.importorskip("playwright.sync_api", reason="needs the extra `browser`")
+if TYPE_CHECKING:
+    from playwright import sync_api
 
 MODELS = {
     "policy/agent0": {"factory": "tests.models:affine", "max_batch": 16, "rows": 256, "publish": "double_buffer"},
@@ -18,6 +20,7 @@ MODELS = {
 
 @pytest.fixture(scope="module")
 def chromium() -> Iterator[sync_api.Browser]:
+    sync_api = pytest.importorskip("playwright.sync_api", reason="needs the extra `browser`")  # not to collect tests
     executable = shutil.which("chromium")
     if executable is None:
         pytest.skip("there is no chromium: apt-get install -y chromium")
