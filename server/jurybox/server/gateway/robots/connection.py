@@ -21,7 +21,7 @@ from jurybox import native
 from jurybox.protocol.errors import plain
 from jurybox.server.gateway.http_server import Transport
 from jurybox.server.security.limits import RECEIVED, ROBOTS, SILENCE, refusal
-from jurybox.server.security.pace import Turns
+from jurybox.server.security.pace import HEAP, Turns
 
 TRY_AGAIN_LATER = 1013  # of a close (IANA's registry)
 _GOING_AWAY, _TOO_BIG = 1001, 1009  # rfc-editor.org/rfc/rfc6455, section 7.4.1
@@ -98,6 +98,9 @@ class RobotConnection(ServerConnection):
             self._rest += data
         else:
             self._parse(data)
+            seconds = time.monotonic() - self._heard
+            if len(data) >= HEAP and not self._stopped and self.turns.rest(self, seconds) > 0:
+                self._later(seconds)
         self._count()
 
     def process_event(self, event: Any) -> None:
