@@ -161,7 +161,7 @@ def test_a_run_whose_last_periodic_checkpoint_failed_tries_once_more_at_its_end(
         return complete(self, scratch, env_steps, document)
 
     monkeypatch.setattr(Checkpoints, "complete", full_once)
-    run(plan(steps=100, learner={"pause": 0.01}, save_every=50), tmp_path, Rows(), serial=serial)
+    run(plan(steps=100, learner={"pause": 0.01}, save_every=1), tmp_path, Rows(), serial=serial)
     assert failed and newest(tmp_path) == (100, 40)
 
 
