@@ -19,7 +19,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from jurybox.training.algorithms.ppo import PPOLearner
+from jurybox.training.algorithms.base import Progress
+from jurybox.training.algorithms.ppo import RefinedPPO
 from jurybox.training.environments.cage.tables import N_ACTIONS
 from jurybox.training.search import environments
 from jurybox.training.search.rollouts import INPUTS, Episodes, play
@@ -33,7 +34,8 @@ class Trains:
 
     def __init__(self, settings: WorkflowTraining, seed: int, stream: int) -> None:
         self.settings = settings
-        self.learner = PPOLearner(INPUTS, N_ACTIONS, settings.ppo, seed)
+        self.learner = RefinedPPO.of(settings.ppo, INPUTS, N_ACTIONS)
+        self.learner.setup(seed, "cpu")
         self._env = environments.make(settings, stream)
         self._random = np.random.default_rng((seed, stream))
 
@@ -51,7 +53,7 @@ class Trains:
             head_starts=starts,
             mask_orders=settings.order_masks,
         )
-        self.learner.update(rollout)
+        self.learner.update(rollout, Progress(0, 1))
         return played, float(played.returns[starts == 0].mean())
 
     def to_the_gate(self, order: Order, wanted: float) -> tuple[int, float, float]:

@@ -16,7 +16,8 @@ from pathlib import Path
 
 import torch
 
-from jurybox.training.algorithms.ppo import PPOLearner, PPOSettings
+from jurybox.training.algorithms.base import Progress
+from jurybox.training.algorithms.ppo import PPO, PPOSettings, RefinedPPO
 from jurybox.training.environments.cage import CageVectorEnv, RedName
 from jurybox.training.environments.cage.tables import N_ACTIONS
 from jurybox.training.search.rollouts import INPUTS, play
@@ -24,15 +25,16 @@ from jurybox.training.search.rollouts import INPUTS, play
 RESULTS = Path(__file__).parent / "results"
 
 
-def learn(red: RedName, seed: int, updates: int) -> tuple[list[float], PPOLearner, float]:
+def learn(red: RedName, seed: int, updates: int) -> tuple[list[float], PPO, float]:
     """Mean return of each update's 100 episodes, the learner, and seconds of CPU time."""
-    learner = PPOLearner(INPUTS, N_ACTIONS, PPOSettings(), seed)
+    learner = RefinedPPO.of(PPOSettings(), INPUTS, N_ACTIONS)
+    learner.setup(seed, "cpu")
     env = CageVectorEnv(100, red, autoreset_mode="Disabled")
     env.reset(seed=seed)
     curve, began = [], time.process_time()
     for _ in range(updates):
         rollout, episodes = play(env, learner, None, steps=100, weight=0.0)
-        learner.update(rollout)
+        learner.update(rollout, Progress(0, 1))
         curve.append(float(episodes.returns.mean()))
     return curve, learner, time.process_time() - began
 

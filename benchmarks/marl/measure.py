@@ -66,11 +66,10 @@ def alone(agents: int, seconds: float) -> Measured:
     asked = settings(agents)
     planned = plan(asked)
     with SharedResources.create(planned) as shared:
-        for number in planned.of_kind(Kind.LEARNER):
-            spec = planned.roles[number]
-            with shared.publisher(spec.publishes or "") as publisher:
-                publisher.publish(make_network(**spec.settings["network"], seed=number), {"epsilon": 0.05})
         (actor,) = planned.of_kind(Kind.ACTOR)
+        for number, (group, network) in enumerate(planned.roles[actor].settings["networks"].items()):
+            with shared.publisher(group) as publisher:
+                publisher.publish(make_network(**network, seed=number), {"updates": 10**9})
         turn = make_turn(
             RoleContext(planned, actor, shared, lambda message: None), Rules(planned, shared.scoreboard, None), None
         )

@@ -14,7 +14,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from jurybox.training.algorithms.ppo import PPOLearner
+from jurybox.training.algorithms.ppo import RefinedPPO
 from jurybox.training.cli import train
 from jurybox.training.environments.cage import CageRows
 from jurybox.training.environments.cage.tables import N_ACTIONS
@@ -109,8 +109,9 @@ def test_a_policy_acts_the_same_outside_the_search(searched, order, use_masks, m
     found = choose(searched)
     greedy = {name: replace(acts, choose="best") for name, acts in found.description.policies.items()}
     policy = Policy(replace(found, description=replace(found.description, policies=greedy)))
-    learner = PPOLearner(INPUTS, N_ACTIONS, SMALL.ppo, 0)
-    learner.network.load_state_dict(policy.served.module.state_dict())
+    learner = RefinedPPO.of(SMALL.ppo, INPUTS, N_ACTIONS)
+    learner.setup(0, "cpu")
+    learner.acting.load_state_dict(policy.served.module.state_dict())
     played = play(policy, 5, changes={"order": order, "use_masks": use_masks, "episode_length": 30})
     for seed, episode in enumerate(played):
         env = CageRows(1, first=0, of=1, masks=use_masks, episode_length=30, autoreset_mode="Disabled")

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from tests.integration.marl.test_marl_training import SMALL, Nothing, rows
 
+from jurybox.training.algorithms.base import Update
 from jurybox.training.checkpoints import Checkpoints, read_state, write_state
 from jurybox.training.recipes.marl import ConfigError, MarlTraining, plan
 from jurybox.training.recipes.marl_run import train
@@ -31,7 +32,7 @@ PPO |= {"algorithm": "ppo", "ppo": {"n_steps": 20, "n_epochs": 2}, "checkpoint_e
 
 def weights(folder, learner):
     state = Checkpoints(folder / "checkpoints").latest().state(learner)
-    return state["updates"], state["network"]
+    return state["updates"], state["learner"]["acting"]
 
 
 def test_a_resumed_serial_training_learns_from_each_rollout_and_depends_on_its_checkpoint_alone(tmp_path):
@@ -43,7 +44,7 @@ def test_a_resumed_serial_training_learns_from_each_rollout_and_depends_on_its_c
     for name in ("one", "two"):
         train(settings(name, 90), serial=True, resume=True)
     (one, first), (two, second) = (weights(tmp_path / name, "learner-agent_0+agent_1") for name in ("one", "two"))
-    assert one == two == [4, 4], "every 20 turns, of which ten were made before the stop"
+    assert one == two == 4, "every 20 turns, of which ten were made before the stop"
     assert all(np.array_equal(first[name], second[name]) for name in first)
 
 
@@ -64,20 +65,16 @@ def one_agent(fill=lambda shared, act: None, state=None):
     planned = plan(settings)
     messages = []
     with SharedResources.create(planned) as shared:
-        stream, rng, moment = shared.replay("agent_0").stream(), np.random.default_rng(0), iter(range(10**6))
+        stream, rng, t = shared.replay("agent_0").stream(), np.random.default_rng(0), iter(range(10**6))
 
-        def act(count, version):
+        def act(count, updates):
             for _ in range(count):
+                seen = rng.integers(2, size=(2, 2, 5, 5, 5), dtype=np.uint8)
                 stream.add(
-                    observation=rng.integers(2, size=(5, 5, 5), dtype=np.uint8),
-                    action=int(rng.integers(5)),
-                    reward=float(rng.random()),
-                    terminated=False,
-                    log_probability=float(np.log(0.2)),
-                    version=version,
-                    agent=0,
-                    moment=next(moment),
-                )
+                    observation=seen[0], action=int(rng.integers(5)), reward=float(rng.random()), terminated=False,
+                    next_observation=seen[1], log_prob=float(np.log(0.2)), ended=False, environment=0, t=next(t),
+                    updates=updates,
+                )  # fmt: skip
 
         fill(shared, act)
         (number,) = planned.of_kind(Kind.LEARNER)
@@ -96,44 +93,43 @@ def contexts():
 def test_transitions_of_an_old_policy_are_dropped_and_counted(contexts):
     turn, act = contexts
     learner = turn.role
-    act(21, version=0)
+    act(21, updates=0)
     turn.take()
     assert (learner.updates, learner.stale) == (1, 0)
-    act(20, version=1)
+    act(20, updates=1)
     turn.take()
     assert (learner.updates, learner.stale) == (2, 0)
-    act(9, version=0)
-    act(20, version=1)  # one update old: allowed
+    act(9, updates=0)
+    act(20, updates=1)  # one update old: allowed
     turn.take()
-    # The newest transition waits for its successor each time, so one of version 1 is among these.
     assert (learner.updates, learner.stale) == (3, 9)
 
 
 def test_too_few_transitions_wait_for_the_next_step(contexts):
     turn, act = contexts
     learner = turn.role
-    act(6, version=0)
-    before = {name: each.clone() for name, each in learner.learner.network.state_dict().items()}
+    act(6, updates=0)
+    before = {name: each.clone() for name, each in learner.algorithm.acting.state_dict().items()}
     turn.take()
     assert learner.updates == 0 and turn.context.words[Word.LEARNER_STEPS] == 1, "a step without an update counts"
-    assert all(before[name].equal(each) for name, each in learner.learner.network.state_dict().items())
-    act(6, version=0)
+    assert all(before[name].equal(each) for name, each in learner.algorithm.acting.state_dict().items())
+    act(6, updates=0)
     turn.take()
     assert learner.updates == 1 and learner.stale == 0, "the first six were kept"
 
 
 def test_overwritten_transitions_are_counted(contexts):
     turn, act = contexts
-    act(100, version=0)
+    act(100, updates=0)
     turn.take()
-    assert turn.role._resident.missed == 36 and turn.role.updates == 1
+    assert turn.role._cursor.missed == 36 and turn.role.updates == 1
 
 
 def test_a_restarted_learner_does_not_learn_twice_from_the_same_transitions(contexts):
     turn, act = contexts
-    act(21, version=0)
+    act(21, updates=0)
     turn.take()
-    act(11, version=1)
+    act(11, updates=1)
     context = turn.context
     turn.close()
     restarted = make_turn(
@@ -146,7 +142,7 @@ def test_a_restarted_learner_does_not_learn_twice_from_the_same_transitions(cont
         assert all(
             one.equal(other)
             for one, other in zip(
-                turn.role.learner.network.parameters(), restarted.role.learner.network.parameters(), strict=True
+                turn.role.algorithm.acting.parameters(), restarted.role.algorithm.acting.parameters(), strict=True
             )
         )
         restarted.take()
@@ -157,37 +153,37 @@ def test_a_restarted_learner_does_not_learn_twice_from_the_same_transitions(cont
 
 def test_a_resumed_learner_takes_the_transitions_that_the_actor_added_before_it_was_ready(contexts, tmp_path):
     turn, act = contexts
-    act(40, version=0)
+    act(40, updates=0)
     turn.take()
-    assert turn.role.updates == 1, "of 39: the newest waits for its successor"
-    act(6, version=1)
+    assert turn.role.updates == 1
+    act(6, updates=1)
     turn.take()
-    assert turn.role.updates == 1 and len(turn.role._held) == 6, "too few for a step, and held"
-    act(4, version=1)
+    assert turn.role.updates == 1, "too few for a step, and held"
+    act(3, updates=1)
     write_state(tmp_path / "learner.state", turn.role.save())
+    act(1, updates=1)  # before the replay itself was saved
     state = read_state(tmp_path / "learner.state")
     turn.context.shared.replay("agent_0").save(tmp_path / "rows")
 
     def resumed(shared, act):
         shared.replay("agent_0").restore(tmp_path / "rows")
-        act(11, version=1)
+        act(11, updates=1)
 
     with one_agent(resumed, state) as (second, act):
         learned = []
-        second.role.learner.update = lambda rollout, **_: learned.append(len(rollout.reward)) or {}
+        second.role.algorithm.update = lambda rollout, _: learned.append(len(rollout.reward)) or Update({})
         second.take()
-        # The last one before the checkpoint has no successor, nor has the last of all.
-        assert learned == [1 + 6 + 3 + 10], "all that was not learned from before, and nothing twice"
-        act(20, version=1)
+        assert learned == [6 + 3 + 1 + 11], "all that was not learned from before, and nothing twice"
+        act(20, updates=2)
         second.take()
-        assert learned == [20, 20]
+        assert learned == [21, 20]
 
 
 def test_a_restarted_learner_takes_the_transitions_since_its_checkpoint(contexts):
     turn, act = contexts
-    act(11, version=0)
+    act(11, updates=0)
     state = turn.role.save()
-    act(21, version=0)  # killed before it had trained on them
+    act(21, updates=0)  # killed before it had trained on them
     context = turn.context
     turn.close()
     again = RoleContext(context.plan, context.number, context.shared, lambda message: None, life=2)
@@ -207,7 +203,8 @@ def test_agents_have_their_own_settings(tmp_path):
     outcome = train(settings, serial=True)
     assert outcome.learner_steps == 20
     states = [Checkpoints(tmp_path / "checkpoints").latest().state(f"learner-agent_{number}") for number in (0, 1)]
-    assert "layers.0.weight" in states[0]["network"] and states[1]["network"]["seen.0.weight"].shape[0] == 8
+    first, second = (state["learner"]["acting"] for state in states)
+    assert "layers.0.weight" in first and second["seen.0.weight"].shape[0] == 8
 
 
 def test_a_setting_of_an_agents_ppo_leaves_its_other_ones_as_the_trainings():

@@ -77,8 +77,9 @@ def test_a_resumed_serial_training_depends_on_its_checkpoint_alone(tmp_path):
     first, second = (Checkpoints(tmp_path / name / "checkpoints").existing() for name in ("one", "two"))
     for learner in ("learner-agent_0", "learner-agent_1"):
         one, two = first.state(learner), second.state(learner)
-        assert one["steps"] == two["steps"] == 15
-        assert all(np.array_equal(one["network"][name], two["network"][name]) for name in one["network"])
+        assert one["updates"] == two["updates"] == 15
+        one, two = one["learner"]["acting"], two["learner"]["acting"]
+        assert all(np.array_equal(one[name], two[name]) for name in one)
     summary = json.loads((tmp_path / "one" / "summary.json").read_text())
     assert summary["env_steps"] == 80 and "eval_return_agent_1" in summary["evaluation"]
     report = (tmp_path / "one" / "report.html").read_text()
@@ -101,7 +102,7 @@ def test_several_worlds_feed_the_same_learners(tmp_path, algorithm):
     if ppo_settings:
         replay = Replay.load(taken.folder / "replay-agent_0.jbr", f"worlds-{os.getpid()}")
         try:
-            assert set(replay.parts[0].field_rows("agent", 0, len(replay)).tolist()) == {0, 2, 4}
+            assert set(replay.parts[0].field_rows("environment", 0, len(replay)).tolist()) == {0, 2, 4}
         finally:
             replay.unlink()
             replay.close()

@@ -1,13 +1,18 @@
-"""The networks that act, of the built-in algorithms."""
+"""The built-in algorithms: their networks that act, and algorithms that are ready to learn."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 
-from jurybox.training.algorithms.base import Algorithm
+from torch import nn
+
+from jurybox.training.algorithms.base import Algorithm, Progress
+from jurybox.training.algorithms.ppo import PPO, PPOSettings, RefinedPPO
 from jurybox.training.algorithms.registry import make
 from jurybox.training.spaces import ActionSpec, AgentSpec, Leaf
+
+START = Progress(0, 1)
 
 
 def spec_of(numbers: int, pictures: Sequence[Sequence[int]], normalize: bool, discrete: bool, size: int) -> AgentSpec:
@@ -28,3 +33,21 @@ def acting_network(name, numbers, pictures, normalize, discrete, size, hidden, s
     """Return the network of that algorithm that acts."""
     made = algorithm(name, spec_of(numbers, pictures, normalize, discrete, size), hidden=hidden)
     return made.seeded(made.network, seed)
+
+
+def learning(name: str, spec: AgentSpec, *networks: nn.Module, seed: int = 0, **settings) -> Algorithm:
+    """Return an algorithm that can learn, with these instead of its own `network` and `critic`."""
+    return ready(algorithm(name, spec, **settings), seed, *networks)
+
+
+def ready(made: Algorithm, seed: int, *networks: nn.Module) -> Algorithm:
+    """Set up an algorithm, with these instead of its own `network` and `critic`."""
+    for method, network in zip(("network", "critic"), networks, strict=False):
+        setattr(made, method, lambda network=network: network)
+    made.setup(seed, "cpu")
+    return made
+
+
+def refined(rules: PPOSettings, *networks: nn.Module, inputs: int = 2, actions: int = 5, seed: int = 0) -> PPO:
+    """Return PPO with these rules, ready to learn."""
+    return ready(RefinedPPO.of(rules, inputs, actions), seed, *networks)  # type: ignore[return-value]

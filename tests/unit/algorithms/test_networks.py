@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from tests.unit.algorithms.acting import acting_network, algorithm, spec_of
+from tests.unit.algorithms.acting import START, acting_network, algorithm, refined, spec_of
 
 from jurybox.training.algorithms.networks import (
     CLIP,
@@ -13,7 +13,7 @@ from jurybox.training.algorithms.networks import (
     GaussianActorCritic,
     features_of,
 )
-from jurybox.training.algorithms.ppo import PPOLearner, PPOSettings
+from jurybox.training.algorithms.ppo import PPOSettings
 
 
 def test_numbers_come_out_as_they_are_unless_they_are_to_be_normalised() -> None:
@@ -67,9 +67,7 @@ def test_scores_of_actions_that_are_numbers_are_those_of_torchs_normal() -> None
 def test_ppo_moves_actions_towards_rewards() -> None:
     network = acting_network("ppo", 1, [], False, False, 1, (8,))
     assert isinstance(network, GaussianActorCritic)
-    learner = PPOLearner(
-        0, 0, PPOSettings(learning_rate=0.01, target_kl=None, normalise_returns=False), 0, network=network
-    )
+    learner = refined(PPOSettings(learning_rate=0.01, target_kl=None, normalise_returns=False), network)
     from tests.unit.algorithms.test_ppo import rollout
 
     random = np.random.default_rng(0)
@@ -87,6 +85,7 @@ def test_ppo_moves_actions_towards_rewards() -> None:
                 reward=-np.abs(action - 1.0),
                 ended=np.ones((64, 1), bool),
                 terminated=np.ones((64, 1), bool),
-            )
+            ),
+            START,
         )
     assert float(network(torch.zeros(1, 1))[0].detach()) > 0.3

@@ -7,11 +7,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from tests.unit.algorithms.acting import START, refined
 
 from jurybox.training.algorithms import ppo
 from jurybox.training.algorithms.base import Rollout
-from jurybox.training.algorithms.networks import ActorCritic
-from jurybox.training.algorithms.ppo import PPOLearner, PPOSettings, advantages_of
+from jurybox.training.algorithms.networks import ActorCritic, Features
+from jurybox.training.algorithms.ppo import PPO, PPOSettings, advantages_of
 
 SETTINGS = PPOSettings(batch_size=64, hidden=(16,))
 
@@ -83,7 +84,7 @@ def test_only_a_truncated_episode_counts_the_value_of_its_last_state(terminated,
     assert found[2] == last and found[0] == 1.0, "nothing leaks over the end of an episode"
 
 
-def played(learner: PPOLearner, random: np.random.Generator, masks=None) -> Rollout:
+def played(learner: PPO, random: np.random.Generator, masks=None) -> Rollout:
     """A bandit with two states: the right action is 1 in the first, 3 in the second."""
     t, n = 8, 32
     state = random.integers(0, 2, (t, n))
@@ -119,40 +120,40 @@ def played(learner: PPOLearner, random: np.random.Generator, masks=None) -> Roll
 )
 def test_it_learns_a_bandit_with_every_switch_thrown(off) -> None:
     random = np.random.default_rng(0)
-    learner = PPOLearner(2, 5, replace(SETTINGS, learning_rate=0.01, **off), seed=1)
+    learner = refined(replace(SETTINGS, learning_rate=0.01, **off), seed=1)
     for _ in range(25):
-        told = learner.update(played(learner, random))
+        told = learner.update(played(learner, random), START)
     assert learner.act(np.eye(2, dtype=np.float32), greedy=True)[0].tolist() == [1, 3]
-    assert told["learner_steps"] == learner.learner_steps > 20
+    assert told.metrics.keys() == set(PPO.metrics) and learner.gradient_steps > 20
 
 
 def test_a_masked_action_is_never_chosen_and_learning_stays_finite() -> None:
     random = np.random.default_rng(0)
-    learner = PPOLearner(2, 5, SETTINGS, seed=1)
+    learner = refined(SETTINGS, seed=1)
     masks = np.ones((8, 32, 5), bool)
     masks[:, :, [0, 4]] = False
     for _ in range(3):
         given = played(learner, random, masks)
         assert set(np.unique(given.action)) <= {1, 2, 3}
-        assert all(np.isfinite(value) for value in learner.update(given).values())
+        assert all(np.isfinite(value) for value in learner.update(given, START).metrics.values())
 
 
 def test_an_update_stops_when_the_policy_has_moved_far_enough() -> None:
     random = np.random.default_rng(0)
     steps = {}
     for kl in (None, 1e-4):
-        learner = PPOLearner(2, 5, replace(SETTINGS, learning_rate=0.05, target_kl=kl), seed=1)
-        learner.update(played(learner, random))
-        steps[kl] = learner.learner_steps
+        learner = refined(replace(SETTINGS, learning_rate=0.05, target_kl=kl), seed=1)
+        learner.update(played(learner, random), START)
+        steps[kl] = learner.gradient_steps
     assert steps[None] == SETTINGS.n_epochs * 4 and 0 < steps[1e-4] < steps[None]
 
 
 def test_a_saved_run_continues_bit_for_bit() -> None:
-    first = PPOLearner(2, 5, SETTINGS, seed=1)
-    first.update(played(first, np.random.default_rng(0)))
-    second = PPOLearner(2, 5, SETTINGS, seed=2)
-    second.restore(first.state())
-    told = [learner.update(played(learner, np.random.default_rng(5))) for learner in (first, second)]
+    first = refined(SETTINGS, seed=1)
+    first.update(played(first, np.random.default_rng(0)), START)
+    second = refined(SETTINGS, seed=2)
+    second.load_state_dict(first.state_dict())
+    told = [learner.update(played(learner, np.random.default_rng(5)), START) for learner in (first, second)]
     assert told[0] == told[1]
 
 
@@ -160,14 +161,14 @@ def test_the_same_seed_makes_the_same_network_independently_of_torchs_generator(
     import torch
 
     torch.manual_seed(99)
-    left = PPOLearner(2, 5, SETTINGS, seed=4)
+    left = refined(SETTINGS, seed=4)
     torch.rand(3)
-    right = PPOLearner(2, 5, SETTINGS, seed=4)
-    assert all(torch.equal(a, b) for a, b in zip(left.network.parameters(), right.network.parameters(), strict=True))
+    right = refined(SETTINGS, seed=4)
+    assert all(torch.equal(a, b) for a, b in zip(left.acting.parameters(), right.acting.parameters(), strict=True))
 
 
 def test_a_last_batch_size_of_one_row_leaves_the_network_finite() -> None:
-    learner = PPOLearner(2, 5, replace(SETTINGS, batch_size=64), seed=1)
+    learner = refined(replace(SETTINGS, batch_size=64), seed=1)
     random = np.random.default_rng(0)
     rows = 65
     learner.update(
@@ -177,14 +178,15 @@ def test_a_last_batch_size_of_one_row_leaves_the_network_finite() -> None:
             action=random.integers(5, size=(rows, 1)),
             log_prob=np.full((rows, 1), np.log(0.2), np.float32),
             reward=random.random((rows, 1), np.float32),
-        )
+        ),
+        START,
     )
-    assert all(bool(each.isfinite().all()) for each in learner.network.parameters())
+    assert all(bool(each.isfinite().all()) for each in learner.acting.parameters())
 
 
 def test_steps_that_are_not_valid_change_nothing_whatever_they_hold() -> None:
     settings = PPOSettings(batch_size=8, hidden=(8,), n_epochs=3)
-    made = played(PPOLearner(2, 3, settings, 0), np.random.default_rng(0))
+    made = played(refined(settings, actions=3), np.random.default_rng(0))
     keep = np.ones(made.reward.shape, bool)
     keep[2:4, 0] = False
     weights = []
@@ -192,14 +194,14 @@ def test_steps_that_are_not_valid_change_nothing_whatever_they_hold() -> None:
         for name in ("observation", "reward", "value", "log_prob"):
             getattr(made, name)[~keep] = garbage
         made.ended[1:4, 0], made.valid = True, keep
-        learner = PPOLearner(2, 3, settings, 0)
-        learner.update(made)
-        weights.append([each.detach().numpy().copy() for each in learner.network.parameters()])
-        assert learner._deviation < 1e3
+        learner = refined(settings, actions=3)
+        learner.update(made, START)
+        weights.append([each.detach().numpy().copy() for each in learner.acting.parameters()])
+        assert learner.returns[1] < 1e3
     assert all(np.array_equal(one, two) for one, two in zip(*weights, strict=True))
     made.valid = np.zeros_like(keep)
     with pytest.raises(ValueError, match="no step of this rollout is valid"):
-        learner.update(made)
+        learner.update(made, START)
 
 
 def test_it_acts_and_values_on_its_device() -> None:
@@ -213,7 +215,7 @@ def test_it_acts_and_values_on_its_device() -> None:
         def value(self, observation):
             return self(observation)[1]
 
-    learner = PPOLearner(2, 3, PPOSettings(), 0, network=Elsewhere(2, 3, (8,)))
+    learner = refined(PPOSettings(), Elsewhere(Features(2), 3, (8,)), actions=3)
     learner.device = torch.device("meta")
     seen = np.zeros((5, 2), np.float32)
     actions, _, values = learner.act(seen, np.ones((5, 3), bool))
@@ -222,8 +224,9 @@ def test_it_acts_and_values_on_its_device() -> None:
 
 def test_long_computations_give_signs_of_life(monkeypatch) -> None:
     signs = []
-    learner = PPOLearner(2, 3, replace(SETTINGS, n_epochs=3, target_kl=None), 0, alive=lambda: signs.append(1))
-    learner.update(rollout(100, 2))
+    learner = refined(replace(SETTINGS, n_epochs=3, target_kl=None), actions=3)
+    learner.alive = lambda: signs.append(1)
+    learner.update(rollout(100, 2), START)
     assert len(signs) == 3 * 4, "one for each minibatch"
     seen = np.random.default_rng(0).normal(size=(100, 2)).astype(np.float32)
     together = learner.values(seen)

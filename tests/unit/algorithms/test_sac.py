@@ -7,16 +7,11 @@ import math
 import numpy as np
 import pytest
 import torch
-from tests.unit.algorithms.acting import acting_network
+from tests.unit.algorithms.acting import START, learning, spec_of
 from torch import nn
 
 from jurybox.training.algorithms.heads import normal_log_prob, tanh_correction
-from jurybox.training.algorithms.networks import (
-    Features,
-    SeeingCritic,
-    SquashedGaussianActor,
-)
-from jurybox.training.algorithms.sac import SACLearner, SACSettings, first_temperature
+from jurybox.training.algorithms.sac import SAC, first_temperature
 
 
 class Fixed(nn.Module):
@@ -52,11 +47,9 @@ def batch(n: int = 4, reward: float = 2.0, discount: float = 0.5) -> dict[str, t
     }
 
 
-def learner(seed: int = 0, **settings) -> SACLearner:
-    actor = acting_network("sac", 3, [], False, False, 2, (16, 16), seed)
-    assert isinstance(actor, SquashedGaussianActor)
-    torch.manual_seed(seed + 1)
-    return SACLearner(actor, SeeingCritic(Features(3), 2, (16, 16)), 2, SACSettings(**settings), seed=seed)
+def learner(seed: int = 0, actions: int = 2, networks: tuple = (), **settings) -> SAC:
+    given = {"hidden": (16, 16), **settings}
+    return learning("sac", spec_of(3, (), False, False, actions), *networks, seed=seed, **given)  # type: ignore[return-value]
 
 
 def test_the_density_of_a_squashed_action_is_that_of_torchs_transformed_distribution() -> None:
@@ -76,19 +69,19 @@ def test_the_correction_stays_finite_where_tanh_is_one() -> None:
 
 def test_the_target_is_the_smaller_value_less_the_temperature_times_the_log_density() -> None:
     # A deviation of e^-20 makes every draw the mean, 0: its log density is 20 - log(2 pi) / 2, and tanh's part is 0.
-    sac = SACLearner(Fixed(0.0, -20.0), Constant(5.0, 3.0), 1, SACSettings(ent_coef=0.1))
+    sac = learner(actions=1, networks=(Fixed(0.0, -20.0), Constant(5.0, 3.0)), ent_coef=0.1)
     density = 20 - 0.5 * math.log(2 * math.pi)
     noise = torch.Generator().manual_seed(0)
     drawn = [torch.empty(4, 1).normal_(generator=noise) for _ in range(2)][1]  # the second draw is the next action's
     target = 2.0 + 0.5 * (3.0 - 0.1 * (density - 0.5 * drawn[:, 0] ** 2))
-    update = sac.update(batch())
+    update = sac.update(batch(), START)
     expected = 0.5 * (((5.0 - target) ** 2).mean() + ((3.0 - target) ** 2).mean())
     torch.testing.assert_close(update.metrics["critic_loss"], expected, rtol=1e-4, atol=1e-4)
 
 
 def test_nothing_is_bootstrapped_if_the_discount_is_zero() -> None:
-    sac = SACLearner(Fixed(0.0, -20.0), Constant(5.0, 3.0), 1, SACSettings(ent_coef=0.1))
-    update = sac.update(batch(discount=0.0))
+    sac = learner(actions=1, networks=(Fixed(0.0, -20.0), Constant(5.0, 3.0)), ent_coef=0.1)
+    update = sac.update(batch(discount=0.0), START)
     assert float(update.metrics["critic_loss"]) == pytest.approx(0.5 * (3.0**2 + 1.0**2))
     np.testing.assert_allclose(update.priorities.numpy(), [2.0] * 4)
 
@@ -96,9 +89,9 @@ def test_nothing_is_bootstrapped_if_the_discount_is_zero() -> None:
 @pytest.mark.parametrize(("log_std", "grows"), [(-20.0, True), (0.0, False)])
 def test_the_temperature_grows_while_the_entropy_is_below_its_target(log_std, grows) -> None:
     # The entropy of a squashed standard normal is some 0.6 nats below log 2: above -1, the target of one action.
-    sac = SACLearner(Fixed(0.0, log_std), Constant(0.0, 0.0), 1, SACSettings(learning_rate=0.01))
+    sac = learner(actions=1, networks=(Fixed(0.0, log_std), Constant(0.0, 0.0)), learning_rate=0.01)
     assert sac.target_entropy == -1.0
-    update = sac.update(batch(64))
+    update = sac.update(batch(64), START)
     assert float(update.metrics["ent_coef"]) == 1.0, "the update before it changes is with the first one"
     # Adam's first step is the learning rate, in the direction of the gradient.
     assert float(sac.log_temperature.detach()) == pytest.approx(0.01 if grows else -0.01, rel=1e-3)
@@ -107,7 +100,7 @@ def test_the_temperature_grows_while_the_entropy_is_below_its_target(log_std, gr
 def test_a_temperature_that_is_given_stays() -> None:
     sac = learner(ent_coef=0.25)
     for _ in range(3):
-        sac.update({**batch(8), "action": torch.zeros(8, 2)})
+        sac.update({**batch(8), "action": torch.zeros(8, 2)}, START)
     assert float(sac.log_temperature.detach().exp()) == pytest.approx(0.25)
 
 
@@ -126,22 +119,22 @@ def test_targets_move_by_tau_and_only_every_so_many_updates() -> None:
     sac = learner(tau=0.25, target_update_interval=2)
     data = {**batch(8), "action": torch.zeros(8, 2)}
     before = [each.clone() for each in sac.target.parameters()]
-    sac.update(data)
+    sac.update(data, START)
     assert all(torch.equal(one, other) for one, other in zip(before, sac.target.parameters(), strict=True))
-    sac.update(data)
-    for old, target, live in zip(before, sac.target.parameters(), sac.critic.parameters(), strict=True):
+    sac.update(data, START)
+    for old, target, live in zip(before, sac.target.parameters(), sac.critics.parameters(), strict=True):
         torch.testing.assert_close(target, 0.75 * old + 0.25 * live)
 
 
 def test_the_policys_step_leaves_the_critics_alone() -> None:
     sac = learner()
     data = {**batch(8), "action": torch.zeros(8, 2), "observation": torch.randn(8, 3)}
-    sac.update(data)
-    gradients = [each.grad.clone() for each in sac.critic.parameters()]
-    values = sac.critic(data["observation"], data["action"])
+    sac.update(data, START)
+    gradients = [each.grad.clone() for each in sac.critics.parameters()]
+    values = sac.critics(data["observation"], data["action"])
     loss = 0.5 * (values - values.detach() - 1).square().mean(1).sum()
-    assert len(gradients) == len(torch.autograd.grad(loss, list(sac.critic.parameters())))
-    assert all(each.grad is not None for each in sac.actor.parameters())
+    assert len(gradients) == len(torch.autograd.grad(loss, list(sac.critics.parameters())))
+    assert all(each.grad is not None for each in sac.acting.parameters())
     assert all(each.grad is None for each in sac.target.parameters())
 
 
@@ -152,8 +145,8 @@ def test_it_learns_the_rewarded_action() -> None:
     for _ in range(300):
         action = torch.rand(64, 2, generator=noise) * 2 - 1
         data = {**batch(64), "action": action, "reward": -(action - 0.5).square().sum(1), "discount": torch.zeros(64)}
-        sac.update(data)
-    mean, _ = sac.actor(torch.zeros(1, 3))
+        sac.update(data, START)
+    mean, _ = sac.acting(torch.zeros(1, 3))
     np.testing.assert_allclose(torch.tanh(mean).detach().numpy(), [[0.5, 0.5]], atol=0.15)
 
 
@@ -163,12 +156,12 @@ def test_it_continues_from_a_state_as_if_it_had_never_stopped(tmp_path) -> None:
     data = {**batch(8), "action": torch.zeros(8, 2), "observation": torch.randn(8, 3)}
     one = learner()
     for _ in range(3):
-        one.update(data)
-    write_state(tmp_path / "sac.state", one.state())
+        one.update(data, START)
+    write_state(tmp_path / "sac.state", one.state_dict())
     other = learner(seed=5)
-    other.restore(read_state(tmp_path / "sac.state"))
-    first, second = (each.update(data).metrics for each in (one, other))
+    other.load_state_dict(read_state(tmp_path / "sac.state"))
+    first, second = (each.update(data, START).metrics for each in (one, other))
     assert {name: float(value) for name, value in first.items()} == {
         name: float(value) for name, value in second.items()
     }
-    assert all(torch.equal(a, b) for a, b in zip(one.actor.parameters(), other.actor.parameters(), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(one.acting.parameters(), other.acting.parameters(), strict=True))

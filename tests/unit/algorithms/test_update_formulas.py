@@ -13,13 +13,11 @@ import math
 import numpy as np
 import pytest
 import torch
-from tests.unit.algorithms.acting import acting_network
+from tests.unit.algorithms.acting import START, acting_network, learning, refined, spec_of
 from torch import nn
 from torch.nn import functional
 
-from jurybox.training.algorithms.base import Rollout
-from jurybox.training.algorithms.dqn import DQNLearner, ValueSettings
-from jurybox.training.algorithms.iqn import IQNLearner
+from jurybox.training.algorithms.base import Progress, Rollout
 from jurybox.training.algorithms.networks import (
     Actor,
     ActorCritic,
@@ -29,8 +27,7 @@ from jurybox.training.algorithms.networks import (
     SeeingCritic,
     TwinCritic,
 )
-from jurybox.training.algorithms.ppo import PPOLearner, PPOSettings
-from jurybox.training.algorithms.sac import SACLearner, SACSettings
+from jurybox.training.algorithms.ppo import PPOSettings
 from jurybox.training.algorithms.td3 import TD3Learner, TD3Settings
 
 OBSERVATIONS, ACTIONS = 3, 2
@@ -208,48 +205,48 @@ def test_ppos_update_is_that_of_its_formulas(case) -> None:
     changes, discrete, masks = PPO_CASES[case]
     s = PPOSettings(**{**USUAL, **changes})
     if discrete:
-        network = widened(ActorCritic(OBSERVATIONS, 4, (8,)))
+        network = widened(ActorCritic(Features(OBSERVATIONS), 4, (8,)))
     else:
         network = widened(acting_network("ppo", OBSERVATIONS, [], False, False, ACTIONS, (8,)))
     rollout = rollout_of(network, discrete=discrete, masks=masks)
     expected, statistics, first = expected_ppo(network, rollout, s, discrete, seed=5)
-    learner = PPOLearner(0, 0, s, 5, network=copy.deepcopy(network))
+    learner = refined(s, copy.deepcopy(network), seed=5)
     if s.n_epochs * math.ceil(18 / s.batch_size) == s.n_epochs:  # one minibatch an epoch: the metrics are their means
-        once = PPOLearner(0, 0, PPOSettings(**{**USUAL, **changes, "n_epochs": 1}), 5, network=copy.deepcopy(network))
-        metrics = once.update(rollout)
+        once = refined(PPOSettings(**{**USUAL, **changes, "n_epochs": 1}), copy.deepcopy(network), seed=5)
+        metrics = once.update(rollout, START).metrics
         names = ("policy_loss", "value_loss", "entropy", "approx_kl", "clip_fraction")
         assert [metrics[name] for name in names] == pytest.approx(first, rel=1e-3, abs=1e-5)
-    found = learner.update(rollout)
-    agree(learner.network, expected)
+    learner.update(rollout, START)
+    agree(learner.acting, expected)
     if s.normalise_returns:
-        assert (learner._mean, learner._deviation) == pytest.approx(statistics, rel=1e-4)
-    assert found["learner_steps"] == s.n_epochs * math.ceil(18 / s.batch_size)
+        assert learner.returns[:2] == pytest.approx(statistics, rel=1e-4)
+    assert learner.gradient_steps == s.n_epochs * math.ceil(18 / s.batch_size)
 
 
 def test_ppos_statistics_of_returns_follow_them_with_a_tenth_of_each_rollout() -> None:
-    network = widened(ActorCritic(OBSERVATIONS, 4, (8,)))
-    learner = PPOLearner(0, 0, PPOSettings(**USUAL), 0, network=network)
+    network = widened(ActorCritic(Features(OBSERVATIONS), 4, (8,)))
+    learner = refined(PPOSettings(**USUAL), network)
     mean = second = 0.0
     for number in range(12):
         rollout = rollout_of(network, discrete=True, seed=number)
         rollout.reward += np.float32(number)
-        returns = advantages(rollout, learner.settings) + rollout.value
+        returns = advantages(rollout, learner.rules) + rollout.value
         share = max(0.1, 1 / (number + 1))
         mean, second = (
             (1 - share) * old + share * new for old, new in ((mean, returns.mean()), (second, (returns**2).mean()))
         )
-        learner.update(rollout)
-        assert learner._mean == pytest.approx(mean, rel=1e-4)
-        assert learner._deviation == pytest.approx(math.sqrt(second - mean**2), rel=1e-3)
+        learner.update(rollout, START)
+        assert learner.returns[0] == pytest.approx(mean, rel=1e-4)
+        assert learner.returns[1] == pytest.approx(math.sqrt(second - mean**2), rel=1e-3)
         values = learner.values(rollout.observation[0])
         plain = network.value(torch.from_numpy(rollout.observation[0])).detach().numpy()
-        np.testing.assert_allclose(values, plain * learner._deviation + learner._mean, rtol=1e-4, atol=1e-4)
+        np.testing.assert_allclose(values, plain * learner.returns[1] + learner.returns[0], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("masked", [False, True])
 def test_ppo_draws_from_the_distribution_that_it_reports(masked) -> None:
-    network = widened(ActorCritic(OBSERVATIONS, 4, (8,)))
-    learner = PPOLearner(0, 0, PPOSettings(), 0, network=network)
+    network = widened(ActorCritic(Features(OBSERVATIONS), 4, (8,)))
+    learner = refined(PPOSettings(), network)
     n = 20_000
     observation = np.tile(np.array([[0.3, -0.2, 0.5]], np.float32), (n, 1))
     masks = np.tile(np.array([[True, False, True, True]]), (n, 1)) if masked else None
@@ -289,14 +286,26 @@ def batches(count: int, n: int, *, discrete: bool = False, seed: int = 0) -> lis
     return found
 
 
+def value_learner(name, network, **settings):
+    spec = spec_of(OBSERVATIONS, (), False, True, 4)
+    return learning(name, spec, network, seed=4, learning_rate=1e-2, train_freq=1, **settings)
+
+
+def updated(learner, batch) -> float:
+    """Make an update that is due after as many env steps, and return its loss; the target moves before it."""
+    return float(learner.update(batch, Progress(learner.updates + 1, 100)).metrics["loss"])
+
+
 def test_dqns_update_is_that_of_double_q_learning_with_the_huber_loss() -> None:
-    s = ValueSettings(learning_rate=1e-2, target_update_interval=4, max_grad_norm=0.5)
-    learner = DQNLearner(widened(QValues(Features(OBSERVATIONS), 4, (8,))), s)
-    network, target = copy.deepcopy(learner.network), copy.deepcopy(widened(copy.deepcopy(learner.network), 9))
+    given = widened(QValues(Features(OBSERVATIONS), 4, (8,)))
+    learner = value_learner("dqn", given, target_update_interval=4, max_grad_norm=0.5)
+    network, target = copy.deepcopy(given), widened(copy.deepcopy(given), 9)
     learner.target.load_state_dict(target.state_dict())
     optimiser = torch.optim.Adam(network.parameters(), 1e-2)
     for number, batch in enumerate(batches(6, 12, discrete=True), 1):
-        found = float(learner.learn(batch))
+        if number == 4:
+            target.load_state_dict(network.state_dict())
+        found = updated(learner, batch)
         rows = torch.arange(12)
         with torch.no_grad():
             best = network(batch["next_observation"]).argmax(1)
@@ -306,21 +315,21 @@ def test_dqns_update_is_that_of_double_q_learning_with_the_huber_loss() -> None:
         assert (errors.abs() < 1).any() and (errors.abs() > 1).any(), "weak data"
         assert found == pytest.approx(float(huber.mean()), rel=1e-4)
         follow(optimiser, huber.mean(), 0.5)
-        if number % 4 == 0:
-            target.load_state_dict(network.state_dict())
-    agree(learner.network, network)
+    agree(learner.acting, network)
     agree(learner.target, target)
 
 
 def test_iqns_update_is_quantile_regression_between_samples_of_both_networks() -> None:
-    s = ValueSettings(learning_rate=1e-2, target_update_interval=3)
-    learner = IQNLearner(widened(QuantileValues(Features(OBSERVATIONS), 4, (8, 8))), s, seed=4)
-    network, target = copy.deepcopy(learner.network), widened(copy.deepcopy(learner.network), 9)
+    given = widened(QuantileValues(Features(OBSERVATIONS), 4, (8, 8)))
+    learner = value_learner("iqn", given, target_update_interval=3)
+    network, target = copy.deepcopy(given), widened(copy.deepcopy(given), 9)
     learner.target.load_state_dict(target.state_dict())
     optimiser, generator = torch.optim.Adam(network.parameters(), 1e-2), torch.Generator().manual_seed(4)
     spread = (torch.arange(32) + 0.5) / 32
     for number, batch in enumerate(batches(4, 6, discrete=True), 1):
-        found = float(learner.learn(batch))
+        if number == 3:
+            target.load_state_dict(network.state_dict())
+        found = updated(learner, batch)
         own_taus, other_taus = (torch.rand(6, 8, generator=generator) for _ in range(2))
         loss = torch.zeros(())
         best = network.quantiles(batch["next_observation"], spread).mean(1).argmax(1)
@@ -337,9 +346,7 @@ def test_iqns_update_is_quantile_regression_between_samples_of_both_networks() -
                     loss = loss + abs(own_taus[row, i] - (1.0 if error < 0 else 0.0)) * huber / (8 * 6)
         assert found == pytest.approx(float(loss), rel=1e-4)
         follow(optimiser, loss, 10.0)
-        if number % 3 == 0:
-            target.load_state_dict(network.state_dict())
-    agree(learner.network, network, 5e-5)
+    agree(learner.acting, network, 5e-5)
     agree(learner.target, target, 5e-5)
 
 
@@ -403,10 +410,12 @@ def test_td3s_update_is_that_of_its_paper(closed_form, weighted) -> None:
 
 @pytest.mark.parametrize("ent_coef", ["auto_0.5", 0.3])
 def test_sacs_update_is_that_of_its_paper(ent_coef) -> None:
-    s = SACSettings(learning_rate=1e-2, tau=0.1, target_update_interval=2, ent_coef=ent_coef)
     actor = widened(acting_network("sac", OBSERVATIONS, [], False, False, ACTIONS, (8, 8)), 1)
     critic = widened(SeeingCritic(Features(OBSERVATIONS), ACTIONS, (8,)))
-    learner = SACLearner(copy.deepcopy(actor), copy.deepcopy(critic), ACTIONS, s, seed=7)
+    learner = learning(
+        "sac", spec_of(OBSERVATIONS, (), False, False, ACTIONS), copy.deepcopy(actor), copy.deepcopy(critic), seed=7,
+        learning_rate=1e-2, tau=0.1, target_update_interval=2, ent_coef=ent_coef,
+    )  # fmt: skip
     target = widened(copy.deepcopy(critic), 9)
     learner.target.load_state_dict(target.state_dict())
     learns = isinstance(ent_coef, str)
@@ -422,7 +431,7 @@ def test_sacs_update_is_that_of_its_paper(ent_coef) -> None:
         return torch.tanh(before), (density - torch.log(1 - torch.tanh(before) ** 2 + 1e-9)).sum(1)
 
     for number, batch in enumerate(batches(5, 16), 1):
-        update = learner.update(batch)
+        update = learner.update(batch, START)
         seen, following = batch["observation"], batch["next_observation"]
         action, density = drawn(seen)
         alpha = float(log_alpha.detach().exp())
@@ -443,7 +452,7 @@ def test_sacs_update_is_that_of_its_paper(ent_coef) -> None:
         follow(of_actor, (alpha * density - torch.where(one < two, one, two)).mean())
         if number % 2 == 0:
             soft(target, critic, 0.1)
-    agree(learner.actor, actor, 5e-5)
-    agree(learner.critic, critic, 5e-5)
+    agree(learner.acting, actor, 5e-5)
+    agree(learner.critics, critic, 5e-5)
     agree(learner.target, target, 5e-5)
     assert float(learner.log_temperature) == pytest.approx(float(log_alpha), rel=1e-4)

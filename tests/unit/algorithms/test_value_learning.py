@@ -5,21 +5,25 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from tests.unit.algorithms.acting import learning, spec_of
 
-from jurybox.training.algorithms.dqn import DQNLearner, ValueSettings
-from jurybox.training.algorithms.iqn import IQNLearner, quantile_loss
-from jurybox.training.algorithms.networks import Features, QuantileValues, QValues
+from jurybox.training.algorithms.base import Progress
+from jurybox.training.algorithms.iqn import quantile_loss
 from jurybox.training.checkpoints import read_state, write_state
 
 torch.set_num_threads(1)  # threads of networks this small wait for each other more than they compute
-SETTINGS = ValueSettings(learning_rate=0.003, target_update_interval=50, hidden=(32, 32))
-KINDS = {"dqn": (DQNLearner, QValues), "iqn": (IQNLearner, QuantileValues)}
+SETTINGS = {"learning_rate": 0.003, "train_freq": 1, "target_update_interval": 50, "hidden": (32, 32)}
+KINDS = ("dqn", "iqn")
 
 
 def make(kind, seed=0):
-    torch.manual_seed(seed)
-    learner, network = KINDS[kind]
-    return learner(network(Features(4), 2, (32, 32)), SETTINGS, seed=seed)
+    return learning(kind, spec_of(4, (), False, True, 2), seed=seed, **SETTINGS)
+
+
+def updated(learner, rows):
+    """Make an update after as many env steps, and return its loss."""
+    given = {name: torch.from_numpy(column) for name, column in rows.items()}
+    return float(learner.update(given, Progress(learner.updates, 1000)).metrics["loss"])
 
 
 def batch(random, n=64):
@@ -41,9 +45,9 @@ def batch(random, n=64):
 def test_the_values_of_a_small_problem_are_found(kind):
     learner, random = make(kind), np.random.default_rng(0)
     for _ in range(600):
-        learner.update(batch(random))
+        updated(learner, batch(random))
     eye = torch.eye(4)
-    values = learner.network(eye).detach().numpy()
+    values = learner.acting(eye).detach().numpy()
     assert np.allclose(values[:, 1], [0.125, 0.25, 0.5, 1.0], atol=0.06)
     assert (values[:, 1] > values[:, 0]).all()
 
@@ -52,14 +56,14 @@ def test_the_values_of_a_small_problem_are_found(kind):
 def test_a_restored_learner_continues_bit_for_bit(kind, tmp_path):
     one, random = make(kind), np.random.default_rng(0)
     for _ in range(60):
-        one.update(batch(random))
-    write_state(tmp_path / "learner.state", one.state())
+        updated(one, batch(random))
+    write_state(tmp_path / "learner.state", one.state_dict())
     two = make(kind, seed=5)
-    two.restore(read_state(tmp_path / "learner.state"))
+    two.load_state_dict(read_state(tmp_path / "learner.state"))
     for _ in range(60):
         rows = batch(random)
-        assert one.update(rows) == two.update(rows)
-    assert all(torch.equal(a, b) for a, b in zip(one.network.parameters(), two.network.parameters(), strict=True))
+        assert updated(one, rows) == updated(two, rows)
+    assert all(torch.equal(a, b) for a, b in zip(one.acting.parameters(), two.acting.parameters(), strict=True))
 
 
 def test_the_quantile_loss_is_least_at_the_quantiles():

@@ -21,8 +21,9 @@ from jurybox.training.algorithms.registry import algorithm_named
 from jurybox.training.algorithms.statistics import Normaliser
 from jurybox.training.checkpoints import Checkpoints, read_state
 from jurybox.training.recipes.gym import GymTraining, plan, train
-from jurybox.training.recipes.gym_learner import ReplayLearner, RolloutLearner, rollout
 from jurybox.training.replay.batch import BatchOnDevice
+from jurybox.training.roles.off_policy import OffPolicyLearner
+from jurybox.training.roles.on_policy import OnPolicyLearner, rollout
 from jurybox.training.run_folder import read_metrics
 from jurybox.training.runtime.plan import ConfigError
 from jurybox.training.runtime.role_context import RoleContext
@@ -156,7 +157,7 @@ def targets_moved(s: GymTraining, updates: int) -> list[tuple[int, float]]:
     dqn.envs = s.envs
     dqn.setup(0, "cpu")
     moved, rows = [], torch.zeros(1, 1)
-    dqn.learner.move_target = lambda tau: moved.append((dqn.learner.steps, tau))
+    dqn.move_target = lambda tau: moved.append((dqn.updates, tau))
     batch = {"observation": rows, "next_observation": rows, "action": torch.zeros(1), "reward": torch.ones(1)}
     for made in range(updates):
         dqn.update({**batch, "discount": torch.ones(1)}, Progress(s.pace.env_steps(made, 0), s.steps))
@@ -196,7 +197,7 @@ def test_the_smallest_replay_that_is_not_refused_is_learned_from(tmp_path, algor
 
 def test_a_restarted_ppo_learner_keeps_the_statistics_of_observations() -> None:
     def learner():
-        made = RolloutLearner.__new__(RolloutLearner)
+        made = OnPolicyLearner.__new__(OnPolicyLearner)
         made.algorithm = algorithm("ppo", spec_of(1, (), True, True, 2), hidden=(8,))
         made.algorithm.setup(0, "cpu")
         made._features, made._normaliser = features_of(made.algorithm.acting), Normaliser(1)
@@ -267,13 +268,13 @@ def test_a_ppo_learner_gives_signs_of_life_during_an_update(ppo_run) -> None:
     shared, learner, act = ppo_run()
     turn = learner()
     act(16, updates=0)
-    beats, loss = [], turn.role.algorithm.learner._loss
+    beats, loss = [], turn.role.algorithm._loss
 
     def slow(batch):
         beats.append(int(turn.context.words[Word.HEARTBEAT]))
         return loss(batch)
 
-    turn.role.algorithm.learner._loss = slow
+    turn.role.algorithm._loss = slow
     turn.take()
     assert len(beats) == 2 and beats[0] < beats[1], "one before each minibatch"
 
@@ -295,7 +296,7 @@ def test_a_restarted_ppo_learner_takes_the_rows_that_its_predecessor_left(ppo_ru
     second.take()
     assert second.role.updates == 2, "its first step is no empty one"
     assert second.context.words[Word.LEARNER_STEPS] == steps + 1
-    trained = second.role.algorithm.learner.learner_steps - (state["learner"]["learner_steps"] if checkpoint else 0)
+    trained = second.role.algorithm.gradient_steps - (state["learner"]["gradient_steps"] if checkpoint else 0)
     assert trained == 2, "of 16 rows, in one minibatch for each epoch: none of those that were trained on"
 
 
@@ -315,14 +316,15 @@ def test_a_batch_is_filled_again_only_after_its_copies_to_the_gpu(monkeypatch) -
             done.append("waited")
 
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"the stream of {device}")
-    made = ReplayLearner.__new__(ReplayLearner)
-    made.settings = s = settings("dqn", device="cuda:1")
-    made.context = SimpleNamespace(own_steps=0, metrics=lambda **_: None, plan=SimpleNamespace(pace=s.pace))
+    made = OffPolicyLearner.__new__(OffPolicyLearner)
+    s = settings("dqn", device="cuda:1")
+    planned = SimpleNamespace(pace=s.pace, budget=SimpleNamespace(steps=s.steps))
+    made.context = SimpleNamespace(own_steps=0, metrics=lambda **_: None, plan=planned)
     made.seed = made.updates = 0
-    made._normaliser = made._batch = None
+    made._normaliser, made._batch = None, SimpleNamespace(n=4)
     made._on_device = BatchOnDevice.__new__(BatchOnDevice)
     made._on_device._fields, made._on_device._device, made._on_device._copied = {"reward": Column()}, "cuda:1", Event()
-    made._replay = SimpleNamespace(seed=lambda seed: None, sample=lambda n, out: done.append("filled"))
+    made.replay = SimpleNamespace(seed=lambda seed: None, sample=lambda n, out: done.append("filled"))
     made.algorithm = SimpleNamespace(update=lambda batch, progress: done.append("learned") or Update({}))
     for _ in range(2):
         made.step()
@@ -350,7 +352,7 @@ def test_a_rollout_bootstraps_truncated_episodes_and_not_terminated_ones() -> No
         "t": np.array([1, 2, 4, 6]),
         "updates": np.zeros(n, np.int64),
     }
-    found = rollout(rows, Values(), 4)
+    found = rollout(rows, Values())
     rules = SimpleNamespace(gamma=0.5, gae_lambda=1.0, gae=True, bootstrap=True)
     assert advantages_of(found, rules)[:, 0].tolist() == [1.5, 1.0, 6.0, 6.0]
 
@@ -365,13 +367,13 @@ def test_rows_of_several_environments_are_in_columns_in_any_write_order() -> Non
         **{name: np.zeros(4, bool) for name in ("terminated", "ended")},
         **{name: np.zeros(4, np.float32) for name in ("reward", "log_prob", "action", "updates")},
     }
-    found = rollout(rows, Values(), 2)
+    found = rollout(rows, Values())
     assert found.observation[..., 0].tolist() == [[1, 10], [2, 20]] and found.ended.tolist() == [
         [False] * 2,
         [True] * 2,
     ]
     lost = {name: column[:3] for name, column in rows.items()}  # a worker died
-    assert rollout(lost, Values(), 2).observation.shape == (3, 1, 1)
+    assert rollout(lost, Values()).observation.shape == (3, 1, 1)
 
 
 @pytest.mark.parametrize("algorithm", ["dqn", "td3"])

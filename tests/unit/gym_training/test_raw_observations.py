@@ -13,8 +13,8 @@ from gymnasium import spaces
 
 from jurybox.server.inproc import InprocServer
 from jurybox.training import policies
-from jurybox.training.algorithms.networks import features_of
 from jurybox.training.algorithms.registry import make
+from jurybox.training.algorithms.served import raw_network
 from jurybox.training.algorithms.torch_states import as_tensors
 from jurybox.training.checkpoints import CheckpointError, Checkpoints, read_state
 from jurybox.training.environments.gymnasium_env import EnvironmentUnusable, Observations
@@ -85,9 +85,7 @@ def test_a_network_computes_the_same_from_rows_and_from_observations_of_any_spac
     of = observations.seen
     spec = AgentSpec(of.inputs, ActionSpec(True, 3), bool(of.numbers))
     ppo = make("ppo", {"hidden": (8,)}, json.loads(json.dumps(spec.as_dict())))
-    from_rows, from_inputs = (ppo.seeded(ppo.network, 0) for _ in range(2))
-    for each in features_of(from_inputs):
-        each.raw = True
+    from_rows, from_inputs = ppo.seeded(ppo.network, 0), raw_network(ppo)
     with torch.no_grad():
         for one, two in zip(from_rows(rows), from_inputs(*raw), strict=True):
             torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-6)

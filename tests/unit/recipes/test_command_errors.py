@@ -9,13 +9,14 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import typer
+from tests.unit.algorithms.acting import refined
 from tests.unit.recipes.test_photo_resume import SMALL as PHOTO
 from tests.unit.runtime.toys import plan
 from typer.testing import CliRunner
 
 from jurybox.client import Refused, ServerGone
 from jurybox.training import interrupts
-from jurybox.training.algorithms.ppo import PPOLearner, PPOSettings
+from jurybox.training.algorithms.ppo import PPOSettings
 from jurybox.training.checkpoints import Checkpoints
 from jurybox.training.cli import train as commands
 from jurybox.training.policy_commands import policy
@@ -184,7 +185,7 @@ class Stubborn:
 
 def test_a_server_that_never_adopts_weights_is_given_up(monkeypatch):
     model = Stubborn()
-    learner = PPOLearner(4, 2, PPOSettings(hidden=(4,)), 0)
+    learner = refined(PPOSettings(hidden=(4,)), inputs=4, actions=2)
     publisher = SimpleNamespace(publish=lambda state: 1)
     policy = ServedPolicy(learner, model, publisher, adopted=0.2)
     with pytest.raises(WeightsNotAdopted, match="has not adopted version 1 .* within 0.2 s"):

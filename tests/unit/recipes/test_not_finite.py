@@ -195,8 +195,10 @@ def test_weights_that_are_not_finite_end_a_plan_of_ones_own(tmp_path, monkeypatc
 
 
 def test_losses_of_a_search_are_checked(monkeypatch) -> None:
+    from jurybox.training.algorithms.base import Update
     from jurybox.training.search.trainer import WorkflowTrainer
 
-    it = SimpleNamespace(updates=0, learner=SimpleNamespace(update=lambda rollout: {"value_loss": float("nan")}))
+    learner = SimpleNamespace(update=lambda rollout, progress: Update({"value_loss": float("nan")}))
+    it = SimpleNamespace(updates=0, episodes=0, settings=SimpleNamespace(total_episodes=1), learner=learner)
     with pytest.raises(Diverged, match="value_loss is nan"):
         WorkflowTrainer._learn(it, SimpleNamespace(valid=np.ones(1, bool)))

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from jurybox.server.inproc import InprocServer
-from jurybox.training.algorithms.networks import ActorCritic
+from jurybox.training.algorithms.networks import ActorCritic, Features
 from jurybox.training.recipes import served_networks
 from jurybox.training.recipes.marl_policies import make_network
 
@@ -32,7 +32,14 @@ def test_a_server_without_the_trainings_packages_can_load_them():
 def test_every_network_loads_its_learners_weights_and_gives_the_same_outputs():
     seen = np.random.default_rng(0).integers(0, 255, (3, 2, 5), np.uint8)
     for algorithm in ("dqn", "iqn", "ppo"):
-        made = {"algorithm": algorithm, "shape": (2, 5), "actions": 4, "hidden": (8, 8), "scale": 1 / 255}
+        made = {
+            "algorithm": algorithm,
+            "shape": (2, 5),
+            "actions": 4,
+            "hidden": (8, 8),
+            "dtype": "uint8",
+            "scale": 1 / 255,
+        }
         network = make_network(**made, seed=3)
         served = served_networks.choosing_policy(**made)
         served.module.load_state_dict(network.state_dict())
@@ -43,6 +50,6 @@ def test_every_network_loads_its_learners_weights_and_gives_the_same_outputs():
             answer = server.model("policy").infer(seen)
             found = answer["logits"] if algorithm == "ppo" else answer
             np.testing.assert_allclose(found, expected.numpy(), rtol=1e-4, atol=1e-6)
-    network = ActorCritic(5, 4, (8,))
+    network = ActorCritic(Features(5), 4, (8,))
     served = served_networks.actor_critic(5, 4, (8,))
     served.module.load_state_dict(network.state_dict())

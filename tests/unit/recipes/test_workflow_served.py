@@ -6,9 +6,10 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from tests.unit.algorithms.acting import refined
 
 from jurybox.client import Timeout
-from jurybox.training.algorithms.ppo import PPOLearner, PPOSettings
+from jurybox.training.algorithms.ppo import PPOSettings
 from jurybox.training.recipes.workflow_served import ServedPolicy
 
 ROWS = np.zeros((3, 4), np.float32)
@@ -32,7 +33,8 @@ class Answers:
 
 
 def policy(model):
-    return ServedPolicy(PPOLearner(4, 2, PPOSettings(hidden=(4,)), 0), model, SimpleNamespace(publish=lambda state: 7))
+    learner = refined(PPOSettings(hidden=(4,)), inputs=4, actions=2)
+    return ServedPolicy(learner, model, SimpleNamespace(publish=lambda state: 7))
 
 
 def test_every_answer_has_to_be_of_the_published_weights() -> None:

@@ -10,8 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from gymnasium.vector import VectorEnv
+from tests.unit.algorithms.acting import refined
 
-from jurybox.training.algorithms.ppo import PPOLearner, PPOSettings, advantages_of
+from jurybox.training.algorithms.ppo import PPOSettings, advantages_of
 from jurybox.training.environments.cage import CageEnv, CageVectorEnv
 from jurybox.training.environments.cage.tables import INDEX, Blue, action
 from jurybox.training.search.environments import TRUTH
@@ -163,8 +164,8 @@ class Cut(CageVectorEnv):
 @pytest.mark.parametrize("restarted", [False, True])
 def test_a_network_that_was_truncated_is_bootstrapped_and_its_reset_is_not_learned_from(restarted) -> None:
     s = PPOSettings(normalise_returns=True)
-    learner = PPOLearner(INPUTS, 145, s, 0)
-    learner._mean, learner._deviation = -60.0, 20.0  # the critic's scale after some updates of this task
+    learner = refined(s, inputs=INPUTS, actions=145)
+    learner.returns = (-60.0, 20.0, 5)  # the critic's scale after some updates of this task
     env = Cut(2, episode_length=20, restarted=restarted)
     env.reset(seed=0)
     rollout, episodes = play(env, learner, None, steps=20, weight=0.0)

@@ -12,6 +12,7 @@ import pytest
 import torch
 from tests.unit.search.test_rollouts import Cut
 
+from jurybox.training.algorithms.base import Update
 from jurybox.training.algorithms.ppo import PPOSettings
 from jurybox.training.checkpoints import CheckpointError, Checkpoints
 from jurybox.training.environments.cage.tables import UNIT_TYPES
@@ -101,7 +102,7 @@ def test_a_final_policy_is_kept_by_the_returns_of_its_own_workflow(monkeypatch) 
 def test_an_update_may_follow_a_part_of_an_episode_and_values_what_follows_it() -> None:
     found = trainer(update_every_steps=5)
     parts = []
-    found.learner.update = lambda part: parts.append(part) or {}
+    found.learner.update = lambda part, progress: parts.append(part) or Update({})
     found.advance()
     assert [len(part.reward) for part in parts] == [5, 5, 2] and found.updates == 3
     for part, following in pairwise(parts):  # there was no update in between, so the values are those of the next step
@@ -165,7 +166,7 @@ def test_a_new_workflow_begins_with_the_last_policy_only_if_it_inherits(inherit:
     # The same learner continues, or each workflow has its own, with new initial weights.
     assert [(same, equal) for same, equal, _ in begun] == [(inherit, inherit)] * 4
     assert len({id(learner) for *_, learner in begun}) == (1 if inherit else 4)
-    assert all(learner.learner_steps > 0 for *_, learner in begun), "each was trained"
+    assert all(learner.gradient_steps > 0 for *_, learner in begun), "each was trained"
 
 
 def test_separate_learners_begin_differently_and_their_steps_are_added_up() -> None:
@@ -186,7 +187,7 @@ def test_separate_learners_begin_differently_and_their_steps_are_added_up() -> N
 
 
 def flat(learner) -> torch.Tensor:
-    return torch.cat([each.flatten().clone() for each in learner.network.state_dict().values()])
+    return torch.cat([each.flatten().clone() for each in learner.acting.state_dict().values()])
 
 
 def test_a_score_makes_up_for_missing_obedience() -> None:

@@ -187,6 +187,7 @@ class Algorithm(ABC):
 
     Class attributes:
         Settings: a subclass of `OffPolicySettings` or `OnPolicySettings`, with names, defaults and descriptions.
+        kept: attributes that checkpoints hold beside the parts: numbers, or lists of them.
         on_policy: whether it learns from a `Rollout` of the newest policy; else from batches of a replay.
         metrics: names of the metrics that `update` and `exploration` return.
         hidden_after_pictures: `hidden`, if it is not set, where pictures are all that is observed.
@@ -196,6 +197,7 @@ class Algorithm(ABC):
         envs: number of environments, over all workers.
         alive: call it several times a minute in a long update: a learner that gives no sign of life is restarted.
         restored: whether `load_state_dict` was called.
+        raw: whether its networks take the environment's own observations, one argument an input, instead of rows.
 
     Raises:
         AlgorithmUnusable: it cannot choose such actions.
@@ -205,13 +207,14 @@ class Algorithm(ABC):
     on_policy: ClassVar[bool] = False
     metrics: ClassVar[tuple[str, ...]] = ()
     hidden_after_pictures: ClassVar[tuple[int, ...]] = ()
+    kept: ClassVar[tuple[str, ...]] = ()
     acting: torch.nn.Module
 
     def __init__(self, settings: Any, spec: AgentSpec) -> None:
         self.settings, self.spec = settings, spec
         self.envs = 1
         self.alive: Callable[[], None] = lambda: None
-        self.restored = False
+        self.restored = self.raw = False
         self.check()
 
     # ---- what acts
@@ -301,12 +304,14 @@ class Algorithm(ABC):
         return {name: part for name, part in vars(self).items() if isinstance(part, kinds)}
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that `load_state_dict` needs, for checkpoints: the state of `parts`."""
-        return torch_states.states_of(self.parts())
+        """Everything that `load_state_dict` needs, for checkpoints: the state of `parts`, and what is `kept`."""
+        return {**torch_states.states_of(self.parts()), **{name: getattr(self, name) for name in self.kept}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned; its arrays may be NumPy's."""
         torch_states.restore_states(self.parts(), state)
+        for name in self.kept:
+            setattr(self, name, state[name])
 
     def load_published(self, weights: Mapping[str, torch.Tensor], updates: int) -> None:
         """Go on from the last published weights, after a predecessor was killed that had made so many updates."""
@@ -318,7 +323,12 @@ class Algorithm(ABC):
         """Create the first layer of a network: observations to float32 (n, `size`); see `networks.Features`."""
         spec = self.spec
         return networks.Features(
-            spec.numbers, spec.pictures, normalise=spec.normalize, orthogonal=orthogonal, inputs=spec.inputs
+            spec.numbers,
+            spec.pictures,
+            normalise=spec.normalize,
+            orthogonal=orthogonal,
+            inputs=spec.inputs,
+            raw=self.raw,
         )
 
     def check_bounded(self) -> None:

@@ -6,33 +6,36 @@ the Huber loss between samples of its own quantiles and of the target's (eq. 2 a
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from jurybox.training.algorithms.base import networks, torch
-from jurybox.training.algorithms.dqn import DQN, ValueLearner
+from jurybox.training.algorithms.base import Batch, networks, torch
+from jurybox.training.algorithms.dqn import DQN
 
 if TYPE_CHECKING:
     from jurybox.training.algorithms.networks import QuantileValues
 
-__all__ = ["IQN", "IQNLearner", "quantile_loss"]
+__all__ = ["IQN", "quantile_loss"]
 
 
-class IQNLearner(ValueLearner):
-    """Quantile regression on sampled quantiles, which the learner's generator draws."""
+class IQN(DQN):
+    """DQN with the distribution of returns; the settings are DQN's. Its generator draws the quantiles."""
 
-    network: QuantileValues
+    hidden_after_pictures = (256,)
+    acting: QuantileValues
     target: QuantileValues
 
-    def loss(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    def network(self) -> QuantileValues:
+        return networks.QuantileValues(self.encoder(), self.spec.action.size, self.settings.hidden)
+
+    def loss(self, batch: Batch) -> torch.Tensor:
         """The quantile Huber loss of a batch, as a tensor with gradients; `batch` as in `update`."""
-        n = len(batch["reward"])
-        taus = torch.rand(n, networks.QUANTILES, device=self.device, generator=self.generator)
+        n, device = len(batch["reward"]), batch["reward"].device
+        taus = torch.rand(n, networks.QUANTILES, device=device, generator=self.generator)
         chosen = batch["action"].long()[:, None, None].expand(n, networks.QUANTILES, 1)
-        own = self.network.quantiles(batch["observation"], taus).gather(2, chosen)[:, :, 0]
+        own = self.acting.quantiles(batch["observation"], taus).gather(2, chosen)[:, :, 0]
         with torch.no_grad():
-            best = self.network(batch["next_observation"]).argmax(1)
-            others = torch.rand(n, networks.QUANTILES, device=self.device, generator=self.generator)
+            best = self.acting(batch["next_observation"]).argmax(1)
+            others = torch.rand(n, networks.QUANTILES, device=device, generator=self.generator)
             following = self.target.quantiles(batch["next_observation"], others)
             following = following.gather(2, best[:, None, None].expand(n, networks.QUANTILES, 1))[:, :, 0]
             target = batch["reward"][:, None] + batch["discount"][:, None] * following
@@ -50,13 +53,3 @@ def quantile_loss(own: torch.Tensor, taus: torch.Tensor, target: torch.Tensor) -
     huber = torch.nn.functional.huber_loss(errors, torch.zeros_like(errors), reduction="none")
     asymmetric = (taus[:, :, None] - (errors.detach() < 0).float()).abs()
     return (asymmetric * huber).mean(2).sum(1).mean()
-
-
-class IQN(DQN):
-    """DQN with the distribution of returns; the settings are DQN's."""
-
-    hidden_after_pictures = (256,)
-    learners = IQNLearner
-
-    def network(self) -> QuantileValues:
-        return networks.QuantileValues(self.encoder(), self.spec.action.size, self.settings.hidden)

@@ -22,7 +22,7 @@ from jurybox.training.spaces import Leaf
 
 __all__ = [
     "Actor", "ActorCritic", "DeterministicActor", "Features", "GaussianActorCritic", "Policy", "QValues",
-    "QuantileValues", "SeeingActorCritic", "SeeingCritic", "SquashedGaussianActor", "TwinCritic",
+    "QuantileValues", "SeeingCritic", "SquashedGaussianActor", "TwinCritic",
 ]  # fmt: skip
 
 CLIP = 10.0  # deviations; bound of normalised numbers
@@ -44,10 +44,10 @@ class Features(nn.Module):
         normalise: numbers to mean 0 and deviation 1, within `CLIP`.
         orthogonal: begin with orthogonal weights, as PPO does.
         inputs: the named inputs whose numbers these are, see `spaces.Leaf`; left out: numbers that are not scaled.
+        raw: whether it takes the inputs instead of rows, in their order. A policy that is served or exported does.
 
     Attributes:
         size: features of an observation.
-        raw: whether it takes the inputs instead of rows, in their order. A policy that is served or exported does.
     """
 
     mean: Tensor
@@ -62,10 +62,11 @@ class Features(nn.Module):
         normalise: bool = False,
         orthogonal: bool = False,
         inputs: Sequence[Leaf] = (),
+        raw: bool = False,
     ) -> None:
         super().__init__()
         self.numbers, self.normalise = numbers, normalise
-        self._inputs, self.raw = tuple(inputs), False
+        self._inputs, self._raw = tuple(inputs), raw
         units = [leaf.scale for leaf in self._inputs for _ in range(leaf.size)]
         self._scaled = any(unit != 1 for unit in units)
         if self._scaled:
@@ -88,7 +89,7 @@ class Features(nn.Module):
 
     def forward(self, *seen: Tensor) -> Tensor:
         """Features, float32 (n, size), of rows or inputs."""
-        numbers, pictures = self._of_inputs(seen) if self.raw else self._of_rows(*seen)
+        numbers, pictures = self._of_inputs(seen) if self._raw else self._of_rows(*seen)
         if self.normalise:
             numbers = [((each - self.mean) * self.scale).clamp(-CLIP, CLIP) for each in numbers]
         seen_pictures = [layers(each.float() / 255.0) for each, layers in zip(pictures, self.pictures, strict=True)]
@@ -352,43 +353,19 @@ class SeeingCritic(nn.Module):
 
 
 class ActorCritic(nn.Module):
-    """Logits and value of observations.
+    """Of PPO with discrete actions: rows to logits (n, actions) and value (n,).
 
     Args:
-        inputs: features of an observation.
-        actions: number of actions.
-        hidden: widths of the hidden layers of both networks.
+        features: the first layer of both networks.
+        hidden: widths of the hidden layers of both.
     """
 
-    def __init__(self, inputs: int, actions: int, hidden: Sequence[int]) -> None:
+    def __init__(self, features: Features, actions: int, hidden: Sequence[int]) -> None:
         super().__init__()
         # Small last layers: the first policy is nearly uniform, the first values nearly 0 (Andrychowicz et al. 2021,
         # "What matters for on-policy deep actor-critic methods?").
-        self.actor = perceptron(inputs, hidden, actions, activation=nn.Tanh, last_gain=0.01)
-        self.critic = perceptron(inputs, hidden, 1, activation=nn.Tanh, last_gain=1.0)
-
-    def forward(self, observation: Tensor) -> tuple[Tensor, Tensor]:
-        """From float32 (n, inputs) to logits (n, actions) and values (n,)."""
-        return self.actor(observation), self.critic(observation).squeeze(-1)
-
-    def value(self, observation: Tensor) -> Tensor:
-        """Values (n,) alone."""
-        found: Tensor = self.critic(observation).squeeze(-1)
-        return found
-
-    def scores(self, observation: Tensor, actions: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """Of actions that were taken: logarithms of their probabilities, entropies of the policy, values; (n,) each."""
-        logits, values = self(observation)
-        log_probs = masked(logits, mask)
-        entropy = -(log_probs.exp() * log_probs.clamp_min(-1e4)).sum(-1)
-        return log_probs.gather(1, actions[:, None]).squeeze(1), entropy, values
-
-
-class SeeingActorCritic(ActorCritic):
-    """Of PPO with discrete actions: rows to logits (n, actions) and value (n,)."""
-
-    def __init__(self, features: Features, actions: int, hidden: Sequence[int]) -> None:
-        super().__init__(features.size, actions, hidden)
+        self.actor = perceptron(features.size, hidden, actions, activation=nn.Tanh, last_gain=0.01)
+        self.critic = perceptron(features.size, hidden, 1, activation=nn.Tanh, last_gain=1.0)
         self.features = features
 
     def forward(self, *seen: Tensor) -> tuple[Tensor, Tensor]:
@@ -401,8 +378,15 @@ class SeeingActorCritic(ActorCritic):
         found: Tensor = self.critic(self.features(observation)).squeeze(-1)
         return found
 
+    def scores(self, observation: Tensor, actions: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """Of actions that were taken: logarithms of their probabilities, entropies of the policy, values; (n,) each."""
+        logits, values = self(observation)
+        log_probs = masked(logits, mask)
+        entropy = -(log_probs.exp() * log_probs.clamp_min(-1e4)).sum(-1)
+        return log_probs.gather(1, actions[:, None]).squeeze(1), entropy, values
 
-class GaussianActorCritic(SeeingActorCritic):
+
+class GaussianActorCritic(ActorCritic):
     """Of PPO with actions that are numbers: rows to mean, logarithm of the deviation (n, actions) and value (n,).
 
     The deviation is the same for all observations.

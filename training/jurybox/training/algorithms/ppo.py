@@ -8,9 +8,9 @@ Those of `PPO.Settings` are Stable-Baselines3's.
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,28 +18,27 @@ import numpy.typing as npt
 from pydantic import Field
 
 from jurybox.training.algorithms.base import (
+    Algorithm,
     Array,
     Arrays,
     Choose,
     Floats,
-    LearnerAlgorithm,
     OnPolicySettings,
     Progress,
     Rollout,
     Update,
     networks,
     torch,
-    torch_states,
 )
 from jurybox.training.algorithms.heads import draw_categorical, draw_normal, masked
+from jurybox.training.spaces import ALONE, ActionSpec, AgentSpec, Leaf
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from jurybox.training.algorithms.networks import ActorCritic
-    from jurybox.training.algorithms.torch_states import Part
 
-__all__ = ["PPO", "PPOLearner", "PPOSettings", "advantages_of"]
+__all__ = ["PPO", "PPOSettings", "RefinedPPO", "advantages_of"]
 
 
 _ROWS_AT_ONCE = 4096  # observations whose values are computed together: more pictures would take gigabytes, and seconds
@@ -124,49 +123,88 @@ def _advantages_of_one(rollout: Rollout, settings: PPOSettings) -> Floats:
     return np.array(found, np.float32)[:, None]
 
 
-class PPOLearner:
-    """The learner: a network, its optimiser and its own random numbers.
+class PPO(Algorithm):
+    """Proximal policy optimisation of actions that are discrete or numbers, as in Stable-Baselines3.
 
-    Args:
-        inputs: size of an observation's row.
-        actions: number of actions.
-        seed: of its weights, its actions and the order of its minibatches.
-        network: used with its weights instead of a new network of these sizes.
-        device: where updates are computed.
-        alive: called between the parts of a long computation, several times a minute, such as a role's heartbeat.
+    Attributes:
+        returns: running mean and deviation of returns, and the number of rollouts that are in them.
+        gradient_steps: optimiser steps made.
     """
 
-    def __init__(
-        self,
-        inputs: int,
-        actions: int,
-        settings: PPOSettings,
-        seed: int,
-        *,
-        network: ActorCritic | None = None,
-        device: str | torch.device = "cpu",
-        alive: Callable[[], None] = lambda: None,
-    ) -> None:
-        self.settings = settings
-        self._alive = alive
-        self.device = torch.device(device)
-        self._random = torch.Generator().manual_seed(seed)
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            self.network = (network or networks.ActorCritic(inputs, actions, settings.hidden)).to(self.device)
-        self._optimiser = torch.optim.Adam(
-            self.network.parameters(), settings.learning_rate, betas=settings.betas, eps=settings.adam_eps
+    class Settings(OnPolicySettings):
+        """Names and defaults are Stable-Baselines3's."""
+
+        n_epochs: int = Field(10, ge=1, description="Passes over a rollout.")
+        gae_lambda: float = Field(0.95, ge=0, le=1, description="Lambda of generalised advantage estimation.")
+        clip_range: float = Field(0.2, gt=0, description="Largest change of the probability ratio in an update.")
+        ent_coef: float = Field(0.0, description="Weight of the entropy bonus.")
+        vf_coef: float = Field(0.5, ge=0, description="Weight of the value loss.")
+        max_grad_norm: float = Field(0.5, gt=0, description="Norm at which gradients are clipped.")
+        normalize_advantage: bool = Field(True, description="Normalize advantages in each minibatch.")
+        target_kl: float | None = Field(
+            None, gt=0, description="An update stops when the KL divergence exceeds 1.5 times this."
         )
-        self.parts: dict[str, Part] = {"network": self.network, "optimiser": self._optimiser, "random": self._random}
-        self._mean, self._deviation, self._seen = 0.0, 1.0, 0
-        self.learner_steps = 0
+
+    on_policy = True
+    metrics = ("policy_loss", "value_loss", "entropy", "approx_kl", "clip_fraction", "explained_variance")
+    kept = ("returns", "gradient_steps")
+    acting: ActorCritic
+
+    @cached_property
+    def rules(self) -> PPOSettings:
+        """How it updates."""
+        s = self.settings
+        assert isinstance(s, PPO.Settings)
+        return PPOSettings(
+            betas=(0.9, 0.999),
+            adam_eps=1e-5,
+            vf_coef=2.0 * s.vf_coef,  # here it weights half the squared error, in Stable-Baselines3 all of it
+            normalise_returns=False,
+            clip_value=False,
+            **s.model_dump(exclude={"n_steps", "vf_coef"}),
+        )
+
+    @property
+    def outputs(self) -> Mapping[str, tuple[int, ...]]:
+        size = (self.spec.action.size,)
+        return (
+            {"logits": size, "value": ()} if self.spec.action.discrete else {"mean": size, "log_std": size, "value": ()}
+        )
+
+    @property
+    def chooses(self) -> tuple[str, Choose]:
+        return ("logits", "best") if self.spec.action.discrete else ("mean", "clip")
+
+    @property
+    def columns(self) -> Mapping[str, tuple[int, ...]]:
+        return {"log_prob": ()}
+
+    def network(self) -> ActorCritic:
+        of = networks.ActorCritic if self.spec.action.discrete else networks.GaussianActorCritic
+        return of(self.encoder(orthogonal=True), self.spec.action.size, self.rules.hidden)
+
+    def explore(self, outputs: Arrays, rng: np.random.Generator, progress: Progress) -> tuple[Array, Arrays]:
+        if self.spec.action.discrete:
+            action, log_prob = draw_categorical(outputs["logits"], rng)
+        else:
+            action, log_prob = draw_normal(outputs["mean"], outputs["log_std"], rng)
+        return action, {"log_prob": log_prob}
+
+    def setup(self, seed: int, device: str) -> None:
+        s = self.rules
+        self.device = torch.device(device)
+        self.acting = self.seeded(self.network, seed).to(self.device)
+        self.generator = torch.Generator().manual_seed(seed)
+        self.optimiser = torch.optim.Adam(self.acting.parameters(), s.learning_rate, betas=s.betas, eps=s.adam_eps)
+        self.returns: tuple[float, float, int] = (0.0, 1.0, 0)
+        self.gradient_steps = 0
 
     def act(
         self, observations: Floats, masks: npt.NDArray[np.bool_] | None = None, *, greedy: bool = False
     ) -> tuple[npt.NDArray[np.int64], Floats, Floats]:
         """Actions int64 (n,), their log-probabilities and the values float32 (n,) of observations (n, inputs)."""
         with torch.inference_mode():
-            logits, values = self.network(torch.from_numpy(observations).to(self.device))
+            logits, values = self.acting(torch.from_numpy(observations).to(self.device))
         return self.choose(logits.cpu(), values.cpu(), masks, greedy=greedy)
 
     def choose(
@@ -178,25 +216,25 @@ class PPOLearner:
             scores = log_probs
             if not greedy:
                 # The largest of log-probabilities plus Gumbel noise is a draw from the distribution.
-                noise = torch.empty_like(log_probs).exponential_(generator=self._random)
+                noise = torch.empty_like(log_probs).exponential_(generator=self.generator)
                 scores = log_probs - noise.log()
             actions = scores.argmax(-1)
             chosen = log_probs.gather(1, actions[:, None]).squeeze(1)
             return actions.numpy(), chosen.numpy(), self._in_rewards(values.numpy())
 
-    def values(self, observations: npt.NDArray[Any]) -> Floats:
-        """Values float32 (n,) of observations (n, inputs)."""
-        found = np.empty(len(observations), np.float32)
-        for first in range(0, len(observations), _ROWS_AT_ONCE):
-            self._alive()
+    def values(self, observation: Array) -> Floats:
+        """Values float32 (n,) of rows (n, ...)."""
+        found = np.empty(len(observation), np.float32)
+        for first in range(0, len(observation), _ROWS_AT_ONCE):
+            self.alive()
             with torch.inference_mode():
-                rows = torch.from_numpy(observations[first : first + _ROWS_AT_ONCE]).to(self.device)
-                found[first : first + len(rows)] = self.network.value(rows).cpu().numpy()
+                rows = torch.from_numpy(observation[first : first + _ROWS_AT_ONCE]).to(self.device)
+                found[first : first + len(rows)] = self.acting.value(rows).cpu().numpy()
         return self._in_rewards(found)
 
-    def update(self, rollout: Rollout) -> dict[str, float]:
-        """Learn from a rollout of this policy; returns mean losses and diagnostics."""
-        settings = self.settings
+    def update(self, batch: Rollout, progress: Progress) -> Update:
+        """Learn from a rollout of this policy; the metrics are mean losses and diagnostics."""
+        rollout, settings = batch, self.rules
         advantages = advantages_of(rollout, settings)
         if rollout.valid is not None and not rollout.valid.any():
             raise ValueError("no step of this rollout is valid: expected one to learn from")
@@ -220,49 +258,35 @@ class PPOLearner:
         }
         if rollout.mask is not None:
             columns["mask"] = rows(rollout.mask)
-        batch = {name: torch.from_numpy(np.ascontiguousarray(column)) for name, column in columns.items()}
-        count = len(batch["action"])
+        given = {name: torch.from_numpy(np.ascontiguousarray(column)) for name, column in columns.items()}
+        count = len(given["action"])
         totals: dict[str, float] = {}
         steps, stopped = 0, False
         for _ in range(settings.n_epochs):
-            order = torch.randperm(count, generator=self._random)
+            order = torch.randperm(count, generator=self.generator)
             for first in range(0, count, settings.batch_size):
-                self._alive()
+                self.alive()
                 chosen = order[first : first + settings.batch_size]
-                loss, metrics = self._loss({name: each[chosen].to(self.device) for name, each in batch.items()})
+                loss, metrics = self._loss({name: each[chosen].to(self.device) for name, each in given.items()})
                 if settings.target_kl is not None and metrics["approx_kl"] > 1.5 * settings.target_kl:
                     stopped = True
                     break
-                self._optimiser.zero_grad()
+                self.optimiser.zero_grad()
                 loss.backward()  # type: ignore[no-untyped-call]
-                torch.nn.utils.clip_grad_norm_(self.network.parameters(), settings.max_grad_norm)
-                self._optimiser.step()
+                torch.nn.utils.clip_grad_norm_(self.acting.parameters(), settings.max_grad_norm)
+                self.optimiser.step()
                 steps += 1
                 for name, value in metrics.items():
                     totals[name] = totals.get(name, 0.0) + value
             if stopped:
                 break
-        self.learner_steps += steps
+        self.gradient_steps += steps
         means = {name: value / max(steps, 1) for name, value in totals.items()}
-        return {**means, "explained_variance": explained, "learner_steps": float(self.learner_steps)}
-
-    def state(self) -> dict[str, Any]:
-        """Everything that `restore` needs: copies of tensors, numbers, nested."""
-        return {
-            **copy.deepcopy(torch_states.states_of(self.parts)),
-            "returns": [self._mean, self._deviation, self._seen],
-            "learner_steps": self.learner_steps,
-        }
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state` returned; its arrays may be NumPy's."""
-        torch_states.restore_states(self.parts, state)
-        self._mean, self._deviation, self._seen = state["returns"]
-        self.learner_steps = int(state["learner_steps"])
+        return Update({**means, "explained_variance": explained})
 
     def _loss(self, batch: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, float]]:
-        settings = self.settings
-        log_probs, entropies, values = self.network.scores(batch["observation"], batch["action"], batch.get("mask"))
+        settings = self.rules
+        log_probs, entropies, values = self.acting.scores(batch["observation"], batch["action"], batch.get("mask"))
         change = log_probs - batch["log_prob"]
         ratio = change.exp()
         advantages = batch["advantage"]
@@ -291,87 +315,39 @@ class PPOLearner:
     def _observe(self, returns: Floats) -> None:
         """Move mean and deviation of returns towards this rollout's. Returns change with the policy, so old ones are
         forgotten with a half-life of about seven rollouts."""
-        weight = max(0.1, 1.0 / (self._seen + 1))
-        variance = (1 - weight) * self._deviation**2 + weight * float(returns.var())
-        variance += weight * (1 - weight) * (float(returns.mean()) - self._mean) ** 2
-        if self._seen == 0:
+        mean, deviation, seen = self.returns
+        weight = max(0.1, 1.0 / (seen + 1))
+        variance = (1 - weight) * deviation**2 + weight * float(returns.var())
+        variance += weight * (1 - weight) * (float(returns.mean()) - mean) ** 2
+        if seen == 0:
             variance = float(returns.var())
-        self._mean += weight * (float(returns.mean()) - self._mean)
-        self._deviation = max(variance**0.5, 1e-3)
-        self._seen += 1
+        mean += weight * (float(returns.mean()) - mean)
+        self.returns = mean, max(variance**0.5, 1e-3), seen + 1
 
     def _in_rewards(self, values: Floats) -> Floats:
-        return (values * self._deviation + self._mean).astype(np.float32)
+        mean, deviation, _ = self.returns
+        return (values * deviation + mean).astype(np.float32)
 
     def _normalised(self, values: Floats) -> Floats:
-        return ((values - self._mean) / self._deviation).astype(np.float32)
+        mean, deviation, _ = self.returns
+        return ((values - mean) / deviation).astype(np.float32)
 
 
-class PPO(LearnerAlgorithm):
-    """Proximal policy optimisation of actions that are discrete or numbers, as in Stable-Baselines3."""
+class RefinedPPO(PPO):
+    """PPO with each refinement a switch, by default as `PPOSettings` says."""
 
     class Settings(OnPolicySettings):
-        """Names and defaults are Stable-Baselines3's."""
+        """Those of rollouts, and the rules of an update."""
 
-        n_epochs: int = Field(10, ge=1, description="Passes over a rollout.")
-        gae_lambda: float = Field(0.95, ge=0, le=1, description="Lambda of generalised advantage estimation.")
-        clip_range: float = Field(0.2, gt=0, description="Largest change of the probability ratio in an update.")
-        ent_coef: float = Field(0.0, description="Weight of the entropy bonus.")
-        vf_coef: float = Field(0.5, ge=0, description="Weight of the value loss.")
-        max_grad_norm: float = Field(0.5, gt=0, description="Norm at which gradients are clipped.")
-        normalize_advantage: bool = Field(True, description="Normalize advantages in each minibatch.")
-        target_kl: float | None = Field(
-            None, gt=0, description="An update stops when the KL divergence exceeds 1.5 times this."
-        )
+        rules: PPOSettings = PPOSettings()
 
-    on_policy = True
-    metrics = ("policy_loss", "value_loss", "entropy", "approx_kl", "clip_fraction", "explained_variance")
-    settings: Settings
-    learner: PPOLearner
+    @cached_property
+    def rules(self) -> PPOSettings:
+        assert isinstance(self.settings, RefinedPPO.Settings)
+        return self.settings.rules
 
-    @property
-    def outputs(self) -> Mapping[str, tuple[int, ...]]:
-        size = (self.spec.action.size,)
-        return (
-            {"logits": size, "value": ()} if self.spec.action.discrete else {"mean": size, "log_std": size, "value": ()}
-        )
-
-    @property
-    def chooses(self) -> tuple[str, Choose]:
-        return ("logits", "best") if self.spec.action.discrete else ("mean", "clip")
-
-    @property
-    def columns(self) -> Mapping[str, tuple[int, ...]]:
-        return {"log_prob": ()}
-
-    def network(self) -> ActorCritic:
-        of = networks.SeeingActorCritic if self.spec.action.discrete else networks.GaussianActorCritic
-        return of(self.encoder(orthogonal=True), self.spec.action.size, self.settings.hidden)
-
-    def explore(self, outputs: Arrays, rng: np.random.Generator, progress: Progress) -> tuple[Array, Arrays]:
-        if self.spec.action.discrete:
-            action, log_prob = draw_categorical(outputs["logits"], rng)
-        else:
-            action, log_prob = draw_normal(outputs["mean"], outputs["log_std"], rng)
-        return action, {"log_prob": log_prob}
-
-    def setup(self, seed: int, device: str) -> None:
-        s = self.settings
-        same = s.model_dump(exclude={"n_steps", "vf_coef", "hidden"})
-        settings = PPOSettings(
-            betas=(0.9, 0.999),
-            adam_eps=1e-5,
-            vf_coef=2.0 * s.vf_coef,  # here it weights half the squared error, in Stable-Baselines3 all of it
-            normalise_returns=False,
-            clip_value=False,
-            **same,
-        )
-        self.acting = made = self.seeded(self.network, seed)
-        self.learner = PPOLearner(0, 0, settings, seed, network=made, device=device, alive=self.alive)
-
-    def values(self, observation: Array) -> Floats:
-        return self.learner.values(observation)
-
-    def update(self, batch: Rollout, progress: Progress) -> Update:
-        metrics = self.learner.update(batch)
-        return Update({name: value for name, value in metrics.items() if name != "learner_steps"})
+    @classmethod
+    def of(cls, rules: PPOSettings, inputs: int, actions: int) -> RefinedPPO:
+        """Create one that sees so many numbers and chooses one of so many actions."""
+        spec = AgentSpec((Leaf(ALONE, (inputs,), "float32"),), ActionSpec(True, actions))
+        return cls(cls.Settings.model_validate({"rules": rules}), spec)

@@ -8,18 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from copy import deepcopy
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from pydantic import Field, field_validator, model_validator
 
 from jurybox.training.algorithms.base import (
+    Algorithm,
     Array,
     Arrays,
     Batch,
     Choose,
-    LearnerAlgorithm,
     OffPolicySettings,
     Progress,
     Update,
@@ -33,131 +32,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from jurybox.training.algorithms.networks import SeeingCritic, SquashedGaussianActor
-    from jurybox.training.algorithms.torch_states import Part
 
-__all__ = ["SAC", "SACLearner", "SACSettings"]
-
-
-@dataclass(frozen=True, slots=True)
-class SACSettings:
-    """Settings of SAC; names and defaults are those of Stable-Baselines3.
-
-    Attributes:
-        learning_rate: of Adam: policy, critics and temperature.
-        tau: share by which target critics move towards the critics in an update.
-        target_update_interval: learner steps between two such updates.
-        ent_coef: the temperature, the weight of the entropy in the reward; "auto" learns it, from 1 on, "auto_0.1"
-            from 0.1 on.
-        target_entropy: the mean entropy of the policy that "auto" maintains; "auto": minus the number of actions.
-    """
-
-    learning_rate: float = 3e-4
-    tau: float = 0.005
-    target_update_interval: int = 1
-    ent_coef: float | str = "auto"
-    target_entropy: float | str = "auto"
-
-
-class SACLearner:
-    """The learner, which takes batches.
-
-    Args:
-        actor: the policy network.
-        critic: the critic; the target is a copy of it.
-        actions: numbers of an action.
-        device: where everything is computed.
-        seed: of the actions that it draws.
-
-    Attributes:
-        updates: number of updates so far.
-    """
-
-    def __init__(
-        self,
-        actor: SquashedGaussianActor,
-        critic: SeeingCritic,
-        actions: int,
-        settings: SACSettings | None = None,
-        *,
-        device: str | torch.device = "cpu",
-        seed: int = 0,
-    ) -> None:
-        self.settings = s = settings or SACSettings()
-        self.device = torch.device(device)
-        self.actor, self.critic = actor.to(self.device), critic.to(self.device)
-        self.target = deepcopy(self.critic).requires_grad_(False)
-        self.updates = 0
-        self.target_entropy = -float(actions) if s.target_entropy == "auto" else float(s.target_entropy)
-        self._learns_temperature, first = first_temperature(s.ent_coef)
-        self.log_temperature = torch.tensor(first, device=self.device).log().requires_grad_(self._learns_temperature)
-        self._generator = torch.Generator(self.device).manual_seed(seed)
-        self._actor_optimiser = torch.optim.Adam(self.actor.parameters(), s.learning_rate, fused=True)
-        self._critic_optimiser = torch.optim.Adam(self.critic.parameters(), s.learning_rate, fused=True)
-        self._temperature_optimiser = torch.optim.Adam([self.log_temperature], s.learning_rate)
-        self.parts: dict[str, Part] = {
-            "actor": self.actor, "critic": self.critic, "target": self.target, "random": self._generator,
-            "actor_optimiser": self._actor_optimiser, "critic_optimiser": self._critic_optimiser,
-            "temperature_optimiser": self._temperature_optimiser,
-        }  # fmt: skip
-        self._live: list[Tensor] = list(self.critic.parameters())
-        self._targets: list[Tensor] = list(self.target.parameters())
-
-    def draw(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Draw actions (n, actions) in [-1, 1] from the policy; also returns their log-densities (n,)."""
-        mean, log_std = self.actor(rows)
-        noise = torch.empty_like(mean).normal_(generator=self._generator)
-        before = mean + log_std.exp() * noise
-        log_prob = normal_log_prob(before, mean, log_std) - tanh_correction(before)
-        return torch.tanh(before), log_prob.sum(-1)
-
-    def update(self, batch: Mapping[str, Tensor]) -> Update:
-        """Update temperature, critics and policy, in this order, and the target critics.
-
-        Args:
-            batch: observation and next_observation, rows (n, ...); action (n, actions) in [-1, 1]; reward (n,);
-                discount (n,): gamma to the number of steps, 0 after an end.
-        """
-        s = self.settings
-        observation, following = batch["observation"], batch["next_observation"]
-        drawn, log_prob = self.draw(observation)
-        temperature = self.log_temperature.detach().exp()
-        metrics: dict[str, Tensor] = {"ent_coef": temperature, "entropy": -log_prob.detach().mean()}
-        if self._learns_temperature:
-            # The gradient is by the temperature's logarithm, as if that were what the loss is linear in.
-            loss = -(self.log_temperature * (log_prob.detach() + self.target_entropy)).mean()
-            torch_states.descend(self._temperature_optimiser, [self.log_temperature], loss)
-        with torch.no_grad():
-            next_action, next_log_prob = self.draw(following)
-            next_value = self.target(following, next_action).amin(0) - temperature * next_log_prob
-            target = torch.addcmul(batch["reward"], batch["discount"], next_value)
-        values = self.critic(observation, batch["action"])
-        errors = values - target
-        critic_loss = 0.5 * errors.square().mean(1).sum()
-        torch_states.descend(self._critic_optimiser, self._live, critic_loss)
-        actor_loss = (temperature * log_prob - self.critic(observation, drawn).amin(0)).mean()
-        torch_states.descend(self._actor_optimiser, list(self.actor.parameters()), actor_loss)
-        self.updates += 1
-        if self.updates % s.target_update_interval == 0:
-            with torch.no_grad():
-                torch._foreach_lerp_(self._targets, self._live, s.tau)
-        metrics |= {
-            "critic_loss": critic_loss.detach(),
-            "actor_loss": actor_loss.detach(),
-            "value": values.detach().mean(),
-        }
-        return Update(metrics, errors.detach().abs().mean(0))
-
-    def state(self) -> dict[str, Any]:
-        """Everything that `restore` needs: arrays, numbers, nested."""
-        temperature = self.log_temperature.detach().clone()
-        return {**torch_states.states_of(self.parts), "log_temperature": temperature, "updates": self.updates}
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state` returned."""
-        torch_states.restore_states(self.parts, state)
-        with torch.no_grad():
-            self.log_temperature.copy_(torch_states.as_tensors(state["log_temperature"]).reshape(()))
-        self.updates = int(state["updates"])
+__all__ = ["SAC"]
 
 
 def first_temperature(ent_coef: float | str) -> tuple[bool, float]:
@@ -176,7 +52,7 @@ def first_temperature(ent_coef: float | str) -> tuple[bool, float]:
     return learns, first
 
 
-class SAC(LearnerAlgorithm):
+class SAC(Algorithm):
     """Soft actor-critic of actions with finite bounds; names and defaults are Stable-Baselines3's."""
 
     class Settings(OffPolicySettings):
@@ -206,8 +82,8 @@ class SAC(LearnerAlgorithm):
 
     metrics = ("critic_loss", "actor_loss", "value", "ent_coef", "entropy")
     hidden_after_pictures = (256, 256)
+    kept = ("updates",)
     settings: Settings
-    learner: SACLearner
 
     def check(self) -> None:
         self.check_bounded()
@@ -228,13 +104,67 @@ class SAC(LearnerAlgorithm):
 
     def setup(self, seed: int, device: str) -> None:
         s = self.settings
-        settings = SACSettings(s.learning_rate, s.tau, s.target_update_interval, s.ent_coef, s.target_entropy)
-        actor, critic = self.seeded(self.network, seed), self.seeded(self.critic, seed + 1)
-        self.learner = SACLearner(actor, critic, self.spec.action.size, settings, device=device, seed=seed)
-        self.acting = actor
+        self.acting = self.seeded(self.network, seed).to(device)
+        self.critics: SeeingCritic = self.seeded(self.critic, seed + 1).to(device)
+        self.target = deepcopy(self.critics).requires_grad_(False)
+        self.generator = torch.Generator(device).manual_seed(seed)
+        self.target_entropy = -float(self.spec.action.size) if s.target_entropy == "auto" else s.target_entropy
+        self._learns_temperature, first = first_temperature(s.ent_coef)
+        self.log_temperature = torch.tensor(first, device=device).log().requires_grad_(self._learns_temperature)
+        # Fused: one call for all parameters instead of a dozen each.
+        self.actor_optimiser = torch.optim.Adam(self.acting.parameters(), s.learning_rate, fused=True)
+        self.critic_optimiser = torch.optim.Adam(self.critics.parameters(), s.learning_rate, fused=True)
+        self.temperature_optimiser = torch.optim.Adam([self.log_temperature], s.learning_rate)
+        self.updates = 0
+
+    def draw(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Draw actions (n, actions) in [-1, 1] from the policy; also returns their log-densities (n,)."""
+        mean, log_std = self.acting(rows)
+        noise = torch.empty_like(mean).normal_(generator=self.generator)
+        before = mean + log_std.exp() * noise
+        log_prob = normal_log_prob(before, mean, log_std) - tanh_correction(before)
+        return torch.tanh(before), log_prob.sum(-1)
 
     def update(self, batch: Batch, progress: Progress) -> Update:
-        return self.learner.update(batch)
+        """Update temperature, critics and policy, in this order, and the target critics."""
+        s = self.settings
+        observation, following = batch["observation"], batch["next_observation"]
+        drawn, log_prob = self.draw(observation)
+        temperature = self.log_temperature.detach().exp()
+        metrics: dict[str, Tensor] = {"ent_coef": temperature, "entropy": -log_prob.detach().mean()}
+        if self._learns_temperature:
+            # The gradient is by the temperature's logarithm, as if that were what the loss is linear in.
+            loss = -(self.log_temperature * (log_prob.detach() + self.target_entropy)).mean()
+            torch_states.descend(self.temperature_optimiser, [self.log_temperature], loss)
+        with torch.no_grad():
+            next_action, next_log_prob = self.draw(following)
+            next_value = self.target(following, next_action).amin(0) - temperature * next_log_prob
+            target = torch.addcmul(batch["reward"], batch["discount"], next_value)
+        live: list[Tensor] = list(self.critics.parameters())
+        values = self.critics(observation, batch["action"])
+        errors = values - target
+        critic_loss = 0.5 * errors.square().mean(1).sum()
+        torch_states.descend(self.critic_optimiser, live, critic_loss)
+        actor_loss = (temperature * log_prob - self.critics(observation, drawn).amin(0)).mean()
+        torch_states.descend(self.actor_optimiser, list(self.acting.parameters()), actor_loss)
+        self.updates += 1
+        if self.updates % s.target_update_interval == 0:
+            with torch.no_grad():
+                torch._foreach_lerp_([*self.target.parameters()], live, s.tau)
+        metrics |= {
+            "critic_loss": critic_loss.detach(),
+            "actor_loss": actor_loss.detach(),
+            "value": values.detach().mean(),
+        }
+        return Update(metrics, errors.detach().abs().mean(0))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "log_temperature": self.log_temperature.detach().clone()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict(state)
+        with torch.no_grad():
+            self.log_temperature.copy_(torch_states.as_tensors(state["log_temperature"]).reshape(()))
 
     def load_published(self, weights: Mapping[str, Tensor], updates: int) -> None:
         """Take them over beside restored critics only: new ones would ruin them. Before a checkpoint little is lost."""

@@ -10,7 +10,6 @@ from torch import nn
 from jurybox.protocol import TensorSpec
 from jurybox.server.models import ServedModel
 from jurybox.training.algorithms.base import Algorithm
-from jurybox.training.algorithms.networks import features_of
 from jurybox.training.algorithms.registry import make
 
 __all__ = ["policy", "raw_network"]
@@ -18,9 +17,8 @@ __all__ = ["policy", "raw_network"]
 
 def raw_network(algorithm: Algorithm, seed: int = 0) -> nn.Module:
     """Create the acting network of an algorithm for the environment's own observations, one argument an input."""
+    algorithm.raw = True
     network: nn.Module = algorithm.seeded(algorithm.network, seed)
-    for each in features_of(network):
-        each.raw = True
     return network
 
 

@@ -59,7 +59,7 @@ ROWS, CHANNEL = "rows", "policy"  # names of the plan's replay and channel
 MODEL = "policy/gym"
 
 _ACTOR = "jurybox.training.recipes.gym_actor"
-_LEARNER = "jurybox.training.recipes.gym_learner"
+_ROLES = "jurybox.training.roles"
 _FACTORY = "jurybox.training.recipes.served_networks:gym_policy"  # of built-in algorithms; servers allow it to anyone
 _OWN_FACTORY = "jurybox.training.algorithms.served:policy"
 _EVALUATOR_NICE = 10
@@ -272,13 +272,9 @@ def fields(algorithm: Algorithm, seen: Seen) -> dict[str, Column]:
         **{name: Column(shape) for name, shape in algorithm.columns.items()},
     }
     if algorithm.on_policy:
-        found |= {
-            "next_observation": Column((seen.size,), seen.dtype),
-            "ended": Column((), "bool"),
-            "environment": Column((), "int64"),
-            "t": Column((), "int64"),
-            "updates": Column((), "int64"),
-        }
+        from jurybox.training.roles.on_policy import COLUMNS
+
+        found |= {"next_observation": Column((seen.size,), seen.dtype), **COLUMNS}
     return found
 
 
@@ -300,13 +296,17 @@ def plan(settings: GymTraining, served: ServedModels | None = None) -> Plan:
     if on_policy and pace.collect < 2:
         raise ConfigError("n_steps=1 of one environment is no rollout: expected two steps or more")
     options = {"settings": settings.model_dump(mode="json"), "algorithm": made_of}
+    learner: dict[str, Any] = {"replay": ROWS, "algorithm": made_of, "envs": settings.envs, "device": settings.device}
     try:
         acting = tried(algorithm, np.zeros((2, seen.size), seen.dtype))
     except AlgorithmUnusable as error:
         raise ConfigError(f"{settings.algorithm} is inconsistent: {error}") from error
     columns = fields(algorithm, seen)
     capacity = 2 * pace.collect + settings.envs
-    if not on_policy:
+    if on_policy:
+        learner["rollout"] = pace.collect
+    else:
+        learner["first"] = settings.replayed.unsampled(settings.envs) + 1
         row = sum(each.stored_bytes for each in columns.values())
         # A million rows with pictures would need more memory than most machines have. A size that is set is not capped.
         capacity = settings.replayed.buffer_size or min(_ROWS, _MOST_BYTES // row)
@@ -320,8 +320,8 @@ def plan(settings: GymTraining, served: ServedModels | None = None) -> Plan:
             RoleSpec(
                 "learner",
                 Kind.LEARNER,
-                f"{_LEARNER}:{'RolloutLearner' if on_policy else 'ReplayLearner'}",
-                options,
+                f"{_ROLES}.{'on_policy:OnPolicyLearner' if on_policy else 'off_policy:OffPolicyLearner'}",
+                learner,
                 samples=(ROWS,),
                 publishes=CHANNEL,
                 publish_every=1 if on_policy else settings.replayed.publish_interval,
@@ -379,7 +379,7 @@ def factory_of(settings: GymTraining) -> str:
 def columns(settings: GymTraining) -> tuple[str, ...]:
     """Return the columns of metrics.csv."""
     audits = (f"audit_{name}" for name in settings.audit)
-    losses = (*settings.uses.metrics, *(("stale",) if settings.uses.on_policy else ()))
+    losses = (*settings.uses.metrics, *(("stale", "missed", "skipped") if settings.uses.on_policy else ()))
     return (*OF_EVERY_RUN, *losses, "eval_return", "eval_return_std", "eval_length", *audits)
 
 

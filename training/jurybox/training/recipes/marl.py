@@ -10,10 +10,11 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from jurybox.protocol.weights import WeightsLayout
-from jurybox.training.recipes.marl_policies import ON_POLICY, Algorithm, make_network
+from jurybox.training.recipes.marl_policies import ON_POLICY, Algorithm, make_network, spec_of
 from jurybox.training.recipes.marl_worlds import AgentSpaces, agent_spaces, check_names, make_world
 from jurybox.training.replay import Episodes
 from jurybox.training.replay import Field as ReplayField
+from jurybox.training.roles.on_policy import COLUMNS
 from jurybox.training.runtime.plan import (
     Budget,
     ChannelSpec,
@@ -30,7 +31,8 @@ from jurybox.training.runtime.serving import Models, ServedModels
 from jurybox.training.runtime.settings import ServedSettings, merged
 
 _ROLES = "jurybox.training.recipes.marl_roles"
-_LEARNERS = "jurybox.training.recipes.marl_learners"
+_LEARNERS = "jurybox.training.roles"
+_REFINED_PPO = "jurybox.training.algorithms.ppo:RefinedPPO"
 _FACTORY = "jurybox.training.recipes.served_networks:choosing_policy"
 TREASURE = "jurybox.training.environments.treasure:TreasureHunt"
 
@@ -102,7 +104,7 @@ class MarlTraining(ServedSettings):
     )
     publish_interval: int = Field(10, ge=0, description="Learner steps between two publications; 0: only the first.")
     buffer_size: int = Field(10_000, ge=1, description="Capacity of a learner's replay, in transitions.")
-    batch_size: int = Field(64, ge=1, description="Transitions in one optimiser step.")
+    batch_size: int = Field(64, ge=2, description="Transitions in one optimiser step.")
     train_freq: int = Field(4, ge=1, description="Turns per step of every learner.")
     learning_rate: float | None = Field(None, gt=0, description="None: 0.001 with PPO, else 0.00025.")
     learning_starts: int = Field(1000, ge=1, description="Transitions before a learner's first step.")
@@ -281,12 +283,7 @@ def plan(settings: MarlTraining, serve: Callable[[Models], ServedModels] | None 
     }
     on_policy = settings.algorithm == ON_POLICY
     if on_policy:
-        fields |= {
-            "log_probability": ReplayField((), "float32"),
-            "version": ReplayField((), "int64"),
-            "agent": ReplayField((), "int32"),
-            "moment": ReplayField((), "int64"),
-        }
+        fields |= {"log_prob": ReplayField((), "float32"), **COLUMNS}
     names = tuple(of_group)
     # Agents' names may contain characters that are not allowed in models' names.
     models = {group: f"policy/marl-{number}" for number, group in enumerate(names)}
@@ -304,6 +301,10 @@ def plan(settings: MarlTraining, serve: Callable[[Models], ServedModels] | None 
             }
         )
     played = {"environment": environment, "groups": groups, "networks": networks}
+    explored = {
+        name: (own.exploration_initial_eps, own.exploration_final_eps, own.exploration_steps)
+        for name, own in of_group.items()
+    }
     return Plan(
         roles=(
             *(
@@ -311,7 +312,7 @@ def plan(settings: MarlTraining, serve: Callable[[Models], ServedModels] | None 
                     f"actor-{number}",
                     Kind.ACTOR,
                     f"{_ROLES}:TurnTaker",
-                    {**played, "number": number},
+                    {**played, "epsilon": explored, "number": number},
                     writes=names,
                     reads=names,
                 )
@@ -325,7 +326,7 @@ def plan(settings: MarlTraining, serve: Callable[[Models], ServedModels] | None 
                 {
                     **played,
                     "episodes": settings.evaluation_episodes,
-                    "epsilon": {name: own.exploration_final_eps for name, own in of_group.items()},
+                    "epsilon": {name: (last, last, 0) for name, (_, last, _) in explored.items()},
                 },
                 reads=names,
                 evaluate_every=settings.evaluates_every,
@@ -333,7 +334,12 @@ def plan(settings: MarlTraining, serve: Callable[[Models], ServedModels] | None 
             ),
         ),
         replays=tuple(
-            ReplaySpec(name, own.buffer_size, {"observation": agent_space[name].field, **fields}, episodes=Episodes())
+            ReplaySpec(
+                name,
+                own.buffer_size,
+                {**_observed(agent_space[name], own), **fields},
+                episodes=None if on_policy else Episodes(),
+            )
             for name, own in of_group.items()
         ),
         channels=tuple(
@@ -414,13 +420,26 @@ def _of_groups(groups: Mapping[str, str], known: Mapping[str, AgentSpaces]) -> d
     return found
 
 
+def _observed(space: AgentSpaces, settings: MarlTraining) -> dict[str, ReplayField]:
+    """Return the fields of observations: frames, which the sampler stacks, or with PPO whole stacks."""
+    if settings.algorithm != ON_POLICY:
+        return {"observation": space.field}
+    stacked = ReplayField((settings.frames, *space.shape), space.dtype)
+    return {"observation": stacked, "next_observation": stacked}
+
+
 def _learner(settings: MarlTraining, number: int, group: str, network: Mapping[str, Any]) -> RoleSpec:
     devices = torch.cuda.device_count() if settings.device_per_agent else 0
     device = f"cuda:{number % devices}" if devices else "cpu"
     if settings.learner_gpus:
         device = "cuda:0"  # the first of the GPUs that are visible to it, on any machine
-    options: dict[str, Any] = {"learning_rate": settings.rate, "gamma": settings.gamma}
-    made: dict[str, Any] = {"group": group, "network": network, "settings": options}
+    members = settings.n_envs * len(group.split("+"))
+    same: dict[str, Any] = {
+        "learning_rate": settings.rate,
+        "gamma": settings.gamma,
+        "hidden": settings.hidden,
+        "batch_size": settings.batch_size,
+    }
     if settings.algorithm == ON_POLICY:
         rollout = settings.ppo.n_steps * len(group.split("+"))
         if settings.buffer_size < 2 * rollout:
@@ -428,27 +447,32 @@ def _learner(settings: MarlTraining, number: int, group: str, network: Mapping[s
                 f"buffer_size {settings.buffer_size} is too small for {group}: two rollouts of all its agents "
                 f"have {2 * rollout} transitions"
             )
-        options |= {"batch_size": settings.batch_size, **settings.ppo.model_dump(exclude={"n_steps", "max_stale"})}
         # The divergence would be measured from the policies that acted, so that an update on a rollout that is one
         # update old would stop at once.
-        options["target_kl"] = None
-        made |= {"rollout": rollout, "max_stale": settings.ppo.max_stale}
-        make, publish_every = f"{_LEARNERS}:OnPolicyLearner", min(1, settings.publish_interval)
+        rules = {**same, "target_kl": None, **settings.ppo.model_dump(exclude={"n_steps", "max_stale"})}
+        algorithm, own = _REFINED_PPO, {"n_steps": settings.ppo.n_steps, "rules": rules}
+        make, publish_every = f"{_LEARNERS}.on_policy:OnPolicyLearner", min(1, settings.publish_interval)
+        more: dict[str, Any] = {"rollout": rollout, "max_stale": settings.ppo.max_stale}
     else:
-        options |= {"n_steps": settings.n_steps, "target_update_interval": settings.target_update_interval}
-        # The newest rows of each agent in each world have no successor yet.
-        unsampled = settings.n_envs * len(group.split("+")) * (settings.n_steps + 1)
-        made |= {
-            "batch_size": settings.batch_size,
-            "first": max(settings.learning_starts, unsampled + 1),
-            "epsilon": (
-                settings.exploration_initial_eps,
-                settings.exploration_final_eps,
-                settings.exploration_steps,
-            ),
-            "device": device,
+        algorithm = settings.algorithm
+        own = {
+            **same,
+            "n_steps": settings.n_steps,
+            "train_freq": settings.train_freq,
+            "target_update_interval": settings.target_update_interval * settings.train_freq,
         }
-        make, publish_every = f"{_LEARNERS}:ReplayLearner", settings.publish_interval
+        make, publish_every = f"{_LEARNERS}.off_policy:OffPolicyLearner", settings.publish_interval
+        # The newest rows of each agent in each world have no successor yet.
+        unsampled = members * (settings.n_steps + 1)
+        more = {"first": max(settings.learning_starts, unsampled + 1), "stack": settings.frames, "device": device}
+    made = {
+        "replay": group,
+        "algorithm": {"algorithm": algorithm, "settings": own, "spec": spec_of(network).as_dict()},
+        "envs": 1,  # a turn is a step of one world
+        "raw": True,
+        "suffix": f"_{group}",
+        **more,
+    }
     return RoleSpec(
         f"learner-{group}",
         Kind.LEARNER,

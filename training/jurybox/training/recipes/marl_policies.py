@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
-from jurybox.training.algorithms.networks import SeeingActorCritic
+from jurybox.training.algorithms.networks import ActorCritic
 from jurybox.training.algorithms.registry import make
 from jurybox.training.algorithms.served import raw_network
 from jurybox.training.algorithms.torch_states import TorchWeights
@@ -25,22 +25,18 @@ Algorithm = Literal["dqn", "iqn", "ppo"]
 ON_POLICY = "ppo"
 
 
-def make_network(
-    algorithm: str,
-    shape: Sequence[int],
-    actions: int,
-    hidden: Sequence[int],
-    seed: int,
-    dtype: str = "uint8",
-    scale: float = 1.0,
-) -> nn.Module:
-    """Create a network for stacked observations of `shape` (stack, ...); the same seed gives the same network.
+def make_network(algorithm: str, hidden: Sequence[int], seed: int, **seen: Any) -> nn.Module:
+    """Create a network for stacked observations; the same seed gives the same network.
 
     Args:
-        scale: what the network multiplies observations by.
+        seen: arguments of `AgentSpec.stacked`.
     """
-    spec = AgentSpec.stacked(shape, dtype, scale, actions)
-    return raw_network(make(algorithm, {"hidden": hidden}, spec.as_dict()), seed)
+    return raw_network(make(algorithm, {"hidden": hidden}, AgentSpec.stacked(**seen).as_dict()), seed)
+
+
+def spec_of(network: Mapping[str, Any]) -> AgentSpec:
+    """Return what a policy gets and chooses whose network has these arguments, without the seed."""
+    return AgentSpec.stacked(**{name: value for name, value in network.items() if name not in ("algorithm", "hidden")})
 
 
 Observation = npt.NDArray[Any]
@@ -112,21 +108,28 @@ class ValuePolicy(GroupPolicy):
     """A policy that chooses the best action, or with probability epsilon a random one.
 
     Args:
-        epsilon: epsilon in evaluations; that of training is published with the weights.
+        epsilon: first value, last value, and the number of learner steps over which it falls linearly.
         actions: number of actions.
     """
 
-    def __init__(self, context: RoleContext, channel: str, network: nn.Module, *, epsilon: float, actions: int) -> None:
+    def __init__(
+        self, context: RoleContext, channel: str, network: nn.Module, *, epsilon: tuple[float, float, int], actions: int
+    ) -> None:
         super().__init__(context, channel, network)
-        self._network, self._epsilon, self._actions = network, epsilon, actions
+        self._context, self._network, self._epsilon, self._actions = context, network, epsilon, actions
+
+    @property
+    def epsilon(self) -> float:
+        """The probability of a random action with the newest weights."""
+        high, low, steps = self._epsilon
+        return max(low, high - (high - low) * int(self._weights.extra.get("updates", 0)) / max(1, steps))
 
     def act(self, stacked: Observation, random: np.random.Generator) -> tuple[int, Mapping[str, Any]]:
-        return self._choose(stacked, random, float(self._weights.extra.get("epsilon", 0.0))), {}
+        self._context.metrics(epsilon=self.epsilon)
+        return self.play(stacked, random), {}
 
     def play(self, stacked: Observation, random: np.random.Generator) -> int:
-        return self._choose(stacked, random, self._epsilon)
-
-    def _choose(self, stacked: Observation, random: np.random.Generator, epsilon: float) -> int:
+        epsilon = self.epsilon
         # Both numbers are drawn every time, so that epsilon does not affect which numbers are drawn later.
         explores, anything = random.random() < epsilon, int(random.integers(self._actions))
         if explores:
@@ -144,14 +147,14 @@ class SampledPolicy(GroupPolicy):
     number of learner updates before the policy was published.
     """
 
-    def __init__(self, context: RoleContext, channel: str, network: SeeingActorCritic) -> None:
+    def __init__(self, context: RoleContext, channel: str, network: ActorCritic) -> None:
         super().__init__(context, channel, network)
         self._network = network
         self._updates = UpdatesByVersion()
 
     def act(self, stacked: Observation, random: np.random.Generator) -> tuple[int, Mapping[str, Any]]:
-        action, log_probability = self._draw(stacked, random)
-        return action, {"log_probability": log_probability, "version": self._policy_updates()}
+        action, log_prob = self._draw(stacked, random)
+        return action, {"log_prob": log_prob, "updates": self._policy_updates()}
 
     def _policy_updates(self) -> int:
         """Return the number of updates before the policy that just acted was published; a lower bound if unknown."""
@@ -180,24 +183,23 @@ def policies(
     context: RoleContext,
     groups: Mapping[str, str],
     networks: Mapping[str, Mapping[str, Any]],
-    epsilon: Mapping[str, float] | None = None,
+    epsilon: Mapping[str, tuple[float, float, int]],
 ) -> dict[str, GroupPolicy]:
     """Create the policies by agent; the agents of a group share one.
 
     Args:
         groups: name of each agent's group, which is also its channel.
         networks: arguments of `make_network`, by group.
-        epsilon: epsilon in evaluations, by group; 0 by default.
+        epsilon: that of `ValuePolicy`, by group.
     """
     of_group: dict[str, GroupPolicy] = {}
     for group in dict.fromkeys(groups.values()):
         network = make_network(**networks[group], seed=0)
-        if isinstance(network, SeeingActorCritic):
+        if isinstance(network, ActorCritic):
             of_group[group] = SampledPolicy(context, group, network)
         else:
             actions = int(networks[group]["actions"])
-            explores = (epsilon or {}).get(group, 0.0)
-            of_group[group] = ValuePolicy(context, group, network, epsilon=explores, actions=actions)
+            of_group[group] = ValuePolicy(context, group, network, epsilon=epsilon[group], actions=actions)
     return {agent: of_group[group] for agent, group in groups.items()}
 
 

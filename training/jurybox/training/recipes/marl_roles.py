@@ -17,7 +17,7 @@ from jurybox.training.recipes.marl_policies import ON_POLICY, FrameStack, Observ
 from jurybox.training.recipes.marl_worlds import Environment, agent_spaces, encoders, make_world
 from jurybox.training.runtime.role_context import Actor, Evaluator, RoleContext
 
-_STEP_BITS = 40  # low bits of a moment; the bits above are its incarnation
+_STEP_BITS = 40  # low bits of t; the bits above are its incarnation
 
 
 class TurnTaker(Actor):
@@ -32,6 +32,7 @@ class TurnTaker(Actor):
         environment: see `make_world`.
         groups: name of each agent's replay and channel.
         networks: arguments of `make_network` without the seed, by group.
+        epsilon: that of `ValuePolicy`, by group.
         number: number of this actor.
     """
 
@@ -42,6 +43,7 @@ class TurnTaker(Actor):
         environment: Environment,
         groups: Mapping[str, str],
         networks: Mapping[str, Mapping[str, Any]],
+        epsilon: Mapping[str, tuple[float, float, int]],
         number: int = 0,
     ) -> None:
         super().__init__(context)
@@ -49,7 +51,7 @@ class TurnTaker(Actor):
         self.env = make_world(environment)
         self._encoders, self._spaces = encoders(self.env), agent_spaces(self.env)
         self.random = np.random.default_rng(context.seed)
-        self._policies = policies(context, groups, networks)
+        self._policies = policies(context, groups, networks, epsilon)
         self._rows = {agent: context.replay(group).stream() for agent, group in groups.items()}
         self._seen = {
             agent: FrameStack(networks[group]["shape"], networks[group]["dtype"]) for agent, group in groups.items()
@@ -57,17 +59,17 @@ class TurnTaker(Actor):
         # A number for each agent of each world: only rows of the same agent and world follow each other.
         self._numbers = {agent: each for each, agent in enumerate(groups, number * len(groups))}
         self._on_policy = {agent for agent, group in groups.items() if networks[group]["algorithm"] == ON_POLICY}
-        self._pending: dict[str, tuple[Observation, int, Mapping[str, Any]]] = {}
+        self._pending: dict[str, dict[str, Any]] = {}
         self._totals = dict.fromkeys(groups, 0.0)
-        self._gaps = dict.fromkeys(groups, 0)  # added to an agent's moments: one for each time that it left
+        self._gaps = dict.fromkeys(groups, 0)  # added to an agent's t: one for each time that it left
         self._turns = 0
-        self._moment = context.incarnation << _STEP_BITS  # so that no row follows one of an earlier process
+        self._t = context.incarnation << _STEP_BITS  # so that no row follows one of an earlier process
         self._playing = False
 
     def step(self) -> int:
         if not self._playing:
             self._begin()
-        self._moment += 1
+        self._t += 1
         for _ in range(len(self.env.agents)):
             self._take_turn(self.env.agent_selection)
         self._turns += 1
@@ -79,11 +81,11 @@ class TurnTaker(Actor):
 
     def save(self) -> dict[str, Any]:
         # In general a world's state cannot be saved: a resumed run begins a new episode, and this one goes on.
-        return {"random": self.random.bit_generator.state, "moment": self._moment, "gaps": dict(self._gaps)}
+        return {"random": self.random.bit_generator.state, "t": self._t, "gaps": dict(self._gaps)}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         self.random.bit_generator.state = state["random"]
-        self._moment = int(state["moment"])
+        self._t = int(state["t"])
         self._gaps.update(state["gaps"])
 
     def close(self) -> None:
@@ -95,7 +97,7 @@ class TurnTaker(Actor):
         self.env.reset(seed=int(self.random.integers(2**31)))
         self._playing = True
         self._turns = 0
-        self._moment += 1  # so that the episode's rows do not follow those of the previous one
+        self._t += 1  # so that the episode's rows do not follow those of the previous one
         for agent, seen in self._seen.items():
             seen.clear()
             self._totals[agent] = 0.0
@@ -105,24 +107,30 @@ class TurnTaker(Actor):
 
     def _take_turn(self, agent: str) -> None:
         observed, reward, terminated, truncated, _ = self.env.last()
-        observation = self._encoders[agent].row(observed)
+        frame, on_policy = self._encoders[agent].row(observed), agent in self._on_policy
+        stacked = self._seen[agent].add(frame)
+        over = bool(terminated or truncated)
         if agent in self._pending:
             # The result of an action is known at the agent's next turn.
-            before, action, chosen = self._pending.pop(agent)
+            written = self._pending.pop(agent)
             paid = number(reward, f"the reward of {agent}")
-            self._rows[agent].add(observation=before, action=action, reward=paid, terminated=terminated, **chosen)
+            if on_policy:
+                written |= {"next_observation": stacked, "ended": over}
+            self._rows[agent].add(reward=paid, terminated=terminated, **written)
             self._totals[agent] += paid
-        if terminated or truncated:
-            self._rows[agent].end(0, observation=observation)
+        if over:
+            if not on_policy:
+                self._rows[agent].end(0, observation=frame)
             # If the agent returns in this episode, it has no earlier frames, and its rows do not follow those before.
             self._seen[agent].clear()
             self._gaps[agent] += 1
             self.env.step(None)
             return
-        action, chosen = self._policies[agent].act(self._seen[agent].add(observation), self.random)
-        if agent in self._on_policy:
-            chosen = {**chosen, "agent": self._numbers[agent], "moment": self._moment + self._gaps[agent]}
-        self._pending[agent] = (observation, action, chosen)
+        action, chosen = self._policies[agent].act(stacked, self.random)
+        if on_policy:
+            t = self._t + self._gaps[agent]
+            chosen = {**chosen, "environment": self._numbers[agent], "t": t}
+        self._pending[agent] = {"observation": stacked.copy() if on_policy else frame, "action": action, **chosen}
         self.env.step(action + self._spaces[agent].first)
 
     def _end(self) -> None:
@@ -136,7 +144,7 @@ class PlayingEvaluator(Evaluator):
 
     Args:
         episodes: number of episodes.
-        epsilon: epsilon of value-based policies, by group; other policies draw their actions as in training.
+        epsilon: that of `ValuePolicy`, by group; other policies draw their actions as in training.
     """
 
     def __init__(
@@ -147,7 +155,7 @@ class PlayingEvaluator(Evaluator):
         groups: Mapping[str, str],
         networks: Mapping[str, Mapping[str, Any]],
         episodes: int,
-        epsilon: Mapping[str, float],
+        epsilon: Mapping[str, tuple[float, float, int]],
     ) -> None:
         super().__init__(context)
         torch.set_num_threads(context.spec.threads)

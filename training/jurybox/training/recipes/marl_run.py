@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Unpack
 
+from jurybox.training.algorithms.ppo import PPO
 from jurybox.training.recipes.launchers import check_gpus
 from jurybox.training.recipes.marl import MarlTraining, plan
 from jurybox.training.recipes.recorded_run import RecordingOptions, recorded_run
@@ -56,7 +57,7 @@ def _columns(planned: Plan) -> tuple[str, ...]:
     names = sorted({agent for group in agents for agent in group.split("+")})
     return (
         *COLUMNS,
-        *("epsilon",) * any("epsilon" in role.settings for role in planned.roles if role.kind is Kind.LEARNER),
+        *(("epsilon",) if "stale" not in _learner_columns(planned) else ()),
         *(f"{what}_{group}" for what in _learner_columns(planned) for group in agents),
         *(f"return_{name}" for name in names),
         "eval_return",
@@ -68,7 +69,7 @@ def _columns(planned: Plan) -> tuple[str, ...]:
 def _learner_columns(planned: Plan) -> tuple[str, ...]:
     """Return the names of each learner's metrics."""
     on_policy = any("rollout" in role.settings for role in planned.roles)
-    return ("loss", "entropy", "stale", "missed", "skipped") if on_policy else ("loss",)
+    return (*PPO.metrics, "stale", "missed", "skipped") if on_policy else ("loss",)
 
 
 def report(

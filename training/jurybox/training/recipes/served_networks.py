@@ -16,7 +16,7 @@ from jurybox.protocol import TensorSpec
 from jurybox.server.models import ServedModel
 from jurybox.training.algorithms import served
 from jurybox.training.algorithms.base import AlgorithmUnusable
-from jurybox.training.algorithms.networks import Actor, ActorCritic, Policy
+from jurybox.training.algorithms.networks import Actor, ActorCritic, Features, Policy
 from jurybox.training.algorithms.registry import ALGORITHMS
 from jurybox.training.algorithms.td3_actor import CLIP
 from jurybox.training.algorithms.torch_states import perceptron
@@ -57,21 +57,15 @@ def gym_policy(algorithm: str, settings: Mapping[str, Any], spec: Mapping[str, A
     return served.policy(algorithm, settings, spec)
 
 
-class _Named(ActorCritic):
-    """The network with named outputs. Its weights have the names that the learner publishes."""
-
-    def forward(self, observation: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
-        return {"logits": self.actor(observation), "value": self.critic(observation).squeeze(-1)}
-
-
 def actor_critic(observation: int, actions: int, hidden: Sequence[int]) -> ServedModel:
     """A network from float32 (observation,) to logits (actions,) and a value in the learner's scale."""
-    return _served(_Named(observation, actions, hidden), (observation,), {"logits": (actions,), "value": ()})
+    network = ActorCritic(Features(observation), actions, hidden)
+    return _served(network, (observation,), {"logits": (actions,), "value": ()})
 
 
 class _Masked(ActorCritic):
     def __init__(self, inputs: int, actions: int, hidden: Sequence[int]) -> None:
-        super().__init__(inputs, actions, hidden)
+        super().__init__(Features(inputs), actions, hidden)
         self._inputs = inputs
 
     def forward(self, observation: Tensor) -> Tensor:  # type: ignore[override]

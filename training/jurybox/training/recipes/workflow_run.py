@@ -231,7 +231,7 @@ def _save(trainer: WorkflowTrainer, folder: Path, seconds: float, restarts: int)
     document = {"seconds": seconds, "restarts": restarts, "environments": streams}
     with interrupts.held(), Checkpoints(folder / "checkpoints").writing(trainer.env_steps, document) as scratch:
         write_state(scratch / "search.state", trainer.state())
-        _write_policy(scratch, trainer, trainer.last or trainer.learner.network.state_dict())
+        _write_policy(scratch, trainer, trainer.last or trainer.learner.acting.state_dict())
 
 
 def _keep_best(trainer: WorkflowTrainer, folder: Path) -> None:
@@ -242,7 +242,7 @@ def _keep_best(trainer: WorkflowTrainer, folder: Path) -> None:
     with interrupts.held():
         scratch = checkpoints.begin()
         try:
-            _write_policy(scratch, trainer, trainer.learner.network.state_dict())
+            _write_policy(scratch, trainer, trainer.learner.acting.state_dict())
             document = {"env_steps": trainer.env_steps, "numbers": numbers, "versions": {}}
             write_atomically(scratch / EVALUATION, json.dumps(document, indent=1))
             checkpoints.keep_best(scratch)

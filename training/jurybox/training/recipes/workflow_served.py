@@ -15,7 +15,7 @@ import torch
 from jurybox.client import Model, Publisher, Timeout, connect
 from jurybox.client.remote.weights import RemotePublisher
 from jurybox.training import interrupts
-from jurybox.training.algorithms.ppo import PPOLearner
+from jurybox.training.algorithms.ppo import PPO
 from jurybox.training.environments.cage.tables import N_ACTIONS
 from jurybox.training.runtime.plan import RunError
 from jurybox.training.runtime.serving import served_models
@@ -52,18 +52,18 @@ class ServedPolicy:
     """
 
     def __init__(
-        self, learner: PPOLearner, model: Model, publisher: Publisher | RemotePublisher, adopted: float = _ADOPTED
+        self, learner: PPO, model: Model, publisher: Publisher | RemotePublisher, adopted: float = _ADOPTED
     ) -> None:
         self._learner, self._model, self._publisher = learner, model, publisher
         self._timeout = adopted
-        self._published: tuple[int, int] | None = None  # learner steps, version
+        self._published: tuple[int, int] | None = None  # gradient steps, version
 
     def act(
         self, observations: Floats, masks: npt.NDArray[np.bool_] | None = None, *, greedy: bool = False
     ) -> tuple[npt.NDArray[np.int64], Floats, Floats]:
-        steps = self._learner.learner_steps
+        steps = self._learner.gradient_steps
         if self._published is None or self._published[0] != steps:
-            version = self._publisher.publish(self._learner.network.state_dict())
+            version = self._publisher.publish(self._learner.acting.state_dict())
             self._published = steps, version
         outputs = self._infer(observations)
         logits, values = (torch.from_numpy(np.array(outputs[name])) for name in ("logits", "value"))
@@ -92,7 +92,7 @@ class ServedPolicy:
 
 
 @contextmanager
-def served_policy(settings: WorkflowTraining, log: Path) -> Iterator[Callable[[PPOLearner], Any] | None]:
+def served_policy(settings: WorkflowTraining, log: Path) -> Iterator[Callable[[PPO], Any] | None]:
     """Provide a function that creates a learner's served policy; None if the policy is local.
 
     Use it in a ``with`` statement; the policy is served until the end of the block.

@@ -28,27 +28,33 @@ class Cursor:
     Attributes:
         at: the ticket of the next row; begins after all tickets issued so far. Tickets, not counts of added rows,
             determine slots: a writer skips a slot that another writer holds (for example a killed one).
+        missed: rows that were overwritten or given up before they were taken.
     """
 
     def __init__(self, replay: Parts) -> None:
         self._part = replay.parts[0]
         self._fields = replay.layout.fields
         self._offsets = replay.layout.slot.offsets
+        self.missed = 0
         self.at = int(self._part.ring.reserved)
 
     def resume(self, at: int) -> None:
         """Continue where another cursor stood, `at`, when the replay was saved whose rows were restored here.
 
         Rows that were added since the restore come next, even those that were added before this cursor was made. A
-        replay that was not restored, or not under its old tickets, has issued fewer: its rows so far are skipped.
+        replay that was not restored, or not under its old tickets, has issued fewer: its rows so far are skipped. What
+        the ring holds no longer counts as seen, not as missed.
         """
-        self.at = min(at, int(self._part.ring.reserved))
+        ring = self._part.ring
+        newest = int(ring.reserved)
+        self.at = min(max(at, int(ring.tail), newest - self._part.capacity), newest)
 
     def take(self) -> dict[str, npt.NDArray[np.generic]]:
         """The new rows since the last call, by field: (n, *shape)."""
         part, ring = self._part, self._part.ring
         end = int(ring.reserved)
         first = max(self.at, end - part.capacity, int(ring.tail))
+        self.missed += first - self.at
         slots = np.zeros((max(0, end - first), part.slots.shape[1]), np.uint8)
         taken, ticket = 0, first
         while ticket < end:  # to the ring's last slot, and on from its first
@@ -59,8 +65,7 @@ class Cursor:
         # An even word that names the row: it is whole. What its writer has not finished, or has overwritten, is not.
         words = np.ascontiguousarray(slots[:, :8]).view(np.uint64)[:, 0]
         written = words == 2 * np.arange(first, first + len(slots), dtype=np.uint64) + 2
-        if written.any():
-            self.at = first + int(np.flatnonzero(written)[-1]) + 1
+        self.at = first + (int(np.flatnonzero(written)[-1]) + 1 if written.any() else 0)
         rows = slots[written]
         return {name: self._column(rows, name) for name in self._fields}
 

@@ -15,8 +15,8 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from jurybox.training.algorithms.base import Rollout
-from jurybox.training.algorithms.ppo import PPOLearner
+from jurybox.training.algorithms.base import Progress, Rollout
+from jurybox.training.algorithms.ppo import PPO, RefinedPPO
 from jurybox.training.algorithms.torch_states import as_tensors
 from jurybox.training.contract import check_losses
 from jurybox.training.environments.cage.tables import N_ACTIONS
@@ -142,7 +142,7 @@ class WorkflowTrainer:
 
     @property
     def learner_steps(self) -> int:
-        return self._learner_steps + self.learner.learner_steps
+        return self._learner_steps + self.learner.gradient_steps
 
     @property
     def order(self) -> Order | None:
@@ -206,9 +206,12 @@ class WorkflowTrainer:
     def _learn(self, rollout: Rollout) -> dict[str, float]:
         self.updates += 1
         assert rollout.valid is not None
-        metrics = self.learner.update(rollout) if rollout.valid.any() else {}
+        if not rollout.valid.any():
+            return {}
+        found = self.learner.update(rollout, Progress(self.episodes, self.settings.total_episodes))
+        metrics = {name: float(value) for name, value in found.metrics.items()}
         check_losses(metrics)
-        return metrics
+        return {**metrics, "learner_steps": float(self.learner.gradient_steps)}
 
     def evaluate(
         self, order: Order | Sequence[Order] | None, episodes: int, *, with_orders: bool = True, fresh: bool = True
@@ -311,7 +314,7 @@ class WorkflowTrainer:
             "best": self.best,
             "prices": [asdict(each) for each in self.prices],
             "kept": self._kept,
-            "learner": self.learner.state(),
+            "learner": self.learner.state_dict(),
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -330,7 +333,7 @@ class WorkflowTrainer:
         ]
         kept = state["kept"]
         self._kept = None if kept is None else (kept[0], as_tensors(kept[1]))
-        self.learner.restore(state["learner"])
+        self.learner.load_state_dict(state["learner"])
         self._policy = self._make_policy(self.learner)
         if self.phase == DONE and self.episodes < self.settings.total_episodes:
             # The run has got a larger budget since its end: the search goes on with the policy that was evaluated.
@@ -340,7 +343,7 @@ class WorkflowTrainer:
         self._proposal = self.search.propose()
         self._began = self.episodes
         if not self.settings.inherit:
-            self._learner_steps += self.learner.learner_steps
+            self._learner_steps += self.learner.gradient_steps
             self.learner, self._policy = self._new_learner()
 
     def _update_phase(self, played: Episodes) -> None:
@@ -380,15 +383,15 @@ class WorkflowTrainer:
             return
         returns = float(comparable.returns.mean())
         if self._kept is None or returns > self._kept[0]:
-            self._kept = (returns, copy.deepcopy(self.learner.network.state_dict()))
+            self._kept = (returns, copy.deepcopy(self.learner.acting.state_dict()))
 
     def _conclude(self) -> None:
         settings = self.settings
         if self.best is None and self.search.trace:
             self.best = max(self.search.trace, key=lambda trial: trial.score).order
-        self.last = copy.deepcopy(self.learner.network.state_dict())
+        self.last = copy.deepcopy(self.learner.acting.state_dict())
         if self._kept is not None:
-            self.learner.network.load_state_dict(self._kept[1])
+            self.learner.acting.load_state_dict(self._kept[1])
             self._policy = self._make_policy(self.learner)
         self.final = self.evaluate(self.best, 10 * settings.evaluation_episodes)
         if self._mixes:
@@ -404,10 +407,11 @@ class WorkflowTrainer:
             found.append(OrderEvaluation(kind, self.evaluate(orders, episodes), anyway.obedience))
         return found
 
-    def _new_learner(self) -> tuple[PPOLearner, MaskedPolicy]:
+    def _new_learner(self) -> tuple[PPO, MaskedPolicy]:
         # Without inheritance each workflow gets a network of its own, from a seed of its own.
         seed = np.random.SeedSequence((self.settings.seed, len(self.tried))).generate_state(1)[0]
-        learner = PPOLearner(INPUTS, N_ACTIONS, self.settings.ppo, int(seed))
+        learner = RefinedPPO.of(self.settings.ppo, INPUTS, N_ACTIONS)
+        learner.setup(int(seed), "cpu")
         return learner, self._make_policy(learner)
 
 

@@ -1,0 +1,117 @@
+"""What both learners have in common: the algorithm, the network that it publishes, statistics of observations."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import nn
+
+from jurybox.protocol.weights.reader import WeightsReader
+from jurybox.training.algorithms.base import AlgorithmUnusable, Progress, Update
+from jurybox.training.algorithms.networks import features_of
+from jurybox.training.algorithms.registry import make
+from jurybox.training.algorithms.statistics import Normaliser
+from jurybox.training.algorithms.torch_states import as_tensors
+from jurybox.training.runtime.role_context import Learner, RoleContext
+
+
+class AlgorithmLearner(Learner):
+    """Base class of the learners of an algorithm. It publishes the acting network.
+
+    Args:
+        replay: name of its replay.
+        algorithm: arguments of `algorithms.make`.
+        envs: environments whose rows it gets, over all workers.
+        device: where it computes.
+        raw: whether rows hold the environment's own observations instead of packed ones, see `Algorithm.raw`.
+        suffix: of its metrics' names, where several learners report.
+
+    Attributes:
+        updates: number of updates so far.
+    """
+
+    def __init__(
+        self,
+        context: RoleContext,
+        *,
+        replay: str,
+        algorithm: Mapping[str, Any],
+        envs: int,
+        device: str = "cpu",
+        raw: bool = False,
+        suffix: str = "",
+    ) -> None:
+        super().__init__(context)
+        torch.set_num_threads(context.spec.threads)
+        self.seed = int(np.random.SeedSequence([context.plan.seed, context.number]).generate_state(1)[0])
+        self.updates = 0
+        self.name, self._suffix = str(algorithm["algorithm"]), suffix
+        self.replay = context.replay(replay)
+        self.algorithm = made = make(**algorithm)
+        made.envs, made.alive, made.raw = envs, context.alive, raw
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self.seed)
+            made.setup(self.seed, device)
+        if not isinstance(getattr(made, "acting", None), nn.Module):
+            raise AlgorithmUnusable(f"{self.name}.setup has not set `acting`, the network that is published")
+        self._features = features_of(*(part for part in made.parts().values() if isinstance(part, nn.Module)))
+        self._normaliser = Normaliser(made.spec.numbers) if made.spec.normalize else None
+        # In a serial run this is the caller's thread, which goes on after the training.
+        torch.set_flush_denormal(True)
+
+    @property
+    def progress(self) -> Progress:
+        """How far the training is: the env steps at which this update is due."""
+        plan = self.context.plan
+        return Progress(plan.pace.env_steps(self.updates, 0), plan.budget.steps)
+
+    def learn(self, batch: Any) -> Mapping[str, float | torch.Tensor]:
+        """Make one update, and return its metrics."""
+        found: Any = self.algorithm.update(batch, self.progress)  # an algorithm may be anyone's
+        if not isinstance(found, Update):
+            what = f"{self.name}.update returned a {type(found).__name__}"
+            raise AlgorithmUnusable(f"{what}, expected base.Update(metrics)")
+        self.updates += 1
+        return found.metrics
+
+    def tell(self, **metrics: float | torch.Tensor) -> None:
+        """Report metrics under their names with the suffix."""
+        self.context.metrics(**{f"{name}{self._suffix}": float(value) for name, value in metrics.items()})
+
+    def publication(self) -> tuple[Any, dict[str, Any] | None]:
+        seen = 0 if self._normaliser is None else self._normaliser.count
+        return self.algorithm.acting, {"updates": self.updates, "seen": seen}
+
+    def close(self) -> None:
+        torch.set_flush_denormal(False)
+
+    def see(self, rows: npt.NDArray[Any]) -> None:
+        """Update the statistics with these observations, and apply them to the networks."""
+        if self._normaliser is not None:
+            self._normaliser.update(self._features[0].raw_numbers(torch.from_numpy(rows)).numpy())
+            for each in self._features:
+                each.use(*self._normaliser.shift_and_scale())
+
+    def save(self) -> dict[str, Any]:
+        statistics = {} if self._normaliser is None else self._normaliser.state_dict()
+        return {"learner": self.algorithm.state_dict(), "statistics": statistics, "updates": self.updates}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self.algorithm.load_state_dict(state["learner"])
+        self.algorithm.restored = True
+        if self._normaliser is not None:
+            self._normaliser.load_state_dict(state["statistics"])
+        self.updates = int(state["updates"])
+
+    def adopt(self, published: WeightsReader) -> None:
+        state, _, extra = published.read()
+        self.updates = int(extra["updates"])
+        self.algorithm.load_published(as_tensors(state), self.updates)
+        self.adopted(extra)
+
+    def adopted(self, extra: Mapping[str, Any]) -> None:
+        """Go on from what was published with the weights."""
