@@ -62,7 +62,11 @@ def test_agents_with_all_kinds_of_observations_learn_together(tmp_path, algorith
     )
     assert rows["uint16"].max() > 255 and rows["uint8"].max() > 200
     assert np.abs(rows["int64"]).max() > 2**31 and rows["float64"].dtype == np.float32
-    one_hot, two_hot = (np.unpackbits(rows[kind], axis=1) for kind in ("discrete", "multi_discrete"))
+    # A replay's rows are frames, packed into bits; those of a rollout are stacks, the newest frame last.
+    one_hot, two_hot = (
+        rows[kind][:, -1] if algorithm == "ppo" else np.unpackbits(rows[kind], axis=1)
+        for kind in ("discrete", "multi_discrete")
+    )
     assert (one_hot.sum(1) == 1).all() and (one_hot.sum(0) > 0).sum() == 5
     assert (two_hot.sum(1) == 2).all() and (two_hot.sum(0) > 0).sum() == 5
 
@@ -236,8 +240,13 @@ def test_an_agent_that_returns_starts_fresh(tmp_path, monkeypatch, base, says):
     checkpoint = Checkpoints(tmp_path / "checkpoints").latest()
     with Replay.load(checkpoint.folder / "replay-guest.jbr", f"guests-{os.getpid()}") as replay:
         replay.unlink()
-        batch = replay.sample(200, replay.batch(200, Windows(n_step=1, gamma=1.0, next=("observation",))))
-        now, after, goes_on = batch["observation"], batch["next_observation"], batch["discount"] > 0
+        if base is PPO:  # its rows hold the stacks before and after an action, the newest frame last
+            part, n = replay.parts[0], len(replay)
+            now, after = (part.field_rows(name, 0, n)[:, -1].copy() for name in ("observation", "next_observation"))
+            goes_on = part.field_rows("terminated", 0, n) == 0
+        else:
+            batch = replay.sample(200, replay.batch(200, Windows(n_step=1, gamma=1.0, next=("observation",))))
+            now, after, goes_on = batch["observation"], batch["next_observation"], batch["discount"] > 0
     assert (after[goes_on][:, 0] >= now[goes_on][:, 0]).all()
     same = now[goes_on][:, 0] == after[goes_on][:, 0]
     # If it is just gone, its observation after its last turn is unknown: the last one is used instead.
