@@ -64,6 +64,7 @@ model = "counting"
 listen = "127.0.0.1:0"
 clients = 2
 timeout = 0.5
+ping = 2.0
 """
 FULL = """
 [robots.full]
@@ -275,6 +276,19 @@ def test_health_is_served_by_plain_http(addresses):
         assert (answer.status, answer.read()) == (200, b"OK\n")
     with pytest.raises(urllib.error.HTTPError):  # other paths are for websockets only
         urllib.request.urlopen(f"http://{addresses['arm']}/", timeout=60)
+
+
+def test_a_robot_that_answers_no_ping_is_disconnected_after_the_ports_time(addresses):
+    host, _, port = addresses["late"].rpartition(":")
+    key = "Sec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\nSec-WebSocket-Version: 13\r\n"
+    with socket.create_connection((host, int(port)), 15) as connection:  # less than the first ping takes by default
+        head = f"GET / HTTP/1.1\r\nHost: {host}\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n{key}\r\n"
+        connection.sendall(head.encode())
+        came = b""
+        while part := connection.recv(1 << 16):  # until the server closes
+            came += part
+    assert b"\x89\x04" in came, "a ping, whose payload has four bytes"
+    assert b"keepalive ping timeout" in came
 
 
 def test_a_web_page_may_not_steer_a_robot(addresses):

@@ -416,6 +416,7 @@ class RobotSettings(_Strict):
     listen: Annotated[str, AfterValidator(check_host_port)]
     clients: int = Field(default=64, ge=1, le=1024)
     timeout: Seconds = 60.0
+    ping: Seconds = 20.0
     metadata: dict[str, JsonValue] = {}
     unprotected: bool = False
     like: Literal["n1.5", "n1.6"] = "n1.6"

@@ -36,7 +36,6 @@ from jurybox.server.settings.endpoints import listen
 
 VLLM_OMNI = "/v1/realtime/robot/openpi"  # the path of vllm-omni's variant
 _MOST_WITHIN = 86_400.0  # seconds, largest `answer_within` of a request
-_PING = 20.0  # seconds between two pings, and until a connection without a pong is closed
 _MOST_IN_LOOP = 1 << 20  # bytes of the largest frame that is decoded in the event loop, not in a thread
 # Of a close (rfc-editor.org/rfc/rfc6455, section 7.4.1; IANA's registry).
 _INTERNAL_ERROR, _SERVICE_RESTART = 1011, 1012
@@ -51,6 +50,7 @@ class RobotServer(RobotDoor):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self._open: set[RobotConnection] = set()
+        self._ping = float(self.settings["ping"])
         self._metadata = packb(self.settings["metadata"])
         self._socket = listen(self.settings["listen"], self.setting)
         self.bound = bound_name(*self._socket.getsockname()[:2])
@@ -72,8 +72,8 @@ class RobotServer(RobotDoor):
             max_size=self.access.max_message,
             max_queue=1,  # frames read ahead of the one being answered
             open_timeout=10,
-            ping_interval=_PING,
-            ping_timeout=_PING,
+            ping_interval=self._ping,
+            ping_timeout=self._ping,
             close_timeout=GRACE,
             server_header=None,
             logger=_silent,
