@@ -153,12 +153,16 @@ class _Counted:
         if self._since is None:
             super().data_received(data)  # type: ignore[misc]
             return
-        if not self._broken:
-            over = self._drop(data)
-        else:
-            self._dropped += len(data)
-            over = self._dropped > _MOST_DROPPED
-        if over:
+        if self._broken:
+            self._drop_invalid(data)
+        elif self._drop(data):
+            self.transport._transport.close()
+
+    def _drop_invalid(self, data: bytes) -> None:
+        """Drop bytes that are no request, up to a bound."""
+        self._heard = time.monotonic()
+        self._dropped += len(data)
+        if self._dropped > _MOST_DROPPED:
             self.transport._transport.close()
 
     async def _in_turn(self, scope: Any, receive: Any, send: Any) -> None:
@@ -404,6 +408,7 @@ else:
             httptools calls `on_header` only for a complete header, so a header without end is counted here.
             """
             if self._invalid is not None:  # what follows is no request
+                self._drop_invalid(data)
                 return
             self._loose += len(data)
             super().data_received(data)
