@@ -12,7 +12,7 @@ from jurybox.client.juror_rows import fitted
 from jurybox.client.row_codec import codec_of
 from jurybox.protocol import ModelSpec, TensorSpec
 from jurybox.server.gateway.inference.tensors import TypedData
-from jurybox.server.gateway.robots.observations import _text
+from jurybox.server.gateway.robots.observations import _texts
 from jurybox.server.inproc import InprocServer
 from tests import open_models
 
@@ -38,7 +38,7 @@ def test_half_a_surrogate_pair_is_no_observation_no_reward_and_no_request_either
     with pytest.raises(SpecMismatch, match=WHAT_TO_DO):
         fitted("text", TEXT, HALF)
     with pytest.raises(SpecMismatch, match=WHAT_TO_DO):
-        _text("text", TEXT, np.array(HALF))
+        _texts("text", TEXT, np.array(HALF), 1)
     with pytest.raises(SpecMismatch, match=WHAT_TO_DO):
         TypedData("text", [HALF]).strings(1, TEXT)
 

@@ -81,7 +81,7 @@ def test_the_pythons_that_are_named_are_those_that_are_tried() -> None:
     assert classified == list(tried.VERSIONS)
     server = [version for version in tried.VERSIONS if tried.minor(version) >= tried.SERVER_FROM]
     training = [version for version in server if version not in tried.WITHOUT_TRAINING]
-    told = f"Python {', '.join(training[:-1])} or {training[-1]} with its headers"
+    told = f"Python {', '.join(training[:-1])} or {training[-1]}"
     for page in ("README.md", "docs/start.md"):
         assert told in (ROOT / page).read_text(), page
     assert f"| Python | {tried.VERSIONS[0]} to {tried.VERSIONS[-1]} | {training[0]} to {training[-1]}" in PAGE
