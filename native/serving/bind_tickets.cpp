@@ -404,12 +404,13 @@ void bind_tickets(nb::module_& m) {
         .def_prop_ro("overdue", &ArrivalTracker::overdue, nb::lock_self(), "Those of them that were answered before the last batch.")
         .def(
             "came",
-            [](ArrivalTracker& self, nb::handle tickets, std::int64_t now, std::int64_t quick_ns) {
+            [](ArrivalTracker& self, nb::handle tickets, std::int64_t now, std::int64_t quick_ns, std::int64_t prompt_ns) {
                 const Read these(tickets);
-                self.came(these.records<const Ticket>(), these.rows(), now, quick_ns);
+                self.came(these.records<const Ticket>(), these.rows(), now, quick_ns, prompt_ns);
             },
-            nb::arg("tickets"), nb::arg("now"), nb::arg("quick_ns"), nb::lock_self(),
-            "Record tickets that arrived; a client is quick if it sends within quick_ns of its last answer.")
+            nb::arg("tickets"), nb::arg("now"), nb::arg("quick_ns"), nb::arg("prompt_ns") = 0, nb::lock_self(),
+            "Record tickets that arrived; a client is quick if its ticket arrives within quick_ns of its last answer, and prompt "
+            "if it was sent within prompt_ns.")
         .def(
             "answered",
             [](ArrivalTracker& self, nb::handle tickets, std::int64_t now) {
@@ -417,7 +418,9 @@ void bind_tickets(nb::module_& m) {
                 self.answered(these.records<const Ticket>(), these.rows(), now);
             },
             nb::arg("tickets"), nb::arg("now"), nb::lock_self(), "Record tickets that were answered, as the last batch.")
-        .def("stays_away", &ArrivalTracker::stays_away, nb::lock_self(), "Stop waiting for the overdue clients, until they are quick again.");
+        .def_prop_ro("prompt", &ArrivalTracker::prompt, nb::lock_self(), "Those that are away and were prompt the last time.")
+        .def("stays_away", &ArrivalTracker::stays_away, nb::lock_self(), "Stop waiting for the overdue clients, until they are quick again.")
+        .def("not_prompt", &ArrivalTracker::not_prompt, nb::lock_self(), "Stop waiting for the prompt clients, until they are prompt again.");
 }
 
 }  // namespace jurybox

@@ -281,14 +281,22 @@ class ArrivalTracker {
     // How many of them were answered before the last batch, so that they have had its whole time to send.
     std::size_t overdue() const { return away_ - recent_; }
 
-    // Record tickets that have arrived. A client is quick if it sends within `quick_ns` of its last answer.
-    void came(const Ticket* tickets, std::size_t n, std::int64_t now, std::int64_t quick_ns) {
+    // How many of them were prompt the last time.
+    std::size_t prompt() const { return prompt_; }
+
+    // Record tickets that have arrived. A client is quick if its ticket arrives within `quick_ns` of its last answer, and
+    // prompt if it was sent within `prompt_ns`.
+    void came(const Ticket* tickets, std::size_t n, std::int64_t now, std::int64_t quick_ns, std::int64_t prompt_ns = 0) {
         for (std::size_t i = 0; i < n; ++i) {
             if (tickets[i].lane >= lanes_.size()) continue;
             Pace& pace = lanes_[tickets[i].lane];
-            pace.quick = now - pace.answered <= quick_ns;
             away_ -= pace.away;
             recent_ -= pace.away && pace.batch == batch_;
+            prompt_ -= pace.away && pace.prompt;
+            pace.quick = now - pace.answered <= quick_ns;
+            const std::int64_t sent = std::min(tickets[i].submitted, now);  // by the client's own account
+            const bool soon = sent <= pace.answered || sent - pace.answered <= prompt_ns;
+            pace.prompt = pace.quick && prompt_ns > 0 && soon;
             pace.away = false;
         }
     }
@@ -304,6 +312,7 @@ class ArrivalTracker {
             recent_ += pace.quick && !(pace.away && pace.batch == batch_);  // a lane may have several tickets in a batch
             pace.batch = batch_;
             away_ += std::size_t{pace.quick} - std::size_t{pace.away};
+            prompt_ += std::size_t{pace.prompt && !pace.away};
             pace.away = pace.quick;
         }
     }
@@ -311,20 +320,34 @@ class ArrivalTracker {
     // Stop waiting for the clients that are overdue now, until they are quick again.
     void stays_away() {
         for (Pace& pace : lanes_) {
-            if (pace.away && pace.batch != batch_) pace.quick = pace.away = false;
+            if (pace.away && pace.batch != batch_) leave(pace);
         }
-        away_ = recent_;
+    }
+
+    // The same for the prompt clients.
+    void not_prompt() {
+        for (Pace& pace : lanes_) {
+            if (pace.away && pace.prompt) leave(pace);
+        }
     }
 
   private:
     struct Pace {
         std::int64_t answered = 0;
         std::uint64_t batch = 0;  // the one that answered it last
-        bool quick = false;
+        bool quick = false, prompt = false;
         bool away = false;
     };
+
+    void leave(Pace& pace) {
+        --away_;
+        recent_ -= pace.batch == batch_;
+        prompt_ -= pace.prompt;
+        pace.quick = pace.prompt = pace.away = false;
+    }
+
     std::vector<Pace> lanes_;
-    std::size_t away_ = 0, recent_ = 0;  // `recent_` of `away_` were answered with the last batch
+    std::size_t away_ = 0, recent_ = 0, prompt_ = 0;  // `recent_` of `away_` were answered with the last batch
     std::uint64_t batch_ = 0;
 };
 

@@ -167,6 +167,38 @@ void a_client_is_away_from_its_answer_until_it_sends_again() {
     CHECK(tracker.away() == 0 && tracker.overdue() == 0);
 }
 
+Ticket sent(std::uint32_t lane, std::int64_t at) {
+    Ticket one = ticket(lane, 77, lane, 1);
+    one.submitted = at;
+    return one;
+}
+
+void a_client_is_prompt_by_when_it_sent_not_by_when_its_ticket_was_seen() {
+    ArrivalTracker tracker(4);
+    const Ticket three[] = {sent(0, 10), sent(1, 10), sent(2, 10)};
+    tracker.came(three, 3, 100, 1'000'000, 500);
+    tracker.answered(three, 3, 1000);
+    CHECK(tracker.away() == 3 && tracker.prompt() == 3);
+    const Ticket again[] = {sent(0, 1400), sent(1, 1600), sent(2, std::int64_t{1} << 62)};
+    tracker.came(again, 3, 5000, 1'000'000, 500);
+    CHECK(tracker.away() == 0 && tracker.prompt() == 0);
+    tracker.answered(again, 3, 6000);
+    CHECK(tracker.away() == 3 && tracker.prompt() == 1);  // 400 after its answer; 600; and a lie: not later than it was seen
+    tracker.answered(again, 1, 7000);                     // a second ticket of the same client
+    CHECK(tracker.away() == 3 && tracker.prompt() == 1 && tracker.overdue() == 2);
+    tracker.not_prompt();
+    CHECK(tracker.away() == 2 && tracker.prompt() == 0 && tracker.overdue() == 2);
+    tracker.came(again, 3, 7100, 1'000'000, 0);  // nobody is prompt if nobody is to be waited for
+    tracker.answered(again, 3, 8000);
+    CHECK(tracker.away() == 3 && tracker.prompt() == 0);
+    Ticket old = sent(3, std::int64_t{-1} << 62);
+    tracker.came(&old, 1, 9000, 1'000'000, 500);  // sent before its last answer, as in a pipeline
+    tracker.answered(&old, 1, 9500);
+    CHECK(tracker.prompt() == 1);
+    tracker.stays_away();
+    CHECK(tracker.away() == 1 && tracker.prompt() == 1);
+}
+
 void a_ticket_of_a_lane_that_does_not_exist_is_not_tracked() {
     ArrivalTracker tracker(4);
     const Ticket beyond[] = {ticket(4, 77, 0, 1), ticket(~std::uint32_t{0}, 77, 0, 1)};  // any process can write such ones
@@ -184,6 +216,7 @@ int main() {
     who_sees_a_lease_sees_its_rows();
     only_tensors_of_the_promised_form_are_taken();
     a_client_is_away_from_its_answer_until_it_sends_again();
+    a_client_is_prompt_by_when_it_sent_not_by_when_its_ticket_was_seen();
     a_ticket_of_a_lane_that_does_not_exist_is_not_tracked();
     std::puts("ok");
 }

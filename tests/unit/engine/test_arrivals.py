@@ -122,7 +122,8 @@ class World:
     def collect(self, out):
         due = sorted(lane for lane, at in self.asks.items() if at <= self.now)
         for i, lane in enumerate(due):
-            record = PACK_TICKET.pack(self.asks.pop(lane), lane + 1, 0, self.now, lane, lane, 1, 0, 0, 0)
+            asked = self.asks.pop(lane)
+            record = PACK_TICKET.pack(asked, lane + 1, 0, asked, lane, lane, 1, 0, 0, 0)
             out[i] = np.frombuffer(record, TICKET)[0]
         return len(due)
 
@@ -185,3 +186,32 @@ def test_clients_that_think_long_are_served_as_they_come(world):
     thinkers = world([3_000_000 + 170_000 * i for i in range(8)])
     thinkers.run(200)
     assert sum(thinkers.pauses) * 1e9 < 0.02 * thinkers.now
+
+
+@pytest.mark.parametrize(("fixed", "by_row"), [(2_000_000, 100_000), (5_000_000, 1_000_000), (10_000_000, 100_000)])
+@pytest.mark.parametrize("clients", [2, 3, 8, 32])
+def test_where_the_fixed_cost_is_large_all_prompt_clients_are_in_one_batch(world, clients, fixed, by_row):
+    crowd = world([100_000 + 5_000 * i for i in range(clients)], fixed=fixed, by_row=by_row)
+    crowd.run(40)
+    began, computed = crowd.now, sum(crowd.sizes)
+    crowd.run(40)
+    possible = clients / (fixed + by_row * clients)
+    assert (sum(crowd.sizes) - computed) / (crowd.now - began) > 0.93 * possible
+    assert set(crowd.sizes[-20:]) == {clients}
+
+
+def test_a_client_that_is_not_prompt_any_more_costs_one_wait(world):
+    crowd = world([100_000] * 8, fixed=4_000_000)
+    crowd.run(40)
+    crowd.think[0] = 10**12  # it never returns
+    began, before = crowd.now, len(crowd.sizes)
+    crowd.run(40)
+    sizes = crowd.sizes[before:]
+    assert sizes[0] == 8 and set(sizes[1:]) == {7} and len(sizes) > 15
+    assert crowd.now - began <= len(sizes) * (4_000_000 + 100_000) + 1_000_000  # a quarter of the fixed cost, once
+
+
+def test_clients_that_think_for_a_good_part_of_a_large_batch_are_not_waited_for(world):
+    crowd = world([3_000_000] * 8, fixed=4_000_000)
+    crowd.run(60)
+    assert sum(crowd.pauses) * 1e9 < 0.3 * crowd.now

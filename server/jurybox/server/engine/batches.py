@@ -470,6 +470,13 @@ def _halves(tickets: NDArray[Any]) -> list[NDArray[Any]]:
 # computed the other half's clients run. A batch of all clients would leave all other cores idle. The engine never
 # waits for a lone client, because no other client is missing when its ticket arrives. A client that fails to return in
 # time is not waited for again until it has shown that it is quick. native.ArrivalTracker keeps this record.
+#
+# Where a batch's fixed cost is many times the clients' way back (a large model, a GPU), two halves in turn would pay it
+# twice as often as needed, and the other cores have little to do meanwhile. There the engine waits for all clients that
+# sent again within a quarter of that cost the last time, and no longer than that. So a round is never more than a
+# quarter of the fixed cost longer, and mostly has one batch instead of two.
 
 
 QUICK = 4  # a closed-loop client is quick if it sends again within the time of this many batches
+PROMPT = 0.25  # and prompt if it does so within this share of a batch's fixed cost,
+LARGE_NS = 1_000_000  # if that is at least so much: smaller ones are of the order of a context switch

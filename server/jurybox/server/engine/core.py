@@ -13,7 +13,7 @@ from jurybox import native
 from jurybox.protocol.errors import Code, plain, said
 from jurybox.protocol.scoreboard import MAX_MODELS, Scoreboard
 from jurybox.protocol.wire import TICKET
-from jurybox.server.engine.batches import QUICK, Batches, Counters, Slot, cell
+from jurybox.server.engine.batches import LARGE_NS, PROMPT, QUICK, Batches, Counters, Slot, cell
 from jurybox.server.engine.device_regions import DeviceRegions
 from jurybox.server.engine.loads import LOADS
 from jurybox.server.engine.queues import Queue
@@ -312,8 +312,11 @@ class Engine:
             return True
         self._last, queue = slot, slot.queue
         recovers = slot in self._recovery.parts
-        if self._tracker.overdue and self._pause is not None and not self._batches.under_way and not recovers:
-            self._wait_for_more(slot, now)
+        if self._tracker.away and self._pause is not None and not self._batches.under_way and not recovers:
+            if self._tracker.prompt:
+                self._wait_for_all(slot, now)
+            if self._tracker.overdue:
+                self._wait_for_more(slot, now)
         if (late := queue.expired(now)) is not None:
             self._batches.expire(slot, late)
             slot.counters.waiting(queue.rows)
@@ -344,6 +347,27 @@ class Engine:
             self._pause(shared / len(queue) / 1e9, min(more, overdue))
             if not self._take_in():
                 tracker.stays_away()
+
+    def _wait_for_all(self, slot: Slot, began: int) -> None:
+        """Wait for the prompt clients, all of them, for as long as they took the last time (see batches.py)."""
+        assert self._pause is not None
+        queue, tracker, until = slot.queue, self._tracker, began + self._prompt_ns()
+        while tracker.prompt and queue.rows < queue.max_batch:
+            left = until - self._clock()
+            if left <= 0:
+                tracker.not_prompt()
+                return
+            self._pause(left / 1e9, tracker.prompt)
+            self._take_in()
+
+    def _prompt_ns(self) -> int:
+        """Return the time within which a client that returns is waited for; 0: none is, only up to half of the crowd.
+
+        Not with several models: the clients of one of them fill no batch of another.
+        """
+        if len(self._queues) != 1 or (fixed := self._queues[0].cost.fixed) < LARGE_NS:
+            return 0
+        return int(fixed * PROMPT)
 
     def ready_in(self) -> int | None:
         """Return the nanoseconds until a held-back batch is due; None if no tickets wait."""
@@ -376,7 +400,7 @@ class Engine:
                 continue
             if refused:
                 tickets = self._refuse(tickets)
-            self._tracker.came(tickets, self._clock(), int(QUICK * self._batches.mean_ns))
+            self._tracker.came(tickets, self._clock(), int(QUICK * self._batches.mean_ns), self._prompt_ns())
             accepted += len(tickets)
             if len(self._queues) == 1 and self._queues[0].cache is None:
                 queue = self._queues[0].queue
