@@ -499,25 +499,6 @@ def test_an_unusable_version_or_extra_is_refused(remote, client):
         assert publisher.publish(affine(2)) == before + 1
 
 
-def test_a_read_waits_for_a_first_publication_until_its_time_out_or_the_servers_death(server, client):
-    """This test is last because it ends the shared server."""
-    with gateway(server.address) as (_, channel):
-        reader = RemoteWeightsReader(channel, "silent")
-        for options in ({}, {"timeout": 0.3}):
-            # The second message, if the gateway itself was not scheduled for that long.
-            with pytest.raises(Timeout, match="nothing has been published|did not answer"):
-                reader.read(**options)
-        later = threading.Timer(0.5, publish_next, (client, "silent"))
-        later.start()
-        assert reader.read(timeout=60).version == 1
-        later.join()
-        server.process.kill()
-        server.process.wait()
-        with pytest.raises(ServerGone):
-            reader.read(timeout=60)
-        reader.close()
-
-
 def scaled(answer):
     """The scale and the offset that computed an answer to X."""
     reply = answer.infer_reply(X)
@@ -574,3 +555,22 @@ def test_a_part_is_not_added_to_another_servers_version_after_the_stream_broke(t
                     publisher.publish({"offset": np.array(4, np.float32)}, partial=True)
             publisher.publish(whole)
             assert publisher.publish({"offset": np.array(4, np.float32)}, partial=True) == 5
+
+
+def test_a_read_waits_for_a_first_publication_until_its_time_out_or_the_servers_death(server, client):
+    """This test is last because it ends the shared server."""
+    with gateway(server.address) as (_, channel):
+        reader = RemoteWeightsReader(channel, "silent")
+        for options in ({}, {"timeout": 0.3}):
+            # The second message, if the gateway itself was not scheduled for that long.
+            with pytest.raises(Timeout, match="nothing has been published|did not answer"):
+                reader.read(**options)
+        later = threading.Timer(0.5, publish_next, (client, "silent"))
+        later.start()
+        assert reader.read(timeout=60).version == 1
+        later.join()
+        server.process.kill()
+        server.process.wait()
+        with pytest.raises(ServerGone):
+            reader.read(timeout=60)
+        reader.close()
