@@ -191,7 +191,7 @@ void a_client_is_prompt_by_when_it_sent_not_by_when_its_ticket_was_seen() {
     tracker.came(again, 3, 7100, 1'000'000, 0);  // nobody is prompt if nobody is to be waited for
     tracker.answered(again, 3, 8000);
     CHECK(tracker.away() == 3 && tracker.prompt() == 0);
-    Ticket old = sent(3, std::int64_t{-1} << 62);
+    Ticket old = sent(3, -(std::int64_t{1} << 62));
     tracker.came(&old, 1, 9000, 1'000'000, 500);  // sent before its last answer, as in a pipeline
     tracker.answered(&old, 1, 9500);
     CHECK(tracker.prompt() == 1);

@@ -33,7 +33,7 @@ def script(name: str):
 
 def targets_of_ci() -> set[str]:
     """The targets that .ci/run makes, and those that these need."""
-    found = set(re.findall(r"^make ([\w-]+)$", CI, re.MULTILINE))
+    found = set(re.findall(r"^make ([\w-]+)(?: \|\| once_more.*)?$", CI, re.MULTILINE))
     while (
         more := {
             need
