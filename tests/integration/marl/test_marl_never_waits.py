@@ -49,7 +49,11 @@ def test_while_one_learner_stands_still_the_actor_plays_and_the_other_learns(tmp
             metrics.clear()
             seen.update(turns=turns, steps=steps)
         elif seen and "late" not in seen:
-            if turns > seen["turns"] + 20 * N_STEPS and steps[1] > seen["steps"][1] + 5 and "policy_loss_agent_0" in metrics:
+            if (
+                turns > seen["turns"] + 20 * N_STEPS
+                and steps[1] > seen["steps"][1] + 5
+                and "policy_loss_agent_0" in metrics
+            ):
                 assert steps[0] <= seen["steps"][0] + 1, "it stood still"
                 os.kill(words[stopped][Word.PID], signal.SIGCONT)
                 seen["late"] = steps[0]
