@@ -21,10 +21,10 @@ from fastapi import FastAPI
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
-from jurybox.protocol.errors import TABLE, Busy, Code, Error, said
+from jurybox.protocol.errors import TABLE, Code, Error, said
 from jurybox.server.gateway.http_server import HttpServer
 from jurybox.server.gateway.robots.counters import RobotDelays
-from jurybox.server.gateway.robots.door import PATIENCE, RobotDoor
+from jurybox.server.gateway.robots.door import PATIENCE, RobotDoor, decoded
 from jurybox.server.gateway.robots.gr00t_observations import Gr00tObservation, gr00t_observation
 from jurybox.server.gateway.robots.json_arrays import dumps, loads
 from jurybox.server.gateway.robots.msgpack_arrays import Malformed
@@ -34,7 +34,6 @@ from jurybox.server.security.http import DATA_ONLY, body_of
 from jurybox.server.security.limits import OF_REQUEST, DecodedCharge, Limited
 
 _MEDIA = (b"content-type", b"application/json")
-_MOST_IN_LOOP = 1 << 20  # bytes of the largest body that is decoded in the event loop, not in a thread
 _PASSING = (Code.BUSY, Code.TIMEOUT, Code.SERVER_GONE, Code.NOT_READY, Code.DRAINING)  # a retry may succeed
 
 
@@ -109,26 +108,16 @@ class ActDoor(RobotDoor):
         with self.counted(self._delays):
             try:
                 held.take(len(body))  # its arrays are smaller
-                request, encoded = await self._read(body)
+                request, encoded = await decoded(_read, body)
                 flat = request.get("observation")
                 gr00t = gr00t_observation(flat) if len(request) == 1 and isinstance(flat, dict) else None
-                try:
-                    async with self.policy.episode(PATIENCE, returns=True) as episode:
-                        with self.connected():
-                            outputs = await episode.infer(gr00t.values if gr00t else request, needs_actions=False)
-                except Busy:
-                    self.counters.refused["full"] += 1
-                    raise
+                async with self.policy.episode(PATIENCE, returns=True) as episode:
+                    with self.connected():
+                        outputs = await episode.infer(gr00t.values if gr00t else request, needs_actions=False)
                 answer = dumps(_nested(gr00t, outputs) if gr00t else _action(outputs))
                 return json.dumps(answer.decode()).encode() if encoded else answer
             finally:
                 held.give()
-
-    async def _read(self, body: bytes) -> tuple[dict[str, Any], bool]:
-        """Return a request, and whether it was JSON in JSON."""
-        if len(body) > _MOST_IN_LOOP:
-            return await asyncio.to_thread(_read, body)
-        return _read(body)
 
     def _refused(self, error: Error) -> tuple[int, list[tuple[str, str]], bytes]:
         """Return status, headers and body of a refusal."""
@@ -139,6 +128,7 @@ class ActDoor(RobotDoor):
 
 
 def _read(body: bytes) -> tuple[dict[str, Any], bool]:
+    """Return a request, and whether it was JSON in JSON."""
     request = loads(body)
     if "encoded" not in request:
         return request, False

@@ -14,18 +14,17 @@ is refused. A connection is an episode.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
-from jurybox.protocol.errors import Busy, Code, Refused, SpecMismatch, plain, said
+from jurybox.protocol.errors import Code, Refused, SpecMismatch, plain, said
 from jurybox.server.gateway.http_server import bound_name
 from jurybox.server.gateway.npy import npy_file
 from jurybox.server.gateway.rep_server import Peer, RepServer
 from jurybox.server.gateway.robots.counters import RobotDelays
-from jurybox.server.gateway.robots.door import PATIENCE, RobotDoor
+from jurybox.server.gateway.robots.door import PATIENCE, RobotDoor, decoded
 from jurybox.server.gateway.robots.gr00t_observations import gr00t_observation, modality_document
 from jurybox.server.gateway.robots.msgpack_arrays import Malformed, packb, unpackb
 from jurybox.server.gateway.robots.policy import Episode
@@ -34,7 +33,6 @@ from jurybox.server.settings.endpoints import listen
 
 _PONG = {"status": "ok", "message": "Server is running"}
 _WHOLE = {"observation", "options"}  # of N1.6
-_MOST_IN_LOOP = 1 << 20  # bytes of the largest message that is decoded in the event loop, not in a thread
 
 
 class _Robot:
@@ -81,9 +79,10 @@ class Gr00tDoor(RobotDoor):
         await self.policy.close()
 
     async def _answer(self, peer: Peer[_Robot], body: bytes | None) -> bytes:
-        large = body is not None and len(body) > _MOST_IN_LOOP
         try:
-            request = await asyncio.to_thread(_read, body) if large else _read(body)
+            if body is None:
+                raise Malformed("expected one frame from a REQ socket, came another number")
+            request = await decoded(_read, body)
         except Malformed as error:
             self.counters.failed(error)
             raise
@@ -118,20 +117,14 @@ class Gr00tDoor(RobotDoor):
         if not isinstance(given, Mapping):
             raise Malformed(f"expected a map (an observation), came {type(given).__name__}")
         if robot.episode is None:
-            try:
-                robot.episode = await robot.held.enter_async_context(self.policy.episode(PATIENCE))
-            except Busy:
-                self.counters.refused["full"] += 1
-                raise
+            robot.episode = await robot.held.enter_async_context(self.policy.episode(PATIENCE))
         observation = gr00t_observation(given)
         outputs = observation.answer(await robot.episode.infer(observation.values, needs_actions=False))
         actions = {name: _npy(value) for name, value in outputs.items()}
         return [actions, {}] if whole else actions
 
 
-def _read(body: Any) -> dict[str, Any]:
-    if body is None:
-        raise Malformed("expected one frame from a REQ socket, came another number")
+def _read(body: bytes) -> dict[str, Any]:
     found = unpackb(body)
     if not isinstance(found, dict):
         raise Malformed(f"expected a map with an endpoint, came {type(found).__name__}")

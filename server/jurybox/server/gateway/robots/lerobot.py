@@ -19,10 +19,10 @@ from typing import Any
 import grpc
 import numpy as np
 
-from jurybox.protocol.errors import Busy, Error, Refused, plain, said
+from jurybox.protocol.errors import Error, Refused, plain, said
 from jurybox.server.gateway.grpc_server import GrpcServer, Service
 from jurybox.server.gateway.robots.counters import RobotDelays
-from jurybox.server.gateway.robots.door import PATIENCE, RobotDoor
+from jurybox.server.gateway.robots.door import PATIENCE, RobotDoor, decoded
 from jurybox.server.gateway.robots.lerobot_features import Features
 from jurybox.server.gateway.robots.lerobot_messages import Observed, actions_message, joined, observed, setup_of
 from jurybox.server.gateway.robots.lerobot_robots import LeRobotRobot, LeRobotRobots
@@ -32,7 +32,6 @@ from jurybox.server.security.limits import ROBOTS, Charge, Limited
 _PACKAGES = ("transport", "async_inference")
 _WAIT = 2.0  # seconds that GetActions waits for an observation
 _PAUSE = 1.0  # seconds before an error of GetActions, which is asked for again at once
-_MOST_IN_LOOP = 1 << 20  # bytes of the largest pickle that is read in the event loop, not in a thread
 _log = logging.getLogger("jurybox.gateway.robots")
 
 
@@ -82,11 +81,7 @@ class LeRobotDoor(RobotDoor):
         async with robot.lock:
             robot.begin()
             if robot.episode is None:
-                try:
-                    robot.episode = await robot.held.enter_async_context(self.policy.episode(PATIENCE))
-                except Busy:
-                    self.counters.refused["full"] += 1
-                    raise
+                robot.episode = await robot.held.enter_async_context(self.policy.episode(PATIENCE))
                 robot.held.enter_context(self.connected())
             robot.episode.reset()
         return b""
@@ -111,7 +106,7 @@ class LeRobotDoor(RobotDoor):
         try:
             body = await joined(messages, charge, self.access.max_message)
             charge.take(len(body))  # and its arrays
-            found = await asyncio.to_thread(observed, body) if len(body) > _MOST_IN_LOOP else observed(body)
+            found = await decoded(observed, body)
             kept = robot.keep(found, charge)
         except Error as error:
             self.counters.failed(error)

@@ -27,7 +27,7 @@ from jurybox.protocol.errors import Busy, Error, plain, said
 from jurybox.server.gateway.http_server import GRACE, TURN, bound_name
 from jurybox.server.gateway.robots.connection import TRY_AGAIN_LATER, RobotConnection
 from jurybox.server.gateway.robots.counters import ChunkReport, RobotDelays
-from jurybox.server.gateway.robots.door import PATIENCE, RobotDoor
+from jurybox.server.gateway.robots.door import PATIENCE, RobotDoor, decoded
 from jurybox.server.gateway.robots.msgpack_arrays import Malformed, packb, unpackb
 from jurybox.server.gateway.robots.policy import ACTIONS, Episode
 from jurybox.server.security.doors import RETRY_AFTER, refusal
@@ -36,7 +36,6 @@ from jurybox.server.settings.endpoints import listen
 
 VLLM_OMNI = "/v1/realtime/robot/openpi"  # the path of vllm-omni's variant
 _MOST_WITHIN = 86_400.0  # seconds, largest `answer_within` of a request
-_MOST_IN_LOOP = 1 << 20  # bytes of the largest frame that is decoded in the event loop, not in a thread
 # Of a close (rfc-editor.org/rfc/rfc6455, section 7.4.1; IANA's registry).
 _INTERNAL_ERROR, _SERVICE_RESTART = 1011, 1012
 _log = logging.getLogger("jurybox.gateway.robots")
@@ -146,7 +145,6 @@ class RobotServer(RobotDoor):
                         if connection.is_ahead:  # robots wait for their answers
                             await self.turns.wait(connection, min(time.monotonic() - began, TURN))
         except Busy as error:
-            self.counters.refused["full"] += 1
             await connection.close(TRY_AGAIN_LATER, plain(error, 100))
         except ConnectionClosed:
             pass  # the robot disconnected
@@ -193,7 +191,7 @@ class RobotServer(RobotDoor):
 async def _read(frame: str | bytes) -> dict[str, Any]:
     if isinstance(frame, str):
         raise Malformed("expected a binary frame with a msgpack map (an observation), came a text frame")
-    found = unpackb(frame) if len(frame) < _MOST_IN_LOOP else await asyncio.to_thread(unpackb, frame)
+    found = await decoded(unpackb, frame)
     if not isinstance(found, dict):
         raise Malformed(f"expected a map (an observation), came {type(found).__name__}")
     return found

@@ -75,6 +75,7 @@ class RobotPolicy:
                 await self._freed.wait_for(lambda: bool(self._free))
                 place = self._free.pop(-1 if returns else 0)  # the one that has been free longest, or shortest
         except TimeoutError:
+            self._counters.refused["full"] += 1
             raise Busy(f"{self._clients} robots are connected, which is the maximum (robots.NAME.clients)") from None
         try:
             yield Episode(self, place)
