@@ -38,6 +38,12 @@ class ServerElsewhere:
     def connect(self, **options: object) -> Server:
         return connect(self.address, **{"timeout": 60.0, **options})
 
+    def connect_over(self, transport: str) -> Server:
+        """Connect over "shm" or "zmq" on this host, or to the port of "tcp" or "grpc"."""
+        if transport in ("shm", "zmq"):
+            return self.connect(transport=transport)
+        return connect(f"{transport}://{self.listening(transport)}", timeout=60.0)
+
     def listening(self, transport: str) -> str:
         """Where "http", "grpc" or "tcp" really listens, "host:port"."""
         with self.connect() as client:

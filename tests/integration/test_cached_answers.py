@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from tests.serving import serving, wait_until
 
-from jurybox.client import ModelFailed, RowFailed, connect
+from jurybox.client import ModelFailed, RowFailed
 
 CACHED = {"deterministic": True, "cache_mib": 1, "max_batch": 8, "rows": 256}
 MODELS = {
@@ -27,11 +27,7 @@ def server(tmp_path_factory):
 
 @pytest.fixture(params=["shm", "zmq", "tcp", "grpc"])
 def client(server, request):
-    if request.param in ("shm", "zmq"):
-        connected = server.connect(transport=request.param)
-    else:
-        connected = connect(f"{request.param}://{server.listening(request.param)}", timeout=60.0)
-    with connected:
+    with server.connect_over(request.param) as connected:
         yield connected
 
 

@@ -41,11 +41,7 @@ def server(tmp_path_factory):
 
 @pytest.fixture(params=["shm", "zmq", "tcp", "grpc"])
 def client(server, request):
-    if request.param in ("shm", "zmq"):
-        connected = server.connect(transport=request.param)
-    else:
-        connected = connect(f"{request.param}://{server.listening(request.param)}", timeout=60.0)
-    with connected:
+    with server.connect_over(request.param) as connected:
         yield connected
 
 
